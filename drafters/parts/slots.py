@@ -1,0 +1,83 @@
+"""SlotKV: keys and values of live rows in fixed slots; tree nodes are written, paths are kept.
+
+Letters: S slots, H key/value heads, L context length, D head width, B rows of a forward, T fed
+tokens, P path length. Rejected entries are never erased: they lie beyond the kept length, masks
+hide them, the next write covers them. So rows of different lengths need no realignment.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class SlotKV:
+    """Key/value store of one model. One writer: whoever runs the model's forward.
+
+    A forward is `begin(slot_B, kept_len_B, num_fed, span)`, then one `update` per layer; fed token i
+    of row b lands at position kept_len_B[b] + i of its slot. `keep` compacts the accepted path.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_slots: int,
+        num_kv_heads: int,
+        max_len: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (num_slots, num_kv_heads, max_len, head_dim)
+        self.key_SHLD = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.value_SHLD = [torch.zeros_like(key) for key in self.key_SHLD]
+        self.num_slots, self.max_len, self.num_layers = num_slots, max_len, num_layers
+        self._slot_B1 = torch.zeros(1, 1, dtype=torch.long, device=device)
+        self._at_BT = self._slot_B1
+        self._span, self._whole, self._contiguous = 0, False, -1
+
+    def begin(
+        self,
+        slots: tuple[int, ...],
+        slot_B: Tensor,
+        kept_len_B: Tensor,
+        num_fed: int,
+        span: int,
+        uniform_start: int | None = None,
+    ) -> None:
+        """Aim the coming forward. `span` = host bound on kept_len + num_fed over the rows; attention
+        sees that many positions. `uniform_start`: every row's kept length, when the host knows they
+        are equal (then the write is a slice copy)."""
+        assert span <= self.max_len, f"{span} positions do not fit the cache of {self.max_len}"
+        self._slot_B1 = slot_B[:, None]
+        steps_T = torch.arange(num_fed, device=slot_B.device)
+        self._at_BT = kept_len_B[:, None] + steps_T
+        self._span = span
+        self._whole = slots == tuple(range(len(slots)))
+        self._contiguous = -1 if uniform_start is None else uniform_start
+
+    def update(self, layer: int, key_BHTD: Tensor, value_BHTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Write one layer's new keys and values; return what attention reads, [B, H, span, D]."""
+        keys, values = self.key_SHLD[layer], self.value_SHLD[layer]
+        B, _, T, _ = key_BHTD.shape
+        if self._whole and self._contiguous >= 0:
+            at = slice(self._contiguous, self._contiguous + T)
+            keys[:B, :, at] = key_BHTD
+            values[:B, :, at] = value_BHTD
+        else:
+            keys[self._slot_B1, :, self._at_BT] = key_BHTD.transpose(1, 2)
+            values[self._slot_B1, :, self._at_BT] = value_BHTD.transpose(1, 2)
+        if self._whole:
+            return keys[:B, :, : self._span], values[:B, :, : self._span]
+        slot_B = self._slot_B1[:, 0]
+        return keys[:, :, : self._span][slot_B], values[:, :, : self._span][slot_B]
+
+    def keep(self, slot_B: Tensor, kept_len_B: Tensor, path_BP: Tensor) -> None:
+        """Move the entries of the accepted path (fed indices, -1 = padding) to the front of the
+        round's writes, so that position kept_len + j holds path[j]. Padding moves nothing."""
+        to_BP = kept_len_B[:, None] + torch.arange(path_BP.shape[1], device=path_BP.device)
+        from_BP = torch.where(path_BP >= 0, kept_len_B[:, None] + path_BP, to_BP)
+        to_BP, from_BP = to_BP.clamp(max=self.max_len - 1), from_BP.clamp(max=self.max_len - 1)
+        slot_B1 = slot_B[:, None]
+        for store in (*self.key_SHLD, *self.value_SHLD):
+            store[slot_B1, :, to_BP] = store[slot_B1, :, from_BP]

@@ -1,0 +1,34 @@
+"""ModelSpec: the shape of a target, as a drafter family needs it to build itself."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Shape and constants of a decoder-only language model (sizes in units, not bytes)."""
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    norm_eps: float
+    rope_theta: float
+    max_positions: int
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    pad_id: int | None = None
+    embed_scale: float = 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> ModelSpec:
+        return cls(**{**fields, "eos_ids": tuple(fields.get("eos_ids", ()))})

@@ -1,0 +1,124 @@
+"""DraftTree: what a drafter proposes for one round, and everything derived from its shape.
+
+Letters: B rows, N drafted nodes (padded), T = N + 1 fed tokens (root first), V target vocabulary,
+K support of a draft law, P path length. The root is the last emitted token; it is fed to the
+target in front of the nodes, so *fed index* = node index + 1 and fed index 0 is the root.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+
+class NodeKind(StrEnum):
+    """How the children of a node were chosen; decides which verification rules are legal."""
+
+    POINT = "point"  # any deterministic function of the past (argmax, top-k, retrieval)
+    IID = "iid"  # sampled from q, duplicates kept
+    WITHOUT_REPLACEMENT = "without-replacement"  # sampled from q, draw order kept
+
+
+@dataclass(frozen=True, slots=True)
+class QRows:
+    """The laws the children were drawn from: row t is the law used at fed index t.
+
+    `prob_BTK` is float32 and sums to one on rows that drew children; rows of leaves are ignored
+    (all zero is allowed). `ids_K` names the target ids of the support; None = the full vocabulary.
+    """
+
+    prob_BTK: Tensor
+    ids_K: Tensor | None = None
+
+    def dense(self, vocab_size: int) -> Tensor:
+        """[B, T, V]: the law scattered to target ids, zero outside its support."""
+        if self.ids_K is None:
+            return self.prob_BTK
+        B, T, _ = self.prob_BTK.shape
+        out_BTV = self.prob_BTK.new_zeros(B, T, vocab_size)
+        return out_BTV.index_copy_(2, self.ids_K, self.prob_BTK)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """B padded token trees. Parents stand before their children; siblings are never re-sorted.
+
+    token_BN   target ids                        parent_BN  node index, -1 = the root
+    rank_BN    draw order among siblings         valid_BN   False = padding
+    kind       one kind for the whole tree       q          laws of sampled kinds, None for POINT
+    estimate_BN  a policy's guess of path acceptance; verification never reads it
+    depth      static bound on the depth         is_chain   node i's parent is node i - 1, always
+    """
+
+    token_BN: Tensor
+    parent_BN: Tensor
+    rank_BN: Tensor
+    valid_BN: Tensor
+    kind: NodeKind
+    depth: int
+    is_chain: bool = False
+    q: QRows | None = None
+    estimate_BN: Tensor | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        return self.token_BN.shape[1]
+
+    def fed_token_BT(self, root_B: Tensor) -> Tensor:
+        """Root and nodes in the order in which the target is fed."""
+        return torch.cat([root_B[:, None], self.token_BN], dim=1)
+
+    def fed_parent_BT(self) -> Tensor:
+        """Fed index of each fed token's parent; the root is its own parent."""
+        root_B1 = self.parent_BN.new_zeros(self.parent_BN.shape[0], 1)
+        return torch.cat([root_B1, self.parent_BN + 1], dim=1)
+
+    def fed_valid_BT(self) -> Tensor:
+        root_B1 = torch.ones_like(self.valid_BN[:, :1]) if self.num_nodes else _true(self.valid_BN)
+        return torch.cat([root_B1, self.valid_BN], dim=1)
+
+    def ancestor_BTT(self) -> Tensor:
+        """Bool: fed token j is fed token i or one of its ancestors. Closure by repeated squaring."""
+        B, T = self.parent_BN.shape[0], self.num_nodes + 1
+        device = self.parent_BN.device
+        if self.is_chain:
+            return torch.ones(T, T, dtype=torch.bool, device=device).tril().expand(B, T, T)
+        step_BTT = torch.zeros(B, T, T, device=device)
+        step_BTT.scatter_(2, self.fed_parent_BT()[:, :, None], 1.0)
+        step_BTT = step_BTT + torch.eye(T, device=device)
+        reach = 1
+        while reach < max(self.depth, 1):
+            step_BTT = (step_BTT @ step_BTT).clamp(max=1.0)
+            reach *= 2
+        return step_BTT > 0
+
+    def depth_BT(self) -> Tensor:
+        """Distance from the root of each fed token (root = 0)."""
+        if self.is_chain:
+            B, T = self.parent_BN.shape[0], self.num_nodes + 1
+            return torch.arange(T, device=self.parent_BN.device).expand(B, T)
+        return self.ancestor_BTT().sum(-1) - 1
+
+
+def _true(like_BN: Tensor) -> Tensor:
+    return torch.ones(like_BN.shape[0], 1, dtype=torch.bool, device=like_BN.device)
+
+
+def empty_tree(num_rows: int, device: torch.device) -> DraftTree:
+    """Nothing drafted: a plain decoding step through the same round."""
+    none_BN = torch.zeros(num_rows, 0, dtype=torch.long, device=device)
+    return DraftTree(none_BN, none_BN, none_BN, none_BN.bool(), NodeKind.POINT, 0, is_chain=True)
+
+
+def chain_tree(
+    token_BN: Tensor, valid_BN: Tensor, kind: NodeKind, q: QRows | None = None
+) -> DraftTree:
+    """A chain per row; `valid_BN` must be a prefix of each row (shorter rows are padded)."""
+    N = token_BN.shape[1]
+    parent_BN = torch.arange(-1, N - 1, device=token_BN.device).expand_as(token_BN)
+    return DraftTree(
+        token_BN, parent_BN, torch.zeros_like(token_BN), valid_BN, kind, N, is_chain=True, q=q
+    )

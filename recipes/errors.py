@@ -1,0 +1,112 @@
+"""SpecctlError: every failure a user can cause says what, found, expected, and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from enum import IntEnum
+
+
+class Exit(IntEnum):
+    """Exit codes of the command line (docs: CLI reference)."""
+
+    OK = 0
+    BUG = 1
+    USAGE = 2
+    RECIPE = 3
+    FILE = 4
+    INCOMPATIBLE = 5
+    RESOURCES = 6
+    INTEGRITY = 7
+    GATE = 8
+    NETWORK = 9
+    DIVERGED = 10
+    INTERRUPTED = 75
+
+
+class SpecctlError(Exception):
+    """A failure with its remedy. `where` is file:field; `code` the exit code of the process."""
+
+    exit: Exit = Exit.USAGE
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        found: str = "",
+        expected: str = "",
+        do: str = "",
+        where: str = "",
+        exit: Exit | None = None,
+    ) -> None:
+        self.what, self.found, self.expected, self.do, self.where = what, found, expected, do, where
+        if exit is not None:
+            self.exit = exit
+        super().__init__(self.text())
+
+    def text(self) -> str:
+        parts = [self.what]
+        if self.where:
+            parts.append(f"in {self.where}")
+        if self.found:
+            parts.append(f"found: {self.found}")
+        if self.expected:
+            parts.append(f"expected: {self.expected}")
+        if self.do:
+            parts.append(f"do: {self.do}")
+        return " | ".join(parts)
+
+
+class RecipeError(SpecctlError):
+    """The recipe or a --set value is not valid."""
+
+    exit = Exit.RECIPE
+
+
+class FileError(SpecctlError):
+    """A file is missing, locked or unreadable."""
+
+    exit = Exit.FILE
+
+
+class IncompatibleError(SpecctlError):
+    """Target and drafter do not belong together, or a target cannot be supported."""
+
+    exit = Exit.INCOMPATIBLE
+
+
+class ResourceError(SpecctlError):
+    """Not enough memory, disk or devices."""
+
+    exit = Exit.RESOURCES
+
+
+class IntegrityError(SpecctlError):
+    """A hash, a format or a security rule does not hold."""
+
+    exit = Exit.INTEGRITY
+
+
+class GateError(SpecctlError):
+    """A measured threshold was missed."""
+
+    exit = Exit.GATE
+
+
+class NetworkError(SpecctlError):
+    """The hub cannot be reached or refuses access."""
+
+    exit = Exit.NETWORK
+
+
+class DivergedError(SpecctlError):
+    """Training produced NaN or Inf too often."""
+
+    exit = Exit.DIVERGED
+
+
+def nearest(word: str, known: Iterable[str], count: int = 3) -> str:
+    """The known words nearest to `word`, for error messages."""
+    names = list(known)
+    close = difflib.get_close_matches(word, names, n=count, cutoff=0.3) or names[:count]
+    return ", ".join(close)

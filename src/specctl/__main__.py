@@ -1,0 +1,6 @@
+"""`python -m specctl`."""
+
+from specctl.cli.main import run
+
+if __name__ == "__main__":
+    run()

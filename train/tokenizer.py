@@ -1,0 +1,80 @@
+"""The tokenizer of the embedded target: byte-level BPE over Python text, with chat markers."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
+USER, ASSISTANT, END = "<|user|>", "<|assistant|>", "<|end|>"
+SPECIAL_TOKENS = [BOS, EOS, PAD, USER, ASSISTANT, END]
+
+# Words with their leading space or underscore, up to three digits, runs of signs, runs of spaces:
+# an indentation is one token, a newline never joins a word.
+WORDS = (
+    r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}"
+    "<|assistant|>\n{% generation %}{{ message['content'] }}<|end|>{% endgeneration %}\n"
+    "{% else %}<|user|>\n{{ message['content'] }}<|end|>\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, max_length: int
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer trained on `texts`; every byte string can be written in it."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        additional_special_tokens=[USER, ASSISTANT, END],
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer saved in a folder."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    return tokenizer
+
+
+def encode_documents(
+    tokenizer: PreTrainedTokenizerFast, texts: list[str], group: int = 256
+) -> npt.NDArray[np.uint16]:
+    """All documents as one row of ids: bos, text, eos, bos, text, eos, ..."""
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    assert len(tokenizer) <= 2**16, f"{len(tokenizer)} ids do not fit in 16 bits"
+    parts: list[npt.NDArray[np.uint16]] = []
+    for start in range(0, len(texts), group):
+        batch = tokenizer.backend_tokenizer.encode_batch(texts[start : start + group])
+        parts += [np.array([bos, *encoding.ids, eos], dtype=np.uint16) for encoding in batch]
+    return np.concatenate(parts)
