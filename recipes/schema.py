@@ -1,0 +1,224 @@
+"""The recipe: one frozen tree of everything that decides a run. Every default lives here.
+
+`drafter.options` is checked against the family's own dataclass when the drafter is built, because
+this room may not import the families (nor torch).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[int, Field(ge=1)]
+
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+PolicyName = Literal["chain", "static-tree", "dynamic-tree", "direct"]
+RuleName = Literal[
+    "auto", "greedy", "target-only", "one-hot", "chain", "block", "recursive", "traversal"
+]
+
+
+class Section(BaseModel):
+    """A part of a recipe: immutable, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class TargetPart(Section):
+    """The model to be made faster."""
+
+    name: str = Field(
+        default="tiny", min_length=1, description="alias, hub id or folder of the target"
+    )
+    revision: str | None = Field(default=None, description="commit of the hub repository")
+    dtype: DtypeName = Field(default="auto", description="arithmetic of the target")
+    inflate: str | None = Field(
+        default=None,
+        pattern=r"^\d+(\.\d+)?[mbMB]$",
+        description="grow the target to the cost of this many parameters, e.g. 300m",
+    )
+
+
+class DrafterPart(Section):
+    """Which method drafts, and its own options."""
+
+    family: str = Field(default="small-lm", min_length=1, description="a module of drafters/")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="fields of the family's options"
+    )
+
+
+class DataPart(Section):
+    """Where prompts come from and how the target answers them."""
+
+    source: str = Field(
+        default="corpus", min_length=1, description="'corpus', a path, or a hub data set"
+    )
+    format: Literal["auto", "text", "jsonl", "parquet", "hub"] = "auto"
+    split: str = "train"
+    prompts: Positive = Field(default=1200, description="how many prompts the target answers")
+    prompt_tokens: Positive = Field(
+        default=48, description="tokens of each prompt cut from plain text"
+    )
+    new_tokens: Positive = Field(default=128, description="tokens of each answer")
+    regenerate: bool = Field(default=True, description="let the target write the answers")
+    temperature: Annotated[float, Field(ge=0.0, le=5.0)] = 0.8
+    greedy_share: Fraction = Field(default=0.5, description="share of answers written greedily")
+    limit_tokens: Positive | None = Field(
+        default=None, description="stop reading after so many tokens"
+    )
+    seed: int = 0
+
+
+class TrainPart(Section):
+    """How the drafter is trained."""
+
+    steps: Positive = 600
+    rows: Positive = Field(default=16, description="rows of a batch, over all processes")
+    seq_len: Annotated[int, Field(ge=8)] = 256
+    accumulate: Positive = Field(default=1, description="batches per optimizer step")
+    learning_rate: Annotated[float, Field(gt=0.0, le=1.0)] = 2e-3
+    schedule: Literal["wsd", "cosine", "linear"] = "wsd"
+    warmup: Fraction = Field(default=0.05, description="share of the steps spent warming up")
+    decay: Fraction = Field(default=0.3, description="share of the steps spent cooling down (wsd)")
+    optimizer: Literal["muon", "adamw"] = "muon"
+    weight_decay: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    clip: Annotated[float, Field(gt=0.0)] = 1.0
+    precision: Literal["no", "bf16"] = "no"
+    seed: int = 0
+    save_every: Positive = 200
+    keep: Annotated[int, Field(ge=2)] = Field(
+        default=2, description="checkpoints kept beside the best"
+    )
+    log_every: Positive = 10
+    tau_every: Positive = Field(default=200, description="steps between measurements of tau")
+    tau_prompts: Positive = 12
+    tau_tokens: Positive = 48
+    nan_patience: Positive = Field(
+        default=3, description="bad steps in a row before training stops"
+    )
+    trackers: tuple[str, ...] = Field(
+        default=(), description="trackers of Accelerate, e.g. tensorboard"
+    )
+
+    @model_validator(mode="after")
+    def _shares_fit(self) -> Self:
+        if self.schedule == "wsd" and self.warmup + self.decay > 1.0:
+            raise ValueError("warmup + decay must not exceed 1 with schedule wsd")
+        return self
+
+
+class ServePart(Section):
+    """How the drafter drafts: kept in the package as its default."""
+
+    policy: PolicyName = "chain"
+    length: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=5, description="drafted tokens, or depth"
+    )
+    nodes: Annotated[int, Field(ge=1, le=1024)] | None = Field(
+        default=None, description="nodes of a tree"
+    )
+    branch: Annotated[int, Field(ge=1, le=64)] | None = Field(
+        default=None, description="children per node"
+    )
+    confidence: Fraction | None = Field(
+        default=None, description="stop drafting below this probability"
+    )
+    rule: RuleName = "auto"
+    adaptive: bool = Field(
+        default=False, description="choose the length from the measured cost table"
+    )
+
+    @model_validator(mode="after")
+    def _nothing_ignored(self) -> Self:
+        if self.policy == "chain":
+            for key in ("nodes", "branch"):
+                if getattr(self, key) is not None:
+                    raise ValueError(f"{key} is ignored by policy chain; remove it or use a tree")
+        return self
+
+
+class VocabPart(Section):
+    """Trimming of the drafter's vocabulary."""
+
+    size: Annotated[int, Field(ge=2)] | Literal["auto"] | None = Field(
+        default=None, description="tokens kept; null keeps all"
+    )
+    min_coverage: Fraction = Field(
+        default=0.95, description="least share of tokens covered (size auto)"
+    )
+    source: Literal["target", "text", "draft"] = Field(
+        default="target", description="what is counted"
+    )
+
+
+class ExportPart(Section):
+    """Which formats are written after training."""
+
+    formats: tuple[Literal["specctl", "hf"], ...] = ("specctl",)
+
+
+class Recipe(Section):
+    """Everything that decides a run. `origin` says where each value came from."""
+
+    name: str = "unnamed"
+    summary: str = ""
+    paper: str = ""
+    target: TargetPart = TargetPart()
+    drafter: DrafterPart = DrafterPart()
+    data: DataPart = DataPart()
+    train: TrainPart = TrainPart()
+    serve: ServePart = ServePart()
+    vocab: VocabPart = VocabPart()
+    export: ExportPart = ExportPart()
+
+    _origin: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def origin(self) -> dict[str, str]:
+        """Dotted field -> "base", "recipe NAME", "--target" and the like, or "--set"."""
+        return {key: self._origin.get(key, "base") for key in flatten(self.to_json())}
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the canonical JSON of all that decides the result (not the prose)."""
+        fields = {k: v for k, v in self.to_json().items() if k not in ("summary", "paper")}
+        text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        return self.model_dump(mode="json")
+
+    def with_origin(self, origin: Mapping[str, str]) -> Recipe:
+        """The same recipe, knowing where its values came from."""
+        copy = self.model_copy()
+        copy._origin = dict(origin)
+        return copy
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted leaf -> value; an empty mapping is a leaf."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            leaves.update(flatten(value, f"{prefix}{key}."))
+        else:
+            leaves[f"{prefix}{key}"] = value
+    return leaves
+
+
+def section_at(path: tuple[Any, ...]) -> type[Section] | None:
+    """The section class that owns the last key of `path`; None inside free-form options."""
+    owner: type[Section] = Recipe
+    for key in path[:-1]:
+        field = owner.model_fields.get(str(key))
+        kind = field.annotation if field else None
+        if not (isinstance(kind, type) and issubclass(kind, Section)):
+            return None
+        owner = kind
+    return owner

@@ -1,0 +1,187 @@
+"""Recipes: what is read, where each value came from, and what a wrong recipe says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specctl.recipes.errors import FileError, RecipeError
+from specctl.recipes.load import load_recipe, parse_set
+from specctl.recipes.schema import Recipe, flatten
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "mine.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def problem(folder: Path, text: str, *sets: str) -> RecipeError:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(write(folder, text), sets)
+    return caught.value
+
+
+def test_an_empty_recipe_is_all_defaults(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, ""))
+    assert recipe.train == Recipe().train
+    assert set(recipe.origin.values()) == {"base", "recipe mine"}
+    assert recipe.origin["name"] == "recipe mine"
+
+
+def test_every_value_knows_its_origin(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, "train: {steps: 9}\ndrafter: {family: medusa, options: {num_heads: 2}}\n"
+    )
+    recipe = load_recipe(path, ["train.rows=3", "drafter.options.depth=1"], target="qwen3-8b")
+    assert (recipe.train.steps, recipe.train.rows, recipe.target.name) == (9, 3, "qwen3-8b")
+    assert recipe.origin["train.steps"] == "recipe mine"
+    assert recipe.origin["drafter.options.num_heads"] == "recipe mine"
+    assert recipe.origin["drafter.options.depth"] == "--set"
+    assert recipe.origin["train.rows"] == "--set"
+    assert recipe.origin["target.name"] == "command line"
+    assert recipe.origin["train.clip"] == "base"
+    assert set(recipe.origin) == set(flatten(recipe.to_json()))
+
+
+def test_set_wins_over_a_flag(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, ""), ["target.name=tiny"], target="qwen3-8b")
+    assert recipe.target.name == "tiny"
+    assert recipe.origin["target.name"] == "--set"
+
+
+def test_numbers_with_an_exponent_are_numbers(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, "drafter: {options: {a: 1e-3, b: 2E5, c: 1e}}"))
+    assert recipe.drafter.options == {"a": 1e-3, "b": 2e5, "c": "1e"}
+    assert parse_set("x.y=5e-2") == ("x.y", 0.05)
+
+
+def test_the_digest_ignores_prose_and_sees_values(tmp_path: Path) -> None:
+    plain = load_recipe(write(tmp_path, "name: a\n"))
+    prose = load_recipe(write(tmp_path, "name: a\nsummary: other words\n"))
+    other = load_recipe(write(tmp_path, "name: a\n"), ["train.seed=1"])
+    assert plain.digest == prose.digest
+    assert plain.digest != other.digest
+
+
+def test_the_digest_does_not_depend_on_how_a_value_was_given(tmp_path: Path) -> None:
+    by_file = load_recipe(write(tmp_path, "name: a\ntrain: {steps: 7, clip: 1}\n"))
+    by_set = load_recipe(write(tmp_path, "name: a\n"), ["train.steps=7", "train.clip=1.0"])
+    assert by_file.digest == by_set.digest
+
+
+def test_a_run_folder_is_a_recipe_again(tmp_path: Path) -> None:
+    text = "recipe: {name: earlier, train: {steps: 4}}\ncommand: [specctl]\norigin: {}\n"
+    (tmp_path / "run.yaml").write_text(text)
+    recipe = load_recipe(str(tmp_path))
+    assert (recipe.name, recipe.train.steps) == ("earlier", 4)
+
+
+def test_a_recipe_cannot_be_changed(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, ""))
+    with pytest.raises(ValueError, match="frozen"):
+        recipe.train.steps = 3  # type: ignore[misc]
+
+
+def test_an_unknown_key_names_the_nearest_one(tmp_path: Path) -> None:
+    error = problem(tmp_path, "train: {lerning_rate: 0.1}\n")
+    assert "learning_rate" in error.do
+    assert error.where.endswith("mine.yaml:train.lerning_rate")
+    assert "tau_every" in error.expected
+
+
+def test_an_unknown_section_names_the_nearest_one(tmp_path: Path) -> None:
+    assert "write train" in problem(tmp_path, "trian: {steps: 3}\n").do
+
+
+def test_several_problems_are_all_named(tmp_path: Path) -> None:
+    error = problem(tmp_path, "train: {steps: 0, rows: 0, foo: 1}\n")
+    assert "foo" in error.what
+    assert "train.steps" in error.found
+    assert "train.rows" in error.found
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("train.steps=0", "greater than or equal to 1"),
+        ("train.steps=many", "valid integer"),
+        ("train.learning_rate=2", "less than or equal to 1"),
+        ("train.warmup=0.9", "warmup + decay"),
+        ("train.clip=.nan", "finite"),
+        ("train.keep=1", "greater than or equal to 2"),
+        ("serve.policy=tree", "'chain'"),
+        ("serve.nodes=8", "ignored by policy chain"),
+        ("serve.rule=lossy", "'traversal'"),
+        ("vocab.size=-1", "greater than or equal to 2"),
+        ("vocab.min_coverage=1.5", "less than or equal to 1"),
+        ("data.greedy_share=-0.1", "greater than or equal to 0"),
+        ("data.format=csv", "'jsonl'"),
+        ("target.inflate=big", "pattern"),
+        ("target.dtype=fp8", "'bfloat16'"),
+        ("export.formats=[gguf]", "'specctl'"),
+        ("drafter=3", "dictionary"),
+    ],
+)
+def test_a_value_out_of_range_is_refused(tmp_path: Path, setting: str, expected: str) -> None:
+    error = problem(tmp_path, "", setting)
+    assert expected in error.expected
+    assert error.do
+
+
+def test_a_wrong_set_is_blamed_on_the_flag(tmp_path: Path) -> None:
+    error = problem(tmp_path, "", "train.steps=0")
+    assert error.where == "--set:train.steps"
+    assert error.do == "--set train.steps=600 restores the default"
+
+
+@pytest.mark.parametrize("text", ["train.steps", "=4", "train.=4", ".steps=4"])
+def test_a_set_without_field_or_value_is_refused(text: str) -> None:
+    with pytest.raises(RecipeError, match=r"section\.key=value"):
+        parse_set(text)
+
+
+def test_a_set_below_a_value_is_refused(tmp_path: Path) -> None:
+    assert "not a section" in problem(tmp_path, "train: {steps: 3}", "train.steps.more=1").what
+
+
+def test_broken_yaml_names_the_line(tmp_path: Path) -> None:
+    error = problem(tmp_path, "train:\n  steps: [1\n")
+    assert error.where.endswith("mine.yaml:3")
+
+
+def test_a_key_written_twice_is_refused(tmp_path: Path) -> None:
+    assert "written twice" in problem(tmp_path, "train:\n  steps: 1\n  steps: 2\n").found
+
+
+def test_a_recipe_that_is_a_list_is_refused(tmp_path: Path) -> None:
+    assert problem(tmp_path, "- a\n- b\n").found == "list"
+
+
+def test_an_unknown_recipe_name_shows_the_list() -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("eagel3")
+    assert "eagle3" in caught.value.do
+
+
+def test_a_missing_file_offers_a_copy(tmp_path: Path) -> None:
+    with pytest.raises(FileError) as caught:
+        load_recipe(str(tmp_path / "absent.yaml"))
+    assert "recipes cp" in caught.value.do
+
+
+def test_reading_recipes_imports_no_torch() -> None:
+    code = "import sys, specctl.recipes.load as l; l.list_recipes(); print('torch' in sys.modules)"
+    source = str(Path(__file__).parents[2] / "src")
+    shown = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": source},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shown.stdout.strip() == "False"
