@@ -1,0 +1,170 @@
+"""Target: a frozen language model with its tokenizer and the identity that drafters are bound to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specctl.drafters.parts.base import Borrowed
+from specctl.drafters.parts.hf_lm import HfLM
+from specctl.drafters.parts.lm import LanguageModel
+from specctl.drafters.parts.slots import SlotKV
+from specctl.drafters.parts.spec import ModelSpec
+from specctl.recipes.errors import IncompatibleError
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A model that is only ever read. `fingerprint` names its weights, whatever dtype they are
+    loaded in; `inflated` is the size it was inflated to, None for the model as published."""
+
+    name: str
+    revision: str | None
+    lm: LanguageModel
+    tokenizer: Any
+    fingerprint: str
+    tokenizer_fingerprint: str | None
+    template_digest: str | None
+    eos_ids: tuple[int, ...]
+    inflated: str | None = None
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.lm.spec
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm.dtype
+
+    def new_kv(self, num_slots: int, max_len: int) -> SlotKV:
+        """An empty cache for `num_slots` rows of at most `max_len` positions."""
+        return self.lm.new_kv(num_slots, max_len)
+
+    def borrowed(self) -> Borrowed:
+        """The frozen embedding and LM head that a drafter may share."""
+        return self.lm.borrowed()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a plain text, with the special tokens the tokenizer puts in front."""
+        return list(self._tokenizer().encode(text))
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant speaks next."""
+        tokenizer = self._tokenizer()
+        if self.template_digest is None:
+            raise IncompatibleError(
+                f"target {self.name} has no chat template",
+                do="give plain prompts, or choose an instruction-tuned target",
+            )
+        text = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=False
+        )
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids; end-of-text markers are left out."""
+        return str(self._tokenizer().decode(list(ids), skip_special_tokens=True))
+
+    def _tokenizer(self) -> Any:
+        if self.tokenizer is None:
+            raise IncompatibleError(
+                f"target {self.name} has no tokenizer",
+                expected="a tokenizer beside the weights",
+                do="give token ids instead of text, or load the target from a full folder",
+            )
+        return self.tokenizer
+
+    @classmethod
+    def from_model(cls, model: Any, tokenizer: Any = None, name: str = "random") -> Target:
+        """A target around a transformers model, which is frozen and put in eval mode."""
+        model.eval().requires_grad_(False)
+        eos_ids = eos_ids_of(model, tokenizer)
+        return cls(
+            name=name,
+            revision=None,
+            lm=HfLM(model, eos_ids),
+            tokenizer=tokenizer,
+            fingerprint=fingerprint(model),
+            tokenizer_fingerprint=None if tokenizer is None else tokenizer_fingerprint(tokenizer),
+            template_digest=None if tokenizer is None else template_digest(tokenizer),
+            eos_ids=eos_ids,
+        )
+
+
+def eos_ids_of(model: Any, tokenizer: Any = None) -> tuple[int, ...]:
+    """Every id that ends a text: generation config first, then config, then tokenizer."""
+    sources = (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer)
+    for source in sources:
+        found = getattr(source, "eos_token_id", None)
+        if found is not None:
+            return tuple(found) if isinstance(found, (list, tuple)) else (int(found),)
+    return ()
+
+
+_CONFIG_FIELDS = (
+    "model_type",
+    "num_layers",
+    "hidden_size",
+    "vocab_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "intermediate_size",
+    "norm_eps",
+    "rope_theta",
+)
+_SLICE = 64
+_NUM_SLICES = 4
+
+
+def fingerprint(model: Any) -> str:
+    """sha256 over the shape of the model and samples of every weight, in name order.
+
+    Samples are hashed as bfloat16, so that one checkpoint has one fingerprint in every dtype.
+    """
+    from specctl.drafters.parts.hf_lm import spec_of
+
+    spec = spec_of(model.config).to_json()
+    digest = hashlib.sha256(json.dumps({k: spec[k] for k in _CONFIG_FIELDS}).encode())
+    for name, weight in sorted(model.state_dict().items()):
+        digest.update(f"{name}:{tuple(weight.shape)}:".encode())
+        digest.update(_samples(weight))
+    return digest.hexdigest()
+
+
+def _samples(weight: Tensor) -> bytes:
+    flat = weight.detach().reshape(-1)
+    last = max(flat.numel() - _SLICE, 0)
+    starts = sorted({last * i // (_NUM_SLICES - 1) for i in range(_NUM_SLICES)})
+    parts = torch.cat([flat[at : at + _SLICE] for at in starts])
+    return parts.to(torch.bfloat16).cpu().view(torch.int16).numpy().astype("<i2").tobytes()
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """sha256 over all of a tokenizer that decides which ids a text becomes."""
+    body: dict[str, Any] = {"vocab": sorted(tokenizer.get_vocab().items())}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        full = json.loads(backend.to_str())
+        body["merges"] = full["model"].get("merges")
+        body |= {k: full.get(k) for k in ("added_tokens", "normalizer", "pre_tokenizer")}
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def template_digest(tokenizer: Any) -> str | None:
+    """sha256 of the chat template, None without one."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        return None
+    text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
