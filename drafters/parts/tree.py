@@ -50,6 +50,8 @@ class DraftTree:
     rank_BN    draw order among siblings         valid_BN   False = padding
     kind       one kind for the whole tree       q          laws of sampled kinds, None for POINT
     estimate_BN  a policy's guess of path acceptance; verification never reads it
+    expanded_BN  expansion index of each node in its StepState (-1 = a leaf never expanded);
+                 None = node i was expansion i, as far as expansions went
     depth      static bound on the depth         is_chain   node i's parent is node i - 1, always
     """
 
@@ -62,6 +64,7 @@ class DraftTree:
     is_chain: bool = False
     q: QRows | None = None
     estimate_BN: Tensor | None = None
+    expanded_BN: Tensor | None = None
 
     @property
     def num_nodes(self) -> int:

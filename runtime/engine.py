@@ -1,0 +1,380 @@
+"""The engine: one round is draft -> target forward -> verify -> keep -> commit -> observe.
+
+Batched from the first line: every row has its own length and its own acceptance, rows join and
+leave between rounds, batch 1 is the case B = 1. Nothing between the draft and the commit reads a
+tensor back to the host; the commit reads one small tensor. Plain decoding is the same round with
+an empty tree.
+
+Letters: B live rows, N drafted nodes, T = N + 1 fed tokens, P path length, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from specctl.drafters.parts.base import (
+    Budget,
+    Drafter,
+    DraftState,
+    Needs,
+    Outcome,
+    RoundSeconds,
+    RoundView,
+    Space,
+)
+from specctl.drafters.parts.lm import LmOut, Masks
+from specctl.drafters.parts.masks import chain_mask, tree_mask
+from specctl.drafters.parts.slots import SlotKV
+from specctl.drafters.parts.tree import DraftTree, NodeKind, empty_tree
+from specctl.recipes.errors import SpecctlError
+from specctl.runtime.cost import LengthChooser
+from specctl.runtime.cut import cut
+from specctl.runtime.noise import RoundNoise
+from specctl.runtime.policies.base import Growth, Policy
+from specctl.runtime.policies.direct import Direct
+from specctl.runtime.sampling import SamplingBatch
+from specctl.runtime.session import Completion, Request, Row
+from specctl.runtime.stats import RowStats
+from specctl.runtime.target import Target
+from specctl.runtime.verify import Verdict, check_legal, default_rule, run_rule
+
+PREFILL_CHUNK = 512
+
+
+class Engine:
+    """Generates for many rows at once. Single-threaded; the only writer of rows and caches.
+
+    `rule` is a verification rule by name or "auto": greedy rows are verified greedily, sampled
+    rows by the rule that fits the policy's node kind. `chooser` picks the draft length of each
+    round from measured costs (None = always the policy's own length).
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        policy: Policy | None = None,
+        rule: str = "auto",
+        num_slots: int = 1,
+        max_len: int | None = None,
+        chooser: LengthChooser | None = None,
+    ) -> None:
+        self.target, self.drafter, self.rule, self.chooser = target, drafter, rule, chooser
+        self.policy: Policy = policy if policy is not None else Direct()
+        self.needs = drafter.needs() if drafter is not None else Needs()
+        self.num_slots, self.max_len = num_slots, max_len
+        self.rows: list[Row] = []
+        self.waiting: deque[tuple[int, Request]] = deque()
+        self.prefill_seconds = self.draft_seconds = self.verify_seconds = 0.0
+        self._check_rule()
+        if drafter is not None and self.needs.borrow:
+            drafter.bind(target.borrowed())
+        self._kv: SlotKV | None = None
+        self._state: DraftState | None = None
+        self._sampling: SamplingBatch | None = None
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def run(
+        self, requests: Sequence[Request], on_round: Callable[[Row, tuple[int, ...]], None] | None = None
+    ) -> list[Completion]:
+        """Completions in the order of the requests; `on_round(row, new_tokens)` after each round."""
+        longest = max((len(r.tokens) + r.sampling.max_new_tokens for r in requests), default=1)
+        self._open(min(longest, self.target.spec.max_positions))
+        self.waiting.extend(enumerate(requests))
+        done: list[Completion | None] = [None] * len(requests)
+        while self.rows or self.waiting:
+            self._admit()
+            for row, new in self.step():
+                if on_round is not None:
+                    on_round(row, new)
+                if row.finished is not None:
+                    done[row.index] = row.completion()
+        return [completion for completion in done if completion is not None]
+
+    def _open(self, longest: int) -> None:
+        """Reserve caches for `longest` positions; kept when they already suffice."""
+        needed = longest + self.policy.nodes + 2
+        if self.max_len is not None and self._kv is not None and self.max_len >= needed:
+            return
+        assert not self.rows, "caches cannot grow while rows are live"
+        self.max_len = max(needed, self.max_len or 0)
+        self._kv = self.target.new_kv(self.num_slots, self.max_len)
+        if self.drafter is not None:
+            space = Space(
+                self.num_slots, self.max_len, self.policy.nodes, self.target.device, self.target.dtype
+            )
+            self._state = self.drafter.open(space)
+
+    @torch.inference_mode()
+    def _admit(self) -> None:
+        """Give free slots to waiting requests and read their prompts (all but the last token)."""
+        taken = {row.slot for row in self.rows}
+        free = [slot for slot in range(self.num_slots) if slot not in taken]
+        joined = []
+        while free and self.waiting:
+            index, request = self.waiting.popleft()
+            self._check_prompt(request)
+            joined.append(
+                Row(index, free.pop(0), request, list(request.tokens), len(request.tokens) - 1, RowStats())
+            )
+        if joined:
+            started = time.perf_counter()
+            self._prefill(joined)
+            self.rows = sorted([*self.rows, *joined], key=lambda row: row.slot)
+            self._sampling = None
+            self.prefill_seconds += time.perf_counter() - started
+
+    def _prefill(self, joined: Sequence[Row]) -> None:
+        """Right-padded, chunked forward of the prompts; what padding writes is never seen."""
+        assert self._kv is not None
+        longest = max(row.kept_len for row in joined)
+        parts: dict[int, list[Tensor]] = {tap: [] for tap in self.needs.taps}
+        slots = tuple(row.slot for row in joined)
+        slot_B = torch.tensor(slots, device=self.target.device)
+        for start in range(0, longest, PREFILL_CHUNK):
+            width = min(PREFILL_CHUNK, longest - start)
+            chunks = [row.tokens[start : min(start + width, row.kept_len)] for row in joined]
+            ids_BT = torch.tensor([c + [0] * (width - len(c)) for c in chunks], device=slot_B.device)
+            start_B = torch.full_like(slot_B, start)
+            self._kv.begin(slots, slot_B, start_B, width, start + width, uniform_start=start)
+            position_BT = (start_B[:, None] + torch.arange(width, device=slot_B.device))
+            masks = self._masks(start_B, None, width, start + width)
+            out = self.target.lm.forward(
+                ids_BT, position_BT, masks, self._kv, self.needs.taps, logits=False
+            )
+            for tap in parts:
+                parts[tap].append(out.taps[tap])
+        if self._state is not None:
+            for b, row in enumerate(joined):
+                taps = {k: torch.cat([p[b] for p in v])[: row.kept_len] for k, v in parts.items() if v}
+                self._state.start(row.slot, row.tokens, taps)
+
+    # -- the round ------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[Row, tuple[int, ...]]]:
+        """One round of every live row; returns each row with the tokens it emitted."""
+        if not self.rows:
+            return []
+        started = time.perf_counter()
+        view, sampling, noise = self._view(), self._samplings(), self._noise()
+        tree = self._draft(view, sampling, noise)
+        drafted = time.perf_counter()
+        out = self._forward(view, tree)
+        assert out.logits_BTV is not None
+        scores_BTV = sampling.scores(out.logits_BTV, tree, view)
+        verdict = run_rule(self._rule_for(tree, sampling), tree, scores_BTV, noise)
+        if not tree.is_chain:
+            self._cache().keep(view.slot_B, view.kept_len_B, verdict.path_BP)
+        accepted, emitted = self._commit(view, tree, verdict)
+        verified = time.perf_counter()
+        outcome = self._outcome(view, tree, verdict, out, accepted, emitted)
+        if self._state is not None:
+            self._state.observe(outcome)
+        finished = time.perf_counter()
+        self._account(outcome, RoundSeconds(drafted - started + finished - verified,
+                                            verified - drafted, finished - verified))
+        return self._release(emitted)
+
+    def _draft(self, view: RoundView, sampling: SamplingBatch, noise: RoundNoise) -> DraftTree:
+        budget = self._budget()
+        if self.drafter is None or self._state is None or budget.depth <= 0:
+            return empty_tree(len(view.slots), view.slot_B.device)
+        coupled = self.rule == "target-only"
+        growth = Growth(self._state, view, budget, sampling, noise, self.drafter.vocab, coupled)
+        return self.policy.grow(growth)
+
+    def _forward(self, view: RoundView, tree: DraftTree) -> LmOut:
+        """Feed root and nodes; node i of a row is written at kept_len + i and sits at kept_len + depth."""
+        num_fed = tree.num_nodes + 1
+        lengths = [len(tokens) - 1 for tokens in view.tokens]
+        span = max(lengths) + num_fed
+        same = lengths[0] if min(lengths) == max(lengths) else None
+        self._cache().begin(view.slots, view.slot_B, view.kept_len_B, num_fed, span, same)
+        depth_BT = tree.depth_BT()
+        last = self.target.spec.max_positions - 1
+        position_BT = (view.kept_len_B[:, None] + depth_BT).clamp(max=last)
+        masks = self._masks(view.kept_len_B, None if tree.is_chain else tree, num_fed, span, depth_BT)
+        return self.target.lm.forward(
+            tree.fed_token_BT(view.root_B), position_BT, masks, self._cache(), self.needs.taps
+        )
+
+    def _commit(
+        self, view: RoundView, tree: DraftTree, verdict: Verdict
+    ) -> tuple[list[int], list[tuple[int, ...]]]:
+        """The round's one host read; EOS, stop strings and limits cut here, in token order."""
+        fed_BT = tree.fed_token_BT(view.root_B)
+        path_token_BP = fed_BT.gather(1, verdict.path_BP.clamp(min=0))
+        packed = torch.cat(
+            [verdict.num_accepted_B[:, None], verdict.next_token_B[:, None], path_token_BP], dim=1
+        ).tolist()
+        accepted, emitted = [], []
+        for row, (num_accepted, next_token, _root, *path) in zip(self.rows, packed, strict=True):
+            new = [*path[:num_accepted], next_token]
+            kept, row.finished = cut(row, new, self.target)
+            row.tokens.extend(kept)
+            row.kept_len = len(row.tokens) - 1
+            row.num_rounds += 1
+            accepted.append(num_accepted)
+            emitted.append(tuple(kept))
+        return accepted, emitted
+
+    # -- pieces of a round ----------------------------------------------------------------------
+
+    def _view(self) -> RoundView:
+        slots = tuple(row.slot for row in self.rows)
+        packed = torch.tensor(
+            [slots, [row.tokens[-1] for row in self.rows], [row.kept_len for row in self.rows]],
+            device=self.target.device,
+        )
+        return RoundView(
+            slots, packed[0], packed[1], packed[2], tuple(row.tokens for row in self.rows)
+        )
+
+    def _samplings(self) -> SamplingBatch:
+        if self._sampling is None:
+            samplings = [row.request.sampling for row in self.rows]
+            self._sampling = SamplingBatch(samplings, self.target.spec.vocab_size, self.target.device)
+        return self._sampling
+
+    def _noise(self) -> RoundNoise:
+        device = self.target.device
+        packed = torch.tensor(
+            [
+                [row.request.sampling.seed for row in self.rows],
+                [row.num_rounds for row in self.rows],
+                [row.kept_len for row in self.rows],
+            ],
+            device=device,
+        )
+        return RoundNoise(packed[0], packed[1], packed[2], device)
+
+    def _budget(self) -> Budget:
+        """No deeper than the row with the most room can use: its last token is the bonus."""
+        context = self.target.spec.max_positions
+        room = max(min(row.room, context - len(row.tokens)) for row in self.rows) - 1
+        depth = min(self.policy.depth, room)
+        if self.chooser is not None:
+            depth = min(depth, self.chooser.length(len(self.rows)))
+        return Budget(nodes=self.policy.nodes, depth=max(depth, 0))
+
+    def _masks(
+        self, kept_len_B: Tensor, tree: DraftTree | None, num_fed: int, span: int,
+        depth_BT: Tensor | None = None,
+    ) -> Masks:
+        windows = self.target.lm.windows
+        if tree is None:
+            by_window = {w: chain_mask(kept_len_B, num_fed, span, w) for w in windows}
+            return Masks(chain_mask(kept_len_B, num_fed, span), by_window)
+        ancestor_BTT = tree.ancestor_BTT()
+        by_window = {w: tree_mask(kept_len_B, ancestor_BTT, span, w, depth_BT) for w in windows}
+        return Masks(tree_mask(kept_len_B, ancestor_BTT, span), by_window)
+
+    def _outcome(
+        self,
+        view: RoundView,
+        tree: DraftTree,
+        verdict: Verdict,
+        out: LmOut,
+        accepted: list[int],
+        emitted: list[tuple[int, ...]],
+    ) -> Outcome:
+        taps = {tap: _along(value, verdict.path_BP, tree) for tap, value in out.taps.items()}
+        topk_BTK = None
+        if self.needs.topk and out.logits_BTV is not None:
+            topk_BTK = out.logits_BTV.topk(self.needs.topk, dim=-1).indices
+        return Outcome(
+            view,
+            tree,
+            verdict.path_BP,
+            tuple(accepted),
+            verdict.next_token_B,
+            tuple(emitted),
+            tuple(row.finished for row in self.rows),
+            taps,
+            topk_BTK,
+        )
+
+    def _account(self, outcome: Outcome, seconds: RoundSeconds) -> None:
+        self.draft_seconds += seconds.draft
+        self.verify_seconds += seconds.verify
+        nodes = outcome.tree.valid_BN.sum(-1).tolist() if outcome.tree.num_nodes else None
+        for b, row in enumerate(self.rows):
+            drafted = 0 if nodes is None else nodes[b]
+            used = min(outcome.num_accepted[b], len(outcome.emitted[b]))
+            row.stats.count(drafted, outcome.tree.depth, used, len(outcome.emitted[b]))
+        if self.chooser is not None:
+            self.chooser.observe(outcome, seconds)
+
+    def _release(self, emitted: list[tuple[int, ...]]) -> list[tuple[Row, tuple[int, ...]]]:
+        """Hand out the round's tokens; finished rows free their slots."""
+        handed = list(zip(self.rows, emitted, strict=True))
+        if any(row.finished is not None for row in self.rows):
+            for row in self.rows:
+                if row.finished is not None and self._state is not None:
+                    self._state.end(row.slot)
+            self.rows = [row for row in self.rows if row.finished is None]
+            self._sampling = None
+        return handed
+
+    # -- configuration --------------------------------------------------------------------------
+
+    def _check_rule(self) -> None:
+        """An illegal pair of rule and node kind is refused before anything is drafted."""
+        if self.rule in ("auto", "greedy") or self.drafter is None:
+            return
+        kind = self.policy.kind(sampled=self.rule != "target-only")
+        check_legal(self.rule, kind, self.policy.is_chain)
+
+    def _rule_for(self, tree: DraftTree, sampling: SamplingBatch) -> str:
+        if sampling.all_greedy:
+            return "greedy"
+        if self.rule in ("auto", "greedy") or tree.num_nodes == 0:
+            return "target-only" if tree.num_nodes == 0 else default_rule(tree.kind, tree.is_chain)
+        return self.rule
+
+    def _check_prompt(self, request: Request) -> None:
+        limit = self.target.spec.max_positions
+        if not 0 < len(request.tokens) < limit:
+            raise SpecctlError(
+                "the prompt does not fit the target's context",
+                found=f"{len(request.tokens):,} tokens",
+                expected=f"1 to {limit - 1:,} tokens",
+                do="shorten the prompt, or choose a target with a longer context",
+            )
+
+    def _cache(self) -> SlotKV:
+        assert self._kv is not None, "run() opens the caches"
+        return self._kv
+
+
+def _along(value_BTD: Tensor, path_BP: Tensor, tree: DraftTree) -> Tensor:
+    """[B, P, D]: rows of `value` at the path's fed tokens."""
+    if tree.is_chain:
+        return value_BTD[:, : path_BP.shape[1]]
+    index_BP1 = path_BP.clamp(min=0)[:, :, None]
+    return value_BTD.gather(1, index_BP1.expand(-1, -1, value_BTD.shape[-1]))
+
+
+def verification_of(
+    rule: str, drafter: Drafter | None, policy: Policy, sampled: bool
+) -> Mapping[str, str]:
+    """The mark that every result carries: lossless or approximate, and by which rule."""
+    lossless = "lossless" if drafter is None or drafter.lossless else "approximate"
+    if drafter is None:
+        name = "plain"
+    elif not sampled:
+        name = "greedy"
+    else:
+        kind = policy.kind(sampled=rule != "target-only")
+        name = default_rule(kind, policy.is_chain) if rule in ("auto", "greedy") else rule
+    return {"class": lossless, "rule": name}
+
+
+__all__ = ["Engine", "NodeKind", "verification_of"]

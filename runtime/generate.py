@@ -1,0 +1,141 @@
+"""generate(): prompts in, texts and statistics out. The one call behind `specctl generate`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from specctl.drafters import family
+from specctl.drafters.parts.base import Drafter
+from specctl.recipes.errors import SpecctlError
+from specctl.runtime.cost import LengthChooser
+from specctl.runtime.cut import trim_stop
+from specctl.runtime.engine import Engine, verification_of
+from specctl.runtime.policies import Policy, make_policy
+from specctl.runtime.sampling import Sampling
+from specctl.runtime.session import Completion, Request, Row
+from specctl.runtime.stats import Stats, add_counts, repetition_rate
+from specctl.runtime.target import Target
+
+OnTokens = Callable[[int, tuple[int, ...]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One continuation. `token_ids` are the emitted tokens, an ending EOS included; `text` leaves
+    special tokens out and ends before a stop string."""
+
+    prompt: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "prompt": self.prompt,
+            "text": self.text,
+            "token_ids": list(self.token_ids),
+            "finish_reason": self.finish_reason,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """Outputs in the order of the prompts, and the run's statistics."""
+
+    outputs: tuple[Output, ...]
+    stats: Stats
+
+    def to_json(self) -> dict[str, Any]:
+        return {"outputs": [o.to_json() for o in self.outputs], "stats": self.stats.to_json()}
+
+
+def default_policy(drafter: Drafter | None) -> Policy:
+    """What the drafter's family asks for first."""
+    name = "direct" if drafter is None else family(drafter.family).policies[0]
+    return make_policy({"policy": name})
+
+
+def generate(
+    target: Target,
+    prompts: Sequence[str | Sequence[int]],
+    *,
+    drafter: Drafter | None = None,
+    sampling: Sampling | None = None,
+    policy: Policy | None = None,
+    rule: str = "auto",
+    batch: int = 1,
+    chooser: LengthChooser | None = None,
+    on_tokens: OnTokens | None = None,
+) -> Generated:
+    """Continue every prompt (text or token ids). Prompt i uses seed `sampling.seed + i`.
+
+    Lossless for every drafter of a lossless family: greedy output is token-identical in float32,
+    sampled output follows the target's law. Raises SpecctlError for an empty or too long prompt
+    and for a rule that is illegal with the policy.
+    """
+    sampling = sampling if sampling is not None else Sampling()
+    policy = policy if policy is not None else default_policy(drafter)
+    requests = [
+        Request(_tokens(target, prompt, i), replace(sampling, seed=sampling.seed + i))
+        for i, prompt in enumerate(prompts)
+    ]
+    slots = max(1, min(batch, len(requests)))
+    engine = Engine(target, drafter, policy, rule, num_slots=slots, chooser=chooser)
+    started = time.perf_counter()
+
+    def report(row: Row, new: tuple[int, ...]) -> None:
+        if on_tokens is not None:
+            on_tokens(row.index, new)
+
+    completions = engine.run(requests, report)
+    seconds = time.perf_counter() - started
+    texts = [p if isinstance(p, str) else target.decode(p) for p in prompts]
+    outputs = tuple(_output(target, t, c) for t, c in zip(texts, completions, strict=True))
+    mark = verification_of(rule, drafter, policy, sampled=sampling.temperature > 0)
+    return Generated(outputs, summarize(completions, engine, seconds, f"{mark['class']}:{mark['rule']}"))
+
+
+def summarize(
+    completions: Sequence[Completion], engine: Engine, seconds: float, verification: str
+) -> Stats:
+    """Statistics of a finished run."""
+    rows = [c.stats for c in completions]
+    return Stats(
+        rounds=sum(r.rounds for r in rows),
+        drafted=sum(r.drafted for r in rows),
+        accepted=sum(r.accepted for r in rows),
+        tokens=sum(r.tokens for r in rows),
+        accepted_at=add_counts(r.accepted_at for r in rows),
+        tested_at=add_counts(r.tested_at for r in rows),
+        seconds=seconds,
+        prefill_seconds=engine.prefill_seconds,
+        draft_seconds=engine.draft_seconds,
+        verify_seconds=engine.verify_seconds,
+        verification=verification,
+        repetition_rate=repetition_rate([c.tokens for c in completions]),
+    )
+
+
+def _tokens(target: Target, prompt: str | Sequence[int], index: int) -> tuple[int, ...]:
+    tokens = tuple(target.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
+    if not tokens:
+        raise SpecctlError(
+            f"prompt {index} is empty", expected="at least one token", do="give it some text"
+        )
+    bad = [t for t in tokens if not 0 <= t < target.spec.vocab_size]
+    if bad:
+        raise SpecctlError(
+            f"prompt {index} has a token outside the target's vocabulary",
+            found=str(bad[0]),
+            expected=f"0 to {target.spec.vocab_size - 1}",
+            do="encode the prompt with the target's own tokenizer",
+        )
+    return tokens
+
+
+def _output(target: Target, prompt: str, completion: Completion) -> Output:
+    text = trim_stop(target.decode(completion.tokens), completion.request.sampling.stop)
+    return Output(prompt, text, completion.tokens, completion.finish_reason)

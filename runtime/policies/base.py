@@ -1,0 +1,58 @@
+"""What a tree policy is, and what it is given to grow with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from specctl.drafters.parts.base import Budget, DraftState, RoundView
+from specctl.drafters.parts.tree import DraftTree, NodeKind
+from specctl.drafters.parts.vocab import VocabMap
+from specctl.runtime.noise import RoundNoise
+from specctl.runtime.sampling import SamplingBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """One round's growth: who drafts, for which rows, under which sampling, with which noise.
+
+    `coupled` asks for drafts drawn with the target's own noise (rule target-only): they are a
+    deterministic function of the past, so their kind is POINT.
+    """
+
+    state: DraftState
+    view: RoundView
+    budget: Budget
+    sampling: SamplingBatch
+    noise: RoundNoise
+    vocab: VocabMap | None = None
+    coupled: bool = False
+
+    @property
+    def sampled(self) -> bool:
+        """Draw from q and hand q to the verifier (otherwise nodes are POINT)."""
+        return not (self.sampling.all_greedy or self.coupled)
+
+    def target_ids(self, row_: Tensor) -> Tensor:
+        """Draft vocabulary rows -> target ids."""
+        return row_ if self.vocab is None else self.vocab.ids_K[row_]
+
+
+class Policy(Protocol):
+    """Grows one tree per row. `nodes` and `depth` are its largest sizes."""
+
+    @property
+    def nodes(self) -> int: ...
+
+    @property
+    def depth(self) -> int: ...
+
+    @property
+    def is_chain(self) -> bool: ...
+
+    def kind(self, sampled: bool) -> NodeKind:
+        """The node kind of the trees it grows, so that rules are checked when configured."""
+
+    def grow(self, growth: Growth) -> DraftTree: ...

@@ -1,0 +1,136 @@
+"""The measures of speculative decoding; every report takes its words and formulas from here.
+
+tau       tokens committed per target forward, the bonus or correction token included (plain = 1)
+accepted  drafted tokens that were committed; never counts the bonus token
+alpha     accepted / tested, where a round tests its accepted tokens and the first rejected one
+MBSU      memory-bound speed-up, tau / (1 + g c): g sequential draft calls, c = bytes moved by the
+          drafter / bytes moved by the target (VocabTrim, arXiv 2506.22694, in speed-up form)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class RowStats:
+    """Counters of one row. One writer: the engine."""
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    tokens: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+    tested_at: list[int] = field(default_factory=list)
+
+    def count(self, drafted: int, depth: int, accepted: int, emitted: int) -> None:
+        """One round: nodes drafted, depth of the tree, tokens accepted and emitted."""
+        self.rounds += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.tokens += emitted
+        while len(self.tested_at) < depth:
+            self.tested_at.append(0)
+            self.accepted_at.append(0)
+        for position in range(min(depth, accepted + 1)):
+            self.tested_at[position] += 1
+        for position in range(accepted):
+            self.accepted_at[position] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counters and times of a whole run; the derived figures are properties."""
+
+    rounds: int
+    drafted: int
+    accepted: int
+    tokens: int
+    accepted_at: tuple[int, ...]
+    tested_at: tuple[int, ...]
+    seconds: float
+    prefill_seconds: float
+    draft_seconds: float
+    verify_seconds: float
+    verification: str
+    repetition_rate: float
+
+    @property
+    def tau(self) -> float:
+        return self.tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def alpha(self) -> float:
+        tested = sum(self.tested_at)
+        return sum(self.accepted_at) / tested if tested else 0.0
+
+    @property
+    def accepted_per_position(self) -> tuple[float, ...]:
+        """Share of all rounds in which the draft token at this position was accepted."""
+        return tuple(n / self.rounds for n in self.accepted_at) if self.rounds else ()
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def draft_share(self) -> float:
+        """Share of decoding time spent drafting."""
+        spent = self.draft_seconds + self.verify_seconds
+        return self.draft_seconds / spent if spent else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "tau": round(self.tau, 4),
+            "alpha": round(self.alpha, 4),
+            "rounds": self.rounds,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "accepted_per_position": [round(x, 4) for x in self.accepted_per_position],
+            "tokens": self.tokens,
+            "seconds": round(self.seconds, 4),
+            "prefill_seconds": round(self.prefill_seconds, 4),
+            "tokens_per_second": round(self.tokens_per_second, 2),
+            "draft_share": round(self.draft_share, 4),
+            "repetition_rate": round(self.repetition_rate, 4),
+            "verification": self.verification,
+        }
+
+
+def add_counts(rows: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """Sum of count lists of different lengths."""
+    total: list[int] = []
+    for row in rows:
+        total.extend([0] * (len(row) - len(total)))
+        for position, count in enumerate(row):
+            total[position] += count
+    return tuple(total)
+
+
+def repetition_rate(sequences: Iterable[Sequence[int]], n: int = 4) -> float:
+    """Share of n-grams that occurred before in the same sequence: 0 = never repeats itself. Small
+    models loop under greedy decoding, which flatters n-gram drafters; tables state this beside tau.
+    """
+    repeated = total = 0
+    for tokens in sequences:
+        seen: set[tuple[int, ...]] = set()
+        for start in range(len(tokens) - n + 1):
+            gram = tuple(tokens[start : start + n])
+            repeated += gram in seen
+            seen.add(gram)
+            total += 1
+    return repeated / total if total else 0.0
+
+
+def expected_tau(alpha: float, length: int) -> float:
+    """E[tokens per round] of a chain with constant acceptance: (1 - a^(k+1)) / (1 - a)."""
+    if alpha >= 1.0:
+        return float(length + 1)
+    return float((1.0 - alpha ** (length + 1)) / (1.0 - alpha))
+
+
+def memory_bound_speedup(tau: float, draft_calls: float, byte_ratio: float) -> float:
+    """MBSU = tau / (1 + g c); tends to tau as the drafter gets free."""
+    return tau / (1.0 + draft_calls * byte_ratio)
