@@ -32,7 +32,7 @@ from specctl.drafters.parts.masks import chain_mask, tree_mask
 from specctl.drafters.parts.slots import SlotKV
 from specctl.drafters.parts.tree import DraftTree, NodeKind, empty_tree
 from specctl.recipes.errors import SpecctlError
-from specctl.runtime.cost import LengthChooser
+from specctl.runtime.policies.length import LengthChooser
 from specctl.runtime.cut import cut
 from specctl.runtime.noise import RoundNoise
 from specctl.runtime.policies.base import Growth, Policy
@@ -81,7 +81,9 @@ class Engine:
     # -- requests -------------------------------------------------------------------------------
 
     def run(
-        self, requests: Sequence[Request], on_round: Callable[[Row, tuple[int, ...]], None] | None = None
+        self,
+        requests: Sequence[Request],
+        on_round: Callable[[Row, tuple[int, ...]], None] | None = None,
     ) -> list[Completion]:
         """Completions in the order of the requests; `on_round(row, new_tokens)` after each round."""
         longest = max((len(r.tokens) + r.sampling.max_new_tokens for r in requests), default=1)
@@ -107,7 +109,11 @@ class Engine:
         self._kv = self.target.new_kv(self.num_slots, self.max_len)
         if self.drafter is not None:
             space = Space(
-                self.num_slots, self.max_len, self.policy.nodes, self.target.device, self.target.dtype
+                self.num_slots,
+                self.max_len,
+                self.policy.nodes,
+                self.target.device,
+                self.target.dtype,
             )
             self._state = self.drafter.open(space)
 
@@ -121,7 +127,14 @@ class Engine:
             index, request = self.waiting.popleft()
             self._check_prompt(request)
             joined.append(
-                Row(index, free.pop(0), request, list(request.tokens), len(request.tokens) - 1, RowStats())
+                Row(
+                    index,
+                    free.pop(0),
+                    request,
+                    list(request.tokens),
+                    len(request.tokens) - 1,
+                    RowStats(),
+                )
             )
         if joined:
             started = time.perf_counter()
@@ -140,10 +153,12 @@ class Engine:
         for start in range(0, longest, PREFILL_CHUNK):
             width = min(PREFILL_CHUNK, longest - start)
             chunks = [row.tokens[start : min(start + width, row.kept_len)] for row in joined]
-            ids_BT = torch.tensor([c + [0] * (width - len(c)) for c in chunks], device=slot_B.device)
+            ids_BT = torch.tensor(
+                [c + [0] * (width - len(c)) for c in chunks], device=slot_B.device
+            )
             start_B = torch.full_like(slot_B, start)
             self._kv.begin(slots, slot_B, start_B, width, start + width, uniform_start=start)
-            position_BT = (start_B[:, None] + torch.arange(width, device=slot_B.device))
+            position_BT = start_B[:, None] + torch.arange(width, device=slot_B.device)
             masks = self._masks(start_B, None, width, start + width)
             out = self.target.lm.forward(
                 ids_BT, position_BT, masks, self._kv, self.needs.taps, logits=False
@@ -152,7 +167,9 @@ class Engine:
                 parts[tap].append(out.taps[tap])
         if self._state is not None:
             for b, row in enumerate(joined):
-                taps = {k: torch.cat([p[b] for p in v])[: row.kept_len] for k, v in parts.items() if v}
+                taps = {
+                    k: torch.cat([p[b] for p in v])[: row.kept_len] for k, v in parts.items() if v
+                }
                 self._state.start(row.slot, row.tokens, taps)
 
     # -- the round ------------------------------------------------------------------------------
@@ -178,8 +195,12 @@ class Engine:
         if self._state is not None:
             self._state.observe(outcome)
         finished = time.perf_counter()
-        self._account(outcome, RoundSeconds(drafted - started + finished - verified,
-                                            verified - drafted, finished - verified))
+        self._account(
+            outcome,
+            RoundSeconds(
+                drafted - started + finished - verified, verified - drafted, finished - verified
+            ),
+        )
         return self._release(emitted)
 
     def _draft(self, view: RoundView, sampling: SamplingBatch, noise: RoundNoise) -> DraftTree:
@@ -200,7 +221,9 @@ class Engine:
         depth_BT = tree.depth_BT()
         last = self.target.spec.max_positions - 1
         position_BT = (view.kept_len_B[:, None] + depth_BT).clamp(max=last)
-        masks = self._masks(view.kept_len_B, None if tree.is_chain else tree, num_fed, span, depth_BT)
+        masks = self._masks(
+            view.kept_len_B, None if tree.is_chain else tree, num_fed, span, depth_BT
+        )
         return self.target.lm.forward(
             tree.fed_token_BT(view.root_B), position_BT, masks, self._cache(), self.needs.taps
         )
@@ -240,7 +263,9 @@ class Engine:
     def _samplings(self) -> SamplingBatch:
         if self._sampling is None:
             samplings = [row.request.sampling for row in self.rows]
-            self._sampling = SamplingBatch(samplings, self.target.spec.vocab_size, self.target.device)
+            self._sampling = SamplingBatch(
+                samplings, self.target.spec.vocab_size, self.target.device
+            )
         return self._sampling
 
     def _noise(self) -> RoundNoise:
@@ -265,7 +290,11 @@ class Engine:
         return Budget(nodes=self.policy.nodes, depth=max(depth, 0))
 
     def _masks(
-        self, kept_len_B: Tensor, tree: DraftTree | None, num_fed: int, span: int,
+        self,
+        kept_len_B: Tensor,
+        tree: DraftTree | None,
+        num_fed: int,
+        span: int,
         depth_BT: Tensor | None = None,
     ) -> Masks:
         windows = self.target.lm.windows

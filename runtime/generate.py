@@ -10,7 +10,7 @@ from typing import Any
 from specctl.drafters import family
 from specctl.drafters.parts.base import Drafter
 from specctl.recipes.errors import SpecctlError
-from specctl.runtime.cost import LengthChooser
+from specctl.runtime.policies.length import LengthChooser
 from specctl.runtime.cut import trim_stop
 from specctl.runtime.engine import Engine, verification_of
 from specctl.runtime.policies import Policy, make_policy
@@ -95,7 +95,9 @@ def generate(
     texts = [p if isinstance(p, str) else target.decode(p) for p in prompts]
     outputs = tuple(_output(target, t, c) for t, c in zip(texts, completions, strict=True))
     mark = verification_of(rule, drafter, policy, sampled=sampling.temperature > 0)
-    return Generated(outputs, summarize(completions, engine, seconds, f"{mark['class']}:{mark['rule']}"))
+    return Generated(
+        outputs, summarize(completions, engine, seconds, f"{mark['class']}:{mark['rule']}")
+    )
 
 
 def summarize(

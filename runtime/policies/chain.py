@@ -72,7 +72,9 @@ class Chain:
         ids_K = None if growth.vocab is None else growth.vocab.ids_K
         law_BK = growth.sampling.draft_law(logits_BK[:, None], ids_K)[:, 0]
         if growth.coupled:
-            noise_BK = growth.noise.coupled_BK(step, logits_BK.shape[-1] if ids_K is None else ids_K)
+            noise_BK = growth.noise.coupled_BK(
+                step, logits_BK.shape[-1] if ids_K is None else ids_K
+            )
             return (law_BK.log() + noise_BK).argmax(-1), None
         noise_BK = growth.noise.draft_BMK(step, 1, logits_BK.shape[-1])[:, 0]
         return (law_BK.log() + noise_BK).argmax(-1), law_BK

@@ -90,7 +90,9 @@ class _Pool:
         offset = self.row_BC.shape[1]
         rank_C = torch.arange(self.beam, device=logp_BFK.device).repeat(F)
         self.row_BC = torch.cat([self.row_BC, best.indices.reshape(B, -1)], 1)
-        self.parent_BC = torch.cat([self.parent_BC, self.frontier_BF.repeat_interleave(self.beam, 1)], 1)
+        self.parent_BC = torch.cat(
+            [self.parent_BC, self.frontier_BF.repeat_interleave(self.beam, 1)], 1
+        )
         self.rank_BC = torch.cat([self.rank_BC, rank_C.expand(B, -1)], 1)
         self.expanded_BC = torch.cat([self.expanded_BC, torch.full_like(score_BC, -1).long()], 1)
         self.score_BC = torch.cat([self.score_BC, score_BC], 1)
