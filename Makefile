@@ -1,0 +1,78 @@
+# Two commands set everything up on a machine that has only Python 3.11 or newer:
+#   make quickstart   environment, then a drafter trained, proved and measured in ten minutes
+#   make test         the test suite
+# Others: check (lint, types, tests), proof (long batteries), bench (measured comparisons).
+# GPU=1 takes the default build of torch instead of the CPU build.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+VENV ?= .venv
+BIN := $(VENV)/bin
+GPU ?= 0
+WORKERS ?= 2
+OUT ?= runs/quickstart
+TORCH := torch==2.13.0
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+BUILD_LOG := $(VENV)/install.log
+
+.PHONY: help install dev quickstart test lint types check proof bench clean
+
+help:
+	@sed -n '1,5s/^# \{0,1\}//p' Makefile
+
+# The first interpreter of 3.11 or newer; an existing environment is used as it is.
+$(BIN)/python:
+	@for python in python3.11 python3.12 python3.13 python3 python; do \
+	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	    echo "making $(VENV) with $$($$python --version)"; "$$python" -m venv $(VENV); exit 0; fi; done; \
+	echo "specctl needs Python 3.11 or newer, and none was found on PATH." >&2; \
+	echo "do: install Python 3.11+ (with its venv module) and run make again" >&2; exit 4
+
+# torch first, so that nothing else pulls a larger build of it.
+$(VENV)/.torch: | $(BIN)/python
+	@if ! $(BIN)/python -c 'import torch' 2>/dev/null; then \
+	  echo "installing $(TORCH) (about 200 MB, CPU build; GPU=1 for the default build)"; \
+	  if [ "$(GPU)" = 1 ]; then $(PIP) $(TORCH); else \
+	    $(PIP) "$(TORCH)+cpu" 2>$(BUILD_LOG) \
+	    || $(PIP) --index-url $(TORCH_CPU_INDEX) "$(TORCH)+cpu" 2>>$(BUILD_LOG) \
+	    || $(PIP) $(TORCH); fi; fi
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/.torch
+	@echo "installing specctl and its pinned dependencies"
+	@$(PIP) -e ".[plots,data,tracking]"
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.installed
+	@echo "installing the test tools"
+	@$(PIP) -e ".[plots,data,tracking,dev]"
+	@touch $@
+
+install: $(VENV)/.installed
+dev: $(VENV)/.dev
+
+quickstart: $(VENV)/.installed
+	$(BIN)/specctl quickstart --out $(OUT)
+
+test: $(VENV)/.dev
+	$(TEST_ENV) $(BIN)/python -m pytest -q -n $(WORKERS) --durations=10
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+check: lint types test
+
+proof: $(VENV)/.dev
+	$(BIN)/python benchmarks/proof.py
+
+bench: $(VENV)/.installed
+	$(BIN)/specctl bench --target tiny
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info
