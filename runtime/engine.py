@@ -32,11 +32,11 @@ from specctl.drafters.parts.masks import chain_mask, tree_mask
 from specctl.drafters.parts.slots import SlotKV
 from specctl.drafters.parts.tree import DraftTree, NodeKind, empty_tree
 from specctl.recipes.errors import SpecctlError
-from specctl.runtime.policies.length import LengthChooser
 from specctl.runtime.cut import cut
 from specctl.runtime.noise import RoundNoise
 from specctl.runtime.policies.base import Growth, Policy
 from specctl.runtime.policies.direct import Direct
+from specctl.runtime.policies.length import LengthChooser
 from specctl.runtime.sampling import SamplingBatch
 from specctl.runtime.session import Completion, Request, Row
 from specctl.runtime.stats import RowStats

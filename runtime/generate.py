@@ -9,11 +9,11 @@ from typing import Any
 
 from specctl.drafters import family
 from specctl.drafters.parts.base import Drafter
-from specctl.recipes.errors import SpecctlError
-from specctl.runtime.policies.length import LengthChooser
+from specctl.recipes.errors import RecipeError, SpecctlError
 from specctl.runtime.cut import trim_stop
 from specctl.runtime.engine import Engine, verification_of
 from specctl.runtime.policies import Policy, make_policy
+from specctl.runtime.policies.length import LengthChooser
 from specctl.runtime.sampling import Sampling
 from specctl.runtime.session import Completion, Request, Row
 from specctl.runtime.stats import Stats, add_counts, repetition_rate
@@ -77,6 +77,13 @@ def generate(
     and for a rule that is illegal with the policy.
     """
     sampling = sampling if sampling is not None else Sampling()
+    if rule == "greedy" and sampling.temperature > 0:
+        raise RecipeError(
+            "rule greedy cannot verify sampled text",
+            found=f"temperature {sampling.temperature:g}",
+            expected="temperature 0, or a rule for sampling",
+            do="leave the rule at auto, or set the temperature to 0",
+        )
     policy = policy if policy is not None else default_policy(drafter)
     requests = [
         Request(_tokens(target, prompt, i), replace(sampling, seed=sampling.seed + i))
@@ -92,7 +99,7 @@ def generate(
 
     completions = engine.run(requests, report)
     seconds = time.perf_counter() - started
-    texts = [p if isinstance(p, str) else target.decode(p) for p in prompts]
+    texts = [p if isinstance(p, str) else _text(target, p) for p in prompts]
     outputs = tuple(_output(target, t, c) for t, c in zip(texts, completions, strict=True))
     mark = verification_of(rule, drafter, policy, sampled=sampling.temperature > 0)
     return Generated(
@@ -138,6 +145,11 @@ def _tokens(target: Target, prompt: str | Sequence[int], index: int) -> tuple[in
     return tokens
 
 
+def _text(target: Target, tokens: Sequence[int]) -> str:
+    """Decoded text; empty for a target without a tokenizer."""
+    return "" if target.tokenizer is None else target.decode(tokens)
+
+
 def _output(target: Target, prompt: str, completion: Completion) -> Output:
-    text = trim_stop(target.decode(completion.tokens), completion.request.sampling.stop)
+    text = trim_stop(_text(target, completion.tokens), completion.request.sampling.stop)
     return Output(prompt, text, completion.tokens, completion.finish_reason)

@@ -1,23 +1,26 @@
 """The text of the embedded target: Python sources of the standard library and of our dependencies.
 
 A file is one document. Whole files are held out by a hash of their module name, only from packages
-whose text is not repeated elsewhere, so that the split is the same whichever versions are installed.
+whose text is not repeated elsewhere: the split does not depend on the versions installed.
 """
 
+import gzip
 import hashlib
+import json
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 from random import Random
+from typing import Any
 
 STDLIB = "python"
 
-# Permissive licences only; MPL packages (hypothesis, tqdm, pathspec) are left out on purpose, and so
-# are vendored copies (pip, setuptools, multiprocess), which would repeat held-out text.
+# Permissive licences only. Left out on purpose: MPL packages (hypothesis, tqdm, pathspec), and
+# carriers of copies (pip, setuptools, multiprocess), which would repeat held-out text.
 DISTRIBUTIONS = (
     "absl-py", "accelerate", "anyio", "attrs", "click", "contourpy", "datasets", "dill", "filelock",
     "fonttools", "fsspec", "huggingface_hub", "Jinja2", "Markdown", "markdown-it-py", "matplotlib",
@@ -51,7 +54,7 @@ GENERATED = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One file as a document; `name` is its path below the import root, `split` train or heldout."""
+    """One file as a document: `name` its path below the import root, `split` train or heldout."""
 
     distribution: str
     name: str
@@ -107,7 +110,7 @@ def origin(distribution: str) -> Origin | None:
     if distribution == STDLIB:
         return Origin(STDLIB, sysconfig.get_python_version(), "PSF-2.0")
     try:
-        meta = metadata.metadata(distribution)
+        meta: Any = metadata.metadata(distribution)
     except metadata.PackageNotFoundError:
         return None
     licence = meta.get("License-Expression") or meta.get("License") or ""
@@ -190,7 +193,7 @@ def shuffled(sources: list[Source], seed: int) -> list[Source]:
 
 
 def training_texts(limit_bytes: int | None = None, seed: int = 0) -> list[str]:
-    """Shuffled documents of the train split found on this machine, at most `limit_bytes` of text."""
+    """Shuffled documents of the training split of this machine, at most `limit_bytes` of text."""
     texts: list[str] = []
     total = 0
     for source in shuffled([s for s in collect() if s.split == "train"], seed):
@@ -204,3 +207,28 @@ def training_texts(limit_bytes: int | None = None, seed: int = 0) -> list[str]:
 def heldout_texts() -> list[str]:
     """The held-out documents found on this machine, in name order."""
     return [s.text for s in collect() if s.split == "heldout"]
+
+
+def write_listing(path: Path, sources: Iterable[Source]) -> None:
+    """Every distribution with version, licence and files (name, bytes, sha256, split), gzipped."""
+    by_distribution: dict[str, list[Source]] = {}
+    for source in sources:
+        by_distribution.setdefault(source.distribution, []).append(source)
+    listing = []
+    for distribution, files in sorted(by_distribution.items()):
+        where = origin(distribution)
+        assert where is not None, f"{distribution} has files but is not installed"
+        rows = [[s.name, s.bytes, s.sha256, s.split] for s in files]
+        listing.append(
+            {
+                "distribution": distribution,
+                "version": where.version,
+                "licence": where.licence,
+                "num_files": len(files),
+                "bytes": sum(s.bytes for s in files),
+                "heldout_bytes": sum(s.bytes for s in files if s.split == "heldout"),
+                "files": rows,
+            }
+        )
+    content = json.dumps({"distributions": listing}, separators=(",", ":")).encode()
+    path.write_bytes(gzip.compress(content, mtime=0))
