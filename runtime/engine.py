@@ -85,7 +85,7 @@ class Engine:
         requests: Sequence[Request],
         on_round: Callable[[Row, tuple[int, ...]], None] | None = None,
     ) -> list[Completion]:
-        """Completions in the order of the requests; `on_round(row, new_tokens)` after each round."""
+        """Completions in the order of the requests; `on_round(row, new)` after each round."""
         longest = max((len(r.tokens) + r.sampling.max_new_tokens for r in requests), default=1)
         self._open(min(longest, self.target.spec.max_positions))
         self.waiting.extend(enumerate(requests))
@@ -212,7 +212,7 @@ class Engine:
         return self.policy.grow(growth)
 
     def _forward(self, view: RoundView, tree: DraftTree) -> LmOut:
-        """Feed root and nodes; node i of a row is written at kept_len + i and sits at kept_len + depth."""
+        """Feed root and nodes: fed token i is written at kept_len + i, its position is by depth."""
         num_fed = tree.num_nodes + 1
         lengths = [len(tokens) - 1 for tokens in view.tokens]
         span = max(lengths) + num_fed
