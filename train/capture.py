@@ -1,0 +1,53 @@
+"""What a drafter learns from: one forward of the frozen target over a packed batch.
+
+Only the taps and logits that the drafter declares in `needs()` are kept. B rows, S sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from specctl.drafters.parts.base import Needs
+from specctl.drafters.parts.batch import TrainBatch
+from specctl.drafters.parts.lm import LanguageModel, Masks
+from specctl.drafters.parts.masks import document_mask
+from specctl.runtime.target import Target
+
+
+def capture(target: Target, batch: TrainBatch, needs: Needs) -> TrainBatch:
+    """The batch on the target's device, with its taps and teacher logits in the target's dtype.
+
+    Runs under `no_grad`, not `inference_mode`: the taps enter the drafter's autograd graph, which
+    refuses inference tensors. Documents do not see each other, as in `TrainBatch`.
+    """
+    batch = to_device(batch, target.device)
+    if not needs.taps and not needs.teacher:
+        return batch
+    with torch.no_grad():
+        out = target.lm.dense(
+            batch.ids_BS,
+            batch.position_BS,
+            document_masks(target.lm, batch),
+            needs.taps,
+            logits=needs.teacher,
+        )
+    return replace(batch, taps=dict(out.taps), teacher_BSV=out.logits_BTV)
+
+
+def document_masks(lm: LanguageModel, batch: TrainBatch) -> Masks:
+    """Causal attention inside each document, also for every sliding window of the model."""
+    windows = {w: document_mask(batch.document_BS, w) for w in lm.windows}
+    return Masks(document_mask(batch.document_BS), windows)
+
+
+def to_device(batch: TrainBatch, device: torch.device) -> TrainBatch:
+    """The batch with its token tensors on `device`."""
+    return replace(
+        batch,
+        ids_BS=batch.ids_BS.to(device),
+        loss_mask_BS=batch.loss_mask_BS.to(device),
+        document_BS=batch.document_BS.to(device),
+        position_BS=batch.position_BS.to(device),
+    )

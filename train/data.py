@@ -1,0 +1,211 @@
+"""Training data of a run: `prepare` turns the recipe's source into packed rows in OUT/data.
+
+The digest covers all that decides the rows: source text, tokenizer, chat template, settings and,
+when the target wrote the answers, the target. Data are reused only if it is the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specctl.recipes.errors import RecipeError, SpecctlError
+from specctl.recipes.schema import DataPart, Recipe
+from specctl.runtime.report import Reporter, SilentReporter
+from specctl.runtime.target import Target
+from specctl.train.chat import encode_sample
+from specctl.train.pack import Document, Rows, cut_documents, pack
+from specctl.train.regenerate import AnswerPlan, cut_prompts, regenerate
+from specctl.train.rows import FORMAT, TokenData, read_manifest, write_rows
+from specctl.train.sources import Defects, Sample, read_samples
+from specctl.train.store import digest_of
+
+__all__ = ["TokenData", "encode_document", "prepare"]
+
+
+def prepare(
+    recipe: Recipe,
+    target: Target,
+    out: Path,
+    console: Reporter | None = None,
+    *,
+    train_on_prompt: bool = False,
+) -> TokenData:
+    """The training rows of a recipe in OUT/data: reused if nothing that decides them has changed,
+    else made anew; regeneration goes on where it was stopped."""
+    console = console if console is not None else SilentReporter()
+    folder, data, defects = out / "data", recipe.data, Defects()
+    if data.regenerate and data.limit_tokens is not None:
+        console.warn("data.limit_tokens is ignored while the target writes the answers")
+    samples, source_digest = _select(data, defects)
+    settings = _settings(recipe, target, source_digest, train_on_prompt)
+    digest = digest_of(settings)
+    manifest = read_manifest(folder)
+    if manifest is not None and manifest.digest == digest:
+        console.say(f"data: reusing {manifest.rows:,} rows ({digest[:12]})")
+        return TokenData(folder, manifest)
+    if data.regenerate:
+        documents = _regenerated(data, target, samples, folder, defects, console, train_on_prompt)
+    else:
+        documents = _encoded(data, target, samples, defects)
+    rows = _rows(documents, recipe, target, defects, console)
+    writer = "target" if data.regenerate else "source"
+    manifest = write_rows(folder, rows, digest, settings, writer, defects)
+    defects.tell(console)
+    console.say(
+        f"data: {manifest.rows:,} rows of {manifest.seq_len}, {manifest.tokens:,} tokens, "
+        f"{manifest.loss_tokens:,} to predict, {manifest.fill:.1%} full ({digest[:12]})"
+    )
+    return TokenData(folder, manifest)
+
+
+def _select(data: DataPart, defects: Defects) -> tuple[list[Sample], str]:
+    """The samples to use and a digest of them. For regeneration: `prompts` of them, chosen by a
+    seeded hash of their number, so that the choice needs no second reading; else all of them."""
+    whole = hashlib.sha256()
+    chosen: list[tuple[int, int, Sample]] = []
+    for number, sample in enumerate(
+        read_samples(data.source, data.format, data.split, data.seed, defects)
+    ):
+        whole.update(sample.digest())
+        key = hashlib.sha256(f"{data.seed}:{number}".encode()).digest()
+        entry = (-int.from_bytes(key[:8], "big"), number, sample)
+        if not data.regenerate or len(chosen) < data.prompts:
+            heapq.heappush(chosen, entry) if data.regenerate else chosen.append(entry)
+        else:
+            heapq.heappushpop(chosen, entry)
+    if not chosen:
+        raise RecipeError(
+            "the data source holds nothing usable",
+            where="data.source",
+            found="; ".join(defects.lines()) or data.source,
+            expected='text, or objects with "messages", "prompt" and "response", or "text"',
+            do="correct the file or data.source",
+        )
+    samples = [s for _, _, s in sorted(chosen, key=lambda entry: entry[1])]
+    return samples, whole.hexdigest()
+
+
+def _settings(
+    recipe: Recipe, target: Target, source_digest: str, train_on_prompt: bool
+) -> dict[str, Any]:
+    """All that decides the content of the rows."""
+    data = recipe.data
+    used = {"seed", "limit_tokens"}
+    writer = None
+    if data.regenerate:
+        used = {"seed", "prompts", "prompt_tokens", "new_tokens", "temperature", "greedy_share"}
+        writer = [target.fingerprint, target.inflated, str(target.dtype)]
+    return {
+        "format": FORMAT,
+        "source": source_digest,
+        "tokenizer": target.tokenizer_fingerprint,
+        "template": target.template_digest,
+        "writer": writer,
+        "seq_len": recipe.train.seq_len,
+        "train_on_prompt": train_on_prompt,
+        **data.model_dump(mode="json", include=used),
+    }
+
+
+def _regenerated(
+    data: DataPart,
+    target: Target,
+    samples: Sequence[Sample],
+    folder: Path,
+    defects: Defects,
+    console: Reporter,
+    train_on_prompt: bool,
+) -> list[Document]:
+    plan = AnswerPlan(
+        data.prompts,
+        data.prompt_tokens,
+        data.new_tokens,
+        data.temperature,
+        data.greedy_share,
+        data.seed,
+    )
+    prompts = cut_prompts(target, samples, plan, defects)
+    if len(prompts) < plan.prompts:
+        console.warn(f"data: only {len(prompts):,} of {plan.prompts:,} prompts found in the source")
+    if not prompts:
+        raise _nothing_left(defects, "a prompt")
+    answers = regenerate(target, prompts, plan, folder, console=console)
+    return [answer.document(train_on_prompt) for answer in answers]
+
+
+def _encoded(
+    data: DataPart, target: Target, samples: Sequence[Sample], defects: Defects
+) -> list[Document]:
+    """Documents from the source's own words, up to `limit_tokens`."""
+    documents: list[Document] = []
+    num_tokens = 0
+    for sample in samples:
+        if data.limit_tokens is not None and num_tokens >= data.limit_tokens:
+            break
+        try:
+            documents.append(encode_document(target, sample))
+        except ValueError as error:
+            defects.note(str(error), sample.where)
+            continue
+        num_tokens += len(documents[-1].ids)
+    if not documents:
+        raise _nothing_left(defects, "a sample with something to predict")
+    return documents
+
+
+def encode_document(target: Target, sample: Sample) -> Document:
+    """Token ids and loss mask of a sample; raw text counts whole and ends in EOS."""
+    if sample.messages:
+        encoded = encode_sample(target.tokenizer, sample, target.eos_ids)
+        ids, mask = encoded.ids, encoded.mask
+    else:
+        ids = [*target.encode(sample.text), *target.eos_ids[:1]]
+        mask = [True] * len(ids)
+    if len(ids) < 2:
+        raise ValueError("shorter than two tokens")
+    return Document(np.array(ids, dtype=np.int32), np.array(mask, dtype=np.bool_), sample.domain)
+
+
+def _rows(
+    documents: Sequence[Document],
+    recipe: Recipe,
+    target: Target,
+    defects: Defects,
+    console: Reporter,
+) -> Rows:
+    seq_len = recipe.train.seq_len
+    cut = cut_documents(documents, seq_len)
+    if cut.dropped:
+        reason = f"sample has nothing to predict in its first {seq_len} tokens"
+        defects.note(reason, "train.seq_len", cut.dropped)
+    if not cut.documents:
+        raise SpecctlError(
+            "cutting to the row length removed every answer",
+            where="train.seq_len",
+            found=f"{seq_len}, longest sample {cut.longest:,} tokens",
+            expected="rows long enough for a prompt and some of its answer",
+            do=f"raise train.seq_len (at most {cut.longest} is needed)",
+        )
+    if cut.shortened:
+        console.warn(
+            f"data: {cut.shortened:,} samples cut to {seq_len} tokens (longest {cut.longest:,}); "
+            "raise train.seq_len to keep them whole"
+        )
+    pad_id = target.spec.pad_id if target.spec.pad_id is not None else 0
+    return pack(cut.documents, seq_len, pad_id, recipe.data.seed)
+
+
+def _nothing_left(defects: Defects, wanted: str) -> RecipeError:
+    return RecipeError(
+        f"no sample of the data gave {wanted}",
+        where="data.source",
+        found="; ".join(defects.lines()),
+        expected="conversations with an assistant turn, prompt/response pairs, or text",
+        do="correct the data or data.source",
+    )

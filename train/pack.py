@@ -1,0 +1,130 @@
+"""Documents -> rows of equal length, wasting little: best fit decreasing.
+
+A document never crosses a row; positions restart with it, and its number lets attention stay inside
+it. Longer documents are cut: raw text into pieces that all count, conversations to their first
+`seq_len` tokens. Letters: R rows, S sequence, N documents.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int32]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """Token ids, which of them are to be predicted, and the domain it is counted under."""
+
+    ids: Ints
+    mask: Bools
+    domain: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Packed documents: `document_RS` is -1 on padding, `domain_N` names each document's domain."""
+
+    ids_RS: Ints
+    mask_RS: Bools
+    document_RS: Ints
+    position_RS: Ints
+    domain_N: list[str]
+
+    @property
+    def fill(self) -> float:
+        """Share of the places that hold a token."""
+        return float((self.document_RS >= 0).mean()) if self.document_RS.size else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What cutting to `seq_len` did to the documents."""
+
+    documents: list[Document]
+    shortened: int
+    dropped: int
+    longest: int
+
+
+def cut_documents(documents: Sequence[Document], seq_len: int) -> Cut:
+    """Documents of at most `seq_len` tokens, each with at least one token to predict."""
+    kept: list[Document] = []
+    shortened = dropped = longest = 0
+    for document in documents:
+        longest = max(longest, len(document.ids))
+        pieces = [p for p in _pieces(document, seq_len) if p.mask.any()]
+        shortened += len(document.ids) > seq_len and not document.mask[1:].all() and bool(pieces)
+        dropped += not pieces
+        kept += pieces
+    return Cut(kept, shortened, dropped, longest)
+
+
+def _pieces(document: Document, seq_len: int) -> Iterator[Document]:
+    """Raw text (every token counts) in pieces, anything else its beginning; the first token of a
+    document has nothing before it and is never predicted."""
+    is_text = bool(document.mask[1:].all())
+    for start in range(0, len(document.ids) if is_text else 1, seq_len):
+        mask = document.mask[start : start + seq_len].copy()
+        mask[:1] = False
+        yield Document(document.ids[start : start + seq_len], mask, document.domain)
+
+
+def best_fit(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
+    """Which documents share a row: longest first, each into the fullest row that still has room.
+
+    At most 11/9 of the best number of rows plus one (best fit decreasing); O(N log S).
+    """
+    rows: list[list[int]] = []
+    open_rows: dict[int, list[int]] = {}  # room left -> rows, the newest taken first
+    rooms: list[int] = []  # the keys of open_rows, ascending
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[index]
+        assert 0 < length <= seq_len, f"document {index} has {length} tokens for rows of {seq_len}"
+        at = bisect_left(rooms, length)
+        if at < len(rooms):
+            room = rooms[at]
+            row = open_rows[room].pop()
+            if not open_rows[room]:
+                del open_rows[room], rooms[at]
+        else:
+            room, row = seq_len, len(rows)
+            rows.append([])
+        rows[row].append(index)
+        if room > length:
+            if room - length not in open_rows:
+                open_rows[room - length] = []
+                insort(rooms, room - length)
+            open_rows[room - length].append(row)
+    return rows
+
+
+def pack(documents: Sequence[Document], seq_len: int, pad_id: int, seed: int) -> Rows:
+    """The documents in shuffled rows; the same input gives the same rows."""
+    plan = best_fit([len(d.ids) for d in documents], seq_len)
+    Random(seed).shuffle(plan)
+    R = len(plan)
+    ids_RS = np.full((R, seq_len), pad_id, dtype=np.int32)
+    mask_RS = np.zeros((R, seq_len), dtype=np.bool_)
+    document_RS = np.full((R, seq_len), -1, dtype=np.int32)
+    position_RS = np.zeros((R, seq_len), dtype=np.int32)
+    domain_N: list[str] = []
+    for row, members in enumerate(plan):
+        start = 0
+        for index in members:
+            document = documents[index]
+            end = start + len(document.ids)
+            ids_RS[row, start:end] = document.ids
+            mask_RS[row, start:end] = document.mask
+            document_RS[row, start:end] = len(domain_N)
+            position_RS[row, start:end] = np.arange(end - start)
+            domain_N.append(document.domain)
+            start = end
+    return Rows(ids_RS, mask_RS, document_RS, position_RS, domain_N)
