@@ -123,8 +123,11 @@ class ServePart(Section):
     nodes: Annotated[int, Field(ge=1, le=1024)] | None = Field(
         default=None, description="nodes of a tree"
     )
-    branch: Annotated[int, Field(ge=1, le=64)] | None = Field(
-        default=None, description="children per node"
+    branch: tuple[Annotated[int, Field(ge=1, le=64)], ...] | None = Field(
+        default=None, description="static-tree: children per node by level, e.g. [3, 2, 1]"
+    )
+    beam: Annotated[int, Field(ge=1, le=64)] | None = Field(
+        default=None, description="dynamic-tree: nodes expanded per level"
     )
     confidence: Fraction | None = Field(
         default=None, description="stop drafting below this probability"
@@ -137,7 +140,7 @@ class ServePart(Section):
     @model_validator(mode="after")
     def _nothing_ignored(self) -> Self:
         if self.policy == "chain":
-            for key in ("nodes", "branch"):
+            for key in ("nodes", "branch", "beam"):
                 if getattr(self, key) is not None:
                     raise ValueError(f"{key} is ignored by policy chain; remove it or use a tree")
         return self
