@@ -1,0 +1,170 @@
+"""Pre-training on a slice of text: it learns, resumes bit for bit and decays when told to."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from specctl.recipes.errors import FileError, RecipeError
+from specctl.train.corpus import STDLIB, Source, collect
+from specctl.train.pretrain import Evaluation, build_model, pretrain
+from specctl.train.pretrain_data import Rows, prepare_data
+from specctl.train.pretrain_recipe import (
+    Progress,
+    begin_decay_if_due,
+    is_finished,
+    learning_rate_factor,
+    load_pretrain_recipe,
+)
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "tiny-target.yaml"
+STEP = 4 * 32
+
+
+def small_recipe(path: Path, **train: Any) -> Path:
+    raw = yaml.safe_load(RECIPE.read_text())
+    raw["model"] |= {
+        "vocab_size": 512,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+        "intermediate_size": 64,
+    }
+    raw["data"] |= {"tokenizer_bytes": 100_000, "limit_bytes": 100_000}
+    raw["train"] |= {
+        "seq_len": 32,
+        "micro_batch": 4,
+        "total_tokens": 20 * STEP,
+        "decay_tokens": 5 * STEP,
+        "warmup_tokens": 2 * STEP,
+        "compile": False,
+        **train,
+    }
+    raw["report"] |= {
+        "log_tokens": STEP,
+        "eval_every_tokens": 10 * STEP,
+        "eval_tokens": 1024,
+        "final_eval_tokens": 1024,
+    }
+    path.write_text(yaml.safe_dump(raw))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def little_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: tuple[Source, ...] = collect((STDLIB,))[:400]
+    monkeypatch.setattr("specctl.train.corpus.collect", lambda: found)
+
+
+def records(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def losses_of(out: Path) -> list[float]:
+    return [record["loss"] for record in records(out) if "loss" in record]
+
+
+@contextmanager
+def ignored_sigterm() -> Iterator[None]:
+    """Keeps pytest alive when the evaluation after the run terminates once more."""
+    previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGTERM, previous)
+
+
+def test_loss_falls_and_the_export_loads(tmp_path: Path) -> None:
+    final = pretrain(small_recipe(tmp_path / "recipe.yaml"), tmp_path / "run")
+    losses = losses_of(tmp_path / "run")
+    assert len(losses) == 20
+    assert losses[-1] < losses[0] - 0.3
+    assert final.loss < losses[0] - 0.3
+    folder = tmp_path / "run" / "export"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert model.dtype == torch.bfloat16
+    ids = tokenizer("import os\n", return_tensors="pt").input_ids
+    assert torch.isfinite(model(ids).logits).all()
+
+
+def test_a_terminated_run_resumes_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = small_recipe(tmp_path / "recipe.yaml")
+    pretrain(recipe, tmp_path / "whole")
+
+    def evaluate_and_terminate(*args: Any) -> Evaluation:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return Evaluation(0.0, 0.0, 0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("specctl.train.pretrain.evaluate", evaluate_and_terminate)
+        with ignored_sigterm():
+            pretrain(recipe, tmp_path / "cut")
+    assert records(tmp_path / "cut")[-1]["state"] == "stopped"
+    assert records(tmp_path / "cut")[-1]["step"] == 10
+    pretrain(recipe, tmp_path / "cut", resume=True)
+    assert losses_of(tmp_path / "cut") == losses_of(tmp_path / "whole")
+    export = "export/model.safetensors"
+    assert (tmp_path / "cut" / export).read_bytes() == (tmp_path / "whole" / export).read_bytes()
+
+
+def test_a_decay_file_starts_the_decay_at_once(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "DECAY").touch()
+    pretrain(small_recipe(tmp_path / "recipe.yaml"), out)
+    last = records(out)[-1]
+    assert last["state"] == "finished"
+    assert last["step"] == 5
+
+
+def test_schedule_warms_up_stays_and_falls_to_zero() -> None:
+    recipe = load_pretrain_recipe(RECIPE).train
+    progress = Progress()
+    assert 0.0 < learning_rate_factor(progress, recipe) < 0.1
+    progress.tokens = recipe.total_tokens - recipe.decay_tokens - 1
+    begin_decay_if_due(progress, recipe, asked=False)
+    assert progress.decay_start is None
+    assert learning_rate_factor(progress, recipe) == 1.0
+    progress.tokens += 1
+    begin_decay_if_due(progress, recipe, asked=False)
+    progress.tokens += recipe.decay_tokens // 2
+    assert learning_rate_factor(progress, recipe) == pytest.approx(0.5)
+    progress.tokens = recipe.total_tokens
+    assert learning_rate_factor(progress, recipe) == 0.0
+    assert is_finished(progress, recipe)
+
+
+def test_rows_visit_everything_once_an_epoch(tmp_path: Path) -> None:
+    data = prepare_data(load_pretrain_recipe(small_recipe(tmp_path / "recipe.yaml")), tmp_path)
+    rows = Rows(data.train, 32, seed=3)
+    first = rows.take(0, rows.num_rows)
+    assert len({tuple(row) for row in first.tolist()}) >= 0.95 * rows.num_rows
+    assert not torch.equal(first, rows.take(rows.num_rows, rows.num_rows))
+    assert torch.equal(first[5:9], Rows(data.train, 32, seed=3).take(5, 4))
+
+
+def test_the_shipped_recipe_builds_seven_million_parameters(tmp_path: Path) -> None:
+    data = prepare_data(load_pretrain_recipe(small_recipe(tmp_path / "recipe.yaml")), tmp_path)
+    model = build_model(load_pretrain_recipe(RECIPE), data.tokenizer)
+    assert 6_900_000 < sum(p.numel() for p in model.parameters()) < 7_200_000
+
+
+def test_an_unknown_key_is_refused_with_the_nearest_known_one(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"train.matrx_lr.*matrix_lr"):
+        load_pretrain_recipe(small_recipe(tmp_path / "recipe.yaml", matrx_lr=0.1))
+
+
+def test_resume_without_a_checkpoint_says_so(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="no checkpoint"):
+        pretrain(small_recipe(tmp_path / "recipe.yaml"), tmp_path / "run", resume=True)
