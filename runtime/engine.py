@@ -269,16 +269,12 @@ class Engine:
         return self._sampling
 
     def _noise(self) -> RoundNoise:
-        device = self.target.device
-        packed = torch.tensor(
-            [
-                [row.request.sampling.seed for row in self.rows],
-                [row.num_rounds for row in self.rows],
-                [row.kept_len for row in self.rows],
-            ],
-            device=device,
+        return RoundNoise(
+            [row.request.sampling.seed for row in self.rows],
+            [row.num_rounds for row in self.rows],
+            [row.kept_len for row in self.rows],
+            self.target.device,
         )
-        return RoundNoise(packed[0], packed[1], packed[2], device)
 
     def _budget(self) -> Budget:
         """No deeper than the row with the most room can use: its last token is the bonus."""
