@@ -1,0 +1,61 @@
+"""Alignment: which row of a packed batch predicts which token, with every mask applied.
+
+Row t holds the state after reading token t. Looking `steps` ahead, row t is to predict token
+t + steps, and the teacher's row for that token is t + steps - 1. So an ordinary LM looks 1 ahead;
+EAGLE row t, which has also read token t + 1, looks 2 ahead (its training-time-test step j: 2 + j);
+Medusa head i looks 2 + i ahead. Letters: B rows, S sequence, V target vocabulary, N chosen rows,
+R = B * S flat rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specctl.drafters.parts.batch import TrainBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """The flat rows that have something to predict, and what.
+
+    row_N      flat index b * S + t of the predicting state
+    label_N    target id to be predicted
+    judge_N    flat index of the teacher row that holds the target's law for that token
+    teacher_RV raw target logits or None
+    """
+
+    row_N: Tensor
+    label_N: Tensor
+    judge_N: Tensor
+    teacher_RV: Tensor | None
+
+
+def shifted(values_BS: Tensor, steps: int, fill: int = 0) -> Tensor:
+    """[B, S]: entry t holds values[t + steps]; `fill` where the row has ended."""
+    return F.pad(values_BS[:, steps:], (0, steps), value=fill)
+
+
+def ahead_mask(batch: TrainBatch, steps: int) -> Tensor:
+    """Bool [B, S]: token t + steps is to be predicted and belongs to the document of row t."""
+    same_BS = shifted(batch.document_BS, steps, fill=-1) == batch.document_BS
+    wanted_BS = shifted(batch.loss_mask_BS.long(), steps) > 0
+    return same_BS & (batch.document_BS >= 0) & wanted_BS
+
+
+def aim(batch: TrainBatch, steps: int) -> Aim:
+    """Everything that rows looking `steps` ahead are trained on."""
+    row_N = ahead_mask(batch, steps).flatten().nonzero()[:, 0]
+    label_N = batch.ids_BS.flatten()[(row_N + steps).clamp(max=batch.ids_BS.numel() - 1)]
+    teacher = batch.teacher_BSV
+    return Aim(
+        row_N, label_N, row_N + steps - 1, None if teacher is None else teacher.flatten(0, 1)
+    )
+
+
+def last_true(path_BP: Tensor) -> Tensor:
+    """[B]: number of entries >= 0 in a -1 padded path."""
+    return (path_BP >= 0).sum(-1, dtype=torch.long)

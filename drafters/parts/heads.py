@@ -1,0 +1,52 @@
+"""Heads: residual blocks on a target state, and rows of an LM head under a draft vocabulary.
+
+Letters: D width, V target vocabulary, K draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specctl.drafters.parts.base import Borrowed
+from specctl.drafters.parts.vocab import VocabMap
+from specctl.recipes.errors import IncompatibleError
+
+
+class ResBlock(nn.Module):
+    """x + SiLU(Wx + b) with W and b zero at first, so that a fresh block is the identity (Medusa)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.linear(x))
+
+
+def draft_size(vocab: VocabMap | None, target_size: int) -> int:
+    return target_size if vocab is None else vocab.size
+
+
+def head_rows(borrowed: Borrowed, vocab: VocabMap | None) -> Tensor:
+    """[K, D]: rows of the target's LM head that the draft vocabulary keeps."""
+    if vocab is None:
+        return borrowed.head_VD
+    return borrowed.head_VD[vocab.ids_K.to(borrowed.head_VD.device)]
+
+
+def cut_rows(weight_KD: Tensor, old: VocabMap | None, new: VocabMap) -> Tensor:
+    """Rows of a draft head for a smaller vocabulary; every kept id must be speakable now."""
+    if old is None:
+        return weight_KD[new.ids_K.to(weight_KD.device)].clone()
+    rows_K = old.to_draft()[new.ids_K.to(old.ids_K.device)]
+    if bool((rows_K < 0).any()):
+        raise IncompatibleError(
+            "the new draft vocabulary keeps ids that the present one has already cut",
+            found=f"{int((rows_K < 0).sum()):,} such ids",
+            expected="a subset of the present draft vocabulary",
+            do="trim from the untrimmed drafter",
+        )
+    return weight_KD[rows_K.to(weight_KD.device)].clone()
