@@ -1,0 +1,69 @@
+"""What a run is made of, and whether a resumed run is still made of the same."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from specctl.recipes.errors import IncompatibleError
+from specctl.recipes.schema import Recipe, flatten
+
+# Recipe fields that change what is written or shown, never what is learned.
+FREE = frozenset(
+    {
+        "name", "train.save_every", "train.keep", "train.log_every", "train.nan_patience",
+        "train.trackers",
+    }
+)  # fmt: skip
+DECIDING = ("target", "drafter", "data", "train", "vocab")
+
+
+def config_fields(recipe: Recipe) -> dict[str, Any]:
+    """Dotted field -> value of everything in a recipe that decides what is learned."""
+    tree = {name: part for name, part in recipe.to_json().items() if name in DECIDING}
+    return {key: value for key, value in flatten(tree).items() if key not in FREE}
+
+
+def run_fingerprint(
+    recipe: Recipe, target: str, tokenizer: str | None, data: str, vocab: str | None, ranks: int
+) -> dict[str, Any]:
+    """The parts that a resumed run must share with the run it continues."""
+    return {
+        "config": config_fields(recipe),
+        "target": {"target": target, "tokenizer": tokenizer},
+        "data": data,
+        "vocab": vocab,
+        "world-size": ranks,
+    }
+
+
+def changed_fields(saved: Mapping[str, Any], now: Mapping[str, Any], part: str) -> list[str]:
+    """`field: saved -> present` of every difference inside one part."""
+    old, new = saved.get(part), now.get(part)
+    before = old if isinstance(old, Mapping) else {part: old}
+    after = new if isinstance(new, Mapping) else {part: new}
+    return [
+        f"{key}: {before.get(key)} -> {after.get(key)}"
+        for key in sorted({*before, *after})
+        if before.get(key) != after.get(key)
+    ]
+
+
+def check_same_run(
+    saved: Mapping[str, Any], now: Mapping[str, Any], allow: Collection[str] = ()
+) -> list[str]:
+    """Raise unless every part is the same or its name is in `allow`; returns what was allowed."""
+    allowed: list[str] = []
+    for part in sorted({*saved, *now}):
+        changed = changed_fields(saved, now, part)
+        if part in allow:
+            allowed += changed
+        elif changed:
+            raise IncompatibleError(
+                "this folder holds a run that was started differently",
+                found="; ".join(changed),
+                expected=f"the same {part} as when the run began",
+                do=f"choose another --out, or continue on purpose with --allow-{part}",
+                where=part,
+            )
+    return allowed

@@ -1,0 +1,247 @@
+"""THE training loop.
+
+A step: rows -> micro-batches -> drafter.loss (sums and counts) -> backward -> one sum over ranks,
+one division by the global count -> guard against NaN -> clip -> update. Between steps: a short real
+decode measures tau now and then, the best checkpoint is the one with the highest measured tau
+(loss keeps falling after acceptance has peaked), state is saved, a request to stop is honoured.
+Letters: N trainable numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specctl.drafters.parts.base import Drafter
+from specctl.drafters.parts.batch import TrainBatch
+from specctl.recipes.errors import DivergedError
+from specctl.recipes.schema import TrainPart
+from specctl.runtime.report import Advance, Reporter
+from specctl.train.checkpoint import Checkpoints, Snapshot, step_name
+from specctl.train.metrics import (
+    Acceptance,
+    MetricsLog,
+    Totals,
+    Window,
+    alphas,
+    means,
+    merged,
+    simulated_tau,
+)
+from specctl.train.optim import Gradient, learning_rate, set_learning_rate
+from specctl.train.order import Order, share
+from specctl.train.ranks import Ranks
+from specctl.train.state import (
+    Optimizers,
+    load_optimizer_state,
+    optimizer_state,
+    random_state,
+    set_random_state,
+    untouched_random_state,
+)
+from specctl.train.stop import Stop
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where the run stands, saved with every checkpoint. One writer: the loop."""
+
+    step: int = 0
+    position: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    skipped: int = 0
+    bad: list[dict[str, Any]] = field(default_factory=list)
+    window: Window = field(default_factory=dict)
+    tau_step: int = 0
+    best_step: int | None = None
+    best: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Everything the loop works with. `batch` turns row numbers into a batch with the target's
+    features; `measure` decodes for real; `log_more` hands figures to trackers."""
+
+    drafter: Drafter
+    settings: TrainPart
+    order: Order
+    batch: Callable[[list[int]], TrainBatch]
+    measure: Callable[[], Acceptance]
+    optimizers: Optimizers
+    gradient: Gradient
+    checkpoints: Checkpoints
+    log: MetricsLog
+    stop: Stop
+    reporter: Reporter
+    out: Path
+    draft_length: int
+    autocast: Callable[[], AbstractContextManager[Any]]
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)
+    log_more: Callable[[dict[str, float], int], None] = lambda figures, step: None
+    ranks: Ranks = field(default_factory=Ranks)
+
+
+def train(job: Job, progress: Progress) -> Progress:
+    """Continue from `progress` to the last step. Raises Interrupted once the state is saved after a
+    signal, DivergedError after too many bad steps in a row."""
+    with job.reporter.task("train", job.settings.steps, "step") as advance:
+        advance(progress.step)
+        while True:
+            if job.ranks.any(job.stop.is_requested):
+                save(job, progress)
+                raise job.stop.interrupted(f"{step_name(progress.step)} is saved")
+            review(job, progress)
+            if progress.step >= job.settings.steps:
+                return progress
+            take_step(job, progress, advance)
+
+
+def take_step(job: Job, progress: Progress, advance: Advance) -> None:
+    """One optimizer step on the next rows of the stream."""
+    settings, began = job.settings, time.perf_counter()
+    rows = job.order.take(progress.position, settings.rows * settings.accumulate)
+    job.gradient.zero()
+    totals = Totals()
+    for micro_rows in share(rows, settings.accumulate, job.ranks.rank, job.ranks.size):
+        batch = job.batch(micro_rows)
+        with job.autocast():
+            out = job.drafter.loss(batch)
+        if out.sum.requires_grad:
+            out.sum.backward()
+        totals = totals.plus(out, batch)
+    totals = totals.over(job.ranks)
+    job.ranks.sum_(job.gradient.flat_N)
+    norm = job.gradient.divide(totals.count.clamp(min=1e-9))
+    figures = totals.to_floats()
+    rate = learning_rate(progress.step, settings)
+    is_good = math.isfinite(norm) and math.isfinite(figures["loss"][0])
+    if is_good and figures["loss"][1] > 0:
+        job.gradient.clip(norm, settings.clip)
+        set_learning_rate(job.optimizers, rate)
+        for optimizer in job.optimizers.values():
+            optimizer.step()
+    progress.step += 1
+    progress.position += len(rows)
+    progress.tokens += round(figures["tokens"][0])
+    progress.seconds += time.perf_counter() - began
+    if is_good:
+        progress.bad.clear()
+        progress.window = merged(progress.window, figures)
+        write_log(job, progress, rate, norm)
+        advance(1, f"loss {means(figures).get('loss', 0.0):.3f}")
+    else:
+        advance(1, "skipped")
+        skip(job, progress, {"rows": rows, "loss": repr(figures["loss"][0]), "norm": repr(norm)})
+
+
+def skip(job: Job, progress: Progress, bad: dict[str, Any]) -> None:
+    """Note a step without update, its loss or gradient not being finite; raise after too many."""
+    progress.skipped += 1
+    progress.bad.append({"step": progress.step, **bad})
+    job.log.write(step=progress.step, skipped=True, loss=None)
+    job.reporter.warn(f"step {progress.step}: loss or gradient is not finite; update skipped")
+    if len(progress.bad) < job.settings.nan_patience:
+        return
+    dump = job.out / "nan_batches.json"
+    if job.ranks.is_main:
+        dump.write_text(json.dumps({"batches": progress.bad}, indent=1) + "\n")
+    steps = job.checkpoints.steps()
+    last = f"{step_name(steps[-1])} is intact" if steps else "no checkpoint was written yet"
+    raise DivergedError(
+        f"loss or gradient was not finite {len(progress.bad)} steps in a row",
+        found=f"loss {bad['loss']}, gradient norm {bad['norm']} at step {progress.step}; {last}",
+        expected="finite numbers",
+        do="look at the rows listed there, or lower the rate: "
+        f"--set train.learning_rate={job.settings.learning_rate / 3:.2g} --allow-config",
+        where=str(dump),
+    )
+
+
+def review(job: Job, progress: Progress) -> None:
+    """What is due between two steps: measure tau, then save. Every step is reviewed exactly once,
+    also when the run was stopped before its review."""
+    settings, step = job.settings, progress.step
+    is_end = step == settings.steps
+    if step and progress.tau_step != step and (is_end or step % settings.tau_every == 0):
+        found = measure(job)
+        progress.tau_step = step
+        if progress.best is None or found.tau > progress.best["tau"]:
+            progress.best, progress.best_step = found.to_json() | {"step": step}, step
+        job.log.write(step=step, tau=found.tau, measured_alpha=list(found.accepted_per_position))
+        job.log_more({"tau": found.tau}, step)
+        best = f"best so far {progress.best['tau']:.3f} at step {progress.best_step}"
+        job.reporter.say(f"step {step}: measured tau {found.tau:.3f} ({best})")
+    if step and (is_end or step % settings.save_every == 0 or progress.best_step == step):
+        save(job, progress)
+
+
+def measure(job: Job) -> Acceptance:
+    """Decode for real on the main rank; training's random numbers do not notice."""
+    module = job.drafter.module
+    assert module is not None
+    module.eval()
+    found: Acceptance | None = None
+    with job.ranks.together(), untouched_random_state(job.ranks.device), torch.inference_mode():
+        if job.ranks.is_main:
+            found = job.measure()
+    module.train()
+    result = job.ranks.gather(found)[0]
+    assert result is not None
+    return result
+
+
+def write_log(job: Job, progress: Progress, rate: float, norm: float) -> None:
+    """Log the means since the last line, when a line is due."""
+    step, settings = progress.step, job.settings
+    if step % settings.log_every and step != settings.steps:
+        return
+    figures = means(progress.window)
+    figures.pop("tokens", None)
+    alpha = alphas(figures)
+    line: dict[str, Any] = {"step": step, **figures, "lr": rate, "norm": norm}
+    simulated = simulated_tau(alpha, job.draft_length)
+    if simulated is not None:
+        line |= {"alpha": list(alpha), "simulated_tau": simulated}
+    line |= {"tokens_per_second": progress.tokens / progress.seconds, "seconds": progress.seconds}
+    job.log.write(**line)
+    job.log_more({k: v for k, v in line.items() if isinstance(v, float)}, step)
+    progress.window = {}
+
+
+def save(job: Job, progress: Progress) -> None:
+    """Save the state of this step, once."""
+    if job.checkpoints.path(progress.step).exists():
+        return
+    tensors, scalars = optimizer_state(job.optimizers, job.drafter.trainable())
+    snapshot = Snapshot(
+        step=progress.step,
+        tensors={"model": job.drafter.tensors(), "optimizer": tensors},
+        own=random_state(job.ranks.device),
+        scalars={"progress": asdict(progress), "optimizer": scalars},
+        fingerprint=job.fingerprint,
+    )
+    pinned = () if progress.best_step is None else (progress.best_step,)
+    job.checkpoints.save(snapshot, pinned)
+
+
+def restore(job: Job, snapshot: Snapshot) -> Progress:
+    """Put weights, optimizers and generators back; returns where the run stood."""
+    job.drafter.load_tensors(snapshot.tensors["model"])
+    tensors, scalars = snapshot.tensors["optimizer"], snapshot.scalars["optimizer"]
+    load_optimizer_state(job.optimizers, job.drafter.trainable(), tensors, scalars)
+    if snapshot.own:
+        set_random_state(snapshot.own, job.ranks.device)
+    fields = dict(snapshot.scalars["progress"])
+    fields["window"] = {name: tuple(pair) for name, pair in fields["window"].items()}
+    progress = Progress(**fields)
+    job.log.rewind(progress.step, progress.tau_step)
+    return progress

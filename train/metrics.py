@@ -1,0 +1,149 @@
+"""Figures of a training run: sums with counts, the JSONL log, simulated and measured tau."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specctl.drafters.parts.batch import LossOut, TrainBatch
+from specctl.train.ranks import Ranks
+
+Window = dict[str, tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Name -> (sum, count) of one step, over its micro-batches and over all ranks."""
+
+    pairs: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def plus(self, out: LossOut, batch: TrainBatch) -> Totals:
+        """These totals and those of one more micro-batch."""
+        num_tokens = (batch.document_BS >= 0).sum()
+        fresh = {"loss": (out.sum, out.count), "tokens": (num_tokens, num_tokens), **out.metrics}
+        pairs = dict(self.pairs)
+        for name, (total, count) in fresh.items():
+            wide = torch.float32 if total.device.type == "mps" else torch.float64
+            pair = torch.stack([total.detach().to(wide), count.detach().to(wide)])
+            pairs[name] = pairs[name] + pair if name in pairs else pair
+        return Totals(pairs)
+
+    def over(self, ranks: Ranks) -> Totals:
+        """The sums over all ranks, in one message."""
+        if ranks.size == 1:
+            return self
+        names = sorted(self.pairs)
+        table = ranks.sum_(torch.stack([self.pairs[name] for name in names]))
+        return Totals(dict(zip(names, table, strict=True)))
+
+    @property
+    def count(self) -> Tensor:
+        return self.pairs["loss"][1]
+
+    def to_floats(self) -> Window:
+        """The pairs on the host."""
+        names = list(self.pairs)
+        rows = torch.stack([self.pairs[name] for name in names]).tolist()
+        return {name: (row[0], row[1]) for name, row in zip(names, rows, strict=True)}
+
+
+def merged(window: Window, more: Window) -> Window:
+    """Sums and counts of two windows."""
+    result = dict(window)
+    for name, (total, count) in more.items():
+        before = result.get(name, (0.0, 0.0))
+        result[name] = (before[0] + total, before[1] + count)
+    return result
+
+
+def means(window: Window) -> dict[str, float]:
+    """Name -> mean; names without a count are left out."""
+    return {name: total / count for name, (total, count) in window.items() if count}
+
+
+def alphas(averages: Mapping[str, float]) -> tuple[float, ...]:
+    """Acceptance per drafted position, from the metrics `alpha`, `alpha/1`, `alpha/2` ..."""
+    found = [averages["alpha"]] if "alpha" in averages else []
+    while found and f"alpha/{len(found)}" in averages:
+        found.append(averages[f"alpha/{len(found)}"])
+    return tuple(found)
+
+
+def simulated_tau(alpha: Sequence[float], length: int) -> float | None:
+    """Tau of a chain of `length` drafts if position i passed with chance alpha[i], independently:
+    1 + sum over k of alpha[0] * ... * alpha[k]; the last known alpha serves deeper positions."""
+    if not alpha:
+        return None
+    chances = [alpha[min(i, len(alpha) - 1)] for i in range(length)]
+    return 1.0 + sum(math.prod(chances[: k + 1]) for k in range(length))
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """What a short real decode through the engine measured."""
+
+    tau: float
+    alpha: float
+    accepted_per_position: tuple[float, ...]
+    prompts: int
+    tokens: int
+    temperature: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "tau": self.tau,
+            "alpha": self.alpha,
+            "accepted_per_position": list(self.accepted_per_position),
+            "prompts": self.prompts,
+            "tokens": self.tokens,
+            "temperature": self.temperature,
+        }
+
+
+class MetricsLog:
+    """OUT/metrics.jsonl: one object a line, `step` in each. One writer: the main rank's loop."""
+
+    def __init__(self, path: Path, is_main: bool = True) -> None:
+        self.path, self.is_main = path, is_main
+
+    def write(self, **values: Any) -> None:
+        if self.is_main:
+            clean = {name: _json_number(value) for name, value in values.items()}
+            with self.path.open("a") as file:
+                file.write(json.dumps(clean) + "\n")
+
+    def rewind(self, step: int, tau_step: int) -> None:
+        """Forget what was logged after the state that the run continues from."""
+        if not self.is_main or not self.path.exists():
+            return
+        kept = [
+            line
+            for line in read_log(self.path)
+            if line["step"] <= (tau_step if "tau" in line else step)
+        ]
+        partial = self.path.with_name(f".tmp-{self.path.name}")
+        partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        os.replace(partial, self.path)
+
+
+def _json_number(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics log; a last line torn by a kill is left out."""
+    lines: list[dict[str, Any]] = []
+    for text in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            continue
+    return lines

@@ -1,0 +1,112 @@
+"""Optimizers and learning-rate schedules.
+
+Muon (https://kellerjordan.github.io/posts/muon/) moves the hidden matrices, AdamW everything else:
+embeddings, heads over a vocabulary, norms, vectors. Muon's update is scaled to the size of an AdamW
+update (arXiv 2502.16982, equation 4), so that one learning rate serves both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from specctl.recipes.errors import RecipeError
+from specctl.recipes.schema import TrainPart
+
+SCHEDULES = ("wsd", "cosine", "linear")
+
+
+def is_hidden_matrix(parameter: Tensor, vocab_sizes: frozenset[int]) -> bool:
+    """True for a matrix that maps hidden width to hidden width: neither side is a vocabulary."""
+    return parameter.ndim == 2 and not vocab_sizes.intersection(parameter.shape)
+
+
+def build_optimizers(
+    trainable: Mapping[str, nn.Parameter], settings: TrainPart, vocab_sizes: frozenset[int]
+) -> dict[str, torch.optim.Optimizer]:
+    """Optimizers over exactly the given parameters, by name: `muon` (if asked for) and `adamw`."""
+    if not trainable:
+        raise RecipeError(
+            "nothing to train: the drafter has no trainable parameter",
+            do="choose a trainable family; training-free families are used as they are",
+            where="drafter.family",
+        )
+    matrices: list[nn.Parameter] = []
+    if settings.optimizer == "muon":
+        matrices = [p for p in trainable.values() if is_hidden_matrix(p, vocab_sizes)]
+    chosen = {id(p) for p in matrices}
+    rest = [p for p in trainable.values() if id(p) not in chosen]
+    rate, decay = settings.learning_rate, settings.weight_decay
+    found: dict[str, torch.optim.Optimizer] = {}
+    if matrices:
+        found["muon"] = torch.optim.Muon(
+            matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"
+        )
+    if rest:
+        found["adamw"] = torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.95), weight_decay=decay)
+    return found
+
+
+def learning_rate(step: int, settings: TrainPart) -> float:
+    """The learning rate of update number `step` (0 is the first): a pure function of the step."""
+    return settings.learning_rate * _factor(step, settings)
+
+
+def _factor(step: int, settings: TrainPart) -> float:
+    steps = settings.steps
+    warm_steps = round(settings.warmup * steps)
+    if step < warm_steps:
+        return (step + 1) / (warm_steps + 1)
+    left = (steps - step) / max(1, steps - warm_steps)
+    if settings.schedule == "linear":
+        return left
+    if settings.schedule == "cosine":
+        return 0.5 * (1.0 - math.cos(math.pi * left))
+    if settings.schedule == "wsd":
+        decay_steps = max(1, round(settings.decay * steps))
+        return min(1.0, (steps - step) / decay_steps)
+    raise RecipeError(
+        f"unknown schedule {settings.schedule!r}",
+        expected=", ".join(SCHEDULES),
+        where="train.schedule",
+    )
+
+
+def set_learning_rate(optimizers: Mapping[str, torch.optim.Optimizer], rate: float) -> None:
+    for optimizer in optimizers.values():
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+
+
+class Gradient:
+    """The gradient of all trainable parameters as one flat vector; every `.grad` is a view of it.
+
+    So one all-reduce sums it over ranks, one division makes it a mean, one norm guards the update.
+    One writer: the loop.
+    """
+
+    def __init__(self, trainable: Mapping[str, nn.Parameter]) -> None:
+        parameters = list(trainable.values())
+        kinds = {p.dtype for p in parameters}
+        assert len(kinds) == 1, f"trainable parameters of several dtypes: {kinds}"
+        total = sum(p.numel() for p in parameters)
+        self.flat_N = torch.zeros(total, dtype=parameters[0].dtype, device=parameters[0].device)
+        at = 0
+        for parameter in parameters:
+            parameter.grad = self.flat_N[at : at + parameter.numel()].view_as(parameter)
+            at += parameter.numel()
+
+    def zero(self) -> None:
+        self.flat_N.zero_()
+
+    def divide(self, count: Tensor) -> float:
+        """Divide the summed gradient by its count; returns its norm."""
+        self.flat_N.div_(count.to(self.flat_N.dtype))
+        return float(self.flat_N.norm())
+
+    def clip(self, norm: float, limit: float | None) -> None:
+        if limit is not None and norm > limit:
+            self.flat_N.mul_(limit / norm)

@@ -1,0 +1,49 @@
+"""Order: which rows a step reads, from (seed, epoch, position) alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from specctl.recipes.errors import SpecctlError
+
+
+class Order:
+    """The endless shuffled stream of row numbers: every epoch reads every row exactly once.
+
+    Position p lies in epoch p // num_rows, whose permutation comes from (seed, epoch); so a saved
+    position is all that a resumed run needs, and any number of processes reads the same stream.
+    """
+
+    def __init__(self, num_rows: int, seed: int) -> None:
+        if num_rows < 1:
+            raise SpecctlError(
+                "there is nothing to train on",
+                found="0 rows",
+                expected="at least one row of tokens",
+                do="give more text: raise data.prompts or lower train.seq_len",
+            )
+        self.num_rows, self.seed = num_rows, seed
+        self._epoch = -1
+        self._permutation: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+
+    def take(self, position: int, count: int) -> list[int]:
+        """Row numbers at positions position .. position + count - 1."""
+        return [self._row(place) for place in range(position, position + count)]
+
+    def _row(self, position: int) -> int:
+        epoch, place = divmod(position, self.num_rows)
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._permutation = np.random.default_rng([self.seed, epoch]).permutation(self.num_rows)
+        return int(self._permutation[place])
+
+
+def share(rows: list[int], accumulate: int, rank: int, size: int) -> list[list[int]]:
+    """This rank's part of each of the `accumulate` micro-batches of a step.
+
+    The rows of a step do not depend on how they are divided, so neither does its gradient.
+    """
+    each = len(rows) // accumulate
+    micro_batches = [rows[i * each : (i + 1) * each] for i in range(accumulate)]
+    return [micro_batch[rank::size] for micro_batch in micro_batches]

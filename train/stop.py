@@ -1,0 +1,60 @@
+"""Stop: SIGINT and SIGTERM end a training run after the step in hand, with its state saved."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from specctl.recipes.errors import Exit, SpecctlError
+
+
+class Interrupted(SpecctlError):
+    """The run was asked to stop; its state is saved and `command` continues it."""
+
+    exit = Exit.INTERRUPTED
+
+    def __init__(self, what: str, command: str) -> None:
+        super().__init__(what, do=command)
+        self.command = command
+
+
+class Stop:
+    """Whether a signal asked the run to stop. One writer: the signal handler.
+
+    Inside the loop (`is_deferred`) the first signal is only noted; before it, where every long job
+    continues from what it has written, it raises at once. The second signal ends the process.
+    """
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+        self.is_requested = False
+        self.is_deferred = False
+
+    def interrupted(self, saved: str) -> Interrupted:
+        """The error to raise; `saved` says what was kept."""
+        return Interrupted(f"stopped on request, {saved}", self.command)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self.is_requested:
+            os._exit(128 + number)
+        self.is_requested = True
+        if not self.is_deferred:
+            raise self.interrupted("finished parts are kept")
+
+    @contextmanager
+    def listening(self) -> Iterator[Stop]:
+        """Take SIGINT and SIGTERM until the block ends (main thread only; elsewhere do nothing)."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        previous = {n: signal.signal(n, self._handle) for n in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
