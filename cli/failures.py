@@ -1,0 +1,189 @@
+"""Any exception -> what the user reads and the exit code of the process."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+import typer
+
+from specctl.cli.console import Console
+from specctl.recipes.errors import (
+    Exit,
+    FileError,
+    NetworkError,
+    ResourceError,
+    SpecctlError,
+)
+
+# typer may carry its own copy of click; its BadParameter is the one public way to the base class.
+USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
+INTERRUPTED, PIPE_CLOSED = 130, 141
+_FILE_ERRORS = {
+    errno.ENOENT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EEXIST,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+}
+
+
+def handle(error: BaseException, console: Console) -> int:
+    """Tell the user, and return the exit code."""
+    if isinstance(error, KeyboardInterrupt):
+        console.say("interrupted")
+        return INTERRUPTED
+    if isinstance(error, BrokenPipeError):
+        _close_quietly()
+        return PIPE_CLOSED
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    told = as_told(error, console.command)
+    if told is None:
+        return _bug(error, console)
+    console.fail(told)
+    if console.verbose and not isinstance(error, (SpecctlError, USAGE_ERROR)):
+        console.say("".join(traceback.format_exception(error)))
+    return int(told.exit)
+
+
+def as_told(error: BaseException, command: str = "specctl") -> SpecctlError | None:
+    """The error as a user meets it; None for a bug of ours."""
+    if isinstance(error, SpecctlError):
+        return error
+    if isinstance(error, USAGE_ERROR):
+        return _usage(error)
+    if _is_out_of_memory(error):
+        return ResourceError(
+            "not enough memory",
+            found=_first_line(error),
+            expected="room for the target, the drafter and their caches",
+            do=f"specctl doctor shows what is free; then {_smaller(command)}",
+        )
+    if isinstance(error, OSError):
+        return _os_error(error)
+    if type(error).__name__ in ("HfHubHTTPError", "ConnectError", "ConnectTimeout", "ReadTimeout"):
+        return NetworkError(
+            "the hub cannot be reached",
+            found=_first_line(error),
+            expected="network access to the hub, or a local folder",
+            do="give a local folder with --target, or try --target tiny (needs no network)",
+        )
+    return None
+
+
+def _usage(error: Exception) -> SpecctlError:
+    """A mistake on the command line, in four parts."""
+    message = str(getattr(error, "format_message", lambda: str(error))()).rstrip(".")
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "specctl"
+    usage = context.get_usage().removeprefix("Usage: ") if context is not None else "specctl CMD"
+    close = ""
+    if context is not None and message.startswith("No such command"):
+        wanted = message.split("'")[1] if "'" in message else ""
+        near = difflib.get_close_matches(wanted, context.command.list_commands(context), 1, 0.5)
+        close = "".join(near)
+        message = f"unknown command {wanted!r}"
+    option = getattr(error, "option_name", None)
+    possible = getattr(error, "possibilities", None) or []
+    if option is not None and possible:
+        close = ", ".join(possible)
+    first = close.split(", ")[0]
+    verb = f"{path} {first} --help" if first and not first.startswith("-") else f"{path} --help"
+    return SpecctlError(
+        message,
+        where="the command line",
+        found=" ".join(["specctl", *sys.argv[1:]])[:200],
+        expected=" ".join(usage.split()),
+        do=f"use {first}  ({verb})" if first.startswith("-") else verb,
+        exit=Exit.USAGE,
+    )
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and (
+        "can't allocate memory" in text or "not enough memory" in text or "out of memory" in text
+    )
+
+
+def _os_error(error: OSError) -> SpecctlError | None:
+    place = str(error.filename) if error.filename is not None else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ResourceError(
+            "the disk is full",
+            where=place,
+            found=error.strerror or str(error),
+            expected="free space for the output",
+            do="free some space or choose another --out; what was saved before is intact",
+        )
+    if error.errno == errno.ENOMEM:
+        return ResourceError(
+            "not enough memory",
+            found=str(error),
+            expected="room for the target",
+            do="close other programs, or choose a smaller target",
+        )
+    if error.errno in _FILE_ERRORS and place:
+        return FileError(
+            f"cannot use {place}",
+            where=place,
+            found=error.strerror or str(error),
+            expected="a path that exists and that you may read and write",
+            do=f"check it with `ls -ld {Path(place).parent}`, or choose another path",
+        )
+    return None
+
+
+def _smaller(command: str) -> str:
+    return {
+        "train-draft": "--set train.rows=4 --set train.accumulate=4",
+        "distill": "--set train.rows=4 --set train.accumulate=4",
+        "generate": "use --batch 1 or a smaller --max-new-tokens",
+        "bench": "use --batch 1 or a smaller --inflate",
+    }.get(command, "use a smaller target or batch")
+
+
+def _bug(error: BaseException, console: Console) -> int:
+    """A fault of specctl: the trace goes to a file; the user is told how to report it."""
+    text = "".join(traceback.format_exception(error))
+    lines = [f"specctl {' '.join(sys.argv[1:])}", f"python {sys.version.split()[0]}", "", text]
+    folder = tempfile.gettempdir()
+    handle, path = tempfile.mkstemp(prefix="specctl-trace-", suffix=".txt", dir=folder)
+    with os.fdopen(handle, "w") as file:
+        file.write("\n".join(lines))
+    console.fail(
+        SpecctlError(
+            "this is a bug in specctl",
+            found=f"{type(error).__name__}: {_first_line(error)}",
+            expected="a result, or an error with a remedy",
+            do=f"report it with the trace in {path}",
+            where=path,
+            exit=Exit.BUG,
+        )
+    )
+    if console.verbose:
+        console.say(text)
+    return int(Exit.BUG)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def _close_quietly() -> None:
+    """Point stdout at nothing, so that the interpreter's last flush does not complain."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.close(nothing)

@@ -1,0 +1,85 @@
+"""The names and options of the drafter families, read from their source: no torch."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import TYPE_CHECKING
+
+from specctl.recipes.errors import RecipeError, nearest
+
+if TYPE_CHECKING:
+    from specctl.recipes.schema import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyInfo:
+    """A family by its source: name, the fields of its options, whether it trains."""
+
+    name: str
+    options: tuple[str, ...]
+    trainable: bool
+
+
+@cache
+def family_infos() -> dict[str, FamilyInfo]:
+    """Every module of drafters/ that says FAMILY = Family(...)."""
+    found: dict[str, FamilyInfo] = {}
+    for file in resources.files("specctl.drafters").iterdir():
+        if file.name.endswith(".py") and not file.name.startswith("_"):
+            info = _read(ast.parse(file.read_text(encoding="utf-8")))
+            if info is not None:
+                found[info.name] = info
+    return dict(sorted(found.items()))
+
+
+def _read(tree: ast.Module) -> FamilyInfo | None:
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    for node in tree.body:
+        value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
+        if isinstance(value, ast.Call) and getattr(value.func, "id", "") == "Family":
+            given = {k.arg: k.value for k in value.keywords}
+            names = ("name", "summary", "paper", "options", "build", "trainable", "policies")
+            given |= dict(zip(names, value.args, strict=False))
+            name, trainable = given["name"], given["trainable"]
+            assert isinstance(name, ast.Constant), "a family's name is a literal"
+            assert isinstance(trainable, ast.Constant), "a family's trainable is a literal"
+            options = classes.get(getattr(given["options"], "id", ""))
+            return FamilyInfo(str(name.value), _fields(options), bool(trainable.value))
+    return None
+
+
+def _fields(node: ast.ClassDef | None) -> tuple[str, ...]:
+    body = node.body if node is not None else []
+    return tuple(
+        item.target.id
+        for item in body
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    )
+
+
+def check_options(recipe: Recipe, where: str) -> FamilyInfo:
+    """Refuse an unknown family or an option that the family does not have."""
+    known = family_infos()
+    name = recipe.drafter.family
+    if name not in known:
+        raise RecipeError(
+            f"unknown drafter family {name!r}",
+            where=f"{where}:drafter.family",
+            found=name,
+            expected="one of " + ", ".join(known),
+            do=f"--set drafter.family={nearest(name, known, 1)}",
+        )
+    info = known[name]
+    for option in recipe.drafter.options:
+        if option not in info.options:
+            raise RecipeError(
+                f"family {name} has no option {option!r}",
+                where=f"{where}:drafter.options.{option}",
+                found=option,
+                expected="one of " + (", ".join(info.options) or "none"),
+                do=f"write {nearest(option, info.options, 1) or 'no options'}",
+            )
+    return info

@@ -1,0 +1,307 @@
+"""`specctl generate`: continue prompts with a drafter, streaming, and compare with plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specctl.cli.console import Console
+from specctl.cli.flags import (
+    DRAFTING,
+    SAMPLING,
+    Allow,
+    Device,
+    Dtype,
+    Inflate,
+    LengthFlag,
+    MaxNewTokens,
+    NodesFlag,
+    Offline,
+    PolicyFlag,
+    Revision,
+    RuleFlag,
+    Seed,
+    TargetName,
+    Temperature,
+)
+from specctl.cli.loading import (
+    DraftChoice,
+    LoadedDraft,
+    PromptText,
+    TargetChoice,
+    read_prompts,
+    target_json,
+)
+from specctl.cli.stream import TextStream
+
+if TYPE_CHECKING:
+    from specctl.runtime.generate import Generated
+    from specctl.runtime.sampling import Sampling
+    from specctl.runtime.stats import Stats
+    from specctl.runtime.target import Target
+
+Draft = Annotated[
+    str,
+    typer.Option(
+        "--draft",
+        "-d",
+        help="Package folder, model folder or hub id, prompt-lookup, token-recycling, or none.",
+        rich_help_panel=DRAFTING,
+    ),
+]
+
+
+def generate(
+    console: Console,
+    prompt: Annotated[
+        str | None, typer.Argument(help="The text to continue; - reads standard input.")
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", "-f", help="One prompt per line, or JSONL (prompt or messages)."),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Use only the first so many prompts.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Wrap each prompt in the target's chat template.")
+    ] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Decode plainly as well, and show a table.")
+    ] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Show what the run counted.")] = False,
+    batch: Annotated[int, typer.Option(min=1, max=256, help="Prompts decoded at once.")] = 1,
+    draft: Draft = "none",
+    policy: PolicyFlag = None,
+    length: LengthFlag = None,
+    nodes: NodesFlag = None,
+    rule: RuleFlag = None,
+    allow: Allow = None,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = 0.0,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="Keep the k likeliest.", rich_help_panel=SAMPLING)
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="Nucleus of mass p.", rich_help_panel=SAMPLING),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, max=1.0, help="Least share of the top probability.", rich_help_panel=SAMPLING
+        ),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(min=0.01, help="Divide repeated tokens' scores.", rich_help_panel=SAMPLING),
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="Per occurrence.", rich_help_panel=SAMPLING)
+    ] = None,
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="Once per token seen.", rich_help_panel=SAMPLING)
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="End before this text (repeatable).", rich_help_panel=SAMPLING),
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Do not stop at EOS.", rich_help_panel=SAMPLING)
+    ] = False,
+    seed: Seed = 0,
+    target: TargetName = "tiny",
+    revision: Revision = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    inflate: Inflate = None,
+    offline: Offline = False,
+) -> None:
+    """Continue prompts. With a drafter the answers are the same, only sooner.
+
+    Text is written to stdout as it comes. The same seed gives the same answer.
+
+    Examples:
+
+      specctl generate "def main("
+      specctl generate --draft prompt-lookup --compare "import os"
+      specctl generate --draft runs/quickstart/package --temperature 0.8 --stats "class Tree:"
+      specctl generate -f prompts.txt --batch 4 --json
+    """
+    prompts = read_prompts(prompt, file, limit)
+    choice = DraftChoice(draft, policy, length, nodes, rule, tuple(allow or ()))
+    if compare and draft == "none":
+        choice = DraftChoice("prompt-lookup", policy, length, nodes, rule, choice.allow)
+        console.warn("--compare without --draft compares with prompt-lookup")
+    from specctl.runtime.sampling import Sampling
+
+    sampling = Sampling(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        seed=seed,
+        max_new_tokens=max_new_tokens,
+        stop=tuple(stop or ()),
+        ignore_eos=ignore_eos,
+    )
+    model = TargetChoice(target, revision, dtype, device, inflate, offline).load(console)
+    loaded = choice.load(model)
+    job = Job(model, loaded, sampling, [p.tokens(model, chat) for p in prompts], prompts, batch)
+    if compare:
+        result = _compare(console, job)
+    else:
+        made = _stream(console, job)
+        if stats:
+            show_stats(console, made.stats)
+        result = job.to_json(made)
+    where = f"--target {target}" + (f" --draft {draft}" if draft != "none" else "")
+    console.done(result, next=_next(where, draft, compare))
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """All that one call of generate() needs."""
+
+    target: Target
+    draft: LoadedDraft
+    sampling: Sampling
+    tokens: Sequence[Sequence[int]]
+    prompts: Sequence[PromptText]
+    batch: int
+
+    def run(self, draft: LoadedDraft, on_tokens: Any = None) -> Generated:
+        from specctl.runtime.generate import generate as generate_
+
+        return generate_(
+            self.target,
+            self.tokens,
+            drafter=draft.drafter,
+            sampling=self.sampling,
+            policy=draft.policy,
+            rule=draft.rule,
+            batch=self.batch,
+            on_tokens=on_tokens,
+        )
+
+    def to_json(self, made: Generated) -> dict[str, Any]:
+        outputs = [
+            {**output.to_json(), "prompt": prompt.text}
+            for output, prompt in zip(made.outputs, self.prompts, strict=True)
+        ]
+        return {
+            "outputs": outputs,
+            "stats": made.stats.to_json(),
+            "target": target_json(self.target),
+            "draft": self.draft.name,
+        }
+
+
+def _stream(console: Console, job: Job) -> Generated:
+    """Generate, writing text as it comes; rows decoded together are written when all are done."""
+    streams = [TextStream(job.target.decode, job.sampling.stop) for _ in job.prompts]
+    is_live = job.batch == 1 or len(job.prompts) == 1
+    current = -1
+
+    def show(index: int, new: tuple[int, ...]) -> None:
+        nonlocal current
+        if index != current:
+            _open_output(console, job, index, after=current >= 0)
+            current = index
+        console.write(streams[index].feed(new))
+
+    made = job.run(job.draft, show if is_live else None)
+    for index, (stream, output) in enumerate(zip(streams, made.outputs, strict=True)):
+        if index < current:
+            continue
+        if index != current:
+            _open_output(console, job, index, after=index > 0)
+        console.write(stream.finish(output.text))
+    console.out()
+    return made
+
+
+def _open_output(console: Console, job: Job, index: int, after: bool) -> None:
+    if len(job.prompts) > 1:
+        line = " ".join(job.prompts[index].text.split())[:70]
+        console.write(("\n" if after else "") + f"[{index + 1}/{len(job.prompts)}] {line}\n")
+
+
+def _compare(console: Console, job: Job) -> dict[str, Any]:
+    """Plain and speculative decoding of the same prompts, side by side."""
+    plain = LoadedDraft("plain", None, None, "auto")
+    with console.task("compare", 4, "runs") as advance:
+        runs = []
+        for draft in (plain, job.draft):
+            job.run(draft)  # the first run of each pays for allocations and kernel choice
+            advance(1)
+            runs.append(job.run(draft))
+            advance(1, f"{draft.name} {runs[-1].stats.tokens_per_second:.0f} tokens/s")
+    base, fast = runs
+    same = [a.token_ids == b.token_ids for a, b in zip(base.outputs, fast.outputs, strict=True)]
+    speedup = fast.stats.tokens_per_second / max(base.stats.tokens_per_second, 1e-9)
+    identical = all(same) if job.sampling.temperature == 0 else None
+    for index, output in enumerate(fast.outputs):
+        _open_output(console, job, index, after=False)
+        console.out(output.text)
+    console.out()
+    columns = ("", "tau", "tokens/s", "speed-up", "identical", "repetition")
+    rows = [
+        _row("plain", base.stats, 1.0, None),
+        _row(job.draft.name, fast.stats, speedup, identical),
+    ]
+    console.table(columns, rows)
+    show_stats(console, fast.stats)
+    if identical is False:
+        _explain_difference(console, job)
+    comparison = {
+        "plain": base.stats.to_json(),
+        "speculative": fast.stats.to_json(),
+        "speedup": round(speedup, 3),
+        "identical": identical,
+        "identical_outputs": sum(same) if identical is not None else None,
+    }
+    return {**job.to_json(fast), "comparison": comparison}
+
+
+def _row(name: str, stats: Stats, speedup: float, identical: bool | None) -> tuple[object, ...]:
+    figures = (stats.tau, stats.tokens_per_second, speedup)
+    shown = tuple(f"{figure:.2f}" for figure in figures)
+    return (name, *shown, identical, f"{stats.repetition_rate:.2f}")
+
+
+def _explain_difference(console: Console, job: Job) -> None:
+    if str(job.target.dtype) == "torch.float32":
+        console.warn("outputs differ in float32: run `specctl verify` and report the result")
+        return
+    console.warn(
+        f"outputs differ in {str(job.target.dtype).removeprefix('torch.')}: several rows at once "
+        "round differently from one row, so near-ties may flip; --dtype float32 gives identity"
+    )
+
+
+def show_stats(console: Console, stats: Stats) -> None:
+    """The counts of a run, in the words that every report uses."""
+    per_position = " ".join(f"{share:.2f}" for share in stats.accepted_per_position) or "-"
+    console.out(
+        f"tau {stats.tau:.2f} | rounds {stats.rounds:,} | drafted {stats.drafted:,} | "
+        f"accepted {stats.accepted:,} | accepted per position {per_position}"
+    )
+    console.out(
+        f"{stats.tokens:,} tokens in {stats.seconds:.2f} s, {stats.tokens_per_second:.1f} tokens/s | "
+        f"drafting {stats.draft_share:.0%} of the time | repetition {stats.repetition_rate:.2f} | "
+        f"verification {stats.verification}"
+    )
+
+
+def _next(where: str, draft: str, compared: bool) -> list[str]:
+    if draft == "none" and not compared:
+        return [f'specctl generate {where} --draft prompt-lookup --compare "..."']
+    return [f"specctl bench {where}"]

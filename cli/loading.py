@@ -1,0 +1,271 @@
+"""From the words of a command line to targets, drafters, policies and prompts; torch comes late."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specctl.cli.console import Console
+from specctl.recipes.errors import FileError, RecipeError, SpecctlError, nearest
+
+if TYPE_CHECKING:
+    from specctl.drafters.parts.base import Drafter
+    from specctl.runtime.policies import Policy
+    from specctl.runtime.target import Target
+
+NO_DRAFTER = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class TargetChoice:
+    """What the target flags say."""
+
+    name: str
+    revision: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    inflate: str | None = None
+    offline: bool = False
+
+    def load(self, console: Console) -> Target:
+        """The target, announced with what an alias stands for and any inflation."""
+        from specctl.recipes.targets import resolve
+
+        resolved = resolve(self.name)  # an unknown name fails before torch is imported
+        from specctl.runtime.target import load_target
+
+        console.detail(f"target {self.name} = {resolved.path or resolved.repo}")
+        target = load_target(
+            self.name,
+            revision=self.revision,
+            dtype=self.dtype,
+            device=self.device,
+            inflate=self.inflate,
+            offline=self.offline,
+        )
+        if target.inflated:
+            console.warn(inflated_note(target))
+        return target
+
+
+def inflated_note(target: Target) -> str:
+    """What every report about an inflated target must say."""
+    return (
+        f"target {target.name} is inflated to the cost of {target.inflated} parameters: the same "
+        "answers at a larger target's price, so speed is realistic and quality is not"
+    )
+
+
+def target_json(target: Target) -> dict[str, Any]:
+    """How results name the target."""
+    return {
+        "name": target.name,
+        "revision": target.revision,
+        "fingerprint": target.fingerprint,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": str(target.device),
+        "inflated": target.inflated,
+        "note": inflated_note(target) if target.inflated else None,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class DraftChoice:
+    """What the drafting flags say; None leaves it to the package, then to the family."""
+
+    draft: str
+    policy: str | None = None
+    length: int | None = None
+    nodes: int | None = None
+    rule: str | None = None
+    allow: tuple[str, ...] = ()
+
+    def load(self, target: Target) -> LoadedDraft:
+        """The drafter with the policy and rule it is to be served by; drafter None for plain."""
+        if self.draft == NO_DRAFTER:
+            self._refuse_settings()
+            return LoadedDraft("plain", None, None, "auto")
+        from specctl.drafters import family
+        from specctl.export.folder import load_drafter
+
+        drafter = load_drafter(self.draft, target, allow=self.allow)
+        serve = self._serve(packaged_serve(self.draft), family(drafter.family).policies)
+        from specctl.runtime.policies import make_policy
+
+        rule = str(serve.get("rule") or "auto")
+        return LoadedDraft(self.draft, drafter, make_policy(serve), rule)
+
+    def _serve(self, packaged: dict[str, Any], policies: Sequence[str]) -> dict[str, Any]:
+        flags = {
+            "policy": self.policy,
+            "length": self.length,
+            "nodes": self.nodes,
+            "rule": self.rule,
+        }
+        serve = dict(packaged)
+        if self.policy is not None and self.policy != packaged.get("policy"):
+            serve = {k: v for k, v in serve.items() if k in ("length", "rule")}
+        serve |= {k: v for k, v in flags.items() if v is not None}
+        serve.setdefault("policy", policies[0])
+        if serve["policy"] not in policies:
+            raise RecipeError(
+                f"this drafter cannot be grown by policy {serve['policy']!r}",
+                where="--policy",
+                found=str(serve["policy"]),
+                expected="one of " + ", ".join(policies),
+                do=f"--policy {nearest(str(serve['policy']), policies, 1)}",
+            )
+        if self.nodes is not None and serve["policy"] == "chain":
+            raise RecipeError(
+                "--nodes is ignored by policy chain",
+                where="--nodes",
+                found=str(self.nodes),
+                expected="a tree policy",
+                do="--policy dynamic-tree, or --length instead of --nodes",
+            )
+        return serve
+
+    def _refuse_settings(self) -> None:
+        names = ("policy", "length", "nodes", "rule")
+        given = [f"--{name}" for name in names if getattr(self, name) is not None]
+        if given:
+            raise SpecctlError(
+                f"{', '.join(given)} says how to draft, but there is no drafter",
+                where="the command line",
+                found="--draft none",
+                expected="a package folder, prompt-lookup or token-recycling",
+                do="--draft prompt-lookup",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDraft:
+    """A drafter ready to be served."""
+
+    name: str
+    drafter: Drafter | None
+    policy: Policy | None
+    rule: str
+
+
+def packaged_serve(draft: str) -> dict[str, Any]:
+    """The serving settings stored in a package folder; empty for anything else."""
+    from specctl.export.manifest import MANIFEST, read_manifest
+
+    folder = Path(draft)
+    if not (folder / MANIFEST).is_file():
+        return {}
+    return {k: v for k, v in read_manifest(folder).serve.items() if v is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptText:
+    """A prompt as the user gave it: a text, or the messages of a conversation."""
+
+    text: str
+    messages: tuple[dict[str, str], ...] = ()
+
+    def tokens(self, target: Target, chat: bool) -> list[int]:
+        if self.messages:
+            return target.encode_chat(list(self.messages))
+        if chat:
+            return target.encode_chat([{"role": "user", "content": self.text}])
+        return target.encode(self.text)
+
+
+def read_prompts(prompt: str | None, file: Path | None, limit: int | None) -> list[PromptText]:
+    """The prompts of a command line: an argument, - for standard input, or a file."""
+    if prompt is not None and file is not None:
+        raise SpecctlError(
+            "a prompt and a file of prompts were given",
+            where="the command line",
+            found=f"{prompt[:40]!r} and --file {file}",
+            expected="one of the two",
+            do='specctl generate -f prompts.txt   or   specctl generate "def main("',
+        )
+    if file is not None:
+        found = _read_file(file)
+    elif prompt == "-":
+        found = [PromptText(sys.stdin.read())]
+    elif prompt is not None:
+        found = [PromptText(prompt)]
+    else:
+        raise SpecctlError(
+            "no prompt was given",
+            where="the command line",
+            found="neither PROMPT nor --file",
+            expected="a text, - for standard input, or a file of prompts",
+            do='specctl generate "def main("',
+        )
+    if not found or any(not p.text.strip() and not p.messages for p in found):
+        raise SpecctlError(
+            "the prompt is empty",
+            where=str(file) if file is not None else "the command line",
+            found="only white space" if found else "no line with text",
+            expected="at least one character that is not white space",
+            do='specctl generate "def main("',
+        )
+    return found[:limit]
+
+
+def _read_file(file: Path) -> list[PromptText]:
+    try:
+        text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise FileError(
+            f"the file of prompts {file} does not exist",
+            where="--file",
+            found="no such file",
+            expected="a text file (one prompt per line) or JSONL",
+            do="give an existing file, or the prompt itself as an argument",
+        ) from error
+    except UnicodeDecodeError as error:
+        raise FileError(
+            f"the file of prompts {file} is not UTF-8 text",
+            where="--file",
+            found=str(error),
+            expected="UTF-8",
+            do=f"iconv -t utf-8 {file} > prompts.txt",
+        ) from error
+    lines = [(i, line) for i, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if file.suffix.lower() not in (".jsonl", ".json"):
+        return [PromptText(line) for _, line in lines]
+    return [_record(line, f"{file}:{number}") for number, line in lines]
+
+
+def _record(line: str, where: str) -> PromptText:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise _bad_line(where, str(error)) from error
+    if isinstance(record, str):
+        return PromptText(record)
+    if not isinstance(record, dict):
+        raise _bad_line(where, type(record).__name__)
+    messages = record.get("messages")
+    if isinstance(messages, list) and messages and all(_is_message(m) for m in messages):
+        return PromptText(messages[-1]["content"], tuple(messages))
+    text = record.get("prompt", record.get("text"))
+    if not isinstance(text, str):
+        raise _bad_line(where, "keys " + ", ".join(map(str, record)))
+    return PromptText(text)
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, dict) and all(
+        isinstance(message.get(key), str) for key in ("role", "content")
+    )
+
+
+def _bad_line(where: str, found: str) -> FileError:
+    return FileError(
+        "a line of the prompts cannot be read",
+        where=where,
+        found=found,
+        expected='a JSON object such as {"prompt": "def main("} or {"messages": [...]}',
+        do="correct that line, or use a .txt file with one prompt per line",
+    )

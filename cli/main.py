@@ -1,0 +1,153 @@
+"""The program: commands by name, loaded when called; one error boundary; exit codes.
+
+Neither torch nor transformers is imported here or by any `--help`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from specctl import __version__
+from specctl.cli.console import Console
+from specctl.cli.failures import handle
+from specctl.cli.flags import Json, NoColor, Quiet, Verbose, command, console_of, unwrap
+
+START, TRAIN, USE, LOOK = "Start here", "Train and shape", "Use and measure", "Look and check"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A command: the module of this room that holds it, its panel and its line of help."""
+
+    module: str
+    panel: str
+    help: str
+
+
+COMMANDS = {
+    "quickstart": Entry("quickstart", START, "From nothing to a measured speed-up, here."),
+    "doctor": Entry("doctor", START, "Is this machine ready, and what to fix."),
+    "plan": Entry("plan", START, "Memory, disk and time of a recipe, before anything is spent."),
+    "recipes": Entry("recipes", START, "List, show, copy and check recipes."),
+    "train-draft": Entry("train_draft", TRAIN, "Train a drafter for a target."),
+    "distill": Entry("distill", TRAIN, "Train an independent small model on the target's law."),
+    "vocab-trim": Entry("vocab_trim", TRAIN, "Cut a drafter's vocabulary to what pays."),
+    "pretrain": Entry("pretrain", TRAIN, "Train the embedded target from nothing."),
+    "generate": Entry("generate", USE, "Continue prompts, losslessly faster."),
+    "bench": Entry("bench", USE, "Compare drafters: tau, tokens per second, speed-up."),
+    "verify": Entry("verify", LOOK, "Prove that a package is whole, compatible and lossless."),
+    "show": Entry("show", LOOK, "What a package, a run or a model folder contains."),
+    "export": Entry("export", USE, "Write a drafter in another format."),
+}
+
+
+class LazyCommands(TyperGroup):
+    """Imports a command's module only when that command is called."""
+
+    _is_listing = False
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        del ctx
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        del ctx
+        if cmd_name not in COMMANDS:
+            return None
+        entry = COMMANDS[cmd_name]
+        if self._is_listing:
+            return TyperCommand(cmd_name, help=entry.help, rich_help_panel=entry.panel)
+        return load_command(cmd_name)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        self._is_listing = True
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self._is_listing = False
+
+
+def load_command(name: str) -> Any:
+    """The click command of that name: a module holds a function of its own name, or an `app`."""
+    module = importlib.import_module(f"specctl.cli.{COMMANDS[name].module}")
+    if hasattr(module, "app"):
+        return typer.main.get_command(module.app)
+    single = typer.Typer(add_completion=False, rich_markup_mode="rich")
+    single.command(name)(command(getattr(module, COMMANDS[name].module)))
+    return typer.main.get_command(single)
+
+
+app = typer.Typer(
+    cls=LazyCommands,
+    name="specctl",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"specctl {__version__}")
+        raise typer.Exit
+
+
+HELP = """
+Make your language model answer faster, without changing its answers.
+
+specctl trains a small drafter for your target model, trims its vocabulary, proves that generation
+with it is lossless, measures the speed-up on your hardware, and packages it.
+
+Start with: specctl quickstart   (ten minutes on two CPU cores, no download)
+"""
+
+
+@app.callback(help=unwrap(HELP))
+def _everywhere(
+    ctx: typer.Context,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    no_color: NoColor = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="And leave.")
+    ] = False,
+) -> None:
+    del version
+    console_of(ctx).configure(json=json, quiet=quiet, verbose=verbose, color=not no_color)
+
+
+def main(argv: Sequence[str] | None = None, console: Console | None = None) -> int:
+    """Run one command; returns the exit code and never raises."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    console = console if console is not None else Console()
+    # Known before parsing, so that a mistake on the command line is answered in JSON as well.
+    console.configure(json="--json" in arguments, color="--no-color" not in arguments)
+    root = typer.main.get_command(app)
+    try:
+        # A library that prints must not spoil the one object on stdout.
+        guard = contextlib.redirect_stdout(console.stderr) if console.json else _nothing()
+        with guard:
+            code = root.main(arguments, prog_name="specctl", standalone_mode=False, obj=console)
+        console.stdout.flush()
+    except BaseException as error:
+        return handle(error, console)
+    return code if isinstance(code, int) else 0
+
+
+def _nothing() -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def run() -> None:
+    """The entry point of the program."""
+    sys.exit(main())

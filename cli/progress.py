@@ -1,0 +1,132 @@
+"""Progress of long jobs: bars with rate and ETA on a terminal, sparse plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol, TextIO
+
+from specctl.runtime.report import Advance
+
+PLAIN_SECONDS = 15.0
+
+
+class Progress(Protocol):
+    """What shows the tasks of one command."""
+
+    def task(self, label: str, total: int, unit: str) -> AbstractContextManager[Advance]: ...
+
+    def print(self, text: str) -> None: ...
+
+
+def duration(seconds: float) -> str:
+    """12.3 -> "12s", 75 -> "1m15s", 3700 -> "1h01m"."""
+    whole = round(max(0.0, seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def rate_text(rate: float, unit: str) -> str:
+    return f"{rate:,.0f} {unit}/s" if rate >= 20 else f"{rate:.2g} {unit}/s"
+
+
+class PlainProgress:
+    """At most one line every PLAIN_SECONDS per task, and one when a slow task ends."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self.stream, self.clock = stream, clock
+
+    def print(self, text: str) -> None:
+        print(text, file=self.stream, flush=True)
+
+    @contextmanager
+    def task(self, label: str, total: int, unit: str) -> Iterator[Advance]:
+        started = shown = self.clock()
+        done, last_note = 0, ""
+
+        def advance(amount: int, note: str = "") -> None:
+            nonlocal done, shown, last_note
+            done += amount
+            last_note = note or last_note
+            now = self.clock()
+            if now - shown >= PLAIN_SECONDS:
+                shown = now
+                self.print(_line(label, done, total, unit, now - started, last_note))
+
+        yield advance
+        spent = self.clock() - started
+        if spent >= 2.0:
+            note = f" | {last_note}" if last_note else ""
+            self.print(f"{label}: {done:,} {unit} in {duration(spent)}{note}")
+
+
+def _line(label: str, done: int, total: int, unit: str, spent: float, note: str) -> str:
+    rate = done / spent if spent > 0 else 0.0
+    left = duration((total - done) / rate) if rate > 0 else "?"
+    parts = [f"{label}: {done:,}/{total:,} {unit}", rate_text(rate, unit), f"eta {left}"]
+    return " | ".join([*parts, note] if note else parts)
+
+
+class RichProgress:
+    """Live bars on stderr; tasks may nest."""
+
+    def __init__(self, console: Any) -> None:
+        self.console = console
+        self._bars: Any = None
+        self._open = 0
+
+    def print(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False)
+
+    @contextmanager
+    def task(self, label: str, total: int, unit: str) -> Iterator[Advance]:
+        if self._bars is None:
+            self._bars = _make_bars(self.console)
+            self._bars.start()
+        self._open += 1
+        task_id = self._bars.add_task(label, total=total, note="", rate="")
+        started, done = time.monotonic(), 0
+
+        def advance(amount: int, note: str = "") -> None:
+            nonlocal done
+            done += amount
+            spent = time.monotonic() - started
+            fields = {"note": note} if note else {}
+            rate = rate_text(done / spent, unit) if spent > 0 else ""
+            self._bars.update(task_id, advance=amount, rate=rate, **fields)
+
+        try:
+            yield advance
+        finally:
+            self._open -= 1
+            if self._open == 0:
+                self._bars.stop()
+                self._bars = None
+
+
+def _make_bars(console: Any) -> Any:
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeElapsedColumn(),
+        TextColumn("eta"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}", markup=False),
+        console=console,
+        refresh_per_second=4,
+    )
