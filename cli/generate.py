@@ -1,4 +1,4 @@
-"""`specctl generate`: continue prompts with a drafter, streaming, and compare with plain decoding."""
+"""`specctl generate`: continue prompts with a drafter; stream, count, compare with plain."""
 
 from __future__ import annotations
 
@@ -295,8 +295,8 @@ def show_stats(console: Console, stats: Stats) -> None:
         f"accepted {stats.accepted:,} | accepted per position {per_position}"
     )
     console.out(
-        f"{stats.tokens:,} tokens in {stats.seconds:.2f} s, {stats.tokens_per_second:.1f} tokens/s | "
-        f"drafting {stats.draft_share:.0%} of the time | repetition {stats.repetition_rate:.2f} | "
+        f"{stats.tokens:,} tokens in {stats.seconds:.2f} s | "
+        f"{stats.tokens_per_second:.1f} tokens/s | drafting {stats.draft_share:.0%} of the time | repetition {stats.repetition_rate:.2f} | "
         f"verification {stats.verification}"
     )
 

@@ -14,6 +14,7 @@ app = typer.Typer(
     name="recipes",
     help="List, show, copy and check recipes.",
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode="rich",
 )
 
@@ -156,14 +157,14 @@ app.command("schema")(command(schema, "recipes-schema"))
 
 
 def _first_sentence(text: str) -> str:
-    sentence = text.split(". ")[0].split(": ")[-1]
+    sentence = text.split(". ")[0].removesuffix(".")
     return sentence if len(sentence) <= 88 else sentence[:85] + "..."
 
 
 def _shown(value: object) -> str:
-    return (
-        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    )
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
 
 
 def _command_of(text: str) -> str | None:

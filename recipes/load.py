@@ -93,7 +93,7 @@ def read_source(name_or_path: str) -> tuple[str, str]:
             f"unknown recipe {name_or_path!r}",
             found=name_or_path,
             expected="a YAML file, or one of " + ", ".join(known),
-            do=f"--recipe {close.split(', ')[0]}  (nearest: {close}; list: specctl recipes ls)",
+            do=f"specctl recipes ls  (nearest: {close})",
         )
     file = resources.files("specctl.recipes") / f"{name_or_path}.yaml"
     return file.read_text(encoding="utf-8"), f"{name_or_path}.yaml"
