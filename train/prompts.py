@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 from specctl.train.corpus import Source
+from specctl.train.heldout import heldout_prompts as heldout_prompts
 
 CODE, PROSE = "code", "docstring"
 MIN_TOKENS, MAX_TOKENS = 48, 96
