@@ -2,7 +2,8 @@
 
 OUT/data holds one safetensors file of rows and manifest.json, which names that file, its sha256 and
 a digest of all that decided its content. The manifest is written last, and both are written whole,
-so that half-written data are never read. Letters: B rows of a batch, R rows, S sequence, N documents.
+so that half-written data are never read.
+Letters: B rows of a batch, R rows, S sequence, N documents.
 """
 
 from __future__ import annotations
