@@ -1,0 +1,41 @@
+"""Greedy verification: follow the child that equals the target's argmax, stop at the first miss.
+
+Lossless for any drafts: the output is the target's argmax decoding. Letters as in `walk`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specctl.drafters.parts.tree import DraftTree
+from specctl.runtime.noise import Noise
+from specctl.runtime.verify.walk import (
+    Verdict,
+    best_token,
+    chain_verdict,
+    deepest_ok,
+    tree_verdict,
+)
+
+
+def greedy(tree: DraftTree, scores_BTV: Tensor, noise: Noise | None = None) -> Verdict:
+    """The path of drafted tokens that are the argmax after their own prefix."""
+    del noise
+    return follow(tree, best_token(scores_BTV))
+
+
+def follow(tree: DraftTree, choice_BT: Tensor) -> Verdict:
+    """Walk along the target's choices, one per fed token. Duplicate drafts are harmless."""
+    if tree.is_chain:
+        hit_BN = (tree.token_BN == choice_BT[:, :-1]) & tree.valid_BN
+        num_accepted_B = hit_BN.cumprod(1).sum(1)
+        next_B = choice_BT.gather(1, num_accepted_B[:, None])[:, 0]
+        return chain_verdict(num_accepted_B, next_B, tree.depth)
+    ancestor_BTT = tree.ancestor_BTT()
+    wanted_BN = choice_BT.gather(1, tree.parent_BN + 1)
+    hit_BN = (tree.token_BN == wanted_BN) & tree.valid_BN
+    ok_BT = torch.nn.functional.pad(hit_BN, (1, 0), value=True)
+    node_B = deepest_ok(ok_BT, ancestor_BTT)
+    next_B = choice_BT.gather(1, node_B[:, None])[:, 0]
+    return tree_verdict(tree, ancestor_BTT, node_B, next_B)
