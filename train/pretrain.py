@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specctl.recipes.errors import DivergedError
-from specctl.train.pretrain_data import Ids, Rows, prepare_data
+from specctl.train.pretrain_data import Ids, Rows, prepare_data, rows_of_phase
 from specctl.train.pretrain_files import (
     Journal,
     export_snapshot,
@@ -186,8 +186,8 @@ def pretrain(recipe_path: Path, out: Path, resume: bool = False) -> Evaluation:
     model = build_model(recipe, data.tokenizer)
     optimizers = build_optimizers(model, plan)
     progress = load_checkpoint(out, model, optimizers) if resume else Progress()
-    rows = Rows(data.train, plan.seq_len, recipe.data.seed)
-    loss_of = torch.compile(next_token_loss) if plan.compile else next_token_loss
+    rows = rows_of_phase(data, recipe, progress.decay_start is not None)
+    loss_of = torch.compile(next_token_loss, dynamic=False) if plan.compile else next_token_loss
     journal = Journal(out / "log.jsonl")
 
     saved = now = time.monotonic()
@@ -196,14 +196,16 @@ def pretrain(recipe_path: Path, out: Path, resume: bool = False) -> Evaluation:
     meter = Meter(progress.tokens, now)
     with stop_on_sigterm() as stopped:
         while not is_finished(progress, plan) and not stopped:
-            begin_decay_if_due(progress, plan, asked=(out / "DECAY").exists())
+            if begin_decay_if_due(progress, plan, asked=(out / "DECAY").exists()):
+                rows = rows_of_phase(data, recipe, is_decaying=True)
+            num_rows = plan.micro_batch * plan.seq_len // rows.seq_len
             factor = learning_rate_factor(progress, plan)
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = group["peak_lr"] * factor
             for part in range(plan.accumulate):
-                first = (progress.step * plan.accumulate + part) * plan.micro_batch
-                loss = loss_of(model, rows.take(first, plan.micro_batch), plan.autocast)
+                first = (progress.step * plan.accumulate + part) * num_rows
+                loss = loss_of(model, rows.take(first, num_rows), plan.autocast)
                 torch.autograd.backward(loss / plan.accumulate)
                 meter.loss += float(loss.detach())
                 meter.count += 1
@@ -234,9 +236,10 @@ def pretrain(recipe_path: Path, out: Path, resume: bool = False) -> Evaluation:
                 exported = now
         save_checkpoint(out, model, optimizers, progress)
         export_snapshot(out / "export", model, data.tokenizer)
-    seen = evaluate(model, data.heldout, plan.seq_len, report.final_eval_tokens)
-    state = "finished" if is_finished(progress, plan) else "stopped"
-    _log_evaluation(journal, progress, seen, state)
+    is_whole = is_finished(progress, plan)
+    num_tokens = report.final_eval_tokens if is_whole else report.eval_tokens
+    seen = evaluate(model, data.heldout, plan.seq_len, num_tokens)
+    _log_evaluation(journal, progress, seen, "finished" if is_whole else "stopped")
     return seen
 
 

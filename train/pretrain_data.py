@@ -53,6 +53,14 @@ def prepare_data(recipe: PretrainRecipe, out: Path) -> PretrainData:
     )
 
 
+def rows_of_phase(data: PretrainData, recipe: PretrainRecipe, is_decaying: bool) -> Rows:
+    """The training rows before or during the decay; the two orders are independent."""
+    train, seed = recipe.train, recipe.data.seed
+    if is_decaying:
+        return Rows(data.train, train.decay_seq_len, seed + 1)
+    return Rows(data.train, train.seq_len, seed)
+
+
 class Rows:
     """Rows of seq_len + 1 neighbouring ids, in an endless order that depends on the seed alone.
 
@@ -62,14 +70,15 @@ class Rows:
     def __init__(self, ids: Ids, seq_len: int, seed: int) -> None:
         self.num_rows = (len(ids) - 1) // seq_len
         assert self.num_rows > 0, f"{len(ids)} ids are less than one row of {seq_len} + 1"
-        self._ids, self._seq_len, self._seed = ids, seq_len, seed
+        self.seq_len = seq_len
+        self._ids, self._seed = ids, seed
         self._epoch = -1
         self._order: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
     def take(self, first: int, count: int) -> Tensor:
         """Rows first .. first + count - 1 of the stream, int64, (count, seq_len + 1)."""
         picked = np.array([self._row(index) for index in range(first, first + count)])
-        places = picked[:, None] * self._seq_len + np.arange(self._seq_len + 1)
+        places = picked[:, None] * self.seq_len + np.arange(self.seq_len + 1)
         return torch.from_numpy(self._ids[places].astype(np.int64))
 
     def _row(self, index: int) -> int:

@@ -25,9 +25,13 @@ class DataRecipe:
 
 @dataclass(frozen=True, slots=True)
 class TrainRecipe:
-    """Batch, schedule and optimizers; all learning rates follow the same schedule."""
+    """Batch, schedule and optimizers; all learning rates follow the same schedule.
+
+    The decay may use longer rows (`decay_seq_len`), fewer of them, the same tokens a step.
+    """
 
     seq_len: int
+    decay_seq_len: int
     micro_batch: int
     accumulate: int
     total_tokens: int
@@ -100,6 +104,17 @@ def _section(path: Path, raw: Mapping[str, Any], name: str, kind: type[Section])
     return kind(**given)
 
 
+def _check_rows(path: Path, train: TrainRecipe) -> None:
+    if train.micro_batch * train.seq_len % train.decay_seq_len:
+        raise RecipeError(
+            "train.decay_seq_len does not divide the tokens of a micro-batch",
+            found=f"{train.decay_seq_len}",
+            expected=f"a divisor of {train.micro_batch} x {train.seq_len}",
+            do="change train.decay_seq_len or train.micro_batch",
+            where=str(path),
+        )
+
+
 def load_pretrain_recipe(path: Path) -> PretrainRecipe:
     """The recipe in a YAML file; every key must be there and known."""
     if not path.exists():
@@ -115,19 +130,23 @@ def load_pretrain_recipe(path: Path) -> PretrainRecipe:
             do="start from recipes/tiny-target.yaml",
             where=str(path),
         )
+    train = _section(path, raw, "train", TrainRecipe)
+    _check_rows(path, train)
     return PretrainRecipe(
         model=raw["model"],
         data=_section(path, raw, "data", DataRecipe),
-        train=_section(path, raw, "train", TrainRecipe),
+        train=train,
         report=_section(path, raw, "report", ReportRecipe),
     )
 
 
-def begin_decay_if_due(progress: Progress, recipe: TrainRecipe, asked: bool) -> None:
-    """Start the decay when the plan says so or somebody asked for it; once started it stays."""
+def begin_decay_if_due(progress: Progress, recipe: TrainRecipe, asked: bool) -> bool:
+    """Start the decay when the plan or somebody asks for it, once; True when it starts now."""
     is_planned = progress.tokens >= recipe.total_tokens - recipe.decay_tokens
-    if progress.decay_start is None and (is_planned or asked):
-        progress.decay_start = progress.tokens
+    if progress.decay_start is not None or not (is_planned or asked):
+        return False
+    progress.decay_start = progress.tokens
+    return True
 
 
 def end_tokens(progress: Progress, recipe: TrainRecipe) -> int:

@@ -43,6 +43,7 @@ def small_recipe(path: Path, **train: Any) -> Path:
     raw["data"] |= {"tokenizer_bytes": 100_000, "limit_bytes": 100_000}
     raw["train"] |= {
         "seq_len": 32,
+        "decay_seq_len": 64,
         "micro_batch": 4,
         "total_tokens": 20 * STEP,
         "decay_tokens": 5 * STEP,
@@ -133,11 +134,11 @@ def test_schedule_warms_up_stays_and_falls_to_zero() -> None:
     progress = Progress()
     assert 0.0 < learning_rate_factor(progress, recipe) < 0.1
     progress.tokens = recipe.total_tokens - recipe.decay_tokens - 1
-    begin_decay_if_due(progress, recipe, asked=False)
-    assert progress.decay_start is None
+    assert not begin_decay_if_due(progress, recipe, asked=False)
     assert learning_rate_factor(progress, recipe) == 1.0
     progress.tokens += 1
-    begin_decay_if_due(progress, recipe, asked=False)
+    assert begin_decay_if_due(progress, recipe, asked=False)
+    assert not begin_decay_if_due(progress, recipe, asked=True)
     progress.tokens += recipe.decay_tokens // 2
     assert learning_rate_factor(progress, recipe) == pytest.approx(0.5)
     progress.tokens = recipe.total_tokens
@@ -163,6 +164,11 @@ def test_the_shipped_recipe_builds_seven_million_parameters(tmp_path: Path) -> N
 def test_an_unknown_key_is_refused_with_the_nearest_known_one(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"train.matrx_lr.*matrix_lr"):
         load_pretrain_recipe(small_recipe(tmp_path / "recipe.yaml", matrx_lr=0.1))
+
+
+def test_rows_that_do_not_divide_a_batch_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="decay_seq_len"):
+        load_pretrain_recipe(small_recipe(tmp_path / "recipe.yaml", decay_seq_len=48))
 
 
 def test_resume_without_a_checkpoint_says_so(tmp_path: Path) -> None:
