@@ -20,7 +20,7 @@ PROMPTS = ([3, 1, 4, 1, 5], [9, 2], [6], [5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4])
 
 
 class RecomputeState(StepState):
-    """Drafts with any language model by recomputing every prefix: slow, cache-free, obviously right."""
+    """Drafts with any language model by recomputing every prefix: cache-free, obviously right."""
 
     def __init__(self, lm, noise):
         self.lm, self.noise = lm, noise
