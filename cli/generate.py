@@ -296,8 +296,8 @@ def show_stats(console: Console, stats: Stats) -> None:
     )
     console.out(
         f"{stats.tokens:,} tokens in {stats.seconds:.2f} s | "
-        f"{stats.tokens_per_second:.1f} tokens/s | drafting {stats.draft_share:.0%} of the time | repetition {stats.repetition_rate:.2f} | "
-        f"verification {stats.verification}"
+        f"{stats.tokens_per_second:.1f} tokens/s | drafting {stats.draft_share:.0%} of the time | "
+        f"repetition {stats.repetition_rate:.2f} | verification {stats.verification}"
     )
 
 
