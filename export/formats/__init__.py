@@ -1,0 +1,120 @@
+"""Export formats: one module of this folder per format, found by its FORMAT.
+
+A format writes a drafter's files into a temp folder; `export` adds the card and the manifest, reads
+everything back, and only then puts the folder in its place.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specctl.export.manifest import CARD, MANIFEST, Manifest, is_package
+from specctl.recipes.errors import FileError, IncompatibleError, SpecctlError, nearest
+
+if TYPE_CHECKING:
+    from specctl.drafters.parts.base import Drafter
+    from specctl.runtime.target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What is exported: the verified package folder, its manifest, and the loaded drafter."""
+
+    folder: Path
+    manifest: Manifest
+    drafter: Drafter
+    target: Target
+    allow: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One export format. `families` it can hold (None = all); `write(source, folder)` writes its
+    files; `check(source, folder)` reads the sealed folder back and raises if anything differs."""
+
+    name: str
+    summary: str
+    families: tuple[str, ...] | None
+    write: Callable[[Source, Path], None]
+    check: Callable[[Source, Path], None]
+
+    def holds(self, family: str) -> bool:
+        return self.families is None or family in self.families
+
+
+@cache
+def formats() -> dict[str, Format]:
+    """Every format by name, in alphabetical order."""
+    found: dict[str, Format] = {}
+    for info in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"specctl.export.formats.{info.name}")
+        if hasattr(module, "FORMAT"):
+            found[module.FORMAT.name] = module.FORMAT
+    return dict(sorted(found.items()))
+
+
+def find_format(name: str, family: str) -> Format:
+    """The format of that name; one that cannot hold the family is refused with those that can."""
+    known = formats()
+    if name not in known:
+        raise SpecctlError(
+            f"unknown export format {name!r}",
+            found=name,
+            expected="one of " + ", ".join(known),
+            do=f"--to {nearest(name, known, 1)}",
+        )
+    if not known[name].holds(family):
+        fits = [n for n, form in known.items() if form.holds(family)]
+        raise IncompatibleError(
+            f"format {name} cannot hold a {family} drafter",
+            found=f"family {family}",
+            expected=f"{name} holds " + ", ".join(known[name].families or ()),
+            do=f"--to {fits[0]} (formats that fit: {', '.join(fits)})",
+        )
+    return known[name]
+
+
+def export(
+    package: Path | str, to: str, out: Path | str, target: Target, *, allow: Sequence[str] = ()
+) -> Manifest:
+    """Write `package` in format `to` at `out`; the new folder's manifest.
+
+    The source is verified byte for byte first, what was written is read back and compared before
+    it takes its place, and nothing foreign is overwritten.
+    """
+    from specctl.export.atomic import new_folder
+    from specctl.export.files import open_folder
+    from specctl.export.folder import seal_folder, versions
+    from specctl.export.load import load_package
+    from specctl.export.manifest import read_manifest
+
+    folder, out = open_folder(Path(package)), Path(out)
+    _refuse_overlap(folder, out)
+    manifest = read_manifest(folder)
+    form = find_format(to, manifest.family)
+    source = Source(folder, manifest, load_package(folder, target, allow), target, tuple(allow))
+    with new_folder(out, is_package) as temp:
+        form.write(source, temp)
+        written = [path.name for path in temp.iterdir()]
+        assert not {CARD, MANIFEST} & set(written), f"format {to} wrote {written}"
+        about = manifest.to_json() | {"format": to, "versions": versions()}
+        sealed = seal_folder(temp, {k: v for k, v in about.items() if k != "digest"})
+        form.check(source, temp)
+        return sealed
+
+
+def _refuse_overlap(folder: Path, out: Path) -> None:
+    there = out.resolve()
+    if there == folder or there in folder.parents or folder in there.parents:
+        raise FileError(
+            "the export would be written over its own source",
+            found=str(out),
+            expected="a folder outside the package",
+            do="choose another --out",
+        )

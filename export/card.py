@@ -1,0 +1,162 @@
+"""The model card: README.md of a package, written from its manifest and nothing else."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+from specctl.export.manifest import Acceptance, Manifest
+
+_PATH = re.compile(r"(?<![\w.])(?:~|[A-Za-z]:\\|/)[\w.~/\\ -]*?([^/\\\s]+)$")
+_SECRET = re.compile(r"\b(hf_|sk-|ghp_|glpat-|xox[bp]-|AKIA)[A-Za-z0-9_-]{8,}")
+
+_TITLES = {
+    "specctl": "specctl package",
+    "hf": "transformers folder",
+}
+
+
+def render_card(manifest: Manifest) -> str:
+    """The whole card; machine paths are cut to their last part and secrets never appear."""
+    parts = [_front(manifest), _summary(manifest), _acceptance(manifest.acceptance)]
+    parts += [_load(manifest), _identity(manifest), _licence(manifest)]
+    return scrub("\n\n".join(parts)) + "\n"
+
+
+def scrub(text: str) -> str:
+    """Text without hub tokens and the like."""
+    return _SECRET.sub("***", text)
+
+
+def shown_target(manifest: Manifest) -> str:
+    """The target's public name: its repository, else its name, never a local path."""
+    return manifest.target.repo or _last(manifest.target.name)
+
+
+def _last(word: str) -> str:
+    """A word with an absolute path cut to its last part."""
+    absolute = word.startswith(("/", "~", "\\")) or re.match(r"[A-Za-z]:\\", word)
+    return re.split(r"[/\\]", word.rstrip("/\\"))[-1] if absolute else word
+
+
+def shown_command(words: tuple[str, ...]) -> str:
+    """A command line for the reader: absolute paths shortened, also behind an equals sign."""
+    shown = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        shown.append(f"{name}={_last(value)}" if equals else _last(word))
+    return shlex.join(shown)
+
+
+def _front(manifest: Manifest) -> str:
+    lines = ["---", "library_name: " + ("transformers" if manifest.format == "hf" else "specctl")]
+    if manifest.target.repo and "/" in manifest.target.repo:
+        lines.append(f"base_model: {manifest.target.repo}")
+    lines += ["license: other", "tags:", "- speculative-decoding", f"- {manifest.family}", "---"]
+    return "\n".join(lines)
+
+
+def _summary(manifest: Manifest) -> str:
+    vocabulary, size = manifest.vocabulary, _count(manifest.parameters)
+    text = (
+        f"# Draft model for {shown_target(manifest)}\n\n"
+        f"A `{manifest.family}` drafter ({size} parameters, {manifest.dtype}) for speculative "
+        f"decoding, as a {_TITLES.get(manifest.format, manifest.format)}. "
+    )
+    if manifest.verification == "lossless":
+        text += "Verification is lossless: the output law is the target's own, whatever is drafted."
+    else:
+        text += "Verification is **approximate**: the output law differs from the target's."
+    if vocabulary.digest is not None:
+        text += (
+            f" It drafts {vocabulary.draft_size:,} of the target's "
+            f"{vocabulary.target_size:,} token ids."
+        )
+    return text
+
+
+def _count(number: int) -> str:
+    for limit, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= limit:
+            return f"{number / limit:.2f}{unit}"
+    return str(number)
+
+
+def _acceptance(measured: Acceptance | None) -> str:
+    if measured is None:
+        return "## Acceptance\n\nNot measured. Measure it on your own prompts with `specctl bench`."
+    rates = ", ".join(f"{rate:.3f}" for rate in measured.alpha) or "-"
+    lines = [
+        "## Acceptance",
+        "",
+        f"| tau (tokens per target forward, bonus included) | {measured.tau:.3f} |",
+        "|---|---|",
+        f"| accepted per draft position | {rates} |",
+        f"| data | {_last(measured.data)} |",
+        f"| temperature | {measured.temperature:g} |",
+    ]
+    if measured.prompts:
+        lines.append(f"| prompts x new tokens | {measured.prompts} x {measured.new_tokens} |")
+    words = tuple(measured.command.split())
+    return "\n".join([*lines, "", "Measured by:", "", f"    {shown_command(words)}"])
+
+
+def _load(manifest: Manifest) -> str:
+    target = shown_target(manifest)
+    inflate = f" --inflate {manifest.target.inflated}" if manifest.target.inflated else ""
+    if manifest.format == "hf":
+        return (
+            "## Use\n\n```python\n"
+            "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+            f'target = AutoModelForCausalLM.from_pretrained("{target}")\n'
+            f'tokenizer = AutoTokenizer.from_pretrained("{target}")\n'
+            'draft = AutoModelForCausalLM.from_pretrained("THIS_FOLDER")\n'
+            'inputs = tokenizer("def main(", return_tensors="pt")\n'
+            "out = target.generate(**inputs, assistant_model=draft, max_new_tokens=64)\n"
+            "```\n\n"
+            f'Or with specctl: `specctl generate --target {target} --draft THIS_FOLDER "def main("`'
+        )
+    return (
+        "## Use\n\n"
+        f'    specctl generate --target {target}{inflate} --draft THIS_FOLDER "def main("\n'
+        f"    specctl verify THIS_FOLDER --target {target}{inflate}\n"
+        f"    specctl bench --target {target}{inflate} --draft THIS_FOLDER\n\n"
+        "```python\nimport specctl\n\n"
+        f'target = specctl.load_target("{target}")\n'
+        'drafter = specctl.load_drafter("THIS_FOLDER", target)\n'
+        'specctl.generate(target, ["def main("], drafter=drafter)\n```'
+    )
+
+
+def _identity(manifest: Manifest) -> str:
+    taps = list(manifest.taps.indices)
+    versions = ", ".join(f"{name} {number}" for name, number in manifest.versions.items())
+    rows = {
+        "target revision": manifest.target.revision or "-",
+        "target fingerprint": manifest.target.fingerprint,
+        "tokenizer fingerprint": manifest.tokenizer or "-",
+        "chat template": manifest.chat_template or "-",
+        "taps (hidden_states indices)": ", ".join(map(str, taps)) or "none",
+        "recipe": manifest.recipe_digest or "-",
+        "written": manifest.created,
+        "with": versions,
+    }
+    lines = ["## Identity", "", "| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in rows.items())]
+    if manifest.command:
+        lines += ["", "Made by:", "", f"    {shown_command(manifest.command)}"]
+    return "\n".join(lines)
+
+
+def _licence(manifest: Manifest) -> str:
+    return (
+        "## Licence\n\n"
+        f"The drafter was trained on the outputs or hidden states of {shown_target(manifest)}; "
+        "the licence of that model, and of the training data, may bind these weights. "
+        "Set `license` above before you publish."
+    )
+
+
+def write_card(manifest: Manifest, path: Path) -> None:
+    """The card as a file of its own, for `specctl card`."""
+    path.write_text(render_card(manifest), encoding="ascii", errors="replace")

@@ -1,0 +1,215 @@
+"""Our own package folder: written whole or not at all, loaded only by the target it was made for.
+
+    model.safetensors   the drafter's own weights (never borrowed ones), d2t and t2d when trimmed
+    manifest.json       everything else a loader must know; see docs/package-format.md
+    README.md           the model card, written from the manifest
+
+`d2t` and `t2d` follow EAGLE-3: target id = i + d2t[i], t2d marks the kept ids.
+"""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import importlib.metadata
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+import specctl
+from specctl.drafters.parts.base import Drafter
+from specctl.export.atomic import new_folder, write_file
+from specctl.export.card import render_card
+from specctl.export.compat import check_allow
+from specctl.export.manifest import (
+    CARD,
+    FORMAT_VERSION,
+    MANIFEST,
+    WEIGHTS,
+    Manifest,
+    file_records,
+    is_package,
+)
+from specctl.recipes.errors import IntegrityError, SpecctlError
+from specctl.runtime.target import Target
+
+MAP_NAMES = ("d2t", "t2d")
+
+
+def save_package(
+    drafter: Drafter,
+    target: Target,
+    out: Path,
+    *,
+    serve: Mapping[str, Any],
+    recipe_digest: str,
+    acceptance: Mapping[str, Any] | None,
+    command: Sequence[str],
+) -> Manifest:
+    """Write a drafter as a package at `out` and return its manifest.
+
+    An older package there is replaced in one step; anything else there is refused.
+    """
+    tensors = package_tensors(drafter)
+    about = describe(drafter, target, tensors)
+    about |= {
+        "serve": dict(serve),
+        "recipe_digest": recipe_digest,
+        "acceptance": None if acceptance is None else dict(acceptance),
+        "command": redacted(command),
+    }
+    with new_folder(Path(out), is_package) as folder:
+        if tensors:
+            write_tensors(tensors, folder / WEIGHTS)
+        return seal_folder(folder, about)
+
+
+def seal_folder(folder: Path, about: Mapping[str, Any]) -> Manifest:
+    """Add the card and the manifest to a folder whose other files are complete."""
+    body = {**about, "files": _as_json(file_records(folder))}
+    write_file(folder / CARD, render_card(_seal(body)).encode())
+    manifest = _seal({**about, "files": _as_json(file_records(folder))})
+    write_file(folder / MANIFEST, manifest.render())
+    return manifest
+
+
+def _seal(body: Mapping[str, Any]) -> Manifest:
+    try:
+        return Manifest.seal(body)
+    except (ValidationError, TypeError) as error:
+        raise SpecctlError(
+            "a package cannot be described",
+            found=str(error).replace("\n", " ")[:400],
+            expected="values that a manifest can hold",
+            do="correct the named field of the recipe or of the measured acceptance",
+        ) from error
+
+
+def _as_json(records: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: record.model_dump() for name, record in records.items()}
+
+
+def describe(drafter: Drafter, target: Target, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The fields of a manifest that follow from the drafter and its target."""
+    needs, vocab, spec = drafter.needs(), drafter.vocab, drafter.spec
+    own = {n: t for n, t in tensors.items() if n not in MAP_NAMES}
+    return {
+        "format_version": FORMAT_VERSION,
+        "format": "specctl",
+        "created": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "family": drafter.family,
+        "options": asdict(drafter.options),
+        "spec": spec.to_json(),
+        "dtype": widest_float(own),
+        "parameters": sum(t.numel() for t in own.values() if t.is_floating_point()),
+        "target": {
+            "name": target.name,
+            "repo": getattr(target, "repo", None),
+            "revision": target.revision,
+            "fingerprint": target.fingerprint,
+            "inflated": target.inflated,
+        },
+        "tokenizer": target.tokenizer_fingerprint,
+        "chat_template": target.template_digest,
+        "taps": {
+            "convention": "hidden_states",
+            "indices": list(needs.taps),
+            "topk": needs.topk,
+            "borrow": needs.borrow,
+        },
+        "vocabulary": {
+            "target_size": spec.vocab_size,
+            "draft_size": spec.vocab_size if vocab is None else vocab.size,
+            "digest": None if vocab is None else vocab.digest(),
+        },
+        "verification": "lossless" if drafter.lossless else "approximate",
+        "versions": versions(),
+    }
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Versions of what wrote a package."""
+    names = ("torch", "transformers", "safetensors", "tokenizers")
+    found = {name: importlib.metadata.version(name) for name in names}
+    return {"specctl": specctl.__version__, "python": platform.python_version(), **found}
+
+
+def widest_float(tensors: Mapping[str, Tensor]) -> str:
+    """The widest floating dtype among tensors, in which nothing is lost."""
+    floats = {t.dtype for t in tensors.values() if t.is_floating_point()}
+    widest = max(floats, key=lambda d: (torch.finfo(d).bits, str(d)), default=torch.float32)
+    return str(widest).removeprefix("torch.")
+
+
+def package_tensors(drafter: Drafter) -> dict[str, Tensor]:
+    """What a package stores, on the CPU: own weights and the vocabulary maps; all finite."""
+    tensors = drafter.tensors()
+    clash = [name for name in MAP_NAMES if name in tensors]
+    assert not clash, f"{drafter.family} stores {clash} itself; the package writes them"
+    whole = {n: t.detach().to("cpu", copy=True).contiguous() for n, t in tensors.items()}
+    refuse_not_finite(whole)
+    if drafter.vocab is not None:
+        whole["d2t"] = drafter.vocab.d2t().cpu().contiguous()
+        whole["t2d"] = drafter.vocab.t2d().cpu().contiguous()
+    return whole
+
+
+def refuse_not_finite(tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise IntegrityError(
+                "the drafter's weights are not finite",
+                found=f"NaN or Inf in {name}",
+                expected="finite numbers",
+                do="package an earlier checkpoint of the run",
+                where=name,
+            )
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:  # the library reports a full disk in its own words
+        full = "No space" in str(error) or "os error 28" in str(error)
+        raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from error
+
+
+def redacted(command: Sequence[str]) -> list[str]:
+    """A command line without the values of secret-looking options and hub tokens."""
+    shown: list[str] = []
+    hide = False
+    for word in map(str, command):
+        name, equals, _ = word.partition("=")
+        secret = name.startswith("-") and any(
+            s in name for s in ("token", "key", "secret", "passw")
+        )
+        secret = secret and not name.endswith(("tokens", "-file"))
+        if hide or word.startswith(("hf_", "sk-")):
+            word = "***"
+        elif secret and equals:
+            word = f"{name}=***"
+        hide = secret and not equals
+        shown.append(word)
+    return shown
+
+
+def load_drafter(path_or_name: str | Path, target: Target, *, allow: Sequence[str] = ()) -> Drafter:
+    """A drafter from a package folder, a transformers folder or hub id, or a family's name.
+
+    Every file is verified and every mismatch with `target` refused; `allow` lets named soft
+    mismatches pass ("target", "tokenizer", "template", "eos", ...).
+    """
+    from specctl.export.find import load_found, locate
+
+    check_allow(allow)
+    return load_found(locate(path_or_name), target, allow)

@@ -1,0 +1,41 @@
+"""Our own format again: the package copied after verification, with a fresh card and manifest."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from specctl.export.check import compare_tensors
+from specctl.export.folder import package_tensors
+from specctl.export.formats import Format, Source
+from specctl.export.load import load_package
+from specctl.export.manifest import WEIGHTS, check_files
+from specctl.recipes.errors import GateError
+
+
+def write(source: Source, folder: Path) -> None:
+    if WEIGHTS in source.manifest.files:
+        shutil.copyfile(source.folder / WEIGHTS, folder / WEIGHTS)
+
+
+def check(source: Source, folder: Path) -> None:
+    """The copy has the source's hashes and loads as the same drafter."""
+    fresh, old = check_files(folder).files, source.manifest.files
+    if fresh.get(WEIGHTS) != old.get(WEIGHTS):
+        raise GateError(
+            "the copy of the weights differs from the source",
+            found=str(fresh.get(WEIGHTS)),
+            expected=str(old.get(WEIGHTS)),
+            do="run the export again; check the disk if it happens twice",
+        )
+    loaded = load_package(folder, source.target, source.allow)
+    compare_tensors(package_tensors(source.drafter), package_tensors(loaded))
+
+
+FORMAT = Format(
+    name="specctl",
+    summary="package folder of specctl: safetensors, manifest.json, README.md",
+    families=None,
+    write=write,
+    check=check,
+)
