@@ -1,4 +1,4 @@
-"""Target: a frozen language model with its tokenizer and the identity that drafters are bound to."""
+"""Target: a frozen language model, its tokenizer, and the identity drafters are bound to."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specctl.drafters.parts.base import Borrowed
 from specctl.drafters.parts.hf_lm import HfLM
+from specctl.drafters.parts.lean import lean_from_hf
 from specctl.drafters.parts.lm import LanguageModel
 from specctl.drafters.parts.slots import SlotKV
 from specctl.drafters.parts.spec import ModelSpec
@@ -92,7 +93,7 @@ class Target:
         return cls(
             name=name,
             revision=None,
-            lm=HfLM(model, eos_ids),
+            lm=lean_from_hf(model, eos_ids) or HfLM(model, eos_ids),
             tokenizer=tokenizer,
             fingerprint=fingerprint(model),
             tokenizer_fingerprint=None if tokenizer is None else tokenizer_fingerprint(tokenizer),

@@ -1,8 +1,8 @@
 """HfLM: any transformers causal LM with full or sliding attention behind `LanguageModel`.
 
-transformers' module does the arithmetic; what is ours is the cache (keys and values go to `SlotKV`),
-the masks (4-D bool, passed through by transformers as they are) and the attention kernel, which
-folds a group of query heads into the query axis instead of repeating keys and values.
+transformers' module does the arithmetic. Ours are the cache (keys and values go to `SlotKV`), the
+masks (4-D bool, passed through by transformers as they are) and the attention kernel, which folds a
+group of query heads into the query axis instead of repeating keys and values.
 Letters: B rows, T fed tokens, L key positions, H heads, G query heads per key/value head, D width,
 V vocabulary.
 """
@@ -12,13 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import sdpa_mask
 
 from specctl.drafters.parts.base import Borrowed
+from specctl.drafters.parts.kernels import attend
 from specctl.drafters.parts.lm import LanguageModel, LmOut, Masks
 from specctl.drafters.parts.slots import SlotKV
 from specctl.drafters.parts.spec import ModelSpec
@@ -26,28 +26,6 @@ from specctl.recipes.errors import IncompatibleError
 
 ATTENTION = "specctl"
 KINDS = ("full_attention", "sliding_attention")
-
-
-def attend(
-    query_BHTD: Tensor,
-    key_BHLD: Tensor,
-    value_BHLD: Tensor,
-    mask: Tensor,
-    scale: float | None = None,
-) -> Tensor:
-    """[B, H, T, D]: softmax attention under a [B, 1, T, L] mask (bool, or additive float). The
-    query heads of one key/value head become extra query positions, so nothing is repeated."""
-    B, H, T, D = query_BHTD.shape
-    group = H // key_BHLD.shape[1]
-    if group == 1:
-        return F.scaled_dot_product_attention(
-            query_BHTD, key_BHLD, value_BHLD, attn_mask=mask, scale=scale
-        )
-    folded = query_BHTD.reshape(B, H // group, group * T, D)
-    if T > 1:
-        mask = mask.repeat(1, 1, group, 1)
-    out = F.scaled_dot_product_attention(folded, key_BHLD, value_BHLD, attn_mask=mask, scale=scale)
-    return out.view(B, H, T, value_BHLD.shape[-1])
 
 
 def attend_capped(
@@ -95,7 +73,9 @@ def _attention(
         )
     softcap, sink_H = kwargs.get("softcap"), kwargs.get("s_aux")
     if softcap is None and sink_H is None:
-        out = attend(query, key, value, attention_mask, scaling)
+        group = query.shape[1] // key.shape[1]
+        mask = attention_mask if query.shape[2] == 1 else attention_mask.repeat(1, 1, group, 1)
+        out = attend(query, key, value, mask, scaling)
     else:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         out = attend_capped(query, key, value, attention_mask, scale, softcap, sink_H)
@@ -215,7 +195,7 @@ def refuse_stateful(model_class: type, config: Any) -> None:
         raise IncompatibleError(
             f"{model_class.__name__} cannot be a target",
             found=found,
-            expected="a decoder of full or sliding-window attention, whose cache can be rolled back",
+            expected="a decoder of full or sliding attention, whose cache can be rolled back",
             do="choose a pure attention target, e.g. a Llama, Qwen3, Mistral, Gemma or GPT-NeoX",
         )
 

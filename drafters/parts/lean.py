@@ -1,0 +1,203 @@
+"""LeanLM: our own forward for Llama-shaped models (Llama, Mistral, Qwen2, Qwen3).
+
+The same arithmetic as transformers' modules with a third of their operations: query, key and value
+are one product, gate and up another, rotary tables are made once in float32, keys and values are
+never repeated. Letters: B rows, T fed tokens, L key positions, H query heads, K key/value heads,
+D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specctl.drafters.parts.base import Borrowed
+from specctl.drafters.parts.hf_lm import spec_of
+from specctl.drafters.parts.kernels import Weight, additive_mask, attend, linear
+from specctl.drafters.parts.llama import LayerWeights, LeanLlama, LlamaShape
+from specctl.drafters.parts.lm import LanguageModel, LmOut, Masks
+from specctl.drafters.parts.slots import SlotKV
+from specctl.drafters.parts.spec import ModelSpec
+
+__all__ = ["LeanLM", "LeanLlama", "LlamaShape", "lean_from_hf"]
+
+
+def _project(x: Tensor, weights: tuple[Weight, ...], biases: tuple[Tensor | None, ...]) -> Tensor:
+    if len(weights) == 1:
+        return linear(x, weights[0], biases[0])
+    parts = [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    return torch.cat(parts, dim=-1)
+
+
+class LeanLM(LanguageModel):
+    """`LeanLlama` behind the LanguageModel interface."""
+
+    module: LeanLlama
+
+    def __init__(self, module: LeanLlama, spec: ModelSpec) -> None:
+        self.module, self.spec = module, spec
+        window = module.shape.window
+        self.windows = () if window is None else (window,)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        ids_BT: Tensor,
+        position_BT: Tensor,
+        masks: Masks,
+        kv: SlotKV,
+        taps: tuple[int, ...] = (),
+        logits: bool = True,
+    ) -> LmOut:
+        return self._run(ids_BT, position_BT, masks, kv, taps, logits)
+
+    def dense(
+        self,
+        ids_BS: Tensor,
+        position_BS: Tensor,
+        masks: Masks,
+        taps: tuple[int, ...] = (),
+        logits: bool = True,
+    ) -> LmOut:
+        return self._run(ids_BS, position_BS, masks, None, taps, logits)
+
+    def _run(
+        self,
+        ids_BT: Tensor,
+        position_BT: Tensor,
+        masks: Masks,
+        kv: SlotKV | None,
+        taps: tuple[int, ...],
+        logits: bool,
+    ) -> LmOut:
+        module, shape = self.module, self.module.shape
+        weights = module.weights()
+        x = F.embedding(ids_BT, module.model.embed_tokens.weight)
+        mask = masks.full if shape.window is None else masks.windows[shape.window]
+        scores = additive_mask(mask, shape.num_heads // shape.num_kv_heads, x.dtype)
+        rope = module.rotary.at(position_BT, mask.shape[-1], x.dtype)
+        found: dict[int, Tensor] = {}
+        for index, layer in enumerate(weights.layers):
+            if index in taps:
+                found[index] = x
+            x = self._attention(x, layer, index, rope, scores, kv)
+            x = self._mlp(x, layer)
+        if logits or shape.num_layers in taps:
+            x = F.rms_norm(x, (shape.hidden_size,), module.model.norm.weight, shape.norm_eps)
+            if shape.num_layers in taps:
+                found[shape.num_layers] = x
+        return LmOut(linear(x, weights.head) if logits else None, found)
+
+    def _attention(
+        self,
+        x: Tensor,
+        layer: LayerWeights,
+        index: int,
+        rope: tuple[Tensor, Tensor],
+        scores: Tensor,
+        kv: SlotKV | None,
+    ) -> Tensor:
+        shape = self.module.shape
+        B, T, D = x.shape
+        H, K = shape.num_heads, shape.num_kv_heads
+        flat = F.rms_norm(x, (D,), layer.attention_norm, shape.norm_eps)
+        heads = _project(flat, layer.qkv, layer.qkv_bias).view(B, T, H + 2 * K, shape.head_dim)
+        both, value = heads[:, :, : H + K], heads[:, :, H + K :].transpose(1, 2)
+        if layer.qk_norm_HD is not None:
+            both = F.rms_norm(both, (shape.head_dim,), None, shape.norm_eps) * layer.qk_norm_HD
+        cos, sin = rope
+        both = torch.addcmul(both * cos, both.roll(shape.head_dim // 2, -1), sin).transpose(1, 2)
+        query, key = both[:, :H], both[:, H:]
+        if kv is not None:
+            key, value = kv.update(index, key, value)
+        out = attend(query, key, value, scores).transpose(1, 2).reshape(B, T, H * shape.head_dim)
+        return x + linear(out, layer.output, layer.output_bias)
+
+    def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
+        shape = self.module.shape
+        flat = F.rms_norm(x, (shape.hidden_size,), layer.mlp_norm, shape.norm_eps)
+        gate, up = _project(flat, layer.gate_up, (None,) * len(layer.gate_up)).chunk(2, dim=-1)
+        return x + linear(F.silu(gate) * up, layer.down)
+
+    def borrowed(self) -> Borrowed:
+        return Borrowed(
+            self.module.model.embed_tokens.weight.detach(), self.module.head_weight.detach()
+        )
+
+
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+_CLASSES: Mapping[str, bool] = {
+    "LlamaForCausalLM": False,
+    "MistralForCausalLM": False,
+    "Qwen2ForCausalLM": False,
+    "Qwen3ForCausalLM": True,
+}
+
+
+def lean_from_hf(model: Any, eos_ids: tuple[int, ...] = ()) -> LeanLM | None:
+    """A LeanLM over the very parameters of a transformers model; None if it has anything that the
+    lean forward does not do (other architecture, mixed layers, quantised or spread weights)."""
+    if type(model).__name__ not in _CLASSES or not _is_plain(model):
+        return None
+    spec = spec_of(model.config, eos_ids)
+    rotary = type(model.model.rotary_emb)(config=model.config)  # afresh: casts may have rounded it
+    inv_freq = rotary.inv_freq.detach().float()
+    if 2 * inv_freq.numel() != spec.head_dim:
+        return None
+    with torch.device("meta"):
+        module = LeanLlama(_shape_of(model, spec), inv_freq, float(rotary.attention_scaling))
+    theirs = dict(model.named_parameters())
+    for name, _ in list(module.named_parameters()):
+        owner, leaf = name.rsplit(".", 1)
+        setattr(module.get_submodule(owner), leaf, theirs[name])
+    return LeanLM(module.eval(), spec)
+
+
+def _shape_of(model: Any, spec: ModelSpec) -> LlamaShape:
+    attention = model.model.layers[0].self_attn
+    return LlamaShape(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        vocab_size=spec.vocab_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        intermediate_size=spec.intermediate_size,
+        norm_eps=spec.norm_eps,
+        rope_theta=spec.rope_theta,
+        tied=model.lm_head.weight is model.model.embed_tokens.weight,
+        qk_norm=_CLASSES[type(model).__name__],
+        attention_bias=attention.q_proj.bias is not None,
+        output_bias=attention.o_proj.bias is not None,
+        window=_window(model.config),
+    )
+
+
+def _window(config: Any) -> int | None:
+    if getattr(config, "use_sliding_window", True) is False:
+        return None
+    if "full_attention" in (getattr(config, "layer_types", None) or ()):
+        return None
+    window = getattr(config, "sliding_window", None)
+    return None if window is None else int(window)
+
+
+def _is_plain(model: Any) -> bool:
+    config = model.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = set(getattr(config, "layer_types", None) or ())
+    linears = [m for n, m in model.named_modules() if n.endswith(("_proj", "lm_head"))]
+    return (
+        getattr(config, "hidden_act", "") == "silu"
+        and not getattr(config, "mlp_bias", False)
+        and rope.get("rope_type", "default") in STATIC_ROPE
+        and len(kinds) <= 1
+        and getattr(config, "quantization_config", None) is None
+        and all(type(m) is nn.Linear for m in linears)
+        and model.model.layers[0].mlp.gate_proj.bias is None
+        and len({p.device for p in model.parameters()}) == 1
+    )
