@@ -1,0 +1,73 @@
+"""Capture: the features a drafter trains on are those the target has when it decodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from specctl.drafters.parts.base import Needs
+from specctl.drafters.parts.batch import TrainBatch
+from specctl.drafters.parts.lm import Masks
+from specctl.drafters.parts.masks import chain_mask
+from specctl.runtime.target import Target
+from specctl.train.capture import capture
+from specctl.train.pack import Document, pack
+
+
+def packed(lengths: list[int], seq_len: int = 16) -> TrainBatch:
+    rng = np.random.default_rng(0)
+    documents = [
+        Document(rng.integers(0, 96, n).astype(np.int32), np.arange(n) > 0, "d") for n in lengths
+    ]
+    rows = pack(documents, seq_len, 0, 0)
+    arrays = (rows.ids_RS, rows.mask_RS, rows.document_RS, rows.position_RS)
+    ids, mask, document, position = (torch.from_numpy(a) for a in arrays)
+    return TrainBatch(ids.long(), mask, document.long(), position.long())
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "gpt_neox"])
+def test_packed_features_equal_those_of_decoding_alone(
+    make_target: Callable[..., Target], model_type: str
+) -> None:
+    target = make_target(model_type, num_layers=2, dtype=torch.float64)
+    batch = capture(target, packed([7, 5, 9, 3]), Needs(taps=(0, 1, 2), teacher=True))
+    assert batch.teacher_BSV is not None
+    for number in range(4):
+        row, at = (batch.document_BS == number).nonzero(as_tuple=True)
+        ids_1T = batch.ids_BS[row, at][None]
+        T = ids_1T.shape[1]
+        kv, zero = target.new_kv(1, T), torch.zeros(1, dtype=torch.long)
+        kv.begin((0,), zero, zero, T, T, 0)
+        masks = Masks(
+            chain_mask(zero, T, T), {w: chain_mask(zero, T, T, w) for w in target.lm.windows}
+        )
+        out = target.lm.forward(ids_1T, torch.arange(T)[None], masks, kv, (0, 1, 2))
+        assert out.logits_BTV is not None
+        torch.testing.assert_close(batch.teacher_BSV[row, at], out.logits_BTV[0])
+        for tap in (0, 1, 2):
+            torch.testing.assert_close(batch.taps[tap][row, at], out.taps[tap][0])
+
+
+def test_only_what_is_needed_is_kept(make_target: Callable[..., Target]) -> None:
+    target = make_target(num_layers=2)
+    batch = packed([7, 5])
+    assert capture(target, batch, Needs()).taps == {}
+    taps_only = capture(target, batch, Needs(taps=(1,)))
+    assert (list(taps_only.taps), taps_only.teacher_BSV) == ([1], None)
+    teacher_only = capture(target, batch, Needs(teacher=True))
+    assert teacher_only.taps == {}
+    assert teacher_only.teacher_BSV is not None
+
+
+def test_captured_features_can_be_trained_on(make_target: Callable[..., Target]) -> None:
+    """Tensors made under inference_mode would be refused by autograd here."""
+    target = make_target(num_layers=2)
+    batch = capture(target, packed([7, 5]), Needs(taps=(1,)))
+    weight = torch.nn.Parameter(torch.ones(batch.taps[1].shape[-1]))
+    (batch.taps[1] * weight).sum().backward()
+    assert weight.grad is not None
+    assert not batch.taps[1].requires_grad
+    assert all(p.grad is None for p in target.lm.module.parameters())
