@@ -22,6 +22,11 @@ from specctl.recipes.errors import FileError
 from specctl.train.pretrain_recipe import Progress
 
 CHECKPOINT = "checkpoint.safetensors"
+NOT_A_LANGUAGE_MODEL = {
+    "id2label", "label2id", "problem_type", "return_dict", "output_hidden_states",
+    "output_attentions", "chunk_size_feed_forward", "is_encoder_decoder", "_name_or_path",
+}  # fmt: skip
+LOCAL_SETTINGS = {"is_local", "local_files_only", "backend"}
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -73,6 +78,20 @@ def load_checkpoint(
     return progress
 
 
+def config_of(model: Any) -> dict[str, Any]:
+    """The config of an export: nothing that says no more than the default, old spellings beside
+    the new ones, so that earlier transformers and other engines read the same values."""
+    config: Any = model.config
+    kept = {k: v for k, v in config.to_dict().items() if k not in NOT_A_LANGUAGE_MODEL}
+    return {
+        **kept,
+        "architectures": ["LlamaForCausalLM"],
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",
+    }
+
+
 def export_snapshot(folder: Path, model: Any, tokenizer: Any) -> None:
     """A folder that AutoModelForCausalLM loads: bf16 weights, config, tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -81,10 +100,15 @@ def export_snapshot(folder: Path, model: Any, tokenizer: Any) -> None:
     }
     partial = folder / "model.partial"
     save_file(weights, partial, metadata={"format": "pt"})
-    config = {**model.config.to_dict(), "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
-    write_json(folder / "config.json", config)
+    write_json(folder / "config.json", config_of(model))
     model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    portable = {key: value for key, value in settings.items() if key not in LOCAL_SETTINGS}
+    # the names that every version of transformers knows
+    portable["tokenizer_class"] = "PreTrainedTokenizerFast"
+    portable["additional_special_tokens"] = portable.pop("extra_special_tokens", [])
+    write_json(folder / "tokenizer_config.json", portable)
     partial.chmod(0o644)
     os.replace(partial, folder / "model.safetensors")
 

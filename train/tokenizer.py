@@ -21,10 +21,10 @@ WORDS = (
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}"
-    "<|assistant|>\n{% generation %}{{ message['content'] }}<|end|>{% endgeneration %}\n"
-    "{% else %}<|user|>\n{{ message['content'] }}<|end|>\n{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    "{% if message['role'] == 'assistant' %}{{ '<|assistant|>\\n' }}"
+    "{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}{{ '\\n' }}"
+    "{% else %}{{ '<|user|>\\n' + message['content'] + '<|end|>\\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
 
 
