@@ -24,6 +24,7 @@ class Place:
 
     mask: Tensor | None
     position_BM: Tensor
+    span: int
     is_next: bool  # one node per row, child of the node before it
 
 
@@ -55,9 +56,10 @@ class Growth:
         if self._is_next(parent_BM, start):
             position_B1 = self.kept_B[:, None] + start
             if self.uniform is not None:
-                return Place(None, position_B1, is_next=True)
+                return Place(None, position_B1, span, is_next=True)
             at_L = torch.arange(span, device=parent_BM.device)
-            return Place((at_L <= position_B1)[:, None, None], position_B1, is_next=True)
+            mask = (at_L <= position_B1)[:, None, None]
+            return Place(mask, position_B1, span, is_next=True)
         return self._branch(parent_BM, start, span)
 
     def _is_next(self, parent_BM: Tensor, start: int) -> bool:
@@ -88,7 +90,8 @@ class Growth:
         else:
             to_BN = self.kept_B[:, None] + at_L[: self.num_nodes]
             mask_BML.scatter_(2, to_BN[:, None].expand(B, M, self.num_nodes), own_BMN)
-        return Place(mask_BML[:, None], self.kept_B[:, None] + depth_BM - 1, is_next=False)
+        position_BM = self.kept_B[:, None] + depth_BM - 1
+        return Place(mask_BML[:, None], position_BM, span, is_next=False)
 
     def _tables(self, B: int, start: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Ancestors [B, 1 + N, N] and depths [B, 1 + N] so far; entry 0 is the root."""
@@ -97,6 +100,16 @@ class Growth:
         chain_NN = torch.ones(start + 1, start, dtype=torch.bool, device=device).tril(-1)
         depth_N = torch.arange(start + 1, device=device)
         return chain_NN.expand(B, -1, -1), depth_N.expand(B, -1)
+
+    def near(self, place: Place, window: int) -> Tensor:
+        """[B, 1, M, L]: cache entries less than `window` positions behind each node of `place`."""
+        at_L = torch.arange(place.span, device=self.kept_B.device)
+        key_BL = at_L.expand(self.kept_B.shape[0], -1)
+        if self._depth_BN is not None:
+            index_BL = (key_BL - self.kept_B[:, None] + 1).clamp(0, self._depth_BN.shape[1] - 1)
+            node_BL = self.kept_B[:, None] + self._depth_BN.gather(1, index_BL) - 1
+            key_BL = torch.where(key_BL < self.kept_B[:, None], key_BL, node_BL)
+        return (place.position_BM[:, :, None] - key_BL[:, None] < window)[:, None]
 
 
 def aim_cache(

@@ -17,6 +17,7 @@ K draft vocabulary, D width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -88,7 +89,7 @@ def _rkl(of: Laws) -> Tensor:
 
 def _jsd(of: Laws) -> Tensor:
     p, q = of.log_r_NK.exp(), of.log_q_NK.exp()
-    log_m = torch.logaddexp(of.log_r_NK, of.log_q_NK) - torch.log(torch.tensor(2.0))
+    log_m = torch.logaddexp(of.log_r_NK, of.log_q_NK) - math.log(2.0)
     return 0.5 * (p * (of.log_r_NK - log_m) + q * (of.log_q_NK - log_m)).sum(-1)
 
 

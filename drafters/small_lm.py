@@ -1,0 +1,333 @@
+"""Independent small language model, distilled from the target (DistillSpec, arXiv 2310.08461).
+
+An ordinary Llama of few layers over the target's tokenizer; it reads tokens only, never features,
+so it works with any target of that tokenizer and as `assistant_model` in transformers. Row t
+predicts token t + 1 (A0). Depth costs latency and width hardly does, hence few and wide layers
+(arXiv 2402.01528). Letters: B rows, S sequence, M nodes, W catch-up tokens, P path, K draft
+vocabulary, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specctl.drafters.parts.align import aim
+from specctl.drafters.parts.base import Drafter, Family, Needs, Outcome, RoundView, Space, StepState
+from specctl.drafters.parts.batch import LossOut, TrainBatch
+from specctl.drafters.parts.growth import Growth, aim_cache
+from specctl.drafters.parts.heads import cut_rows
+from specctl.drafters.parts.lean import LeanLlama, LeanLM, LlamaShape
+from specctl.drafters.parts.lm import LanguageModel, Masks
+from specctl.drafters.parts.losses import LossOptions, check_kind, head_loss
+from specctl.drafters.parts.masks import chain_mask, document_mask
+from specctl.drafters.parts.spec import ModelSpec
+from specctl.drafters.parts.vocab import VocabMap
+from specctl.recipes.errors import IncompatibleError, RecipeError
+
+PREFILL_CHUNK = 512
+
+
+@dataclass(frozen=True, slots=True)
+class SmallLmOptions:
+    """Shape and training of the draft model. None: an eighth of the target's depth, half its width,
+    its head width, its feed-forward ratio. `tied` shares embedding and LM head (a trimmed head is
+    never tied). `loss` compares with the target's law at `temperature`."""
+
+    layers: int | None = None
+    width: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    intermediate: int | None = None
+    tied: bool = True
+    qk_norm: bool = False
+    loss: str = "kl"
+    temperature: float = 1.0
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        check_kind(self.loss, "drafter.options.loss")
+        for name in ("layers", "width", "heads", "kv_heads", "head_dim", "intermediate"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise RecipeError(
+                    f"{name} is no size",
+                    where=f"drafter.options.{name}",
+                    found=str(size),
+                    expected="a positive number, or leave it out",
+                    do=f"leave {name} out to follow the target",
+                )
+
+
+def draft_shape(options: SmallLmOptions, spec: ModelSpec, vocab: VocabMap | None) -> LlamaShape:
+    """The draft model's shape for this target."""
+    head_dim = options.head_dim or min(spec.head_dim, options.width or spec.hidden_size)
+    width = options.width or max(head_dim, spec.hidden_size // 2 // head_dim * head_dim)
+    heads = options.heads or max(1, width // head_dim)
+    kv_heads = options.kv_heads or _divisor(heads, spec.num_kv_heads)
+    if heads % kv_heads:
+        raise RecipeError(
+            "query heads do not divide over the key/value heads",
+            where="drafter.options.kv_heads",
+            found=f"{heads} heads, {kv_heads} kv_heads",
+            expected="heads a multiple of kv_heads",
+            do="leave kv_heads out",
+        )
+    ratio = spec.intermediate_size / spec.hidden_size
+    return LlamaShape(
+        num_layers=options.layers or max(1, spec.num_layers // 8),
+        hidden_size=width,
+        vocab_size=spec.vocab_size,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=options.intermediate or max(8, round(width * ratio / 8) * 8),
+        norm_eps=spec.norm_eps,
+        rope_theta=spec.rope_theta,
+        tied=options.tied and vocab is None,
+        qk_norm=options.qk_norm,
+        out_size=None if vocab is None else vocab.size,
+    )
+
+
+def _divisor(heads: int, at_most: int) -> int:
+    return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(1, at_most))
+
+
+def _draft_spec(shape: LlamaShape, target: ModelSpec) -> ModelSpec:
+    return replace(
+        target,
+        model_type="llama",
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.intermediate_size,
+        embed_scale=1.0,
+    )
+
+
+class SmallLm(Drafter):
+    """An independent draft model around any LanguageModel."""
+
+    family: ClassVar[str] = "small-lm"
+    module: nn.Module
+
+    def __init__(
+        self,
+        options: SmallLmOptions,
+        spec: ModelSpec,
+        vocab: VocabMap | None = None,
+        lm: LanguageModel | None = None,
+    ) -> None:
+        super().__init__(options, spec, vocab)
+        if lm is None:
+            shape = draft_shape(options, spec, vocab)
+            lm = LeanLM(LeanLlama(shape), _draft_spec(shape, spec))
+        self.lm, self.module = lm, lm.module
+
+    @classmethod
+    def from_lm(cls, lm: LanguageModel, spec: ModelSpec) -> SmallLm:
+        """A loaded language model as drafter. A vocabulary padded differently from the target's is
+        accepted: surplus rows are never drafted, missing ids are treated as cut."""
+        vocab = None
+        if lm.spec.vocab_size < spec.vocab_size:
+            vocab = VocabMap(torch.arange(lm.spec.vocab_size, device=lm.device), spec.vocab_size)
+        return cls(SmallLmOptions(), spec, vocab, lm)
+
+    def needs(self) -> Needs:
+        return Needs(teacher=self.options.loss != "ce")
+
+    def open(self, space: Space) -> SmallLmState:
+        return SmallLmState(self, space)
+
+    def trimmed(self, vocab: VocabMap) -> SmallLm:
+        if not isinstance(self.module, LeanLlama):
+            raise IncompatibleError(
+                "only a Llama-shaped draft model can be trimmed",
+                found=type(self.module).__name__,
+                expected="a drafter trained here, or a Llama, Mistral or Qwen folder",
+                do="leave its vocabulary whole",
+            )
+        shape = replace(self.module.shape, tied=False, out_size=vocab.size)
+        small = LeanLlama(shape)
+        weights = dict(self.module.state_dict())
+        head_KD = self.head_weight()
+        weights["lm_head.weight"] = cut_rows(head_KD.detach(), self.vocab, vocab)
+        small.to(device=head_KD.device, dtype=head_KD.dtype)
+        small.load_state_dict(weights)
+        options = replace(self.options, tied=False)
+        return SmallLm(options, self.spec, vocab, LeanLM(small, self.lm.spec))
+
+    def head_weight(self) -> Tensor:
+        """[K, D]: the draft's own LM head, the embedding when they are tied."""
+        assert isinstance(self.module, LeanLlama)
+        if self.module.shape.tied:
+            return self.module.model.embed_tokens.weight
+        return self.module.lm_head.weight
+
+    def loss(self, batch: TrainBatch) -> LossOut:
+        """Loss of predicting 1 ahead (A0), summed over rows."""
+        how = LossOptions(self.options.loss, self.options.temperature, self.options.chunk)
+        windows = {w: document_mask(batch.document_BS, w) for w in self.lm.windows}
+        masks = Masks(document_mask(batch.document_BS), windows)
+        is_lean, last = isinstance(self.module, LeanLlama), self.lm.spec.num_layers
+        taps = (last,) if is_lean else ()
+        ids_BS = self.readable(batch.ids_BS)
+        out = self.lm.dense(ids_BS, batch.position_BS, masks, taps, logits=not is_lean)
+        rows = aim(batch, 1)
+        if not is_lean:
+            assert out.logits_BTV is not None
+            state_RK = self.spoken(out.logits_BTV).flatten(0, 1)
+            return head_loss(state_RK, nn.Identity(), rows, self.vocab, how)
+
+        def head(state_ND: Tensor) -> Tensor:
+            return F.linear(state_ND, self.head_weight())
+
+        return head_loss(out.taps[last].flatten(0, 1), head, rows, self.vocab, how)
+
+    def readable(self, ids: Tensor) -> Tensor:
+        """Ids inside the draft's embedding; padding ids of a larger target are read as its last."""
+        size = self.lm.spec.vocab_size
+        return ids if size >= self.spec.vocab_size else ids.clamp(max=size - 1)
+
+    def spoken(self, logits: Tensor) -> Tensor:
+        """Logits over the draft vocabulary; surplus rows of a padded draft model are dropped."""
+        size = self.spec.vocab_size if self.vocab is None else self.vocab.size
+        return logits if logits.shape[-1] == size else logits[..., :size]
+
+
+class SmallLmState(StepState):
+    """Per slot: the draft's own keys and values, of which the first `num_cached` are true.
+
+    A round's root feeds every token the cache lacks (one, or two after full acceptance); nodes are
+    written behind. Of a chain the accepted nodes stay where they are, of a tree the accepted path
+    is moved up, all but its last node, which may never have been expanded.
+    """
+
+    def __init__(self, drafter: SmallLm, space: Space) -> None:
+        self.drafter, self.lm = drafter, drafter.lm
+        self.kv = self.lm.new_kv(space.num_slots, space.max_len + space.max_nodes + 2)
+        self.num_cached = [0] * space.num_slots
+        self._growth: Growth | None = None
+        self._kept: list[int] = []
+
+    def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
+        del taps
+        device = self.lm.device
+        slot_1 = torch.full((1,), slot, device=device)
+        for first in range(0, len(tokens) - 1, PREFILL_CHUNK):
+            part = list(tokens[first : min(first + PREFILL_CHUNK, len(tokens) - 1)])
+            start_1 = torch.full((1,), first, device=device)
+            span = first + len(part)
+            self.kv.begin((slot,), slot_1, start_1, len(part), span, first)
+            self._feed(torch.tensor([part], device=device), start_1, span, logits=False)
+        self.num_cached[slot] = len(tokens) - 1
+
+    def _feed(self, ids_BW: Tensor, start_B: Tensor, span: int, logits: bool = True) -> Any:
+        """A causal run of tokens per row, each row from its own position on."""
+        W = ids_BW.shape[1]
+        position_BW = start_B[:, None] + torch.arange(W, device=ids_BW.device)
+        windows = {w: chain_mask(start_B, W, span, w) for w in self.lm.windows}
+        masks = Masks(chain_mask(start_B, W, span), windows)
+        ids_BW = self.drafter.readable(ids_BW)
+        return self.lm.forward(
+            ids_BW, self._within(position_BW), masks, self.kv, logits=logits
+        ).logits_BTV
+
+    def _within(self, position: Tensor) -> Tensor:
+        last = self.lm.spec.max_positions - 1
+        return position if self.kv.max_len <= last else position.clamp(max=last)
+
+    def root(self, view: RoundView) -> Tensor:
+        missing = [
+            list(tokens[self.num_cached[slot] :])
+            for slot, tokens in zip(view.slots, view.tokens, strict=True)
+        ]
+        counts = [len(tokens) for tokens in missing]
+        W, B = max(counts), len(counts)
+        device = view.slot_B.device
+        starts = [self.num_cached[slot] for slot in view.slots]
+        is_uniform = min(counts) == W
+        if is_uniform and W == 1:
+            ids_BW, start_B = view.root_B[:, None], view.kept_len_B
+        else:
+            ids_BW = torch.tensor([t + [0] * (W - len(t)) for t in missing], device=device)
+            start_B = torch.tensor(starts, device=device)
+        uniform = starts[0] if min(starts) == max(starts) else None
+        span = max(starts) + W
+        aim_cache(self.kv, view, start_B, W, span, uniform)
+        logits_BWK = self._feed(ids_BW, start_B, span)
+        self._kept = [start + count for start, count in zip(starts, counts, strict=True)]
+        self._growth = Growth(view, self.kv, self._kept, view.kept_len_B + 1)
+        if is_uniform:
+            return self.drafter.spoken(logits_BWK[:, -1])
+        at_B = torch.tensor(counts, device=device) - 1
+        return self.drafter.spoken(logits_BWK[torch.arange(B, device=device), at_B])
+
+    def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
+        assert self._growth is not None, "root() begins a round"
+        place = self._growth.place(parent_BM)
+        mask = place.mask
+        if mask is None:
+            shape = (token_BM.shape[0], 1, 1, place.span)
+            mask = torch.ones(shape, dtype=torch.bool, device=token_BM.device)
+        windows = {w: mask & self._growth.near(place, w) for w in self.lm.windows}
+        out = self.lm.forward(
+            self.drafter.readable(token_BM),
+            self._within(place.position_BM),
+            Masks(mask, windows),
+            self.kv,
+        )
+        assert out.logits_BTV is not None
+        return self.drafter.spoken(out.logits_BTV)
+
+    def observe(self, outcome: Outcome) -> None:
+        growth, view = self._growth, outcome.view
+        if growth is None:
+            return  # nothing was fed; the next root catches up from the tokens
+        self._growth = None
+        is_chain = outcome.tree.is_chain and growth.is_chain
+        if not is_chain and outcome.path_BP.shape[1] > 2:
+            self.kv.keep(view.slot_B, growth.kept_B, _expansions(outcome, growth.num_nodes))
+        for slot, kept, accepted in zip(view.slots, self._kept, outcome.num_accepted, strict=True):
+            stays = min(accepted, growth.num_nodes) if is_chain else max(accepted - 1, 0)
+            self.num_cached[slot] = kept + stays
+
+
+def _expansions(outcome: Outcome, num_expanded: int) -> Tensor:
+    """[B, P - 1]: expansion index of the accepted nodes, -1 where there is none."""
+    node_BP = outcome.path_BP[:, 1:] - 1
+    if outcome.tree.expanded_BN is not None:
+        index_BP = outcome.tree.expanded_BN.gather(1, node_BP.clamp(min=0))
+    else:
+        index_BP = node_BP
+    return index_BP.masked_fill((node_BP < 0) | (index_BP >= num_expanded), -1)
+
+
+def build(options: SmallLmOptions, spec: ModelSpec, vocab: VocabMap | None) -> SmallLm:
+    return SmallLm(options, spec, vocab)
+
+
+FAMILY = Family(
+    name="small-lm",
+    summary=(
+        "An independent small language model over the target's tokenizer, distilled from the "
+        "target's own distribution. It shares nothing with the target, so it is easy to train, to "
+        "inspect and to serve anywhere (transformers' assistant_model, every engine's draft model). "
+        "Its acceptance is bounded by what a small model can know; feature-level drafters reach "
+        "more per parameter."
+    ),
+    paper="https://arxiv.org/abs/2310.08461",
+    options=SmallLmOptions,
+    build=build,
+    trainable=True,
+    policies=("chain", "dynamic-tree", "static-tree"),
+)
