@@ -20,10 +20,11 @@ from torch import Tensor
 from specctl.drafters.parts.base import Drafter, Outcome, RoundSeconds
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.recipes.errors import SpecctlError
-from specctl.runtime.cost import CostTable, LengthChooser, measure_costs
+from specctl.runtime.cost import measure_costs
 from specctl.runtime.engine import Engine
 from specctl.runtime.generate import summarize
 from specctl.runtime.policies import Policy
+from specctl.runtime.policies.length import CostTable, LengthChooser
 from specctl.runtime.report import Reporter, SilentReporter
 from specctl.runtime.sampling import Sampling
 from specctl.runtime.session import Request
