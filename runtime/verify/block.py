@@ -62,6 +62,6 @@ def _thresholds(weight_BT: Tensor, p_BTV: Tensor, law: DraftLaw) -> Tensor:
         on_BMK = ahead_BMV.index_select(2, law.ids_K)
         off_BM = (1.0 - on_BMK.sum(-1)).clamp_(min=0)
         mass_BM = (w_BM1 * on_BMK - q_BMK).clamp_(min=0).sum(-1) + w_BM1[:, :, 0] * off_BM
-    whole_BM = mass_BM + 1.0 - w_BM1[:, :, 0]
+    whole_BM = mass_BM + (1.0 - w_BM1[:, :, 0])
     threshold_BM = torch.where(whole_BM > 0, mass_BM / whole_BM, 0.0)
     return torch.nn.functional.pad(threshold_BM, (0, 1))

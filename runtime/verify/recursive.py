@@ -37,14 +37,15 @@ def recursive(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
         child_B1 = tree.valid_BN.gather(1, node_B1)
         child_B1 = child_B1 & (tree.parent_BN.gather(1, node_B1) + 1 == at_B[:, None])
         column_B1 = law.column_BN.gather(1, node_B1)
-        r_x_B1, s_x_B1 = r_BV.gather(1, token_BN.gather(1, node_B1)), s_BK.gather(1, column_B1)
-        if law.on_BN is not None:
-            s_x_B1 = s_x_B1 * law.on_BN.gather(1, node_B1)
+        r_x_B1 = r_BV.gather(1, token_BN.gather(1, node_B1))
+        raw_B1, on_B1 = s_BK.gather(1, column_B1), law.on_BN.gather(1, node_B1)
+        s_x_B1 = raw_B1 * on_B1
         pass_B1 = (u_BT.gather(1, node_B1 + 1) * s_x_B1 < r_x_B1) & (s_x_B1 > 0)
         take_B1, miss_B1 = child_B1 & pass_B1, child_B1 & ~pass_B1
         r_BV = torch.where(miss_B1, _norm(law.minus(r_BV, s_BK)), r_BV)
         if tree.kind is NodeKind.WITHOUT_REPLACEMENT:
-            s_BK = torch.where(miss_B1, _norm(s_BK.scatter(1, column_B1, 0.0)), s_BK)
+            without_BK = s_BK.scatter(1, column_B1, raw_B1 * ~on_B1)
+            s_BK = torch.where(miss_B1, _norm(without_BK), s_BK)
         at_B = torch.where(take_B1, node_B1 + 1, at_B[:, None])[:, 0]
         r_BV = torch.where(take_B1, row(p_BTV, at_B), r_BV)
         s_BK = torch.where(take_B1, row(law.prob_BTK, at_B), s_BK)

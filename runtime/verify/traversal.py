@@ -68,7 +68,7 @@ def traverse(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
     plan = _plan(tree, ancestor_BTT)
     token_BT = torch.nn.functional.pad(tree.token_BN.clamp(min=0), (1, 0))
     column_BT = torch.nn.functional.pad(law.column_BN, (1, 0))
-    on_BT = tree.fed_valid_BT() if law.on_BN is None else torch.nn.functional.pad(law.on_BN, (1, 0))
+    on_BT = torch.nn.functional.pad(law.on_BN, (1, 0))
     low_BT, slope_BT = _first_child_weights(tree, p_BTV, law, plan)
     weight_BT = torch.minimum(low_BT, slope_BT)
     left_BTV, q_BTK = p_BTV.clone(), law.prob_BTK.clone()
@@ -90,12 +90,14 @@ def traverse(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
         excess_BV = law.minus(w_B1 * p_BV, q_BK)
         mass_B1 = excess_BV.sum(-1, keepdim=True)
         p_BV = torch.where(mass_B1 > 0, excess_BV / mass_B1, p_BV)
-        whole_B1 = mass_B1 + 1.0 - w_B1
+        whole_B1 = mass_B1 + (1.0 - w_B1)
         w_B1 = torch.where(whole_B1 > 0, mass_B1 / whole_B1, 0.0)
         left_BTV[batch_B, parent_B] = p_BV
         weight_BT = weight_BT.scatter(1, parent_B1, w_B1)
         if tree.kind is NodeKind.WITHOUT_REPLACEMENT:
-            q_BK = q_BK.scatter_(1, column_BT.gather(1, node_B1), 0.0)
+            column_B1 = column_BT.gather(1, node_B1)
+            stays_B1 = q_BK.gather(1, column_B1) * ~on_BT.gather(1, node_B1)
+            q_BK = q_BK.scatter_(1, column_B1, stays_B1)
             q_BK = q_BK / q_BK.sum(-1, keepdim=True).clamp(min=1.0 / _HUGE)
             q_BTK[batch_B, parent_B] = q_BK
         # The next sibling, and the first children below it, are entered now.

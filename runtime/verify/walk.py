@@ -106,7 +106,7 @@ class DraftLaw:
     prob_BTK: Tensor
     ids_K: Tensor | None
     column_BN: Tensor
-    on_BN: Tensor | None
+    on_BN: Tensor
 
     @classmethod
     def of(cls, tree: DraftTree, p_BTV: Tensor) -> DraftLaw:
@@ -114,7 +114,7 @@ class DraftLaw:
         prob_BTK, ids_K = tree.q.prob_BTK.to(p_BTV.dtype), tree.q.ids_K
         token_BN = tree.token_BN.clamp(min=0)
         if ids_K is None:
-            return cls(prob_BTK, None, token_BN, None)
+            return cls(prob_BTK, None, token_BN, torch.ones_like(tree.valid_BN))
         column_V = ids_K.new_full((p_BTV.shape[-1],), -1)
         column_V.scatter_(0, ids_K, torch.arange(len(ids_K), device=ids_K.device))
         column_BN = column_V[token_BN]
@@ -128,7 +128,7 @@ class DraftLaw:
             q_BN = self.prob_BTK.flatten(1).gather(1, flat_BN[:, :, 0])
         else:
             q_BN = at_token(rows_BNK, self.column_BN)
-        return q_BN if self.on_BN is None else q_BN * self.on_BN
+        return q_BN if self.ids_K is None else q_BN * self.on_BN
 
     def minus(self, law_BV: Tensor, q_BK: Tensor) -> Tensor:
         """[law - q]+ over the target vocabulary."""

@@ -1,0 +1,138 @@
+"""The exact experiments of the proof: rules x tree shapes x families of (p, q).
+
+`proof_cases("slice")` is what `make test` and `specctl verify` enumerate, `proof_cases("full")`
+what benchmarks/proof_enumeration.py does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import numpy as np
+
+from specctl.drafters.parts.tree import NodeKind
+from specctl.runtime.verify import RULES, legal
+from specctl.runtime.verify.enumerate import Case, Laws, Path
+from specctl.runtime.verify.scalar import Law, norm
+
+Family = Callable[[np.random.Generator, int], tuple[Law, Law]]
+Shape = tuple[int, ...]
+
+CHAINS: dict[str, Shape] = {"chain-1": (-1,), "chain-2": (-1, 0), "chain-3": (-1, 0, 1)}
+TREES: dict[str, Shape] = {
+    "two": (-1, -1),
+    "three": (-1, -1, -1),
+    "stem-two": (-1, 0, 0),
+    "two-uneven": (-1, -1, 0),
+    "two-late": (-1, -1, 1),
+    "two-two-left": (-1, -1, 0, 0),
+    "comb": (-1, 0, -1, 2),
+    "deep": (-1, 0, 1, -1),
+}
+BIG_TREES: dict[str, Shape] = {
+    "two-by-two": (-1, -1, 0, 0, 1, 1),
+    "deep-fork": (-1, -1, 0, 0, 2),
+}
+
+
+def _soft(rng: np.random.Generator, size: int, spread: float = 1.5) -> Law:
+    law = np.exp(spread * rng.standard_normal(size))
+    return np.asarray(law / law.sum())
+
+
+def _only(law: Law, keep: list[int]) -> Law:
+    """The law restricted to the kept ids and scaled up."""
+    cut = np.zeros_like(law)
+    cut[keep] = law[keep]
+    return norm(cut, law)
+
+
+def _hard(law: Law) -> Law:
+    return np.eye(len(law))[int(np.argmax(law))]
+
+
+def _random_subset(rng: np.random.Generator, size: int) -> list[int]:
+    return list(rng.permutation(size)[: max(1, size - 1)])
+
+
+FAMILIES: dict[str, Family] = {
+    "random": lambda rng, size: (_soft(rng, size), _soft(rng, size)),
+    "peaked": lambda rng, size: (_soft(rng, size, 8.0), _soft(rng, size, 8.0)),
+    "equal": lambda rng, size: (law := _soft(rng, size), law),
+    "nearly-equal": lambda rng, size: (
+        law := _soft(rng, size),
+        norm(law * (1 + 1e-7 * rng.standard_normal(size)), law),
+    ),
+    "zeros-in-p": lambda rng, size: (
+        _only(_soft(rng, size), _random_subset(rng, size)),
+        _soft(rng, size),
+    ),
+    "zeros-in-q": lambda rng, size: (
+        _soft(rng, size),
+        _only(_soft(rng, size), _random_subset(rng, size)),
+    ),
+    "trimmed": lambda rng, size: (_soft(rng, size), _only(_soft(rng, size), [0, size - 1])),
+    "disjoint": lambda rng, size: (
+        _only(_soft(rng, size), list(range(size // 2))),
+        _only(_soft(rng, size), list(range(size // 2, size))),
+    ),
+    "greedy-p": lambda rng, size: (_hard(_soft(rng, size)), _soft(rng, size)),
+    "greedy-both": lambda rng, size: (_hard(_soft(rng, size)), _hard(_soft(rng, size))),
+}
+
+
+def random_laws(
+    family: str, size: int, depth: int, seed: int, context_free: bool = False
+) -> tuple[Laws, Laws]:
+    """Tables of p and q for every path of up to `depth` tokens."""
+    rng = np.random.default_rng(seed)
+    p: dict[Path, Law] = {}
+    q: dict[Path, Law] = {}
+    for length in range(depth + 1):
+        for path in product(range(size), repeat=length):
+            if context_free and path:
+                p[path], q[path] = p[()], q[()]
+            else:
+                p[path], q[path] = FAMILIES[family](rng, size)
+    return p, q
+
+
+def depth_of(shape: Shape) -> int:
+    depth: list[int] = []
+    for parent in shape:
+        depth.append(1 if parent < 0 else depth[parent] + 1)
+    return max(depth, default=0)
+
+
+def is_chain(shape: Shape) -> bool:
+    return all(parent == node - 1 for node, parent in enumerate(shape))
+
+
+def make_case(
+    rule: str, kind: NodeKind, shape_name: str, family: str, size: int, seed: int = 0
+) -> Case:
+    """One experiment with reproducible laws."""
+    shape = {**CHAINS, **TREES, **BIG_TREES}[shape_name]
+    name = f"{rule}/{kind.value}/{shape_name}/{family}/V={size}"
+    number = seed + 1_000 * size + 7 * sorted(FAMILIES).index(family) + 100_000 * len(shape)
+    p, q = random_laws(family, size, depth_of(shape), number)
+    if rule == "greedy":
+        p = {path: _hard(law) for path, law in p.items()}
+    return Case(name, rule, kind, shape, p, q, size)
+
+
+def proof_cases(level: str) -> Iterator[Case]:
+    """Every legal combination; "slice" keeps the small ones (a few seconds)."""
+    full = level == "full"
+    plans = [(name, size) for name in CHAINS for size in ((2, 3, 4) if full else (2, 3))]
+    plans += [("chain-1", 4)] if not full else []
+    plans += [(name, size) for name in TREES for size in ((2, 3, 4) if full else (3,))]
+    plans += [(name, 3) for name in BIG_TREES] if full else []
+    shapes = {**CHAINS, **TREES, **BIG_TREES}
+    for rule, kind, (shape, size), family in product(RULES, NodeKind, plans, FAMILIES):
+        greedy_like = rule == "greedy" and (kind is not NodeKind.POINT or family != "random")
+        fillers = kind is not NodeKind.POINT and rule == "target-only" and not full
+        if greedy_like or fillers or not legal(rule, kind, is_chain(shapes[shape])):
+            continue
+        yield make_case(rule, kind, shape, family, size)
