@@ -205,8 +205,8 @@ def write_log(job: Job, progress: Progress, rate: float, norm: float) -> None:
     if step % settings.log_every and step != settings.steps:
         return
     figures = means(progress.window)
-    figures.pop("tokens", None)
     alpha = alphas(figures)
+    figures = {k: v for k, v in figures.items() if k not in ("tokens", "alpha") and "/" not in k}
     line: dict[str, Any] = {"step": step, **figures, "lr": rate, "norm": norm}
     simulated = simulated_tau(alpha, job.draft_length)
     if simulated is not None:

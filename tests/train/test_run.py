@@ -1,0 +1,290 @@
+"""train_draft from a recipe to a packaged drafter, on a random target; and two processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import specctl.recipes
+from specctl.drafters.parts.base import Drafter
+from specctl.recipes.errors import Exit, FileError, IncompatibleError, RecipeError
+from specctl.recipes.load import load_recipe
+from specctl.recipes.schema import Recipe
+from specctl.runtime.report import SilentReporter
+from specctl.runtime.target import Target
+from specctl.train.checkpoint import Checkpoints
+from specctl.train.lock import locked
+from specctl.train.loop import Progress, train
+from specctl.train.metrics import read_log
+from specctl.train.run import RunResult, train_draft
+from specctl.train.state import seed_everything
+from specctl.train.stop import Interrupted
+
+spec = importlib.util.spec_from_file_location("specctl_toy", Path(__file__).with_name("toy.py"))
+assert spec is not None
+assert spec.loader is not None
+toy = importlib.util.module_from_spec(spec)
+sys.modules["specctl_toy"] = toy
+spec.loader.exec_module(toy)
+
+SMALL = {
+    "data.prompts": 24, "data.new_tokens": 16, "data.prompt_tokens": 8, "train.steps": 8,
+    "train.rows": 4, "train.seq_len": 32, "train.save_every": 3, "train.tau_every": 4,
+    "train.tau_prompts": 2, "train.tau_tokens": 6, "train.log_every": 2,
+}  # fmt: skip
+
+
+def small_recipe(name: str = "medusa", text: Path | None = None, **sets: Any) -> Recipe:
+    fields = dict(SMALL)
+    if text is not None:
+        fields |= {"data.source": str(text), "data.format": "text"}
+    fields |= {key.replace("__", "."): value for key, value in sets.items()}
+    return load_recipe(name, sets=[f"{key}={value}" for key, value in fields.items()])
+
+
+def random_target(seed: int) -> Target:
+    """Random weights behind the embedded tokenizer."""
+    folder = Path(specctl.recipes.__path__[0]) / "tiny"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, intermediate_size=32, max_position_embeddings=128,
+        initializer_range=0.3, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    return Target.from_model(LlamaForCausalLM(config), tokenizer)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return random_target(seed=0)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    words = [f"def name_{i}(value):\n    return value + {i} * {i % 7}\n" for i in range(400)]
+    path.write_text("\n\n".join(words))
+    return path
+
+
+class Package:
+    """Remembers what it was asked to write."""
+
+    def __init__(self) -> None:
+        self.digest, self.acceptance = "", {}
+
+    def __call__(
+        self, drafter: Drafter, target: Target, out: Path, acceptance: Mapping[str, Any] | None
+    ) -> None:
+        assert drafter.module is not None
+        assert not drafter.module.training
+        self.digest, self.acceptance = toy.digest(drafter.tensors()), dict(acceptance or {})
+        out.mkdir(exist_ok=True)
+
+
+class Talk(SilentReporter):
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+def run(
+    recipe: Recipe, out: Path, target: Target, **fields: Any
+) -> tuple[RunResult, Package, Talk]:
+    package, talk = Package(), Talk()
+    result = train_draft(
+        recipe, out, target=target, package=package, reporter=talk,
+        command=["specctl", "train-draft", "--out", "a folder"], **fields,
+    )  # fmt: skip
+    return result, package, talk
+
+
+@pytest.mark.parametrize("family", ["medusa", "eagle3", "distill"])
+def test_a_recipe_becomes_a_drafter_with_everything_on_record(
+    tmp_path: Path, target: Target, text: Path, family: str
+) -> None:
+    recipe = small_recipe(family, text)
+    result, package, talk = run(recipe, tmp_path, target)
+    assert result.steps == 8
+    assert result.tau is not None
+    assert result.tau == package.acceptance["tau"] >= 1.0
+    best = Checkpoints(tmp_path / "checkpoints", talk).load(package.acceptance["step"])
+    assert toy.digest(dict(best.tensors["model"])) == package.digest
+    written = yaml.safe_load((tmp_path / "run.yaml").read_text())
+    assert written["command"] == "specctl train-draft --out 'a folder'"
+    assert written["origin"]["train.steps"] == "--set"
+    assert load_recipe(str(tmp_path)).to_json() == recipe.to_json()
+    lines = read_log(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines if "loss" in line] == [2, 4, 6, 8]
+    assert [line["step"] for line in lines if "tau" in line] == [4, 8]
+    assert {"lr", "norm", "tokens_per_second", "seconds", "top1"} <= set(lines[0])
+    assert any(said.startswith("trains ") for said in talk.said)
+
+
+def test_a_stopped_run_resumed_by_the_same_call_gives_the_same_drafter(
+    tmp_path: Path, target: Target, text: Path
+) -> None:
+    recipe = small_recipe("eagle3", text)
+    _, whole, _ = run(recipe, tmp_path / "whole", target)
+    taps = target.lm.dense
+    calls: list[int] = []
+
+    def stopping(*args: Any, **fields: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        return taps(*args, **fields)
+
+    target.lm.dense = stopping
+    try:
+        with pytest.raises(Interrupted) as caught:
+            run(recipe, tmp_path / "cut", target)
+    finally:
+        target.lm.dense = taps
+    assert caught.value.exit == Exit.INTERRUPTED
+    assert caught.value.command == "specctl train-draft --out 'a folder'"
+    _, resumed, talk = run(recipe, tmp_path / "cut", target)
+    assert "continuing from step 5" in talk.said
+    assert resumed.digest == whole.digest
+    assert resumed.acceptance == whole.acceptance
+    _, again, _ = run(recipe, tmp_path / "cut", target)  # nothing is left to train
+    assert again.digest == whole.digest
+
+
+def test_a_run_is_not_continued_when_what_it_is_made_of_has_changed(
+    tmp_path: Path, target: Target, text: Path
+) -> None:
+    run(small_recipe("medusa", text), tmp_path, target)
+    with pytest.raises(IncompatibleError) as caught:
+        run(small_recipe("medusa", text, train__learning_rate=0.001), tmp_path, target)
+    assert "train.learning_rate: " in caught.value.found
+    assert "--allow-config" in caught.value.do
+    free = small_recipe("medusa", text, train__log_every=1, train__save_every=2)
+    assert run(free, tmp_path, target)[0].steps == 8
+    longer = small_recipe("medusa", text, train__steps=10)
+    result, _, talk = run(longer, tmp_path, target, allow=["config"])
+    assert result.steps == 10
+    assert "continuing although train.steps: 8 -> 10" in talk.warnings
+    text2 = tmp_path / "other.txt"
+    text2.write_text(text.read_text()[200:])
+    other = small_recipe("medusa", text2)
+    with pytest.raises(IncompatibleError, match="--allow-data"):
+        run(other, tmp_path, target, allow=["config"])
+
+
+def test_another_target_is_refused(tmp_path: Path, target: Target, text: Path) -> None:
+    recipe = small_recipe("medusa", text, data__regenerate="false")
+    run(recipe, tmp_path, target)
+    with pytest.raises(IncompatibleError, match="--allow-target"):
+        run(recipe, tmp_path, random_target(seed=1))
+
+
+def test_a_vocabulary_is_cut_before_training_and_pinned(
+    tmp_path: Path, target: Target, text: Path
+) -> None:
+    recipe = small_recipe("medusa", text, vocab__size=256)
+    run(recipe, tmp_path, target)
+    found = Checkpoints(tmp_path / "checkpoints", SilentReporter()).newest()
+    assert found is not None
+    assert isinstance(found.fingerprint["vocab"], str)
+    smaller = small_recipe("medusa", text, vocab__size=128)
+    with pytest.raises(IncompatibleError, match="--allow-vocab"):
+        run(smaller, tmp_path, target, allow=["config"])
+
+
+def test_a_locked_folder_and_a_folder_with_a_run_are_refused(
+    tmp_path: Path, target: Target, text: Path
+) -> None:
+    recipe = small_recipe("medusa", text)
+    with locked(tmp_path, SilentReporter()), pytest.raises(FileError) as caught:
+        run(recipe, tmp_path, target)
+    assert caught.value.exit == Exit.FILE == 4
+    run(recipe, tmp_path, target)
+    with pytest.raises(FileError, match="already holds a run"):
+        run(recipe, tmp_path, target, resume=False)
+
+
+@pytest.mark.parametrize(
+    ("sets", "where"),
+    [
+        ({"drafter__options": "{headz: 3}"}, "drafter.options.headz"),
+        ({"serve__policy": "direct"}, "serve.policy"),
+        ({"vocab__size": 64, "vocab__source": "draft"}, "vocab.source"),
+        ({"train__trackers": "[nosuchtracker]"}, "train.trackers"),
+    ],
+)
+def test_a_recipe_that_cannot_be_run_says_which_field(
+    tmp_path: Path, target: Target, text: Path, sets: dict[str, Any], where: str
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        run(small_recipe("eagle3", text, **sets), tmp_path, target)
+    assert caught.value.where == where
+    assert caught.value.do
+
+
+def test_a_family_without_weights_says_how_it_is_used(tmp_path: Path, target: Target) -> None:
+    with pytest.raises(RecipeError, match="specctl generate --draft prompt-lookup"):
+        run(small_recipe("prompt-lookup"), tmp_path, target)
+
+
+def test_training_in_bf16_and_with_a_tracker_works(
+    tmp_path: Path, target: Target, text: Path
+) -> None:
+    pytest.importorskip("tensorboard")
+    sets = {"train__precision": "bf16", "train__trackers": "[tensorboard]"}
+    run(small_recipe("eagle3", text, **sets), tmp_path, target)
+    assert list(tmp_path.rglob("events.out.tfevents.*"))
+
+
+def test_two_processes_train_as_one_and_fail_as_one(tmp_path: Path) -> None:
+    job = toy.make_job(
+        tmp_path / "one", dropout=0.0, dtype=torch.float64, optimizer="adamw", accumulate=2, rows=4
+    )
+    train(job, Progress())
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = Path(__file__).with_name("two_ranks.py")
+    source = Path(specctl.__path__[0]).parent
+    environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launch, str(script), str(tmp_path)], env=environment, capture_output=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["digests"][0] == report["digests"][1]
+    curves = [
+        [line["loss"] for line in read_log(tmp_path / name / "metrics.jsonl") if "loss" in line]
+        for name in ("one", "whole")
+    ]
+    assert len(curves[0]) == 6
+    assert curves[1] == pytest.approx(curves[0], rel=1e-12)
+    both = report["full"]
+    assert [code for code, _ in both] == [Exit.RESOURCES, Exit.RESOURCES]
+    assert "rank 1 failed" in both[0][1]
+    assert report["full_newest"] == 6
+    assert report["stopped"] == [[Exit.INTERRUPTED, [3, 5]]] * 2
+    assert report["resumed"][0] == report["resumed"][1]
+
+
+def test_the_same_seed_gives_the_same_numbers_everywhere() -> None:
+    seed_everything(3)
+    first = torch.rand(2)
+    seed_everything(3)
+    assert torch.equal(torch.rand(2), first)
+    seed_everything(3, rank=1)
+    assert not torch.equal(torch.rand(2), first)

@@ -1,0 +1,169 @@
+"""The parts of a training run, each built from the recipe: drafter, prompts, decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter
+
+from specctl.drafters import family as family_named
+from specctl.drafters.parts.base import Drafter, Family
+from specctl.drafters.parts.spec import ModelSpec
+from specctl.drafters.parts.vocab import VocabMap
+from specctl.recipes.errors import RecipeError, nearest
+from specctl.recipes.schema import Recipe
+from specctl.runtime.generate import generate
+from specctl.runtime.policies import make_policy
+from specctl.runtime.report import Reporter
+from specctl.runtime.sampling import Sampling
+from specctl.runtime.target import Target
+from specctl.train.heldout import heldout_prompts
+from specctl.train.metrics import Acceptance
+from specctl.train.rows import TokenData
+
+HELD_SHARE = 20  # one row in so many is kept for measuring when the data are the user's own
+Prompts = Sequence[Sequence[int]]
+
+
+def trainable_family(recipe: Recipe) -> Family:
+    """The recipe's family; an error if it has no weights or cannot draft as the recipe says."""
+    family = family_named(recipe.drafter.family)
+    if not family.trainable:
+        raise RecipeError(
+            f"{family.name} has nothing to train",
+            found=f"drafter.family: {family.name}",
+            expected="a family with weights",
+            do=f"use it as it is: specctl generate --draft {family.name}",
+            where="drafter.family",
+        )
+    if recipe.serve.policy not in family.policies:
+        raise RecipeError(
+            f"{family.name} cannot be grown by policy {recipe.serve.policy}",
+            expected=", ".join(family.policies),
+            do=f"--set serve.policy={family.policies[0]}",
+            where="serve.policy",
+        )
+    return family
+
+
+def family_options(family: Family, recipe: Recipe) -> Any:
+    """The recipe's options as the family's own dataclass."""
+    known = [field.name for field in fields(family.options)]
+    for name in recipe.drafter.options:
+        if name not in known:
+            raise RecipeError(
+                f"{family.name} has no option {name!r}",
+                expected=", ".join(known),
+                do=f"write one of: {nearest(name, known)}",
+                where=f"drafter.options.{name}",
+            )
+    try:
+        return TypeAdapter(family.options).validate_python(dict(recipe.drafter.options))
+    except ValueError as error:
+        raise RecipeError(
+            f"the options of {family.name} are not valid",
+            found=str(error).replace("\n", " ")[:300],
+            expected=f"fields of {family.options.__name__}",
+            do="correct drafter.options",
+            where="drafter.options",
+        ) from error
+
+
+def build_drafter(recipe: Recipe, spec: ModelSpec, vocab: VocabMap | None) -> Drafter:
+    """A fresh drafter on the CPU in float32; its weights follow from train.seed."""
+    family = trainable_family(recipe)
+    options = family_options(family, recipe)
+    torch.manual_seed(recipe.train.seed)
+    return family.build(options, spec, vocab)
+
+
+def what_trains(drafter: Drafter) -> list[str]:
+    """Lines that say which tensors move, which stay, and what is borrowed."""
+    trainable = drafter.trainable()
+    assert drafter.module is not None
+    frozen = {n: p for n, p in drafter.module.named_parameters() if n not in trainable}
+    lines = [f"trains {sum(p.numel() for p in trainable.values()):,} numbers: {_names(trainable)}"]
+    if frozen:
+        count = sum(p.numel() for p in frozen.values())
+        lines.append(f"frozen {count:,} numbers: {_names(frozen)}")
+    if drafter.needs().borrow:
+        lines.append("borrowed from the target, never moved or saved: embedding, LM head")
+    return lines
+
+
+def _names(named: dict[str, torch.nn.Parameter], most: int = 6) -> str:
+    names = [name.removesuffix(".weight") for name in named]
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def measuring_rows(recipe: Recipe, data: TokenData) -> range:
+    """Rows kept out of training so that tau is measured on the user's own kind of text; the
+    built-in corpus has held-out prompts of its own, so nothing is kept back there."""
+    if recipe.data.source == "corpus" or data.num_rows < 2:
+        return range(0)
+    return range(data.num_rows - max(1, data.num_rows // HELD_SHARE), data.num_rows)
+
+
+def measuring_prompts(recipe: Recipe, target: Target, data: TokenData) -> Prompts:
+    """What tau is measured on: held-out prompts, or the beginnings of kept-back documents."""
+    held, count = measuring_rows(recipe, data), recipe.train.tau_prompts
+    if not held:
+        return [prompt.ids for prompt in heldout_prompts(target, count)]
+    return document_prompts(data, held, count, recipe.data.prompt_tokens)
+
+
+def document_prompts(data: TokenData, rows: range, count: int, most: int) -> Prompts:
+    """Of each document in the rows, what stands before its first predicted token; of text in which
+    everything is predicted, up to half of it and at most `most` tokens."""
+    batch = data.batch(list(rows))
+    found: list[list[int]] = []
+    for ids_S, mask_S, document_S in zip(
+        batch.ids_BS, batch.loss_mask_BS, batch.document_BS, strict=True
+    ):
+        for number in document_S[document_S >= 0].unique_consecutive().tolist():
+            ids = ids_S[document_S == number].tolist()
+            first = int(mask_S[document_S == number].int().argmax())
+            cut = first if first >= 2 else min(most, len(ids) // 2)
+            if cut >= 1:
+                found.append(ids[:cut])
+    return found[:count]
+
+
+def decoder(
+    recipe: Recipe, target: Target, drafter: Drafter, prompts: Prompts
+) -> Callable[[], Acceptance]:
+    """A function that decodes the prompts greedily through the engine and measures acceptance."""
+    policy = make_policy(recipe.serve.model_dump())
+    sampling = Sampling(temperature=0.0, max_new_tokens=recipe.train.tau_tokens)
+
+    def measure() -> Acceptance:
+        made = generate(
+            target, prompts, drafter=drafter, sampling=sampling, policy=policy, batch=len(prompts)
+        )
+        stats = made.stats
+        return Acceptance(
+            tau=stats.tau,
+            alpha=stats.alpha,
+            accepted_per_position=stats.accepted_per_position,
+            prompts=len(prompts),
+            tokens=stats.tokens,
+            temperature=0.0,
+        )
+
+    return measure
+
+
+def say_data(recipe: Recipe, num_rows: int, reporter: Reporter) -> None:
+    """How often the run will read each row; many times over means it will learn them by heart."""
+    read = recipe.train.steps * recipe.train.rows * recipe.train.accumulate
+    epochs = read / num_rows
+    reporter.say(f"{num_rows:,} rows to train on, each read {epochs:.1f} times")
+    if epochs > 40:
+        reporter.warn(
+            f"each row will be read {epochs:.0f} times: the drafter will learn the rows, not the "
+            "target; raise data.prompts or lower train.steps"
+        )

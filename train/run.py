@@ -1,0 +1,308 @@
+"""Recipe -> a trained drafter: assembles target, data, drafter, optimizer, and runs the loop.
+
+OUT/run.yaml         the resolved recipe, the origin of every value, the exact command
+OUT/data             the rows               OUT/checkpoints   states to resume from
+OUT/metrics.jsonl    what happened          OUT/package       the drafter with the best measured tau
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import shlex
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
+
+from specctl.drafters.parts.base import Drafter
+from specctl.drafters.parts.batch import TrainBatch
+from specctl.drafters.parts.vocab import VocabMap
+from specctl.recipes.errors import FileError, IntegrityError, RecipeError
+from specctl.recipes.schema import Recipe
+from specctl.runtime.report import Reporter, SilentReporter
+from specctl.runtime.target import Target
+from specctl.train.assemble import (
+    build_drafter,
+    decoder,
+    measuring_prompts,
+    measuring_rows,
+    say_data,
+    trainable_family,
+    what_trains,
+)
+from specctl.train.capture import capture
+from specctl.train.checkpoint import Checkpoints
+from specctl.train.data import prepare
+from specctl.train.fingerprint import check_same_run, run_fingerprint
+from specctl.train.lock import locked
+from specctl.train.loop import Job, Progress, measure, restore, train
+from specctl.train.metrics import MetricsLog
+from specctl.train.optim import Gradient, build_optimizers
+from specctl.train.order import Order
+from specctl.train.plan import Plan, plan
+from specctl.train.plot import save_learning_curve
+from specctl.train.ranks import Ranks
+from specctl.train.rows import TokenData
+from specctl.train.state import seed_everything
+from specctl.train.stop import Stop
+from specctl.train.vocab_trim import vocab_from_data
+
+# package(drafter, target, folder, acceptance): writes the drafter; handed in by the command line,
+# because this room may not import export.
+Packager = Callable[[Drafter, Target, Path, Mapping[str, Any] | None], object]
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What a run left behind. After a dry run only `plan` says something."""
+
+    out: Path
+    best_checkpoint: Path | None
+    tau: float | None
+    steps: int
+    seconds: float
+    plan: Plan | None = None
+    package: Path | None = None
+
+
+def train_draft(
+    recipe: Recipe,
+    out: Path,
+    *,
+    resume: bool = True,
+    dry_run: bool = False,
+    reporter: Reporter | None = None,
+    command: Sequence[str] = (),
+    allow: Collection[str] = (),
+    package: Packager | None = None,
+    target: Target | None = None,
+) -> RunResult:
+    """Train the recipe's drafter in the run folder `out`, or continue the run that is there.
+
+    `allow` names what may differ from the run being continued: config, target, data, vocab,
+    world-size. Raises Interrupted (exit 75) after a signal, with the state saved.
+    """
+    trainable_family(recipe)
+    if dry_run:
+        return RunResult(out, None, None, 0, 0.0, plan=plan(recipe, out=out))
+    stop = Stop(shlex.join(command) if command else "run the same command again")
+    accelerator = _accelerator(recipe, out)
+    ranks = Ranks.current(accelerator.device)
+    talker = (reporter or SilentReporter()) if ranks.is_main else SilentReporter()
+    with ExitStack() as held:
+        held.enter_context(stop.listening())
+        with ranks.together():
+            if ranks.is_main:
+                out.mkdir(parents=True, exist_ok=True)
+                held.enter_context(locked(out, talker))
+                _open_folder(recipe, out, resume, command)
+        target = target or _load_target(recipe, accelerator.device)
+        data = _data(recipe, target, out, talker, ranks)
+        job = _job(recipe, target, data, out, stop, talker, ranks, accelerator)
+        progress = _continue(job, allow, talker)
+        stop.is_deferred = True
+        progress = train(job, progress)
+        acceptance = _best(job, progress, talker)
+        written = out / "package"
+        with ranks.together():
+            if ranks.is_main:
+                save_learning_curve(out / "metrics.jsonl", out / "curve.png")
+                if package is not None:
+                    package(job.drafter, target, written, acceptance)
+        accelerator.end_training()
+    best = None if progress.best_step is None else job.checkpoints.path(progress.best_step)
+    return RunResult(
+        out=out,
+        best_checkpoint=best,
+        tau=None if acceptance is None else acceptance["tau"],
+        steps=progress.step,
+        seconds=progress.seconds,
+        package=written if package is not None else None,
+    )
+
+
+def _accelerator(recipe: Recipe, out: Path) -> Accelerator:
+    """Devices, processes and trackers. Precision is the recipe's, applied by the loop itself."""
+    trackers = list(recipe.train.trackers)
+    for name in trackers:
+        if importlib.util.find_spec(name) is None:
+            raise RecipeError(
+                f"tracker {name} is not installed",
+                expected="an installed tracker of Accelerate",
+                do=f"pip install {name}, or --set train.trackers=[]",
+                where="train.trackers",
+            )
+    patient = InitProcessGroupKwargs(timeout=timedelta(days=1))  # one rank writes data, others wait
+    accelerator = Accelerator(
+        log_with=trackers or None, project_dir=str(out), kwargs_handlers=[patient]
+    )
+    if trackers:
+        accelerator.init_trackers("specctl")
+    return accelerator
+
+
+def _open_folder(recipe: Recipe, out: Path, resume: bool, command: Sequence[str]) -> None:
+    """Refuse a folder that holds a run when a new one is wanted; write run.yaml at once."""
+    if not resume and list((out / "checkpoints").glob("step*")):
+        raise FileError(
+            "the run folder already holds a run",
+            found=str(out / "checkpoints"),
+            expected="an empty folder",
+            do="choose another --out, or leave --no-resume out to continue it",
+            where=str(out),
+        )
+    names = ("specctl", "torch", "transformers", "accelerate", "safetensors")
+    described = {
+        "command": shlex.join(command),
+        "versions": {name: _version(name) for name in names},
+        "recipe": recipe.to_json(),
+        "origin": recipe.origin,
+    }
+    partial = out / ".tmp-run.yaml"
+    partial.write_text(yaml.safe_dump(described, sort_keys=False))
+    partial.replace(out / "run.yaml")
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _load_target(recipe: Recipe, device: torch.device) -> Target:
+    from specctl.runtime.target import load_target
+
+    part = recipe.target
+    return load_target(
+        part.name,
+        revision=part.revision,
+        dtype=part.dtype,
+        device=str(device),
+        inflate=part.inflate,
+    )
+
+
+def _data(recipe: Recipe, target: Target, out: Path, reporter: Reporter, ranks: Ranks) -> TokenData:
+    """The rows; the first rank makes them, the others then find them made."""
+    data: TokenData | None = None
+    with ranks.together():
+        if ranks.is_main:
+            data = prepare(recipe, target, out, reporter)
+    return data if data is not None else prepare(recipe, target, out)
+
+
+def _vocab(recipe: Recipe, target: Target, data: TokenData) -> VocabMap | None:
+    if recipe.vocab.size is None:
+        return None
+    if recipe.vocab.source == "draft":
+        raise RecipeError(
+            "a drafter that is yet to be trained has drafted nothing to count",
+            expected="vocab.source target or text",
+            do="train with --set vocab.source=target, or trim afterwards with specctl vocab-trim",
+            where="vocab.source",
+        )
+    return vocab_from_data(data, target, recipe.vocab.size, recipe.vocab.min_coverage)
+
+
+def _job(
+    recipe: Recipe,
+    target: Target,
+    data: TokenData,
+    out: Path,
+    stop: Stop,
+    reporter: Reporter,
+    ranks: Ranks,
+    accelerator: Accelerator,
+) -> Job:
+    """Everything the loop works with."""
+    settings = recipe.train
+    if settings.rows < ranks.size:
+        raise RecipeError(
+            "fewer rows in a batch than processes",
+            found=f"train.rows {settings.rows}, {ranks.size} processes",
+            expected="at least one row per process",
+            do=f"--set train.rows={ranks.size}",
+            where="train.rows",
+        )
+    vocab = _vocab(recipe, target, data)
+    drafter = build_drafter(recipe, target.spec, vocab).to(ranks.device, torch.float32)
+    needs = drafter.needs()
+    if needs.borrow:
+        drafter.bind(target.borrowed())
+    for line in what_trains(drafter):
+        reporter.say(line)
+    num_rows = data.num_rows - len(measuring_rows(recipe, data))
+    say_data(recipe, num_rows, reporter)
+    trainable = drafter.trainable()
+    vocab_sizes = frozenset({target.spec.vocab_size} | ({vocab.size} if vocab else set()))
+    seed_everything(settings.seed, ranks.rank)
+
+    def batch(rows: list[int]) -> TrainBatch:
+        return capture(target, data.batch(rows), needs)
+
+    return Job(
+        drafter=drafter,
+        settings=settings,
+        order=Order(num_rows, settings.seed),
+        batch=batch,
+        measure=decoder(recipe, target, drafter, measuring_prompts(recipe, target, data)),
+        optimizers=build_optimizers(trainable, settings, vocab_sizes),
+        gradient=Gradient(trainable),
+        checkpoints=Checkpoints(out / "checkpoints", reporter, settings.keep, ranks),
+        log=MetricsLog(out / "metrics.jsonl", ranks.is_main),
+        stop=stop,
+        reporter=reporter,
+        out=out,
+        draft_length=recipe.serve.length,
+        autocast=_autocast(settings.precision, ranks.device),
+        fingerprint=run_fingerprint(
+            recipe,
+            target.fingerprint,
+            target.tokenizer_fingerprint,
+            data.digest,
+            None if vocab is None else vocab.digest(),
+            ranks.size,
+        ),
+        log_more=lambda figures, step: accelerator.log(figures, step),
+        ranks=ranks,
+    )
+
+
+def _autocast(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    if precision == "no":
+        return nullcontext
+    return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
+
+
+def _continue(job: Job, allow: Collection[str], reporter: Reporter) -> Progress:
+    """Where the run stands: its newest whole checkpoint, or the beginning."""
+    snapshot = job.checkpoints.newest()
+    if snapshot is None:
+        return Progress()
+    for change in check_same_run(snapshot.fingerprint, job.fingerprint, allow):
+        reporter.warn(f"continuing although {change}")
+    reporter.say(f"continuing from step {snapshot.step:,}")
+    return restore(job, snapshot)
+
+
+def _best(job: Job, progress: Progress, reporter: Reporter) -> dict[str, Any] | None:
+    """Put the weights with the highest measured tau into the drafter; returns what was measured."""
+    assert job.drafter.module is not None
+    if progress.best_step is not None and progress.best_step != progress.step:
+        try:
+            best = job.checkpoints.load(progress.best_step)
+            job.drafter.load_tensors(best.tensors["model"])
+        except IntegrityError as error:
+            reporter.warn(f"{error}; the weights of the last step are packaged instead")
+            return measure(job).to_json() | {"step": progress.step}
+    job.drafter.module.eval()
+    return progress.best
