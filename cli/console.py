@@ -30,6 +30,7 @@ class Console:
         self.is_main = os.environ.get("RANK", "0") == "0"
         self.warnings: list[str] = []
         self.is_answered = False
+        self.result: dict[str, Any] | None = None  # what an error still may report with --json
         self._progress: Progress | None = None
 
     def configure(
@@ -125,8 +126,8 @@ class Console:
         }
         if self.json and self.is_main and not self.is_answered:
             body = {"code": int(error.exit), **parts}
-            answer = {"ok": False, "result": None, "warnings": self.warnings, "next": [do]}
-            self._object({**answer, "error": body})
+            answer = {"ok": False, "result": self.result, "warnings": self.warnings}
+            self._object({**answer, "next": [do], "error": body})
         if self.is_main:
             lines = [f"error[{int(error.exit)}]: {error.what}"]
             lines += [f"  {k + ':':9} {parts[k]}" for k in list(parts)[1:] if parts[k]]
@@ -144,10 +145,7 @@ def format_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> li
     """Lines of a table: left-aligned text, right-aligned figures, two blanks between."""
     cells = [[_cell(value) for value in row] for row in rows]
     widths = [max(len(c), *(len(row[i]) for row in cells), 0) for i, c in enumerate(columns)]
-    numeric = [
-        any(isinstance(row[i], (int, float)) for row in rows) or _looks_numeric(cells, i)
-        for i in range(len(columns))
-    ]
+    numeric = [_looks_numeric(cells, i) for i in range(len(columns))]
 
     def line(values: Sequence[str]) -> str:
         padded = [
@@ -170,5 +168,13 @@ def _cell(value: object) -> str:
 
 
 def _looks_numeric(cells: Sequence[Sequence[str]], column: int) -> bool:
-    values = [row[column] for row in cells if row[column] != "-"]
-    return bool(values) and all(v[:1].isdigit() for v in values)
+    values = [row[column].replace(",", "") for row in cells if row[column] != "-"]
+    return bool(values) and all(_is_number(value) for value in values)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text.removesuffix("x").removesuffix("%"))
+    except ValueError:
+        return False
+    return True

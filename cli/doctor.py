@@ -111,7 +111,7 @@ def _vector_units() -> str:
 
 
 def _free_memory() -> int | None:
-    """Bytes that a new program can use: the container's limit or the machine's, whichever is less."""
+    """Bytes that a new program can use, within the limit of the container if there is one."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

@@ -1,47 +1,68 @@
-"""Run the same command in several processes, under Accelerate's launcher."""
+"""Run the same command in several processes: Accelerate's launcher on GPUs, torch's on the CPU
+(Accelerate starts several CPU processes only through MPI)."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from specctl.recipes.errors import ResourceError
+from specctl.recipes.errors import Exit, ResourceError
+
+EXIT_FILE = "SPECCTL_EXIT_FILE"  # where the first process leaves its exit code for the parent
 
 
 def is_launched() -> bool:
     """True inside a process that a launcher started."""
-    return "LOCAL_RANK" in os.environ or "ACCELERATE_PROCESS_INDEX" in os.environ
+    return "LOCAL_RANK" in os.environ
 
 
 def launch_command(arguments: Sequence[str], processes: int, is_cpu: bool) -> list[str]:
     """The command line that runs `specctl ARGUMENTS` in so many processes on this machine."""
-    placement = ["--cpu", "--num_cpu_threads_per_process", "1"] if is_cpu else ["--multi_gpu"]
-    return [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--num_processes",
-        str(processes),
-        "--num_machines",
-        "1",
-        "--mixed_precision",
-        "no",
-        "--dynamo_backend",
-        "no",
-        "--main_process_port",
-        "0",
-        *placement,
-        "-m",
-        "specctl",
-        *arguments,
-    ]
+    count = str(processes)
+    if is_cpu:
+        launcher = ["torch.distributed.run", "--nproc-per-node", count, "--master-port", "0"]
+    else:
+        launcher = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", count]
+        launcher += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+        launcher += ["--main_process_port", "0"]
+    return [sys.executable, "-m", *launcher, "-m", "specctl", *arguments]
 
 
 def relaunch(arguments: Sequence[str], processes: int, is_cpu: bool) -> int:
-    """Run this very command again in `processes` processes; returns their exit code."""
-    return subprocess.call(launch_command(arguments, processes, is_cpu))
+    """Run this very command again in `processes` processes; returns the first one's exit code.
+
+    SIGTERM is handed on, SIGINT reaches the processes by itself, and this one waits for them.
+    """
+    with tempfile.TemporaryDirectory(prefix="specctl-") as folder:
+        exit_file = Path(folder) / "exit"
+        command = launch_command(arguments, processes, is_cpu)
+        with subprocess.Popen(command, env=_environment(exit_file, processes, is_cpu)) as process:
+            signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            code = process.wait()
+        return int(exit_file.read_text()) if exit_file.is_file() else code or int(Exit.OK)
+
+
+def _environment(exit_file: Path, processes: int, is_cpu: bool) -> Mapping[str, str]:
+    """Threads are shared out, so that CPU processes do not fight for the cores."""
+    environment = {**os.environ, EXIT_FILE: str(exit_file)}
+    if is_cpu:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+        environment["ACCELERATE_USE_CPU"] = "true"
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
+    return environment
+
+
+def leave_exit_code(code: int) -> None:
+    """Called by every process at its end: a launcher would turn any failure into exit code 1."""
+    path = os.environ.get(EXIT_FILE)
+    if path and os.environ.get("RANK") == "0":
+        Path(path).write_text(str(code))
 
 
 def check_gpus(wanted: int) -> None:

@@ -19,6 +19,7 @@ from specctl import __version__
 from specctl.cli.console import Console
 from specctl.cli.failures import handle
 from specctl.cli.flags import Json, NoColor, Quiet, Verbose, command, console_of, unwrap
+from specctl.cli.launch import leave_exit_code
 
 START, TRAIN, USE, LOOK = "Start here", "Train and shape", "Use and measure", "Look and check"
 
@@ -140,8 +141,10 @@ def main(argv: Sequence[str] | None = None, console: Console | None = None) -> i
             code = root.main(arguments, prog_name="specctl", standalone_mode=False, obj=console)
         console.stdout.flush()
     except BaseException as error:
-        return handle(error, console)
-    return code if isinstance(code, int) else 0
+        code = handle(error, console)
+    code = code if isinstance(code, int) else 0
+    leave_exit_code(code)
+    return code
 
 
 def _nothing() -> contextlib.AbstractContextManager[None]:

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TextIO
 from specctl.runtime.report import Advance
 
 PLAIN_SECONDS = 15.0
+AT_ONCE = 0.1  # what is reported this soon was done by an earlier run, and is no measure of speed
 
 
 class Progress(Protocol):
@@ -46,16 +47,20 @@ class PlainProgress:
     @contextmanager
     def task(self, label: str, total: int, unit: str) -> Iterator[Advance]:
         started = shown = self.clock()
-        done, last_note = 0, ""
+        done = before = 0
+        last_note = ""
 
         def advance(amount: int, note: str = "") -> None:
-            nonlocal done, shown, last_note
+            nonlocal done, before, shown, last_note
+            now = self.clock()
+            if done == 0 and now - started < AT_ONCE:
+                before = amount
             done += amount
             last_note = note or last_note
-            now = self.clock()
             if now - shown >= PLAIN_SECONDS:
                 shown = now
-                self.print(_line(label, done, total, unit, now - started, last_note))
+                rate = (done - before) / (now - started)
+                self.print(_line(label, done, total, unit, rate, last_note))
 
         yield advance
         spent = self.clock() - started
@@ -64,8 +69,7 @@ class PlainProgress:
             self.print(f"{label}: {done:,} {unit} in {duration(spent)}{note}")
 
 
-def _line(label: str, done: int, total: int, unit: str, spent: float, note: str) -> str:
-    rate = done / spent if spent > 0 else 0.0
+def _line(label: str, done: int, total: int, unit: str, rate: float, note: str) -> str:
     left = duration((total - done) / rate) if rate > 0 else "?"
     parts = [f"{label}: {done:,}/{total:,} {unit}", rate_text(rate, unit), f"eta {left}"]
     return " | ".join([*parts, note] if note else parts)
@@ -89,14 +93,17 @@ class RichProgress:
             self._bars.start()
         self._open += 1
         task_id = self._bars.add_task(label, total=total, note="", rate="")
-        started, done = time.monotonic(), 0
+        started = time.monotonic()
+        done = before = 0
 
         def advance(amount: int, note: str = "") -> None:
-            nonlocal done
-            done += amount
+            nonlocal done, before
             spent = time.monotonic() - started
+            if done == 0 and spent < AT_ONCE:
+                before = amount
+            done += amount
             fields = {"note": note} if note else {}
-            rate = rate_text(done / spent, unit) if spent > 0 else ""
+            rate = rate_text((done - before) / spent, unit) if spent > AT_ONCE else ""
             self._bars.update(task_id, advance=amount, rate=rate, **fields)
 
         try:

@@ -151,8 +151,10 @@ def schema(
     console.done({"schema": part})
 
 
-for _name, _body in {"ls": ls, "show": show, "cp": cp, "validate": validate}.items():
-    app.command(_name)(command(_body, f"recipes-{_name}"))
+app.command("ls")(command(ls, "recipes-ls"))
+app.command("show")(command(show, "recipes-show"))
+app.command("cp")(command(cp, "recipes-cp"))
+app.command("validate")(command(validate, "recipes-validate"))
 app.command("schema")(command(schema, "recipes-schema"))
 
 

@@ -1,0 +1,197 @@
+"""`specctl bench`: timed comparisons of drafters against plain decoding, in one table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from specctl.cli.console import Console
+from specctl.cli.flags import (
+    DRAFTING,
+    Allow,
+    Device,
+    Dtype,
+    Inflate,
+    LengthFlag,
+    NodesFlag,
+    Offline,
+    PolicyFlag,
+    Revision,
+    RuleFlag,
+    Seed,
+    TargetName,
+)
+from specctl.cli.loading import NO_DRAFTER, DraftChoice, TargetChoice, inflated_note, target_json
+from specctl.recipes.errors import GateError, RecipeError
+
+if TYPE_CHECKING:
+    from specctl.runtime.bench import BenchReport, BenchRow, Contender
+    from specctl.runtime.target import Target
+
+DEFAULT_DRAFTS = ("prompt-lookup", "token-recycling")
+COMPARISONS = {">=": float.__ge__, "<=": float.__le__, ">": float.__gt__, "<": float.__lt__}
+
+
+def bench(
+    console: Console,
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--draft",
+            "-d",
+            help="Drafter to measure (repeatable): a package, prompt-lookup, token-recycling.",
+            rich_help_panel=DRAFTING,
+        ),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", "-f", help="Text or JSONL file; else the held-out prompts."),
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 16,
+    domain: Annotated[
+        str | None, typer.Option(help="Only the held-out prompts of this domain.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 64,
+    temperature: Annotated[
+        list[float] | None,
+        typer.Option(min=0.0, help="Repeatable; greedy and 0.8 if left out."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each; medians are shown.")] = 3,
+    batch: Annotated[int, typer.Option(min=1, max=256, help="Prompts decoded at once.")] = 1,
+    gate: Annotated[
+        list[str] | None,
+        typer.Option(help='Fail (exit 8) unless every drafter meets it, e.g. "speedup>=1.3".'),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write the result as JSON, too.")
+    ] = None,
+    policy: PolicyFlag = None,
+    length: LengthFlag = None,
+    nodes: NodesFlag = None,
+    rule: RuleFlag = None,
+    allow: Allow = None,
+    seed: Seed = 0,
+    target: TargetName = "tiny",
+    revision: Revision = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    inflate: Inflate = None,
+    offline: Offline = False,
+) -> None:
+    """Measure tau, tokens per second and speed-up of drafters, interleaved in one process.
+
+    Ratios are to plain decoding by specctl on the same target. The repetition rate of the outputs
+    is shown, because text that loops flatters drafters that look things up.
+
+    Examples:
+
+      specctl bench --target tiny --draft runs/quickstart/package
+      specctl bench --draft prompt-lookup --inflate 300m --num-prompts 4 --temperature 0
+      specctl bench --draft runs/quickstart/package --gate "speedup>=1.2" --json
+    """
+    gates = [parse_gate(text) for text in gate or ()]
+    from specctl.runtime.bench import bench as bench_
+    from specctl.runtime.bench import engine_contender
+    from specctl.runtime.sampling import Sampling
+    from specctl.train.heldout import heldout_prompts
+
+    model = TargetChoice(target, revision, dtype, device, inflate, offline).load(console)
+    contenders = [engine_contender("plain", model, batch=batch)]
+    for name in draft or DEFAULT_DRAFTS:
+        if name != NO_DRAFTER:
+            choice = DraftChoice(name, policy, length, nodes, rule, tuple(allow or ()))
+            contenders.append(_contender(choice, model, batch))
+    found = heldout_prompts(model, num_prompts, domain, prompts)
+    samplings = [
+        Sampling(temperature=heat, seed=seed, max_new_tokens=max_new_tokens)
+        for heat in temperature or (0.0, 0.8)
+    ]
+    report = bench_(
+        model, contenders, [p.ids for p in found], samplings, repeats=repeats, reporter=console
+    )
+    _show(console, report, model)
+    result = {**report.to_json(), "target": target_json(model), "batch": batch}
+    console.result = result
+    if out is not None:
+        import json
+
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    check_gates(report.rows, gates)
+    console.done(result, next=_next(report.rows, target))
+
+
+def _contender(choice: DraftChoice, model: Target, batch: int) -> Contender:
+    from specctl.runtime.bench import engine_contender
+
+    loaded = choice.load(model)
+    return engine_contender(
+        loaded.name, model, loaded.drafter, loaded.policy, rule=loaded.rule, batch=batch
+    )
+
+
+def _show(console: Console, report: BenchReport, model: Target) -> None:
+    columns = (
+        "drafter", "sampling", "tau", "tokens/s", "speed-up", "identical", "repetition", "drafting",
+    )  # fmt: skip
+    rows = [
+        (
+            row.name,
+            row.setting,
+            row.tau,
+            f"{row.tokens_per_second:.1f}",
+            row.speedup,
+            row.identical,
+            row.repetition_rate,
+            None if row.draft_share is None else f"{row.draft_share:.0%}",
+        )
+        for row in report.rows
+    ]
+    console.table(columns, rows)
+    console.out(
+        f"{report.target} {report.dtype} on {report.device}, {report.threads} threads, "
+        f"{report.num_prompts} prompts x {report.new_tokens} tokens, medians of {report.repeats}"
+    )
+    if model.inflated:
+        console.out(inflated_note(model))
+
+
+def parse_gate(text: str) -> tuple[str, str, float]:
+    """`speedup>=1.3` -> ("speedup", ">=", 1.3)."""
+    match = re.fullmatch(r"\s*(speedup|tau|tokens_per_second)\s*(>=|<=|>|<)\s*([\d.]+)\s*", text)
+    if match is None:
+        raise RecipeError(
+            f"the gate {text!r} cannot be read",
+            where="--gate",
+            found=text,
+            expected="speedup, tau or tokens_per_second, then >=, <=, > or <, then a number",
+            do='--gate "speedup>=1.3"',
+        )
+    return match[1], match[2], float(match[3])
+
+
+def check_gates(rows: Sequence[BenchRow], gates: Sequence[tuple[str, str, float]]) -> None:
+    """Refuse the first drafter that misses a gate; plain decoding is exempt."""
+    for row in rows:
+        for figure, sign, bound in gates:
+            value = getattr(row, figure)
+            if row.name == "plain" or value is None or COMPARISONS[sign](float(value), bound):
+                continue
+            raise GateError(
+                f"{row.name} misses the gate",
+                where=f"row {row.name}, {row.setting}",
+                found=f"{figure} {value:.3f}",
+                expected=f"{figure} {sign} {bound:g}",
+                do="train longer (specctl train-draft), try --length 3, or lower the gate",
+            )
+
+
+def _next(rows: Sequence[BenchRow], target: str) -> list[str]:
+    best = max(rows, key=lambda row: row.speedup)
+    if best.name == "plain":
+        return [f"specctl train-draft --target {target} --recipe distill"]
+    return [f'specctl generate --target {target} --draft {best.name} "..."']

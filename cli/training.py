@@ -1,0 +1,210 @@
+"""What train-draft, distill and quickstart share: run a recipe, package the best, say so."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from specctl.cli.console import Console
+from specctl.cli.launch import check_gpus, is_launched, relaunch
+from specctl.cli.progress import duration
+from specctl.recipes.errors import SpecctlError
+
+if TYPE_CHECKING:
+    from specctl.drafters.parts.base import Drafter
+    from specctl.export.manifest import Manifest
+    from specctl.recipes.schema import Recipe
+    from specctl.runtime.target import Target
+    from specctl.train.plan import Plan
+    from specctl.train.run import RunResult
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingFlags:
+    """The flags of a training command."""
+
+    recipe: str
+    target: str | None
+    data: str | None
+    out: Path | None
+    sets: Sequence[str]
+    gpus: int
+    processes: int
+    resume: bool
+    dry_run: bool
+    allow: Sequence[str]
+
+    def load(self) -> Recipe:
+        from specctl.cli.families import check_options
+        from specctl.recipes.load import load_recipe
+
+        flags = {} if self.data is None else {"data.source": self.data}
+        recipe = load_recipe(self.recipe, self.sets, target=self.target, flags=flags)
+        check_options(recipe, self.recipe)
+        return recipe
+
+    def folder(self, recipe: Recipe) -> Path:
+        """--out, or runs/TARGET-RECIPE."""
+        target = recipe.target.name.strip("/").replace("/", "--")
+        return self.out if self.out is not None else Path("runs") / f"{target}-{recipe.name}"
+
+
+def run_training(console: Console, flags: TrainingFlags) -> None:
+    """A whole training command, from its flags to the Next lines."""
+    recipe = flags.load()
+    out = flags.folder(recipe)
+    if flags.dry_run:
+        _dry_run(console, recipe, out)
+        return
+    processes, is_cpu = _processes(flags)
+    if processes > 1 and not is_launched():
+        code = relaunch(sys.argv[1:], processes, is_cpu)
+        console.is_answered = True  # by the first process
+        raise typer.Exit(code)
+    result = train_and_package(console, recipe, out, flags.resume, flags.allow)
+    finish(console, recipe, result)
+
+
+def _processes(flags: TrainingFlags) -> tuple[int, bool]:
+    """How many processes, and whether on the CPU."""
+    if flags.gpus > 1 and flags.processes > 1:
+        raise SpecctlError(
+            "--gpus and --processes were both given",
+            where="the command line",
+            found=f"--gpus {flags.gpus} --processes {flags.processes}",
+            expected="one of the two: one process runs on each GPU",
+            do=f"--gpus {flags.gpus}",
+        )
+    if flags.gpus > 1 and not is_launched():
+        check_gpus(flags.gpus)
+    return (flags.gpus, False) if flags.gpus > 1 else (flags.processes, True)
+
+
+def train_and_package(
+    console: Console, recipe: Recipe, out: Path, resume: bool = True, allow: Sequence[str] = ()
+) -> RunResult:
+    """Train, and write OUT/package from the checkpoint with the best measured tau."""
+    from specctl.train.run import train_draft
+
+    command = ["specctl", *sys.argv[1:]]
+
+    def package(
+        drafter: Drafter, target: Target, folder: Path, acceptance: Mapping[str, Any] | None
+    ) -> Manifest:
+        from specctl.export.folder import save_package
+
+        return save_package(
+            drafter,
+            target,
+            folder,
+            serve=recipe.to_json()["serve"],
+            recipe_digest=recipe.digest,
+            acceptance=packaged_acceptance(acceptance, recipe, out),
+            command=command,
+        )
+
+    return train_draft(
+        recipe,
+        out,
+        resume=resume,
+        reporter=console,
+        command=command,
+        allow=allow,
+        package=package,
+    )
+
+
+def packaged_acceptance(
+    measured: Mapping[str, Any] | None, recipe: Recipe, out: Path
+) -> dict[str, Any] | None:
+    """What the training loop measured, as a package records it."""
+    if measured is None:
+        return None
+    return {
+        "tau": measured["tau"],
+        "alpha": measured["accepted_per_position"],
+        "command": f"specctl train-draft --recipe {recipe.name} --out {out}",
+        "data": "held-out prompts",
+        "temperature": measured["temperature"],
+        "prompts": measured["prompts"],
+        "new_tokens": recipe.train.tau_tokens,
+    }
+
+
+def finish(console: Console, recipe: Recipe, result: RunResult) -> None:
+    """The last line of a run: where it is, its hash, its acceptance, its time."""
+    from specctl.export.manifest import read_manifest
+
+    package = result.package if result.package is not None else result.out / "package"
+    if not console.is_main:
+        return
+    manifest = read_manifest(package)
+    tau = "not measured" if result.tau is None else f"{result.tau:.2f}"
+    checkpoint = result.best_checkpoint or result.out
+    console.out(
+        f"checkpoint {checkpoint} (sha256 {manifest.digest[:12]}) | acceptance tau {tau} "
+        f"(held-out, k={recipe.serve.length}) | {duration(result.seconds)}"
+    )
+    answer = {
+        "out": str(result.out),
+        "package": str(package),
+        "checkpoint": str(checkpoint),
+        "sha256": manifest.digest,
+        "tau": result.tau,
+        "steps": result.steps,
+        "seconds": round(result.seconds, 1),
+        "parameters": manifest.parameters,
+    }
+    target = recipe.target.name
+    following = [
+        f"specctl verify {package} --target {target} --level lossless",
+        f'specctl generate --target {target} --draft {package} --compare "..."',
+    ]
+    console.done(answer, next=following)
+
+
+def _dry_run(console: Console, recipe: Recipe, out: Path) -> None:
+    from specctl.train.run import train_draft
+
+    result = train_draft(recipe, out, dry_run=True, reporter=console)
+    assert result.plan is not None, "a dry run plans"
+    show_plan(console, recipe, result.plan)
+    arguments = [word for word in sys.argv[1:] if word not in ("--dry-run", "--json")]
+    answer = {"recipe": recipe.to_json(), "origin": recipe.origin, "plan": result.plan.to_json()}
+    console.done(answer, next=[" ".join(["specctl", *arguments])])
+
+
+def show_plan(console: Console, recipe: Recipe, plan: Plan) -> None:
+    """What a run will take, before anything is spent."""
+    low, high = plan.seconds_range
+    rows = [
+        ("recipe", f"{recipe.name} ({recipe.digest[:12]})"),
+        ("target", recipe.target.name),
+        ("family", recipe.drafter.family),
+        ("target parameters", f"{plan.target_parameters:,}"),
+        ("drafter parameters", f"{plan.parameters:,} ({plan.trainable:,} trained)"),
+        ("steps", f"{plan.steps:,}"),
+        ("memory", _parts_text(plan.memory_bytes, plan.memory)),
+        ("disk", _parts_text(plan.disk_bytes, plan.disk)),
+        ("time", f"{duration(low)} to {duration(high)} ({plan.basis})"),
+    ]
+    console.table(("what", "how much"), rows)
+
+
+def _parts_text(total: int, parts: Mapping[str, int]) -> str:
+    shown = ", ".join(f"{name} {size_text(count)}" for name, count in parts.items())
+    return f"{size_text(total)} ({shown})"
+
+
+def size_text(count: float) -> str:
+    """1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
