@@ -143,19 +143,24 @@ class TrimReport:
         return sorted(self.coverage_by_domain.items(), key=lambda item: item[1])
 
     def plot(self) -> str:
-        """The coverage curve for a terminal: plotext where installed, else bars."""
+        """The coverage curve for a terminal: plotext (6 or newer) where installed, else bars."""
         try:
             import plotext
         except ImportError:
             return self.bars()
+        if not hasattr(plotext, "figure"):
+            return self.bars()
+        figure = plotext.figure
+        figure.clear()
+        figure.plot_size(72, 16)
         sizes = [point.size for point in self.curve]
-        plotext.clear_figure()
-        plotext.theme("clear")
-        plotext.plot_size(72, 16)
-        plotext.plot(sizes, [100 * p.coverage for p in self.curve], label="all", marker="dot")
-        plotext.plot(sizes, [100 * p.worst for p in self.curve], label="worst domain", marker="x")
-        plotext.title("coverage, % of target-written tokens, by ids kept")
-        return str(plotext.build())
+        values = {"*": [p.coverage for p in self.curve], ".": [p.worst for p in self.curve]}
+        for marker, shares in values.items():
+            signal = figure.signal(sizes, [100 * share for share in shares], marker=marker)
+            signal.lines()
+            figure.draw(signal)
+        figure.title("coverage in % by ids kept: * all domains  . worst domain")
+        return str(plotext.uncolorize(str(figure.build())))
 
     def bars(self) -> str:
         """The coverage curve as one bar per size; `<` marks the size chosen."""
