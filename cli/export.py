@@ -1,15 +1,15 @@
-"""`specctl export`: write a drafter in another format, and load it back to compare."""
+"""`specctl export`: write a drafter in another format, loaded back and compared."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from specctl.cli.console import Console
-from specctl.cli.flags import Out
+from specctl.cli.flags import Allow, Device, Offline, Out
+from specctl.cli.loading import TargetChoice
 from specctl.recipes.errors import RecipeError, nearest
 
 FORMATS = ("hf", "specctl")
@@ -17,9 +17,15 @@ FORMATS = ("hf", "specctl")
 
 def export(
     console: Console,
-    draft: Annotated[str, typer.Option("--draft", "-d", help="Package folder to export.")],
+    draft: Annotated[Path, typer.Option("--draft", "-d", help="Package folder to export.")],
     out: Out,
     to: Annotated[str, typer.Option("--to", help="hf (transformers) or specctl.")] = "hf",
+    target: Annotated[
+        str | None, typer.Option("--target", "-t", help="The target; else the package's own.")
+    ] = None,
+    allow: Allow = None,
+    device: Device = "auto",
+    offline: Offline = False,
 ) -> None:
     """Write a package in another format. What was written is loaded back and compared.
 
@@ -38,10 +44,20 @@ def export(
             expected="one of " + ", ".join(FORMATS),
             do=f"--to {nearest(to, FORMATS, 1)}",
         )
+    from specctl.export.manifest import read_manifest
+
+    record = read_manifest(draft).target
+    choice = TargetChoice(
+        target or record.name,
+        revision=None if target else record.revision,
+        device=device,
+        inflate=None if target else record.inflated,
+        offline=offline,
+    )
     from specctl.export.formats import export as export_
 
-    written = export_(Path(draft), to, out, command=["specctl", *sys.argv[1:]])
+    manifest = export_(draft, to, out, choice.load(console), allow=tuple(allow or ()))
     files = sorted(p.name for p in out.iterdir())
     console.out(f"{out}: {', '.join(files)}")
-    del written
-    console.done({"out": str(out), "format": to, "files": files}, next=[f"specctl show {out}"])
+    result = {"out": str(out), "format": to, "files": files, "sha256": manifest.digest}
+    console.done(result, next=[f"specctl show {out}"])

@@ -1,0 +1,137 @@
+"""`specctl verify`: prove that a drafter is whole, belongs to its target, and changes no answer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specctl.cli.console import Console
+from specctl.cli.flags import Allow, Device, Dtype, Inflate, Offline, Revision
+from specctl.cli.loading import DraftChoice, TargetChoice, target_json
+from specctl.recipes.errors import GateError, RecipeError, nearest
+
+if TYPE_CHECKING:
+    from specctl.runtime.prove import Proof
+
+LEVELS = ("files", "compat", "lossless", "full")
+
+
+def verify(
+    console: Console,
+    draft: Annotated[
+        str, typer.Argument(metavar="PATH", help="A package, or prompt-lookup / token-recycling.")
+    ],
+    target: Annotated[
+        str | None, typer.Option("--target", "-t", help="The target; else the package's own.")
+    ] = None,
+    level: Annotated[
+        str, typer.Option(help="files, compat, lossless or full; each includes those before it.")
+    ] = "lossless",
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write the report as JSON, too.")
+    ] = None,
+    allow: Allow = None,
+    revision: Revision = None,
+    dtype: Dtype = "float32",
+    device: Device = "auto",
+    inflate: Inflate = None,
+    offline: Offline = False,
+) -> None:
+    """Verify a drafter against its target and print counts and p-values.
+
+    files: every byte is what was written. compat: target, tokenizer, template, taps and vocabulary
+    fit. lossless: greedy output is token-identical, sampled output has the target's law, caches
+    roll back exactly, every rule passes enumeration. full: the same with more cases.
+
+    Examples:
+
+      specctl verify runs/quickstart/package
+      specctl verify prompt-lookup --target tiny --level lossless --json
+    """
+    if level not in LEVELS:
+        raise RecipeError(
+            f"unknown level {level!r}",
+            where="--level",
+            found=level,
+            expected="one of " + ", ".join(LEVELS),
+            do=f"--level {nearest(level, LEVELS, 1)}",
+        )
+    result: dict[str, Any] = {"path": draft, "level": level, "checks": []}
+    choice = _target_choice(draft, target, revision, dtype, device, inflate, offline)
+    _check_files(console, result, draft)
+    proof = None
+    if level != "files":
+        model = choice.load(console)
+        loaded = DraftChoice(draft, allow=tuple(allow or ())).load(model)
+        result["target"] = target_json(model)
+        _passed(console, result, "compat", f"fits target {model.name}")
+        if level in ("lossless", "full"):
+            from specctl.runtime.prove import verify as prove
+
+            assert loaded.drafter is not None, "a name other than none gives a drafter"
+            proof = prove(model, loaded.drafter, level=level)
+            result["proof"] = proof.to_json()
+    _finish(console, result, proof, out)
+
+
+def _target_choice(
+    draft: str,
+    target: str | None,
+    revision: str | None,
+    dtype: str,
+    device: str,
+    inflate: str | None,
+    offline: bool,
+) -> TargetChoice:
+    """The flags' target, else the one that the package was made for."""
+    if target is None and _is_package(draft):
+        from specctl.export.manifest import read_manifest
+
+        record = read_manifest(Path(draft)).target
+        return TargetChoice(record.name, record.revision, dtype, device, record.inflated, offline)
+    return TargetChoice(target or "tiny", revision, dtype, device, inflate, offline)
+
+
+def _is_package(draft: str) -> bool:
+    return Path(draft).is_dir()
+
+
+def _check_files(console: Console, result: dict[str, Any], draft: str) -> None:
+    if not _is_package(draft):
+        _passed(console, result, "files", "nothing stored")
+        return
+    from specctl.export.manifest import check_files
+
+    manifest = check_files(Path(draft))
+    count = len(manifest.files)
+    _passed(console, result, "files", f"{count} files, digest {manifest.digest[:12]}")
+
+
+def _passed(console: Console, result: dict[str, Any], name: str, note: str) -> None:
+    result["checks"].append({"name": name, "passed": True, "note": note})
+    console.out(f"{name:10} passed  {note}")
+
+
+def _finish(
+    console: Console, result: dict[str, Any], proof: Proof | None, out: Path | None
+) -> None:
+    console.result = result
+    if proof is not None:
+        for line in proof.lines():
+            console.out(line)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    if proof is not None and not proof.passed:
+        raise GateError(
+            "the drafter is not lossless on this target",
+            where=str(result["path"]),
+            found="a failed check above",
+            expected="every check passed",
+            do="do not use it; report it with the output of the same command and --json",
+        )
+    following = f'specctl generate --draft {result["path"]} --compare "..."'
+    console.done(result, next=[following])
