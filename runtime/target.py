@@ -5,19 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from specctl.drafters.parts.base import Borrowed
-from specctl.drafters.parts.hf_lm import HfLM
+from specctl.drafters.parts.hf_lm import HfLM, spec_of
 from specctl.drafters.parts.lean import lean_from_hf
 from specctl.drafters.parts.lm import LanguageModel
 from specctl.drafters.parts.slots import SlotKV
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.recipes.errors import IncompatibleError
+from specctl.recipes.targets import resolve
+from specctl.runtime.hf import choose_device, choose_dtype, load_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,11 @@ class Target:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; end-of-text markers are left out."""
-        return str(self._tokenizer().decode(list(ids), skip_special_tokens=True))
+        return str(
+            self._tokenizer().decode(
+                list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
 
     def _tokenizer(self) -> Any:
         if self.tokenizer is None:
@@ -112,6 +118,31 @@ def eos_ids_of(model: Any, tokenizer: Any = None) -> tuple[int, ...]:
     return ()
 
 
+def load_target(
+    name: str,
+    *,
+    revision: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    inflate: str | None = None,
+    offline: bool = False,
+) -> Target:
+    """The target called `name`: an alias such as "tiny" or "llama3-8b", a local folder, or a hub
+    id. `inflate` names a size ("100m", "300m", "1b", "8b") to which a Llama-shaped target is blown
+    up without changing its distribution, for measurements of speed."""
+    resolved = resolve(name, revision)
+    where = choose_device(device)
+    first = "float32" if inflate is not None else dtype
+    loaded = load_checkpoint(resolved, first, where, offline)
+    target = Target.from_model(loaded.model, loaded.tokenizer, name)
+    target = replace(target, revision=loaded.revision)
+    if inflate is None:
+        return target
+    from specctl.runtime.inflate import inflate as blow_up
+
+    return blow_up(target, inflate, choose_dtype(dtype, where, is_inflated=True))
+
+
 _CONFIG_FIELDS = (
     "model_type",
     "num_layers",
@@ -133,14 +164,22 @@ def fingerprint(model: Any) -> str:
 
     Samples are hashed as bfloat16, so that one checkpoint has one fingerprint in every dtype.
     """
-    from specctl.drafters.parts.hf_lm import spec_of
-
     spec = spec_of(model.config).to_json()
-    digest = hashlib.sha256(json.dumps({k: spec[k] for k in _CONFIG_FIELDS}).encode())
-    for name, weight in sorted(model.state_dict().items()):
+    shape = {k: spec[k] for k in _CONFIG_FIELDS} | _rope_fields(model.config.get_text_config())
+    digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
+    for name, weight in sorted(model.named_parameters()):
         digest.update(f"{name}:{tuple(weight.shape)}:".encode())
         digest.update(_samples(weight))
     return digest.hexdigest()
+
+
+def _rope_fields(text: Any) -> dict[str, Any]:
+    """Numbers that change positions or reach; default rope adds nothing."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    found = {k: rope[k] for k in names if rope.get(k) is not None}
+    window = getattr(text, "sliding_window", None)
+    return found if window is None else {**found, "sliding_window": window}
 
 
 def _samples(weight: Tensor) -> bytes:

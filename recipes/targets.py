@@ -1,0 +1,124 @@
+"""Names of targets: an alias of `targets.yaml`, a local folder, or a hub id owner/name."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from specctl.recipes.errors import FileError, SpecctlError, nearest
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class TargetShape:
+    """Sizes of a known target, enough to plan memory and time without its files."""
+
+    model_type: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    tied: bool
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of embedding, head and projections; norms and biases are left out."""
+        attention = 2 * (self.heads + self.kv_heads) * self.head_dim
+        mlp = (2 if self.model_type == "gpt_neox" else 3) * self.intermediate
+        embedding = self.vocab * self.hidden * (1 if self.tied else 2)
+        return embedding + self.layers * self.hidden * (attention + mlp)
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedTarget:
+    """Where a target's files are: `path` for a folder, `repo` and `revision` for the hub.
+    `is_pinned` is False when the revision is a branch that may move."""
+
+    name: str
+    repo: str | None
+    revision: str | None
+    path: Path | None
+    is_pinned: bool = True
+    note: str = ""
+    shape: TargetShape | None = None
+
+
+@cache
+def _table() -> dict[str, dict[str, Any]]:
+    text = (files("specctl.recipes") / "targets.yaml").read_text(encoding="utf-8")
+    table: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    return table
+
+
+def aliases() -> tuple[str, ...]:
+    """Every alias, in the order of the file."""
+    return tuple(_table())
+
+
+def resolve(name: str, revision: str | None = None) -> ResolvedTarget:
+    """What a target's name means. An existing folder goes before everything but an alias; write
+    ./NAME for a folder called like an alias. A word that means nothing raises with the nearest."""
+    if name in _table():
+        return _resolve_alias(name, revision)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return ResolvedTarget(name, None, revision, path)
+    if path.exists():
+        raise FileError(
+            "the target is a file, not a folder",
+            found=ascii(name),
+            expected="a folder with config.json, tokenizer and safetensors weights",
+            do=f"give the folder: {path.parent}",
+        )
+    if HUB_ID.fullmatch(name) and not path.parent.is_dir():
+        return ResolvedTarget(name, name, revision or "main", None, _is_commit(revision))
+    raise _unknown(name, path)
+
+
+def _resolve_alias(name: str, revision: str | None) -> ResolvedTarget:
+    entry = _table()[name]
+    shape = TargetShape(**entry["shape"])
+    if "path" in entry:
+        folder = Path(str(files("specctl.recipes") / entry["path"]))
+        return ResolvedTarget(name, None, None, folder, True, entry["note"], shape)
+    return ResolvedTarget(
+        name,
+        entry["repo"],
+        revision or entry["revision"],
+        None,
+        _is_commit(revision) or (revision is None and entry.get("pinned", True)),
+        entry["note"],
+        shape,
+    )
+
+
+def _is_commit(revision: str | None) -> bool:
+    return revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision) is not None
+
+
+def _unknown(name: str, path: Path) -> SpecctlError:
+    if "/" in name or name.startswith((".", "~")):
+        parent = path.parent
+        siblings = [str(p) for p in parent.iterdir() if p.is_dir()] if parent.is_dir() else []
+        return FileError(
+            "there is no such target folder",
+            found=ascii(name),
+            expected="a folder with config.json, tokenizer and safetensors weights",
+            do="nearest: " + (nearest(str(path), siblings) or f"none; {parent} does not exist"),
+        )
+    return SpecctlError(
+        "unknown target",
+        found=ascii(name)[:80],
+        expected="an alias, a folder, or a hub id owner/name",
+        do="nearest aliases: " + nearest(name, _table()),
+    )
