@@ -40,6 +40,7 @@ from specctl.train.assemble import (
 )
 from specctl.train.capture import capture
 from specctl.train.checkpoint import Checkpoints
+from specctl.train.counting import vocab_from_data
 from specctl.train.data import prepare
 from specctl.train.fingerprint import check_same_run, run_fingerprint
 from specctl.train.lock import locked
@@ -53,7 +54,6 @@ from specctl.train.ranks import Ranks
 from specctl.train.rows import TokenData
 from specctl.train.state import seed_everything
 from specctl.train.stop import Stop
-from specctl.train.vocab_trim import vocab_from_data
 
 # package(drafter, target, folder, acceptance): writes the drafter; handed in by the command line,
 # because this room may not import export.

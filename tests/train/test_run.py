@@ -288,3 +288,17 @@ def test_the_same_seed_gives_the_same_numbers_everywhere() -> None:
     assert torch.equal(torch.rand(2), first)
     seed_everything(3, rank=1)
     assert not torch.equal(torch.rand(2), first)
+
+
+def test_a_run_killed_at_random_moments_loses_nothing_it_had_acknowledged() -> None:
+    path = Path(__file__).parents[2] / "benchmarks" / "proof_kill.py"
+    spec = importlib.util.spec_from_file_location("specctl_proof_kill", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["specctl_proof_kill"] = module
+    spec.loader.exec_module(module)
+    proof = module.prove(kills=4, seed=1)
+    assert proof.ok, proof
+    assert proof.kills == 4
+    assert proof.compared > 4
