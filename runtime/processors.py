@@ -176,7 +176,7 @@ def _context(tree: DraftTree, view: RoundView, width: int) -> Tensor:
     tails = [([-1] * width + list(tokens[-width:]))[-width:] for tokens in view.tokens]
     tail_BW = torch.tensor(tails, device=tree.token_BN.device)
     token_BL = torch.cat([tail_BW, tree.token_BN], dim=1)
-    before_BW = torch.arange(-1, width - 2, device=tail_BW.device).expand_as(tail_BW)
+    before_BW = torch.arange(-1, width - 1, device=tail_BW.device).expand_as(tail_BW)
     parent_BL = torch.cat([before_BW.clamp(min=0), tree.parent_BN + width], dim=1)
     at_BT = torch.arange(width - 1, width + tree.num_nodes, device=tail_BW.device)
     at_BT = at_BT.expand(tail_BW.shape[0], -1)
