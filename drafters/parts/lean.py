@@ -108,7 +108,8 @@ class LeanLM(LanguageModel):
         heads = _project(flat, layer.qkv, layer.qkv_bias).view(B, T, H + 2 * K, shape.head_dim)
         both, value = heads[:, :, : H + K], heads[:, :, H + K :].transpose(1, 2)
         if layer.qk_norm_HD is not None:
-            both = F.rms_norm(both, (shape.head_dim,), None, shape.norm_eps) * layer.qk_norm_HD
+            eps = shape.qk_norm_eps or shape.norm_eps
+            both = F.rms_norm(both, (shape.head_dim,), None, eps) * layer.qk_norm_HD
         cos, sin = rope
         both = torch.addcmul(both * cos, both.roll(shape.head_dim // 2, -1), sin).transpose(1, 2)
         query, key = both[:, :H], both[:, H:]

@@ -39,6 +39,7 @@ class LlamaShape:
     qk_norm: bool = False
     attention_bias: bool = False
     output_bias: bool = False
+    qk_norm_eps: float | None = None
     window: int | None = None
     out_size: int | None = None
 
