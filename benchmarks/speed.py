@@ -1,0 +1,147 @@
+"""Wall clock against the alternatives, interleaved in one process on the same weights.
+
+Against: a bare forward loop over the same forward (what the engine itself costs), transformers'
+plain generate, transformers' assisted generation with the very same small-LM draft, transformers'
+prompt lookup. With --inflate the target costs as much as a larger model and says the same; the
+transformers contenders then run the same inflated weights.
+
+    python benchmarks/speed.py --small-lm runs/bench/distill/package \\
+        --best runs/bench/eagle3/package
+    python benchmarks/speed.py ... --inflate 300m --dtype bfloat16
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from specctl import Sampling, load_drafter, load_target
+from specctl.drafters import family
+from specctl.drafters.parts.lean import LeanLM
+from specctl.export.formats import export
+from specctl.runtime.bench import (
+    Contender,
+    bare_contender,
+    bench,
+    engine_contender,
+    transformers_contender,
+)
+from specctl.runtime.policies import make_policy
+from specctl.runtime.target import Target
+from specctl.train.heldout import heldout_prompts
+
+
+def transformers_twin(target: Target) -> Any:
+    """The target's very weights as a transformers model (also when it is inflated)."""
+    assert isinstance(target.lm, LeanLM)
+    shape = target.lm.module.shape
+    config = LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        rms_norm_eps=shape.norm_eps,
+        rope_theta=shape.rope_theta,
+        max_position_embeddings=target.spec.max_positions,
+        tie_word_embeddings=shape.tied,
+        bos_token_id=target.spec.bos_id,
+        eos_token_id=list(target.eos_ids),
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    weights = dict(target.lm.module.state_dict())
+    weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
+    model.load_state_dict(weights, strict=True, assign=True)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
+    return model.eval()
+
+
+def contenders(target: Target, args: argparse.Namespace, folder: Path) -> list[Contender]:
+    model = transformers_twin(target)
+    eos = target.eos_ids
+    found = [
+        engine_contender("plain", target),
+        bare_contender("bare forward loop", target),
+        transformers_contender("transformers plain", model, eos),
+        transformers_contender(
+            "transformers prompt lookup", model, eos, prompt_lookup_num_tokens=5
+        ),
+        engine_contender(
+            "prompt-lookup", target, load_drafter("prompt-lookup", target), make_policy(DIRECT)
+        ),
+    ]
+    if args.small_lm:
+        export(args.small_lm, "hf", folder / "assistant", target)
+        assistant = AutoModelForCausalLM.from_pretrained(
+            folder / "assistant", dtype=target.dtype
+        ).eval()
+        assistant.generation_config.num_assistant_tokens = args.length
+        assistant.generation_config.num_assistant_tokens_schedule = "constant"
+        assistant.generation_config.assistant_confidence_threshold = 0.0
+        name = "transformers assisted, same draft"
+        found.append(transformers_contender(name, model, eos, assistant_model=assistant))
+        drafter = load_drafter(args.small_lm, target).to(target.device, target.dtype)
+        chain = make_policy({"policy": "chain", "length": args.length})
+        found.append(engine_contender("small-lm, same draft", target, drafter, chain))
+    for path in args.best.split(",") if args.best else []:
+        drafter = load_drafter(path, target).to(target.device, target.dtype)
+        stepwise = "chain" in family(drafter.family).policies
+        for length in map(int, args.lengths.split(",")):
+            serve = {"policy": "chain"} if stepwise else DIRECT
+            name = f"{Path(path).parent.name} length {length}"
+            found.append(
+                engine_contender(name, target, drafter, make_policy({**serve, "length": length}))
+            )
+    return found
+
+
+DIRECT = {"policy": "direct", "length": 5, "nodes": 16}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--small-lm", default=None, help="package of a small-lm drafter")
+    parser.add_argument("--best", default=None, help="packages of other drafters, comma-separated")
+    parser.add_argument("--length", type=int, default=5)
+    parser.add_argument("--lengths", default="3,5,7")
+    parser.add_argument("--prompts", type=int, default=10)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--inflate", default=None)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--temperatures", default="0")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    target = load_target("tiny", dtype=args.dtype, inflate=args.inflate)
+    prompts = [list(p.ids) for p in heldout_prompts(target, args.prompts)]
+    settings = [
+        Sampling(temperature=float(t), max_new_tokens=args.tokens, ignore_eos=True)
+        for t in args.temperatures.split(",")
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        ways = contenders(target, args, Path(folder))
+        report = bench(target, ways, prompts, settings, repeats=args.repeats)
+    if args.json:
+        print(json.dumps(report.to_json()))
+        return
+    print(f"{report.target} inflated={report.inflated} {report.dtype} threads={report.threads}")
+    for row in report.rows:
+        tau = "-" if row.tau is None else f"{row.tau:.2f}"
+        same = {True: "identical", False: "DIFFERS", None: ""}[row.identical]
+        print(
+            f"{row.name:34s} {row.setting:7s} tau {tau:>5s} {row.tokens_per_second:8.1f} tok/s "
+            f"{row.speedup:5.2f}x {same}"
+        )
+
+
+if __name__ == "__main__":
+    main()
