@@ -291,7 +291,7 @@ class Eagle3State(StepState):
             self._write(ids_1T, state_TD[None, :-1], self.turn_P2E[None, : num_rows - 1])
 
     def _write(self, ids_BW: Tensor, state_BWD: Tensor, turn_BW2E: Tensor) -> tuple[Tensor, ...]:
-        """Write true rows; only their keys and values matter. Returns the mixed input and the cache."""
+        """Write true rows: only keys and values matter. Returns what they read, and the cache."""
         x_BWI = self.layer.mix(self.drafter.embed(ids_BW), state_BWD)
         key, value = self.layer.self_attn.key_value(x_BWI, turn_BW2E)
         return x_BWI, *self.kv.update(0, key, value)

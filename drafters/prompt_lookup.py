@@ -3,7 +3,7 @@
 The longest suffix of `max_ngram` down to `min_ngram` tokens that occurred before wins, and of its
 occurrences the most recent. A copy that reaches the end of the text goes on copying itself, as in
 LZ77, so that a loop is drafted to any length. An n-gram index grows with the text: the cost of a
-round is proportional to its new tokens. (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding)
+round is proportional to its new tokens. (Saxena 2023, apoorvumang/prompt-lookup-decoding on GitHub)
 Letters: B rows, N nodes.
 """
 

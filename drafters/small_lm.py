@@ -159,37 +159,30 @@ class SmallLm(Drafter):
         shape = replace(self.module.shape, tied=False, out_size=vocab.size)
         small = LeanLlama(shape)
         weights = dict(self.module.state_dict())
-        head_KD = self.head_weight()
+        head_KD = self.module.head_weight
         weights["lm_head.weight"] = cut_rows(head_KD.detach(), self.vocab, vocab)
         small.to(device=head_KD.device, dtype=head_KD.dtype)
         small.load_state_dict(weights)
         options = replace(self.options, tied=False)
         return SmallLm(options, self.spec, vocab, LeanLM(small, self.lm.spec))
 
-    def head_weight(self) -> Tensor:
-        """[K, D]: the draft's own LM head, the embedding when they are tied."""
-        assert isinstance(self.module, LeanLlama)
-        if self.module.shape.tied:
-            return self.module.model.embed_tokens.weight
-        return self.module.lm_head.weight
-
     def loss(self, batch: TrainBatch) -> LossOut:
         """Loss of predicting 1 ahead (A0), summed over rows."""
         how = LossOptions(self.options.loss, self.options.temperature, self.options.chunk)
         windows = {w: document_mask(batch.document_BS, w) for w in self.lm.windows}
         masks = Masks(document_mask(batch.document_BS), windows)
-        is_lean, last = isinstance(self.module, LeanLlama), self.lm.spec.num_layers
-        taps = (last,) if is_lean else ()
-        ids_BS = self.readable(batch.ids_BS)
-        out = self.lm.dense(ids_BS, batch.position_BS, masks, taps, logits=not is_lean)
-        rows = aim(batch, 1)
-        if not is_lean:
-            assert out.logits_BTV is not None
-            state_RK = self.spoken(out.logits_BTV).flatten(0, 1)
+        ids_BS, rows, module = self.readable(batch.ids_BS), aim(batch, 1), self.module
+        if not isinstance(module, LeanLlama):
+            logits_BTV = self.lm.dense(ids_BS, batch.position_BS, masks).logits_BTV
+            assert logits_BTV is not None
+            state_RK = self.spoken(logits_BTV).flatten(0, 1)
             return head_loss(state_RK, nn.Identity(), rows, self.vocab, how)
+        last = self.lm.spec.num_layers
+        out = self.lm.dense(ids_BS, batch.position_BS, masks, (last,), logits=False)
+        head_KD = module.head_weight
 
         def head(state_ND: Tensor) -> Tensor:
-            return F.linear(state_ND, self.head_weight())
+            return F.linear(state_ND, head_KD)
 
         return head_loss(out.taps[last].flatten(0, 1), head, rows, self.vocab, how)
 
@@ -321,7 +314,7 @@ FAMILY = Family(
     summary=(
         "An independent small language model over the target's tokenizer, distilled from the "
         "target's own distribution. It shares nothing with the target, so it is easy to train, to "
-        "inspect and to serve anywhere (transformers' assistant_model, every engine's draft model). "
+        "inspect and to serve anywhere (assistant_model of transformers, draft model of engines). "
         "Its acceptance is bounded by what a small model can know; feature-level drafters reach "
         "more per parameter."
     ),

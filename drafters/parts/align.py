@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -36,7 +35,7 @@ class Aim:
 
 def shifted(values_BS: Tensor, steps: int, fill: int = 0) -> Tensor:
     """[B, S]: entry t holds values[t + steps]; `fill` where the row has ended."""
-    return F.pad(values_BS[:, steps:], (0, steps), value=fill)
+    return F.pad(values_BS[:, steps:], (0, min(steps, values_BS.shape[1])), value=fill)
 
 
 def ahead_mask(batch: TrainBatch, steps: int) -> Tensor:
@@ -54,8 +53,3 @@ def aim(batch: TrainBatch, steps: int) -> Aim:
     return Aim(
         row_N, label_N, row_N + steps - 1, None if teacher is None else teacher.flatten(0, 1)
     )
-
-
-def last_true(path_BP: Tensor) -> Tensor:
-    """[B]: number of entries >= 0 in a -1 padded path."""
-    return (path_BP >= 0).sum(-1, dtype=torch.long)

@@ -132,7 +132,7 @@ class WideAttention(nn.Module):
 
 
 class WideLayer(nn.Module):
-    """The EAGLE-3 decoder layer; attention itself is done by the caller, who owns keys and values."""
+    """The EAGLE-3 decoder layer; the caller owns keys and values and does the attention."""
 
     def __init__(self, shape: LayerShape, qk_norm: bool = False) -> None:
         super().__init__()

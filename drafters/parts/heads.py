@@ -14,7 +14,7 @@ from specctl.recipes.errors import IncompatibleError
 
 
 class ResBlock(nn.Module):
-    """x + SiLU(Wx + b) with W and b zero at first, so that a fresh block is the identity (Medusa)."""
+    """x + SiLU(Wx + b) with W and b zero at first: a fresh block is the identity (Medusa)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -40,7 +40,7 @@ Head = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LossOptions:
-    """How a head is compared with the target. `chunk` = rows per slice; None fits the vocabulary."""
+    """How a head is compared with the target. `chunk`: rows per slice, None fits the vocabulary."""
 
     kind: str = "kl"
     temperature: float = 1.0
@@ -129,7 +129,7 @@ def head_loss(
     """Sum of the loss over the rows of `aim`, in slices; each slice's logits are recomputed in the
     backward pass when there is more than one, so that few [chunk, V] copies exist at a time.
 
-    Metrics: `top1` (the draft's first choice is the target's, or the label's without a teacher) and,
+    Metrics: `top1` (the draft's first choice is the target's, or the label without a teacher) and,
     with a teacher, `alpha`; both over all rows, cut or not.
     """
     ids_K = None if vocab is None else vocab.ids_K

@@ -36,7 +36,7 @@ class Template:
 
 def greedy_paths(acceptance: Sequence[Sequence[float]], nodes: int) -> tuple[Path, ...]:
     """The `nodes` paths with the largest product; acceptance[d][r] is the chance that the token of
-    rank r at depth d is right. The last depth is the deepest. Best first, parents before children."""
+    rank r at depth d is right. Best first, parents before children."""
     if not acceptance:
         return ()
     heap = [(-acceptance[0][rank], (rank,)) for rank in range(len(acceptance[0]))]

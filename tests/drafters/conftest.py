@@ -90,9 +90,7 @@ class Drive:
     drafter: Drafter
 
     def open(self, num_slots: int = 1) -> StepState:
-        state = self.drafter.open(
-            Space(num_slots, 64, 16, self.target.device, self.target.dtype)
-        )
+        state = self.drafter.open(Space(num_slots, 64, 16, self.target.device, self.target.dtype))
         assert isinstance(state, StepState)
         return state
 

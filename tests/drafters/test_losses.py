@@ -62,7 +62,7 @@ def test_loss_equals_its_formula_row_by_row(kind: str, temperature: float) -> No
         scale = 1.0 if kind == "ce" else temperature
         q = (head(state[row]) / scale).softmax(-1)
         p = (aim.teacher_RV[judge] / scale).softmax(-1)
-        expected += float(naive(kind, p, q, int(label)))
+        expected += float(naive(kind, p, q, int(label)).detach())
     assert float(out.sum) == pytest.approx(expected, rel=1e-5)
     assert float(out.count) == N
 
@@ -119,7 +119,9 @@ def test_gradient_of_minus_log_alpha_is_that_of_tv_over_alpha() -> None:
     (by_tv,) = torch.autograd.grad(head_loss(state, head, one, None, LossOptions("tv")).sum, state)
     assert one.teacher_RV is not None
     of = laws(head(state[one.row_N]), one.teacher_RV[one.judge_N], None)
-    torch.testing.assert_close(by_lk * acceptance(of).detach().double(), by_tv, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(
+        by_lk * acceptance(of).detach().double(), by_tv, rtol=1e-4, atol=1e-7
+    )
 
 
 def test_a_draft_equal_to_the_target_has_no_loss_and_alpha_one() -> None:

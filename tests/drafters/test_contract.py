@@ -1,0 +1,356 @@
+"""What every family owes (docs: adding a method), for each of `families()` without exception.
+
+Targets are random and tiny; drafters are trained a few dozen steps where a test needs drafts that
+are neither useless nor perfect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chi2
+from torch import Tensor
+
+from specctl.drafters import families
+from specctl.drafters.parts.align import ahead_mask
+from specctl.drafters.parts.base import Budget, Drafter, Outcome, RoundSeconds, Space, StepState
+from specctl.drafters.parts.batch import TrainBatch
+from specctl.drafters.parts.tree import DraftTree
+from specctl.drafters.parts.vocab import VocabMap
+from specctl.runtime.engine import Engine
+from specctl.runtime.policies import make_policy
+from specctl.runtime.policies.length import CostTable, LengthChooser
+from specctl.runtime.sampling import Sampling
+from specctl.runtime.session import Completion, Request
+from specctl.runtime.target import Target
+from specctl.train.capture import document_masks
+
+SIZE = 24
+NAMES = sorted(families())
+TRAINED = [name for name in NAMES if families()[name].trainable]
+GROWN = [(name, policy) for name in NAMES for policy in families()[name].policies]
+PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4], [7], [11, 12, 11, 12, 11], [20, 2, 20], [8, 8])
+KEPT = [0, 1, 2, 3, 5, 8, 11, 12, 13, 20, 21]
+
+
+@pytest.fixture(scope="module")
+def target(make_target: Any) -> Target:
+    found: Target = make_target(num_layers=3, vocab=SIZE)
+    return found
+
+
+@pytest.fixture(scope="module")
+def make_drafter(target: Target, train_a_little: Any) -> Any:
+    """make_drafter(name, trimmed=False, steps=12): each made once."""
+    made: dict[tuple[str, bool, int], Drafter] = {}
+
+    def make(name: str, trimmed: bool = False, steps: int = 12) -> Drafter:
+        key = (name, trimmed, steps)
+        if key not in made:
+            made[key] = new_drafter(target, name, trimmed)
+            if made[key].trainable():
+                train_a_little(target, made[key], steps)
+        return made[key]
+
+    return make
+
+
+def new_drafter(target: Target, name: str, trimmed: bool = False) -> Drafter:
+    """Fresh weights; training-free families stay as they are under `trimmed`."""
+    torch.manual_seed(5)
+    found = families()[name]
+    vocab = VocabMap(torch.tensor(KEPT), SIZE) if trimmed and found.trainable else None
+    drafter = found.build(found.options(), target.spec, vocab)
+    if drafter.needs().borrow:
+        drafter.bind(target.borrowed())
+    return drafter
+
+
+@dataclass
+class Recorder(LengthChooser):
+    """Drafts as long as the policy allows and keeps every round's outcome."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def length(self, batch: int) -> int:
+        return 99
+
+    def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:
+        self.outcomes.append(outcome)
+
+
+def run(
+    target: Target,
+    drafter: Drafter | None,
+    policy: str,
+    prompts: Sequence[Sequence[int]],
+    num_slots: int,
+    sampling: Sampling,
+    **fields: Any,
+) -> tuple[list[Completion], list[Outcome]]:
+    recorder = Recorder(CostTable({0: 1.0}, {0: 1.0}, "", "", 1))
+    engine = Engine(
+        target,
+        drafter,
+        make_policy({"policy": policy, **fields}) if drafter is not None else None,
+        num_slots=num_slots,
+        chooser=recorder,
+    )
+    requests = [Request(tuple(prompt), sampling) for prompt in prompts]
+    return engine.run(requests), recorder.outcomes
+
+
+GREEDY = Sampling(max_new_tokens=14, ignore_eos=True)
+
+
+@pytest.mark.parametrize("trimmed", [False, True], ids=["full", "trimmed"])
+@pytest.mark.parametrize(("name", "policy"), GROWN)
+def test_greedy_output_is_the_targets_whatever_the_batch(
+    target: Target, make_drafter: Any, name: str, policy: str, trimmed: bool
+) -> None:
+    drafter = make_drafter(name, trimmed)
+    plain, _ = run(target, None, policy, PROMPTS, 1, GREEDY)
+    for num_slots in (1, 3):  # five prompts in three slots: rows leave and others take their slot
+        drafted, outcomes = run(target, drafter, policy, PROMPTS, num_slots, GREEDY)
+        assert [d.tokens for d in drafted] == [p.tokens for p in plain]
+        assert sum(sum(o.num_accepted) for o in outcomes) > 0
+
+
+def exact_pairs(target: Target, prompt: Sequence[int], temperature: float) -> Tensor:
+    """[V, V]: probability of the next two tokens."""
+    rows = torch.tensor([[*prompt, token] for token in range(target.spec.vocab_size)])
+    batch = TrainBatch(
+        rows,
+        torch.ones_like(rows, dtype=torch.bool),
+        torch.zeros_like(rows),
+        torch.arange(rows.shape[1]).expand_as(rows),
+    )
+    with torch.no_grad():
+        out = target.lm.dense(rows, batch.position_BS, document_masks(target.lm, batch))
+    assert out.logits_BTV is not None
+    law = (out.logits_BTV.double() / temperature).softmax(-1)
+    return law[0, -2][:, None] * law[:, -1]
+
+
+@pytest.mark.parametrize(("name", "policy"), GROWN)
+def test_sampled_pairs_follow_the_targets_law(
+    make_target: Any, train_a_little: Any, name: str, policy: str
+) -> None:
+    small = make_target(num_layers=3, vocab=6, hidden=32)
+    torch.manual_seed(5)
+    found = families()[name]
+    drafter = found.build(found.options(), small.spec, None)
+    if drafter.needs().borrow:
+        drafter.bind(small.borrowed())
+    if drafter.trainable():
+        train_a_little(small, drafter, 12)
+    prompt, count, temperature = [1, 2, 3, 1, 2], 1500, 1.3
+    fields = {"branch": (2, 1)} if policy == "static-tree" else {}
+    recorder = Recorder(CostTable({0: 1.0}, {0: 1.0}, "", "", 1))
+    engine = Engine(
+        small,
+        drafter,
+        make_policy({"policy": policy, **fields}),
+        num_slots=125,
+        chooser=recorder,
+    )
+    requests = [
+        Request(tuple(prompt), Sampling(temperature, seed=i, max_new_tokens=3, ignore_eos=True))
+        for i in range(count)
+    ]
+    counts = torch.zeros(6, 6, dtype=torch.double)
+    for completion in engine.run(requests):
+        first, second = completion.tokens[:2]
+        counts[first, second] += 1
+    expected = exact_pairs(small, prompt, temperature) * count
+    rare = expected < 5
+    seen = torch.cat([counts[~rare], counts[rare].sum()[None]])
+    wanted = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    used = wanted > 0
+    statistic = float(((seen - wanted)[used] ** 2 / wanted[used]).sum())
+    assert float(chi2.sf(statistic, int(used.sum()) - 1)) > 1e-3
+    accepted = sum(sum(o.num_accepted) for o in recorder.outcomes)
+    assert accepted > 0
+    assert any(a < o.tree.depth for o in recorder.outcomes for a in o.num_accepted)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if "direct" in families()[n].policies])
+def test_a_proposal_respects_its_budget(target: Target, make_drafter: Any, name: str) -> None:
+    for nodes, depth in ((1, 1), (3, 2), (7, 3), (20, 5)):
+        _, outcomes = run(
+            target, make_drafter(name), "direct", PROMPTS, 3, GREEDY, nodes=nodes, length=depth
+        )
+        for outcome in outcomes:
+            check_tree(outcome.tree, Budget(nodes, depth), SIZE)
+
+
+def check_tree(tree: DraftTree, budget: Budget, size: int) -> None:
+    assert tree.num_nodes <= budget.nodes
+    assert tree.depth <= budget.depth
+    assert int(tree.depth_BT().max()) <= tree.depth
+    at_N = torch.arange(tree.num_nodes)
+    assert bool((tree.parent_BN < at_N).all())
+    assert bool(((tree.token_BN >= 0) & (tree.token_BN < size)).all())
+    for b in range(tree.token_BN.shape[0]):
+        real = tree.valid_BN[b]
+        children = set(
+            zip(tree.parent_BN[b, real].tolist(), tree.token_BN[b, real].tolist(), strict=True)
+        )
+        assert len(children) == int(real.sum()), "two siblings carry one token"
+        for node in at_N[real].tolist():
+            parent = int(tree.parent_BN[b, node])
+            assert parent < 0 or bool(real[parent]), "a valid node hangs on padding"
+
+
+@pytest.mark.parametrize("trimmed", [False, True], ids=["full", "trimmed"])
+@pytest.mark.parametrize("name", TRAINED)
+def test_loss_falls_and_only_trainable_tensors_move(
+    target: Target, train_a_little: Any, name: str, trimmed: bool
+) -> None:
+    drafter = new_drafter(target, name, trimmed)
+    before = {n: t.clone() for n, t in drafter.tensors().items()}
+    frozen = {n: t.clone() for n, t in target.lm.module.state_dict().items()}
+    losses = train_a_little(target, drafter, 30)
+    assert losses[-1] < 0.8 * losses[0]
+    moved = {n for n, t in drafter.tensors().items() if not torch.equal(t, before[n])}
+    assert moved == set(drafter.trainable())
+    for n, t in target.lm.module.state_dict().items():
+        assert torch.equal(t, frozen[n]), f"{n} of the target moved"
+        assert not t.requires_grad
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_borrowed_pieces_are_not_among_the_stored_tensors(target: Target, name: str) -> None:
+    drafter = new_drafter(target, name)
+    borrowed = target.borrowed()
+    owned = {t.data_ptr() for t in drafter.tensors().values()}
+    assert not owned & {borrowed.embedding_VD.data_ptr(), borrowed.head_VD.data_ptr()}
+
+
+@pytest.mark.parametrize("trimmed", [False, True], ids=["full", "trimmed"])
+@pytest.mark.parametrize("name", NAMES)
+def test_saved_and_loaded_it_drafts_the_same(
+    target: Target, make_drafter: Any, name: str, trimmed: bool
+) -> None:
+    drafter = make_drafter(name, trimmed)
+    torch.manual_seed(99)
+    twin = families()[name].build(drafter.options, target.spec, drafter.vocab)
+    twin.load_tensors(drafter.tensors())
+    policy = families()[name].policies[0]
+    for sampling in (GREEDY, Sampling(temperature=1.0, max_new_tokens=14, ignore_eos=True)):
+        _, ours = run(target, drafter, policy, PROMPTS, 3, sampling)
+        _, theirs = run(target, twin, policy, PROMPTS, 3, sampling)
+        assert len(ours) == len(theirs)
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a.tree.token_BN, b.tree.token_BN)
+            assert a.num_accepted == b.num_accepted
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_missing_or_unknown_tensor_is_refused(target: Target, name: str) -> None:
+    drafter = new_drafter(target, name)
+    tensors = drafter.tensors()
+    first = next(iter(tensors))
+    with pytest.raises(RuntimeError, match="Missing"):
+        drafter.load_tensors({n: t for n, t in tensors.items() if n != first})
+    with pytest.raises(RuntimeError, match="Unexpected"):
+        drafter.load_tensors({**tensors, "stowaway": tensors[first]})
+
+
+@pytest.mark.parametrize("trimmed", [False, True], ids=["full", "trimmed"])
+@pytest.mark.parametrize("name", TRAINED)
+def test_training_scores_a_token_as_serving_does(
+    target: Target, make_drafter: Any, capture_batch: Any, drive: Any, name: str, trimmed: bool
+) -> None:
+    """With one token to predict, the loss is made of the very laws that drafting would use: one per
+    training step or head j, which drafts that token j steps after the root."""
+    trained = make_drafter(name, trimmed)
+    options = {n: getattr(trained.options, n) for n in trained.options.__dataclass_fields__}
+    options["loss"] = "ce"
+    drafter = families()[name].build(type(trained.options)(**options), target.spec, trained.vocab)
+    drafter.load_tensors(trained.tensors())
+    if drafter.needs().borrow:
+        drafter.bind(target.borrowed())
+    text = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]  # the last one is speakable under KEPT
+    ids = torch.tensor([text])
+    mask = torch.zeros_like(ids, dtype=torch.bool)
+    mask[0, -1] = True
+    batch = TrainBatch(ids, mask, torch.zeros_like(ids), torch.arange(len(text))[None])
+    assert int(ahead_mask(batch, 1).sum()) == 1
+    out = drafter.loss(capture_batch(target, drafter, batch))
+    steps = getattr(drafter.options, "ttt_steps", getattr(drafter.options, "num_heads", 1))
+    decay = getattr(drafter.options, "decay", 1.0)
+    label = text[-1] if drafter.vocab is None else int(drafter.vocab.to_draft()[text[-1]])
+    served = 0.0
+    for j in range(steps):
+        logits_TK = drive(target, drafter).chain_logits(text[:-1], len(text) - 1 - j)
+        served -= decay**j * float(logits_TK[j].detach().log_softmax(-1)[label])
+    assert float(out.sum) == pytest.approx(served, rel=1e-4)
+
+
+@pytest.mark.parametrize(("name", "policy"), GROWN)
+def test_a_used_slot_drafts_as_a_fresh_one(
+    target: Target, make_drafter: Any, name: str, policy: str
+) -> None:
+    drafter = make_drafter(name)
+    if name == "token-recycling":  # its memory is shared on purpose: compare it frozen
+        drafter = families()[name].build(families()[name].options(freeze=True), target.spec, None)
+        torch.manual_seed(0)
+        best = torch.stack([torch.randperm(SIZE)[:8] for _ in range(SIZE)])
+        drafter.load_tensors({"matrix": best})
+    (_, alone), (_, after) = (
+        run(target, drafter, policy, prompts, 1, GREEDY)
+        for prompts in ([PROMPTS[2]], [PROMPTS[0], PROMPTS[1], PROMPTS[2]])
+    )
+    again = after[-len(alone) :]
+    for a, b in zip(alone, again, strict=True):
+        assert torch.equal(a.tree.token_BN, b.tree.token_BN)
+        assert a.num_accepted == b.num_accepted
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_trimmed_drafter_speaks_only_kept_ids(
+    target: Target, make_drafter: Any, name: str
+) -> None:
+    whole = make_drafter(name)
+    small = whole.trimmed(VocabMap(torch.tensor(KEPT), SIZE))
+    assert small.vocab is not None
+    for policy in families()[name].policies:
+        _, outcomes = run(target, small, policy, PROMPTS, 3, GREEDY)
+        for outcome in outcomes:
+            drafted = outcome.tree.token_BN[outcome.tree.valid_BN]
+            assert set(drafted.tolist()) <= set(KEPT)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_trimming_keeps_the_logits_of_kept_ids(
+    target: Target, make_drafter: Any, drive: Any, name: str
+) -> None:
+    whole = make_drafter(name)
+    small = whole.trimmed(VocabMap(torch.tensor(KEPT), SIZE))
+    text = [3, 1, 4, 1, 5, 9]
+    full_TV = drive(target, whole).chain_logits(text, 4)
+    torch.testing.assert_close(drive(target, small).chain_logits(text, 4), full_TV[:, KEPT])
+    smaller = small.trimmed(VocabMap(torch.tensor(KEPT[:5]), SIZE))
+    torch.testing.assert_close(drive(target, smaller).chain_logits(text, 4), full_TV[:, KEPT[:5]])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_family_describes_itself(name: str) -> None:
+    found = families()[name]
+    assert found.paper.startswith("https://")
+    assert len(found.summary) > 100
+    assert found.options.__dataclass_params__.frozen
+    assert set(found.policies) <= {"chain", "static-tree", "dynamic-tree", "direct"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stepwise_families_and_only_they_are_grown_by_policies(target: Target, name: str) -> None:
+    found = families()[name]
+    state = new_drafter(target, name).open(Space(1, 16, 8, torch.device("cpu"), torch.float32))
+    grown = set(found.policies) - {"direct"}
+    assert bool(grown) == isinstance(state, StepState)
