@@ -26,7 +26,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import specctl
+from specctl.drafters import families
 from specctl.drafters.parts.base import Drafter
+from specctl.drafters.parts.lean import LeanLlama
 from specctl.export.atomic import new_folder, write_file
 from specctl.export.card import render_card
 from specctl.export.compat import check_allow
@@ -39,7 +41,7 @@ from specctl.export.manifest import (
     file_records,
     is_package,
 )
-from specctl.recipes.errors import IntegrityError, SpecctlError
+from specctl.recipes.errors import IncompatibleError, IntegrityError, SpecctlError
 from specctl.runtime.target import Target
 
 MAP_NAMES = ("d2t", "t2d")
@@ -60,6 +62,7 @@ def save_package(
     An older package there is replaced in one step; anything else there is refused.
     """
     tensors = package_tensors(drafter)
+    refuse_unbuildable(drafter)
     about = describe(drafter, target, tensors)
     about |= {
         "serve": dict(serve),
@@ -162,6 +165,29 @@ def package_tensors(drafter: Drafter) -> dict[str, Tensor]:
         whole["d2t"] = drafter.vocab.d2t().cpu().contiguous()
         whole["t2d"] = drafter.vocab.t2d().cpu().contiguous()
     return whole
+
+
+def refuse_unbuildable(drafter: Drafter) -> None:
+    """A loader builds from family, options and target shape alone: they must describe this drafter
+    (those of a model taken from elsewhere may not)."""
+    with torch.random.fork_rng(devices=[]):
+        again = families()[drafter.family].build(drafter.options, drafter.spec, drafter.vocab)
+    if _layout(again) != _layout(drafter):
+        raise IncompatibleError(
+            f"the options of {drafter.family} do not describe this drafter",
+            found=f"a {type(drafter.module).__name__} of another shape than the options give",
+            expected="a drafter that its options, its vocabulary and its target's shape rebuild",
+            do="use the transformers folder it came from as it is, or train a draft with specctl",
+        )
+
+
+def _layout(drafter: Drafter) -> tuple[Any, ...]:
+    """Names and shapes of what is stored, and the constants of a Llama that are not stored."""
+    sizes = {name: tuple(t.shape) for name, t in drafter.tensors().items()}
+    if not isinstance(drafter.module, LeanLlama):
+        return (sizes,)
+    rotary = drafter.module.rotary
+    return sizes, drafter.module.shape, rotary.scale, rotary.inv_freq.tolist()
 
 
 def refuse_not_finite(tensors: Mapping[str, Tensor]) -> None:

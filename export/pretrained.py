@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from specctl.drafters.parts.base import Drafter
+from specctl.drafters.parts.hf_lm import HfLM
+from specctl.drafters.parts.lean import LeanLlama, lean_from_hf
 from specctl.drafters.parts.lm import LanguageModel
+from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.export.compat import Mismatch, check_compatible, raise_first
 from specctl.export.files import (
     PICKLE_SUFFIXES,
@@ -34,8 +37,6 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_con
 
 def load_pretrained(path: Path, target: Target, allow: Sequence[str] = ()) -> Drafter:
     """The model of a transformers folder as a small-lm drafter for `target`."""
-    from specctl.drafters.small_lm import SmallLm
-
     folder = open_folder(path)
     if (folder / MANIFEST).exists():
         check_compatible(check_files(folder), target, allow)
@@ -43,7 +44,24 @@ def load_pretrained(path: Path, target: Target, allow: Sequence[str] = ()) -> Dr
     check_vocab(config, shapes, target)
     tokenizer = load_tokenizer(folder)
     _check_tokenizer(tokenizer, folder, target, allow)
-    return SmallLm.from_lm(load_lm(folder, target), target.spec)
+    return described(SmallLm.from_lm(load_lm(folder, target), target.spec))
+
+
+def described(drafter: SmallLm) -> SmallLm:
+    """The drafter with options that say its shape, so that a trimmed one can be packaged."""
+    if isinstance(drafter.module, LeanLlama):
+        shape = drafter.module.shape
+        drafter.options = SmallLmOptions(
+            layers=shape.num_layers,
+            width=shape.hidden_size,
+            heads=shape.num_heads,
+            kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            intermediate=shape.intermediate_size,
+            tied=shape.tied,
+            qk_norm=shape.qk_norm,
+        )
+    return drafter
 
 
 def inspect_folder(folder: Path) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
@@ -171,9 +189,6 @@ def _difference(draft: Any, target: Any) -> str:
 def load_lm(folder: Path, target: Target) -> LanguageModel:
     """The folder's model on the target's device and dtype, frozen; no weight may be made up."""
     from transformers import AutoModelForCausalLM
-
-    from specctl.drafters.parts.hf_lm import HfLM
-    from specctl.drafters.parts.lean import lean_from_hf
 
     try:
         model, report = AutoModelForCausalLM.from_pretrained(

@@ -152,3 +152,17 @@ def reseal() -> Callable[..., None]:
         (folder / MANIFEST).write_bytes(Manifest.seal(body).render())
 
     return edit
+
+
+@pytest.fixture(scope="session")
+def word_tokenizer() -> Any:
+    """A tokenizer of 48 words, with an end of text at id 2."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<bos>": 1, "<eos>": 2} | {f"w{i}": i for i in range(3, 48)}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<eos>", bos_token="<bos>", pad_token="<pad>"
+    )

@@ -1,0 +1,211 @@
+"""An independent draft as a plain transformers folder: usable as `assistant_model`, by vLLM's
+`draft_model`, SGLang's STANDALONE and every converter that reads Hugging Face models.
+
+The vocabulary always has one row per target token (engines compare the two sizes). A trimmed draft
+is scattered back; see `specctl.export.widen` for why the cut rows can never be drafted.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from specctl.drafters.parts.lean import LeanLlama, LeanLM, LlamaShape
+from specctl.drafters.parts.lm import Masks
+from specctl.drafters.parts.masks import document_mask
+from specctl.drafters.small_lm import SmallLm
+from specctl.export.check import compare_tensors
+from specctl.export.files import list_files
+from specctl.export.folder import write_tensors
+from specctl.export.formats import Format, Source
+from specctl.export.manifest import WEIGHTS
+from specctl.export.pretrained import inspect_folder
+from specctl.export.widen import MARGIN, Widened, widen
+from specctl.recipes.errors import GateError, IncompatibleError
+
+_PRIVATE = ("name_or_path", "_name_or_path", "tokenizer_file")
+
+
+def write(source: Source, folder: Path) -> None:
+    wide = widened(source)
+    write_tensors(wide.tensors, folder / WEIGHTS)
+    if source.target.tokenizer is not None:
+        source.target.tokenizer.save_pretrained(folder)
+        _forget_paths(folder)
+    _dump(config_of(wide.shape, source), folder / "config.json")
+    _dump(_generation_config(source), folder / "generation_config.json")
+    list_files(folder)  # no tokenizer may have written anything but plain files
+
+
+def widened(source: Source) -> Widened:
+    """The draft over the target's whole vocabulary, in the dtype of the package."""
+    drafter = source.drafter
+    assert isinstance(drafter, SmallLm)
+    if not isinstance(drafter.module, LeanLlama):
+        raise IncompatibleError(
+            "only a Llama-shaped draft can be written as a transformers folder",
+            found=type(drafter.module).__name__,
+            expected="a draft trained or pruned by specctl",
+            do="--to specctl, or use the transformers folder that the draft came from",
+        )
+    dtype = getattr(torch, source.manifest.dtype)
+    tensors = {
+        n: t.detach().to("cpu", dtype, copy=True).contiguous() for n, t in drafter.tensors().items()
+    }
+    kept_K = None if drafter.vocab is None else drafter.vocab.ids_K.cpu()
+    return widen(drafter.module.shape, tensors, kept_K)
+
+
+def config_of(shape: LlamaShape, source: Source) -> dict[str, Any]:
+    """config.json: the plainest transformers architecture that computes this shape. Rope is written
+    in the new and in the old spelling."""
+    spec = source.manifest.model_spec
+    rope = {"rope_type": "default", "rope_theta": shape.rope_theta}
+    return {
+        **_architecture(shape),
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": shape.norm_eps,
+        "max_position_embeddings": spec.max_positions,
+        "rope_parameters": rope,
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": None,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": shape.tied,
+        **_special_ids(source),
+        "dtype": source.manifest.dtype,
+        "torch_dtype": source.manifest.dtype,
+        "use_cache": True,
+    }
+
+
+def _architecture(shape: LlamaShape) -> dict[str, Any]:
+    switches = (shape.qk_norm, shape.attention_bias, shape.output_bias, shape.window is not None)
+    known: dict[tuple[bool, ...], tuple[str, str, dict[str, Any]]] = {
+        (False, False, False, False): ("llama", "Llama", {"attention_bias": False}),
+        (False, True, True, False): ("llama", "Llama", {"attention_bias": True}),
+        (True, False, False, False): ("qwen3", "Qwen3", {"attention_bias": False}),
+        (True, True, True, False): ("qwen3", "Qwen3", {"attention_bias": True}),
+        (False, True, False, False): ("qwen2", "Qwen2", {}),
+        (False, False, False, True): ("mistral", "Mistral", {"sliding_window": shape.window}),
+    }
+    if switches not in known:
+        raise IncompatibleError(
+            "no transformers architecture has this combination of switches",
+            found="qk_norm {}, attention_bias {}, output_bias {}, window {}".format(*switches),
+            expected="those of Llama, Qwen2, Qwen3 or Mistral",
+            do="--to specctl",
+        )
+    model_type, name, extra = known[switches]
+    if model_type == "llama":
+        extra |= {"mlp_bias": False, "pretraining_tp": 1}
+    if model_type.startswith("qwen"):
+        extra |= {"use_sliding_window": False, "sliding_window": None}
+    return {"architectures": [f"{name}ForCausalLM"], "model_type": model_type, **extra}
+
+
+def _special_ids(source: Source) -> dict[str, Any]:
+    spec, eos = source.manifest.model_spec, list(source.target.eos_ids)
+    return {
+        "bos_token_id": spec.bos_id,
+        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+        "pad_token_id": spec.pad_id,
+    }
+
+
+def _generation_config(source: Source) -> dict[str, Any]:
+    """How transformers should draft with it: the package's own draft length, every round."""
+    body = {k: v for k, v in _special_ids(source).items() if v is not None}
+    length = source.manifest.serve.get("length")
+    if isinstance(length, int):
+        body |= {"num_assistant_tokens": length, "num_assistant_tokens_schedule": "constant"}
+    return {**body, "do_sample": False}
+
+
+def _dump(body: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(body, indent=2, sort_keys=True) + "\n", encoding="ascii")
+
+
+def _forget_paths(folder: Path) -> None:
+    """Drop what the tokenizer remembers of where it was loaded from."""
+    for path in folder.glob("*_config.json"):
+        body = json.loads(path.read_text(encoding="utf-8"))
+        kept = {k: v for k, v in body.items() if k not in _PRIVATE}
+        if kept != body:
+            path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
+def check(source: Source, folder: Path) -> None:
+    """Read the folder back: the same tensors, the same logits in transformers, cut rows below."""
+    from specctl.export.manifest import check_files
+
+    check_files(folder)
+    inspect_folder(folder)
+    wide = widened(source)
+    compare_tensors(wide.tensors, load_file(folder / WEIGHTS))
+    theirs, ours = _both_logits(source, folder)
+    vocab = source.drafter.vocab
+    kept_K = torch.arange(ours.shape[-1]) if vocab is None else vocab.ids_K.cpu()
+    spoken = theirs[..., kept_K]
+    scale = max(float(ours.abs().max()), 1.0)
+    error = float((spoken - ours).abs().max()) / scale
+    eps = float(torch.finfo(getattr(torch, source.manifest.dtype)).eps)
+    if error > max(8 * eps, 1e-5):
+        raise _gate(f"logits differ by {error:.1e} of their size", "the drafter's own logits")
+    theirs[..., kept_K] = -torch.inf
+    if float(theirs.max()) > float(spoken.min()) - MARGIN / 2:
+        raise _gate("a cut token comes close to a kept one", f"{MARGIN:g} below every kept logit")
+
+
+def _both_logits(source: Source, folder: Path) -> tuple[Tensor, Tensor]:
+    """[1, S, V] logits by transformers and [1, S, K] by our own forward, in float64 on the CPU."""
+    from transformers import AutoModelForCausalLM
+
+    drafter = source.drafter
+    assert isinstance(drafter, SmallLm)
+    assert isinstance(drafter.module, LeanLlama)
+    lm = LeanLM(copy.deepcopy(drafter.module).to("cpu", torch.float64), drafter.lm.spec)
+    size = source.manifest.vocabulary.target_size
+    num_ids = min(64, source.manifest.model_spec.max_positions)
+    ids_1S = torch.randint(size, (1, num_ids), generator=torch.Generator().manual_seed(0))
+    document_1S, position_1S = torch.zeros_like(ids_1S), torch.arange(num_ids)[None]
+    windows = {w: document_mask(document_1S, w) for w in lm.windows}
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, local_files_only=True, use_safetensors=True
+    )
+    with torch.no_grad():
+        theirs = model.eval()(ids_1S).logits
+        out = lm.dense(ids_1S, position_1S, Masks(document_mask(document_1S), windows))
+    assert out.logits_BTV is not None
+    return theirs, out.logits_BTV
+
+
+def _gate(found: str, expected: str) -> GateError:
+    return GateError(
+        "the transformers folder does not compute what the drafter computes",
+        found=found,
+        expected=expected,
+        do="report this with the package's manifest.json; --to specctl is unaffected",
+    )
+
+
+FORMAT = Format(
+    name="hf",
+    summary="plain transformers causal-LM folder with the target's tokenizer",
+    families=("small-lm",),
+    write=write,
+    check=check,
+)
