@@ -109,7 +109,7 @@ def _is_commit(revision: str | None) -> bool:
 def _unknown(name: str, path: Path) -> SpecctlError:
     if "/" in name or name.startswith((".", "~")):
         parent = path.parent
-        siblings = [str(p) for p in parent.iterdir() if p.is_dir()] if parent.is_dir() else []
+        siblings = [str(p) for p in parent.glob("[!.]*/")] if parent.is_dir() else []
         return FileError(
             "there is no such target folder",
             found=ascii(name),

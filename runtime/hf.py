@@ -1,4 +1,4 @@
-"""Everything that reads a transformers checkpoint: what is refused, its dtype, its memory.
+"""Everything that reads a transformers checkpoint: what is refused, and what it loads.
 
 Refused before transformers sees the folder: code in the checkpoint (`auto_map`), weights that are
 only pickled. Refused before weights are read: architectures whose cache cannot be rolled back.
@@ -12,30 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from specctl.drafters.parts.hf_lm import refuse_stateful
+from specctl.drafters.parts.lean import LeanLM
+from specctl.drafters.parts.lm import LanguageModel
 from specctl.recipes.errors import (
     FileError,
     IncompatibleError,
     IntegrityError,
-    ResourceError,
-    SpecctlError,
-    nearest,
 )
 from specctl.recipes.targets import ResolvedTarget
 from specctl.runtime import hub
-
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
-LARGE = 200_000_000  # parameters from which bfloat16 is the default on a CPU that has it
-_TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+from specctl.runtime.place import check_memory, choose_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +47,10 @@ def load_checkpoint(
     folder = resolved.path or hub.download(resolved, offline, check_config)
     config = check_folder(folder)
     device = device or torch.device("cpu")
-    wanted = choose_dtype(dtype, device, config, _count(folder, config))
-    _check_memory(folder, config, wanted, device)
+    stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+    count = sum(p.stat().st_size for p in folder.glob("*.safetensors")) // stored.itemsize
+    wanted = choose_dtype(dtype, device, stored, count)
+    check_memory(count * wanted.itemsize, wanted, device, f"the target {resolved.name}")
     tokenizer = _load_tokenizer(folder, config)
     model = _load_model(folder, wanted).to(device)
     commit = folder.name if resolved.path is None and folder.parent.name == "snapshots" else None
@@ -137,8 +129,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_config(folder: Path, raw: dict[str, Any]) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     kind = raw.get("model_type")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -163,91 +153,7 @@ def _read_config(folder: Path, raw: dict[str, Any]) -> Any:
     return config
 
 
-def choose_dtype(
-    name: str,
-    device: torch.device,
-    config: Any = None,
-    num_parameters: int = 0,
-    is_inflated: bool = False,
-) -> torch.dtype:
-    """The dtype called `name`. "auto": float32 on CPU, but bfloat16 for large or inflated targets
-    on a CPU that multiplies bfloat16; on other devices the checkpoint's."""
-    if name != "auto":
-        if name not in DTYPES:
-            raise SpecctlError(
-                f"unknown dtype {name!r}",
-                expected="auto, float32, bfloat16 or float16",
-                do=f"nearest: {nearest(name, DTYPES)}",
-            )
-        return DTYPES[name]
-    if device.type == "cpu":
-        is_large = is_inflated or num_parameters >= LARGE
-        return torch.bfloat16 if is_large and _has_fast_bf16() else torch.float32
-    stored = getattr(config, "dtype", None)
-    return stored if isinstance(stored, torch.dtype) else torch.bfloat16
-
-
-def _has_fast_bf16() -> bool:
-    checks = (getattr(torch.cpu, f"_is_{n}_supported", None) for n in ("avx512_bf16", "amx_tile"))
-    return any(check() for check in checks if check is not None)
-
-
-def choose_device(name: str) -> torch.device:
-    """The device called `name`; "auto" is the first CUDA device, else the CPU."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise SpecctlError(
-            f"unknown device {name!r}", expected="auto, cpu, cuda or cuda:N", do="use --device auto"
-        ) from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ResourceError(
-            "no CUDA device is usable here",
-            found=f"torch {torch.__version__}",
-            expected="a CUDA build of torch and a visible GPU",
-            do="use --device cpu",
-        )
-    return device
-
-
-def _weight_bytes(folder: Path) -> int:
-    return sum(p.stat().st_size for p in folder.glob("*.safetensors"))
-
-
-def _count(folder: Path, config: Any) -> int:
-    """Number of parameters, from file sizes."""
-    stored = getattr(config, "dtype", None)
-    return _weight_bytes(folder) // (stored.itemsize if isinstance(stored, torch.dtype) else 2)
-
-
-def available_bytes(device: torch.device) -> int | None:
-    """Free memory of a device, None where it cannot be asked."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return None
-    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) * 1024
-
-
-def _check_memory(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) -> None:
-    need, free = _count(folder, config) * dtype.itemsize, available_bytes(device)
-    if free is not None and need > free:
-        raise ResourceError(
-            "the target does not fit in memory",
-            found=f"{free / 1e9:.1f} GB free on {device}",
-            expected=f"{need / 1e9:.1f} GB for its weights in {str(dtype).split('.')[-1]}",
-            do="use --dtype bfloat16, a smaller target, or a machine with more memory",
-            where=str(folder),
-        )
-
-
 def _load_tokenizer(folder: Path, config: Any) -> Any:
-    from transformers import AutoTokenizer
-
     known = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
     if not any((folder / name).exists() for name in known):
         raise FileError(
@@ -280,9 +186,6 @@ def _load_tokenizer(folder: Path, config: Any) -> Any:
 
 
 def _load_model(folder: Path, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -327,3 +230,50 @@ def _check_complete(info: Any, folder: Path) -> None:
             do="fetch the checkpoint again",
             where=str(folder),
         )
+
+
+def as_transformers(lm: LanguageModel) -> Any:
+    """transformers' own model over the very same parameters: the baseline of benchmarks and the
+    oracle of tests. No weight is copied."""
+    if not isinstance(lm, LeanLM):
+        return lm.module
+    module, config = lm.module, _llama_config(lm)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=lm.dtype)
+    for name, parameter in module.named_parameters():
+        owner, leaf = name.rsplit(".", 1)
+        setattr(model.get_submodule(owner), leaf, parameter)
+    model.lm_head.weight = module.head_weight
+    rotary = type(model.model.rotary_emb)(config=config).to(lm.device)
+    rotary.inv_freq = module.rotary.inv_freq.to(lm.device)
+    rotary.attention_scaling = module.rotary.scale
+    model.model.rotary_emb = rotary
+    return model.eval()
+
+
+def _llama_config(lm: LeanLM) -> Any:
+    shape, spec = lm.module.shape, lm.spec
+    assert shape.qk_norm_eps in (None, shape.norm_eps), "transformers has one eps for all norms"
+    assert shape.out_size is None, "transformers has no trimmed head"
+    kind = "mistral" if shape.window is not None else "llama"
+    if shape.attention_bias and not shape.output_bias:
+        kind = "qwen2"
+    return AutoConfig.for_model(
+        "qwen3" if shape.qk_norm else kind,
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.intermediate_size,
+        rms_norm_eps=shape.norm_eps,
+        rope_theta=shape.rope_theta,
+        tie_word_embeddings=shape.tied,
+        attention_bias=shape.attention_bias,
+        max_position_embeddings=spec.max_positions,
+        bos_token_id=spec.bos_id,
+        eos_token_id=list(spec.eos_ids) or None,
+        pad_token_id=spec.pad_id,
+        **({"sliding_window": shape.window} if kind == "mistral" else {}),
+    )

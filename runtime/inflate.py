@@ -25,8 +25,8 @@ from specctl.drafters.parts.base import Borrowed
 from specctl.drafters.parts.lean import LeanLlama, LeanLM, LlamaShape
 from specctl.drafters.parts.lm import LmOut, Masks
 from specctl.drafters.parts.slots import SlotKV
-from specctl.recipes.errors import IncompatibleError, ResourceError, SpecctlError, nearest
-from specctl.runtime.hf import available_bytes
+from specctl.recipes.errors import IncompatibleError, SpecctlError, nearest
+from specctl.runtime.place import check_memory
 from specctl.runtime.target import Target
 
 ROUND = 32  # rows of an MLP come in multiples of this
@@ -114,7 +114,8 @@ def inflate(target: Target, size: str, dtype: torch.dtype | None = None, seed: i
         )
     dtype = dtype or target.dtype
     shape = inflated_shape(base.module.shape, SIZES[size], size)
-    _check_room(size, dtype, target.device)
+    need = SIZES[size].parameters * dtype.itemsize
+    check_memory(need, dtype, target.device, f"a target inflated to {size}")
     lm = InflatedLM(*_inflate(base, shape, dtype, seed))
     return replace(target, lm=lm, inflated=size)
 
@@ -157,17 +158,6 @@ def inflated_shape(base: LlamaShape, size: Size, name: str) -> LlamaShape:
             do="choose a larger size: " + ", ".join(SIZES),
         )
     return replace(wide, intermediate_size=rows)
-
-
-def _check_room(size: str, dtype: torch.dtype, device: torch.device) -> None:
-    need, free = SIZES[size].parameters * dtype.itemsize, available_bytes(device)
-    if free is not None and need > free:
-        raise ResourceError(
-            f"a target inflated to {size} does not fit in memory",
-            found=f"{free / 1e9:.1f} GB free on {device}",
-            expected=f"{need / 1e9:.1f} GB in {str(dtype).split('.')[-1]}",
-            do="choose a smaller size or dtype: " + ", ".join(SIZES),
-        )
 
 
 @torch.no_grad()

@@ -19,7 +19,8 @@ from specctl.drafters.parts.slots import SlotKV
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.recipes.errors import IncompatibleError
 from specctl.recipes.targets import resolve
-from specctl.runtime.hf import choose_device, choose_dtype, load_checkpoint
+from specctl.runtime.hf import load_checkpoint
+from specctl.runtime.place import LARGE, choose_device, choose_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ def load_target(
         return target
     from specctl.runtime.inflate import inflate as blow_up
 
-    return blow_up(target, inflate, choose_dtype(dtype, where, is_inflated=True))
+    return blow_up(target, inflate, choose_dtype(dtype, where, num_parameters=LARGE))
 
 
 _CONFIG_FIELDS = (

@@ -203,6 +203,8 @@ def refuse_stateful(model_class: type, config: Any) -> None:
 class HfLM(LanguageModel):
     """A transformers causal LM; also the oracle of the lean forward."""
 
+    module: Any
+
     def __init__(self, model: Any, eos_ids: tuple[int, ...] = ()) -> None:
         refuse_stateful(type(model), model.config)
         self.module = model

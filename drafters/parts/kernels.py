@@ -21,6 +21,7 @@ repeated. Letters: B rows, T fed tokens, L key positions, H heads, D width.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,10 +41,14 @@ class PackedWeight:
 
 Weight = Tensor | PackedWeight
 
+_packed_linear: Any = (
+    torch.ops.mkldnn._linear_pointwise if torch._C.has_mkldnn else None
+)  # private to torch, used by its compiler since 2.0
+
 
 def can_pack(weight: Tensor) -> bool:
     """True where oneDNN takes this device and dtype."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu" or _packed_linear is None:
         return False
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -71,9 +76,6 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
             swapped = swapped if bias is None else swapped + bias
             return swapped.reshape(*x.shape[:-1], weight.shape[0])
     return F.linear(x, weight, bias)
-
-
-_packed_linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
 def additive_mask(mask: Tensor, group: int, dtype: torch.dtype) -> Tensor:

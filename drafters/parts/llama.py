@@ -195,13 +195,13 @@ class LeanLlama(nn.Module):
                 parameter.normal_(std=parameter.shape[1] ** -0.5)
 
     @property
-    def head_weight(self) -> nn.Parameter:
+    def head_weight(self) -> Tensor:
         """The output head [out_size or V, D]; the embedding itself when tied."""
         return self.model.embed_tokens.weight if self.shape.tied else self.lm_head.weight
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LeanLlama:
         self.packs.clear()
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
