@@ -41,14 +41,14 @@ class PackedWeight:
 
 Weight = Tensor | PackedWeight
 
-_packed_linear: Any = (
-    torch.ops.mkldnn._linear_pointwise if torch._C.has_mkldnn else None
-)  # private to torch, used by its compiler since 2.0
+_has_packed = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+# Private to torch, but what its own compiler has emitted for CPU since 2.0.
+_packed_linear: Any = torch.ops.mkldnn._linear_pointwise if _has_packed else None
 
 
 def can_pack(weight: Tensor) -> bool:
     """True where oneDNN takes this device and dtype."""
-    if weight.device.type != "cpu" or _packed_linear is None:
+    if weight.device.type != "cpu" or not _has_packed:
         return False
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
