@@ -13,6 +13,7 @@ from pathlib import Path
 import typer
 
 from specctl.cli.console import Console
+from specctl.cli.flags import ClosedPipe
 from specctl.recipes.errors import (
     Exit,
     FileError,
@@ -42,7 +43,7 @@ def handle(error: BaseException, console: Console) -> int:
     if isinstance(error, KeyboardInterrupt):
         console.say("interrupted")
         return INTERRUPTED
-    if isinstance(error, BrokenPipeError):
+    if isinstance(error, (BrokenPipeError, ClosedPipe)):
         _close_quietly()
         return PIPE_CLOSED
     if isinstance(error, SystemExit):

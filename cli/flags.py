@@ -104,6 +104,10 @@ Temperature = Annotated[float, typer.Option(min=0.0, help="0 = greedy.", rich_he
 GLOBAL_FLAGS = {"json": Json, "quiet": Quiet, "verbose": Verbose, "no_color": NoColor}
 
 
+class ClosedPipe(Exception):
+    """Whoever read our output has left."""
+
+
 def console_of(ctx: typer.Context) -> Console:
     """The console that main() made for this run of the program."""
     console = ctx.find_root().obj
@@ -134,7 +138,10 @@ def command(
             verbose=flags["verbose"],
             color=not flags["no_color"],
         )
-        body(console, **given)  # type: ignore[call-arg]
+        try:
+            body(console, **given)  # type: ignore[call-arg]
+        except BrokenPipeError as error:
+            raise ClosedPipe from error  # typer would turn it into exit code 1
 
     params = [context, *(p.replace(kind=_KEYWORD) for p in own), *extra]
     run.__signature__ = inspect.Signature(params)  # type: ignore[attr-defined]

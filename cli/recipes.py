@@ -151,6 +151,12 @@ def schema(
     console.done({"schema": part})
 
 
+def _everywhere(console: Console) -> None:
+    """List, show, copy and check recipes."""
+    del console
+
+
+app.callback()(command(_everywhere, "recipes"))
 app.command("ls")(command(ls, "recipes-ls"))
 app.command("show")(command(show, "recipes-show"))
 app.command("cp")(command(cp, "recipes-cp"))

@@ -1,0 +1,77 @@
+"""A run of the program in this process: arguments in, exit code and both streams out."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specctl.cli.console import Console
+from specctl.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The one object on stdout."""
+        lines = self.out.splitlines()
+        assert len(lines) == 1, f"more than one line on stdout: {self.out!r}"
+        answer: dict[str, Any] = json.loads(lines[0])
+        return answer
+
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+    def run_(*arguments: object, stdin: str = "") -> Ran:
+        words = [str(word) for word in arguments]
+        out, err = io.StringIO(), io.StringIO()
+        monkeypatch.setattr(sys, "argv", ["specctl", *words])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        code = main(words, Console(out, err))
+        return Ran(code, out.getvalue(), err.getvalue())
+
+    return run_
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts the program as its own process; whatever still runs at the end is stopped."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start_(*arguments: object, **options: Any) -> subprocess.Popen[str]:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "NO_COLOR": "1"}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "specctl", *map(str, arguments)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            **options,
+        )
+        started.append(process)
+        return process
+
+    yield start_
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()

@@ -1,0 +1,155 @@
+"""The house stands: rooms are linked, imports point down, help is light, files stay readable."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("cli", "train", "export", "runtime", "drafters", "recipes")
+# What each room may import of the others (the top-level package is free for all).
+BELOW = {
+    "cli": {"train", "export", "runtime", "drafters", "recipes"},
+    "train": {"runtime", "drafters", "recipes"},
+    "export": {"runtime", "drafters", "recipes"},
+    "runtime": {"drafters", "recipes"},
+    "drafters": {"recipes"},
+    "recipes": set(),
+}
+COMMANDS = (
+    "quickstart", "doctor", "plan", "recipes", "train-draft", "distill", "vocab-trim", "pretrain",
+    "generate", "bench", "verify", "show", "export",
+)  # fmt: skip
+HEAVY = {"torch", "transformers", "accelerate", "datasets", "numpy"}
+LONGEST_FILE = 500
+
+
+def sources(*rooms: str) -> list[Path]:
+    return [path for room in rooms for path in sorted((ROOT / room).rglob("*.py"))]
+
+
+def imported_rooms(path: Path) -> set[str]:
+    """Rooms that a file imports, the lines under `if TYPE_CHECKING` included."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            module = node.module or ""
+            names |= {f"{module}.{a.name}" if module == "specctl" else module for a in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    parts = [name.split(".") for name in names]
+    return {p[1] for p in parts if len(p) > 1 and p[0] == "specctl" and p[1] in ROOMS}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_imports_point_down(room: str) -> None:
+    for path in sources(room):
+        wrong = imported_rooms(path) - BELOW[room] - {room}
+        assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
+
+
+def test_a_wrong_arrow_would_be_seen(tmp_path: Path) -> None:
+    path = tmp_path / "x.py"
+    path.write_text(
+        "def f():\n    from specctl.train.loop import train\n    import specctl.cli.main\n"
+    )
+    assert imported_rooms(path) == {"train", "cli"}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_room_is_linked_into_the_package(room: str) -> None:
+    link = ROOT / "src" / "specctl" / room
+    assert link.is_symlink(), f"{link} is missing: git config core.symlinks true, then clone again"
+    assert os.readlink(link) == f"../../{room}"
+    assert (link / "__init__.py").is_file()
+
+
+def test_nothing_but_the_rooms_lies_in_the_package() -> None:
+    found = {p.name for p in (ROOT / "src" / "specctl").iterdir()} - {"__pycache__"}
+    assert found == {*ROOMS, "__init__.py", "__main__.py", "py.typed"}
+
+
+def test_files_stay_readable() -> None:
+    for path in sources(*ROOMS):
+        count = len(path.read_text(encoding="utf-8").splitlines())
+        assert count <= LONGEST_FILE, f"{path.relative_to(ROOT)} has {count} lines"
+
+
+def test_sources_are_ascii() -> None:
+    for path in [*sources(*ROOMS), *sorted((ROOT / "recipes").glob("*.yaml"))]:
+        assert path.read_bytes().isascii(), f"{path.relative_to(ROOT)} is not ASCII"
+
+
+def test_the_embedded_target_is_small_enough_to_ship() -> None:
+    weights = (ROOT / "recipes" / "tiny" / "model.safetensors").stat().st_size
+    assert weights <= 16 * 2**20
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    return subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=True
+    )
+
+
+LOADED_AFTER = """
+import sys
+from specctl.cli.main import main
+for words in {calls!r}:
+    assert main(words) == 0, words
+    print("LOADED", words, sorted(m for m in sys.modules if "." not in m))
+"""
+
+
+def loaded_after(*calls: list[str]) -> dict[str, set[str]]:
+    """Top-level modules that are loaded after each of these calls, made in one process."""
+    lines = python("-c", LOADED_AFTER.format(calls=list(calls))).stdout.splitlines()
+    found = [line.removeprefix("LOADED ") for line in lines if line.startswith("LOADED ")]
+    assert len(found) == len(calls)
+    parts = [line.partition("] ") for line in found]
+    return {words + "]": set(ast.literal_eval(modules)) for words, _, modules in parts}
+
+
+def test_help_imports_nothing_heavy() -> None:
+    for words, modules in loaded_after(["--help"], *([c, "--help"] for c in COMMANDS)).items():
+        assert not modules & HEAVY, f"{words} loads {modules & HEAVY}"
+
+
+def test_looking_commands_import_no_torch() -> None:
+    calls = (
+        ["recipes", "ls"],
+        ["recipes", "show", "eagle3"],
+        ["recipes", "validate", "eagle3"],
+        ["doctor", "--quick"],
+        ["show", str(ROOT / "recipes" / "tiny")],
+    )
+    for words, modules in loaded_after(*calls).items():
+        assert "torch" not in modules, f"{words} loads torch"
+
+
+def test_a_heavy_import_would_be_seen() -> None:
+    assert any("numpy" in m for m in loaded_after(["doctor"]).values())
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    code = "import sys, specctl; dir(specctl); print(bool({'torch', 'yaml'} & set(sys.modules)))"
+    assert python("-c", code).stdout.strip() == "False"
+
+
+def test_help_takes_half_a_second_of_processor_time_at_most() -> None:
+    spent = []
+    for _ in range(3):
+        before = os.times()
+        python("-m", "specctl", "--help")
+        after = os.times()
+        spent.append(
+            after.children_user + after.children_system
+            - before.children_user - before.children_system
+        )  # fmt: skip
+    assert min(spent) <= 0.5, spent
