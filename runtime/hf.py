@@ -248,12 +248,14 @@ def as_transformers(lm: LanguageModel) -> Any:
     rotary.inv_freq = module.rotary.inv_freq.to(lm.device)
     rotary.attention_scaling = module.rotary.scale
     model.model.rotary_emb = rotary
+    for name, part in model.named_modules():
+        if name.endswith(("q_norm", "k_norm")):
+            part.variance_epsilon = module.shape.qk_norm_eps or module.shape.norm_eps
     return model.eval()
 
 
 def _llama_config(lm: LeanLM) -> Any:
     shape, spec = lm.module.shape, lm.spec
-    assert shape.qk_norm_eps in (None, shape.norm_eps), "transformers has one eps for all norms"
     assert shape.out_size is None, "transformers has no trimmed head"
     kind = "mistral" if shape.window is not None else "llama"
     if shape.attention_bias and not shape.output_bias:
