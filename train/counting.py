@@ -102,8 +102,9 @@ def vocab_from_data(
     counts, heldout = count_tokens(data_tokens(data), target.spec.vocab_size)
     always = always_kept(target)
     rank = ranking(counts, always)
-    if size == "auto":
+    kept = size
+    if kept == "auto":
         enough = (coverage_curve(rank, heldout) >= min_coverage).nonzero()
         fewest = int(enough[0]) + 1 if enough.numel() else rank.numel()
-        size = min(rank.numel(), max(-(-fewest // 8) * 8, len(always), 2))
-    return vocab_map(rank, size, always, target.spec.vocab_size)
+        kept = min(rank.numel(), max(-(-fewest // 8) * 8, len(always), 2))
+    return vocab_map(rank, int(kept), always, target.spec.vocab_size)

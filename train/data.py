@@ -19,11 +19,13 @@ from specctl.recipes.schema import DataPart, Recipe
 from specctl.runtime.report import Reporter, SilentReporter
 from specctl.runtime.target import Target
 from specctl.train.chat import encode_sample
-from specctl.train.pack import Document, Rows, cut_documents, pack
+from specctl.train.pack import Document, Rows, best_fit, cut_documents, pack
 from specctl.train.regenerate import AnswerPlan, cut_prompts, regenerate
 from specctl.train.rows import FORMAT, TokenData, read_manifest, write_rows
 from specctl.train.sources import Defects, Sample, read_samples
 from specctl.train.store import digest_of
+
+POOR_FILL = 0.8  # below this, another row length is looked for
 
 __all__ = ["TokenData", "encode_document", "prepare"]
 
@@ -198,7 +200,27 @@ def _rows(
             "raise train.seq_len to keep them whole"
         )
     pad_id = target.spec.pad_id if target.spec.pad_id is not None else 0
-    return pack(cut.documents, seq_len, pad_id, recipe.data.seed)
+    rows = pack(cut.documents, seq_len, pad_id, recipe.data.seed)
+    if rows.fill < POOR_FILL and len(cut.documents) > 1:
+        better, fill = better_seq_len([len(d.ids) for d in cut.documents], seq_len)
+        if fill > rows.fill + 0.1:
+            console.say(
+                f"data: rows of {seq_len} are {rows.fill:.0%} full; "
+                f"--set train.seq_len={better} would fill {fill:.0%}"
+            )
+    return rows
+
+
+def better_seq_len(lengths: Sequence[int], seq_len: int) -> tuple[int, float]:
+    """A row length between 3/4 and 3/2 of `seq_len` that wastes least, and how full it is."""
+    longest, found = max(lengths), []
+    for tried in range(max(longest, seq_len * 3 // 4), seq_len * 3 // 2 + 1, 8):
+        num_rows = len(best_fit(lengths, tried))
+        found.append((sum(lengths) / (num_rows * tried), -tried))
+    if not found:
+        return seq_len, 0.0
+    fill, minus_tried = max(found)
+    return -minus_tried, fill
 
 
 def _nothing_left(defects: Defects, wanted: str) -> RecipeError:

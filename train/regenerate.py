@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,10 +27,12 @@ from specctl.runtime.session import Completion, Request, Row
 from specctl.runtime.target import Target
 from specctl.train.chat import conversation_prompt
 from specctl.train.pack import Document
+from specctl.train.prompts import regions
 from specctl.train.sources import Defects, Sample
 from specctl.train.store import digest_of, write_arrays
 
 SHARD = 64
+EXTRA_PASSES = 2  # over the samples, where some gave nothing or the same again
 CHARS_PER_TOKEN = 16  # text read for a prompt; more than any usual token is long
 
 
@@ -78,41 +81,55 @@ def cut_prompts(
     of raw text a stretch of `prompt_tokens` from its beginning or from the start of a line."""
     cuts: list[PromptCut] = []
     seen: set[tuple[int, ...]] = set()
-    passes = -(-plan.prompts // max(len(samples), 1))
+    passes = -(-plan.prompts // max(len(samples), 1)) + EXTRA_PASSES
     for turn in range(passes):
         for sample in samples:
             if len(cuts) == plan.prompts:
                 return cuts
             try:
-                ids = _prompt_ids(target, sample, turn, plan)
+                cut = _cut_prompt(target, sample, turn, plan)
             except ValueError as error:
                 if turn == 0:
                     defects.note(str(error), sample.where)
                 continue
-            if ids not in seen:
-                seen.add(ids)
-                cuts.append(PromptCut(ids, sample.domain))
+            if cut.ids not in seen:
+                seen.add(cut.ids)
+                cuts.append(cut)
     return cuts
 
 
-def _prompt_ids(target: Target, sample: Sample, turn: int, plan: AnswerPlan) -> tuple[int, ...]:
+def _cut_prompt(target: Target, sample: Sample, turn: int, plan: AnswerPlan) -> PromptCut:
     room = target.spec.max_positions - plan.new_tokens
     if sample.messages:
         ids = conversation_prompt(target.tokenizer, sample)
         if len(ids) > room:
             raise ValueError(f"the conversation leaves no room for {plan.new_tokens} new tokens")
-        return tuple(ids)
+        return PromptCut(tuple(ids), sample.domain)
     start = _line_start(sample.text, Random(f"{plan.seed}:{sample.where}:{turn}"))
     text = sample.text[start : start + CHARS_PER_TOKEN * plan.prompt_tokens]
     ids = target.encode(text)[: min(plan.prompt_tokens, room)]
     if len(ids) < 2:
         raise ValueError("the text is shorter than two tokens")
-    return tuple(ids)
+    end = start + len(target.decode(ids))
+    return PromptCut(tuple(ids), domain_at(sample, end))
+
+
+def domain_at(sample: Sample, place: int) -> str:
+    """The sample's domain; in Python files "docstring" or "code", as of the held-out prompts."""
+    if not sample.where.endswith(".py"):
+        return sample.domain
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the parsed file, e.g. a doubtful escape sequence
+        try:
+            found = regions(sample.text)
+        except (SyntaxError, ValueError, RecursionError):
+            return sample.domain
+    return next((r.domain for r in found if r.begin < place <= r.end), sample.domain)
 
 
 def _line_start(text: str, random: Random) -> int:
-    """The beginning half of the time, else the start of a line in the first nine tenths."""
-    if random.random() < 0.5:
+    """The beginning one time in four, else the start of a line in the first nine tenths."""
+    if random.random() < 0.25:
         return 0
     return text.rfind("\n", 0, random.randrange(max(1, len(text) * 9 // 10))) + 1
 

@@ -27,6 +27,7 @@ from specctl.train.store import sha256_file, write_arrays, write_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+WIDTH_STEP = 16  # batches are this much wide, or a multiple
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +71,12 @@ class TokenData:
         return self.manifest.digest
 
     def batch(self, indices: Sequence[int], device: torch.device | None = None) -> TrainBatch:
-        """Those rows, without taps and teacher (see `capture`)."""
+        """Those rows, without taps and teacher (see `capture`), cut where all of them only pad."""
         row_B = torch.as_tensor(list(indices), dtype=torch.long)
+        used_S = (self._arrays["document_RS"][row_B] >= 0).any(dim=0)
+        width = min(self.seq_len, -(-int(used_S.sum()) // WIDTH_STEP) * WIDTH_STEP)
         names = ("ids_RS", "mask_RS", "document_RS", "position_RS")
-        ids, mask, document, position = (self._arrays[name][row_B] for name in names)
+        ids, mask, document, position = (self._arrays[name][row_B, :width] for name in names)
         return TrainBatch(
             ids.long().to(device),
             mask.bool().to(device),

@@ -20,7 +20,7 @@ from specctl.recipes.schema import DataPart, Recipe, TrainPart
 from specctl.runtime.report import SilentReporter
 from specctl.runtime.target import Target
 from specctl.train.chat import Encoded, conversation_prompt, encode_sample, preview
-from specctl.train.data import TokenData, prepare
+from specctl.train.data import TokenData, better_seq_len, prepare
 from specctl.train.heldout import heldout_prompts
 from specctl.train.sources import Defects, Sample, read_samples, sample_of
 
@@ -121,8 +121,8 @@ def test_the_prompt_of_a_conversation_ends_where_the_last_answer_begins(
 ) -> None:
     ids = conversation_prompt(marked_tokenizer, chat())
     full = encode_sample(marked_tokenizer, chat(), (5,))
-    last = len(full.mask) - full.mask[::-1].index(False)
-    assert ids == full.ids[:last]
+    starts = [i for i in range(1, len(full.mask)) if full.mask[i] and not full.mask[i - 1]]
+    assert ids == full.ids[: starts[-1]]
 
 
 def test_a_base_model_learns_the_response_of_a_pair(plain_tokenizer: Any) -> None:
@@ -314,3 +314,20 @@ def test_the_embedded_prompts_are_balanced(chat_target: Target) -> None:
     prompts = heldout_prompts(chat_target, 10)
     assert [p.domain for p in prompts] == ["code", "docstring"] * 5
     assert prompts == heldout_prompts(chat_target, 10)
+
+
+def test_a_batch_is_cut_where_all_its_rows_only_pad(
+    chat_target: Target, talks: Path, tmp_path: Path
+) -> None:
+    data = prepare(recipe(talks, seq_len=150), chat_target, tmp_path)
+    whole = data.batch(range(data.num_rows))
+    assert int((whole.document_BS >= 0).sum()) == data.manifest.tokens
+    emptiest = min(
+        range(data.num_rows), key=lambda row: int((data.batch([row]).document_BS >= 0).sum())
+    )
+    assert data.batch([emptiest]).ids_BS.shape[1] < whole.ids_BS.shape[1] <= 150
+
+
+def test_a_row_length_that_wastes_half_is_told_with_a_better_one() -> None:
+    better, fill = better_seq_len([144] * 100, 256)
+    assert (better, fill) == (288, 1.0)

@@ -23,6 +23,7 @@ from specctl.train.regenerate import (
     AnswerPlan,
     PromptCut,
     cut_prompts,
+    domain_at,
     regenerate,
     sampling_of,
 )
@@ -161,3 +162,12 @@ def test_prepared_rows_predict_only_what_the_target_wrote(
     assert data.manifest.loss_tokens == sum(len(ids) for ids in written) <= 8 * 6
     both = prepare(recipe, chat_target, tmp_path / "both", train_on_prompt=True)
     assert both.manifest.loss_tokens == both.manifest.tokens - both.manifest.documents
+
+
+def test_prompts_from_python_files_are_told_apart_as_code_and_docstring() -> None:
+    text = 'x = 1\n\n\ndef f():\n    """One.\n\n    Two.\n    Three.\n    """\n    return x\n'
+    sample = Sample("pkg:a.py", "packages", text=text)
+    assert domain_at(sample, text.index("Two")) == "docstring"
+    assert domain_at(sample, 5) == domain_at(sample, len(text)) == "code"
+    assert domain_at(Sample("pkg:a.py", "packages", text="def ("), 3) == "packages"
+    assert domain_at(Sample("a.txt", "prose", text=text), 5) == "prose"
