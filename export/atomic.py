@@ -21,7 +21,7 @@ from specctl.recipes.errors import FileError, ResourceError
 
 _AT_FDCWD = -100
 _EXCHANGE = 2
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def _refuse_foreign(out: Path, is_ours: Callable[[Path], bool]) -> None:
 
 def _explained(error: OSError, out: Path) -> FileError | ResourceError:
     reason = os.strerror(error.errno) if error.errno else str(error)
-    if error.errno in _FULL:
+    if error.errno in FULL:
         return ResourceError(
             "not enough disk space for the package; what was there before is unchanged",
             found=reason,

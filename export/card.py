@@ -8,8 +8,7 @@ from pathlib import Path
 
 from specctl.export.manifest import Acceptance, Manifest
 
-_PATH = re.compile(r"(?<![\w.])(?:~|[A-Za-z]:\\|/)[\w.~/\\ -]*?([^/\\\s]+)$")
-_SECRET = re.compile(r"\b(hf_|sk-|ghp_|glpat-|xox[bp]-|AKIA)[A-Za-z0-9_-]{8,}")
+_SECRET = re.compile(r"(hf_|sk-|ghp_|glpat-|xox[bp]-|AKIA)[A-Za-z0-9_-]{8,}")
 
 _TITLES = {
     "specctl": "specctl package",
@@ -131,7 +130,7 @@ def _load(manifest: Manifest) -> str:
 
 def _identity(manifest: Manifest) -> str:
     taps = list(manifest.taps.indices)
-    versions = ", ".join(f"{name} {number}" for name, number in manifest.versions.items())
+    versions = ", ".join(f"{name} {number}" for name, number in sorted(manifest.versions.items()))
     rows = {
         "target revision": manifest.target.revision or "-",
         "target fingerprint": manifest.target.fingerprint,
@@ -159,4 +158,4 @@ def _licence(manifest: Manifest) -> str:
 
 def write_card(manifest: Manifest, path: Path) -> None:
     """The card as a file of its own, for `specctl card`."""
-    path.write_text(render_card(manifest), encoding="ascii", errors="replace")
+    path.write_text(render_card(manifest), encoding="utf-8")

@@ -15,7 +15,8 @@ from specctl.drafters import families
 from specctl.drafters.parts.base import Drafter
 from specctl.export.files import open_folder, reading
 from specctl.export.manifest import MANIFEST, read_manifest
-from specctl.recipes.errors import FileError, IncompatibleError, NetworkError, nearest
+from specctl.recipes.errors import FileError, IncompatibleError, NetworkError, SpecctlError, nearest
+from specctl.recipes.targets import resolve
 from specctl.runtime.target import Target
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]+)?")
@@ -42,13 +43,15 @@ def locate(path_or_name: str | Path) -> Found:
     name = str(path_or_name)
     path = Path(name).expanduser()
     plain = isinstance(path_or_name, str) and not re.search(r"[/\\]", name)
-    if plain and name not in ("", ".", "..", "~"):
+    if not name or len(name) > 1000 or "\0" in name:
+        raise unknown(name)
+    if plain and name not in (".", "..", "~"):
         if name in families():
             return _family(name)
         if path.exists():
             return _folder(path)
         return _hub(*_alias(name))
-    if path.exists() or not _HUB_ID.fullmatch(name):
+    if path.exists() or path.parent.is_dir() or not _HUB_ID.fullmatch(name):
         return _folder(path)
     repo, _, revision = name.partition("@")
     return _hub(repo, revision or None)
@@ -106,9 +109,6 @@ def _look(path: Path) -> Found:
 
 def _alias(name: str) -> tuple[str, str | None]:
     """Repository and pinned revision of an alias; unknown words are refused here."""
-    from specctl.recipes.errors import SpecctlError
-    from specctl.recipes.targets import resolve
-
     try:
         resolved = resolve(name)
     except SpecctlError as error:

@@ -29,7 +29,7 @@ import specctl
 from specctl.drafters import families
 from specctl.drafters.parts.base import Drafter
 from specctl.drafters.parts.lean import LeanLlama
-from specctl.export.atomic import new_folder, write_file
+from specctl.export.atomic import FULL, new_folder, write_file
 from specctl.export.card import render_card
 from specctl.export.compat import check_allow
 from specctl.export.manifest import (
@@ -42,6 +42,7 @@ from specctl.export.manifest import (
     is_package,
 )
 from specctl.recipes.errors import IncompatibleError, IntegrityError, SpecctlError
+from specctl.recipes.targets import resolve
 from specctl.runtime.target import Target
 
 MAP_NAMES = ("d2t", "t2d")
@@ -116,7 +117,7 @@ def describe(drafter: Drafter, target: Target, tensors: Mapping[str, Tensor]) ->
         "parameters": sum(t.numel() for t in own.values() if t.is_floating_point()),
         "target": {
             "name": target.name,
-            "repo": getattr(target, "repo", None),
+            "repo": _repo(target.name),
             "revision": target.revision,
             "fingerprint": target.fingerprint,
             "inflated": target.inflated,
@@ -137,6 +138,14 @@ def describe(drafter: Drafter, target: Target, tensors: Mapping[str, Tensor]) ->
         "verification": "lossless" if drafter.lossless else "approximate",
         "versions": versions(),
     }
+
+
+def _repo(name: str) -> str | None:
+    """The hub repository behind a target's name, None for a folder or a model made in memory."""
+    try:
+        return resolve(name).repo
+    except SpecctlError:
+        return None
 
 
 @cache
@@ -206,7 +215,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     try:
         save_file(dict(tensors), path, metadata={"format": "pt"})
     except SafetensorError as error:  # the library reports a full disk in its own words
-        full = "No space" in str(error) or "os error 28" in str(error)
+        full = any(f"os error {code}" in str(error) for code in FULL)
         raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from error
 
 

@@ -6,9 +6,13 @@ that leaves the folder, headers that fit their files, a configuration that fits 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from specctl.drafters.parts.base import Drafter
 from specctl.drafters.parts.hf_lm import HfLM
@@ -27,7 +31,7 @@ from specctl.export.files import (
     read_json,
 )
 from specctl.export.manifest import MANIFEST, check_files
-from specctl.recipes.errors import IncompatibleError, IntegrityError
+from specctl.recipes.errors import IncompatibleError, IntegrityError, SpecctlError
 from specctl.runtime.target import Target, tokenizer_fingerprint
 
 CONFIG = "config.json"
@@ -44,7 +48,7 @@ def load_pretrained(path: Path, target: Target, allow: Sequence[str] = ()) -> Dr
     check_vocab(config, shapes, target)
     tokenizer = load_tokenizer(folder)
     _check_tokenizer(tokenizer, folder, target, allow)
-    return described(SmallLm.from_lm(load_lm(folder, target), target.spec))
+    return described(SmallLm.from_lm(load_lm(folder, shapes, target), target.spec))
 
 
 def described(drafter: SmallLm) -> SmallLm:
@@ -186,19 +190,26 @@ def _difference(draft: Any, target: Any) -> str:
     )
 
 
-def load_lm(folder: Path, target: Target) -> LanguageModel:
+def load_lm(folder: Path, shapes: Mapping[str, TensorEntry], target: Target) -> LanguageModel:
     """The folder's model on the target's device and dtype, frozen; no weight may be made up."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=target.dtype,
-            trust_remote_code=False,
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-        )
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        _check_size(config, shapes)
+        with quietly():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=target.dtype,
+                trust_remote_code=False,
+                use_safetensors=True,
+                local_files_only=True,
+                ignore_mismatched_sizes=True,  # reported below, by name
+                output_loading_info=True,
+            )
+    except SpecctlError:
+        raise
     except Exception as error:  # a foreign file through a foreign parser: any type may come
         raise IncompatibleError(
             "transformers cannot load the draft as a causal LM",
@@ -210,12 +221,53 @@ def load_lm(folder: Path, target: Target) -> LanguageModel:
     for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         names = sorted(map(str, report.get(problem) or ()))
         if names:
-            raise IntegrityError(
-                f"the weights do not fit config.json: {problem.replace('_', ' ')}",
-                found=names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else ""),
-                expected="every weight of the architecture, and no other",
-                do="download the model again; a head for another method is not a whole model",
-                where=CONFIG,
+            raise _misfit(
+                f"{problem.replace('_', ' ')}: {names[0]}"
+                + (f" and {len(names) - 1} more" if len(names) > 1 else ""),
+                "every weight of the architecture, and no other",
             )
     model.to(target.device).eval().requires_grad_(False)
     return lean_from_hf(model) or HfLM(model)
+
+
+def _misfit(found: str, expected: str) -> IntegrityError:
+    return IntegrityError(
+        "the weights do not fit config.json",
+        found=found,
+        expected=expected,
+        do="download the model again; a head for another method is not a whole model",
+        where=CONFIG,
+    )
+
+
+def _check_size(config: Any, shapes: Mapping[str, TensorEntry]) -> None:
+    """The configuration must not ask for a model larger than the weights that are there."""
+    from transformers import AutoModelForCausalLM
+
+    layers = config.get_text_config().num_hidden_layers
+    if layers > len(shapes):
+        raise _misfit(
+            f"num_hidden_layers {layers:,}", f"at most the {len(shapes):,} tensors stored"
+        )
+    with torch.device("meta"):
+        parts = list(AutoModelForCausalLM.from_config(config).parameters())
+    asked = sum(part.numel() for part in parts)
+    stored = sum(math.prod(entry.shape) for entry in shapes.values())
+    if asked > 2 * stored:
+        raise _misfit(f"a model of {asked:,} parameters", f"the {stored:,} that are stored")
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without the bars and reports of transformers, whose findings come back as errors."""
+    from transformers.utils import logging
+
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -24,8 +24,8 @@ from specctl.export.check import compare_tensors
 from specctl.export.files import list_files
 from specctl.export.folder import write_tensors
 from specctl.export.formats import Format, Source
-from specctl.export.manifest import WEIGHTS
-from specctl.export.pretrained import inspect_folder
+from specctl.export.manifest import WEIGHTS, check_files
+from specctl.export.pretrained import inspect_folder, quietly
 from specctl.export.widen import MARGIN, Widened, widen
 from specctl.recipes.errors import GateError, IncompatibleError
 
@@ -150,8 +150,6 @@ def _forget_paths(folder: Path) -> None:
 
 def check(source: Source, folder: Path) -> None:
     """Read the folder back: the same tensors, the same logits in transformers, cut rows below."""
-    from specctl.export.manifest import check_files
-
     check_files(folder)
     inspect_folder(folder)
     wide = widened(source)
@@ -183,9 +181,10 @@ def _both_logits(source: Source, folder: Path) -> tuple[Tensor, Tensor]:
     ids_1S = torch.randint(size, (1, num_ids), generator=torch.Generator().manual_seed(0))
     document_1S, position_1S = torch.zeros_like(ids_1S), torch.arange(num_ids)[None]
     windows = {w: document_mask(document_1S, w) for w in lm.windows}
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, local_files_only=True, use_safetensors=True
-    )
+    with quietly():
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, local_files_only=True, use_safetensors=True
+        )
     with torch.no_grad():
         theirs = model.eval()(ids_1S).logits
         out = lm.dense(ids_1S, position_1S, Masks(document_mask(document_1S), windows))

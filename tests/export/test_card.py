@@ -1,0 +1,112 @@
+"""The card says what a reader needs, and nothing about the machine it was written on."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specctl.drafters.parts.vocab import VocabMap
+from specctl.export.card import render_card, write_card
+from specctl.export.folder import save_package
+from specctl.export.manifest import Manifest, check_files, read_manifest
+from specctl.runtime.target import Target
+
+MEASURED = {
+    "tau": 2.345,
+    "alpha": [0.7, 0.55],
+    "command": "specctl bench --draft /home/somebody/runs/x/package --suite code",
+    "data": "/srv/data/heldout.jsonl",
+    "temperature": 0.0,
+    "prompts": 12,
+    "new_tokens": 48,
+}
+COMMAND = ["specctl", "train-draft", "--out=/home/somebody/runs/x", "--data", "~/secret place/d"]
+
+
+@pytest.fixture
+def manifest(make_toy: Any, save: Any, plain_target: Target) -> Manifest:
+    vocab = VocabMap(torch.arange(0, 48, 2), plain_target.spec.vocab_size)
+    return read_manifest(save(make_toy(vocab), acceptance=MEASURED, command=COMMAND))
+
+
+def test_the_card_states_target_acceptance_and_use(manifest: Manifest) -> None:
+    card = render_card(manifest)
+    for text in (
+        "# Draft model for some/target",
+        "base_model: some/target",
+        "`toy` drafter",
+        "24 of the target's 48 token ids",
+        "2.345",
+        "0.700, 0.550",
+        "specctl bench --draft package --suite code",
+        "| data | heldout.jsonl |",
+        "--draft THIS_FOLDER",
+        "specctl verify THIS_FOLDER --target some/target",
+        "lossless",
+        "## Licence",
+        manifest.target.fingerprint,
+    ):
+        assert text in card, text
+    assert card.isascii()
+
+
+def test_the_card_names_no_machine_path_and_no_secret(manifest: Manifest) -> None:
+    target = manifest.target.model_copy(update={"name": "/home/somebody/models/big", "repo": None})
+    secret = "hf_abcdefghijklmnop"
+    acceptance = manifest.acceptance
+    assert acceptance is not None
+    changed = manifest.model_copy(
+        update={
+            "target": target,
+            "command": (*manifest.command, "--name", f"x{secret}", secret),
+            "acceptance": acceptance.model_copy(update={"data": f"set {secret}"}),
+        }
+    )
+    card = render_card(changed)
+    assert "Draft model for big" in card
+    for hidden in ("/home", "somebody", "/srv", "~/", "secret place", secret[3:]):
+        assert hidden not in card, hidden
+    assert re.search(r"--out=x\b", card)
+
+
+def test_an_unmeasured_drafter_says_so(package: Path) -> None:
+    assert "Not measured" in (package / "README.md").read_text()
+
+
+def test_the_card_of_the_package_is_what_the_manifest_renders(package: Path) -> None:
+    assert (package / "README.md").read_text() == render_card(check_files(package))
+    out = package.parent / "card.md"
+    write_card(read_manifest(package), out)
+    assert out.read_text() == (package / "README.md").read_text()
+
+
+def test_an_approximate_drafter_is_marked(
+    make_toy: Any, plain_target: Target, tmp_path: Path
+) -> None:
+    drafter = make_toy()
+    drafter.lossless = False
+    inflated = replace(plain_target, inflated="300m")
+    manifest = save_package(
+        drafter,
+        inflated,
+        tmp_path / "p",
+        serve={},
+        recipe_digest="",
+        acceptance=None,
+        command=[],
+    )
+    assert manifest.verification == "approximate"
+    card = (tmp_path / "p" / "README.md").read_text()
+    assert "**approximate**" in card
+    assert "--inflate 300m" in card
+
+
+def test_an_hf_card_has_transformers_lines(manifest: Manifest) -> None:
+    card = render_card(manifest.model_copy(update={"format": "hf"}))
+    assert "library_name: transformers" in card
+    assert "assistant_model=draft" in card

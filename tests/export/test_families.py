@@ -1,0 +1,80 @@
+"""Every real family survives its package: same tensors, same options, same tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specctl.drafters import families
+from specctl.drafters.parts.base import Borrowed, Drafter
+from specctl.drafters.parts.vocab import VocabMap
+from specctl.export.check import check_package
+from specctl.export.folder import load_drafter
+from specctl.export.formats import export, formats
+from specctl.export.manifest import WEIGHTS, check_files
+from specctl.runtime.target import Target
+
+REAL = [name for name in families() if name != "toy"]
+PROMPTS = [[1, 5, 9, 5, 9, 5], [7, 7, 3], [20, 30, 2]]
+SIZES = {"small-lm": {"layers": 1, "width": 16, "head_dim": 8}}
+
+
+def made(name: str, target: Target, vocab: VocabMap | None = None) -> Drafter:
+    """A drafter of the family with every weight shaken, bound to the target."""
+    family = families()[name]
+    torch.manual_seed(0)
+    drafter = family.build(family.options(**SIZES.get(name, {})), target.spec, vocab)
+    if drafter.module is not None:
+        with torch.no_grad():
+            for weight in drafter.module.parameters():
+                weight.add_(0.1 * torch.randn_like(weight))
+    if drafter.needs().borrow:
+        borrowed = target.borrowed()
+        assert isinstance(borrowed, Borrowed)
+        drafter.bind(borrowed)
+    return drafter
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_package_gives_back_the_family(
+    name: str, plain_target: Target, save: Any, tmp_path: Path
+) -> None:
+    family = families()[name]
+    drafter = made(name, plain_target)
+    folder = save(drafter, serve={"policy": family.policies[0], "length": 3})
+    loaded = load_drafter(folder, plain_target)
+    assert type(loaded) is type(drafter)
+    assert loaded.options == drafter.options
+    assert loaded.needs() == drafter.needs()
+    report = check_package(folder, plain_target, reference=drafter, prompts=PROMPTS, new_tokens=12)
+    assert report.loaded == report.before
+    assert report.tensors == len(drafter.tensors())
+    assert (WEIGHTS in check_files(folder).files) == bool(drafter.tensors())
+    copy = export(folder, "specctl", tmp_path / "copy", plain_target)
+    assert copy.family == name
+
+
+@pytest.mark.parametrize("name", ["small-lm", "eagle3", "medusa"])
+def test_a_trimmed_family_comes_back_with_its_map(
+    name: str, plain_target: Target, save: Any
+) -> None:
+    vocab = VocabMap(torch.tensor([0, 1, 2, 3, 5, 8, 13, 21, 34, 47]), 48)
+    small = made(name, plain_target).trimmed(vocab)
+    if small.needs().borrow:
+        small.bind(plain_target.borrowed())
+    folder = save(small, serve={"policy": families()[name].policies[0], "length": 3})
+    report = check_package(folder, plain_target, reference=small, prompts=PROMPTS, new_tokens=12)
+    assert report.loaded == report.before
+    loaded = load_drafter(folder, plain_target)
+    assert loaded.vocab is not None
+    assert torch.equal(loaded.vocab.ids_K, vocab.ids_K)
+
+
+def test_formats_say_what_they_hold() -> None:
+    for name, form in formats().items():
+        assert form.name == name
+        assert form.summary
+        assert form.families is None or set(form.families) <= set(families())
