@@ -63,7 +63,7 @@ def check_same_run(
                 "this folder holds a run that was started differently",
                 found="; ".join(changed),
                 expected=f"the same {part} as when the run began",
-                do=f"choose another --out, or continue on purpose with --allow-{part}",
+                do=f"choose another --out, or continue on purpose with --allow {part}",
                 where=part,
             )
     return allowed

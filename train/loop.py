@@ -161,7 +161,7 @@ def skip(job: Job, progress: Progress, bad: dict[str, Any]) -> None:
         found=f"loss {bad['loss']}, gradient norm {bad['norm']} at step {progress.step}; {last}",
         expected="finite numbers",
         do="look at the rows listed there, or lower the rate: "
-        f"--set train.learning_rate={job.settings.learning_rate / 3:.2g} --allow-config",
+        f"--set train.learning_rate={job.settings.learning_rate / 3:.2g} --allow config",
         where=str(dump),
     )
 

@@ -1,7 +1,7 @@
 """What a run will take, before it is paid for: parameters, disk, memory, time, and on what basis.
 
-Nothing is loaded: the drafter is built without storage from the target's shape. Memory and time are
-estimates (expect them within a factor of two); after twenty steps time is measured instead.
+Nothing is loaded: the drafter is built without storage from the target's shape. Memory and time
+are estimates (memory within a factor of two); after twenty steps time is measured instead.
 """
 
 from __future__ import annotations
@@ -13,19 +13,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from specctl.drafters.parts.base import Drafter, Family
+from specctl.drafters.parts.hf_lm import spec_of
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.schema import Recipe
+from specctl.recipes.errors import NetworkError
+from specctl.recipes.schema import Recipe, TargetPart
+from specctl.recipes.targets import ResolvedTarget, aliases, resolve
+from specctl.runtime.hf import check_config
 from specctl.train.assemble import family_options, trainable_family
 from specctl.train.metrics import read_log
 from specctl.train.optim import is_hidden_matrix
 
 ROW_BYTES = 13  # of a prepared token: id, document, position (4 each) and its loss mask
-EFFICIENCY = (0.7, 0.1)  # share of the matrix speed that training may reach: best, worst
+EFFICIENCY = (1.1, 0.25)  # FLOPs as counted here per matrix FLOP of training: best, worst
 DECODE_EFFICIENCY = (0.3, 0.02)  # the same while the target writes answers
 MEASURED_STEPS = 20
+PROCESS_BYTES = 500_000_000  # python, torch, transformers and the text being read
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,31 +79,71 @@ def plan(
 ) -> Plan:
     """The plan of a recipe for a target of shape `spec` (None: looked up by the target's name). If
     `out` holds a run of this recipe with enough steps behind it, the time is measured."""
-    spec = spec or target_shape(recipe.target.name)
+    shape = target_shape(recipe.target) if spec is None else TargetShape(spec, parameters_of(spec))
     family = trainable_family(recipe)
-    drafter = build_shape(family, recipe, spec)
-    module = drafter.module
-    assert module is not None
-    parameters = sum(p.numel() for p in module.parameters())
+    drafter = build_shape(family, recipe, shape.spec)
+    parameters = _count(drafter)
     trainable = drafter.trainable()
-    optimizer = 4 * sum(p.numel() * _states(recipe, p, drafter, spec) for p in trainable.values())
+    optimizer = 4 * sum(p.numel() * _states(recipe, p, drafter) for p in trainable.values())
     num_trainable = sum(p.numel() for p in trainable.values())
     return Plan(
         parameters=parameters,
         trainable=num_trainable,
-        target_parameters=target_parameters(spec),
+        target_parameters=shape.parameters,
         disk=_disk(recipe, 4 * parameters, optimizer),
-        memory=_memory(recipe, spec, drafter, parameters, num_trainable, optimizer),
+        memory=_memory(recipe, shape, drafter, 4 * num_trainable + optimizer),
         steps=recipe.train.steps,
-        **_time(recipe, spec, drafter, parameters, out, flops_per_second),
+        **_time(recipe, shape, drafter, out, flops_per_second),
     )
 
 
-def target_shape(name: str) -> ModelSpec:
-    """The shape of a target by alias, folder or hub id, without loading weights."""
-    from specctl.runtime.target import shape_of
+@dataclass(frozen=True, slots=True)
+class TargetShape:
+    """What a plan needs to know of a target."""
 
-    return shape_of(name)
+    spec: ModelSpec
+    parameters: int
+
+
+def target_shape(part: TargetPart) -> TargetShape:
+    """The shape of a recipe's target by alias, folder or hub id; weights are not needed."""
+    resolved = resolve(part.name, part.revision)
+    if resolved.shape is not None:
+        known = resolved.shape
+        spec = ModelSpec(
+            model_type=known.model_type,
+            num_layers=known.layers,
+            hidden_size=known.hidden,
+            vocab_size=known.vocab,
+            num_heads=known.heads,
+            num_kv_heads=known.kv_heads,
+            head_dim=known.head_dim,
+            intermediate_size=known.intermediate,
+            norm_eps=1e-5,
+            rope_theta=1e4,
+            max_positions=2**17,
+        )
+        shape = TargetShape(spec, known.parameters)
+    else:
+        spec = spec_of(check_config(resolved.path) if resolved.path else _hub_config(resolved))
+        shape = TargetShape(spec, parameters_of(spec))
+    if part.inflate is not None:
+        unit = 10**9 if part.inflate[-1] in "bB" else 10**6
+        shape = TargetShape(shape.spec, round(float(part.inflate[:-1]) * unit))
+    return shape
+
+
+def _hub_config(resolved: ResolvedTarget) -> Any:
+    """The configuration alone, from the hub."""
+    try:
+        return AutoConfig.from_pretrained(resolved.repo, revision=resolved.revision)
+    except (OSError, ValueError) as error:
+        raise NetworkError(
+            f"cannot read the configuration of {resolved.name}",
+            found=str(error).splitlines()[0],
+            expected="a hub repository that can be reached",
+            do="plan for an alias of the same size: specctl plan --target " + aliases()[1],
+        ) from error
 
 
 def build_shape(family: Family, recipe: Recipe, spec: ModelSpec) -> Drafter:
@@ -109,7 +155,7 @@ def build_shape(family: Family, recipe: Recipe, spec: ModelSpec) -> Drafter:
         return family.build(options, spec, vocab)
 
 
-def target_parameters(spec: ModelSpec) -> int:
+def parameters_of(spec: ModelSpec) -> int:
     """Parameters of a gated decoder of that shape, embedding and head counted apart."""
     query = spec.hidden_size * spec.num_heads * spec.head_dim
     keys = spec.hidden_size * spec.num_kv_heads * spec.head_dim
@@ -117,9 +163,9 @@ def target_parameters(spec: ModelSpec) -> int:
     return spec.num_layers * layer + 2 * spec.vocab_size * spec.hidden_size
 
 
-def _states(recipe: Recipe, parameter: torch.Tensor, drafter: Drafter, spec: ModelSpec) -> int:
+def _states(recipe: Recipe, parameter: torch.Tensor, drafter: Drafter) -> int:
     """Numbers that the optimizer keeps per number of a parameter."""
-    sizes = {spec.vocab_size} | ({drafter.vocab.size} if drafter.vocab is not None else set())
+    sizes = {drafter.spec.vocab_size} | ({drafter.vocab.size} if drafter.vocab else set())
     is_muon = recipe.train.optimizer == "muon" and is_hidden_matrix(parameter, frozenset(sizes))
     return 1 if is_muon else 2
 
@@ -142,28 +188,32 @@ def _disk(recipe: Recipe, weights: int, optimizer: int) -> dict[str, int]:
     }
 
 
-def _memory(
-    recipe: Recipe,
-    spec: ModelSpec,
-    drafter: Drafter,
-    parameters: int,
-    trainable: int,
-    optimizer: int,
-) -> dict[str, int]:
-    """Bytes on one device while training."""
-    tokens, needs = recipe.train.rows * recipe.train.seq_len, drafter.needs()
+def _memory(recipe: Recipe, shape: TargetShape, drafter: Drafter, training: int) -> dict[str, int]:
+    """Bytes on one device while training; `training` = those of gradient and optimizer."""
+    spec, tokens, needs = shape.spec, recipe.train.rows * recipe.train.seq_len, drafter.needs()
     wide = 4 if recipe.target.dtype in ("auto", "float32") else 2
-    width, passes = spec.hidden_size, _passes(drafter)
+    width, parameters = spec.hidden_size, _count(drafter)
+    matrices = sum(p.numel() for p in _parameters(drafter) if spec.vocab_size not in p.shape)
     features = tokens * wide * (len(needs.taps) * width + 4 * width + spec.intermediate_size)
     features += tokens * wide * spec.vocab_size if needs.teacher else 0
     head = min(tokens, max(64, 2**24 // spec.vocab_size)) * spec.vocab_size * 4 * 6
-    body = tokens * 4 * passes * 2 * min(parameters, 40 * width * width) // width
+    body = tokens * 4 * _passes(drafter) * 2 * matrices // width
     return {
-        "target": wide * target_parameters(spec),
-        "drafter, gradient, optimizer": 4 * parameters + 4 * trainable + optimizer,
+        "process": PROCESS_BYTES,
+        "target": wide * shape.parameters,
+        "drafter, gradient, optimizer": 4 * parameters + training,
         "features of a batch": features,
         "activations": head + body,
     }
+
+
+def _parameters(drafter: Drafter) -> list[torch.nn.Parameter]:
+    assert drafter.module is not None
+    return list(drafter.module.parameters())
+
+
+def _count(drafter: Drafter) -> int:
+    return sum(p.numel() for p in _parameters(drafter))
 
 
 def _passes(drafter: Drafter) -> int:
@@ -173,9 +223,8 @@ def _passes(drafter: Drafter) -> int:
 
 def _time(
     recipe: Recipe,
-    spec: ModelSpec,
+    shape: TargetShape,
     drafter: Drafter,
-    parameters: int,
     out: Path | None,
     flops_per_second: float | None,
 ) -> dict[str, Any]:
@@ -190,9 +239,9 @@ def _time(
         }
     speed = flops_per_second or matrix_speed()
     tokens = recipe.train.rows * recipe.train.seq_len * recipe.train.accumulate
-    writing = 2 * target_parameters(spec) * _data_tokens(recipe) if recipe.data.regenerate else 0
-    reading = 2 * target_parameters(spec) * tokens * steps if _reads_target(drafter) else 0
-    learning = 6 * parameters * _passes(drafter) * tokens * steps
+    writing = 2 * shape.parameters * _data_tokens(recipe) if recipe.data.regenerate else 0
+    reading = 2 * shape.parameters * tokens * steps if _reads_target(drafter) else 0
+    learning = 6 * _count(drafter) * _passes(drafter) * tokens * steps
     low, high = (
         (reading + learning) / (share * speed) + writing / (decode * speed)
         for share, decode in zip(EFFICIENCY, DECODE_EFFICIENCY, strict=True)

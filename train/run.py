@@ -28,7 +28,7 @@ from specctl.drafters.parts.vocab import VocabMap
 from specctl.recipes.errors import FileError, IntegrityError, RecipeError
 from specctl.recipes.schema import Recipe
 from specctl.runtime.report import Reporter, SilentReporter
-from specctl.runtime.target import Target
+from specctl.runtime.target import Target, load_target
 from specctl.train.assemble import (
     build_drafter,
     decoder,
@@ -179,8 +179,6 @@ def _version(name: str) -> str:
 
 
 def _load_target(recipe: Recipe, device: torch.device) -> Target:
-    from specctl.runtime.target import load_target
-
     part = recipe.target
     return load_target(
         part.name,

@@ -174,7 +174,7 @@ def test_a_run_is_not_continued_when_what_it_is_made_of_has_changed(
     with pytest.raises(IncompatibleError) as caught:
         run(small_recipe("medusa", text, train__learning_rate=0.001), tmp_path, target)
     assert "train.learning_rate: " in caught.value.found
-    assert "--allow-config" in caught.value.do
+    assert "--allow config" in caught.value.do
     free = small_recipe("medusa", text, train__log_every=1, train__save_every=2)
     assert run(free, tmp_path, target)[0].steps == 8
     longer = small_recipe("medusa", text, train__steps=10)
@@ -184,14 +184,14 @@ def test_a_run_is_not_continued_when_what_it_is_made_of_has_changed(
     text2 = tmp_path / "other.txt"
     text2.write_text(text.read_text()[200:])
     other = small_recipe("medusa", text2)
-    with pytest.raises(IncompatibleError, match="--allow-data"):
+    with pytest.raises(IncompatibleError, match="--allow data"):
         run(other, tmp_path, target, allow=["config"])
 
 
 def test_another_target_is_refused(tmp_path: Path, target: Target, text: Path) -> None:
     recipe = small_recipe("medusa", text, data__regenerate="false")
     run(recipe, tmp_path, target)
-    with pytest.raises(IncompatibleError, match="--allow-target"):
+    with pytest.raises(IncompatibleError, match="--allow target"):
         run(recipe, tmp_path, random_target(seed=1))
 
 
@@ -204,7 +204,7 @@ def test_a_vocabulary_is_cut_before_training_and_pinned(
     assert found is not None
     assert isinstance(found.fingerprint["vocab"], str)
     smaller = small_recipe("medusa", text, vocab__size=128)
-    with pytest.raises(IncompatibleError, match="--allow-vocab"):
+    with pytest.raises(IncompatibleError, match="--allow vocab"):
         run(smaller, tmp_path, target, allow=["config"])
 
 

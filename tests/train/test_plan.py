@@ -1,0 +1,188 @@
+"""Plans and schedules: right counts without loading anything, times with their basis."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specctl.drafters.parts.spec import ModelSpec
+from specctl.drafters.parts.vocab import VocabMap
+from specctl.recipes.errors import RecipeError, SpecctlError
+from specctl.recipes.load import load_recipe
+from specctl.recipes.schema import TrainPart
+from specctl.train.assemble import build_drafter
+from specctl.train.metrics import alphas, means, merged, simulated_tau
+from specctl.train.optim import Gradient, build_optimizers, is_hidden_matrix, learning_rate
+from specctl.train.plan import Plan, matrix_speed, plan
+from specctl.train.plot import save_learning_curve
+from specctl.train.run import train_draft
+
+SPEC = ModelSpec("llama", 4, 32, 88, 4, 2, 8, 64, 1e-5, 1e4, 256)
+SPEED = {"flops_per_second": 1e10}
+
+
+@pytest.mark.parametrize("name", ["distill", "eagle3", "medusa"])
+def test_the_planned_parameters_are_those_of_the_drafter_that_is_built(name: str) -> None:
+    vocab = VocabMap(torch.arange(64), SPEC.vocab_size)
+    for sets, kept in (("vocab.size=null", None), ("vocab.size=64", vocab)):
+        recipe = load_recipe(name, sets=[sets])
+        drafter, made = build_drafter(recipe, SPEC, kept), plan(recipe, SPEC, **SPEED)
+        assert drafter.module is not None
+        assert made.parameters == sum(p.numel() for p in drafter.module.parameters())
+        assert made.trainable == sum(p.numel() for p in drafter.trainable().values())
+
+
+@pytest.mark.parametrize(("target", "least", "most"), [("llama3-8b", 7e9, 9e9), ("tiny", 5e6, 9e6)])
+def test_a_plan_for_an_alias_needs_neither_weights_nor_network(
+    target: str, least: float, most: float
+) -> None:
+    made = plan(load_recipe("eagle3", target=target), **SPEED)
+    assert least < made.target_parameters < most
+    assert made.memory_bytes > 2 * made.target_parameters
+    assert made.disk_bytes > 4 * made.parameters
+    assert 0 < made.seconds_range[0] < made.seconds_range[1]
+    assert json.loads(json.dumps(made.to_json()))["disk_bytes"] == made.disk_bytes
+
+
+def test_more_steps_take_longer_and_larger_batches_more_memory() -> None:
+    def of(*sets: str) -> Plan:
+        return plan(load_recipe("eagle3", sets=sets), SPEC, **SPEED)
+
+    assert of("train.steps=2000").seconds_range[0] > of("train.steps=200").seconds_range[0]
+    assert of("train.rows=32").memory_bytes > of("train.rows=4").memory_bytes
+    assert of("train.keep=9").disk_bytes > of("train.keep=2").disk_bytes
+
+
+def test_the_optimizer_state_in_the_plan_is_the_state_that_is_kept() -> None:
+    for optimizer in ("muon", "adamw"):
+        recipe = load_recipe("medusa", sets=[f"train.optimizer={optimizer}", "vocab.size=null"])
+        drafter = build_drafter(recipe, SPEC, None)
+        trainable = drafter.trainable()
+        found = build_optimizers(trainable, recipe.train, frozenset({SPEC.vocab_size}))
+        for parameter in trainable.values():
+            parameter.grad = torch.zeros_like(parameter)
+        for each in found.values():
+            each.step()
+        kept = sum(
+            4 * value.numel()
+            for each in found.values()
+            for state in each.state.values()
+            for value in state.values()
+            if value.ndim
+        )
+        made = plan(recipe, SPEC, **SPEED)
+        held = recipe.train.keep + 2
+        assert made.disk["checkpoints"] == held * (4 * made.parameters + kept)
+
+
+def test_time_is_measured_once_there_are_twenty_steps(tmp_path: Path) -> None:
+    recipe = load_recipe("eagle3", sets=["train.steps=100"])
+    log = tmp_path / "metrics.jsonl"
+    log.write_text('{"step": 10, "loss": 1.0, "seconds": 5.0}\n')
+    assert plan(recipe, SPEC, out=tmp_path, **SPEED).basis.startswith("estimate from FLOPs")
+    log.write_text('{"step": 40, "loss": 1.0, "seconds": 20.0}\n{"step": 41, "tau": 2.0}\n')
+    made = plan(recipe, SPEC, out=tmp_path, **SPEED)
+    assert made.basis.startswith("measured 40 steps")
+    assert made.seconds_range[0] < 30.0 < made.seconds_range[1]
+
+
+def test_the_estimate_says_at_what_speed_it_was_made() -> None:
+    assert matrix_speed(0.05) > 1e8
+    assert "10 GFLOP/s" in plan(load_recipe("medusa"), SPEC, **SPEED).basis
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    result = train_draft(load_recipe("eagle3"), tmp_path / "run", dry_run=True)
+    assert result.plan is not None
+    assert result.plan.steps == load_recipe("eagle3").train.steps
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_target_and_an_untrainable_family_cannot_be_planned() -> None:
+    with pytest.raises(SpecctlError, match="unknown target"):
+        plan(load_recipe("eagle3", target="llama9"))
+    with pytest.raises(RecipeError, match="nothing to train"):
+        plan(load_recipe("prompt-lookup"), SPEC)
+
+
+def schedule(**fields: Any) -> list[float]:
+    part = TrainPart(steps=100, learning_rate=1.0, **fields)
+    return [learning_rate(step, part) for step in range(100)]
+
+
+@pytest.mark.parametrize("name", ["wsd", "cosine", "linear"])
+def test_a_schedule_warms_up_then_falls_towards_zero(name: str) -> None:
+    rates = schedule(schedule=name, warmup=0.1, decay=0.3)
+    assert rates[:10] == sorted(rates[:10])
+    assert 0 < rates[0] < 0.2
+    assert rates[10] == 1.0
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert 0 < rates[-1] < 0.05
+    if name == "wsd":
+        assert set(rates[10:71]) == {1.0}
+        assert rates[85] == pytest.approx(0.5)
+    if name == "cosine":
+        assert rates[55] == pytest.approx(0.5)
+    if name == "linear":
+        assert rates[55] == pytest.approx(0.5)
+
+
+def test_muon_moves_hidden_matrices_and_adamw_all_the_rest() -> None:
+    recipe = load_recipe("eagle3", sets=["vocab.size=null"])
+    drafter = build_drafter(recipe, SPEC, None)
+    named = drafter.trainable()
+    found = build_optimizers(named, recipe.train, frozenset({SPEC.vocab_size}))
+    name_of = {id(p): name for name, p in named.items()}
+    parts = {
+        kind: {name_of[id(p)] for group in each.param_groups for p in group["params"]}
+        for kind, each in found.items()
+    }
+    assert parts["muon"] | parts["adamw"] == set(named)
+    assert not parts["muon"] & parts["adamw"]
+    assert "lm_head.weight" in parts["adamw"]
+    assert "fc.weight" in parts["muon"]
+    assert all("norm" not in name for name in parts["muon"])
+    assert not is_hidden_matrix(torch.zeros(96, 32), frozenset({96}))
+    with pytest.raises(RecipeError, match="nothing to train"):
+        build_optimizers({}, recipe.train, frozenset())
+
+
+def test_a_flat_gradient_is_clipped_to_its_limit() -> None:
+    weights = {"a": torch.nn.Parameter(torch.zeros(3)), "b": torch.nn.Parameter(torch.zeros(2, 2))}
+    gradient = Gradient(weights)
+    (weights["a"].sum() * 6 + weights["b"].sum() * 8).backward()
+    norm = gradient.divide(torch.tensor(2.0))
+    assert norm == pytest.approx(math.sqrt(3 * 9 + 4 * 16))
+    gradient.clip(norm, 1.0)
+    grads = [p.grad for p in weights.values() if p.grad is not None]
+    assert float(torch.cat([g.flatten() for g in grads]).norm()) == pytest.approx(1.0)
+
+
+def test_simulated_tau_is_the_expected_length_of_a_chain() -> None:
+    assert simulated_tau([], 4) is None
+    assert simulated_tau([0.5], 3) == pytest.approx(1 + 0.5 + 0.25 + 0.125)
+    assert simulated_tau([0.8, 0.5], 3) == pytest.approx(1 + 0.8 + 0.4 + 0.2)
+    assert alphas({"alpha": 0.9, "alpha/1": 0.8, "alpha/3": 0.1}) == (0.9, 0.8)
+
+
+def test_windows_add_sums_and_counts_and_divide_once() -> None:
+    window = merged({"loss": (6.0, 2.0)}, {"loss": (2.0, 6.0), "top1": (1.0, 0.0)})
+    assert means(window) == {"loss": 1.0}
+
+
+def test_the_learning_curve_is_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    log = tmp_path / "metrics.jsonl"
+    assert save_learning_curve(log, tmp_path / "curve.png") is None
+    log.write_text(
+        '{"step": 1, "loss": 2.0, "simulated_tau": 1.2}\n{"step": 2, "loss": 1.0}\n'
+        '{"step": 2, "tau": 1.5}\n'
+    )
+    path = save_learning_curve(log, tmp_path / "curve.png")
+    assert path is not None
+    assert path.read_bytes().startswith(b"\x89PNG")
