@@ -101,8 +101,9 @@ def inflate(target: Target, size: str, dtype: torch.dtype | None = None, seed: i
     if size not in SIZES:
         raise SpecctlError(
             f"unknown size {size!r}",
+            found=size,
             expected="one of " + ", ".join(SIZES),
-            do=f"nearest: {nearest(size, SIZES)}",
+            do=f"--inflate {nearest(size, SIZES, 1)}",
         )
     base = target.lm
     if not isinstance(base, LeanLM) or isinstance(base, InflatedLM):

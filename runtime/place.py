@@ -32,8 +32,9 @@ def choose_dtype(
         if name not in DTYPES:
             raise SpecctlError(
                 f"unknown dtype {name!r}",
+                found=name,
                 expected="auto, float32, bfloat16 or float16",
-                do=f"nearest: {nearest(name, DTYPES)}",
+                do=f"--dtype {nearest(name, DTYPES, 1)}",
             )
         return DTYPES[name]
     if device.type == "cpu":
@@ -54,7 +55,10 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise SpecctlError(
-            f"unknown device {name!r}", expected="auto, cpu, cuda or cuda:N", do="use --device auto"
+            f"unknown device {name!r}",
+            found=name,
+            expected="auto, cpu, cuda or cuda:N",
+            do="--device auto",
         ) from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ResourceError(

@@ -68,6 +68,8 @@ class Target:
         if self.template_digest is None:
             raise IncompatibleError(
                 f"target {self.name} has no chat template",
+                found="no template in its tokenizer",
+                expected="a chat template",
                 do="give plain prompts, or choose an instruction-tuned target",
             )
         text = tokenizer.apply_chat_template(
