@@ -154,7 +154,7 @@ def format_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> li
         ]
         return "  ".join(padded).rstrip()
 
-    return [line(columns), line(["-" * w for w in widths]), *(line(row) for row in cells)]
+    return [line(columns), line(["-" * min(w, 40) for w in widths]), *(line(row) for row in cells)]
 
 
 def _cell(value: object) -> str:

@@ -1,0 +1,215 @@
+"""What a user can do wrong: every mistake is answered in four parts, with a step that works."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from specctl.recipes.errors import Exit
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "recipes" / "tiny"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(
+        f"specctl_tests_{name}", ROOT / f"tests/{name}.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+commands = load("commands")
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """Words of a command line, the exit code, and what the remedy must contain."""
+
+    words: tuple[str, ...]
+    code: int
+    do: str
+    stdin: str = ""
+
+
+G = ("generate", "--max-new-tokens", "4")
+
+MISTAKES = {
+    # the command line
+    "unknown command": Mistake(("genrate",), 2, "specctl generate --help"),
+    "unknown flag": Mistake((*G, "--tempratur", "1", "x"), 2, "--temperature"),
+    "not a number": Mistake(("generate", "--seed", "one", "x"), 2, "specctl generate --help"),
+    "out of range": Mistake((*G, "--top-p", "2", "x"), 2, "specctl generate --help"),
+    "missing argument": Mistake(("recipes", "show"), 2, "specctl recipes show --help"),
+    # prompts
+    "no prompt": Mistake(G, 2, 'specctl generate "def main("'),
+    "empty prompt": Mistake((*G, "  "), 2, 'specctl generate "def main("'),
+    "empty standard input": Mistake((*G, "-"), 2, 'specctl generate "def main("'),
+    "prompt and file": Mistake((*G, "-f", "x.txt", "text"), 2, "specctl generate -f prompts.txt"),
+    "no such prompt file": Mistake((*G, "-f", "absent.txt"), 4, "existing file"),
+    "empty prompt file": Mistake((*G, "-f", "EMPTY"), 2, 'specctl generate "def main("'),
+    "prompts that are not text": Mistake((*G, "-f", "BINARY"), 4, "iconv"),
+    "prompts that are not JSON": Mistake((*G, "-f", "BROKEN"), 4, "correct that line"),
+    "prompt lines without a prompt": Mistake((*G, "-f", "WRONG"), 4, "correct that line"),
+    # targets
+    "unknown target": Mistake((*G, "-t", "tinny", "x"), 2, "tiny"),
+    "target folder that is not there": Mistake((*G, "-t", "./absent", "x"), 4, ""),
+    "target folder without a model": Mistake((*G, "-t", "FOLDER", "x"), 4, ""),
+    "unreachable target": Mistake((*G, "-t", "qwen3-8b", "--offline", "x"), 9, ""),
+    "unknown dtype": Mistake((*G, "--dtype", "fp7", "x"), 2, ""),
+    "unknown device": Mistake((*G, "--device", "tpu", "x"), 2, ""),
+    "absent device": Mistake((*G, "--device", "cuda:7", "x"), 6, ""),
+    "unknown inflation": Mistake((*G, "--inflate", "huge", "x"), 2, ""),
+    "chat without a template": Mistake((*G, "-t", "PLAIN", "--chat", "x"), 5, ""),
+    # drafters
+    "unknown drafter": Mistake((*G, "-d", "prompt-lokup", "x"), 4, "prompt-lookup"),
+    "drafter that is not there": Mistake((*G, "-d", "./absent", "x"), 4, ""),
+    "drafter that must be trained": Mistake((*G, "-d", "eagle3", "x"), 4, "specctl train-draft"),
+    "policy the drafter cannot": Mistake(
+        (*G, "-d", "prompt-lookup", "--policy", "chain", "x"), 3, "--policy direct"
+    ),
+    "unknown policy": Mistake(
+        (*G, "-d", "prompt-lookup", "--policy", "tree", "x"), 3, "--policy direct"
+    ),
+    "unknown rule": Mistake((*G, "-d", "prompt-lookup", "--rule", "best", "x"), 3, ""),
+    "illegal rule": Mistake(
+        (*G, "-d", "prompt-lookup", "--rule", "block", "--temperature", "1", "x"), 3, ""
+    ),
+    "drafting flags without a drafter": Mistake((*G, "--length", "3", "x"), 2, "--draft"),
+    # recipes
+    "unknown recipe": Mistake(("train-draft", "-r", "eagel3"), 3, "specctl recipes ls"),
+    "no such recipe file": Mistake(("train-draft", "-r", "no.yaml"), 4, "specctl recipes cp"),
+    "unknown recipe key": Mistake(("recipes", "validate", "TYPO"), 3, "learning_rate"),
+    "unknown option of a family": Mistake(("recipes", "validate", "OPTION"), 3, "ttt_steps"),
+    "unknown family": Mistake(("recipes", "validate", "FAMILY"), 3, "eagle3"),
+    "broken recipe": Mistake(("recipes", "validate", "YAML"), 3, "specctl recipes show"),
+    "set without a value": Mistake(("plan", "--set", "train.steps"), 3, "--set train.steps=400"),
+    "set out of range": Mistake(("plan", "--set", "train.steps=0"), 3, "--set train.steps=600"),
+    "set of an unknown key": Mistake(("plan", "--set", "train.stps=3"), 3, "steps"),
+    "copy over a file": Mistake(("recipes", "cp", "eagle3", "TYPO"), 4, "--force"),
+    "copy to nowhere": Mistake(("recipes", "cp", "eagle3", "EMPTY/x/y.yaml"), 4, "ls -ld"),
+    # training, trimming, packages
+    "training what has no weights": Mistake(
+        ("train-draft", "-r", "prompt-lookup"), 3, "specctl generate --draft prompt-lookup"
+    ),
+    "distilling another family": Mistake(("distill", "-r", "eagle3"), 3, "specctl train-draft"),
+    "output that is a file": Mistake(("train-draft", "-r", "distill", "-o", "EMPTY"), 4, ""),
+    "no such data": Mistake(
+        ("train-draft", "-r", "distill", "--data", "absent.jsonl", "-o", "NEW"), 4, ""
+    ),
+    "more GPUs than there are": Mistake(("train-draft", "--gpus", "64"), 6, "--gpus"),
+    "unknown size": Mistake(("vocab-trim", "-d", "x", "-o", "NEW", "--size", "big"), 3, "--size"),
+    "unknown source": Mistake(
+        ("vocab-trim", "-d", "x", "-o", "NEW", "--source", "web"), 3, "--source target"
+    ),
+    "text without data": Mistake(
+        ("vocab-trim", "-d", "x", "-o", "NEW", "--source", "text"), 3, "--data"
+    ),
+    "trimming what has no head": Mistake(
+        ("vocab-trim", "-d", "prompt-lookup", "-o", "NEW"), 2, "specctl train-draft"
+    ),
+    "unknown export format": Mistake(("export", "-d", "x", "-o", "NEW", "--to", "h"), 3, "--to hf"),
+    "export of no package": Mistake(("export", "-d", "FOLDER", "-o", "NEW"), 4, ""),
+    "unknown level": Mistake(("verify", "x", "--level", "all"), 3, "--level"),
+    "verify no package": Mistake(("verify", "FOLDER"), 4, ""),
+    "unreadable gate": Mistake(("bench", "--gate", "fast"), 3, "--gate"),
+    "show nothing": Mistake(("show", "FOLDER"), 4, "folder"),
+    "show a file": Mistake(("show", "EMPTY"), 4, "specctl show"),
+    "no such pretraining recipe": Mistake(("pretrain", "-r", "x", "-o", "NEW"), 4, "tiny-target"),
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Callable[[str], str]:
+    """Words in capitals stand for files of these kinds."""
+    texts = {
+        "EMPTY": ("empty.txt", b"\n \n"),
+        "BINARY": ("binary.txt", b"\xff\xfe\x00"),
+        "BROKEN": ("broken.jsonl", b'{"prompt": "x"}\n{"prompt": \n'),
+        "WRONG": ("wrong.jsonl", b'{"question": "x"}\n'),
+        "TYPO": ("typo.yaml", b"train: {lerning_rate: 0.1}\n"),
+        "OPTION": ("option.yaml", b"drafter: {family: eagle3, options: {ttt_step: 3}}\n"),
+        "FAMILY": ("family.yaml", b"drafter: {family: eagle}\n"),
+        "YAML": ("yaml.yaml", b"train: [\n"),
+    }
+    paths = {"NEW": tmp_path / "new", "FOLDER": tmp_path / "folder", "PLAIN": tmp_path / "plain"}
+    for word, (name, body) in texts.items():
+        paths[word] = tmp_path / name
+        paths[word].write_bytes(body)
+    paths["FOLDER"].mkdir()
+    (paths["FOLDER"] / "notes.txt").write_text("nothing here")
+
+    def replace(word: str) -> str:
+        head, slash, tail = word.partition("/")
+        if head == "PLAIN" and not paths["PLAIN"].exists():
+            _without_template(paths["PLAIN"])
+        return f"{paths[head]}{slash}{tail}" if head in paths else word
+
+    return replace
+
+
+def _without_template(folder: Path) -> None:
+    """The embedded target with its chat template taken away."""
+    shutil.copytree(TINY, folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    file = folder / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    config.pop("chat_template", None)
+    file.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("name", list(MISTAKES))
+def test_a_mistake_is_answered_with_a_working_step(
+    name: str,
+    run: Any,
+    place: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    mistake = MISTAKES[name]
+    words = [place(word) for word in mistake.words]
+    ran = run(*words, "--json", stdin=mistake.stdin)
+    error = ran.json["error"]
+    assert ran.code == error["code"] == mistake.code, error
+    assert ran.code != Exit.BUG
+    assert error["what"]
+    assert error["found"], error
+    assert error["expected"], error
+    assert mistake.do in error["do"], error
+    check_step(words[0], error["do"])
+    for part in error.values():
+        assert "\n" not in str(part), error
+
+
+def check_step(command: str, do: str) -> None:
+    """A remedy that names a command or a flag of ours must name one that exists."""
+    assert do, "an error without a remedy"
+    if "specctl " in do:
+        words = commands.program_words(do)
+        assert commands.why_not(words) is None, (do, commands.why_not(words))
+    elif flag := re.match(r"(?:use )?(--[a-z][a-z-]*)", do):
+        assert commands.has_flag(command, flag[1]) or flag[1] == "--set", do
+
+
+def test_there_are_enough_mistakes() -> None:
+    assert len(MISTAKES) >= 50
+
+
+def test_a_remedy_that_does_not_work_would_be_seen() -> None:
+    with pytest.raises(AssertionError):
+        check_step("generate", "specctl generate --drafter x")
+    with pytest.raises(AssertionError):
+        check_step("generate", "--drafter x")
