@@ -130,13 +130,16 @@ def _trim(console: Console, model: Target, out: Path) -> Path:
 
 
 def _prove(console: Console, model: Target, package: Path) -> bool:
-    from specctl.export.folder import load_drafter
+    from specctl.cli.loading import DraftChoice
     from specctl.recipes.errors import GateError
     from specctl.runtime.prove import verify
 
-    proof = verify(model, load_drafter(package, model))
+    draft = DraftChoice(str(package)).load(model)
+    assert draft.drafter is not None, "a package holds a drafter"
+    proof = verify(model, draft.drafter, policy=draft.policy, rule=draft.rule, reporter=console)
     for line in proof.lines():
-        console.say(line)
+        if not line.startswith("warning:"):
+            console.say(line)
     if not proof.passed:
         raise GateError(
             "the drafter is not lossless",

@@ -42,9 +42,12 @@ def verify(
 ) -> None:
     """Verify a drafter against its target and print counts and p-values.
 
-    files: every byte is what was written. compat: target, tokenizer, template, taps and vocabulary
-    fit. lossless: greedy output is token-identical, sampled output has the target's law, caches
-    roll back exactly, every rule passes enumeration. full: the same with more cases.
+    files: every byte is what was written.
+
+    compat: target, tokenizer, template, taps and vocabulary fit.
+
+    lossless: greedy output is token-identical, sampled output has the target's law, caches roll
+    back exactly, the rules pass enumeration. full: the same with more cases and every rule.
 
     Examples:
 
@@ -72,7 +75,14 @@ def verify(
             from specctl.runtime.prove import verify as prove
 
             assert loaded.drafter is not None, "a name other than none gives a drafter"
-            proof = prove(model, loaded.drafter, level=level)
+            proof = prove(
+                model,
+                loaded.drafter,
+                level=level,
+                policy=loaded.policy,
+                rule=loaded.rule,
+                reporter=console,
+            )
             result["proof"] = proof.to_json()
     _finish(console, result, proof, out)
 
@@ -121,7 +131,8 @@ def _finish(
     console.result = result
     if proof is not None:
         for line in proof.lines():
-            console.out(line)
+            if not line.startswith("warning:"):  # said when it was found
+                console.out(line)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(result, indent=1) + "\n")
