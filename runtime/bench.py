@@ -16,8 +16,6 @@ from typing import Any
 import torch
 
 from specctl.drafters.parts.base import Drafter
-from specctl.drafters.parts.lm import Masks
-from specctl.drafters.parts.masks import chain_mask
 from specctl.runtime.generate import generate
 from specctl.runtime.policies.base import Policy
 from specctl.runtime.policies.length import LengthChooser
@@ -153,10 +151,7 @@ def bare_contender(name: str, target: Target) -> Contender:
             start_B = torch.full_like(slot_B, kept)
             kv.begin((0,), slot_B, start_B, T, kept + T, kept)
             position_BT = start_B[:, None] + torch.arange(T, device=target.device)
-            masks = Masks(
-                chain_mask(start_B, T, kept + T),
-                {w: chain_mask(start_B, T, kept + T, w) for w in target.lm.windows},
-            )
+            masks = target.lm.chain_masks(start_B, T, kept + T)
             out = target.lm.forward(ids_BT, position_BT, masks, kv)
             assert out.logits_BTV is not None
             new.append(int(out.logits_BTV[0, -1].argmax()))

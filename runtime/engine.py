@@ -27,8 +27,7 @@ from specctl.drafters.parts.base import (
     RoundView,
     Space,
 )
-from specctl.drafters.parts.lm import LmOut, Masks
-from specctl.drafters.parts.masks import chain_mask, tree_mask
+from specctl.drafters.parts.lm import LmOut
 from specctl.drafters.parts.slots import SlotKV
 from specctl.drafters.parts.tree import DraftTree, NodeKind, empty_tree
 from specctl.recipes.errors import SpecctlError
@@ -37,13 +36,11 @@ from specctl.runtime.noise import RoundNoise
 from specctl.runtime.policies.base import Growth, Policy
 from specctl.runtime.policies.direct import Direct
 from specctl.runtime.policies.length import LengthChooser
+from specctl.runtime.prefill import prefill
 from specctl.runtime.sampling import SamplingBatch
 from specctl.runtime.session import Completion, Request, Row
-from specctl.runtime.stats import RowStats
 from specctl.runtime.target import Target
 from specctl.runtime.verify import Verdict, check_legal, default_rule, run_rule
-
-PREFILL_CHUNK = 512
 
 
 class Engine:
@@ -126,51 +123,16 @@ class Engine:
         while free and self.waiting:
             index, request = self.waiting.popleft()
             self._check_prompt(request)
-            joined.append(
-                Row(
-                    index,
-                    free.pop(0),
-                    request,
-                    list(request.tokens),
-                    len(request.tokens) - 1,
-                    RowStats(),
-                )
-            )
+            joined.append(Row.of(index, free.pop(0), request))
         if joined:
             started = time.perf_counter()
-            self._prefill(joined)
+            taps = prefill(self.target, self._cache(), joined, self.needs.taps)
+            if self._state is not None:
+                for row, found in zip(joined, taps, strict=True):
+                    self._state.start(row.slot, row.tokens, found)
             self.rows = sorted([*self.rows, *joined], key=lambda row: row.slot)
             self._sampling = None
             self.prefill_seconds += time.perf_counter() - started
-
-    def _prefill(self, joined: Sequence[Row]) -> None:
-        """Right-padded, chunked forward of the prompts; what padding writes is never seen."""
-        assert self._kv is not None
-        longest = max(row.kept_len for row in joined)
-        parts: dict[int, list[Tensor]] = {tap: [] for tap in self.needs.taps}
-        slots = tuple(row.slot for row in joined)
-        slot_B = torch.tensor(slots, device=self.target.device)
-        for start in range(0, longest, PREFILL_CHUNK):
-            width = min(PREFILL_CHUNK, longest - start)
-            chunks = [row.tokens[start : min(start + width, row.kept_len)] for row in joined]
-            ids_BT = torch.tensor(
-                [c + [0] * (width - len(c)) for c in chunks], device=slot_B.device
-            )
-            start_B = torch.full_like(slot_B, start)
-            self._kv.begin(slots, slot_B, start_B, width, start + width, uniform_start=start)
-            position_BT = start_B[:, None] + torch.arange(width, device=slot_B.device)
-            masks = self._masks(start_B, None, width, start + width)
-            out = self.target.lm.forward(
-                ids_BT, position_BT, masks, self._kv, self.needs.taps, logits=False
-            )
-            for tap in parts:
-                parts[tap].append(out.taps[tap])
-        if self._state is not None:
-            for b, row in enumerate(joined):
-                taps = {
-                    k: torch.cat([p[b] for p in v])[: row.kept_len] for k, v in parts.items() if v
-                }
-                self._state.start(row.slot, row.tokens, taps)
 
     # -- the round ------------------------------------------------------------------------------
 
@@ -221,9 +183,7 @@ class Engine:
         depth_BT = tree.depth_BT()
         last = self.target.spec.max_positions - 1
         position_BT = (view.kept_len_B[:, None] + depth_BT).clamp(max=last)
-        masks = self._masks(
-            view.kept_len_B, None if tree.is_chain else tree, num_fed, span, depth_BT
-        )
+        masks = self.target.lm.tree_masks(tree, view.kept_len_B, span)
         return self.target.lm.forward(
             tree.fed_token_BT(view.root_B), position_BT, masks, self._cache(), self.needs.taps
         )
@@ -284,22 +244,6 @@ class Engine:
         if self.chooser is not None:
             depth = min(depth, self.chooser.length(len(self.rows)))
         return Budget(nodes=self.policy.nodes, depth=max(depth, 0))
-
-    def _masks(
-        self,
-        kept_len_B: Tensor,
-        tree: DraftTree | None,
-        num_fed: int,
-        span: int,
-        depth_BT: Tensor | None = None,
-    ) -> Masks:
-        windows = self.target.lm.windows
-        if tree is None:
-            by_window = {w: chain_mask(kept_len_B, num_fed, span, w) for w in windows}
-            return Masks(chain_mask(kept_len_B, num_fed, span), by_window)
-        ancestor_BTT = tree.ancestor_BTT()
-        by_window = {w: tree_mask(kept_len_B, ancestor_BTT, span, w, depth_BT) for w in windows}
-        return Masks(tree_mask(kept_len_B, ancestor_BTT, span), by_window)
 
     def _outcome(
         self,

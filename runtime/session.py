@@ -43,6 +43,12 @@ class Row:
     num_rounds: int = 0
     finished: str | None = None
 
+    @classmethod
+    def of(cls, index: int, slot: int, request: Request) -> Row:
+        """A row about to join: its prompt is read up to the last token."""
+        tokens = list(request.tokens)
+        return cls(index, slot, request, tokens, len(tokens) - 1, RowStats())
+
     @property
     def prompt_len(self) -> int:
         return len(self.request.tokens)

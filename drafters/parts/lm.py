@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from specctl.drafters.parts.base import Borrowed
+from specctl.drafters.parts.masks import chain_mask, document_mask, tree_mask
 from specctl.drafters.parts.slots import SlotKV
 from specctl.drafters.parts.spec import ModelSpec
+from specctl.drafters.parts.tree import DraftTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,25 @@ class LanguageModel(ABC):
     @abstractmethod
     def borrowed(self) -> Borrowed:
         """The embedding and LM head, detached views of the model's own storage."""
+
+    def chain_masks(self, kept_len_B: Tensor, num_fed: int, span: int) -> Masks:
+        """Masks of a causal run of `num_fed` tokens behind the kept positions."""
+        windows = {w: chain_mask(kept_len_B, num_fed, span, w) for w in self.windows}
+        return Masks(chain_mask(kept_len_B, num_fed, span), windows)
+
+    def tree_masks(self, tree: DraftTree, kept_len_B: Tensor, span: int) -> Masks:
+        """Masks of a round: root and nodes, each seeing the kept positions and its ancestors."""
+        if tree.is_chain:
+            return self.chain_masks(kept_len_B, tree.num_nodes + 1, span)
+        ancestor_BTT = tree.ancestor_BTT()
+        depth_BT = ancestor_BTT.sum(-1) - 1
+        windows = {w: tree_mask(kept_len_B, ancestor_BTT, span, w, depth_BT) for w in self.windows}
+        return Masks(tree_mask(kept_len_B, ancestor_BTT, span), windows)
+
+    def document_masks(self, document_BS: Tensor) -> Masks:
+        """Masks of packed whole sequences: causal inside each document."""
+        windows = {w: document_mask(document_BS, w) for w in self.windows}
+        return Masks(document_mask(document_BS), windows)
 
     def new_kv(self, num_slots: int, max_len: int) -> SlotKV:
         spec, weight = self.spec, next(self.module.parameters())
