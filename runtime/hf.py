@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from specctl.drafters.parts.hf_lm import refuse_stateful
+from specctl.drafters.parts.hf_spec import refuse_stateful
 from specctl.drafters.parts.lean import LeanLM
 from specctl.drafters.parts.lm import LanguageModel
 from specctl.recipes.errors import (

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from specctl.drafters.parts.base import Borrowed
-from specctl.drafters.parts.hf_lm import HfLM, spec_of
+from specctl.drafters.parts.hf_lm import HfLM
+from specctl.drafters.parts.hf_spec import spec_of
 from specctl.drafters.parts.lean import lean_from_hf
 from specctl.drafters.parts.lm import LanguageModel
 from specctl.drafters.parts.slots import SlotKV

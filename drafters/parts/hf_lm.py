@@ -9,6 +9,7 @@ V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,14 +19,14 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import sdpa_mask
 
 from specctl.drafters.parts.base import Borrowed
+from specctl.drafters.parts.hf_spec import refuse_stateful, spec_of
 from specctl.drafters.parts.kernels import attend
 from specctl.drafters.parts.lm import LanguageModel, LmOut, Masks
 from specctl.drafters.parts.slots import SlotKV
-from specctl.drafters.parts.spec import ModelSpec
 from specctl.recipes.errors import IncompatibleError
 
 ATTENTION = "specctl"
-KINDS = ("full_attention", "sliding_attention")
+TESTED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt_neox", "phi")
 
 
 def attend_capped(
@@ -137,69 +138,6 @@ class _SlotCache(Cache):  # type: ignore[misc]
         )
 
 
-def spec_of(config: Any, eos_ids: tuple[int, ...] = ()) -> ModelSpec:
-    """The shape of a transformers configuration (of its text part, if it has several)."""
-    text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope)
-    heads = text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    intermediate = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    return ModelSpec(
-        model_type=text.model_type,
-        num_layers=text.num_hidden_layers,
-        hidden_size=text.hidden_size,
-        vocab_size=text.vocab_size,
-        num_heads=heads,
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=head_dim,
-        intermediate_size=intermediate if isinstance(intermediate, int) else max(intermediate),
-        norm_eps=float(
-            _first(text, ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), 1e-5)
-        ),
-        rope_theta=float(rope.get("rope_theta") or 10000.0),
-        max_positions=int(_first(text, ("max_position_embeddings",), 1 << 20)),
-        bos_id=text.bos_token_id if isinstance(text.bos_token_id, int) else None,
-        eos_ids=eos_ids,
-        pad_id=text.pad_token_id if isinstance(text.pad_token_id, int) else None,
-        embed_scale=_embed_scale(text),
-    )
-
-
-def _first(config: Any, names: tuple[str, ...], default: Any) -> Any:
-    found = (getattr(config, name, None) for name in names)
-    return next((value for value in found if value is not None), default)
-
-
-def _embed_scale(text: Any) -> float:
-    """Factor between the embedding table and hidden_states[0]."""
-    if text.model_type.startswith(("gemma", "t5gemma")):
-        return float(text.hidden_size**0.5)
-    return float(getattr(text, "embedding_multiplier", None) or 1.0)
-
-
-def refuse_stateful(model_class: type, config: Any) -> None:
-    """Raise for architectures whose state cannot be rolled back to an accepted path."""
-    text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"]) - set(KINDS)
-    found = ""
-    if getattr(model_class, "_is_stateful", False):
-        found = f"{model_class.__name__} keeps a recurrent state"
-    elif kinds:
-        found = f"{model_class.__name__} has layers of kind " + ", ".join(sorted(kinds))
-    elif getattr(config, "is_encoder_decoder", False):
-        found = f"{model_class.__name__} is an encoder-decoder"
-    elif getattr(text, "use_bidirectional_attention", None):
-        found = f"{model_class.__name__} attends in both directions"
-    if found:
-        raise IncompatibleError(
-            f"{model_class.__name__} cannot be a target",
-            found=found,
-            expected="a decoder of full or sliding attention, whose cache can be rolled back",
-            do="choose a pure attention target, e.g. a Llama, Qwen3, Mistral, Gemma or GPT-NeoX",
-        )
-
-
 class HfLM(LanguageModel):
     """A transformers causal LM; also the oracle of the lean forward."""
 
@@ -219,6 +157,48 @@ class HfLM(LanguageModel):
         self.windows = () if window is None else (int(window),)
         self._is_mixed = len(set(kinds)) > 1 and window is not None
         self._implementation = _choose_attention(model)
+        if self.spec.model_type not in TESTED and not self.embedding.is_meta:
+            self._probe()
+
+    @property
+    def embedding(self) -> Tensor:
+        """The embedding table [V, D]."""
+        weight: Tensor = self.module.get_input_embeddings().weight
+        return weight
+
+    @torch.no_grad()
+    def _probe(self) -> None:
+        """Try four tokens of a tree against their paths on an architecture without a test of its
+        own, and learn its key/value shape; refuse it if positions or masks are not obeyed."""
+        name, problem = type(self.module).__name__, ""
+        ids_BT = torch.tensor([[0, 1, 2, 3]], device=self.embedding.device)
+        try:
+            plain = self.module(input_ids=ids_BT[:, [0, 1, 3]], use_cache=True)
+            heads, width = (plain.past_key_values.layers[0].keys.shape[i] for i in (1, 3))
+            self.spec = replace(self.spec, num_kv_heads=heads, head_dim=width)
+            mask = torch.ones(4, 4, dtype=torch.bool, device=ids_BT.device).tril()
+            mask[3, 2] = False  # token 3 is a sibling of token 2
+            masks = Masks(mask[None, None], dict.fromkeys(self.windows, mask[None, None]))
+            position_BT = torch.tensor([[0, 1, 2, 2]], device=ids_BT.device)
+            found = self.dense(ids_BT, position_BT, masks).logits_BTV
+            assert found is not None
+            oracle = plain.logits[:, -1]
+            error = (found[:, -1] - oracle).abs().max() / oracle.abs().max().clamp(min=1e-6)
+            if not float(error) < 0.05:
+                problem = (
+                    f"a tree differs from its paths by {float(error):.0%} of the largest logit"
+                )
+        except IncompatibleError:
+            raise
+        except Exception as error:  # whatever a foreign forward raises means the same
+            problem = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+        if problem:
+            raise IncompatibleError(
+                f"{name} cannot be a target",
+                found=problem,
+                expected="a decoder that obeys 4-D masks and given positions",
+                do="choose a target with rotary or learned positions, e.g. a Llama or Qwen3",
+            )
 
     def _mask(self, masks: Masks) -> Any:
         full = self._form(masks.full)
@@ -281,10 +261,9 @@ class HfLM(LanguageModel):
 
     def borrowed(self) -> Borrowed:
         head: Any = self.module.get_output_embeddings()
-        embedding: Any = self.module.get_input_embeddings()
         bias = getattr(head, "bias", None)
         return Borrowed(
-            embedding.weight.detach(),
+            self.embedding.detach(),
             head.weight.detach(),
             self.spec.embed_scale,
             None if bias is None else bias.detach(),

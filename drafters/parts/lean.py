@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specctl.drafters.parts.base import Borrowed
-from specctl.drafters.parts.hf_lm import spec_of
+from specctl.drafters.parts.hf_spec import spec_of
 from specctl.drafters.parts.kernels import Weight, additive_mask, attend, linear, rms_norm
 from specctl.drafters.parts.llama import LayerWeights, LeanLlama, LlamaShape
 from specctl.drafters.parts.lm import LanguageModel, LmOut, Masks

@@ -22,7 +22,17 @@ from specctl.recipes.errors import IncompatibleError
 
 MakeModel = Callable[..., Any]
 LEAN = ("llama", "mistral", "qwen2", "qwen3")
-OTHERS = ("gemma", "gemma2", "gemma3_text", "gpt_neox", "phi", "phi3", "gpt2", "gpt_oss")
+OTHERS = (
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "gpt_neox",
+    "phi",
+    "phi3",
+    "gpt2",
+    "gpt_oss",
+    "stablelm",
+)
 TAPS = (0, 1, 3, 4)
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -105,6 +115,7 @@ def difference(a: LmOut, b: LmOut) -> float:
 @pytest.mark.parametrize("model_type", [*LEAN, *OTHERS])
 def test_hf_lm_equals_a_plain_transformers_call(make_model: MakeModel, model_type: str) -> None:
     model = make_model(model_type)
+    model.set_attn_implementation("eager")  # the only one with every model's soft caps and sinks
     ids = random_ids(2, 14)
     with torch.no_grad():
         plain = model(ids, output_hidden_states=True)
@@ -253,6 +264,27 @@ def test_a_recurrent_model_is_refused_by_name() -> None:
     config = MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, state_size=4)
     with pytest.raises(IncompatibleError, match="MambaForCausalLM"):
         HfLM(MambaForCausalLM(config))
+
+
+def test_an_untested_architecture_that_ignores_positions_is_refused() -> None:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    config = BloomConfig(vocab_size=96, hidden_size=16, n_layer=1, n_head=2)
+    with pytest.raises(IncompatibleError, match="BloomForCausalLM"):
+        HfLM(BloomForCausalLM(config).eval())
+
+
+def test_key_value_shape_is_learned_where_the_config_hides_it() -> None:
+    from transformers import FalconConfig, FalconForCausalLM
+
+    torch.manual_seed(0)
+    config = FalconConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    lm = HfLM(FalconForCausalLM(config).eval())
+    assert lm.spec.num_kv_heads == 1
+    ids, kv = random_ids(1, 9), lm.new_kv(1, 9)
+    found = feed_chain(lm, kv, ids, (0,)).logits_BTV
+    with torch.no_grad():
+        torch.testing.assert_close(found, whole(lm, ids).logits_BTV, atol=1e-5, rtol=1e-5)
 
 
 def small_shape(**fields: Any) -> LlamaShape:

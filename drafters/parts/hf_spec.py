@@ -1,0 +1,73 @@
+"""What a transformers configuration says about a model: its shape, and whether it can be a target."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specctl.drafters.parts.spec import ModelSpec
+from specctl.recipes.errors import IncompatibleError
+
+KINDS = ("full_attention", "sliding_attention")
+
+
+def spec_of(config: Any, eos_ids: tuple[int, ...] = ()) -> ModelSpec:
+    """The shape of a transformers configuration (of its text part, if it has several)."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    heads = text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    intermediate = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    return ModelSpec(
+        model_type=text.model_type,
+        num_layers=text.num_hidden_layers,
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+        num_heads=heads,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=head_dim,
+        intermediate_size=intermediate if isinstance(intermediate, int) else max(intermediate),
+        norm_eps=float(
+            _first(text, ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), 1e-5)
+        ),
+        rope_theta=float(rope.get("rope_theta") or 10000.0),
+        max_positions=int(_first(text, ("max_position_embeddings",), 1 << 20)),
+        bos_id=text.bos_token_id if isinstance(text.bos_token_id, int) else None,
+        eos_ids=eos_ids,
+        pad_id=text.pad_token_id if isinstance(text.pad_token_id, int) else None,
+        embed_scale=_embed_scale(text),
+    )
+
+
+def _first(config: Any, names: tuple[str, ...], default: Any) -> Any:
+    found = (getattr(config, name, None) for name in names)
+    return next((value for value in found if value is not None), default)
+
+
+def _embed_scale(text: Any) -> float:
+    """Factor between the embedding table and hidden_states[0]."""
+    if text.model_type.startswith(("gemma", "t5gemma")):
+        return float(text.hidden_size**0.5)
+    return float(getattr(text, "embedding_multiplier", None) or 1.0)
+
+
+def refuse_stateful(model_class: type, config: Any) -> None:
+    """Raise for architectures whose state cannot be rolled back to an accepted path."""
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"]) - set(KINDS)
+    found = ""
+    if getattr(model_class, "_is_stateful", False):
+        found = f"{model_class.__name__} keeps a recurrent state"
+    elif kinds:
+        found = f"{model_class.__name__} has layers of kind " + ", ".join(sorted(kinds))
+    elif getattr(config, "is_encoder_decoder", False):
+        found = f"{model_class.__name__} is an encoder-decoder"
+    elif getattr(text, "use_bidirectional_attention", None):
+        found = f"{model_class.__name__} attends in both directions"
+    if found:
+        raise IncompatibleError(
+            f"{model_class.__name__} cannot be a target",
+            found=found,
+            expected="a decoder of full or sliding attention, whose cache can be rolled back",
+            do="choose a pure attention target, e.g. a Llama, Qwen3, Mistral, Gemma or GPT-NeoX",
+        )
