@@ -285,7 +285,7 @@ class _Battery:
         found = Joint(self.target, prompt, sampling, count).test([c.tokens for c in done])
         note = f"samples of two tokens, {found.cells} cells, TV {found.total_variation:.3f}"
         passed = found.p_value > ALARM
-        checks = [Check(f"law, {rule}", passed, count, found.total_variation, found.p_value, note)]
+        checks = [Check(f"law, {name}", passed, count, found.total_variation, found.p_value, note)]
         draws = watched.draws
         if draws.nodes:
             self.sane = draws.is_sane
@@ -359,7 +359,7 @@ def _cached_logits(engine: Engine, row: Row) -> torch.Tensor:
     slot_B = torch.tensor([row.slot], device=device)
     kept_B = torch.tensor([row.kept_len], device=device)
     cache.begin((row.slot,), slot_B, kept_B, 1, row.kept_len + 1)
-    masks = engine._masks(kept_B, None, 1, row.kept_len + 1)
+    masks = engine.target.lm.chain_masks(kept_B, 1, row.kept_len + 1)
     ids_BT = torch.tensor([[row.tokens[-1]]], device=device)
     out = engine.target.lm.forward(ids_BT, kept_B[:, None], masks, cache)
     assert out.logits_BTV is not None
