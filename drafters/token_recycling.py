@@ -127,7 +127,8 @@ class TokenRecyclingState(DraftState):
         if not template.levels:
             return empty_tree(len(view.slots), self.device)
         flat = self.matrix_WR.view(-1)
-        parent_BM, levels = view.root_B[:, None], []
+        parent_BM = view.root_B[:, None]
+        levels: list[Tensor] = []
         for first, last in template.levels:
             if levels:
                 before = template.levels[len(levels) - 1][0]

@@ -9,7 +9,9 @@ D width, E width of one head.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -117,6 +119,7 @@ class WideAttention(nn.Module):
         self.k_proj = nn.Linear(input_width, kv_width, bias=False)
         self.v_proj = nn.Linear(input_width, kv_width, bias=False)
         self.o_proj = nn.Linear(shape.num_heads * shape.head_dim, shape.hidden_size, bias=False)
+        self.has_qk_norm = qk_norm
         self.q_norm = RmsNorm(shape.head_dim, shape.norm_eps) if qk_norm else nn.Identity()
         self.k_norm = RmsNorm(shape.head_dim, shape.norm_eps) if qk_norm else nn.Identity()
 
@@ -128,7 +131,8 @@ class WideAttention(nn.Module):
         return key, self._heads(self.v_proj(x_BTI))
 
     def _heads(self, x_BTI: Tensor) -> Tensor:
-        return x_BTI.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
+        B, T, _ = x_BTI.shape
+        return x_BTI.view(B, T, -1, self.shape.head_dim).transpose(1, 2)
 
 
 class WideLayer(nn.Module):
@@ -152,3 +156,43 @@ class WideLayer(nn.Module):
         h_BTD = state_BTD + self.self_attn.o_proj(attended_BTI)
         out: Tensor = h_BTD + self.mlp(self.post_attention_layernorm(h_BTD))
         return out
+
+
+class FeatureNet(nn.Module):
+    """EAGLE-3's module, parameter names of the public format: `fc` fuses the taps, one wide layer,
+    a final norm, an LM head of `rows` rows."""
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        taps: tuple[int, ...],
+        rows: int,
+        *,
+        fc_norm: bool,
+        norm_output: bool,
+        qk_norm: bool,
+    ) -> None:
+        super().__init__()
+        width = shape.hidden_size
+        self.fc_norm: nn.ModuleList | None = None
+        if fc_norm:
+            self.fc_norm = nn.ModuleList(RmsNorm(width, shape.norm_eps) for _ in taps)
+        self.fc = nn.Linear(len(taps) * width, width, bias=False)
+        self.layers = nn.ModuleList([WideLayer(shape, qk_norm)])
+        self.norm = RmsNorm(width, shape.norm_eps)
+        self.lm_head = nn.Linear(width, rows, bias=False)
+        self.shape, self.taps, self.norm_output = shape, taps, norm_output
+
+    @property
+    def layer(self) -> WideLayer:
+        return cast(WideLayer, self.layers[0])
+
+    def gathered(self, taps: Mapping[int, Tensor]) -> Tensor:
+        """[..., taps * D]: what `fc` reads of the target's features; g is its output."""
+        chosen = [taps[tap].to(self.fc.weight.dtype) for tap in self.taps]
+        if self.fc_norm is not None:
+            chosen = [norm(tap) for norm, tap in zip(self.fc_norm, chosen, strict=True)]
+        return torch.cat(chosen, dim=-1)
+
+    def turn(self, position: Tensor) -> Tensor:
+        return rotary(position, self.shape.head_dim, self.shape.rope_theta)

@@ -143,7 +143,9 @@ def head_loss(
         return _from_teacher(draft_NK, target_NV, label_N, row_V, ids_K, options)
 
     size = options.chunk or _fitting_chunk(aim, vocab)
-    slices = list(zip(*(x.split(size) for x in (aim.row_N, aim.label_N, aim.judge_N)), strict=True))
+    slices = list(
+        zip(*(torch.split(x, size) for x in (aim.row_N, aim.label_N, aim.judge_N)), strict=True)
+    )
     total_4 = state_RD.new_zeros(4, dtype=torch.float32)
     for rows in slices:
         again = len(slices) > 1 and torch.is_grad_enabled()

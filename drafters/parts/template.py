@@ -39,7 +39,9 @@ def greedy_paths(acceptance: Sequence[Sequence[float]], nodes: int) -> tuple[Pat
     rank r at depth d is right. Best first, parents before children."""
     if not acceptance:
         return ()
-    heap = [(-acceptance[0][rank], (rank,)) for rank in range(len(acceptance[0]))]
+    heap: list[tuple[float, Path]] = [
+        (-acceptance[0][rank], (rank,)) for rank in range(len(acceptance[0]))
+    ]
     heapq.heapify(heap)
     chosen: list[Path] = []
     while heap and len(chosen) < nodes:
