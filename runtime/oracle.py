@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 from specctl.drafters.parts.base import RoundView
-from specctl.drafters.parts.lm import Masks
-from specctl.drafters.parts.masks import document_mask
 from specctl.drafters.parts.tree import DraftTree, NodeKind, empty_tree
 from specctl.runtime.noise import RoundNoise
 from specctl.runtime.policies.base import Growth, Policy
@@ -30,7 +28,7 @@ def dense_logits(target: Target, rows: Sequence[Sequence[int]]) -> Tensor:
     """[B, S, V] float32: logits of whole sequences of one length, without a cache."""
     ids_BS = torch.tensor([list(row) for row in rows], device=target.device)
     one_BS = torch.zeros_like(ids_BS)
-    masks = Masks(document_mask(one_BS), {w: document_mask(one_BS, w) for w in target.lm.windows})
+    masks = target.lm.document_masks(one_BS)
     position_BS = torch.arange(ids_BS.shape[1], device=ids_BS.device).expand_as(ids_BS)
     with torch.inference_mode():
         logits_BSV = target.lm.dense(ids_BS, position_BS, masks).logits_BTV
