@@ -250,7 +250,8 @@ class _Battery:
 
     def caches(self) -> list[Check]:
         """After every round: the next logits from the cache against a fresh forward."""
-        sampling = replace(self.sampling, max_new_tokens=self._tokens() // 2, ignore_eos=True)
+        size = max(self._tokens() // 2, 3 * (self.policy.depth + 1))
+        sampling = replace(self.sampling, max_new_tokens=size, ignore_eos=True, stop=())
         worst, bound, count = 0.0, 0.0, 0
         engine = self._engine(self.policy, "auto", 2)
 
