@@ -16,11 +16,10 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -186,7 +185,7 @@ class Checkpoints:
             "files": {name: asdict(entry) for name, entry in entries.items()},
             "fingerprint": dict(snapshot.fingerprint),
             "world_size": self.ranks.size,
-            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+            "versions": {name: version(name) for name in ("torch", "transformers")},
         }
         body = memoryview(canonical(manifest | {"sha256": _digest(manifest)}))
         disk = self.disk

@@ -102,7 +102,7 @@ def tensor_chunks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
     for name in order:
         flat = tensors[name].detach().cpu().contiguous().reshape(-1)
         if flat.numel():
-            yield memoryview(flat.view(torch.uint8).numpy())
+            yield flat.view(torch.uint8).numpy().data
 
 
 def num_bytes(tensors: Mapping[str, Tensor]) -> int:

@@ -116,7 +116,7 @@ def take_step(job: Job, progress: Progress, advance: Advance) -> None:
         with job.autocast():
             out = job.drafter.loss(batch)
         if out.sum.requires_grad:
-            out.sum.backward()
+            out.sum.backward()  # type: ignore[no-untyped-call]
         totals = totals.plus(out, batch)
     totals = totals.over(job.ranks)
     job.ranks.sum_(job.gradient.flat_N)

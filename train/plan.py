@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig
 
 from specctl.drafters.parts.base import Drafter, Family
-from specctl.drafters.parts.hf_lm import spec_of
+from specctl.drafters.parts.hf_spec import spec_of
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.recipes.errors import NetworkError

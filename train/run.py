@@ -39,10 +39,10 @@ from specctl.train.assemble import (
     what_trains,
 )
 from specctl.train.capture import capture
-from specctl.train.checkpoint import Checkpoints
+from specctl.train.checkpoint import Checkpoints, Snapshot
 from specctl.train.counting import vocab_from_data
 from specctl.train.data import prepare
-from specctl.train.fingerprint import check_same_run, run_fingerprint
+from specctl.train.fingerprint import check_same_run, config_fields, run_fingerprint
 from specctl.train.lock import locked
 from specctl.train.loop import Job, Progress, measure, restore, train
 from specctl.train.metrics import MetricsLog
@@ -103,11 +103,14 @@ def train_draft(
             if ranks.is_main:
                 out.mkdir(parents=True, exist_ok=True)
                 held.enter_context(locked(out, talker))
-                _open_folder(recipe, out, resume, command)
+        checkpoints = Checkpoints(out / "checkpoints", talker, recipe.train.keep, ranks)
+        snapshot = _found(recipe, checkpoints, resume, allow)
+        if ranks.is_main:
+            _write_run_file(recipe, out, command)
         target = target or _load_target(recipe, accelerator.device)
         data = _data(recipe, target, out, talker, ranks)
-        job = _job(recipe, target, data, out, stop, talker, ranks, accelerator)
-        progress = _continue(job, allow, talker)
+        job = _job(recipe, target, data, out, stop, checkpoints, accelerator)
+        progress = _continue(job, snapshot, allow)
         stop.is_deferred = True
         progress = train(job, progress)
         acceptance = _best(job, progress, talker)
@@ -149,16 +152,27 @@ def _accelerator(recipe: Recipe, out: Path) -> Accelerator:
     return accelerator
 
 
-def _open_folder(recipe: Recipe, out: Path, resume: bool, command: Sequence[str]) -> None:
-    """Refuse a folder that holds a run when a new one is wanted; write run.yaml at once."""
-    if not resume and list((out / "checkpoints").glob("step*")):
+def _found(
+    recipe: Recipe, checkpoints: Checkpoints, resume: bool, allow: Collection[str]
+) -> Snapshot | None:
+    """The state to continue from. A changed recipe is refused here, before anything is written."""
+    if not resume and checkpoints.steps():
         raise FileError(
             "the run folder already holds a run",
-            found=str(out / "checkpoints"),
+            found=str(checkpoints.folder),
             expected="an empty folder",
             do="choose another --out, or leave --no-resume out to continue it",
-            where=str(out),
+            where=str(checkpoints.folder.parent),
         )
+    snapshot = checkpoints.newest()
+    if snapshot is not None:
+        now = {"config": config_fields(recipe), "world-size": checkpoints.ranks.size}
+        check_same_run(snapshot.fingerprint, now, allow)
+    return snapshot
+
+
+def _write_run_file(recipe: Recipe, out: Path, command: Sequence[str]) -> None:
+    """OUT/run.yaml, which `--recipe OUT` reads back."""
     names = ("specctl", "torch", "transformers", "accelerate", "safetensors")
     described = {
         "command": shlex.join(command),
@@ -217,12 +231,11 @@ def _job(
     data: TokenData,
     out: Path,
     stop: Stop,
-    reporter: Reporter,
-    ranks: Ranks,
+    checkpoints: Checkpoints,
     accelerator: Accelerator,
 ) -> Job:
     """Everything the loop works with."""
-    settings = recipe.train
+    settings, ranks, reporter = recipe.train, checkpoints.ranks, checkpoints.reporter
     if settings.rows < ranks.size:
         raise RecipeError(
             "fewer rows in a batch than processes",
@@ -255,7 +268,7 @@ def _job(
         measure=decoder(recipe, target, drafter, measuring_prompts(recipe, target, data)),
         optimizers=build_optimizers(trainable, settings, vocab_sizes),
         gradient=Gradient(trainable),
-        checkpoints=Checkpoints(out / "checkpoints", reporter, settings.keep, ranks),
+        checkpoints=checkpoints,
         log=MetricsLog(out / "metrics.jsonl", ranks.is_main),
         stop=stop,
         reporter=reporter,
@@ -281,26 +294,26 @@ def _autocast(precision: str, device: torch.device) -> Callable[[], AbstractCont
     return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
 
 
-def _continue(job: Job, allow: Collection[str], reporter: Reporter) -> Progress:
-    """Where the run stands: its newest whole checkpoint, or the beginning."""
-    snapshot = job.checkpoints.newest()
+def _continue(job: Job, snapshot: Snapshot | None, allow: Collection[str]) -> Progress:
+    """Where the run stands: at the given state, or at the beginning."""
     if snapshot is None:
         return Progress()
     for change in check_same_run(snapshot.fingerprint, job.fingerprint, allow):
-        reporter.warn(f"continuing although {change}")
-    reporter.say(f"continuing from step {snapshot.step:,}")
+        job.reporter.warn(f"continuing although {change}")
+    job.reporter.say(f"continuing from step {snapshot.step:,}")
     return restore(job, snapshot)
 
 
 def _best(job: Job, progress: Progress, reporter: Reporter) -> dict[str, Any] | None:
     """Put the weights with the highest measured tau into the drafter; returns what was measured."""
-    assert job.drafter.module is not None
+    found = progress.best
     if progress.best_step is not None and progress.best_step != progress.step:
         try:
             best = job.checkpoints.load(progress.best_step)
             job.drafter.load_tensors(best.tensors["model"])
         except IntegrityError as error:
             reporter.warn(f"{error}; the weights of the last step are packaged instead")
-            return measure(job).to_json() | {"step": progress.step}
+            found = measure(job).to_json() | {"step": progress.step}
+    assert job.drafter.module is not None
     job.drafter.module.eval()
-    return progress.best
+    return found

@@ -175,6 +175,8 @@ def test_a_run_is_not_continued_when_what_it_is_made_of_has_changed(
         run(small_recipe("medusa", text, train__learning_rate=0.001), tmp_path, target)
     assert "train.learning_rate: " in caught.value.found
     assert "--allow config" in caught.value.do
+    written = yaml.safe_load((tmp_path / "run.yaml").read_text())
+    assert written["recipe"]["train"]["learning_rate"] != 0.001  # a refused run changes nothing
     free = small_recipe("medusa", text, train__log_every=1, train__save_every=2)
     assert run(free, tmp_path, target)[0].steps == 8
     longer = small_recipe("medusa", text, train__steps=10)
@@ -186,6 +188,20 @@ def test_a_run_is_not_continued_when_what_it_is_made_of_has_changed(
     other = small_recipe("medusa", text2)
     with pytest.raises(IncompatibleError, match="--allow data"):
         run(other, tmp_path, target, allow=["config"])
+
+
+def test_when_the_best_checkpoint_is_damaged_the_last_weights_are_packaged_and_measured(
+    tmp_path: Path, target: Target, text: Path
+) -> None:
+    recipe = small_recipe("medusa", text)
+    result, first, _ = run(recipe, tmp_path, target)
+    assert first.acceptance["step"] == 4  # a later equal tau does not replace it
+    assert result.best_checkpoint is not None
+    os.truncate(result.best_checkpoint / "model.safetensors", 100)
+    _, second, talk = run(recipe, tmp_path, target)
+    assert second.acceptance["step"] == 8
+    assert second.digest != first.digest
+    assert any("model.safetensors has 100 bytes" in warning for warning in talk.warnings)
 
 
 def test_another_target_is_refused(tmp_path: Path, target: Target, text: Path) -> None:
