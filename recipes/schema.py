@@ -69,6 +69,7 @@ class DataPart(Section):
     regenerate: bool = Field(default=True, description="let the target write the answers")
     temperature: Annotated[float, Field(ge=0.0, le=5.0)] = 0.8
     greedy_share: Fraction = Field(default=0.5, description="share of answers written greedily")
+    train_on_prompt: bool = Field(default=False, description="also learn to predict the prompts")
     limit_tokens: Positive | None = Field(
         default=None, description="stop reading after so many tokens"
     )
