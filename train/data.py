@@ -31,12 +31,7 @@ __all__ = ["TokenData", "encode_document", "prepare"]
 
 
 def prepare(
-    recipe: Recipe,
-    target: Target,
-    out: Path,
-    console: Reporter | None = None,
-    *,
-    train_on_prompt: bool = False,
+    recipe: Recipe, target: Target, out: Path, console: Reporter | None = None
 ) -> TokenData:
     """The training rows of a recipe in OUT/data: reused if nothing that decides them has changed,
     else made anew; regeneration goes on where it was stopped."""
@@ -45,14 +40,14 @@ def prepare(
     if data.regenerate and data.limit_tokens is not None:
         console.warn("data.limit_tokens is ignored while the target writes the answers")
     samples, source_digest = _select(data, defects)
-    settings = _settings(recipe, target, source_digest, train_on_prompt)
+    settings = _settings(recipe, target, source_digest)
     digest = digest_of(settings)
     manifest = read_manifest(folder)
     if manifest is not None and manifest.digest == digest:
         console.say(f"data: reusing {manifest.rows:,} rows ({digest[:12]})")
         return TokenData(folder, manifest)
     if data.regenerate:
-        documents = _regenerated(data, target, samples, folder, defects, console, train_on_prompt)
+        documents = _regenerated(data, target, samples, folder, defects, console)
     else:
         documents = _encoded(data, target, samples, defects)
     rows = _rows(documents, recipe, target, defects, console)
@@ -93,9 +88,7 @@ def _select(data: DataPart, defects: Defects) -> tuple[list[Sample], str]:
     return samples, whole.hexdigest()
 
 
-def _settings(
-    recipe: Recipe, target: Target, source_digest: str, train_on_prompt: bool
-) -> dict[str, Any]:
+def _settings(recipe: Recipe, target: Target, source_digest: str) -> dict[str, Any]:
     """All that decides the content of the rows."""
     data = recipe.data
     used = {"seed", "limit_tokens"}
@@ -110,7 +103,7 @@ def _settings(
         "template": target.template_digest,
         "writer": writer,
         "seq_len": recipe.train.seq_len,
-        "train_on_prompt": train_on_prompt,
+        "train_on_prompt": data.train_on_prompt,
         **data.model_dump(mode="json", include=used),
     }
 
@@ -122,7 +115,6 @@ def _regenerated(
     folder: Path,
     defects: Defects,
     console: Reporter,
-    train_on_prompt: bool,
 ) -> list[Document]:
     plan = AnswerPlan(
         data.prompts,
@@ -138,7 +130,7 @@ def _regenerated(
     if not prompts:
         raise _nothing_left(defects, "a prompt")
     answers = regenerate(target, prompts, plan, folder, console=console)
-    return [answer.document(train_on_prompt) for answer in answers]
+    return [answer.document(data.train_on_prompt) for answer in answers]
 
 
 def _encoded(
@@ -151,7 +143,7 @@ def _encoded(
         if data.limit_tokens is not None and num_tokens >= data.limit_tokens:
             break
         try:
-            documents.append(encode_document(target, sample))
+            documents.append(encode_document(target, sample, data.train_on_prompt))
         except ValueError as error:
             defects.note(str(error), sample.where)
             continue
@@ -161,7 +153,7 @@ def _encoded(
     return documents
 
 
-def encode_document(target: Target, sample: Sample) -> Document:
+def encode_document(target: Target, sample: Sample, train_on_prompt: bool = False) -> Document:
     """Token ids and loss mask of a sample; raw text counts whole and ends in EOS."""
     if sample.messages:
         encoded = encode_sample(target.tokenizer, sample, target.eos_ids)
@@ -171,6 +163,8 @@ def encode_document(target: Target, sample: Sample) -> Document:
         mask = [True] * len(ids)
     if len(ids) < 2:
         raise ValueError("shorter than two tokens")
+    if train_on_prompt:
+        mask = [True] * len(ids)
     return Document(np.array(ids, dtype=np.int32), np.array(mask, dtype=np.bool_), sample.domain)
 
 

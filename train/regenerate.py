@@ -17,6 +17,7 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
 
 from specctl.recipes.errors import IntegrityError, SpecctlError
@@ -165,10 +166,12 @@ def regenerate(
     plan: AnswerPlan,
     folder: Path,
     *,
-    batch: int = 32,
+    batch: int | None = None,
     console: Reporter | None = None,
 ) -> list[Answer]:
-    """The target's answer to every prompt; finished shards in `folder` are read, not redone."""
+    """The target's answer to every prompt; finished shards in `folder` are read, not redone.
+
+    `batch` rows are answered together; None takes what suits the device and its memory."""
     console = console if console is not None else SilentReporter()
     if not prompts:
         raise SpecctlError("there are no prompts to answer", do="give data.source more text")
@@ -178,7 +181,9 @@ def regenerate(
     missing = [s for s in starts if not (home / _name(s)).exists()]
     if len(missing) < len(starts):
         console.say(f"regenerate: {len(starts) - len(missing)} of {len(starts)} shards are done")
-    engine = Engine(target, num_slots=max(1, min(batch, SHARD, len(prompts))))
+    longest = max(len(p.ids) for p in prompts) + plan.new_tokens
+    slots = slots_for(target, longest) if batch is None else batch
+    engine = Engine(target, num_slots=max(1, min(slots, SHARD, len(prompts))))
     waiting = sum(len(prompts[s : s + SHARD]) for s in missing)
     started, num_tokens = time.perf_counter(), 0
     with console.task("the target writes answers", waiting, "prompts") as advance:
@@ -197,6 +202,15 @@ def regenerate(
     answers = [a for s in starts for a in _read_shard(home / _name(s), digest, prompts, s, plan)]
     console.say(_summary(answers))
     return answers
+
+
+def slots_for(target: Target, longest: int, budget: int | None = None) -> int:
+    """Rows whose caches fit a quarter of the free GPU memory, or 2 GiB on the host (`budget`)."""
+    spec, is_cuda = target.spec, target.device.type == "cuda"
+    if budget is None:
+        budget = torch.cuda.mem_get_info(target.device)[0] // 4 if is_cuda else 2 << 30
+    position = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * target.dtype.itemsize
+    return max(1, min(64 if is_cuda else 32, budget // (position * longest)))
 
 
 def _name(start: int) -> str:

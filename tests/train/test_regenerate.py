@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from specctl.train.regenerate import (
     domain_at,
     regenerate,
     sampling_of,
+    slots_for,
 )
 from specctl.train.sources import Defects, Sample
 
@@ -160,7 +161,8 @@ def test_prepared_rows_predict_only_what_the_target_wrote(
     assert written == sorted(tuple(ids.tolist()) for ids, _ in again.answers())
     assert data.manifest.writer == "target"
     assert data.manifest.loss_tokens == sum(len(ids) for ids in written) <= 8 * 6
-    both = prepare(recipe, chat_target, tmp_path / "both", train_on_prompt=True)
+    wider = recipe.model_copy(update={"data": part.model_copy(update={"train_on_prompt": True})})
+    both = prepare(wider, chat_target, tmp_path / "both")
     assert both.manifest.loss_tokens == both.manifest.tokens - both.manifest.documents
 
 
@@ -171,3 +173,12 @@ def test_prompts_from_python_files_are_told_apart_as_code_and_docstring() -> Non
     assert domain_at(sample, 5) == domain_at(sample, len(text)) == "code"
     assert domain_at(Sample("pkg:a.py", "packages", text="def ("), 3) == "packages"
     assert domain_at(Sample("a.txt", "prose", text=text), 5) == "prose"
+
+
+def test_fewer_rows_are_answered_together_when_their_caches_would_not_fit(
+    make_target: Callable[..., Target],
+) -> None:
+    target = make_target(num_layers=2)  # 2 layers x key and value x 2 heads x 8 x 4 bytes
+    assert slots_for(target, 100) == 32
+    assert slots_for(target, 100, budget=256 * 100 * 5) == 5
+    assert slots_for(target, 10_000, budget=1000) == 1
