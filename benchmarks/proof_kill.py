@@ -1,12 +1,14 @@
-"""Proof T1: kill -9 a training run at random moments; no acknowledged checkpoint may be lost.
+"""Proofs T1 and T7: end a training run at random moments; nothing acknowledged may be lost.
 
     PYTHONPATH=src python benchmarks/proof_kill.py --kills 500 --json
+    PYTHONPATH=src python benchmarks/proof_kill.py --kills 100 --signal term
 
 A child process trains a real drafter with `train_draft`, saves after every step and notes each save
 that returned, with a hash of all of its state (weights, optimizer, random generators, position).
 The parent kills it at a uniformly random moment and starts the same command again. Proved if: the
 last acknowledged checkpoint is whole after every kill, every resume continues at or after it, no
-resume fails, and every state ever acknowledged is the one an uninterrupted run passes through.
+resume fails, and every state ever acknowledged is the one an uninterrupted run passes through. With
+`--signal term` the child must besides save the step in hand by itself and exit with code 75.
 SIGKILL does not test power loss; the order of fsync and rename is checked by the tests.
 """
 
@@ -36,6 +38,7 @@ from specctl.runtime.report import SilentReporter
 from specctl.runtime.target import Target
 from specctl.train.checkpoint import Checkpoints, Snapshot, damage
 from specctl.train.run import train_draft
+from specctl.train.stop import Interrupted
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ()=:\n"
 SETS = (
@@ -101,11 +104,17 @@ class Trainer:
 
     def start(self, until: int | None = None) -> int:
         """Fork a child; it ends by itself once step `until` is saved."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         child = os.fork()
         if child:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
             return child
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(Exit.INTERRUPTED))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         try:
             self._train(until)
+        except Interrupted:
+            os._exit(Exit.INTERRUPTED)
         except BaseException:
             self.out.with_suffix(".failed").write_text(traceback.format_exc())
             os._exit(1)
@@ -157,12 +166,13 @@ def wrong_resumes(notes: list[list[str]]) -> int:
     return wrong
 
 
-def kill_once(trainer: Trainer, seconds: float) -> tuple[bool, bool, bool]:
-    """Start, wait, kill. Returns: was in the middle of a save, lost something, child had failed."""
+def end_once(trainer: Trainer, seconds: float, number: signal.Signals) -> tuple[bool, bool, bool]:
+    """Start, wait, end. Returns: was in the middle of a save, lost something, child had failed."""
+    expected = int(Exit.INTERRUPTED) if number == signal.SIGTERM else -number
     child = trainer.start()
     time.sleep(seconds)
-    os.kill(child, signal.SIGKILL)
-    failed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != -signal.SIGKILL
+    os.kill(child, number)
+    failed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != expected
     folder = trainer.out / "checkpoints"
     steps = Checkpoints(folder, SilentReporter()).steps()
     last = max(acknowledged(trainer.notes()), default=0)
@@ -179,8 +189,13 @@ def seconds_to_first_save(trainer: Trainer) -> float:
     return time.monotonic() - began
 
 
-def prove(kills: int, family: str = "medusa", seed: int = 0) -> Proof:
-    """Kill a run `kills` times, then compare all it acknowledged with an uninterrupted run."""
+def prove(
+    kills: int,
+    family: str = "medusa",
+    seed: int = 0,
+    number: signal.Signals = signal.SIGKILL,
+) -> Proof:
+    """End a run `kills` times, then compare all it acknowledged with an uninterrupted run."""
     torch.set_num_threads(1)
     began, chance = time.monotonic(), random.Random(seed)
     with tempfile.TemporaryDirectory() as scratch:
@@ -190,7 +205,7 @@ def prove(kills: int, family: str = "medusa", seed: int = 0) -> Proof:
         text.write_text("\n\n".join(lines))
         trainer = Trainer(folder / "run", family, small_target(), text)
         longest = 2.0 * seconds_to_first_save(trainer)
-        seen = [kill_once(trainer, chance.uniform(0.0, longest)) for _ in range(kills)]
+        seen = [end_once(trainer, chance.uniform(0.0, longest), number) for _ in range(kills)]
         notes = trainer.notes()
         states = acknowledged(notes)
         whole = Trainer(folder / "whole", family, trainer.target, text)
@@ -216,15 +231,18 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--family", default="medusa", help="recipe of the drafter that is trained")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--signal", choices=("kill", "term"), default="kill")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    proof = prove(options.kills, options.family, options.seed)
-    result = asdict(proof) | {"ok": proof.ok, "family": options.family}
+    number = signal.SIGKILL if options.signal == "kill" else signal.SIGTERM
+    proof = prove(options.kills, options.family, options.seed, number)
+    result = asdict(proof) | {"ok": proof.ok, "family": options.family, "signal": options.signal}
     if options.json:
         print(json.dumps(result))
     else:
         print(
-            f"{proof.kills} kills, {proof.mid_save} of them in the middle of a save: "
+            f"{proof.kills} times SIG{options.signal.upper()}, {proof.mid_save} in the middle of a "
+            "save: "
             f"{proof.lost} acknowledged checkpoints lost, {proof.failed_resumes} failed resumes, "
             f"{proof.different} of {proof.compared} acknowledged states differ from those of an "
             f"uninterrupted run ({proof.seconds:.0f} s)"

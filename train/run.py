@@ -94,11 +94,11 @@ def train_draft(
     if dry_run:
         return RunResult(out, None, None, 0, 0.0, plan=plan(recipe, out=out))
     stop = Stop(shlex.join(command) if command else "run the same command again")
-    accelerator = _accelerator(recipe, out)
-    ranks = Ranks.current(accelerator.device)
-    talker = (reporter or SilentReporter()) if ranks.is_main else SilentReporter()
     with ExitStack() as held:
         held.enter_context(stop.listening())
+        accelerator = _accelerator(recipe, out)
+        ranks = Ranks.current(accelerator.device)
+        talker = (reporter or SilentReporter()) if ranks.is_main else SilentReporter()
         with ranks.together():
             if ranks.is_main:
                 out.mkdir(parents=True, exist_ok=True)
