@@ -42,8 +42,11 @@ class PackedWeight:
 
 Weight = Tensor | PackedWeight
 
-_has_packed = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 # Private to torch, but what its own compiler has emitted for CPU since 2.0.
+_OPS = ("_linear_pointwise", "_reorder_linear_weight", "_is_mkldnn_bf16_supported")
+_has_packed = torch.backends.mkldnn.is_available() and all(  # type: ignore[no-untyped-call]
+    hasattr(torch.ops.mkldnn, name) for name in _OPS
+)
 _packed_linear: Any = torch.ops.mkldnn._linear_pointwise if _has_packed else None
 
 
