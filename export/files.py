@@ -143,10 +143,28 @@ def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object of bounded size; anything else is an IntegrityError."""
+    return parse_json(read_bounded(path), path.name)
+
+
+def read_bounded(path: Path) -> bytes:
+    """The bytes of a file that is no larger than a JSON file may be."""
+    with path.open("rb") as stream:
+        raw = stream.read(MAX_JSON_BYTES + 1)
+    if len(raw) > MAX_JSON_BYTES:
+        raise IntegrityError(
+            "a JSON file is too large",
+            found=f"more than {MAX_JSON_BYTES:,} bytes",
+            expected="a few kilobytes",
+            do="get the package again",
+            where=path.name,
+        )
+    return raw
+
+
+def parse_json(raw: bytes, where: str) -> dict[str, Any]:
+    """A JSON object without duplicate keys; anything else is an IntegrityError."""
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ValueError(f"larger than {MAX_JSON_BYTES:,} bytes")
-        body = json.loads(path.read_bytes(), object_pairs_hook=no_duplicates)
+        body = json.loads(raw, object_pairs_hook=no_duplicates)
         if not isinstance(body, dict):
             raise ValueError("not a JSON object")
     except (ValueError, RecursionError) as error:
@@ -155,7 +173,7 @@ def read_json(path: Path) -> dict[str, Any]:
             found=_short(error),
             expected="a JSON object in UTF-8",
             do="get the package again",
-            where=path.name,
+            where=where,
         ) from error
     return body
 

@@ -179,7 +179,7 @@ def package_tensors(drafter: Drafter) -> dict[str, Tensor]:
 def refuse_unbuildable(drafter: Drafter) -> None:
     """A loader builds from family, options and target shape alone: they must describe this drafter
     (those of a model taken from elsewhere may not)."""
-    with torch.random.fork_rng(devices=[]):
+    with torch.device("meta"):  # shapes only, and no random numbers are drawn
         again = families()[drafter.family].build(drafter.options, drafter.spec, drafter.vocab)
     if _layout(again) != _layout(drafter):
         raise IncompatibleError(

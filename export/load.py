@@ -33,10 +33,14 @@ def load_package(path: Path, target: Target, allow: Sequence[str] = ()) -> Draft
     tensors = _tensors(manifest, folder)
     vocab = _vocab(manifest, tensors)
     _check_eos(manifest, vocab, target, allow)
-    drafter = family.build(parse_options(family, manifest.options), manifest.model_spec, vocab)
-    _check_needs(manifest, drafter)
+    _check_modest(manifest)
+    options = parse_options(family, manifest.options)
     own = {name: t for name, t in tensors.items() if name not in MAP_NAMES}
-    _check_layout(drafter, own)
+    with torch.device("meta"):  # shapes first, so that no option can ask for memory
+        shell = family.build(options, manifest.model_spec, vocab)
+    _check_needs(manifest, shell)
+    _check_layout(shell, own)
+    drafter = family.build(options, manifest.model_spec, vocab)
     drafter.to(torch.device("cpu"), getattr(torch, manifest.dtype))
     drafter.load_tensors(own)
     if drafter.module is not None:
@@ -74,6 +78,22 @@ def parse_options(family: Family, options: Mapping[str, Any]) -> Any:
             do="install the specctl version named in the manifest, or train again",
             where=f"{MANIFEST}:options",
         ) from error
+
+
+def _check_modest(manifest: Manifest) -> None:
+    """No size among the options may exceed what the weights could fill."""
+    stored = manifest.files.get(WEIGHTS)
+    limit = max(1 << 20, 0 if stored is None else stored.bytes)
+    for name, value in manifest.options.items():
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, int) and abs(number) > limit:
+                raise IntegrityError(
+                    f"options: {ascii(name)[1:-1][:60]} is larger than the package could fill",
+                    found=f"{number:,}"[:60],
+                    expected=f"at most {limit:,}",
+                    do="get the package again",
+                    where=f"{MANIFEST}:options",
+                )
 
 
 def _tensors(manifest: Manifest, folder: Path) -> dict[str, Tensor]:

@@ -26,7 +26,15 @@ from pydantic import (
 )
 
 from specctl.drafters.parts.spec import ModelSpec
-from specctl.export.files import check_name, list_files, open_folder, read_json, reading, sha256_of
+from specctl.export.files import (
+    check_name,
+    list_files,
+    open_folder,
+    parse_json,
+    read_bounded,
+    reading,
+    sha256_of,
+)
 from specctl.recipes.errors import FileError, IncompatibleError, IntegrityError
 
 FORMAT_VERSION = 1
@@ -178,14 +186,14 @@ def _read(path: Path) -> Manifest:
             do="give the package folder of a run, such as runs/NAME/package",
             where=str(file.parent),
         )
-    body = read_json(file)
-    _check_version(body)
+    raw = read_bounded(file)
+    _check_version(parse_json(raw, MANIFEST))
     try:
-        manifest = Manifest.model_validate_json(file.read_bytes())
+        manifest = Manifest.model_validate_json(raw)
     except ValidationError as error:
         raise _invalid(error) from error
     expected = manifest.expected_digest()
-    if manifest.digest != expected or manifest.render() != file.read_bytes():
+    if manifest.digest != expected or manifest.render() != raw:
         raise IntegrityError(
             f"{MANIFEST} was changed after it was written",
             found=f"digest {manifest.digest[:12]}",

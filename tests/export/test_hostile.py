@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -17,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
+from specctl.drafters import families
 from specctl.export.files import check_name, check_no_code, list_files, read_header
 from specctl.export.folder import load_drafter
 from specctl.export.load import load_package
@@ -329,3 +331,19 @@ def test_code_named_by_a_config_is_refused(body: Any, plain_target: Target, tmp_
             load_drafter(folder, plain_target)
         (folder / name).unlink()
     assert not canary.exists()
+
+
+def test_options_cannot_ask_for_memory(plain_target: Target, save: Any, reseal: Any) -> None:
+    family = families()["small-lm"]
+    options = family.options(layers=1, width=16, head_dim=8)
+    folder = save(family.build(options, plain_target.spec, None))
+    for name in ("width", "intermediate", "head_dim"):
+        reseal(folder, lambda body, name=name: body["options"].__setitem__(name, 1 << 40))
+        with pytest.raises(SpecctlError):
+            load_package(folder, plain_target)
+        reseal(folder, lambda body: body["options"].update(options_json(options)))
+    load_package(folder, plain_target)
+
+
+def options_json(options: Any) -> dict[str, Any]:
+    return dataclasses.asdict(options)
