@@ -20,10 +20,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from specctl.drafters.parts.tree import DraftTree, NodeKind
 from specctl.runtime.noise import Noise
 from specctl.runtime.verify.block import block
+from specctl.runtime.verify.chain import bonus_only
 from specctl.runtime.verify.walk import (
     DraftLaw,
     Verdict,
@@ -34,7 +36,7 @@ from specctl.runtime.verify.walk import (
     tree_verdict,
 )
 
-_HUGE = 1e30
+_HUGE, _TINY = 1e30, 1e-30
 
 
 def traversal(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
@@ -44,13 +46,33 @@ def traversal(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
     return traverse(tree, scores_BTV, noise)
 
 
+def traverse(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
+    """`traversal` without the short cut for chains."""
+    p_BTV = scores_BTV.softmax(-1)
+    if not tree.num_nodes:
+        return bonus_only(p_BTV, noise)
+    law = DraftLaw.of(tree, p_BTV)
+    ancestor_BTT = tree.ancestor_BTT()
+    plan = _plan(tree, ancestor_BTT)
+    left_BTV, weight_BN = _visit(tree, p_BTV, law, plan)
+    u_BT = noise.accept_BT(tree.num_nodes + 1).to(p_BTV.dtype)
+    valid_BN = tree.fed_valid_BT().gather(1, plan.order_BN)
+    passes_BN = (u_BT.gather(1, plan.order_BN) < weight_BN) & valid_BN
+    first_B1 = passes_BN.int().argmax(1, keepdim=True)
+    end_B = torch.where(passes_BN.any(1), plan.order_BN.gather(1, first_B1)[:, 0], 0)
+    next_B = draw(row(left_BTV, end_B), row(p_BTV, end_B), noise)
+    return tree_verdict(tree, ancestor_BTT, end_B, next_B)
+
+
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The static side of the walk; everything [B, T] by fed index.
+    """The shape of the walk.
 
-    order_BN  fed indices in post-order, padding last, the root left out
-    next_BT   the next drawn sibling, -1 = none
-    top_BT    the highest fed token reached by going up through first children only
+    order_BN   fed indices in post-order, padding last, the root left out
+    parent_BT  fed index of the parent; padding is its own parent, where it disturbs nobody
+    next_BT    the next drawn sibling, -1 = none
+    first_BT   whether it is a first child
+    top_BT     the highest fed token reached by going up through first children only
     """
 
     order_BN: Tensor
@@ -60,61 +82,51 @@ class _Plan:
     top_BT: Tensor
 
 
-def traverse(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
-    """`traversal` without the short cut for chains."""
-    p_BTV = scores_BTV.softmax(-1)
-    law = DraftLaw.of(tree, p_BTV)
-    ancestor_BTT = tree.ancestor_BTT()
-    plan = _plan(tree, ancestor_BTT)
-    token_BT = torch.nn.functional.pad(tree.token_BN.clamp(min=0), (1, 0))
-    column_BT = torch.nn.functional.pad(law.column_BN, (1, 0))
-    on_BT = torch.nn.functional.pad(law.on_BN, (1, 0))
+def _visit(tree: DraftTree, p_BTV: Tensor, law: DraftLaw, plan: _Plan) -> tuple[Tensor, Tensor]:
+    """What is left of every node's law, [B, T, V], and by post-order step the weight with which a
+    node is tested, [B, N] - as if every test before had failed. The path ends at the first test
+    that passes; later steps touch ancestors of later nodes only, never that node."""
+    B, T, V = p_BTV.shape
+    K = law.prob_BTK.shape[2]
     low_BT, slope_BT = _first_child_weights(tree, p_BTV, law, plan)
     weight_BT = torch.minimum(low_BT, slope_BT)
-    left_BTV, q_BTK = p_BTV.clone(), law.prob_BTK.clone()
-    u_BT = noise.accept_BT(tree.num_nodes + 1).to(p_BTV.dtype)
-    valid_BT = tree.fed_valid_BT()
-    batch_B1 = torch.arange(len(p_BTV), device=p_BTV.device)[:, None]
-    end_B1 = torch.zeros_like(batch_B1)
-    for step in range(tree.num_nodes):
-        node_B1 = plan.order_BN[:, step : step + 1]
-        passes_B1 = u_BT.gather(1, node_B1) < weight_BT.gather(1, node_B1)
-        take_B1 = passes_B1 & valid_BT.gather(1, node_B1) & (end_B1 == 0)
-        end_B1 = torch.where(take_B1, node_B1, end_B1)
-        # A rejected node changes its parent. After an acceptance this goes on idly: it touches
-        # ancestors of later nodes only, never the node where the path ends.
-        parent_B1 = plan.parent_BT.gather(1, node_B1)
-        batch_B, parent_B = batch_B1[:, 0], parent_B1[:, 0]
-        w_B1 = weight_BT.gather(1, parent_B1)
-        p_BV, q_BK = left_BTV[batch_B, parent_B], q_BTK[batch_B, parent_B]
-        excess_BV = law.minus(w_B1 * p_BV, q_BK)
-        mass_B1 = excess_BV.sum(-1, keepdim=True)
-        p_BV = torch.where(mass_B1 > 0, excess_BV / mass_B1, p_BV)
-        whole_B1 = mass_B1 + (1.0 - w_B1)
-        w_B1 = torch.where(whole_B1 > 0, mass_B1 / whole_B1, 0.0)
-        left_BTV[batch_B, parent_B] = p_BV
-        weight_BT = weight_BT.scatter(1, parent_B1, w_B1)
+    parent_BN = plan.parent_BT.gather(1, plan.order_BN)
+    base_B1 = torch.arange(B, device=p_BTV.device)[:, None] * T
+    parent_NB = (parent_BN + base_B1).T.contiguous()
+    next_BN = plan.next_BT.gather(1, plan.order_BN)
+    entered_BNT = plan.top_BT[:, None] == next_BN[:, :, None]
+    # Column K of q stays zero: tokens that q cannot speak stand there.
+    column_BT = pad(law.column_BN.masked_fill(~law.on_BN, K), (1, 0))
+    token_BT = pad(tree.token_BN.clamp(min=0), (1, 0))
+    column_BN = column_BT.gather(1, plan.order_BN)
+    next_column_BN = column_BT.gather(1, next_BN.clamp(min=0))
+    next_token_BN = token_BT.gather(1, next_BN.clamp(min=0))
+    left_XV, q_XK = p_BTV.flatten(0, 1).clone(), pad(law.prob_BTK, (0, 1)).flatten(0, 1)
+    tested = []
+    for n in range(tree.num_nodes):
+        step = slice(n, n + 1)
+        tested.append(weight_BT.gather(1, plan.order_BN[:, step]))
+        w_B1, at_B = weight_BT.gather(1, parent_BN[:, step]), parent_NB[n]
+        q_BK = q_XK.index_select(0, at_B)
+        p_BV = law.minus(left_XV.index_select(0, at_B).mul_(w_B1), q_BK[:, :K])
+        mass_B1 = p_BV.sum(-1, keepdim=True)
+        left_XV.index_copy_(0, at_B, p_BV.div_(mass_B1.clamp(min=_TINY)))
+        w_B1 = mass_B1 / (mass_B1 + (1.0 - w_B1)).clamp_(min=_TINY)
+        weight_BT = weight_BT.scatter(1, parent_BN[:, step], w_B1)
         if tree.kind is NodeKind.WITHOUT_REPLACEMENT:
-            column_B1 = column_BT.gather(1, node_B1)
-            stays_B1 = q_BK.gather(1, column_B1) * ~on_BT.gather(1, node_B1)
-            q_BK = q_BK.scatter_(1, column_B1, stays_B1)
-            q_BK = q_BK / q_BK.sum(-1, keepdim=True).clamp(min=1.0 / _HUGE)
-            q_BTK[batch_B, parent_B] = q_BK
+            q_BK.scatter_(1, column_BN[:, step], 0.0)
+            q_XK.index_copy_(0, at_B, q_BK.div_(q_BK.sum(-1, keepdim=True).clamp_(min=_TINY)))
         # The next sibling, and the first children below it, are entered now.
-        next_B1 = plan.next_BT.gather(1, node_B1)
-        at_B1 = next_B1.clamp(min=0)
-        q_x_B1 = q_BK.gather(1, column_BT.gather(1, at_B1)) * on_BT.gather(1, at_B1)
-        ratio_B1 = _ratio(w_B1 * p_BV.gather(1, token_BT.gather(1, at_B1)), q_x_B1)
-        entry_BT = torch.minimum(low_BT, ratio_B1.clamp(max=1.0) * slope_BT)
-        weight_BT = torch.where(plan.top_BT == next_B1, entry_BT, weight_BT)
-    end_B = end_B1[:, 0]
-    next_B = draw(row(left_BTV, end_B), row(p_BTV, end_B), noise)
-    return tree_verdict(tree, ancestor_BTT, end_B, next_B)
+        p_x_B1 = w_B1 * p_BV.gather(1, next_token_BN[:, step])
+        entry_B1 = _ratio(p_x_B1, q_BK.gather(1, next_column_BN[:, step])).clamp_(max=1.0)
+        entry_BT = torch.minimum(low_BT, entry_B1 * slope_BT)
+        weight_BT = torch.where(entered_BNT[:, n], entry_BT, weight_BT)
+    return left_XV.view(B, T, V), torch.cat(tested, dim=1)
 
 
 def _ratio(p: Tensor, q: Tensor) -> Tensor:
     """p / q, 0 where q is 0: such a token was not drawn from q and is never accepted."""
-    return torch.where(q > 0, p / q.clamp(min=1.0 / _HUGE), 0.0)
+    return torch.where(q > 0, p / q.clamp(min=_TINY), 0.0)
 
 
 def _first_child_weights(
@@ -125,7 +137,7 @@ def _first_child_weights(
     token_BN = tree.token_BN.clamp(min=0)
     p_BN = p_BTV.flatten(1).gather(1, fed_BN * p_BTV.shape[2] + token_BN)
     ratio_BN = _ratio(p_BN, law.of_token(fed_BN))
-    ratio_BT = torch.nn.functional.pad(ratio_BN, (1, 0), value=1.0)
+    ratio_BT = pad(ratio_BN, (1, 0), value=1.0)
     low_BT = torch.ones_like(ratio_BT)
     slope_BT = torch.ones_like(ratio_BT)
     for _ in range(tree.depth):
