@@ -23,7 +23,13 @@ from specctl.drafters.parts.batch import LossOut, TrainBatch
 from specctl.drafters.parts.blocks import FeatureNet, LayerShape, attend_chains
 from specctl.drafters.parts.feature_state import FeatureState
 from specctl.drafters.parts.heads import cut_rows, draft_size, head_rows
-from specctl.drafters.parts.losses import LossOptions, check_kind, head_loss, weighted_sum
+from specctl.drafters.parts.losses import (
+    LossOptions,
+    check_kind,
+    head_loss,
+    judge_of,
+    weighted_sum,
+)
 from specctl.drafters.parts.masks import document_mask
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.vocab import VocabMap
@@ -188,10 +194,10 @@ class Eagle3(Drafter):
     def loss(self, batch: TrainBatch) -> LossOut:
         """Sum over steps of decay^j times the loss of predicting 2 + j ahead (A1)."""
         how = LossOptions(self.options.loss, self.options.temperature, self.options.chunk)
-        parts = []
+        judge, head, parts = judge_of(batch, how), self.module.lm_head, []
         for step, normed_BSD in enumerate(self.unroll(batch, self.options.ttt_steps)):
             rows = aim(batch, 2 + step)
-            out = head_loss(normed_BSD.flatten(0, 1), self.module.lm_head, rows, self.vocab, how)
+            out = head_loss(normed_BSD.flatten(0, 1), head, rows, self.vocab, how, judge)
             parts.append((self.options.decay**step, out))
         return weighted_sum(parts)
 

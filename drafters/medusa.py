@@ -30,7 +30,13 @@ from specctl.drafters.parts.base import (
 )
 from specctl.drafters.parts.batch import LossOut, TrainBatch
 from specctl.drafters.parts.heads import ResBlock, cut_rows, draft_size, head_rows
-from specctl.drafters.parts.losses import LossOptions, check_kind, head_loss, weighted_sum
+from specctl.drafters.parts.losses import (
+    LossOptions,
+    check_kind,
+    head_loss,
+    judge_of,
+    weighted_sum,
+)
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.template import (
     Path,
@@ -157,14 +163,14 @@ class Medusa(Drafter):
         how = LossOptions(self.options.loss, self.options.temperature, self.options.chunk)
         state_RD = batch.taps[self.spec.num_layers].flatten(0, 1)
         state_RD = state_RD.to(next(self.module.parameters()).dtype)
-        parts = []
+        judge, parts = judge_of(batch, how), []
         for i in range(self.options.num_heads):
             rows = aim(batch, 2 + i)
 
             def head(state_ND: Tensor, i: int = i) -> Tensor:
                 return self.head_logits(i, state_ND)
 
-            out = head_loss(state_RD, head, rows, self.vocab, how)
+            out = head_loss(state_RD, head, rows, self.vocab, how, judge)
             parts.append((self.options.decay**i, out))
         return weighted_sum(parts)
 

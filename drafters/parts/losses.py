@@ -27,13 +27,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from specctl.drafters.parts.align import Aim
-from specctl.drafters.parts.batch import LossOut
+from specctl.drafters.parts.align import aim as aim_at
+from specctl.drafters.parts.batch import LossOut, TrainBatch
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.recipes.errors import RecipeError, nearest
 
 KINDS = ("ce", "kl", "rkl", "jsd", "tv", "lk_alpha", "lk_hybrid")
 HYBRID_RATE = 3.0
-CHUNK_ELEMENTS = 2**24
+CHUNK_ELEMENTS = 2**25  # float32 logits alive at once: 128 MiB a copy
 
 Head = Callable[[Tensor], Tensor]
 
@@ -58,25 +59,57 @@ def check_kind(kind: str, where: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Laws:
-    """One slice of rows: log p over V and over the draft ids, log p renormalised there, log q."""
+class Judge:
+    """The target's laws at one temperature, ready to be asked by several losses: raw logits, their
+    log-normalisers and their most probable ids. Rows that are never asked hold zeros."""
 
-    log_p_NV: Tensor
+    logits_RV: Tensor
+    log_z_R: Tensor
+    best_R: Tensor
+    temperature: float
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, logits_RV: Tensor, row_N: Tensor, options: LossOptions) -> Judge:
+        """Reads the whole vocabulary once per row of `row_N`."""
+        log_z_R = torch.zeros(len(logits_RV), device=logits_RV.device)
+        best_R = torch.zeros_like(log_z_R, dtype=torch.long)
+        for rows in torch.split(row_N, options.chunk or _fitting_chunk(logits_RV.shape[-1])):
+            part_NV = _scaled(logits_RV[rows].float(), options.temperature)
+            log_z_R[rows] = part_NV.logsumexp(-1)
+            best_R[rows] = part_NV.argmax(-1)
+        return cls(logits_RV, log_z_R, best_R, options.temperature)
+
+    def log_p(self, row_N: Tensor, ids_K: Tensor | None) -> Tensor:
+        """[N, K] float32: log p at the draft ids (None = all), not renormalised."""
+        picked = self.logits_RV[row_N] if ids_K is None else self.logits_RV[row_N[:, None], ids_K]
+        return _scaled(picked.float(), self.temperature) - self.log_z_R[row_N, None]
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    return logits if temperature == 1.0 else logits / temperature
+
+
+def _fitting_chunk(width: int) -> int:
+    return max(64, CHUNK_ELEMENTS // width)
+
+
+@dataclass(frozen=True, slots=True)
+class Laws:
+    """One slice of rows over the draft ids: log p, log p renormalised there, log q."""
+
     log_p_NK: Tensor
     log_r_NK: Tensor
     log_q_NK: Tensor
 
 
-def laws(
-    draft_NK: Tensor, target_NV: Tensor, ids_K: Tensor | None, temperature: float = 1.0
-) -> Laws:
-    """Laws of raw draft and target logits at a temperature."""
-    log_q_NK = F.log_softmax(draft_NK.float() / temperature, dim=-1)
-    log_p_NV = F.log_softmax(target_NV.float() / temperature, dim=-1)
+def laws(draft_NK: Tensor, judge: Judge, row_N: Tensor, ids_K: Tensor | None) -> Laws:
+    """Laws of raw draft logits and of the target at rows `row_N`."""
+    log_q_NK = F.log_softmax(_scaled(draft_NK.float(), judge.temperature), dim=-1)
+    log_p_NK = judge.log_p(row_N, ids_K)
     if ids_K is None:
-        return Laws(log_p_NV, log_p_NV, log_p_NV, log_q_NK)
-    log_p_NK = log_p_NV[:, ids_K]
-    return Laws(log_p_NV, log_p_NK, log_p_NK - log_p_NK.logsumexp(-1, keepdim=True), log_q_NK)
+        return Laws(log_p_NK, log_p_NK, log_q_NK)
+    return Laws(log_p_NK, log_p_NK - log_p_NK.logsumexp(-1, keepdim=True), log_q_NK)
 
 
 def _kl(of: Laws) -> Tensor:
@@ -124,25 +157,46 @@ _NEEDS_NO_RENORMALISING = frozenset({"tv", "lk_alpha"})
 
 
 def head_loss(
-    state_RD: Tensor, head: Head, aim: Aim, vocab: VocabMap | None, options: LossOptions
+    state_RD: Tensor,
+    head: Head,
+    aim: Aim,
+    vocab: VocabMap | None,
+    options: LossOptions,
+    judge: Judge | None = None,
 ) -> LossOut:
     """Sum of the loss over the rows of `aim`, in slices; each slice's logits are recomputed in the
     backward pass when there is more than one, so that few [chunk, V] copies exist at a time.
 
-    Metrics: `top1` (the draft's first choice is the target's, or the label without a teacher) and,
-    with a teacher, `alpha`; both over all rows, cut or not.
+    `judge` may be shared by losses over the same batch. Metrics: `top1` (the draft's first choice
+    is the target's, or the label without a teacher) and, with a teacher, `alpha`; both over all
+    rows, cut or not.
     """
+    if judge is None and aim.teacher_RV is not None:
+        judge = Judge.of(aim.teacher_RV, aim.judge_N, options)
     ids_K = None if vocab is None else vocab.ids_K
     row_V = None if vocab is None else vocab.to_draft()
 
     def part(row_N: Tensor, label_N: Tensor, judge_N: Tensor) -> Tensor:
         draft_NK = head(state_RD[row_N])
-        if aim.teacher_RV is None:
-            return _from_labels(draft_NK, label_N, row_V, ids_K)
-        target_NV = aim.teacher_RV[judge_N]
-        return _from_teacher(draft_NK, target_NV, label_N, row_V, ids_K, options)
+        with torch.no_grad():
+            first_N = draft_NK.argmax(-1) if ids_K is None else ids_K[draft_NK.argmax(-1)]
+        if judge is None:
+            loss, count = _label_loss(draft_NK, label_N, row_V)
+            top1 = (first_N == label_N).sum()
+            return torch.stack([loss, count, top1, torch.zeros_like(loss)])
+        of, best_N = laws(draft_NK, judge, judge_N, ids_K), judge.best_R[judge_N]
+        if options.kind == "ce":
+            loss, count = _label_loss(draft_NK, label_N, row_V)
+        else:
+            loss, count = _law_loss(of, best_N, row_V, options.kind)
+        with torch.no_grad():
+            top1, alpha = (first_N == best_N).sum(), acceptance(of).sum()
+        return torch.stack([loss, count, top1, alpha])
 
-    size = options.chunk or _fitting_chunk(aim, vocab)
+    widest = (
+        vocab.size if vocab is not None else (2**15 if judge is None else judge.logits_RV.shape[-1])
+    )
+    size = options.chunk or _fitting_chunk(widest)
     slices = list(
         zip(*(torch.split(x, size) for x in (aim.row_N, aim.label_N, aim.judge_N)), strict=True)
     )
@@ -152,54 +206,32 @@ def head_loss(
         total_4 = total_4 + (checkpoint(part, *rows, use_reentrant=False) if again else part(*rows))
     number = torch.tensor(float(aim.row_N.numel()), device=state_RD.device)
     metrics = {"top1": (total_4[2].detach(), number)}
-    if aim.teacher_RV is not None:
+    if judge is not None:
         metrics["alpha"] = (total_4[3].detach(), number)
     return LossOut(total_4[0], total_4[1].detach(), metrics)
 
 
-def _fitting_chunk(aim: Aim, vocab: VocabMap | None) -> int:
-    width = vocab.target_size if vocab is not None else 2**15
-    if aim.teacher_RV is not None:
-        width = aim.teacher_RV.shape[-1]
-    return max(64, CHUNK_ELEMENTS // width)
+def judge_of(batch: TrainBatch, options: LossOptions) -> Judge | None:
+    """One judge for every loss over `batch`, however far its rows look ahead."""
+    if batch.teacher_BSV is None:
+        return None
+    return Judge.of(batch.teacher_BSV.flatten(0, 1), aim_at(batch, 1).judge_N, options)
 
 
-def _from_labels(
-    draft_NK: Tensor, label_N: Tensor, row_V: Tensor | None, ids_K: Tensor | None
-) -> Tensor:
-    """[loss sum, count, top1 sum, 0] of hard cross-entropy."""
-    log_q_NK = F.log_softmax(draft_NK.float(), dim=-1)
-    label_row_N = label_N if row_V is None else row_V[label_N]
-    kept_N = label_row_N >= 0
-    picked_N = log_q_NK.gather(-1, label_row_N.clamp(min=0)[:, None])[:, 0]
-    loss = -(picked_N * kept_N).sum()
-    first_N = draft_NK.argmax(-1) if ids_K is None else ids_K[draft_NK.argmax(-1)]
-    top1 = (first_N == label_N).sum().float()
-    return torch.stack([loss, kept_N.sum().float(), top1, torch.zeros_like(loss)])
+def _label_loss(draft_NK: Tensor, label_N: Tensor, row_V: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Sum and count of hard cross-entropy over the labels that were not cut."""
+    row_N = label_N if row_V is None else row_V[label_N]
+    loss = F.cross_entropy(draft_NK.float(), row_N, ignore_index=-1, reduction="sum")
+    return loss, (row_N >= 0).sum().float()
 
 
-def _from_teacher(
-    draft_NK: Tensor,
-    target_NV: Tensor,
-    label_N: Tensor,
-    row_V: Tensor | None,
-    ids_K: Tensor | None,
-    options: LossOptions,
-) -> Tensor:
-    """[loss sum, count, top1 sum, alpha sum] against the target's law."""
-    of = laws(draft_NK, target_NV, ids_K, options.temperature)
-    best_N = of.log_p_NV.argmax(-1)
-    with torch.no_grad():
-        first_N = draft_NK.argmax(-1) if ids_K is None else ids_K[draft_NK.argmax(-1)]
-        top1, alpha = (first_N == best_N).sum().float(), acceptance(of).sum()
-    if options.kind == "ce":
-        loss, count, _, _ = _from_labels(draft_NK, label_N, row_V, ids_K)
-        return torch.stack([loss, count, top1, alpha])
-    loss_N = _DIVERGENCES[options.kind](of)
+def _law_loss(of: Laws, best_N: Tensor, row_V: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
+    """Sum and count of a divergence over the rows whose best target id was not cut."""
+    loss_N = _DIVERGENCES[kind](of)
     kept_N = torch.ones_like(best_N, dtype=torch.bool)
-    if row_V is not None and options.kind not in _NEEDS_NO_RENORMALISING:
+    if row_V is not None and kind not in _NEEDS_NO_RENORMALISING:
         kept_N = row_V[best_N] >= 0
-    return torch.stack([(loss_N * kept_N).sum(), kept_N.sum().float(), top1, alpha])
+    return (loss_N * kept_N).sum(), kept_N.sum().float()
 
 
 def weighted_sum(parts: list[tuple[float, LossOut]]) -> LossOut:

@@ -11,6 +11,7 @@ from torch import Tensor
 from specctl.drafters.parts.align import Aim
 from specctl.drafters.parts.losses import (
     KINDS,
+    Judge,
     LossOptions,
     acceptance,
     check_kind,
@@ -118,7 +119,8 @@ def test_gradient_of_minus_log_alpha_is_that_of_tv_over_alpha() -> None:
     )
     (by_tv,) = torch.autograd.grad(head_loss(state, head, one, None, LossOptions("tv")).sum, state)
     assert one.teacher_RV is not None
-    of = laws(head(state[one.row_N]), one.teacher_RV[one.judge_N], None)
+    judge = Judge.of(one.teacher_RV, one.judge_N, LossOptions())
+    of = laws(head(state[one.row_N]), judge, one.judge_N, None)
     torch.testing.assert_close(
         by_lk * acceptance(of).detach().double(), by_tv, rtol=1e-4, atol=1e-7
     )
