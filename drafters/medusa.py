@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specctl.drafters.parts.align import aim
@@ -30,6 +31,7 @@ from specctl.drafters.parts.base import (
 )
 from specctl.drafters.parts.batch import LossOut, TrainBatch
 from specctl.drafters.parts.heads import ResBlock, cut_rows, draft_size, head_rows
+from specctl.drafters.parts.kernels import Weight, can_pack, linear, pack
 from specctl.drafters.parts.losses import (
     LossOptions,
     check_kind,
@@ -151,12 +153,26 @@ class Medusa(Drafter):
 
     def head_logits(self, index: int, state_TD: Tensor) -> Tensor:
         """[..., K]: what head `index` says about token t + 2 + index."""
-        head = cast(nn.Sequential, self.module[index])
-        out: Tensor = head(state_TD)
+        weights = self.head_weights()
+        weight_KD = weights[index] if self.options.head == "own" else weights[0]
+        return F.linear(self.before_head(self.module[index], state_TD), weight_KD)
+
+    def before_head(self, head: nn.Module, state_TD: Tensor) -> Tensor:
+        """The state after the residual blocks of one head."""
+        for block in cast(nn.Sequential, head)[: self.options.num_blocks]:
+            state_TD = block(state_TD)
+        return state_TD
+
+    def head_weights(self) -> list[Tensor]:
+        """[K, D] LM heads: one for each head, or the one that all share."""
         if self.options.head == "own":
-            return out
+            return [_own_head(head).weight for head in self.module]
         assert self._head_KD is not None, "bind() the target's LM head first"
-        return nn.functional.linear(out, self._head_KD.to(out.dtype))
+        return [self._head_KD.to(next(self.module.parameters()).dtype)]
+
+    def version(self) -> int:
+        """Changes whenever a weight does."""
+        return sum(parameter._version for parameter in self.module.parameters())
 
     def loss(self, batch: TrainBatch) -> LossOut:
         """Sum over heads of decay^i times the loss of predicting 2 + i ahead (A2)."""
@@ -189,11 +205,14 @@ class MedusaState(StepState):
             space.num_slots, drafter.spec.hidden_size, dtype=weight.dtype, device=weight.device
         )
         self.is_known = [False] * space.num_slots
+        self._version, self._heads = drafter.version(), self._packed_heads()
         self._templates: dict[tuple[int, int], Template] = {}
         self._logits_BHK: Tensor | None = None
         self._depths: list[Tensor] = []
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
+        if self._version != self.drafter.version():
+            self._version, self._heads = self.drafter.version(), self._packed_heads()
         self.is_known[slot] = len(tokens) > 1
         self.state_SD[slot] = 0.0
         if self.is_known[slot]:
@@ -244,8 +263,17 @@ class MedusaState(StepState):
         return self._templates[key]
 
     def _logits(self, view: RoundView, num_heads: int) -> Tensor:
+        """[B, num_heads, K]."""
         state_BD = self.state_SD[view.slot_B]
-        return torch.stack([self.drafter.head_logits(i, state_BD) for i in range(num_heads)], 1)
+        blocks = self.drafter.module[:num_heads]
+        states = [self.drafter.before_head(head, state_BD) for head in blocks]
+        if len(self._heads) == 1:  # shared (or a single head): one product
+            return linear(torch.stack(states, dim=1), self._heads[0])
+        pairs = zip(states, self._heads[:num_heads], strict=True)
+        return torch.stack([linear(state, head) for state, head in pairs], dim=1)
+
+    def _packed_heads(self) -> list[Weight]:
+        return [pack(w) if can_pack(w) else w.detach() for w in self.drafter.head_weights()]
 
     # -- grown by a policy ----------------------------------------------------------------------
 

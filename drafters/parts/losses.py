@@ -193,10 +193,7 @@ def head_loss(
             top1, alpha = (first_N == best_N).sum(), acceptance(of).sum()
         return torch.stack([loss, count, top1, alpha])
 
-    widest = (
-        vocab.size if vocab is not None else (2**15 if judge is None else judge.logits_RV.shape[-1])
-    )
-    size = options.chunk or _fitting_chunk(widest)
+    size = options.chunk or _fitting_chunk(_width(judge, vocab))
     slices = list(
         zip(*(torch.split(x, size) for x in (aim.row_N, aim.label_N, aim.judge_N)), strict=True)
     )
@@ -209,6 +206,13 @@ def head_loss(
     if judge is not None:
         metrics["alpha"] = (total_4[3].detach(), number)
     return LossOut(total_4[0], total_4[1].detach(), metrics)
+
+
+def _width(judge: Judge | None, vocab: VocabMap | None) -> int:
+    """Columns of a slice's logits; a guess when nothing tells."""
+    if vocab is not None:
+        return vocab.size
+    return 2**15 if judge is None else judge.logits_RV.shape[-1]
 
 
 def judge_of(batch: TrainBatch, options: LossOptions) -> Judge | None:
