@@ -43,7 +43,7 @@ def target_tokens(
         Request(p.ids, Sampling(temperature=0.8 * (i % 2), seed=i, max_new_tokens=new_tokens))
         for i, p in enumerate(prompts)
     ]
-    completions = Engine(target, num_slots=min(batch, len(requests))).run(requests)
+    completions = Engine(target, num_slots=max(1, min(batch, len(requests)))).run(requests)
     for prompt, completion in zip(prompts, completions, strict=True):
         yield completion.tokens, prompt.domain
 

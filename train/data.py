@@ -25,6 +25,7 @@ from specctl.train.rows import FORMAT, TokenData, read_manifest, write_rows
 from specctl.train.sources import Defects, Sample, read_samples
 from specctl.train.store import digest_of
 
+LEAST_ANSWER = 16  # tokens of an answer for which a prompt must leave room in its row
 POOR_FILL = 0.8  # below this, another row length is looked for
 
 __all__ = ["TokenData", "encode_document", "prepare"]
@@ -47,9 +48,11 @@ def prepare(
         console.say(f"data: reusing {manifest.rows:,} rows ({digest[:12]})")
         return TokenData(folder, manifest)
     if data.regenerate:
-        documents = _regenerated(data, target, samples, folder, defects, console)
+        documents = _regenerated(recipe, target, samples, folder, defects, console)
+        if data.text_tokens:
+            documents += _encoded(data, target, samples, defects, data.text_tokens)
     else:
-        documents = _encoded(data, target, samples, defects)
+        documents = _encoded(data, target, samples, defects, data.limit_tokens)
     rows = _rows(documents, recipe, target, defects, console)
     writer = "target" if data.regenerate else "source"
     manifest = write_rows(folder, rows, digest, settings, writer, defects)
@@ -95,6 +98,7 @@ def _settings(recipe: Recipe, target: Target, source_digest: str) -> dict[str, A
     writer = None
     if data.regenerate:
         used = {"seed", "prompts", "prompt_tokens", "new_tokens", "temperature", "greedy_share"}
+        used |= {"text_tokens"} if data.text_tokens else set()
         writer = [target.fingerprint, target.inflated, str(target.dtype)]
     return {
         "format": FORMAT,
@@ -109,13 +113,14 @@ def _settings(recipe: Recipe, target: Target, source_digest: str) -> dict[str, A
 
 
 def _regenerated(
-    data: DataPart,
+    recipe: Recipe,
     target: Target,
     samples: Sequence[Sample],
     folder: Path,
     defects: Defects,
     console: Reporter,
 ) -> list[Document]:
+    data = recipe.data
     plan = AnswerPlan(
         data.prompts,
         data.prompt_tokens,
@@ -124,7 +129,8 @@ def _regenerated(
         data.greedy_share,
         data.seed,
     )
-    prompts = cut_prompts(target, samples, plan, defects)
+    longest = recipe.train.seq_len - min(LEAST_ANSWER, recipe.train.seq_len // 2)
+    prompts = cut_prompts(target, samples, plan, defects, longest)
     if len(prompts) < plan.prompts:
         console.warn(f"data: only {len(prompts):,} of {plan.prompts:,} prompts found in the source")
     if not prompts:
@@ -134,13 +140,13 @@ def _regenerated(
 
 
 def _encoded(
-    data: DataPart, target: Target, samples: Sequence[Sample], defects: Defects
+    data: DataPart, target: Target, samples: Sequence[Sample], defects: Defects, limit: int | None
 ) -> list[Document]:
-    """Documents from the source's own words, up to `limit_tokens`."""
+    """Documents from the source's own words, up to `limit` tokens."""
     documents: list[Document] = []
     num_tokens = 0
     for sample in samples:
-        if data.limit_tokens is not None and num_tokens >= data.limit_tokens:
+        if limit is not None and num_tokens >= limit:
             break
         try:
             documents.append(encode_document(target, sample, data.train_on_prompt))

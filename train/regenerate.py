@@ -28,7 +28,7 @@ from specctl.runtime.session import Completion, Request, Row
 from specctl.runtime.target import Target
 from specctl.train.chat import conversation_prompt
 from specctl.train.pack import Document
-from specctl.train.prompts import regions
+from specctl.train.prompts import PROSE, regions
 from specctl.train.sources import Defects, Sample
 from specctl.train.store import digest_of, write_arrays
 
@@ -76,10 +76,17 @@ class Answer:
 
 
 def cut_prompts(
-    target: Target, samples: Sequence[Sample], plan: AnswerPlan, defects: Defects
+    target: Target,
+    samples: Sequence[Sample],
+    plan: AnswerPlan,
+    defects: Defects,
+    longest: int | None = None,
 ) -> list[PromptCut]:
     """`plan.prompts` prompts, evenly from the samples: of a conversation all up to its last answer,
-    of raw text a stretch of `prompt_tokens` from its beginning or from the start of a line."""
+    of raw text a stretch of `prompt_tokens` from its beginning or from the start of a line. None is
+    longer than `longest` or than the target's context leaves for it."""
+    room = target.spec.max_positions - plan.new_tokens
+    room = room if longest is None else min(room, longest)
     cuts: list[PromptCut] = []
     seen: set[tuple[int, ...]] = set()
     passes = -(-plan.prompts // max(len(samples), 1)) + EXTRA_PASSES
@@ -88,7 +95,7 @@ def cut_prompts(
             if len(cuts) == plan.prompts:
                 return cuts
             try:
-                cut = _cut_prompt(target, sample, turn, plan)
+                cut = _cut_prompt(target, sample, turn, plan, room)
             except ValueError as error:
                 if turn == 0:
                     defects.note(str(error), sample.where)
@@ -99,12 +106,15 @@ def cut_prompts(
     return cuts
 
 
-def _cut_prompt(target: Target, sample: Sample, turn: int, plan: AnswerPlan) -> PromptCut:
-    room = target.spec.max_positions - plan.new_tokens
+def _cut_prompt(
+    target: Target, sample: Sample, turn: int, plan: AnswerPlan, room: int
+) -> PromptCut:
     if sample.messages:
         ids = conversation_prompt(target.tokenizer, sample)
         if len(ids) > room:
-            raise ValueError(f"the conversation leaves no room for {plan.new_tokens} new tokens")
+            raise ValueError(
+                f"a conversation of more than {room} tokens leaves no room for an answer"
+            )
         return PromptCut(tuple(ids), sample.domain)
     start = _line_start(sample.text, Random(f"{plan.seed}:{sample.where}:{turn}"))
     text = sample.text[start : start + CHARS_PER_TOKEN * plan.prompt_tokens]
@@ -125,7 +135,8 @@ def domain_at(sample: Sample, place: int) -> str:
             found = regions(sample.text)
         except (SyntaxError, ValueError, RecursionError):
             return sample.domain
-    return next((r.domain for r in found if r.begin < place <= r.end), sample.domain)
+    place = min(place, len(sample.text))  # examples inside docstrings belong to no region
+    return next((r.domain for r in found if r.begin < place <= r.end), PROSE)
 
 
 def _line_start(text: str, random: Random) -> int:

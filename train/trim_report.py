@@ -126,6 +126,16 @@ class TrimReport:
             f"(c {self.byte_ratio_before:.4f} -> {self.byte_ratio:.4f}, g {self.calls}; "
             f"{MBSU_FORMULA})",
             *self.table(),
+            *self._warnings(),
+        ]
+
+    def _warnings(self) -> list[str]:
+        best = max(trial.speedup for trial in self.trials)
+        if best >= 1.0:
+            return []
+        return [
+            f"even so, decoding without this drafter is faster here (S {best:.2f}): "
+            "train it longer, or draft fewer tokens"
         ]
 
     def table(self) -> list[str]:

@@ -167,9 +167,12 @@ def test_prepared_rows_predict_only_what_the_target_wrote(
 
 
 def test_prompts_from_python_files_are_told_apart_as_code_and_docstring() -> None:
-    text = 'x = 1\n\n\ndef f():\n    """One.\n\n    Two.\n    Three.\n    """\n    return x\n'
+    text = (
+        'x = 1\n\n\ndef f():\n    """One.\n\n    Two.\n    >>> f()\n    1\n    """\n    return x\n'
+    )
     sample = Sample("pkg:a.py", "packages", text=text)
     assert domain_at(sample, text.index("Two")) == "docstring"
+    assert domain_at(sample, text.index("f()\n    1")) == "docstring"
     assert domain_at(sample, 5) == domain_at(sample, len(text)) == "code"
     assert domain_at(Sample("pkg:a.py", "packages", text="def ("), 3) == "packages"
     assert domain_at(Sample("a.txt", "prose", text=text), 5) == "prose"
@@ -182,3 +185,21 @@ def test_fewer_rows_are_answered_together_when_their_caches_would_not_fit(
     assert slots_for(target, 100) == 32
     assert slots_for(target, 100, budget=256 * 100 * 5) == 5
     assert slots_for(target, 10_000, budget=1000) == 1
+
+
+def test_conversations_are_answered_from_their_last_turn_if_there_is_room(
+    chat_target: Target, tmp_path: Path
+) -> None:
+    asked = {"role": "user", "content": "hello"}
+    told = {"role": "assistant", "content": "world"}
+    short = Sample("s:1", "chat", messages=(asked, told))
+    long = Sample("s:2", "chat", messages=(asked, told) * 8)
+    defects = Defects()
+    prompts = cut_prompts(chat_target, [short, long], PLAN, defects, longest=40)
+    assert [p.ids for p in prompts] == [tuple(chat_target.encode_chat([asked]))]
+    assert defects.lines() == [
+        "1 x conversation of more than 40 tokens: no room for an answer (first: s:2)"
+    ]
+    answer = regenerate(chat_target, prompts, PLAN, tmp_path)[0]
+    mask = [False] * len(prompts[0].ids) + [True] * len(answer.new_ids)
+    assert answer.document().mask.tolist() == mask

@@ -198,6 +198,8 @@ def test_the_drafter_comes_back_whole_when_no_size_pays(target: Target) -> None:
     assert drafter.vocab is None
     assert not report.pays
     assert "no smaller head pays" in report.lines()[0]
+    assert COST.speedup(2.0, 96) < 1.0
+    assert "without this drafter is faster" in report.lines()[-1]
 
 
 def test_the_report_is_json_with_formulas_and_measured_figures(
