@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from specctl.drafters import families
 from specctl.drafters.parts.base import Drafter
-from specctl.export.folder import package_tensors
+from specctl.export.folder import compare_tensors, package_tensors
 from specctl.export.load import load_package
 from specctl.export.manifest import Manifest, check_files
 from specctl.recipes.errors import GateError, SpecctlError
@@ -98,26 +97,6 @@ def check_package(
 def _as_loaded(tensors: Mapping[str, Tensor], target: Target) -> dict[str, Tensor]:
     """Tensors in the dtype that loading for this target gives them."""
     return {n: t.to(target.dtype) if t.is_floating_point() else t for n, t in tensors.items()}
-
-
-def compare_tensors(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> int:
-    """The number of tensors, all of them bit for bit equal; else a GateError naming the first."""
-    for name in sorted(before.keys() | after.keys()):
-        old, new = before.get(name), after.get(name)
-        same = old is not None and new is not None and old.dtype == new.dtype
-        if not same or not torch.equal(old, new):  # type: ignore[arg-type]
-            raise GateError(
-                "a tensor changed between memory and disk",
-                found=f"{name}: {_shown(new)}",
-                expected=_shown(old),
-                do="report this: the family's tensors() and load_tensors() do not agree",
-                where=name,
-            )
-    return len(before)
-
-
-def _shown(tensor: Tensor | None) -> str:
-    return "missing" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
 
 
 def agree(origin: str, expected: float, found: float, tolerance: float) -> None:

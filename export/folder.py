@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import specctl
@@ -41,7 +41,7 @@ from specctl.export.manifest import (
     file_records,
     is_package,
 )
-from specctl.recipes.errors import IncompatibleError, IntegrityError, SpecctlError
+from specctl.recipes.errors import GateError, IncompatibleError, IntegrityError, SpecctlError
 from specctl.recipes.targets import resolve
 from specctl.runtime.target import Target
 
@@ -74,6 +74,7 @@ def save_package(
     with new_folder(Path(out), is_package) as folder:
         if tensors:
             write_tensors(tensors, folder / WEIGHTS)
+            compare_tensors(tensors, load_file(folder / WEIGHTS))
         return seal_folder(folder, about)
 
 
@@ -174,6 +175,26 @@ def package_tensors(drafter: Drafter) -> dict[str, Tensor]:
         whole["d2t"] = drafter.vocab.d2t().cpu().contiguous()
         whole["t2d"] = drafter.vocab.t2d().cpu().contiguous()
     return whole
+
+
+def compare_tensors(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> int:
+    """The number of tensors, all of them bit for bit equal; else a GateError naming the first."""
+    for name in sorted(before.keys() | after.keys()):
+        old, new = before.get(name), after.get(name)
+        is_same = old is not None and new is not None and old.dtype == new.dtype
+        if not is_same or not torch.equal(old, new):  # type: ignore[arg-type]
+            raise GateError(
+                "a tensor changed between memory and disk",
+                found=f"{name}: {_shown(new)}",
+                expected=_shown(old),
+                do="run it again; report it if it happens twice",
+                where=name,
+            )
+    return len(before)
+
+
+def _shown(tensor: Tensor | None) -> str:
+    return "missing" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
 
 
 def refuse_unbuildable(drafter: Drafter) -> None:

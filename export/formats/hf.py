@@ -20,9 +20,8 @@ from specctl.drafters.parts.lean import LeanLlama, LeanLM, LlamaShape
 from specctl.drafters.parts.lm import Masks
 from specctl.drafters.parts.masks import document_mask
 from specctl.drafters.small_lm import SmallLm
-from specctl.export.check import compare_tensors
 from specctl.export.files import list_files
-from specctl.export.folder import write_tensors
+from specctl.export.folder import compare_tensors, write_tensors
 from specctl.export.formats import Format, Source
 from specctl.export.manifest import WEIGHTS, check_files
 from specctl.export.pretrained import inspect_folder, quietly

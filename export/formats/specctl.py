@@ -5,8 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from specctl.export.check import compare_tensors
-from specctl.export.folder import package_tensors
+from specctl.export.folder import compare_tensors, package_tensors
 from specctl.export.formats import Format, Source
 from specctl.export.load import load_package
 from specctl.export.manifest import WEIGHTS, check_files

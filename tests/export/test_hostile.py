@@ -123,10 +123,10 @@ def _mutated(draw: random.Random) -> bytes:
     return bytes(body)
 
 
-def test_two_thousand_fuzzed_files_give_typed_errors_and_little_memory(tmp_path: Path) -> None:
+def test_a_thousand_fuzzed_files_give_typed_errors_and_little_memory(tmp_path: Path) -> None:
     draw, path, refused = random.Random(1), tmp_path / WEIGHTS, 0
     tracemalloc.start()
-    for _ in range(2000):
+    for _ in range(1000):
         body = _mutated(draw)
         path.write_bytes(body)
         tracemalloc.reset_peak()
@@ -138,7 +138,7 @@ def test_two_thousand_fuzzed_files_give_typed_errors_and_little_memory(tmp_path:
             load_file(path)  # whatever we accept, the library accepts as well
         assert tracemalloc.get_traced_memory()[1] < 2_000_000
     tracemalloc.stop()
-    assert refused > 1500
+    assert refused > 750
 
 
 def test_a_package_of_fuzzed_weights_is_refused_even_when_sealed(
