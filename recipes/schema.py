@@ -70,6 +70,9 @@ class DataPart(Section):
     temperature: Annotated[float, Field(ge=0.0, le=5.0)] = 0.8
     greedy_share: Fraction = Field(default=0.5, description="share of answers written greedily")
     train_on_prompt: bool = Field(default=False, description="also learn to predict the prompts")
+    text_tokens: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="also learn from so many tokens of the source's own text"
+    )
     limit_tokens: Positive | None = Field(
         default=None, description="stop reading after so many tokens"
     )

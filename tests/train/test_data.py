@@ -16,6 +16,7 @@ from specctl.recipes.errors import (
     RecipeError,
     SpecctlError,
 )
+from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import DataPart, Recipe, TrainPart
 from specctl.runtime.report import SilentReporter
 from specctl.runtime.target import Target
@@ -331,3 +332,16 @@ def test_a_batch_is_cut_where_all_its_rows_only_pad(
 def test_a_row_length_that_wastes_half_is_told_with_a_better_one() -> None:
     better, fill = better_seq_len([144] * 100, 256)
     assert (better, fill) == (288, 1.0)
+
+
+def test_the_source_s_own_text_can_be_learned_beside_the_answers(tmp_path, tiny_target):
+    source = tmp_path / "text.txt"
+    source.write_text("\n".join(f"line {n} says {n * n}" for n in range(400)))
+    sets = [f"data.source={source}", "data.prompts=1", "data.new_tokens=8", "train.seq_len=64"]
+    alone = prepare(load_recipe("distill", sets), tiny_target, tmp_path / "alone")
+    both = prepare(
+        load_recipe("distill", [*sets, "data.text_tokens=600"]), tiny_target, tmp_path / "both"
+    )
+    assert both.digest != alone.digest
+    gained = int(both.batch(range(both.num_rows)).loss_mask_BS.sum()) - 8
+    assert gained >= 600 - 32
