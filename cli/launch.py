@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,14 +24,21 @@ def is_launched() -> bool:
 
 def launch_command(arguments: Sequence[str], processes: int, is_cpu: bool) -> list[str]:
     """The command line that runs `specctl ARGUMENTS` in so many processes on this machine."""
-    count = str(processes)
+    count, port = str(processes), str(_free_port())
     if is_cpu:
-        launcher = ["torch.distributed.run", "--nproc-per-node", count, "--master-port", "0"]
+        launcher = ["torch.distributed.run", "--nproc-per-node", count, "--master-port", port]
     else:
         launcher = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", count]
         launcher += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-        launcher += ["--main_process_port", "0"]
+        launcher += ["--main_process_port", port]
     return [sys.executable, "-m", *launcher, "-m", "specctl", *arguments]
+
+
+def _free_port() -> int:
+    """A port at which the processes can meet; free at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def relaunch(arguments: Sequence[str], processes: int, is_cpu: bool) -> int:

@@ -1,0 +1,302 @@
+"""Commands on the embedded target: what they answer, and the journey from training to export."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specctl.cli.launch import launch_command
+from specctl.cli.vocab_trim import parse_size
+from specctl.recipes.errors import Exit, RecipeError
+
+SMALL = (
+    "data.prompts=12", "data.prompt_tokens=16", "data.new_tokens=16", "train.steps=4",
+    "train.rows=4", "train.seq_len=32", "train.tau_every=2", "train.save_every=2",
+    "train.tau_prompts=2", "train.tau_tokens=8", "serve.length=3",
+)  # fmt: skip
+
+
+def sets(*settings: str) -> list[str]:
+    return [word for setting in settings for word in ("--set", setting)]
+
+
+GENERATE = ("generate", "--max-new-tokens", "12", "--ignore-eos")
+
+
+def test_generate_answers_as_promised(run: Any) -> None:
+    answer = run(*GENERATE, "def main(", "--draft", "prompt-lookup", "--json").json
+    assert answer["ok"] is True
+    (output,) = answer["result"]["outputs"]
+    assert set(output) == {"prompt", "text", "token_ids", "finish_reason"}
+    assert output["prompt"] == "def main("
+    assert len(output["token_ids"]) == 12
+    assert output["finish_reason"] == "length"
+    stats = answer["result"]["stats"]
+    promised = ("tau", "rounds", "drafted", "accepted", "accepted_per_position")
+    for key in (*promised, "tokens_per_second", "verification"):
+        assert key in stats
+    assert stats["verification"].startswith("lossless")
+    assert stats["tau"] == pytest.approx(12 / stats["rounds"], abs=1e-3)
+    assert answer["result"]["target"]["name"] == "tiny"
+
+
+def test_the_streamed_text_is_the_text_of_the_answer(run: Any) -> None:
+    words = (*GENERATE, "import os\nimport ", "--temperature", "0.8", "--seed", "5")
+    text = run(*words, "--json").json["result"]["outputs"][0]["text"]
+    assert run(*words, "-q").out == text + "\n"
+
+
+@pytest.mark.parametrize("draft", ["prompt-lookup", "token-recycling"])
+def test_a_drafter_changes_no_greedy_answer(run: Any, draft: str) -> None:
+    prompts = "import os\nimport sys\nclass Tree:\n"
+    words = (*GENERATE, "--dtype", "float32", "-f", "-")
+    plain = run(*words, "--json", stdin=prompts).json["result"]["outputs"]
+    fast = run(*words, "--json", "--draft", draft, "--batch", "2", stdin=prompts).json["result"]
+    assert [o["token_ids"] for o in fast["outputs"]] == [o["token_ids"] for o in plain]
+    assert [o["prompt"] for o in plain] == prompts.splitlines()
+
+
+def test_several_prompts_are_told_apart(run: Any) -> None:
+    shown = run(*GENERATE, "-f", "-", stdin="import os\nimport sys\n")
+    assert "[1/2] import os" in shown.out
+    assert "[2/2] import sys" in shown.out
+    batched = run(*GENERATE, "-f", "-", "--batch", "2", stdin="import os\nimport sys\n")
+    assert batched.out == shown.out
+
+
+def test_jsonl_prompts_may_be_texts_or_conversations(run: Any, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    messages = [{"role": "user", "content": "write a loop"}]
+    lines = [{"prompt": "import os"}, {"messages": messages}, "class A:"]
+    file.write_text("\n".join(json.dumps(line) for line in lines))
+    outputs = run(*GENERATE, "-f", file, "--json").json["result"]["outputs"]
+    assert [o["prompt"] for o in outputs] == ["import os", "write a loop", "class A:"]
+
+
+def test_text_ends_before_a_stop_string(run: Any) -> None:
+    whole = run(*GENERATE, "import os", "--json").json["result"]["outputs"][0]["text"]
+    mark = whole.strip()[2:5]
+    words = (*GENERATE, "import os", "--stop", mark)
+    (output,) = run(*words, "--json").json["result"]["outputs"]
+    assert output["finish_reason"] == "stop"
+    assert output["text"] == whole[: whole.index(mark)]
+    assert run(*words, "-q").out == output["text"] + "\n"
+
+
+def test_compare_shows_both_ways_and_that_they_agree(run: Any) -> None:
+    words = (*GENERATE, "import os\nimport ", "--draft", "prompt-lookup", "--compare")
+    shown = run(*words, "--dtype", "float32")
+    for part in ("plain", "prompt-lookup", "tau", "tokens/s", "speed-up", "identical"):
+        assert part in shown.out
+    comparison = run(*words, "--dtype", "float32", "--json").json["result"]["comparison"]
+    assert comparison["identical"] is True
+    assert comparison["plain"]["tau"] == 1.0
+    assert comparison["speedup"] > 0
+
+
+def test_an_inflated_target_says_so_everywhere(run: Any) -> None:
+    ran = run("generate", "--max-new-tokens", "2", "--inflate", "100m", "import os", "--json")
+    assert ran.code == 0
+    answer = ran.json
+    assert "inflated" in answer["result"]["target"]["note"]
+    assert any("inflated" in warning for warning in answer["warnings"])
+
+
+def test_bench_answers_as_promised(run: Any, tmp_path: Path) -> None:
+    words = ("bench", "--num-prompts", "2", "--max-new-tokens", "8", "--repeats", "1")
+    answer = run(*words, "-d", "prompt-lookup", "--json", "-o", tmp_path / "b" / "bench.json").json
+    rows = answer["result"]["rows"]
+    assert [r["name"] for r in rows] == ["plain", "prompt-lookup"] * 2
+    assert {r["setting"] for r in rows} == {"greedy", "T=0.8"}
+    for row in rows:
+        assert {"name", "tau", "tokens_per_second", "speedup", "repetition_rate"} <= set(row)
+    assert rows[0]["speedup"] == 1.0
+    assert json.loads((tmp_path / "b" / "bench.json").read_text()) == answer["result"]
+
+
+def test_a_missed_gate_exits_with_8_and_still_reports(run: Any) -> None:
+    words = ("bench", "--num-prompts", "1", "--max-new-tokens", "4", "--repeats", "1")
+    ran = run(*words, "-d", "prompt-lookup", "--temperature", "0", "--gate", "tau>=99", "--json")
+    assert ran.code == Exit.GATE
+    assert ran.json["ok"] is False
+    assert ran.json["result"]["rows"]
+    assert "tau" in ran.json["error"]["found"]
+
+
+def test_doctor_never_shows_the_token(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret_of_mine")
+    ran = run("doctor", "--json", "-v")
+    assert ran.code == 0
+    assert "secret" not in ran.out + ran.err
+    found = {check["name"]: check["found"] for check in ran.json["result"]["checks"]}
+    assert "a token is set" in found["hub"]
+    assert {"python", "torch", "memory", "cpu"} <= set(found)
+
+
+def test_doctor_says_red_for_what_does_not_work(
+    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HF_HOME", "/proc/nowhere")
+    ran = run("doctor", "--quick", "--json")
+    assert ran.code == Exit.RESOURCES
+    assert ran.json["ok"] is False
+    assert ran.json["result"]["state"] == "red"
+    assert any("HF_HOME" in step for step in ran.json["next"])
+
+
+def test_plan_tells_parameters_memory_disk_and_time(run: Any, tmp_path: Path) -> None:
+    answer = run("plan", "-r", "distill", "-o", tmp_path / "none", "--json").json
+    plan = answer["result"]["plan"]
+    assert plan["parameters"] >= plan["trainable"] > 0
+    assert plan["memory_bytes"] > 0
+    assert plan["disk_bytes"] > 0
+    assert 0 < plan["seconds_range"][0] <= plan["seconds_range"][1]
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_dry_run_plans_and_writes_nothing(run: Any, tmp_path: Path) -> None:
+    ran = run("train-draft", "-r", "medusa", "-o", tmp_path / "none", "--dry-run", "--json")
+    assert ran.json["result"]["plan"]["steps"] == 600
+    assert "--dry-run" not in ran.json["next"][0]
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps: its folder."""
+    import sys
+
+    from specctl.cli.console import Console
+    from specctl.cli.main import main
+
+    out = tmp_path_factory.mktemp("run") / "distill"
+    words = ["distill", "--out", str(out), *sets(*SMALL), "--json"]
+    kept = sys.argv
+    sys.argv = ["specctl", *words]
+    try:
+        assert main(words, Console()) == 0
+    finally:
+        sys.argv = kept
+    return out
+
+
+def test_training_ends_with_hash_acceptance_time_and_next(trained: Path, run: Any) -> None:
+    ran = run("distill", "--out", trained, *sets(*SMALL))
+    assert ran.code == 0
+    last = ran.out.splitlines()[-1]
+    assert last.startswith("checkpoint ")
+    for part in ("sha256", "acceptance tau", "k=3"):
+        assert part in last
+    assert f"Next: specctl verify {trained / 'package'}" in ran.err
+    assert "step 4" in ran.err or "continuing from step 4" in ran.err
+
+
+def test_a_run_and_its_package_can_be_shown(trained: Path, run: Any) -> None:
+    shown = run("show", trained, "--json").json["result"]
+    assert (shown["kind"], shown["last"]["step"]) == ("run", 4)
+    assert shown["run"]["recipe"]["train"]["steps"] == 4
+    package = run("show", trained / "package", "--json").json["result"]
+    assert package["manifest"]["family"] == "small-lm"
+    assert package["manifest"]["serve"]["length"] == 3
+    assert package["manifest"]["acceptance"]["prompts"] == 2
+    assert "small-lm" in run("show", trained / "package").out
+
+
+def test_a_run_folder_can_be_named_as_a_recipe(trained: Path, run: Any) -> None:
+    answer = run("recipes", "show", trained, "--json").json["result"]
+    assert answer["recipe"]["train"]["steps"] == 4
+
+
+def test_verify_finds_a_flipped_byte(trained: Path, run: Any, tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(trained / "package", copy)
+    assert run("verify", copy, "--level", "compat").code == 0
+    weights = copy / "model.safetensors"
+    body = bytearray(weights.read_bytes())
+    body[-1] ^= 1
+    weights.write_bytes(bytes(body))
+    ran = run("verify", copy, "--level", "files", "--json")
+    assert ran.code == Exit.INTEGRITY
+    assert "model.safetensors" in ran.json["error"]["found"]
+
+
+def test_a_package_drafts_as_it_was_trained_to(trained: Path, run: Any) -> None:
+    words = (*GENERATE, "--dtype", "float32", "import os", "--json")
+    plain = run(*words).json["result"]
+    fast = run(*words, "--draft", trained / "package").json["result"]
+    assert fast["outputs"][0]["token_ids"] == plain["outputs"][0]["token_ids"]
+    assert fast["stats"]["drafted"] > 0
+    assert len(fast["stats"]["accepted_per_position"]) == 3
+    longer = run(*words, "--draft", trained / "package", "--length", "5").json["result"]
+    assert len(longer["stats"]["accepted_per_position"]) == 5
+
+
+def test_trimming_writes_a_smaller_package(trained: Path, run: Any, tmp_path: Path) -> None:
+    words = ("vocab-trim", "-d", trained / "package", "-o", tmp_path / "t", "--size", "512")
+    ran = run(*words, "--num-prompts", "2", "--max-new-tokens", "8", "--json")
+    assert ran.code == 0
+    assert ran.json["result"]["report"]["size"] == 512
+    manifest = run("show", tmp_path / "t" / "package", "--json").json["result"]["manifest"]
+    assert manifest["vocabulary"]["draft_size"] == 512
+    assert manifest["serve"]["length"] == 3
+    assert (tmp_path / "t" / "trim.json").is_file()
+    used = run(*GENERATE, "import os", "-d", tmp_path / "t" / "package", "--json")
+    assert used.json["result"]["stats"]["verification"].startswith("lossless")
+
+
+def test_an_export_loads_in_transformers_and_here(trained: Path, run: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    out = tmp_path / "hf"
+    ran = run("export", "-d", trained / "package", "--to", "hf", "-o", out, "--json")
+    assert ran.code == 0
+    assert "config.json" in ran.json["result"]["files"]
+    assert AutoModelForCausalLM.from_pretrained(out).config.vocab_size > 0
+    assert run(*GENERATE, "import os", "-d", out, "--json").code == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("auto", "auto"), ("2048", 2048), ("32k", 32000), ("4,096", 4096)]
+)
+def test_sizes_are_read(text: str, size: object) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "-5", "2m", "1.5k"])
+def test_other_sizes_are_refused(text: str) -> None:
+    with pytest.raises(RecipeError):
+        parse_size(text)
+
+
+def test_gpus_are_started_by_accelerate_and_cpus_by_torch() -> None:
+    gpus = launch_command(["train-draft", "--gpus", "2"], 2, is_cpu=False)
+    assert gpus[2] == "accelerate.commands.launch"
+    assert gpus[-4:] == ["specctl", "train-draft", "--gpus", "2"]
+    assert launch_command(["distill"], 2, is_cpu=True)[2] == "torch.distributed.run"
+
+
+@pytest.mark.slow
+def test_two_processes_train_one_drafter(start: Any, tmp_path: Path) -> None:
+    words = ("distill", "--out", tmp_path / "two", *sets(*SMALL), "--processes", "2", "--json")
+    process = start(*words)
+    out, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors[-3000:]
+    (line,) = out.splitlines()
+    assert json.loads(line)["result"]["steps"] == 4
+    assert (tmp_path / "two" / "package" / "manifest.json").is_file()
+
+
+@pytest.mark.slow
+def test_the_exit_code_of_several_processes_is_the_first_ones(start: Any, tmp_path: Path) -> None:
+    file = tmp_path / "taken"
+    file.write_text("")
+    process = start("distill", "--out", file, *sets(*SMALL), "--processes", "2", "--json")
+    out, errors = process.communicate(timeout=240)
+    assert process.returncode == Exit.FILE, errors[-3000:]
+    assert json.loads(out)["ok"] is False
