@@ -55,6 +55,7 @@ def prepare(
         documents = _encoded(data, target, samples, defects, data.limit_tokens)
     rows = _rows(documents, recipe, target, defects, console)
     writer = "target" if data.regenerate else "source"
+    writer = "both" if data.regenerate and data.text_tokens else writer
     manifest = write_rows(folder, rows, digest, settings, writer, defects)
     defects.tell(console)
     console.say(

@@ -32,7 +32,8 @@ WIDTH_STEP = 16  # batches are this much wide, or a multiple
 
 @dataclass(frozen=True, slots=True)
 class DataManifest:
-    """What OUT/data holds. `writer` is "target" or "source": who wrote the text to be predicted."""
+    """What OUT/data holds. `writer` is "target", "source" or "both": who wrote the text to be
+    predicted."""
 
     format: int
     digest: str
