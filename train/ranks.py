@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,21 +15,25 @@ from torch import Tensor
 from specctl.recipes.errors import Exit, SpecctlError
 
 Value = TypeVar("Value")
+PATIENCE = timedelta(days=1)
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among `size` others; the default is a run of one process."""
+    """This process among `size` others; the default is a run of one process. `host` is the group
+    for words between CPUs, in which a rank may wait long (the first one prepares data alone)."""
 
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    host: Any = None
 
     @classmethod
     def current(cls, device: torch.device) -> Ranks:
         """The ranks of the process group, if one was started."""
         if dist.is_available() and dist.is_initialized():
-            return cls(dist.get_rank(), dist.get_world_size(), device)
+            host = dist.new_group(backend="gloo", timeout=PATIENCE)
+            return cls(dist.get_rank(), dist.get_world_size(), device, host)
         return cls(device=device)
 
     @property
@@ -52,7 +57,7 @@ class Ranks:
         if self.size == 1:
             return [value]
         found: list[Value | None] = [None] * self.size
-        dist.all_gather_object(found, value)
+        dist.all_gather_object(found, value, group=self.host)
         return found  # type: ignore[return-value]
 
     @contextmanager

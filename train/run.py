@@ -13,14 +13,12 @@ import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs
 
 from specctl.drafters.parts.base import Drafter
 from specctl.drafters.parts.batch import TrainBatch
@@ -143,10 +141,7 @@ def _accelerator(recipe: Recipe, out: Path) -> Accelerator:
                 do=f"pip install {name}, or --set train.trackers=[]",
                 where="train.trackers",
             )
-    patient = InitProcessGroupKwargs(timeout=timedelta(days=1))  # one rank writes data, others wait
-    accelerator = Accelerator(
-        log_with=trackers or None, project_dir=str(out), kwargs_handlers=[patient]
-    )
+    accelerator = Accelerator(log_with=trackers or None, project_dir=str(out))
     if trackers:
         accelerator.init_trackers("specctl")
     return accelerator

@@ -129,7 +129,7 @@ def make_job(
     drafter.module.to(dtype)
     seed_everything(part.seed, ranks.rank)
     out.mkdir(parents=True, exist_ok=True)
-    reporter = reporter or SilentReporter()
+    reporter, disk = reporter or SilentReporter(), disk or Unflushed()
     trainable = drafter.trainable()
     return Job(
         drafter=drafter,
@@ -139,7 +139,9 @@ def make_job(
         measure=measure,
         optimizers=build_optimizers(trainable, part, frozenset({VOCAB})),
         gradient=Gradient(trainable),
-        checkpoints=Checkpoints(out / "checkpoints", reporter, part.keep, ranks, disk or Unflushed()),
+        checkpoints=Checkpoints(
+            out / "checkpoints", reporter, part.keep, ranks, disk or Unflushed()
+        ),
         log=MetricsLog(out / "metrics.jsonl", ranks.is_main),
         stop=stop or Stop("specctl train-draft --out " + str(out)),
         reporter=reporter,
