@@ -11,6 +11,10 @@ BIN := $(VENV)/bin
 GPU ?= 0
 WORKERS ?= 2
 OUT ?= runs/quickstart
+BENCH ?= runs/bench
+KILLS ?= 50
+RECIPES := distill,eagle3,medusa
+PACKAGES := $(BENCH)/distill/package,$(BENCH)/eagle3/package,$(BENCH)/medusa/package
 TORCH := torch==2.13.0
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
@@ -68,11 +72,17 @@ types: $(VENV)/.dev
 
 check: lint types test
 
+# Long: the drafters are trained first where runs/bench lacks them.
 proof: $(VENV)/.dev
-	$(BIN)/python benchmarks/proof.py
+	$(BIN)/python benchmarks/proof_enumeration.py
+	$(BIN)/python benchmarks/proof_kill.py --kills $(KILLS)
+	$(BIN)/python benchmarks/drafters.py --out $(BENCH) --recipes $(RECIPES)
+	$(BIN)/python benchmarks/greedy_identity.py --drafts $(PACKAGES) --prompts 200 --tokens 64
 
 bench: $(VENV)/.installed
-	$(BIN)/specctl bench --target tiny
+	$(BIN)/python benchmarks/drafters.py --out $(BENCH) --recipes $(RECIPES)
+	$(BIN)/python benchmarks/speed.py --small-lm $(BENCH)/distill/package --best $(BENCH)/eagle3/package
+	$(BIN)/python benchmarks/forward.py
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info

@@ -1,0 +1,196 @@
+"""README and docs: every command is a command, cheap ones run, long ones say where they are run,
+every Python example runs, every link leads somewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+# Shown in documents, too long to run here. Each prefix names what runs it instead.
+PROVEN_ELSEWHERE = {
+    "make quickstart": "the release checklist, from a fresh clone",
+    "make test": "CI (it is this very suite)",
+    "make check": "CI",
+    "make proof": "benchmarks/, before a release",
+    "make bench": "benchmarks/, before a release",
+    "source .venv/bin/activate": "the shell",
+    "specctl quickstart": "make quickstart",
+    "specctl pretrain": "made recipes/tiny; tests/train/test_pretrain.py runs it small",
+    "specctl train-draft": "tests/cli/test_commands.py, small",
+    "specctl distill": "tests/cli/test_commands.py, small",
+    "specctl vocab-trim": "tests/cli/test_commands.py, small",
+    "specctl verify": "tests/runtime/test_prove.py, small",
+    "specctl bench": "tests/cli/test_commands.py, small",
+    "specctl export": "tests/cli/test_commands.py",
+    "specctl show runs/": "tests/cli/test_commands.py, on a run made there",
+    "specctl generate --target tiny --draft runs/": "tests/cli/test_commands.py",
+    "specctl generate --draft runs/": "tests/cli/test_commands.py",
+}
+
+
+def load(name: str) -> ModuleType:
+    path = ROOT / "tests" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"specctl_docs_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+commands = load("commands")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: str
+    language: str
+    text: str
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    text = page.read_text(encoding="utf-8")
+    for match in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        yield Block(page.name, match[1], match[2])
+
+
+def shown_commands(block: Block) -> Iterator[str]:
+    """Commands of a block: in a console, the lines after $; in a shell script, every line."""
+    lines = re.sub(r"\\\n\s*", "", block.text).splitlines()
+    for line in lines:
+        if block.language == "console" and line.startswith("$ "):
+            yield line[2:].strip()
+        elif block.language == "sh" and line.strip() and not line.startswith("#"):
+            yield re.sub(r"\s{2,}#.*", "", line).strip()
+
+
+ALL = [
+    (block.page, command)
+    for page in PAGES
+    for block in blocks(page)
+    if block.language in ("console", "sh")
+    for command in shown_commands(block)
+]
+PROGRAM = sorted({(page, command) for page, command in ALL if "specctl " in command})
+
+
+def is_cheap(command: str) -> bool:
+    return not any(command.startswith(prefix) for prefix in PROVEN_ELSEWHERE)
+
+
+@pytest.mark.parametrize(("page", "command"), PROGRAM)
+def test_every_command_of_ours_is_understood(page: str, command: str) -> None:
+    words = shlex.split(command.rpartition("| ")[2], comments=True)
+    assert words[0] == "specctl", f"{page}: {command}"
+    assert commands.why_not(words[1:]) is None, commands.why_not(words[1:])
+
+
+@pytest.mark.parametrize("command", sorted({c for _, c in ALL if is_cheap(c)}))
+def test_cheap_commands_run(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In a folder of its own, with the files that the documents speak of."""
+    from specctl.cli.main import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "prompts.txt").write_text("import os\nimport sys\n")
+    if "my-eagle3.yaml" in command and " cp " not in command:
+        (tmp_path / "my-eagle3.yaml").write_text((ROOT / "recipes" / "eagle3.yaml").read_text())
+    feed, _, shown = command.rpartition("| ")
+    words = shlex.split(shown, comments=True)[1:]
+    if words[0] == "generate":
+        words += ["--max-new-tokens", "8"]
+    monkeypatch.setattr(sys, "argv", ["specctl", *words])
+    if feed:
+        import io
+
+        monkeypatch.setattr(sys, "stdin", io.StringIO(shlex.split(feed)[1] + "\n"))
+    assert main(words) == 0, capfd.readouterr().err
+
+
+def test_most_kinds_of_command_really_run() -> None:
+    cheap = {c.rpartition("| ")[2].split()[1] for _, c in ALL if is_cheap(c)}
+    assert {"generate", "recipes", "doctor", "plan"} <= cheap
+
+
+@pytest.mark.parametrize("prefix", list(PROVEN_ELSEWHERE))
+def test_nothing_is_excused_that_is_not_shown(prefix: str) -> None:
+    recipes = [p.read_text().splitlines()[0][2:] for p in (ROOT / "recipes").glob("*.yaml")]
+    texts = [page.read_text() for page in PAGES]
+    assert any(prefix in text for text in [*texts, *recipes]), f"{prefix} is shown nowhere"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/python-api.md"])
+def test_python_examples_run(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    scope: dict[str, object] = {}
+    found = [b for b in blocks(ROOT / page) if b.language == "python"]
+    assert found
+    for block in found:
+        exec(compile(block.text, f"{page} example", "exec"), scope)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_json_and_yaml_examples_are_well_formed(page: Path) -> None:
+    for block in blocks(page):
+        if block.language == "json":
+            json.loads(block.text)
+        elif block.language == "yaml":
+            yaml.safe_load(block.text)
+
+
+def test_every_recipe_begins_with_a_command_that_is_understood() -> None:
+    for path in sorted((ROOT / "recipes").glob("*.yaml")):
+        if path.name == "targets.yaml":
+            continue
+        first = path.read_text(encoding="utf-8").splitlines()[0]
+        assert first.startswith("# specctl "), path.name
+        words = shlex.split(first.removeprefix("# specctl "))
+        assert commands.why_not(words) is None, (path.name, commands.why_not(words))
+
+
+def test_every_shipped_recipe_is_valid() -> None:
+    from specctl.cli.families import check_options
+    from specctl.recipes.load import load_recipe, recipe_names
+
+    for name in recipe_names():
+        check_options(load_recipe(name), name)
+
+
+def test_every_command_is_documented() -> None:
+    from specctl.cli.main import COMMANDS
+
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    for name in COMMANDS:
+        assert f"| `{name}" in page, f"docs/cli.md lacks {name}"
+
+
+def test_every_exit_code_is_documented() -> None:
+    from specctl.recipes.errors import Exit
+
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    for code in Exit:
+        assert f"| {int(code)} |" in page, f"docs/cli.md lacks exit code {int(code)}"
