@@ -33,6 +33,12 @@ def shown_target(manifest: Manifest) -> str:
     return manifest.target.repo or _last(manifest.target.name)
 
 
+def _given_target(manifest: Manifest) -> str:
+    """What a command line takes as --target; a local folder is for the reader to fill in."""
+    record = manifest.target
+    return record.repo or (record.name if _last(record.name) == record.name else "TARGET_FOLDER")
+
+
 def _last(word: str) -> str:
     """A word with an absolute path cut to its last part."""
     absolute = word.startswith(("/", "~", "\\")) or re.match(r"[A-Za-z]:\\", word)
@@ -102,14 +108,15 @@ def _acceptance(measured: Acceptance | None) -> str:
 
 
 def _load(manifest: Manifest) -> str:
-    target = shown_target(manifest)
+    target = _given_target(manifest)
     inflate = f" --inflate {manifest.target.inflated}" if manifest.target.inflated else ""
     if manifest.format == "hf":
+        folder = manifest.target.repo or "TARGET_FOLDER"
         return (
             "## Use\n\n```python\n"
             "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-            f'target = AutoModelForCausalLM.from_pretrained("{target}")\n'
-            f'tokenizer = AutoTokenizer.from_pretrained("{target}")\n'
+            f'target = AutoModelForCausalLM.from_pretrained("{folder}")\n'
+            f'tokenizer = AutoTokenizer.from_pretrained("{folder}")\n'
             'draft = AutoModelForCausalLM.from_pretrained("THIS_FOLDER")\n'
             'inputs = tokenizer("def main(", return_tensors="pt")\n'
             "out = target.generate(**inputs, assistant_model=draft, max_new_tokens=64)\n"

@@ -51,12 +51,13 @@ class Widened:
 def widen(shape: LlamaShape, tensors: Mapping[str, Tensor], kept_K: Tensor | None) -> Widened:
     """The same function over the full vocabulary: rows `kept_K` speak, the others never win.
 
-    The width grows to the next multiple of the head count, which transformers demands.
+    The width grows to a multiple of the head count, which transformers demands, and of 8, which
+    GPUs like.
     """
-    old, heads = shape.hidden_size, shape.num_heads
-    width = math.ceil((old + (kept_K is not None)) / heads) * heads
-    if width == old:
+    old, step = shape.hidden_size, math.lcm(shape.num_heads, 8)
+    if kept_K is None and old % shape.num_heads == 0:
         return Widened(shape, dict(tensors), None, None)
+    width = math.ceil((old + (kept_K is not None)) / step) * step
     dtype = tensors["model.embed_tokens.weight"].dtype
     constant = 0.0
     if kept_K is not None:

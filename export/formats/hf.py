@@ -28,7 +28,7 @@ from specctl.export.pretrained import inspect_folder, quietly
 from specctl.export.widen import MARGIN, Widened, widen
 from specctl.recipes.errors import GateError, IncompatibleError
 
-_PRIVATE = ("name_or_path", "_name_or_path", "tokenizer_file")
+_PRIVATE = ("name_or_path", "_name_or_path", "tokenizer_file", "is_local", "local_files_only")
 
 
 def write(source: Source, folder: Path) -> None:

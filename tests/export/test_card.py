@@ -69,6 +69,7 @@ def test_the_card_names_no_machine_path_and_no_secret(manifest: Manifest) -> Non
     )
     card = render_card(changed)
     assert "Draft model for big" in card
+    assert "--target TARGET_FOLDER" in card
     for hidden in ("/home", "somebody", "/srv", "~/", "secret place", secret[3:]):
         assert hidden not in card, hidden
     assert re.search(r"--out=x\b", card)
@@ -110,3 +111,8 @@ def test_an_hf_card_has_transformers_lines(manifest: Manifest) -> None:
     card = render_card(manifest.model_copy(update={"format": "hf"}))
     assert "library_name: transformers" in card
     assert "assistant_model=draft" in card
+    assert 'from_pretrained("some/target")' in card
+    local = manifest.target.model_copy(update={"name": "tiny", "repo": None})
+    card = render_card(manifest.model_copy(update={"format": "hf", "target": local}))
+    assert 'from_pretrained("TARGET_FOLDER")' in card
+    assert "specctl generate --target tiny" in card
