@@ -56,13 +56,13 @@ class Mismatch:
 
 def check_allow(allow: Sequence[str]) -> frozenset[str]:
     """The names in `allow`, dashes for underscores; an unknown one is refused."""
-    names = frozenset(name.removeprefix("--allow-").replace("_", "-") for name in allow)
+    names = frozenset(name.removeprefix("--allow").strip(" -=").replace("_", "-") for name in allow)
     for name in sorted(names - set(ALLOWABLE)):
         raise SpecctlError(
-            f"there is no --allow-{name}",
+            f"there is no --allow {name}",
             found=name,
             expected="one of " + ", ".join(sorted(ALLOWABLE)),
-            do=f"--allow-{nearest(name, ALLOWABLE, 1)}",
+            do=f"--allow {nearest(name, ALLOWABLE, 1)}",
         )
     return names
 
@@ -81,7 +81,7 @@ def raise_first(found: Sequence[Mismatch], allow: Sequence[str], origin: str) ->
     first, others = left[0], ", ".join(m.field for m in left[1:])
     cure = first.do
     if all(m.allow for m in left):
-        flags = " ".join(f"--allow-{m.allow}" for m in left)
+        flags = " ".join(f"--allow {m.allow}" for m in left)
         cure += f"; or accept slower drafting (the output law stays exact) with {flags}"
     raise IncompatibleError(
         f"{first.field} of target and drafter differ" + (f" (and {others})" if others else ""),
