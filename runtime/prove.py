@@ -49,18 +49,20 @@ TEXTS = (
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """How much is run: prompts and tokens of identity checks, samples of the law, cases."""
+    """How much is run: prompts and tokens of identity checks, samples of the law and their length
+    (a draft is one token shorter), cases."""
 
     prompts: int
     tokens: int
     samples: int
+    length: int
     all_rules: bool
     enumeration: str
 
 
 LEVELS = {
-    "lossless": Level(prompts=8, tokens=40, samples=2_000, all_rules=False, enumeration="slice"),
-    "full": Level(prompts=32, tokens=96, samples=20_000, all_rules=True, enumeration="full"),
+    "lossless": Level(8, 40, samples=1_000, length=3, all_rules=False, enumeration="slice"),
+    "full": Level(32, 96, samples=20_000, length=4, all_rules=True, enumeration="full"),
 }
 
 
@@ -264,7 +266,7 @@ class _Battery:
                 worst, count = max(worst, float(gap)), count + 1
 
         requests = [
-            Request(prompt, replace(sampling, seed=i)) for i, prompt in enumerate(self.prompts)
+            Request(prompt, replace(sampling, seed=i)) for i, prompt in enumerate(self.prompts[:4])
         ]
         engine.run(requests, look)
         ok = count > 0 and worst <= 4 * bound
@@ -275,12 +277,12 @@ class _Battery:
 
     def law(self, policy: Policy, rule: str) -> list[Check]:
         """The first two tokens against the target's exact joint law, and drafts against their q."""
-        prompt, name = max(self.prompts, key=len)[:16], f"{type(policy).__name__} {rule}"
+        prompt, name = max(self.prompts, key=len)[:8], f"{type(policy).__name__} {rule}"
         watched = Watched(policy)
         count = self.level.samples
-        size = min(max(3, policy.depth + 1), 4)  # drafts of up to three tokens in the first round
+        size = max(2, min(policy.depth + 1, self.level.length))
         sampling = replace(self.sampling, max_new_tokens=size, ignore_eos=True, stop=())
-        engine = self._engine(watched, rule, 32)
+        engine = self._engine(watched, rule, 64)
         done = engine.run([Request(prompt, replace(sampling, seed=i)) for i in range(count)])
         self._count(done)
         found = Joint(self.target, prompt, sampling, count).test([c.tokens for c in done])

@@ -14,7 +14,7 @@ import numpy as np
 from specctl.drafters.parts.tree import NodeKind
 from specctl.runtime.verify import RULES, legal
 from specctl.runtime.verify.enumerate import Case, Laws, Path
-from specctl.runtime.verify.scalar import Law, norm
+from specctl.runtime.verify.scalar import Law, norm, point
 
 Family = Callable[[np.random.Generator, int], tuple[Law, Law]]
 Shape = tuple[int, ...]
@@ -49,7 +49,7 @@ def _only(law: Law, keep: list[int]) -> Law:
 
 
 def _hard(law: Law) -> Law:
-    return np.eye(len(law))[int(np.argmax(law))]
+    return point(int(np.argmax(law)), len(law))
 
 
 def _random_subset(rng: np.random.Generator, size: int) -> list[int]:

@@ -124,9 +124,9 @@ def enumerate_case(
         for chance, (at, law) in outcomes(rule, tree):
             path = tuple(tree.token[i] for i in _line_fed(tree.parent, at))
             following = tails[len(path) + 1]
-            for token in np.flatnonzero(law):
-                share = weight * chance * law[token]
-                joint[(*path, token)] += share * following[(*path, int(token))]
+            for token in np.flatnonzero(law).tolist():
+                longer = (*path, token)
+                joint[longer] += weight * chance * law[token] * following[longer]
             accepted += weight * chance * len(path)
             count += 1
     gap = np.abs(joint - tails[0][()])
