@@ -14,7 +14,7 @@ from torch import Tensor
 class SlotKV:
     """Key/value store of one model. One writer: whoever runs the model's forward.
 
-    A forward is `begin(slot_B, kept_len_B, num_fed, span)`, then one `update` per layer; fed token i
+    A forward is `begin(slot_B, kept_len_B, num_fed, span)`, then an `update` per layer; fed token i
     of row b lands at position kept_len_B[b] + i of its slot. `keep` compacts the accepted path.
     """
 
@@ -45,7 +45,7 @@ class SlotKV:
         span: int,
         uniform_start: int | None = None,
     ) -> None:
-        """Aim the coming forward. `span` = host bound on kept_len + num_fed over the rows; attention
+        """Aim the coming forward. `span` = host bound on kept_len + num_fed of the rows; attention
         sees that many positions. `uniform_start`: every row's kept length, when the host knows they
         are equal (then the write is a slice copy)."""
         assert span <= self.max_len, f"{span} positions do not fit the cache of {self.max_len}"

@@ -84,7 +84,7 @@ class DraftTree:
         return torch.cat([root_B1, self.valid_BN], dim=1)
 
     def ancestor_BTT(self) -> Tensor:
-        """Bool: fed token j is fed token i or one of its ancestors. Closure by repeated squaring."""
+        """Bool: fed token j is fed token i or an ancestor of it. Closure by repeated squaring."""
         B, T = self.parent_BN.shape[0], self.num_nodes + 1
         device = self.parent_BN.device
         if self.is_chain:

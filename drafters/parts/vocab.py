@@ -17,7 +17,7 @@ from specctl.recipes.errors import SpecctlError
 
 @dataclass(frozen=True, slots=True)
 class VocabMap:
-    """Kept target ids, strictly ascending int64 [K], inside a target vocabulary of `target_size`."""
+    """Kept target ids, strictly ascending int64 [K], of a target vocabulary of `target_size`."""
 
     ids_K: Tensor
     target_size: int
