@@ -59,7 +59,7 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """At most so many nodes and this depth (the engine clamps both to what a row may still emit)."""
+    """At most so many nodes and this depth (the engine clamps both to what a row may emit)."""
 
     nodes: int
     depth: int
