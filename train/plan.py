@@ -173,7 +173,7 @@ def _states(recipe: Recipe, parameter: torch.Tensor, drafter: Drafter) -> int:
 def _data_tokens(recipe: Recipe) -> int:
     data = recipe.data
     if data.regenerate:
-        return data.prompts * (data.prompt_tokens + data.new_tokens)
+        return data.prompts * (data.prompt_tokens + data.new_tokens) + data.text_tokens
     source = Path(data.source)
     in_file = source.stat().st_size // 4 if source.is_file() else 10_000_000
     return min(in_file, data.limit_tokens or in_file)
@@ -239,7 +239,8 @@ def _time(
         }
     speed = flops_per_second or matrix_speed()
     tokens = recipe.train.rows * recipe.train.seq_len * recipe.train.accumulate
-    writing = 2 * shape.parameters * _data_tokens(recipe) if recipe.data.regenerate else 0
+    answers = recipe.data.prompts * (recipe.data.prompt_tokens + recipe.data.new_tokens)
+    writing = 2 * shape.parameters * answers if recipe.data.regenerate else 0
     reading = 2 * shape.parameters * tokens * steps if _reads_target(drafter) else 0
     learning = 6 * _count(drafter) * _passes(drafter) * tokens * steps
     low, high = (
