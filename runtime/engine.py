@@ -74,6 +74,7 @@ class Engine:
         self._kv: SlotKV | None = None
         self._state: DraftState | None = None
         self._sampling: SamplingBatch | None = None
+        self._unread: RoundNoise | None = None
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -142,7 +143,8 @@ class Engine:
         if not self.rows:
             return []
         started = time.perf_counter()
-        view, sampling, noise = self._view(), self._samplings(), self._noise()
+        view, sampling = self._view(), self._samplings()
+        noise = self._noise(sampling)
         tree = self._draft(view, sampling, noise)
         drafted = time.perf_counter()
         out = self._forward(view, tree)
@@ -180,9 +182,9 @@ class Engine:
         span = max(lengths) + num_fed
         same = lengths[0] if min(lengths) == max(lengths) else None
         self._cache().begin(view.slots, view.slot_B, view.kept_len_B, num_fed, span, same)
-        depth_BT = tree.depth_BT()
-        last = self.target.spec.max_positions - 1
-        position_BT = (view.kept_len_B[:, None] + depth_BT).clamp(max=last)
+        position_BT = view.kept_len_B[:, None] + tree.depth_BT()
+        if span > self.target.spec.max_positions:  # padding beyond the context: cut at commit
+            position_BT = position_BT.clamp(max=self.target.spec.max_positions - 1)
         masks = self.target.lm.tree_masks(tree, view.kept_len_B, span)
         return self.target.lm.forward(
             tree.fed_token_BT(view.root_B), position_BT, masks, self._cache(), self.needs.taps
@@ -228,7 +230,15 @@ class Engine:
             )
         return self._sampling
 
-    def _noise(self) -> RoundNoise:
+    def _noise(self, sampling: SamplingBatch) -> RoundNoise:
+        """This round's noise; greedy rows read none, so theirs is made once."""
+        if not sampling.all_greedy:
+            return self._make_noise()
+        if self._unread is None:
+            self._unread = self._make_noise()
+        return self._unread
+
+    def _make_noise(self) -> RoundNoise:
         return RoundNoise(
             [row.request.sampling.seed for row in self.rows],
             [row.num_rounds for row in self.rows],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -72,6 +73,8 @@ class DraftTree:
 
     def fed_token_BT(self, root_B: Tensor) -> Tensor:
         """Root and nodes in the order in which the target is fed."""
+        if self.num_nodes == 0:
+            return root_B[:, None]
         return torch.cat([root_B[:, None], self.token_BN], dim=1)
 
     def fed_parent_BT(self) -> Tensor:
@@ -110,6 +113,7 @@ def _true(like_BN: Tensor) -> Tensor:
     return torch.ones(like_BN.shape[0], 1, dtype=torch.bool, device=like_BN.device)
 
 
+@lru_cache(maxsize=64)
 def empty_tree(num_rows: int, device: torch.device) -> DraftTree:
     """Nothing drafted: a plain decoding step through the same round."""
     none_BN = torch.zeros(num_rows, 0, dtype=torch.long, device=device)

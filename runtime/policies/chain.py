@@ -18,6 +18,7 @@ from torch import Tensor
 from specctl.drafters.parts.base import StepState
 from specctl.drafters.parts.tree import DraftTree, NodeKind, QRows, chain_tree, empty_tree
 from specctl.runtime.policies.base import Growth
+from specctl.runtime.verify.walk import best_token, log_law
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +69,16 @@ class Chain:
     def _pick(self, growth: Growth, logits_BK: Tensor, step: int) -> tuple[Tensor, Tensor | None]:
         """Draft-vocabulary row of the next token, and the law it was drawn from (sampled only)."""
         if growth.sampling.all_greedy:
-            return logits_BK.argmax(-1), None
+            return best_token(logits_BK), None
         ids_K = None if growth.vocab is None else growth.vocab.ids_K
         law_BK = growth.sampling.draft_law(logits_BK[:, None], ids_K)[:, 0]
         if growth.coupled:
             noise_BK = growth.noise.coupled_BK(
                 step, logits_BK.shape[-1] if ids_K is None else ids_K
             )
-            return (law_BK.log() + noise_BK).argmax(-1), None
+            return best_token(log_law(law_BK) + noise_BK), None
         noise_BK = growth.noise.draft_BMK(step, 1, logits_BK.shape[-1])[:, 0]
-        return (law_BK.log() + noise_BK).argmax(-1), law_BK
+        return best_token(log_law(law_BK) + noise_BK), law_BK
 
     def _tree(
         self,

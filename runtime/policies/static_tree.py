@@ -16,6 +16,7 @@ from specctl.drafters.parts.base import StepState
 from specctl.drafters.parts.tree import DraftTree, NodeKind, QRows, empty_tree
 from specctl.recipes.errors import RecipeError
 from specctl.runtime.policies.base import Growth
+from specctl.runtime.verify.walk import log_law
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ def _children(
     ids_K = None if growth.vocab is None else growth.vocab.ids_K
     law_BMK = growth.sampling.draft_law(logits_BMK, ids_K)
     noise_BMK = growth.noise.draft_BMK(level, *logits_BMK.shape[1:])
-    drawn = (law_BMK.log() + noise_BMK).topk(branch, dim=-1)
+    drawn = (log_law(law_BMK) + noise_BMK).topk(branch, dim=-1)
     return drawn.indices, drawn.values > -torch.inf, law_BMK
 
 

@@ -142,10 +142,10 @@ def draw(law_BV: Tensor, fallback_BV: Tensor, noise: Noise) -> Tensor:
     """[B]: a token by `law` (need not sum to one), or by `fallback` where the law has no mass."""
     some_B1 = law_BV.sum(-1, keepdim=True) > 0
     law_BV = torch.where(some_B1, law_BV, fallback_BV)
-    return best_token(_log(law_BV) + noise.final_BV(law_BV.shape[-1]))
+    return best_token(log_law(law_BV) + noise.final_BV(law_BV.shape[-1]))
 
 
-def _log(law: Tensor) -> Tensor:
+def log_law(law: Tensor) -> Tensor:
     """log, -inf at zero."""
     if law.device.type == "cpu":  # torch's log on the CPU takes 30 times longer on zeros
         with np.errstate(divide="ignore"):
