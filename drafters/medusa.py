@@ -159,7 +159,7 @@ class Medusa(Drafter):
 
     def before_head(self, head: nn.Module, state_TD: Tensor) -> Tensor:
         """The state after the residual blocks of one head."""
-        for block in cast(nn.Sequential, head)[: self.options.num_blocks]:
+        for block in list(cast(nn.Sequential, head))[: self.options.num_blocks]:
             state_TD = block(state_TD)
         return state_TD
 

@@ -182,6 +182,17 @@ class FeatureNet(nn.Module):
         self.norm = RmsNorm(width, shape.norm_eps)
         self.lm_head = nn.Linear(width, rows, bias=False)
         self.shape, self.taps, self.norm_output = shape, taps, norm_output
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """The highest tap passes through: the layer starts as the identity, and `fc` as little more
+        than that tap's own block. So the LM head reads a real state of the target from step 1."""
+        self.layer.self_attn.o_proj.weight.zero_()
+        self.layer.mlp.down_proj.weight.zero_()
+        width = self.shape.hidden_size
+        self.fc.weight.normal_(std=0.1 * self.fc.in_features**-0.5)
+        self.fc.weight[:, -width:] += torch.eye(width)
 
     @property
     def layer(self) -> WideLayer:
