@@ -92,6 +92,7 @@ def scaled(recipe: str, target: str, minutes: float, sets: tuple[str, ...]) -> R
     flags: dict[str, Any] = {
         "data.prompts": max(LEAST["data.prompts"], round(base.data.prompts * share)),
         "train.steps": max(LEAST["train.steps"], round(base.train.steps * share)),
+        "data.text_tokens": round(base.data.text_tokens * share),
     }
     flags["train.save_every"] = max(10, round(base.train.save_every * share))
     flags["train.tau_every"] = max(10, round(base.train.tau_every * share))

@@ -338,6 +338,7 @@ def test_the_source_s_own_text_can_be_learned_beside_the_answers(tmp_path, tiny_
     source = tmp_path / "text.txt"
     source.write_text("\n".join(f"line {n} says {n * n}" for n in range(400)))
     sets = [f"data.source={source}", "data.prompts=1", "data.new_tokens=8", "train.seq_len=64"]
+    sets += ["data.text_tokens=0", "data.train_on_prompt=false"]
     alone = prepare(load_recipe("distill", sets), tiny_target, tmp_path / "alone")
     both = prepare(
         load_recipe("distill", [*sets, "data.text_tokens=600"]), tiny_target, tmp_path / "both"
