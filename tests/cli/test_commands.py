@@ -13,8 +13,8 @@ from specctl.cli.vocab_trim import parse_size
 from specctl.recipes.errors import Exit, RecipeError
 
 SMALL = (
-    "data.text_tokens=0", "data.prompts=12", "data.prompt_tokens=16", "data.new_tokens=16", "train.steps=4",
-    "train.rows=4", "train.seq_len=32", "train.tau_every=2", "train.save_every=2",
+    "data.text_tokens=0", "data.prompts=12", "data.prompt_tokens=16", "data.new_tokens=16",
+    "train.steps=4", "train.rows=4", "train.seq_len=32", "train.tau_every=2", "train.save_every=2",
     "train.tau_prompts=2", "train.tau_tokens=8", "serve.length=3",
 )  # fmt: skip
 
