@@ -33,7 +33,8 @@ class Verdict:
 def best_token(scores: Tensor) -> Tensor:
     """argmax over the last dimension, the lowest id among equals."""
     if scores.device.type == "cpu":  # numpy's argmax is vectorised, 15 times faster than torch's
-        return torch.from_numpy(scores.numpy().argmax(-1))
+        plain = scores.float() if scores.dtype == torch.bfloat16 else scores  # numpy has no bf16
+        return torch.from_numpy(plain.numpy().argmax(-1))
     return scores.argmax(-1)
 
 
