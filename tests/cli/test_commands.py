@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -300,3 +301,32 @@ def test_the_exit_code_of_several_processes_is_the_first_ones(start: Any, tmp_pa
     out, errors = process.communicate(timeout=240)
     assert process.returncode == Exit.FILE, errors[-3000:]
     assert json.loads(out)["ok"] is False
+
+
+@pytest.mark.slow
+def test_quickstart_goes_from_nothing_to_a_table(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specctl.cli import quickstart
+    from specctl.runtime import prove
+
+    level = prove.LEVELS["lossless"]
+    small = replace(level, prompts=2, tokens=8, samples=100)
+    monkeypatch.setitem(prove.LEVELS, "lossless", small)
+    for name in ("TRIM_PROMPTS", "COMPARE_PROMPTS"):
+        monkeypatch.setattr(quickstart, name, 3)
+    for name in ("TRIM_TOKENS", "COMPARE_TOKENS"):
+        monkeypatch.setattr(quickstart, name, 8)
+    words = ("quickstart", "--out", tmp_path / "q", "--inflate", "100m", *sets(*SMALL))
+    ran = run(*words)
+    assert ran.code == 0, ran.err[-2000:]
+    for heading in ("1/5", "2/5", "3/5", "4/5", "5/5"):
+        assert f"== {heading}" in ran.err
+    for part in ("tau", "accepted per position", "speed-up", "tiny as 100m", "lossless check"):
+        assert part in ran.out
+    assert "Next: specctl generate" in ran.err
+    again = run(*words, "--json")
+    assert again.code == 0
+    assert again.json["result"]["lossless"] is True
+    assert [c["target"] for c in again.json["result"]["comparisons"]][-1] == "tiny as 100m"
+    assert "trimmed before; kept" in again.err
