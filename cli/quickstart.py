@@ -121,14 +121,14 @@ def _train(console: Console, recipe: Recipe, out: Path) -> float | None:
 
 
 def _trim(console: Console, model: Target, out: Path) -> Path:
-    """OUT/trimmed/package; made once, kept when the run it came from is the same."""
+    """OUT/trimmed/package; kept when it was made from the same weights."""
     from specctl.cli.loading import DraftChoice
     from specctl.cli.vocab_trim import TrimJob, trim_and_package
-    from specctl.export.manifest import check_files
+    from specctl.export.manifest import WEIGHTS, check_files
 
     source, folder = out / "package", out / "trimmed"
     mark = folder / "of.json"
-    digest = check_files(source).digest
+    digest = check_files(source).files[WEIGHTS].sha256
     if mark.is_file() and json.loads(mark.read_text()).get("digest") == digest:
         console.say("trimmed before; kept")
         return folder / "package"
