@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -47,6 +48,17 @@ def measure_costs(
         str(target.dtype).removeprefix("torch."),
         batch,
     )
+
+
+def adaptive(
+    target: Target, drafter: Drafter, policy: Policy, *, batch: int = 1, context: int = 32
+) -> Callable[[], LengthChooser]:
+    """Measure the pair on this device once; every call then makes a fresh chooser, which picks the
+    draft length of each round and switches speculation off where it does not pay."""
+    steps_N = torch.arange(1, batch + 1)[:, None] * torch.arange(1, context + 1)
+    prompts = (steps_N % target.spec.vocab_size).tolist()
+    costs = measure_costs(target, drafter, policy, prompts, batch=batch)
+    return partial(LengthChooser, costs)
 
 
 def _median(values: Sequence[float]) -> float:

@@ -9,6 +9,7 @@ from specctl.drafters.parts.base import Budget, Needs, Space, StepState
 from specctl.drafters.parts.lm import Masks
 from specctl.drafters.parts.masks import document_mask
 from specctl.recipes.errors import RecipeError, SpecctlError
+from specctl.runtime.cost import adaptive
 from specctl.runtime.engine import Engine
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
@@ -359,3 +360,19 @@ def test_a_budget_of_zero_decodes_plainly(target):
     )
     assert result.stats.drafted == 0
     assert result.outputs[0].token_ids == plain_greedy(target, PROMPTS[0], 5)
+
+
+def test_an_adaptive_engine_measures_itself_and_keeps_the_text(target):
+    policy = make_policy({"policy": "chain", "length": 3})
+    chooser = adaptive(target, RecomputeDrafter(target.lm), policy, context=4)()
+    assert sorted(chooser.costs.verify) == [0, 1, 2, 3]
+    assert all(seconds > 0 for seconds in chooser.costs.verify.values())
+    result = generate(
+        target,
+        PROMPTS[:1],
+        drafter=RecomputeDrafter(target.lm),
+        sampling=Sampling(max_new_tokens=20),
+        policy=policy,
+        chooser=chooser,
+    )
+    assert result.outputs[0].token_ids == plain_greedy(target, PROMPTS[0], 20)
