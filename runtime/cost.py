@@ -10,7 +10,7 @@ import torch
 from specctl.drafters.parts.base import Drafter
 from specctl.runtime.engine import Engine
 from specctl.runtime.policies.base import Policy
-from specctl.runtime.policies.length import CostTable, FixedLength
+from specctl.runtime.policies.length import CostTable, FixedLength, LengthChooser
 from specctl.runtime.sampling import Sampling
 from specctl.runtime.session import Request
 from specctl.runtime.target import Target
@@ -57,7 +57,7 @@ def adaptive(
     draft length of each round and switches speculation off where it does not pay."""
     steps_N = torch.arange(1, batch + 1)[:, None] * torch.arange(1, context + 1)
     prompts = (steps_N % target.spec.vocab_size).tolist()
-    costs = measure_costs(target, drafter, policy, prompts, batch=batch)
+    costs = measure_costs(target, drafter, policy, prompts, batch=batch, rounds=16)
     return partial(LengthChooser, costs)
 
 
