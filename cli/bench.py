@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,7 @@ import typer
 from specctl.cli.console import Console
 from specctl.cli.flags import (
     DRAFTING,
+    AdaptiveFlag,
     Allow,
     Device,
     Dtype,
@@ -73,6 +75,7 @@ def bench(
     length: LengthFlag = None,
     nodes: NodesFlag = None,
     rule: RuleFlag = None,
+    adaptive: AdaptiveFlag = None,
     allow: Allow = None,
     seed: Seed = 0,
     target: TargetName = "tiny",
@@ -101,11 +104,11 @@ def bench(
 
     model = TargetChoice(target, revision, dtype, device, inflate, offline).load(console)
     contenders = [engine_contender("plain", model, batch=batch)]
+    found = heldout_prompts(model, num_prompts, domain, prompts)
     for name in draft or DEFAULT_DRAFTS:
         if name != NO_DRAFTER:
-            choice = DraftChoice(name, policy, length, nodes, rule, tuple(allow or ()))
-            contenders.append(_contender(choice, model, batch))
-    found = heldout_prompts(model, num_prompts, domain, prompts)
+            choice = DraftChoice(name, policy, length, nodes, rule, adaptive, tuple(allow or ()))
+            contenders.append(_contender(choice, model, batch, [p.ids for p in found]))
     samplings = [
         Sampling(temperature=heat, seed=seed, max_new_tokens=max_new_tokens)
         for heat in temperature or (0.0, 0.8)
@@ -125,12 +128,22 @@ def bench(
     console.done(result, next=_next(report.rows, target))
 
 
-def _contender(choice: DraftChoice, model: Target, batch: int) -> Contender:
+def _contender(
+    choice: DraftChoice, model: Target, batch: int, prompts: Sequence[Sequence[int]]
+) -> Contender:
     from specctl.runtime.bench import engine_contender
+    from specctl.runtime.policies.length import LengthChooser
 
     loaded = choice.load(model)
+    costs = loaded.costs(model, prompts, min(batch, len(prompts)))
     return engine_contender(
-        loaded.name, model, loaded.drafter, loaded.policy, rule=loaded.rule, batch=batch
+        loaded.name,
+        model,
+        loaded.drafter,
+        loaded.policy,
+        rule=loaded.rule,
+        batch=batch,
+        chooser=None if costs is None else partial(LengthChooser, costs),
     )
 
 

@@ -88,6 +88,14 @@ RuleFlag = Annotated[
         rich_help_panel=DRAFTING,
     ),
 ]
+AdaptiveFlag = Annotated[
+    bool | None,
+    typer.Option(
+        "--adaptive/--fixed",
+        help="Choose each round's draft length (or none) from measured costs.",
+        rich_help_panel=DRAFTING,
+    ),
+]
 Sets = Annotated[
     list[str] | None,
     typer.Option(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +13,7 @@ from specctl.cli.console import Console
 from specctl.cli.flags import (
     DRAFTING,
     SAMPLING,
+    AdaptiveFlag,
     Allow,
     Device,
     Dtype,
@@ -40,6 +41,7 @@ from specctl.cli.stream import TextStream
 
 if TYPE_CHECKING:
     from specctl.runtime.generate import Generated
+    from specctl.runtime.policies.length import CostTable
     from specctl.runtime.sampling import Sampling
     from specctl.runtime.stats import Stats
     from specctl.runtime.target import Target
@@ -80,6 +82,7 @@ def generate(
     length: LengthFlag = None,
     nodes: NodesFlag = None,
     rule: RuleFlag = None,
+    adaptive: AdaptiveFlag = None,
     allow: Allow = None,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,
@@ -133,9 +136,9 @@ def generate(
       specctl generate -f prompts.txt --batch 4 --json
     """
     prompts = read_prompts(prompt, file, limit)
-    choice = DraftChoice(draft, policy, length, nodes, rule, tuple(allow or ()))
+    choice = DraftChoice(draft, policy, length, nodes, rule, adaptive, tuple(allow or ()))
     if compare and draft == "none":
-        choice = DraftChoice("prompt-lookup", policy, length, nodes, rule, choice.allow)
+        choice = replace(choice, draft="prompt-lookup")
         console.warn("--compare without --draft compares with prompt-lookup")
     from specctl.runtime.sampling import Sampling
 
@@ -154,7 +157,9 @@ def generate(
     )
     model = TargetChoice(target, revision, dtype, device, inflate, offline).load(console)
     loaded = choice.load(model)
-    job = Job(model, loaded, sampling, [p.tokens(model, chat) for p in prompts], prompts, batch)
+    tokens = [p.tokens(model, chat) for p in prompts]
+    costs = loaded.costs(model, tokens, min(batch, len(tokens)))
+    job = Job(model, loaded, sampling, tokens, prompts, batch, costs)
     if compare:
         result = _compare(console, job)
     else:
@@ -176,10 +181,13 @@ class Job:
     tokens: Sequence[Sequence[int]]
     prompts: Sequence[PromptText]
     batch: int
+    costs: CostTable | None = None
 
     def run(self, draft: LoadedDraft, on_tokens: Any = None) -> Generated:
         from specctl.runtime.generate import generate as generate_
+        from specctl.runtime.policies.length import LengthChooser
 
+        is_adaptive = self.costs is not None and draft.drafter is not None
         return generate_(
             self.target,
             self.tokens,
@@ -188,6 +196,7 @@ class Job:
             policy=draft.policy,
             rule=draft.rule,
             batch=self.batch,
+            chooser=LengthChooser(self.costs) if is_adaptive and self.costs else None,
             on_tokens=on_tokens,
         )
 
@@ -236,7 +245,7 @@ def _open_output(console: Console, job: Job, index: int, after: bool) -> None:
 
 def _compare(console: Console, job: Job) -> dict[str, Any]:
     """Plain and speculative decoding of the same prompts, side by side."""
-    plain = LoadedDraft("plain", None, None, "auto")
+    plain = LoadedDraft("plain", None, None, "auto", False)
     with console.task("compare", 4, "runs") as advance:
         runs = []
         for draft in (plain, job.draft):

@@ -15,6 +15,7 @@ from specctl.recipes.errors import FileError, RecipeError, SpecctlError, nearest
 if TYPE_CHECKING:
     from specctl.drafters.parts.base import Drafter
     from specctl.runtime.policies import Policy
+    from specctl.runtime.policies.length import CostTable
     from specctl.runtime.target import Target
 
 NO_DRAFTER = "none"
@@ -82,13 +83,14 @@ class DraftChoice:
     length: int | None = None
     nodes: int | None = None
     rule: str | None = None
+    adaptive: bool | None = None
     allow: tuple[str, ...] = ()
 
     def load(self, target: Target) -> LoadedDraft:
         """The drafter with the policy and rule it is to be served by; drafter None for plain."""
         if self.draft == NO_DRAFTER:
             self._refuse_settings()
-            return LoadedDraft("plain", None, None, "auto")
+            return LoadedDraft("plain", None, None, "auto", False)
         from specctl.drafters import family
         from specctl.export.folder import load_drafter
 
@@ -97,7 +99,8 @@ class DraftChoice:
         from specctl.runtime.policies import make_policy
 
         rule = str(serve.get("rule") or "auto")
-        return LoadedDraft(self.draft, drafter, make_policy(serve), rule)
+        adaptive = bool(serve.get("adaptive", False))
+        return LoadedDraft(self.draft, drafter, make_policy(serve), rule, adaptive)
 
     def _serve(self, packaged: dict[str, Any], policies: Sequence[str]) -> dict[str, Any]:
         flags = {
@@ -105,10 +108,11 @@ class DraftChoice:
             "length": self.length,
             "nodes": self.nodes,
             "rule": self.rule,
+            "adaptive": self.adaptive,
         }
         serve = dict(packaged)
         if self.policy is not None and self.policy != packaged.get("policy"):
-            serve = {k: v for k, v in serve.items() if k in ("length", "rule")}
+            serve = {k: v for k, v in serve.items() if k in ("length", "rule", "adaptive")}
         serve |= {k: v for k, v in flags.items() if v is not None}
         serve.setdefault("policy", policies[0])
         if serve["policy"] not in policies:
@@ -130,7 +134,7 @@ class DraftChoice:
         return serve
 
     def _refuse_settings(self) -> None:
-        names = ("policy", "length", "nodes", "rule")
+        names = ("policy", "length", "nodes", "rule", "adaptive")
         given = [f"--{name}" for name in names if getattr(self, name) is not None]
         if given:
             raise SpecctlError(
@@ -150,6 +154,17 @@ class LoadedDraft:
     drafter: Drafter | None
     policy: Policy | None
     rule: str
+    is_adaptive: bool
+
+    def costs(
+        self, target: Target, prompts: Sequence[Sequence[int]], batch: int = 1
+    ) -> CostTable | None:
+        """Measured costs for an adaptive drafter; None when the length is fixed."""
+        if not self.is_adaptive or self.drafter is None or self.policy is None:
+            return None
+        from specctl.runtime.cost import measure_costs
+
+        return measure_costs(target, self.drafter, self.policy, prompts, batch=batch)
 
 
 def packaged_serve(draft: str) -> dict[str, Any]:

@@ -330,3 +330,11 @@ def test_quickstart_goes_from_nothing_to_a_table(
     assert again.json["result"]["lossless"] is True
     assert [c["target"] for c in again.json["result"]["comparisons"]][-1] == "tiny as 100m"
     assert "trimmed before; kept" in again.err
+
+
+def test_an_adaptive_length_changes_no_greedy_answer(trained: Path, run: Any) -> None:
+    words = (*GENERATE, "--dtype", "float32", "import os", "--json")
+    plain = run(*words).json["result"]
+    words = (*words, "--draft", trained / "package", "--adaptive")
+    adaptive = run(*words).json["result"]
+    assert adaptive["outputs"][0]["token_ids"] == plain["outputs"][0]["token_ids"]
