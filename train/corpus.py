@@ -7,6 +7,7 @@ whose text is not repeated elsewhere: the split does not depend on the versions 
 import gzip
 import hashlib
 import json
+import platform
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -108,15 +109,17 @@ def without_licence_header(text: str) -> str:
 def origin(distribution: str) -> Origin | None:
     """Version and licence of an installed distribution, None where it is not installed."""
     if distribution == STDLIB:
-        return Origin(STDLIB, sysconfig.get_python_version(), "PSF-2.0")
+        return Origin(STDLIB, platform.python_version(), "PSF-2.0")
     try:
         meta: Any = metadata.metadata(distribution)
     except metadata.PackageNotFoundError:
         return None
-    licence = meta.get("License-Expression") or meta.get("License") or ""
-    if not licence or len(licence) > 60:
+    licence = meta.get("License-Expression") or ""
+    if not licence and len(meta.get("License") or "") <= 60:  # longer: the text, not the name
+        licence = meta.get("License") or ""
+    if not licence:
         found = [c for c in meta.get_all("Classifier") or [] if c.startswith("License ::")]
-        licence = "; ".join(c.rsplit(" :: ", 1)[1] for c in found) or licence[:60]
+        licence = "; ".join(c.rsplit(" :: ", 1)[1] for c in found)
     return Origin(distribution, meta["Version"], " ".join(licence.split()))
 
 
