@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from specctl.train.run import RunResult
 
 
+GATE_PROMPTS = 4
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingFlags:
     """The flags of a training command."""
@@ -85,6 +88,19 @@ def _processes(flags: TrainingFlags) -> tuple[int, bool]:
     return (flags.gpus, False) if flags.gpus > 1 else (flags.processes, True)
 
 
+def packaged(drafter: Drafter, target: Target, folder: Path, **about: Any) -> Manifest:
+    """Write a package, then read it back and decode with it: what was trained is what is served,
+    or GateError."""
+    from specctl.export.check import check_package
+    from specctl.export.folder import save_package
+    from specctl.train.heldout import heldout_prompts
+
+    manifest = save_package(drafter, target, folder, **about)
+    prompts = [prompt.ids for prompt in heldout_prompts(target, GATE_PROMPTS)]
+    check_package(folder, target, reference=drafter, prompts=prompts)
+    return manifest
+
+
 def train_and_package(
     console: Console, recipe: Recipe, out: Path, resume: bool = True, allow: Sequence[str] = ()
 ) -> RunResult:
@@ -96,9 +112,7 @@ def train_and_package(
     def package(
         drafter: Drafter, target: Target, folder: Path, acceptance: Mapping[str, Any] | None
     ) -> Manifest:
-        from specctl.export.folder import save_package
-
-        return save_package(
+        manifest = packaged(
             drafter,
             target,
             folder,
@@ -107,6 +121,8 @@ def train_and_package(
             acceptance=packaged_acceptance(acceptance, recipe, out),
             command=command,
         )
+        console.say("package: read back, every tensor equal, same acceptance as in training")
+        return manifest
 
     return train_draft(
         recipe,

@@ -144,7 +144,7 @@ def trim_and_package(console: Console, job: TrimJob, out: Path) -> tuple[TrimRep
 
 def _package(job: TrimJob, drafter: Drafter, prompts: list[Prompt], folder: Path) -> Manifest:
     """Write the trimmed drafter, with tau measured once more as it will be served."""
-    from specctl.export.folder import save_package
+    from specctl.cli.training import packaged
     from specctl.runtime.generate import generate
     from specctl.runtime.sampling import Sampling
 
@@ -165,7 +165,7 @@ def _package(job: TrimJob, drafter: Drafter, prompts: list[Prompt], folder: Path
         "prompts": len(prompts),
         "new_tokens": job.max_new_tokens,
     }
-    return save_package(
+    return packaged(
         drafter,
         job.target,
         folder,
