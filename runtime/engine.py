@@ -182,7 +182,7 @@ class Engine:
         span = max(lengths) + num_fed
         same = lengths[0] if min(lengths) == max(lengths) else None
         self._cache().begin(view.slots, view.slot_B, view.kept_len_B, num_fed, span, same)
-        position_BT = view.kept_len_B[:, None] + tree.depth_BT()
+        position_BT = tree.position_BT(view.kept_len_B)
         if span > self.target.spec.max_positions:  # padding beyond the context: cut at commit
             position_BT = position_BT.clamp(max=self.target.spec.max_positions - 1)
         masks = self.target.lm.tree_masks(tree, view.kept_len_B, span)
@@ -194,13 +194,13 @@ class Engine:
         self, view: RoundView, tree: DraftTree, verdict: Verdict
     ) -> tuple[list[int], list[tuple[int, ...]]]:
         """The round's one host read; EOS, stop strings and limits cut here, in token order."""
-        fed_BT = tree.fed_token_BT(view.root_B)
-        path_token_BP = fed_BT.gather(1, verdict.path_BP.clamp(min=0))
-        packed = torch.cat(
-            [verdict.num_accepted_B[:, None], verdict.next_token_B[:, None], path_token_BP], dim=1
-        ).tolist()
+        parts = [torch.stack([verdict.num_accepted_B, verdict.next_token_B], dim=1)]
+        if tree.num_nodes:
+            node_BP = (verdict.path_BP[:, 1:] - 1).clamp(min=0)
+            parts.append(tree.token_BN.gather(1, node_BP))
+        packed = (torch.cat(parts, dim=1) if tree.num_nodes else parts[0]).tolist()
         accepted, emitted = [], []
-        for row, (num_accepted, next_token, _root, *path) in zip(self.rows, packed, strict=True):
+        for row, (num_accepted, next_token, *path) in zip(self.rows, packed, strict=True):
             new = [*path[:num_accepted], next_token]
             kept, row.finished = cut(row, new, self.target)
             row.tokens.extend(kept)

@@ -42,7 +42,9 @@ def tree_mask(
 def chain_mask(kept_len_B: Tensor, num_fed: int, span: int, window: int | None = None) -> Tensor:
     """[B, 1, T, L]: `tree_mask` of a chain, in one comparison."""
     at_L = torch.arange(span, device=kept_len_B.device)
-    query_BT = kept_len_B[:, None] + torch.arange(num_fed, device=kept_len_B.device)
+    query_BT = kept_len_B[:, None]
+    if num_fed > 1:
+        query_BT = query_BT + torch.arange(num_fed, device=kept_len_B.device)
     mask_BTL = at_L <= query_BT[:, :, None]
     if window is not None:
         mask_BTL = mask_BTL & (query_BT[:, :, None] - at_L < window)

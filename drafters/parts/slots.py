@@ -50,11 +50,11 @@ class SlotKV:
         are equal (then the write is a slice copy)."""
         assert span <= self.max_len, f"{span} positions do not fit the cache of {self.max_len}"
         self._slot_B1 = slot_B[:, None]
-        steps_T = torch.arange(num_fed, device=slot_B.device)
-        self._at_BT = kept_len_B[:, None] + steps_T
         self._span = span
         self._whole = slots == tuple(range(len(slots)))
         self._contiguous = -1 if uniform_start is None else uniform_start
+        if not self._whole or uniform_start is None:
+            self._at_BT = kept_len_B[:, None] + torch.arange(num_fed, device=slot_B.device)
 
     def update(self, layer: int, key_BHTD: Tensor, value_BHTD: Tensor) -> tuple[Tensor, Tensor]:
         """Write one layer's new keys and values; return what attention reads, [B, H, span, D]."""

@@ -77,6 +77,12 @@ class DraftTree:
             return root_B[:, None]
         return torch.cat([root_B[:, None], self.token_BN], dim=1)
 
+    def position_BT(self, kept_len_B: Tensor) -> Tensor:
+        """Positions of root and nodes: kept length + depth."""
+        if self.num_nodes == 0:
+            return kept_len_B[:, None]
+        return kept_len_B[:, None] + self.depth_BT()
+
     def fed_parent_BT(self) -> Tensor:
         """Fed index of each fed token's parent; the root is its own parent."""
         root_B1 = self.parent_BN.new_zeros(self.parent_BN.shape[0], 1)

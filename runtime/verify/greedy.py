@@ -28,7 +28,8 @@ def greedy(tree: DraftTree, scores_BTV: Tensor, noise: Noise | None = None) -> V
 def follow(tree: DraftTree, choice_BT: Tensor) -> Verdict:
     """Walk along the target's choices, one per fed token. Duplicate drafts are harmless."""
     if tree.num_nodes == 0:
-        return chain_verdict(torch.zeros_like(choice_BT[:, 0]), choice_BT[:, 0], 0)
+        none_B = torch.zeros_like(choice_BT[:, 0])
+        return Verdict(none_B[:, None], none_B, choice_BT[:, 0])
     if tree.is_chain:
         hit_BN = (tree.token_BN == choice_BT[:, :-1]) & tree.valid_BN
         num_accepted_B = hit_BN.cumprod(1).sum(1)
