@@ -45,7 +45,7 @@ SETS = (
     "data.prompts=32", "data.new_tokens=12", "data.prompt_tokens=6", "data.regenerate=false",
     "data.format=text", "train.steps=1000000", "train.rows=2", "train.seq_len=16",
     "train.save_every=1", "train.tau_every=7", "train.tau_prompts=1", "train.tau_tokens=4",
-    "train.log_every=1", "train.schedule=linear", "train.learning_rate=1e-3",
+    "train.log_every=1", "train.schedule=linear", "train.learning_rate=1e-3", "vocab.size=null",
 )  # fmt: skip
 
 

@@ -132,7 +132,7 @@ class Joint:
         first_V = target_law(target, [prompt], sampling)[0] * num_samples
         firsts = [int(t) for t in (first_V >= MIN_EXPECTED).nonzero().flatten()]
         rows = [[*prompt, token] for token in firsts]
-        second_BV = target_law(target, rows, sampling) if rows else first_V[None, :0]
+        second_BV = target_law(target, rows, sampling) if rows else first_V.new_zeros(0, 0)
         self.expected[0] = num_samples - float(first_V[firsts].sum())
         for token, second_V in zip(firsts, second_BV, strict=True):
             self._split(token, float(first_V[token]), second_V)

@@ -265,3 +265,9 @@ def test_replay_finds_one_changed_token(target):
         spoilt.read(target, [7, 8, 9], output, sampling)
         assert spoilt.unexplained == 1
         assert spoilt.first.startswith("token 11")
+
+
+def test_too_few_samples_for_any_token_make_one_cell(make_target):
+    joint = Joint(make_target(num_layers=1), [1, 2], Sampling(temperature=50.0), 10)
+    assert joint.expected == [pytest.approx(10.0)]
+    assert joint.test([(0, 0)] * 10).p_value == 1.0
