@@ -25,7 +25,6 @@ from specctl.drafters.parts.heads import cut_rows
 from specctl.drafters.parts.lean import LeanLlama, LeanLM, LlamaShape
 from specctl.drafters.parts.lm import LanguageModel, Masks
 from specctl.drafters.parts.losses import LossOptions, check_kind, head_loss
-from specctl.drafters.parts.masks import chain_mask, document_mask
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.recipes.errors import IncompatibleError, RecipeError
@@ -169,8 +168,7 @@ class SmallLm(Drafter):
     def loss(self, batch: TrainBatch) -> LossOut:
         """Loss of predicting 1 ahead (A0), summed over rows."""
         how = LossOptions(self.options.loss, self.options.temperature, self.options.chunk)
-        windows = {w: document_mask(batch.document_BS, w) for w in self.lm.windows}
-        masks = Masks(document_mask(batch.document_BS), windows)
+        masks = self.lm.document_masks(batch.document_BS)
         ids_BS, rows, module = self.readable(batch.ids_BS), aim(batch, 1), self.module
         if not isinstance(module, LeanLlama):
             logits_BTV = self.lm.dense(ids_BS, batch.position_BS, masks).logits_BTV
@@ -228,8 +226,7 @@ class SmallLmState(StepState):
         """A causal run of tokens per row, each row from its own position on."""
         W = ids_BW.shape[1]
         position_BW = start_B[:, None] + torch.arange(W, device=ids_BW.device)
-        windows = {w: chain_mask(start_B, W, span, w) for w in self.lm.windows}
-        masks = Masks(chain_mask(start_B, W, span), windows)
+        masks = self.lm.chain_masks(start_B, W, span)
         ids_BW = self.drafter.readable(ids_BW)
         return self.lm.forward(
             ids_BW, self._within(position_BW), masks, self.kv, logits=logits

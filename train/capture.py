@@ -11,8 +11,6 @@ import torch
 
 from specctl.drafters.parts.base import Needs
 from specctl.drafters.parts.batch import TrainBatch
-from specctl.drafters.parts.lm import LanguageModel, Masks
-from specctl.drafters.parts.masks import document_mask
 from specctl.runtime.target import Target
 
 
@@ -29,17 +27,11 @@ def capture(target: Target, batch: TrainBatch, needs: Needs) -> TrainBatch:
         out = target.lm.dense(
             batch.ids_BS,
             batch.position_BS,
-            document_masks(target.lm, batch),
+            target.lm.document_masks(batch.document_BS),
             needs.taps,
             logits=needs.teacher,
         )
     return replace(batch, taps=dict(out.taps), teacher_BSV=out.logits_BTV)
-
-
-def document_masks(lm: LanguageModel, batch: TrainBatch) -> Masks:
-    """Causal attention inside each document, also for every sliding window of the model."""
-    windows = {w: document_mask(batch.document_BS, w) for w in lm.windows}
-    return Masks(document_mask(batch.document_BS), windows)
 
 
 def to_device(batch: TrainBatch, device: torch.device) -> TrainBatch:

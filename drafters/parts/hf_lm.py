@@ -21,7 +21,7 @@ from transformers.masking_utils import sdpa_mask
 from specctl.drafters.parts.base import Borrowed
 from specctl.drafters.parts.hf_spec import refuse_stateful, spec_of
 from specctl.drafters.parts.kernels import attend
-from specctl.drafters.parts.lm import LanguageModel, LmOut, Masks
+from specctl.drafters.parts.lm import Feed, LanguageModel, LmOut, Masks
 from specctl.drafters.parts.slots import SlotKV
 from specctl.recipes.errors import IncompatibleError
 
@@ -213,49 +213,19 @@ class HfLM(LanguageModel):
         low = torch.finfo(self.dtype).min
         return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill(~mask, low)
 
-    @torch.no_grad()
-    def forward(
-        self,
-        ids_BT: Tensor,
-        position_BT: Tensor,
-        masks: Masks,
-        kv: SlotKV,
-        taps: tuple[int, ...] = (),
-        logits: bool = True,
-    ) -> LmOut:
-        cache = _SlotCache(kv, ids_BT.shape[1], masks.full.shape[-1])
-        return self._run(ids_BT, position_BT, masks, cache, taps, logits)
-
-    def dense(
-        self,
-        ids_BS: Tensor,
-        position_BS: Tensor,
-        masks: Masks,
-        taps: tuple[int, ...] = (),
-        logits: bool = True,
-    ) -> LmOut:
-        return self._run(ids_BS, position_BS, masks, None, taps, logits)
-
-    def _run(
-        self,
-        ids_BT: Tensor,
-        position_BT: Tensor,
-        masks: Masks,
-        cache: Cache | None,
-        taps: tuple[int, ...],
-        logits: bool,
-    ) -> LmOut:
-        model = self.module if logits else self.module.base_model
+    def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
+        model = self.module if feed.logits else self.module.base_model
+        num_fed, span = feed.ids_BT.shape[1], feed.masks.full.shape[-1]
         out = model(
-            input_ids=ids_BT,
-            attention_mask=self._mask(masks),
-            position_ids=position_BT,
-            past_key_values=cache,
-            use_cache=cache is not None,
-            output_hidden_states=bool(taps),
+            input_ids=feed.ids_BT,
+            attention_mask=self._mask(feed.masks),
+            position_ids=feed.position_BT,
+            past_key_values=None if kv is None else _SlotCache(kv, num_fed, span),
+            use_cache=kv is not None,
+            output_hidden_states=bool(feed.taps),
         )
-        tap = {k: out.hidden_states[k] for k in taps}
-        return LmOut(out.logits if logits else None, tap)
+        taps = {tap: out.hidden_states[tap] for tap in feed.taps}
+        return LmOut(out.logits if feed.logits else None, taps)
 
     def borrowed(self) -> Borrowed:
         head: Any = self.module.get_output_embeddings()

@@ -19,7 +19,7 @@ from specctl.drafters.parts.base import Borrowed
 from specctl.drafters.parts.hf_spec import spec_of
 from specctl.drafters.parts.kernels import Weight, additive_mask, attend, linear, rms_norm
 from specctl.drafters.parts.llama import LayerWeights, LeanLlama, LlamaShape
-from specctl.drafters.parts.lm import LanguageModel, LmOut, Masks
+from specctl.drafters.parts.lm import Feed, LanguageModel, LmOut
 from specctl.drafters.parts.slots import SlotKV
 from specctl.drafters.parts.spec import ModelSpec
 
@@ -43,54 +43,24 @@ class LeanLM(LanguageModel):
         window = module.shape.window
         self.windows = () if window is None else (window,)
 
-    @torch.no_grad()
-    def forward(
-        self,
-        ids_BT: Tensor,
-        position_BT: Tensor,
-        masks: Masks,
-        kv: SlotKV,
-        taps: tuple[int, ...] = (),
-        logits: bool = True,
-    ) -> LmOut:
-        return self._run(ids_BT, position_BT, masks, kv, taps, logits)
-
-    def dense(
-        self,
-        ids_BS: Tensor,
-        position_BS: Tensor,
-        masks: Masks,
-        taps: tuple[int, ...] = (),
-        logits: bool = True,
-    ) -> LmOut:
-        return self._run(ids_BS, position_BS, masks, None, taps, logits)
-
-    def _run(
-        self,
-        ids_BT: Tensor,
-        position_BT: Tensor,
-        masks: Masks,
-        kv: SlotKV | None,
-        taps: tuple[int, ...],
-        logits: bool,
-    ) -> LmOut:
-        module, shape = self.module, self.module.shape
+    def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
+        module, shape, taps = self.module, self.module.shape, feed.taps
         weights = module.weights()
-        x = F.embedding(ids_BT, module.model.embed_tokens.weight)
-        mask = masks.full if shape.window is None else masks.windows[shape.window]
+        x = F.embedding(feed.ids_BT, module.model.embed_tokens.weight)
+        mask = feed.masks.full if shape.window is None else feed.masks.windows[shape.window]
         scores = additive_mask(mask, shape.num_heads // shape.num_kv_heads, x.dtype)
-        rope = module.rotary.at(position_BT, mask.shape[-1], x.dtype)
+        rope = module.rotary.at(feed.position_BT, mask.shape[-1], x.dtype)
         found: dict[int, Tensor] = {}
         for index, layer in enumerate(weights.layers):
             if index in taps:
                 found[index] = x
             x = self._attention(x, layer, index, rope, scores, kv)
             x = self._mlp(x, layer)
-        if logits or shape.num_layers in taps:
+        if feed.logits or shape.num_layers in taps:
             x = rms_norm(x, module.model.norm.weight, shape.norm_eps)
             if shape.num_layers in taps:
                 found[shape.num_layers] = x
-        return LmOut(linear(x, weights.head) if logits else None, found)
+        return LmOut(linear(x, weights.head) if feed.logits else None, found)
 
     def _attention(
         self,

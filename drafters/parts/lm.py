@@ -38,6 +38,17 @@ class Masks:
     windows: Mapping[int, Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """What one forward reads, the taps it returns, and whether logits are wanted."""
+
+    ids_BT: Tensor
+    position_BT: Tensor
+    masks: Masks
+    taps: tuple[int, ...] = ()
+    logits: bool = True
+
+
 class LanguageModel(ABC):
     """A decoder-only LM without per-request state; caches are handed in."""
 
@@ -46,6 +57,10 @@ class LanguageModel(ABC):
     windows: tuple[int, ...] = ()  # sliding-window sizes for which `forward` needs a mask
 
     @abstractmethod
+    def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
+        """One forward; what an implementation provides behind `forward` and `dense`."""
+
+    @torch.no_grad()
     def forward(
         self,
         ids_BT: Tensor,
@@ -56,8 +71,8 @@ class LanguageModel(ABC):
         logits: bool = True,
     ) -> LmOut:
         """One forward of fed tokens against `kv`, which has been aimed with `kv.begin`."""
+        return self.run(Feed(ids_BT, position_BT, masks, taps, logits), kv)
 
-    @abstractmethod
     def dense(
         self,
         ids_BS: Tensor,
@@ -67,6 +82,7 @@ class LanguageModel(ABC):
         logits: bool = True,
     ) -> LmOut:
         """One forward of whole sequences without a cache (training, capture, prefill oracle)."""
+        return self.run(Feed(ids_BS, position_BS, masks, taps, logits), None)
 
     @abstractmethod
     def borrowed(self) -> Borrowed:

@@ -17,8 +17,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specctl.drafters.parts.lean import LeanLlama, LeanLM, LlamaShape
-from specctl.drafters.parts.lm import Masks
-from specctl.drafters.parts.masks import document_mask
 from specctl.drafters.small_lm import SmallLm
 from specctl.export.files import list_files
 from specctl.export.folder import compare_tensors, write_tensors
@@ -179,14 +177,13 @@ def _both_logits(source: Source, folder: Path) -> tuple[Tensor, Tensor]:
     num_ids = min(64, source.manifest.model_spec.max_positions)
     ids_1S = torch.randint(size, (1, num_ids), generator=torch.Generator().manual_seed(0))
     document_1S, position_1S = torch.zeros_like(ids_1S), torch.arange(num_ids)[None]
-    windows = {w: document_mask(document_1S, w) for w in lm.windows}
     with quietly():
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float64, local_files_only=True, use_safetensors=True
         )
     with torch.no_grad():
         theirs = model.eval()(ids_1S).logits
-        out = lm.dense(ids_1S, position_1S, Masks(document_mask(document_1S), windows))
+        out = lm.dense(ids_1S, position_1S, lm.document_masks(document_1S))
     assert out.logits_BTV is not None
     return theirs, out.logits_BTV
 

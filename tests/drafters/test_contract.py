@@ -27,7 +27,6 @@ from specctl.runtime.policies.length import CostTable, LengthChooser
 from specctl.runtime.sampling import Sampling
 from specctl.runtime.session import Completion, Request
 from specctl.runtime.target import Target
-from specctl.train.capture import document_masks
 
 SIZE = 24
 NAMES = sorted(families())
@@ -130,7 +129,7 @@ def exact_pairs(target: Target, prompt: Sequence[int], temperature: float) -> Te
         torch.arange(rows.shape[1]).expand_as(rows),
     )
     with torch.no_grad():
-        out = target.lm.dense(rows, batch.position_BS, document_masks(target.lm, batch))
+        out = target.lm.dense(rows, batch.position_BS, target.lm.document_masks(batch.document_BS))
     assert out.logits_BTV is not None
     law = (out.logits_BTV.double() / temperature).softmax(-1)
     return law[0, -2][:, None] * law[:, -1]
