@@ -36,9 +36,10 @@ from specctl.recipes.errors import Exit
 from specctl.recipes.load import load_recipe
 from specctl.runtime.report import SilentReporter
 from specctl.runtime.target import Target
-from specctl.train.checkpoint import Checkpoints, Snapshot, damage
+from specctl.train.checkpoint import Checkpoints, Snapshot
 from specctl.train.run import train_draft
 from specctl.train.stop import Interrupted
+from specctl.train.whole import damage
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ()=:\n"
 SETS = (

@@ -10,11 +10,9 @@ by this order; power loss is covered only as far as the disk obeys fsync.
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import shutil
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -23,14 +21,23 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specctl.recipes.errors import FileError, IntegrityError, ResourceError, SpecctlError
+from specctl.recipes.errors import IntegrityError, SpecctlError
 from specctl.runtime.report import Reporter
-from specctl.train.disk import Disk, FileEntry, file_entry, num_bytes, tensor_chunks, write_file
+from specctl.train.disk import SLACK, Disk, FileEntry, naming, write_file
 from specctl.train.ranks import Ranks
+from specctl.train.tensorfile import num_bytes, tensor_chunks
+from specctl.train.whole import (
+    MANIFEST,
+    SCHEMA,
+    canonical,
+    damage,
+    digest,
+    read_manifest,
+    saved_steps,
+    step_name,
+)
 
-SCHEMA = "specctl.checkpoint/1"
-MANIFEST = "manifest.json"
-SLACK = 1.2  # free space asked for, times the size of what will be written
+WHAT = "a checkpoint"  # as errors call what could not be saved
 MIN_VALID = 2  # whole checkpoints that retention always leaves
 
 
@@ -44,52 +51,6 @@ class Snapshot:
     own: Mapping[str, Tensor]
     scalars: Mapping[str, Any]
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
-
-
-def step_name(step: int) -> str:
-    return f"step{step:06d}"
-
-
-def canonical(value: Mapping[str, Any]) -> bytes:
-    """The one spelling of a JSON object, so that a changed byte is a changed file."""
-    return json.dumps(value, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint; ValueError says what is wrong with it."""
-    raw = (folder / MANIFEST).read_bytes()
-    manifest = json.loads(raw)
-    if not isinstance(manifest, dict) or canonical(manifest) != raw:
-        raise ValueError("manifest is not in its canonical spelling")
-    digest = manifest.pop("sha256", None)
-    if _digest(manifest) != digest:
-        raise ValueError("manifest does not match its own hash")
-    if manifest["schema"] != SCHEMA:
-        raise ValueError(f"schema {manifest['schema']}, this version reads {SCHEMA}")
-    return manifest
-
-
-def _digest(manifest: Mapping[str, Any]) -> str:
-    return hashlib.sha256(canonical(manifest)).hexdigest()
-
-
-def damage(folder: Path, hashes: bool = True) -> str | None:
-    """What is wrong with a checkpoint, None if it is whole. Without `hashes`, sizes only."""
-    try:
-        manifest = read_manifest(folder)
-        if step_name(manifest["step"]) != folder.name:
-            return f"manifest is of step {manifest['step']}"
-        for name, entry in manifest["files"].items():
-            size = (folder / name).stat().st_size
-            if size != entry["bytes"]:
-                return f"{name} has {size:,} bytes instead of {entry['bytes']:,}"
-            if hashes and file_entry(folder / name).sha256 != entry["sha256"]:
-                return f"{name} does not match its hash"
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"cannot be read: {error}"
-    return None
 
 
 def read_snapshot(folder: Path, rank: int = 0) -> Snapshot:
@@ -126,8 +87,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps that have a folder, ascending; says nothing about its health."""
-        names = [p.name for p in self.folder.glob("step*")]
-        return sorted(int(n[4:]) for n in names if n[4:].isdigit() and step_name(int(n[4:])) == n)
+        return saved_steps(self.folder)
 
     def save(self, snapshot: Snapshot, pinned: Collection[int] = ()) -> Path:
         """Write a checkpoint; when this returns it is safe. `pinned` steps are never dropped."""
@@ -137,7 +97,7 @@ class Checkpoints:
         need += num_bytes(snapshot.own) * self.ranks.size
         try:
             entries = self._write_parts(part, snapshot, need)
-            with self.ranks.together(), _naming(part, need):
+            with self.ranks.together(), naming(part, need, WHAT):
                 if self.ranks.is_main:
                     self._publish(part, final, snapshot, entries, pinned)
         except SpecctlError:
@@ -148,14 +108,14 @@ class Checkpoints:
 
     def _write_parts(self, part: Path, snapshot: Snapshot, need: int) -> dict[str, FileEntry]:
         disk, ranks, entries = self.disk, self.ranks, {}
-        with ranks.together(), _naming(part, need):
+        with ranks.together(), naming(part, need, WHAT):
             if ranks.is_main:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._preflight(need)
                 if part.exists():
                     shutil.rmtree(part)
                 disk.mkdir(part)
-        with ranks.together(), _naming(part, need):
+        with ranks.together(), naming(part, need, WHAT):
             own = f"rng-{ranks.rank:03d}.safetensors"
             entries[own] = write_file(disk, part / own, tensor_chunks(snapshot.own))
             if ranks.is_main:
@@ -187,7 +147,7 @@ class Checkpoints:
             "world_size": self.ranks.size,
             "versions": {name: version(name) for name in ("torch", "transformers")},
         }
-        body = memoryview(canonical(manifest | {"sha256": _digest(manifest)}))
+        body = memoryview(canonical(manifest | {"sha256": digest(manifest)}))
         disk = self.disk
         write_file(disk, part / MANIFEST, iter([body]))
         disk.fsync_folder(part)
@@ -262,26 +222,3 @@ class Checkpoints:
                 where=str(self.path(step)),
             )
         return read_snapshot(self.path(step), self.ranks.rank)
-
-
-@contextmanager
-def _naming(path: Path, need: int) -> Iterator[None]:
-    """Turn an operating-system error of a save into one that names path and need."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ResourceError(
-                "no room to save a checkpoint",
-                found=str(error),
-                expected=f"{int(SLACK * need):,} free bytes for {need:,} of state",
-                do="free space on that file system; the same command resumes from the last save",
-                where=str(path),
-            ) from error
-        raise FileError(
-            "cannot save a checkpoint",
-            found=str(error),
-            expected=f"to write {need:,} bytes",
-            do="check the folder's rights and disk; the same command resumes from the last save",
-            where=str(path),
-        ) from error

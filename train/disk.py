@@ -1,28 +1,21 @@
-"""The system calls of a checkpoint in one class, and a safetensors writer that hashes as it goes.
-
-The format is that of https://huggingface.co/docs/safetensors: 8 bytes of header length, a JSON
-header, raw tensors. Writing it here streams tensor after tensor, so that a save needs no second
-copy of the state in memory, and every call that can fail is one that a test can make fail.
+"""The system calls that keep files. A file is whole or absent: written beside its place, flushed,
+renamed, its folder flushed. Every call that can fail is one that a test can make fail. No torch.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
-import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
+from specctl.recipes.errors import FileError, ResourceError
 
-DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+SLACK = 1.2  # free space asked for, times the size of what will be written
 
 
 class Disk:
@@ -82,32 +75,22 @@ def write_file(disk: Disk, path: Path, chunks: Iterator[memoryview]) -> FileEntr
     return FileEntry(total, digest.hexdigest())
 
 
-def tensor_chunks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
-    """The bytes of a safetensors file; widest dtypes first, so that every tensor is aligned."""
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name in order:
-        tensor = tensors[name]
-        end = at + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [at, end],
-        }
-        at = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield memoryview(len(text).to_bytes(8, "little") + text)
-    for name in order:
-        flat = tensors[name].detach().cpu().contiguous().reshape(-1)
-        if flat.numel():
-            yield flat.view(torch.uint8).numpy().data
-
-
-def num_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Bytes of the tensors, without the header."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+def write_whole(disk: Disk, path: Path, body: bytes) -> FileEntry:
+    """Write or replace a file: a reader sees the old one, none, or the whole new one, also after
+    a power cut. What a killed writer of the same file left beside it is removed."""
+    with naming(path, len(body), f"the file {path.name}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for left in path.parent.glob(f".{path.name}.*.tmp"):
+            left.unlink(missing_ok=True)
+        beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            entry = write_file(disk, beside, iter([memoryview(body)]))
+            disk.replace(beside, path)
+        except OSError:
+            beside.unlink(missing_ok=True)
+            raise
+        disk.fsync_folder(path.parent)
+    return entry
 
 
 def file_entry(path: Path) -> FileEntry:
@@ -118,3 +101,26 @@ def file_entry(path: Path) -> FileEntry:
             digest.update(chunk)
             total += len(chunk)
     return FileEntry(total, digest.hexdigest())
+
+
+@contextmanager
+def naming(path: Path, need: int, what: str) -> Iterator[None]:
+    """Turn an operating-system error of a save into one that names path and need."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ResourceError(
+                f"no room to save {what}",
+                found=str(error),
+                expected=f"{int(SLACK * need):,} free bytes for {need:,} bytes of it",
+                do="free space on that file system; the same command goes on from the last save",
+                where=str(path),
+            ) from error
+        raise FileError(
+            f"cannot save {what}",
+            found=str(error),
+            expected=f"to write {need:,} bytes",
+            do="check the folder's rights and disk; the same command goes on from the last save",
+            where=str(path),
+        ) from error

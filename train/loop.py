@@ -9,7 +9,6 @@ Letters: N trainable numbers.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -25,7 +24,7 @@ from specctl.drafters.parts.batch import TrainBatch
 from specctl.recipes.errors import DivergedError
 from specctl.recipes.schema import TrainPart
 from specctl.runtime.report import Advance, Reporter
-from specctl.train.checkpoint import Checkpoints, Snapshot, step_name
+from specctl.train.checkpoint import Checkpoints, Snapshot
 from specctl.train.metrics import (
     Acceptance,
     MetricsLog,
@@ -48,6 +47,8 @@ from specctl.train.state import (
     untouched_random_state,
 )
 from specctl.train.stop import Stop
+from specctl.train.store import write_json
+from specctl.train.whole import step_name
 
 
 @dataclass(slots=True)
@@ -153,7 +154,7 @@ def skip(job: Job, progress: Progress, bad: dict[str, Any]) -> None:
         return
     dump = job.out / "nan_batches.json"
     if job.ranks.is_main:
-        dump.write_text(json.dumps({"batches": progress.bad}, indent=1) + "\n")
+        write_json(dump, {"batches": progress.bad})
     steps = job.checkpoints.steps()
     last = f"{step_name(steps[-1])} is intact" if steps else "no checkpoint was written yet"
     raise DivergedError(

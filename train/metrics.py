@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specctl.drafters.parts.batch import LossOut, TrainBatch
 from specctl.train.ranks import Ranks
+from specctl.train.store import write_bytes
 
 Window = dict[str, tuple[float, float]]
 
@@ -109,16 +110,45 @@ class Acceptance:
 
 
 class MetricsLog:
-    """OUT/metrics.jsonl: one object a line, `step` in each. One writer: the main rank's loop."""
+    """OUT/metrics.jsonl: one object a line, `step` in each. One writer: the main rank's loop.
 
-    def __init__(self, path: Path, is_main: bool = True) -> None:
-        self.path, self.is_main = path, is_main
+    A line that cannot be written now is kept and written with the next one: a full disk stops a
+    run at its next save, on all ranks together, and not in the middle of a step of one.
+    """
+
+    def __init__(
+        self, path: Path, is_main: bool = True, warn: Callable[[str], None] | None = None
+    ) -> None:
+        self.path, self.is_main, self._warn = path, is_main, warn
+        self._waiting = b""
 
     def write(self, **values: Any) -> None:
-        if self.is_main:
-            clean = {name: _json_number(value) for name, value in values.items()}
-            with self.path.open("a") as file:
-                file.write(json.dumps(clean) + "\n")
+        if not self.is_main:
+            return
+        clean = {name: _json_number(value) for name, value in values.items()}
+        self._waiting += json.dumps(clean).encode() + b"\n"
+        try:
+            self._append(self._waiting)
+        except OSError as error:
+            if self._warn is not None:
+                self._warn(f"{self.path.name} cannot be written now: {error.strerror}")
+            return
+        self._waiting = b""
+
+    def _append(self, body: bytes) -> None:
+        """Add these lines, or none of them."""
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            size = os.fstat(descriptor).st_size
+            left = memoryview(body)
+            try:
+                while len(left):
+                    left = left[os.write(descriptor, left) :]
+            except OSError:
+                os.ftruncate(descriptor, size)
+                raise
+        finally:
+            os.close(descriptor)
 
     def rewind(self, step: int, tau_step: int) -> None:
         """Forget what was logged after the state that the run continues from."""
@@ -129,9 +159,7 @@ class MetricsLog:
             for line in read_log(self.path)
             if line["step"] <= (tau_step if "tau" in line else step)
         ]
-        partial = self.path.with_name(f".tmp-{self.path.name}")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        os.replace(partial, self.path)
+        write_bytes(self.path, "".join(json.dumps(line) + "\n" for line in kept).encode())
 
 
 def _json_number(value: Any) -> Any:

@@ -8,15 +8,18 @@ on where it stopped, and what a shard holds depends on the plan alone. N prompts
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -159,7 +162,7 @@ def answers_digest(target: Target, prompts: Sequence[PromptCut], plan: AnswerPla
     """Names the answers: the target, its precision, the exact prompts, how they are answered."""
     return digest_of(
         {
-            "format": 1,
+            "format": 2,
             "target": target.fingerprint,
             "inflated": target.inflated,
             "dtype": str(target.dtype),
@@ -233,7 +236,18 @@ def _write_shard(path: Path, digest: str, completions: Sequence[Completion]) -> 
         "lengths_N": np.array([len(c.tokens) for c in completions], dtype=np.int32),
     }
     reasons = json.dumps([c.finish_reason for c in completions])
-    write_arrays(path, arrays, {"digest": digest, "finish_reasons": reasons})
+    notes = {"digest": digest, "finish_reasons": reasons}
+    write_arrays(path, arrays, notes | {"sha256": _content_digest(arrays, notes)})
+
+
+def _content_digest(arrays: Mapping[str, npt.NDArray[Any]], notes: Mapping[str, str]) -> str:
+    """Of all that a shard says, so that a flipped bit is not taken for an answer."""
+    body = hashlib.sha256()
+    for name in ("ids", "lengths_N"):
+        body.update(arrays[name].astype("<i4").tobytes())
+    for name in ("digest", "finish_reasons"):
+        body.update(notes.get(name, "").encode() + b"\0")
+    return body.hexdigest()
 
 
 def _read_shard(
@@ -243,9 +257,12 @@ def _read_shard(
     try:
         with safe_open(path, framework="np") as file:
             notes = file.metadata() or {}
-            lengths, ids = file.get_tensor("lengths_N").tolist(), file.get_tensor("ids").tolist()
+            arrays = {name: file.get_tensor(name) for name in ("ids", "lengths_N")}
     except SafetensorError as error:
         raise _bad_shard(path, str(error)) from error
+    if notes.get("sha256") != _content_digest(arrays, notes):
+        raise _bad_shard(path, "its content does not match its hash")
+    lengths, ids = arrays["lengths_N"].tolist(), arrays["ids"].tolist()
     if notes.get("digest") != digest or len(lengths) != len(members) or sum(lengths) != len(ids):
         raise _bad_shard(path, "content of another plan")
     answers, at = [], 0

@@ -41,6 +41,7 @@ from specctl.train.checkpoint import Checkpoints, Snapshot
 from specctl.train.counting import vocab_from_data
 from specctl.train.data import prepare
 from specctl.train.fingerprint import check_same_run, config_fields, run_fingerprint
+from specctl.train.initial import Initial, Loader, completed, initial_of, initialise
 from specctl.train.lock import locked
 from specctl.train.loop import Job, Progress, measure, restore, train
 from specctl.train.metrics import MetricsLog
@@ -52,6 +53,7 @@ from specctl.train.ranks import Ranks
 from specctl.train.rows import TokenData
 from specctl.train.state import seed_everything
 from specctl.train.stop import Stop
+from specctl.train.store import write_bytes
 
 # package(drafter, target, folder, acceptance): writes the drafter; handed in by the command line,
 # because this room may not import export.
@@ -81,12 +83,14 @@ def train_draft(
     command: Sequence[str] = (),
     allow: Collection[str] = (),
     package: Packager | None = None,
+    load: Loader | None = None,
     target: Target | None = None,
 ) -> RunResult:
     """Train the recipe's drafter in the run folder `out`, or continue the run that is there.
 
-    `allow` names what may differ from the run being continued: config, target, data, vocab,
-    world-size. Raises Interrupted (exit 75) after a signal, with the state saved.
+    `load` reads the folder that drafter.init may name. `allow` names what may differ from the run
+    being continued: config, target, data, vocab, init, world-size. Raises Interrupted (exit 75)
+    after a signal, with the state saved.
     """
     trainable_family(recipe)
     if dry_run:
@@ -107,7 +111,8 @@ def train_draft(
             _write_run_file(recipe, out, command)
         target = target or _load_target(recipe, accelerator.device)
         data = _data(recipe, target, out, talker, ranks)
-        job = _job(recipe, target, data, out, stop, checkpoints, accelerator)
+        initial = initial_of(recipe, target, load)
+        job = _job(recipe, target, data, initial, out, stop, checkpoints, accelerator)
         progress = _continue(job, snapshot, allow)
         stop.is_deferred = True
         progress = train(job, progress)
@@ -167,7 +172,11 @@ def _found(
 
 
 def _write_run_file(recipe: Recipe, out: Path, command: Sequence[str]) -> None:
-    """OUT/run.yaml, which `--recipe OUT` reads back."""
+    """OUT/run.yaml, which `--recipe OUT` reads back. A run that goes on unchanged keeps its own:
+    where its values came from, and the command that began it."""
+    path = out / "run.yaml"
+    if _recorded(path) == recipe.to_json():
+        return
     names = ("specctl", "torch", "transformers", "accelerate", "safetensors")
     described = {
         "command": shlex.join(command),
@@ -175,9 +184,15 @@ def _write_run_file(recipe: Recipe, out: Path, command: Sequence[str]) -> None:
         "recipe": recipe.to_json(),
         "origin": recipe.origin,
     }
-    partial = out / ".tmp-run.yaml"
-    partial.write_text(yaml.safe_dump(described, sort_keys=False))
-    partial.replace(out / "run.yaml")
+    write_bytes(path, yaml.safe_dump(described, sort_keys=False).encode())
+
+
+def _recorded(path: Path) -> object:
+    """The recipe in a run file; None without one that can be read."""
+    try:
+        return yaml.safe_load(path.read_text())["recipe"]
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
+        return None
 
 
 def _version(name: str) -> str:
@@ -207,9 +222,12 @@ def _data(recipe: Recipe, target: Target, out: Path, reporter: Reporter, ranks: 
     return data if data is not None else prepare(recipe, target, out)
 
 
-def _vocab(recipe: Recipe, target: Target, data: TokenData) -> VocabMap | None:
+def _vocab(
+    recipe: Recipe, target: Target, data: TokenData, initial: Initial | None
+) -> VocabMap | None:
+    """The draft vocabulary: counted in the data, else that of the drafter to start from."""
     if recipe.vocab.size is None:
-        return None
+        return None if initial is None else initial.drafter.vocab
     if recipe.vocab.source == "draft":
         raise RecipeError(
             "a drafter that is yet to be trained has drafted nothing to count",
@@ -224,6 +242,7 @@ def _job(
     recipe: Recipe,
     target: Target,
     data: TokenData,
+    initial: Initial | None,
     out: Path,
     stop: Stop,
     checkpoints: Checkpoints,
@@ -239,11 +258,15 @@ def _job(
             do=f"--set train.rows={ranks.size}",
             where="train.rows",
         )
-    vocab = _vocab(recipe, target, data)
-    drafter = build_drafter(recipe, target.spec, vocab).to(ranks.device, torch.float32)
+    vocab = _vocab(recipe, target, data, initial)
+    complete = completed(recipe, target.spec, initial)
+    drafter = build_drafter(complete, target.spec, vocab).to(ranks.device, torch.float32)
     needs = drafter.needs()
     if needs.borrow:
         drafter.bind(target.borrowed())
+    if initial is not None:
+        initialise(drafter, initial, data)
+        reporter.say(f"starts from {initial.name} ({initial.digest[:19]})")
     for line in what_trains(drafter):
         reporter.say(line)
     num_rows = data.num_rows - len(measuring_rows(recipe, data))
@@ -264,7 +287,7 @@ def _job(
         optimizers=build_optimizers(trainable, settings, vocab_sizes),
         gradient=Gradient(trainable),
         checkpoints=checkpoints,
-        log=MetricsLog(out / "metrics.jsonl", ranks.is_main),
+        log=MetricsLog(out / "metrics.jsonl", ranks.is_main, reporter.warn),
         stop=stop,
         reporter=reporter,
         out=out,
@@ -277,6 +300,7 @@ def _job(
             data.digest,
             None if vocab is None else vocab.digest(),
             ranks.size,
+            None if initial is None else initial.digest,
         ),
         log_more=lambda figures, step: accelerator.log(figures, step),
         ranks=ranks,
@@ -292,6 +316,7 @@ def _autocast(precision: str, device: torch.device) -> Callable[[], AbstractCont
 def _continue(job: Job, snapshot: Snapshot | None, allow: Collection[str]) -> Progress:
     """Where the run stands: at the given state, or at the beginning."""
     if snapshot is None:
+        job.log.rewind(0, 0)
         return Progress()
     for change in check_same_run(snapshot.fingerprint, job.fingerprint, allow):
         job.reporter.warn(f"continuing although {change}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save
+
+from specctl.train.disk import Disk, write_whole
 
 
 def sha256_file(path: Path) -> str:
@@ -27,13 +28,7 @@ def digest_of(fields: Mapping[str, Any]) -> str:
 
 def write_bytes(path: Path, body: bytes) -> None:
     """Atomic on POSIX: a reader sees the old file, no file, or the whole new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with beside.open("wb") as file:
-        file.write(body)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+    write_whole(Disk(), path, body)
 
 
 def write_json(path: Path, fields: Mapping[str, Any]) -> None:

@@ -25,11 +25,13 @@ from specctl.recipes.errors import (
     SpecctlError,
 )
 from specctl.runtime.report import SilentReporter
-from specctl.train.checkpoint import Checkpoints, Snapshot, damage, read_snapshot
-from specctl.train.disk import DTYPES, Disk, tensor_chunks, write_file
+from specctl.train.checkpoint import Checkpoints, Snapshot, read_snapshot
+from specctl.train.disk import Disk, write_file
 from specctl.train.fingerprint import check_same_run
 from specctl.train.lock import locked
 from specctl.train.loop import Progress, restore, save, take_step, train
+from specctl.train.tensorfile import DTYPES, tensor_chunks
+from specctl.train.whole import damage
 
 spec = importlib.util.spec_from_file_location("specctl_toy", Path(__file__).with_name("toy.py"))
 assert spec is not None
@@ -267,7 +269,7 @@ def test_a_disk_without_room_is_found_before_anything_is_written(tmp_path: Path)
         Checkpoints(tmp_path, SilentReporter(), disk=Full()).save(snapshot(2))
     assert caught.value.exit == Exit.RESOURCES == 6
     assert "10 bytes are free" in caught.value.found
-    assert "of state" in caught.value.expected
+    assert "for 72 bytes" in caught.value.expected
     assert Checkpoints(tmp_path, SilentReporter()).steps() == [1]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
@@ -17,7 +18,7 @@ import torch
 from specctl.drafters.parts.batch import LossOut
 from specctl.recipes.errors import DivergedError, Exit
 from specctl.train.loop import Progress, restore, take_step, train
-from specctl.train.metrics import read_log
+from specctl.train.metrics import MetricsLog, read_log
 from specctl.train.order import Order, share
 from specctl.train.stop import Interrupted, Stop
 
@@ -159,6 +160,30 @@ def test_the_log_of_a_resumed_run_equals_that_of_the_uninterrupted_run(tmp_path:
         return [{k: v for k, v in line.items() if k not in timed} for line in lines]
 
     assert figures(out) == figures(tmp_path / "whole")
+
+
+def test_log_lines_that_could_not_be_written_are_written_later_and_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warnings: list[str] = []
+    log = MetricsLog(tmp_path / "metrics.jsonl", warn=warnings.append)
+    log.write(step=1, loss=3.0)
+
+    def full(descriptor: int, data: Any) -> int:
+        if len(data) > 8:
+            return real(descriptor, data[:8])  # a short write, then none
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    real = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        log.write(step=2, loss=2.0)
+        log.write(step=3, loss=1.0)
+    assert len(read_log(tmp_path / "metrics.jsonl")) == 1
+    assert "No space left" in warnings[0]
+    log.write(step=4, loss=0.5)
+    assert [line["step"] for line in read_log(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 4
 
 
 def damaged_loss(job: Any, kind: str, at: set[int]) -> None:

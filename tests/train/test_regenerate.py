@@ -122,6 +122,17 @@ def test_a_broken_shard_is_an_error_that_names_it(chat_target: Target, tmp_path:
         regenerate(chat_target, prompts, PLAN, tmp_path)
 
 
+def test_a_flipped_bit_of_an_answer_is_seen(chat_target: Target, tmp_path: Path) -> None:
+    prompts = prompts_of(chat_target)
+    regenerate(chat_target, prompts, PLAN, tmp_path)
+    shard = next(tmp_path.rglob("shard-*.safetensors"))
+    body = bytearray(shard.read_bytes())
+    body[-2] ^= 1
+    shard.write_bytes(body)
+    with pytest.raises(IntegrityError, match="does not match its hash"):
+        regenerate(chat_target, prompts, PLAN, tmp_path)
+
+
 def test_another_plan_has_its_own_answers(chat_target: Target, tmp_path: Path) -> None:
     prompts = prompts_of(chat_target)
     regenerate(chat_target, prompts, PLAN, tmp_path)

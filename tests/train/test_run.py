@@ -168,6 +168,26 @@ def test_a_stopped_run_resumed_by_the_same_call_gives_the_same_drafter(
     assert again.digest == whole.digest
 
 
+def test_a_run_killed_before_its_first_save_begins_its_log_anew(
+    tmp_path: Path, target: Target, text: Path
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2, "loss": 1.0}\n{"step": 4, "lo')
+    run(small_recipe("medusa", text), tmp_path, target)
+    lines = read_log(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines if "loss" in line] == [2, 4, 6, 8]
+
+
+def test_a_run_that_goes_on_keeps_the_record_of_its_beginning(
+    tmp_path: Path, target: Target, text: Path
+) -> None:
+    recipe = small_recipe("medusa", text)
+    run(recipe, tmp_path, target)
+    before = (tmp_path / "run.yaml").read_text()
+    again = load_recipe(str(tmp_path))  # origins and command are others now
+    train_draft(again, tmp_path, target=target, command=["specctl", "runs", "resume"])
+    assert (tmp_path / "run.yaml").read_text() == before
+
+
 def test_a_run_is_not_continued_when_what_it_is_made_of_has_changed(
     tmp_path: Path, target: Target, text: Path
 ) -> None:
