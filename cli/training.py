@@ -132,7 +132,19 @@ def train_and_package(
         command=command,
         allow=allow,
         package=package,
+        load=load_initial,
     )
+
+
+def load_initial(name: str, target: Target) -> Drafter:
+    """The drafter that drafter.init names; of a package, in the very numbers that were saved."""
+    from specctl.export.find import Kind, load_found, locate
+    from specctl.export.load import read_package
+
+    found = locate(name)
+    if found.kind is Kind.PACKAGE and found.folder is not None:
+        return read_package(found.folder, target)
+    return load_found(found, target, ())
 
 
 def packaged_acceptance(
