@@ -11,23 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specctl.cli.console import Console
-from specctl.cli.flags import (
-    DRAFTING,
-    AdaptiveFlag,
-    Allow,
-    Device,
-    Dtype,
-    Inflate,
-    LengthFlag,
-    NodesFlag,
-    Offline,
-    PolicyFlag,
-    Revision,
-    RuleFlag,
-    Seed,
-    TargetName,
+from specctl.cli.flags import DRAFTING, Seed
+from specctl.cli.loading import (
+    NO_DRAFTER,
+    DraftChoice,
+    DraftingFlags,
+    TargetChoice,
+    inflated_note,
+    target_json,
 )
-from specctl.cli.loading import NO_DRAFTER, DraftChoice, TargetChoice, inflated_note, target_json
 from specctl.recipes.errors import GateError, RecipeError
 
 if TYPE_CHECKING:
@@ -40,6 +32,8 @@ COMPARISONS = {">=": float.__ge__, "<=": float.__le__, ">": float.__gt__, "<": f
 
 def bench(
     console: Console,
+    drafting: DraftingFlags,
+    target: TargetChoice,
     draft: Annotated[
         list[str] | None,
         typer.Option(
@@ -71,19 +65,7 @@ def bench(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Write the result as JSON, too.")
     ] = None,
-    policy: PolicyFlag = None,
-    length: LengthFlag = None,
-    nodes: NodesFlag = None,
-    rule: RuleFlag = None,
-    adaptive: AdaptiveFlag = None,
-    allow: Allow = None,
     seed: Seed = 0,
-    target: TargetName = "tiny",
-    revision: Revision = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    inflate: Inflate = None,
-    offline: Offline = False,
 ) -> None:
     """Measure tau, tokens per second and speed-up of drafters, interleaved in one process.
 
@@ -102,13 +84,13 @@ def bench(
     from specctl.runtime.sampling import Sampling
     from specctl.train.heldout import heldout_prompts
 
-    model = TargetChoice(target, revision, dtype, device, inflate, offline).load(console)
+    model = target.load(console)
     contenders = [engine_contender("plain", model, batch=batch)]
     found = heldout_prompts(model, num_prompts, domain, prompts)
     for name in draft or DEFAULT_DRAFTS:
         if name != NO_DRAFTER:
-            choice = DraftChoice(name, policy, length, nodes, rule, adaptive, tuple(allow or ()))
-            contenders.append(_contender(choice, model, batch, [p.ids for p in found]))
+            ids = [p.ids for p in found]
+            contenders.append(_contender(drafting.of(name), model, batch, ids))
     samplings = [
         Sampling(temperature=heat, seed=seed, max_new_tokens=max_new_tokens)
         for heat in temperature or (0.0, 0.8)
@@ -125,7 +107,7 @@ def bench(
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(result, indent=1) + "\n")
     check_gates(report.rows, gates)
-    console.done(result, next=_next(report.rows, target))
+    console.done(result, next=_next(report.rows, target.name))
 
 
 def _contender(

@@ -2,18 +2,22 @@
 
 With --json nothing but one object is written to stdout:
 {"schema": "specctl.<command>/1", "ok": ..., "result": ..., "warnings": [...], "next": [...]}
+With --jsonl stdout holds one object a line: what would be said on stderr as events, then that one.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TextIO
 
-from specctl.cli.progress import PlainProgress, Progress, RichProgress
+from specctl.cli.progress import EventProgress, PlainProgress, Progress, RichProgress
+from specctl.cli.table import format_table
 from specctl.recipes.errors import SpecctlError
 from specctl.runtime.report import Advance, SilentReporter
 
@@ -25,7 +29,7 @@ class Console:
         self.stdout = stdout if stdout is not None else sys.stdout
         self.stderr = stderr if stderr is not None else sys.stderr
         self.command = "specctl"
-        self.json = self.quiet = self.verbose = False
+        self.json = self.jsonl = self.quiet = self.verbose = False
         self.color = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
         self.is_main = os.environ.get("RANK", "0") == "0"
         self.warnings: list[str] = []
@@ -34,10 +38,17 @@ class Console:
         self._progress: Progress | None = None
 
     def configure(
-        self, *, json: bool = False, quiet: bool = False, verbose: bool = False, color: bool = True
+        self,
+        *,
+        json: bool = False,
+        jsonl: bool = False,
+        quiet: bool = False,
+        verbose: bool = False,
+        color: bool = True,
     ) -> None:
         """Apply the flags that every command takes; they may stand before or after its name."""
-        self.json |= json
+        self.json |= json or jsonl
+        self.jsonl |= jsonl
         self.quiet |= quiet
         self.verbose |= verbose
         self.color &= color
@@ -59,7 +70,10 @@ class Console:
             return
         self.warnings.append(text)
         if self.is_main and not self.quiet:
-            self._bars().print(f"warning: {text}")
+            if self.jsonl:
+                self._event({"event": "warning", "text": text})
+            else:
+                self._bars().print(f"warning: {text}")
 
     def heading(self, text: str) -> None:
         self.say(f"\n== {text}")
@@ -71,13 +85,22 @@ class Console:
 
     def _bars(self) -> Progress:
         if self._progress is None:
-            if self.color and self.stderr.isatty():
+            if self.jsonl:
+                self._progress = EventProgress(self._event)
+            elif self.color and self.stderr.isatty():
                 from rich.console import Console as RichConsole
 
                 self._progress = RichProgress(RichConsole(file=self.stderr))
             else:
                 self._progress = PlainProgress(self.stderr)
         return self._progress
+
+    def _event(self, body: dict[str, Any]) -> None:
+        """A line of --jsonl."""
+        line = {"schema": f"specctl.{self.command}/1", **body}
+        json.dump(line, self.stdout, ensure_ascii=True, allow_nan=False, default=str)
+        self.stdout.write("\n")
+        self.stdout.flush()
 
     # -- the result --------------------------------------------------------------------------------
 
@@ -99,7 +122,7 @@ class Console:
             return
         if title:
             self.out(title)
-        for line in format_table(columns, rows):
+        for line in format_table(columns, rows, self._width(self.stdout)):
             self.out(line)
 
     def done(self, result: dict[str, Any], next: Sequence[str] = (), ok: bool = True) -> None:
@@ -130,51 +153,28 @@ class Console:
             self._object({**answer, "next": [do], "error": body})
         if self.is_main:
             lines = [f"error[{int(error.exit)}]: {error.what}"]
-            lines += [f"  {k + ':':9} {parts[k]}" for k in list(parts)[1:] if parts[k]]
-            self._bars().print("\n".join([*lines, *notes]))
+            lines += [self._part(name, parts[name]) for name in list(parts)[1:] if parts[name]]
+            text = "\n".join([*lines, *notes])
+            if self.jsonl:
+                print(text, file=self.stderr, flush=True)
+            else:
+                self._bars().print(text)
+
+    def _part(self, name: str, text: str) -> str:
+        """A part of an error, wrapped for a terminal; what is to be typed stays in one piece."""
+        width = None if name == "do" else self._width(self.stderr)
+        if width is None:
+            return f"  {name + ':':9} {text}"
+        lines = textwrap.wrap(text, max(20, width - 13), break_long_words=False)
+        return f"  {name + ':':9} " + ("\n" + " " * 12).join(lines)
+
+    def _width(self, stream: TextIO) -> int | None:
+        """Columns of the terminal (or what COLUMNS says); None where lines may have any length."""
+        if stream.isatty():
+            return shutil.get_terminal_size().columns
+        wanted = os.environ.get("COLUMNS", "")
+        return int(wanted) if wanted.isdecimal() and int(wanted) > 0 else None
 
     def _object(self, body: dict[str, Any]) -> None:
         self.is_answered = True
-        answer = {"schema": f"specctl.{self.command}/1", **body}
-        json.dump(answer, self.stdout, ensure_ascii=True, allow_nan=False, default=str)
-        self.stdout.write("\n")
-        self.stdout.flush()
-
-
-def format_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """Lines of a table: left-aligned text, right-aligned figures, two blanks between."""
-    cells = [[_cell(value) for value in row] for row in rows]
-    widths = [max(len(c), *(len(row[i]) for row in cells), 0) for i, c in enumerate(columns)]
-    numeric = [_looks_numeric(cells, i) for i in range(len(columns))]
-
-    def line(values: Sequence[str]) -> str:
-        padded = [
-            v.rjust(w) if right else v.ljust(w)
-            for v, w, right in zip(values, widths, numeric, strict=True)
-        ]
-        return "  ".join(padded).rstrip()
-
-    return [line(columns), line(["-" * min(w, 40) for w in widths]), *(line(row) for row in cells)]
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.2f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _looks_numeric(cells: Sequence[Sequence[str]], column: int) -> bool:
-    values = [row[column].replace(",", "") for row in cells if row[column] != "-"]
-    return bool(values) and all(_is_number(value) for value in values)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text.removesuffix("x").removesuffix("%"))
-    except ValueError:
-        return False
-    return True
+        self._event({"event": "result", **body} if self.jsonl else body)

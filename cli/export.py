@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 
 from specctl.cli.console import Console
-from specctl.cli.flags import Allow, Device, Offline, Out
+from specctl.cli.flags import Allow, Out
 from specctl.cli.loading import TargetChoice
 from specctl.recipes.errors import RecipeError, nearest
 
+OWN_TARGET = TargetChoice(name="")  # no name: what the package was made for
 FORMATS = ("hf", "specctl")
 
 
@@ -20,12 +21,8 @@ def export(
     draft: Annotated[Path, typer.Option("--draft", "-d", help="Package folder to export.")],
     out: Out,
     to: Annotated[str, typer.Option("--to", help="hf (transformers) or specctl.")] = "hf",
-    target: Annotated[
-        str | None, typer.Option("--target", "-t", help="The target; else the package's own.")
-    ] = None,
     allow: Allow = None,
-    device: Device = "auto",
-    offline: Offline = False,
+    target: TargetChoice = OWN_TARGET,
 ) -> None:
     """Write a package in another format. What was written is loaded back and compared.
 
@@ -44,19 +41,13 @@ def export(
             expected="one of " + ", ".join(FORMATS),
             do=f"--to {nearest(to, FORMATS, 1)}",
         )
+    from specctl.export.formats import export as export_
     from specctl.export.manifest import read_manifest
 
-    record = read_manifest(draft).target
-    choice = TargetChoice(
-        target or record.name,
-        revision=None if target else record.revision,
-        device=device,
-        inflate=None if target else record.inflated,
-        offline=offline,
-    )
-    from specctl.export.formats import export as export_
+    read_manifest(draft)  # what is no package fails before torch is imported
+    model = target.or_packaged(str(draft)).load(console)
 
-    manifest = export_(draft, to, out, choice.load(console), allow=tuple(allow or ()))
+    manifest = export_(draft, to, out, model, allow=tuple(allow or ()))
     files = sorted(p.name for p in out.iterdir())
     console.out(f"{out}: {', '.join(files)}")
     result = {"out": str(out), "format": to, "files": files, "sha256": manifest.digest}

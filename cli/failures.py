@@ -12,8 +12,8 @@ from pathlib import Path
 
 import typer
 
+from specctl.cli.command import ClosedPipe
 from specctl.cli.console import Console
-from specctl.cli.flags import ClosedPipe
 from specctl.recipes.errors import (
     Exit,
     FileError,

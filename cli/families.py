@@ -47,17 +47,34 @@ def _read(tree: ast.Module) -> FamilyInfo | None:
             assert isinstance(name, ast.Constant), "a family's name is a literal"
             assert isinstance(trainable, ast.Constant), "a family's trainable is a literal"
             options = classes.get(getattr(given["options"], "id", ""))
-            return FamilyInfo(str(name.value), _fields(options), bool(trainable.value))
+            return FamilyInfo(str(name.value), _fields(options, tree), bool(trainable.value))
     return None
 
 
-def _fields(node: ast.ClassDef | None) -> tuple[str, ...]:
-    body = node.body if node is not None else []
-    return tuple(
+def _fields(node: ast.ClassDef | None, tree: ast.Module) -> tuple[str, ...]:
+    """The fields of an options class, those it inherits from another family's first."""
+    if node is None:
+        return ()
+    bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
+    inherited = [field for base in bases for field in _fields(*_imported(base, tree))]
+    own = [
         item.target.id
-        for item in body
+        for item in node.body
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
-    )
+    ]
+    return tuple(dict.fromkeys([*inherited, *own]))
+
+
+def _imported(name: str, tree: ast.Module) -> tuple[ast.ClassDef | None, ast.Module]:
+    """A class that `tree` imports from another module of drafters/, and that module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
+            file = resources.files("specctl.drafters") / f"{(node.module or '').split('.')[-1]}.py"
+            if (node.module or "").startswith("specctl.drafters.") and file.is_file():
+                other = ast.parse(file.read_text(encoding="utf-8"))
+                classes = (item for item in other.body if isinstance(item, ast.ClassDef))
+                return next((item for item in classes if item.name == name), None), other
+    return None, tree
 
 
 def check_options(recipe: Recipe, where: str) -> FamilyInfo:

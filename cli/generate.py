@@ -10,26 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specctl.cli.console import Console
-from specctl.cli.flags import (
-    DRAFTING,
-    SAMPLING,
-    AdaptiveFlag,
-    Allow,
-    Device,
-    Dtype,
-    Inflate,
-    LengthFlag,
-    MaxNewTokens,
-    NodesFlag,
-    Offline,
-    PolicyFlag,
-    Revision,
-    RuleFlag,
-    Seed,
-    TargetName,
-    Temperature,
-)
 from specctl.cli.loading import (
+    NO_DRAFTER,
     DraftChoice,
     LoadedDraft,
     PromptText,
@@ -37,6 +19,7 @@ from specctl.cli.loading import (
     read_prompts,
     target_json,
 )
+from specctl.cli.sampling import SamplingFlags
 from specctl.cli.stream import TextStream
 
 if TYPE_CHECKING:
@@ -46,19 +29,12 @@ if TYPE_CHECKING:
     from specctl.runtime.stats import Stats
     from specctl.runtime.target import Target
 
-Draft = Annotated[
-    str,
-    typer.Option(
-        "--draft",
-        "-d",
-        help="Package folder, model folder or hub id, prompt-lookup, token-recycling, or none.",
-        rich_help_panel=DRAFTING,
-    ),
-]
-
 
 def generate(
     console: Console,
+    draft: DraftChoice,
+    sampling: SamplingFlags,
+    target: TargetChoice,
     prompt: Annotated[
         str | None, typer.Argument(help="The text to continue; - reads standard input.")
     ] = None,
@@ -77,52 +53,6 @@ def generate(
     ] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Show what the run counted.")] = False,
     batch: Annotated[int, typer.Option(min=1, max=256, help="Prompts decoded at once.")] = 1,
-    draft: Draft = "none",
-    policy: PolicyFlag = None,
-    length: LengthFlag = None,
-    nodes: NodesFlag = None,
-    rule: RuleFlag = None,
-    adaptive: AdaptiveFlag = None,
-    allow: Allow = None,
-    max_new_tokens: MaxNewTokens = 128,
-    temperature: Temperature = 0.0,
-    top_k: Annotated[
-        int | None, typer.Option(min=1, help="Keep the k likeliest.", rich_help_panel=SAMPLING)
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(min=0.0, max=1.0, help="Nucleus of mass p.", rich_help_panel=SAMPLING),
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0, max=1.0, help="Least share of the top probability.", rich_help_panel=SAMPLING
-        ),
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None,
-        typer.Option(min=0.01, help="Divide repeated tokens' scores.", rich_help_panel=SAMPLING),
-    ] = None,
-    frequency_penalty: Annotated[
-        float | None, typer.Option(help="Per occurrence.", rich_help_panel=SAMPLING)
-    ] = None,
-    presence_penalty: Annotated[
-        float | None, typer.Option(help="Once per token seen.", rich_help_panel=SAMPLING)
-    ] = None,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(help="End before this text (repeatable).", rich_help_panel=SAMPLING),
-    ] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Do not stop at EOS.", rich_help_panel=SAMPLING)
-    ] = False,
-    seed: Seed = 0,
-    target: TargetName = "tiny",
-    revision: Revision = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    inflate: Inflate = None,
-    offline: Offline = False,
 ) -> None:
     """Continue prompts. With a drafter the answers are the same, only sooner.
 
@@ -136,30 +66,15 @@ def generate(
       specctl generate -f prompts.txt --batch 4 --json
     """
     prompts = read_prompts(prompt, file, limit)
-    choice = DraftChoice(draft, policy, length, nodes, rule, adaptive, tuple(allow or ()))
-    if compare and draft == "none":
-        choice = replace(choice, draft="prompt-lookup")
+    if compare and draft.draft == NO_DRAFTER:
+        draft = replace(draft, draft="prompt-lookup")
         console.warn("--compare without --draft compares with prompt-lookup")
-    from specctl.runtime.sampling import Sampling
-
-    sampling = Sampling(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        frequency_penalty=frequency_penalty,
-        presence_penalty=presence_penalty,
-        seed=seed,
-        max_new_tokens=max_new_tokens,
-        stop=tuple(stop or ()),
-        ignore_eos=ignore_eos,
-    )
-    model = TargetChoice(target, revision, dtype, device, inflate, offline).load(console)
-    loaded = choice.load(model)
+    settings = sampling.sampling()
+    model = target.load(console)
+    loaded = draft.load(model)
     tokens = [p.tokens(model, chat) for p in prompts]
     costs = loaded.costs(model, tokens, min(batch, len(tokens)))
-    job = Job(model, loaded, sampling, tokens, prompts, batch, costs)
+    job = Job(model, loaded, settings, tokens, prompts, batch, costs)
     if compare:
         result = _compare(console, job)
     else:
@@ -167,8 +82,9 @@ def generate(
         if stats:
             show_stats(console, made.stats)
         result = job.to_json(made)
-    where = f"--target {target}" + (f" --draft {draft}" if draft != "none" else "")
-    console.done(result, next=_next(where, draft, compare))
+    where = f"--target {target.name}"
+    where += f" --draft {draft.draft}" if draft.draft != NO_DRAFTER else ""
+    console.done(result, next=_next(where, draft.draft, compare))
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +227,6 @@ def show_stats(console: Console, stats: Stats) -> None:
 
 
 def _next(where: str, draft: str, compared: bool) -> list[str]:
-    if draft == "none" and not compared:
+    if draft == NO_DRAFTER and not compared:
         return [f'specctl generate {where} --draft prompt-lookup --compare "..."']
     return [f"specctl bench {where}"]

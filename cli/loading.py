@@ -5,11 +5,26 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specctl.cli.console import Console
+from specctl.cli.flags import (
+    AdaptiveFlag,
+    Allow,
+    Device,
+    Draft,
+    Dtype,
+    Inflate,
+    LengthFlag,
+    NodesFlag,
+    Offline,
+    PolicyFlag,
+    Revision,
+    RuleFlag,
+    TargetName,
+)
 from specctl.recipes.errors import FileError, RecipeError, SpecctlError, nearest
 
 if TYPE_CHECKING:
@@ -25,12 +40,24 @@ NO_DRAFTER = "none"
 class TargetChoice:
     """What the target flags say."""
 
-    name: str
-    revision: str | None = None
-    dtype: str = "auto"
-    device: str = "auto"
-    inflate: str | None = None
-    offline: bool = False
+    name: TargetName = "tiny"
+    revision: Revision = None
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    inflate: Inflate = None
+    offline: Offline = False
+
+    def or_packaged(self, draft: str) -> TargetChoice:
+        """This choice; without a name, the target that the package was made for, else tiny."""
+        if self.name:
+            return self
+        if not Path(draft).is_dir():
+            return replace(self, name="tiny")
+        from specctl.export.manifest import read_manifest
+
+        record = read_manifest(Path(draft)).target
+        inflate = self.inflate or record.inflated
+        return replace(self, name=record.name, revision=record.revision, inflate=inflate)
 
     def load(self, console: Console) -> Target:
         """The target, announced with what an alias stands for and any inflation."""
@@ -74,17 +101,28 @@ def target_json(target: Target) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class DraftChoice:
-    """What the drafting flags say; None leaves it to the package, then to the family."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftingFlags:
+    """How to draft; None leaves it to the package, then to the family."""
 
-    draft: str
-    policy: str | None = None
-    length: int | None = None
-    nodes: int | None = None
-    rule: str | None = None
-    adaptive: bool | None = None
-    allow: tuple[str, ...] = ()
+    policy: PolicyFlag = None
+    length: LengthFlag = None
+    nodes: NodesFlag = None
+    rule: RuleFlag = None
+    adaptive: AdaptiveFlag = None
+    allow: Allow = None
+
+    def of(self, draft: str) -> DraftChoice:
+        """The same settings for the drafter of that name."""
+        given = {field.name: getattr(self, field.name) for field in fields(DraftingFlags)}
+        return DraftChoice(draft, **given)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftChoice(DraftingFlags):
+    """What the drafting flags say, drafter included."""
+
+    draft: Draft = NO_DRAFTER
 
     def load(self, target: Target) -> LoadedDraft:
         """The drafter with the policy and rule it is to be served by; drafter None for plain."""
@@ -94,7 +132,7 @@ class DraftChoice:
         from specctl.drafters import family
         from specctl.export.folder import load_drafter
 
-        drafter = load_drafter(self.draft, target, allow=self.allow)
+        drafter = load_drafter(self.draft, target, allow=tuple(self.allow or ()))
         serve = self._serve(packaged_serve(self.draft), family(drafter.family).policies)
         from specctl.runtime.policies import make_policy
 

@@ -16,9 +16,10 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from specctl import __version__
+from specctl.cli.command import command, configure, console_of, unwrap
 from specctl.cli.console import Console
 from specctl.cli.failures import handle
-from specctl.cli.flags import Json, NoColor, Quiet, Verbose, command, console_of, unwrap
+from specctl.cli.flags import Json, JsonLines, NoColor, Quiet, Verbose
 from specctl.cli.launch import leave_exit_code
 
 START, TRAIN, USE, LOOK = "Start here", "Train and shape", "Use and measure", "Look and check"
@@ -116,6 +117,7 @@ Start with: specctl quickstart   (ten minutes on two CPU cores, no download)
 def _everywhere(
     ctx: typer.Context,
     json: Json = False,
+    jsonl: JsonLines = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
     no_color: NoColor = False,
@@ -124,7 +126,8 @@ def _everywhere(
     ] = False,
 ) -> None:
     del version
-    console_of(ctx).configure(json=json, quiet=quiet, verbose=verbose, color=not no_color)
+    flags = {"json": json, "jsonl": jsonl, "quiet": quiet, "verbose": verbose}
+    configure(console_of(ctx), flags | {"no_color": no_color})
 
 
 def main(argv: Sequence[str] | None = None, console: Console | None = None) -> int:
@@ -132,7 +135,11 @@ def main(argv: Sequence[str] | None = None, console: Console | None = None) -> i
     arguments = list(sys.argv[1:] if argv is None else argv)
     console = console if console is not None else Console()
     # Known before parsing, so that a mistake on the command line is answered in JSON as well.
-    console.configure(json="--json" in arguments, color="--no-color" not in arguments)
+    console.configure(
+        json="--json" in arguments,
+        jsonl="--jsonl" in arguments,
+        color="--no-color" not in arguments,
+    )
     root = typer.main.get_command(app)
     try:
         # A library that prints must not spoil the one object on stdout.

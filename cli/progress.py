@@ -10,6 +10,8 @@ from typing import Any, Protocol, TextIO
 from specctl.runtime.report import Advance
 
 PLAIN_SECONDS = 15.0
+EVENT_SECONDS = 1.0
+NARROW = 80  # columns of a terminal below which only the figures are shown
 AT_ONCE = 0.1  # what is reported this soon was done by an earlier run, and is no measure of speed
 
 
@@ -75,6 +77,40 @@ def _line(label: str, done: int, total: int, unit: str, rate: float, note: str) 
     return " | ".join([*parts, note] if note else parts)
 
 
+class EventProgress:
+    """Events for programs: every message, and at most one step of a task a second."""
+
+    def __init__(
+        self, write: Callable[[dict[str, Any]], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.write, self.clock = write, clock
+
+    def print(self, text: str) -> None:
+        if text.strip():
+            self.write({"event": "message", "text": text.strip()})
+
+    @contextmanager
+    def task(self, label: str, total: int, unit: str) -> Iterator[Advance]:
+        started = self.clock()
+        shown, done, last_note = started - EVENT_SECONDS, 0, ""
+
+        def event(is_over: bool) -> None:
+            figures = {"task": label, "done": done, "total": total, "unit": unit}
+            seconds = round(self.clock() - started, 3)
+            ending = {"seconds": seconds, "note": last_note or None, "is_over": is_over}
+            self.write({"event": "progress", **figures, **ending})
+
+        def advance(amount: int, note: str = "") -> None:
+            nonlocal shown, done, last_note
+            done, last_note = done + amount, note or last_note
+            if self.clock() - shown >= EVENT_SECONDS:
+                shown = self.clock()
+                event(is_over=False)
+
+        yield advance
+        event(is_over=True)
+
+
 class RichProgress:
     """Live bars on stderr; tasks may nest."""
 
@@ -84,13 +120,15 @@ class RichProgress:
         self._open = 0
 
     def print(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False)
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
     def task(self, label: str, total: int, unit: str) -> Iterator[Advance]:
         if self._bars is None:
             self._bars = _make_bars(self.console)
             self._bars.start()
+            # The bars hide the cursor; left visible, no way of dying can leave it hidden.
+            self.console.show_cursor(True)
         self._open += 1
         task_id = self._bars.add_task(label, total=total, note="", rate="")
         started = time.monotonic()
@@ -125,15 +163,12 @@ def _make_bars(console: Any) -> Any:
         TimeRemainingColumn,
     )
 
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeElapsedColumn(),
-        TextColumn("eta"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}", markup=False),
-        console=console,
-        refresh_per_second=4,
-    )
+    parts = [TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn()]
+    rate = TextColumn("{task.fields[rate]}")
+    eta = [TextColumn("eta"), TimeRemainingColumn(compact=True)]
+    if console.width < NARROW:
+        columns = [parts[0], parts[2], *eta]
+    else:
+        note = TextColumn("{task.fields[note]}", markup=False)
+        columns = [*parts, rate, TimeElapsedColumn(), *eta, note]
+    return Progress(*columns, console=console, refresh_per_second=4)

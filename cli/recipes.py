@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from specctl.cli.command import command
 from specctl.cli.console import Console
-from specctl.cli.flags import Sets, command
+from specctl.cli.flags import Sets
 
 app = typer.Typer(
     name="recipes",

@@ -6,11 +6,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specctl.cli.console import Console
+from specctl.cli.flags import Offline, Sets
 from specctl.cli.launch import check_gpus, is_launched, relaunch
 from specctl.cli.progress import duration
 from specctl.recipes.errors import SpecctlError
@@ -25,36 +26,81 @@ if TYPE_CHECKING:
 
 
 GATE_PROMPTS = 4
+RUN, HARDWARE = "Run", "Hardware"
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingFlags:
-    """The flags of a training command."""
+class RecipeFlags:
+    """Which recipe, and what the command line changes of it."""
 
-    recipe: str
-    target: str | None
-    data: str | None
-    out: Path | None
-    sets: Sequence[str]
-    gpus: int
-    processes: int
-    resume: bool
-    dry_run: bool
-    allow: Sequence[str]
+    recipe: Annotated[
+        str,
+        typer.Option("--recipe", "-r", help="A recipe's name (specctl recipes ls) or a YAML file."),
+    ] = "distill"
+    target: Annotated[
+        str | None,
+        typer.Option("--target", "-t", help="Alias, hub id or folder; else the recipe's."),
+    ] = None
+    data: Annotated[
+        str | None,
+        typer.Option("--data", help="Text, JSONL, parquet or hub data set; else the recipe's."),
+    ] = None
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Run folder; else runs/TARGET-RECIPE.")
+    ] = None
+    sets: Sets = None
 
     def load(self) -> Recipe:
+        """The recipe with these changes, checked."""
         from specctl.cli.families import check_options
         from specctl.recipes.load import load_recipe
 
-        flags = {} if self.data is None else {"data.source": self.data}
-        recipe = load_recipe(self.recipe, self.sets, target=self.target, flags=flags)
+        recipe = load_recipe(self.recipe, self.sets or (), target=self.target, flags=self._fields())
         check_options(recipe, self.recipe)
         return recipe
+
+    def _fields(self) -> dict[str, Any]:
+        """Fields of the recipe that flags of their own set."""
+        return {} if self.data is None else {"data.source": self.data}
 
     def folder(self, recipe: Recipe) -> Path:
         """--out, or runs/TARGET-RECIPE."""
         target = recipe.target.name.strip("/").replace("/", "--")
         return self.out if self.out is not None else Path("runs") / f"{target}-{recipe.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingFlags(RecipeFlags):
+    """The flags of a training command."""
+
+    gpus: Annotated[
+        int, typer.Option("--gpus", min=1, help="GPUs, one process each.", rich_help_panel=HARDWARE)
+    ] = 1
+    processes: Annotated[
+        int,
+        typer.Option("--processes", min=1, help="Processes on the CPU.", rich_help_panel=HARDWARE),
+    ] = 1
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume/--no-resume",
+            help="Continue the run in OUT if there is one.",
+            rich_help_panel=RUN,
+        ),
+    ] = True
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the plan and stop.", rich_help_panel=RUN)
+    ] = False
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow",
+            metavar="FIELD",
+            help="Continue although this changed: config, target, data, vocab, world-size.",
+            rich_help_panel=RUN,
+        ),
+    ] = None
+    offline: Offline = False
 
 
 def run_training(console: Console, flags: TrainingFlags) -> None:
@@ -69,7 +115,7 @@ def run_training(console: Console, flags: TrainingFlags) -> None:
         code = relaunch(sys.argv[1:], processes, is_cpu)
         console.is_answered = True  # by the first process
         raise typer.Exit(code)
-    result = train_and_package(console, recipe, out, flags.resume, flags.allow)
+    result = train_and_package(console, recipe, out, flags.resume, flags.allow or ())
     finish(console, recipe, result)
 
 

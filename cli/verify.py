@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specctl.cli.console import Console
-from specctl.cli.flags import Allow, Device, Dtype, Inflate, Offline, Revision
+from specctl.cli.flags import Allow
 from specctl.cli.loading import DraftChoice, TargetChoice, target_json
 from specctl.recipes.errors import GateError, RecipeError, nearest
 
 if TYPE_CHECKING:
     from specctl.runtime.prove import Proof
 
+OWN_TARGET = TargetChoice(name="", dtype="float32")  # no name: what the package was made for
 LEVELS = ("files", "compat", "lossless", "full")
 
 
@@ -24,9 +25,6 @@ def verify(
     draft: Annotated[
         str, typer.Argument(metavar="PATH", help="A package, or prompt-lookup / token-recycling.")
     ],
-    target: Annotated[
-        str | None, typer.Option("--target", "-t", help="The target; else the package's own.")
-    ] = None,
     level: Annotated[
         str, typer.Option(help="files, compat, lossless or full; each includes those before it.")
     ] = "lossless",
@@ -34,13 +32,11 @@ def verify(
         Path | None, typer.Option("--out", "-o", help="Write the report as JSON, too.")
     ] = None,
     allow: Allow = None,
-    revision: Revision = None,
-    dtype: Dtype = "float32",
-    device: Device = "auto",
-    inflate: Inflate = None,
-    offline: Offline = False,
+    target: TargetChoice = OWN_TARGET,
 ) -> None:
-    """Verify a drafter against its target and print counts and p-values.
+    """Verify a drafter against its target (without --target, the one it was made for).
+
+    Prints counts and p-values.
 
     files: every byte is what was written.
 
@@ -63,12 +59,11 @@ def verify(
             do=f"--level {nearest(level, LEVELS, 1)}",
         )
     result: dict[str, Any] = {"path": draft, "level": level, "checks": []}
-    choice = _target_choice(draft, target, revision, dtype, device, inflate, offline)
     _check_files(console, result, draft)
     proof = None
     if level != "files":
-        model = choice.load(console)
-        loaded = DraftChoice(draft, allow=tuple(allow or ())).load(model)
+        model = target.or_packaged(draft).load(console)
+        loaded = DraftChoice(draft, allow=allow).load(model)
         result["target"] = target_json(model)
         _passed(console, result, "compat", f"fits target {model.name}")
         if level in ("lossless", "full"):
@@ -85,24 +80,6 @@ def verify(
             )
             result["proof"] = proof.to_json()
     _finish(console, result, proof, out)
-
-
-def _target_choice(
-    draft: str,
-    target: str | None,
-    revision: str | None,
-    dtype: str,
-    device: str,
-    inflate: str | None,
-    offline: bool,
-) -> TargetChoice:
-    """The flags' target, else the one that the package was made for."""
-    if target is None and _is_package(draft):
-        from specctl.export.manifest import read_manifest
-
-        record = read_manifest(Path(draft)).target
-        return TargetChoice(record.name, record.revision, dtype, device, record.inflated, offline)
-    return TargetChoice(target or "tiny", revision, dtype, device, inflate, offline)
 
 
 def _is_package(draft: str) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from specctl.cli.console import Console
-from specctl.cli.flags import Allow, Device, Dtype, Inflate, Offline, Out, Revision, TargetName
+from specctl.cli.flags import Allow, Out
 from specctl.cli.loading import DraftChoice, LoadedDraft, TargetChoice, packaged_serve
 from specctl.recipes.errors import RecipeError, SpecctlError
 
@@ -29,6 +29,7 @@ SOURCES = ("target", "text", "draft")
 
 def vocab_trim(
     console: Console,
+    target: TargetChoice,
     draft: Annotated[str, typer.Option("--draft", "-d", help="Package (or model folder) to trim.")],
     out: Out,
     size: Annotated[
@@ -49,12 +50,6 @@ def vocab_trim(
     ] = 12,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 64,
     allow: Allow = None,
-    target: TargetName = "tiny",
-    revision: Revision = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    inflate: Inflate = None,
-    offline: Offline = False,
 ) -> None:
     """Trim the vocabulary of any drafter with an LM head. Verification stays lossless.
 
@@ -68,8 +63,8 @@ def vocab_trim(
     """
     wanted = parse_size(size)
     _check_source(source, data)
-    model = TargetChoice(target, revision, dtype, device, inflate, offline).load(console)
-    loaded = DraftChoice(draft, allow=tuple(allow or ())).load(model)
+    model = target.load(console)
+    loaded = DraftChoice(draft, allow=allow).load(model)
     job = TrimJob(model, loaded, wanted, source, data, min_coverage, num_prompts, max_new_tokens)
     report, manifest = trim_and_package(console, job, out)
     console.done(
@@ -80,8 +75,8 @@ def vocab_trim(
             "sha256": manifest.digest,
         },
         next=[
-            f"specctl bench --target {target} --draft {draft} --draft {out / 'package'}",
-            f"specctl verify {out / 'package'} --target {target} --level lossless",
+            f"specctl bench --target {target.name} --draft {draft} --draft {out / 'package'}",
+            f"specctl verify {out / 'package'} --target {target.name} --level lossless",
         ],
     )
 

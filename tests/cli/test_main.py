@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from specctl.cli import failures
-from specctl.cli.console import Console, format_table
-from specctl.cli.flags import unwrap
+from specctl.cli.console import Console
 from specctl.cli.main import COMMANDS, load_command
 from specctl.recipes.errors import Exit, IntegrityError, SpecctlError
 
@@ -229,16 +228,6 @@ def test_the_object_is_ascii_and_has_no_nan() -> None:
     assert json.loads(out.getvalue())["result"]["text"] == "\u00e9\u4e2d"
     with pytest.raises(ValueError, match="JSON"):
         console.done({"x": float("nan")})
-
-
-def test_tables_align_figures_to_the_right() -> None:
-    lines = format_table(("name", "n"), [("a", 5), ("long name", 1234)])
-    assert lines[2] == "a              5"
-    assert lines[3] == "long name  1,234"
-
-
-def test_help_paragraphs_are_joined_and_examples_kept() -> None:
-    assert unwrap("One\ntwo.\n\nMore:\n\n  a b\n  c d\n") == "One two.\n\nMore:\n\n  a b\n  c d"
 
 
 def test_signals_are_not_taken_by_import() -> None:
