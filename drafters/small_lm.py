@@ -35,8 +35,10 @@ PREFILL_CHUNK = 512
 @dataclass(frozen=True, slots=True)
 class SmallLmOptions:
     """Shape and training of the draft model. None: an eighth of the target's depth, half its width,
-    its head width, its feed-forward ratio. `tied` shares embedding and LM head (a trimmed head is
-    never tied). `loss` compares with the target's law at `temperature`."""
+    its head width, its feed-forward ratio, its norm and rope constants. `tied` shares embedding and
+    LM head (a trimmed head is never tied). `loss` compares with the target's law at `temperature`.
+    With drafter.init = "target" all sizes but the depth follow the target, and `from_layers` says
+    which of its layers are kept (None: evenly spaced, with the first and the last)."""
 
     layers: int | None = None
     width: int | None = None
@@ -49,10 +51,16 @@ class SmallLmOptions:
     loss: str = "kl"
     temperature: float = 1.0
     chunk: int | None = None
+    from_layers: tuple[int, ...] | None = None
+    attention_bias: bool = False
+    output_bias: bool = False
+    window: int | None = None
+    norm_eps: float | None = None
+    rope_theta: float | None = None
 
     def __post_init__(self) -> None:
         check_kind(self.loss, "drafter.options.loss")
-        for name in ("layers", "width", "heads", "kv_heads", "head_dim", "intermediate"):
+        for name in ("layers", "width", "heads", "kv_heads", "head_dim", "intermediate", "window"):
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise RecipeError(
@@ -62,6 +70,17 @@ class SmallLmOptions:
                     expected="a positive number, or leave it out",
                     do=f"leave {name} out to follow the target",
                 )
+        kept = self.from_layers
+        if kept is not None and (
+            not kept or list(kept) != sorted({*kept}) or self.layers not in (None, len(kept))
+        ):
+            raise RecipeError(
+                "from_layers does not name the draft's layers",
+                where="drafter.options.from_layers",
+                found=f"{list(kept)} with layers {self.layers}",
+                expected="ascending layer numbers of the target, one per layer of the draft",
+                do="leave drafter.options.layers out",
+            )
 
 
 def draft_shape(options: SmallLmOptions, spec: ModelSpec, vocab: VocabMap | None) -> LlamaShape:
@@ -79,20 +98,43 @@ def draft_shape(options: SmallLmOptions, spec: ModelSpec, vocab: VocabMap | None
             do="leave kv_heads out",
         )
     ratio = spec.intermediate_size / spec.hidden_size
+    num_layers = options.layers or len(options.from_layers or ())
     return LlamaShape(
-        num_layers=options.layers or max(1, spec.num_layers // 8),
+        num_layers=num_layers or max(1, spec.num_layers // 8),
         hidden_size=width,
         vocab_size=spec.vocab_size,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         intermediate_size=options.intermediate or max(8, round(width * ratio / 8) * 8),
-        norm_eps=spec.norm_eps,
-        rope_theta=spec.rope_theta,
+        norm_eps=options.norm_eps or spec.norm_eps,
+        rope_theta=options.rope_theta or spec.rope_theta,
         tied=options.tied and vocab is None,
         qk_norm=options.qk_norm,
+        attention_bias=options.attention_bias,
+        output_bias=options.output_bias,
+        window=options.window,
         out_size=None if vocab is None else vocab.size,
     )
+
+
+def options_of(shape: LlamaShape) -> dict[str, Any]:
+    """The options that give exactly this shape, whatever the target's."""
+    return {
+        "layers": shape.num_layers,
+        "width": shape.hidden_size,
+        "heads": shape.num_heads,
+        "kv_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate": shape.intermediate_size,
+        "tied": shape.tied,
+        "qk_norm": shape.qk_norm,
+        "attention_bias": shape.attention_bias,
+        "output_bias": shape.output_bias,
+        "window": shape.window,
+        "norm_eps": shape.norm_eps,
+        "rope_theta": shape.rope_theta,
+    }
 
 
 def _divisor(heads: int, at_most: int) -> int:

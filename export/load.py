@@ -26,6 +26,11 @@ from specctl.runtime.target import Target
 
 def load_package(path: Path, target: Target, allow: Sequence[str] = ()) -> Drafter:
     """The drafter of a package folder, after every check; on the target's device and dtype."""
+    return read_package(path, target, allow).to(target.device, target.dtype)
+
+
+def read_package(path: Path, target: Target, allow: Sequence[str] = ()) -> Drafter:
+    """The drafter of a package folder, after every check; on the CPU, in the dtype it is stored."""
     folder = open_folder(path)
     manifest = check_files(folder)
     check_compatible(manifest, target, allow)
@@ -45,7 +50,7 @@ def load_package(path: Path, target: Target, allow: Sequence[str] = ()) -> Draft
     drafter.load_tensors(own)
     if drafter.module is not None:
         drafter.module.eval()
-    return drafter.to(target.device, target.dtype)
+    return drafter
 
 
 def _family(manifest: Manifest) -> Family:

@@ -18,7 +18,7 @@ from specctl.drafters.parts.base import Drafter
 from specctl.drafters.parts.hf_lm import HfLM
 from specctl.drafters.parts.lean import LeanLlama, lean_from_hf
 from specctl.drafters.parts.lm import LanguageModel
-from specctl.drafters.small_lm import SmallLm, SmallLmOptions
+from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
 from specctl.export.compat import Mismatch, check_compatible, raise_first
 from specctl.export.files import (
     PICKLE_SUFFIXES,
@@ -54,17 +54,7 @@ def load_pretrained(path: Path, target: Target, allow: Sequence[str] = ()) -> Dr
 def described(drafter: SmallLm) -> SmallLm:
     """The drafter with options that say its shape, so that a trimmed one can be packaged."""
     if isinstance(drafter.module, LeanLlama):
-        shape = drafter.module.shape
-        drafter.options = SmallLmOptions(
-            layers=shape.num_layers,
-            width=shape.hidden_size,
-            heads=shape.num_heads,
-            kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            intermediate=shape.intermediate_size,
-            tied=shape.tied,
-            qk_norm=shape.qk_norm,
-        )
+        drafter.options = SmallLmOptions(**options_of(drafter.module.shape))
     return drafter
 
 

@@ -51,6 +51,12 @@ class DrafterPart(Section):
     options: dict[str, Any] = Field(
         default_factory=dict, description="fields of the family's options"
     )
+    init: str | None = Field(
+        default=None,
+        min_length=1,
+        description="weights to start from: null = fresh, 'target' = cut from the target itself, "
+        "else a package, a run folder or a Hugging Face folder",
+    )
 
 
 class DataPart(Section):

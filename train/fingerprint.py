@@ -25,7 +25,13 @@ def config_fields(recipe: Recipe) -> dict[str, Any]:
 
 
 def run_fingerprint(
-    recipe: Recipe, target: str, tokenizer: str | None, data: str, vocab: str | None, ranks: int
+    recipe: Recipe,
+    target: str,
+    tokenizer: str | None,
+    data: str,
+    vocab: str | None,
+    ranks: int,
+    init: str | None = None,
 ) -> dict[str, Any]:
     """The parts that a resumed run must share with the run it continues."""
     return {
@@ -33,6 +39,7 @@ def run_fingerprint(
         "target": {"target": target, "tokenizer": tokenizer},
         "data": data,
         "vocab": vocab,
+        "init": init,
         "world-size": ranks,
     }
 

@@ -24,6 +24,7 @@ from specctl.recipes.schema import Recipe, TargetPart
 from specctl.recipes.targets import ResolvedTarget, aliases, resolve
 from specctl.runtime.hf import check_config
 from specctl.train.assemble import family_options, trainable_family
+from specctl.train.initial import completed
 from specctl.train.metrics import read_log
 from specctl.train.optim import is_hidden_matrix
 
@@ -148,7 +149,7 @@ def _hub_config(resolved: ResolvedTarget) -> Any:
 
 def build_shape(family: Family, recipe: Recipe, spec: ModelSpec) -> Drafter:
     """The recipe's drafter without storage. A vocabulary size of "auto" counts as untrimmed."""
-    options = family_options(family, recipe)
+    options = family_options(family, completed(recipe, spec))
     size = recipe.vocab.size
     with torch.device("meta"):
         vocab = VocabMap(torch.arange(size), spec.vocab_size) if isinstance(size, int) else None
