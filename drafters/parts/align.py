@@ -9,12 +9,12 @@ R = B * S flat rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.drafters.parts.batch import TrainBatch
+from specctl.drafters.parts.batch import HeadRows, Select, TrainBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +24,20 @@ class Aim:
     row_N      flat index b * S + t of the predicting state
     label_N    target id to be predicted
     judge_N    flat index of the teacher row that holds the target's law for that token
-    teacher_RV raw target logits or None
+    teacher_RV raw target logits, at hand or computed by rows, or None
+    select     which of the rows a loss may sum, asked when it knows how far it is off
     """
 
     row_N: Tensor
     label_N: Tensor
     judge_N: Tensor
-    teacher_RV: Tensor | None
+    teacher_RV: Tensor | HeadRows | None
+    select: Select | None = None
+
+    def only(self, keep_N: Tensor) -> Aim:
+        """The rows where `keep_N` is True."""
+        row_N, label_N, judge_N = (x[keep_N] for x in (self.row_N, self.label_N, self.judge_N))
+        return replace(self, row_N=row_N, label_N=label_N, judge_N=judge_N)
 
 
 def shifted(values_BS: Tensor, steps: int, fill: int = 0) -> Tensor:
@@ -49,7 +56,11 @@ def aim(batch: TrainBatch, steps: int) -> Aim:
     """Everything that rows looking `steps` ahead are trained on."""
     row_N = ahead_mask(batch, steps).flatten().nonzero()[:, 0]
     label_N = batch.ids_BS.flatten()[(row_N + steps).clamp(max=batch.ids_BS.numel() - 1)]
-    teacher = batch.teacher_BSV
-    return Aim(
-        row_N, label_N, row_N + steps - 1, None if teacher is None else teacher.flatten(0, 1)
-    )
+    return Aim(row_N, label_N, row_N + steps - 1, teacher_of(batch), batch.select)
+
+
+def teacher_of(batch: TrainBatch) -> Tensor | HeadRows | None:
+    """Target logits by flat row."""
+    if batch.teacher_BSV is not None:
+        return batch.teacher_BSV.flatten(0, 1)
+    return batch.teacher_rows

@@ -5,10 +5,39 @@ Letters: B rows, S sequence, D width, V target vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+# KL(p || q) of the rows that a loss is about to sum -> bool: the rows it shall sum (AdaSPEC).
+Select = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRows:
+    """Target logits [R, V] that are computed when rows of them are asked for: the target's last
+    states and its head. At a large vocabulary they are a hundred times smaller than the logits."""
+
+    state_RD: Tensor
+    weight_VD: Tensor
+    bias_V: Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.state_RD.shape[0], self.weight_VD.shape[0]))
+
+    @property
+    def device(self) -> torch.device:
+        return self.state_RD.device
+
+    def __len__(self) -> int:
+        return self.state_RD.shape[0]
+
+    def __getitem__(self, row_N: Tensor) -> Tensor:
+        return F.linear(self.state_RD[row_N], self.weight_VD, self.bias_V)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +48,8 @@ class TrainBatch:
     document_BS   document number, -1 padding   position_BS   position inside the document
     taps          hidden_states index -> [B, S, D] features of the frozen target
     teacher_BSV   target logits (raw, before any temperature) or None
+    teacher_rows  the same as rows b * S + t, computed when asked; for `Needs.teacher_rows`
+    select        which rows the losses over this batch may sum; None: all of them
     """
 
     ids_BS: Tensor
@@ -27,6 +58,8 @@ class TrainBatch:
     position_BS: Tensor
     taps: Mapping[int, Tensor] = field(default_factory=dict)
     teacher_BSV: Tensor | None = None
+    teacher_rows: HeadRows | None = None
+    select: Select | None = None
 
 
 @dataclass(frozen=True, slots=True)

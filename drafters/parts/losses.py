@@ -24,19 +24,24 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from specctl.drafters.parts.align import Aim
+from specctl.drafters.parts.align import Aim, teacher_of
 from specctl.drafters.parts.align import aim as aim_at
 from specctl.drafters.parts.batch import LossOut, TrainBatch
+from specctl.drafters.parts.judge import Judge, wide
+from specctl.drafters.parts.sliced import Head, LinearHead, Rows, sum_slices
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.recipes.errors import RecipeError, nearest
 
+__all__ = [
+    "KINDS", "Judge", "LinearHead", "LossOptions", "acceptance", "check_kind", "head_loss",
+    "judge_of", "laws", "weighted_sum",
+]  # fmt: skip
+
 KINDS = ("ce", "kl", "rkl", "jsd", "tv", "lk_alpha", "lk_hybrid")
 HYBRID_RATE = 3.0
-CHUNK_ELEMENTS = 2**25  # float32 logits alive at once: 128 MiB a copy
-
-Head = Callable[[Tensor], Tensor]
+CHUNK_ELEMENTS = 2**22  # float32 logits alive at once, unless that were too few rows: 16 MiB a copy
+LEAST_ROWS = 128  # of a slice: fewer, and adding up the head's gradient costs more than it saves
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,40 +63,9 @@ def check_kind(kind: str, where: str) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Judge:
-    """The target's laws at one temperature, ready to be asked by several losses: raw logits, their
-    log-normalisers and their most probable ids. Rows that are never asked hold zeros."""
-
-    logits_RV: Tensor
-    log_z_R: Tensor
-    best_R: Tensor
-    temperature: float
-
-    @classmethod
-    @torch.no_grad()
-    def of(cls, logits_RV: Tensor, row_N: Tensor, options: LossOptions) -> Judge:
-        """Reads the whole vocabulary once per row of `row_N`."""
-        log_z_R = torch.zeros(len(logits_RV), device=logits_RV.device)
-        best_R = torch.zeros_like(log_z_R, dtype=torch.long)
-        for rows in torch.split(row_N, options.chunk or _fitting_chunk(logits_RV.shape[-1])):
-            part_NV = _scaled(logits_RV[rows].float(), options.temperature)
-            log_z_R[rows] = part_NV.logsumexp(-1)
-            best_R[rows] = part_NV.argmax(-1)
-        return cls(logits_RV, log_z_R, best_R, options.temperature)
-
-    def log_p(self, row_N: Tensor, ids_K: Tensor | None) -> Tensor:
-        """[N, K] float32: log p at the draft ids (None = all), not renormalised."""
-        picked = self.logits_RV[row_N] if ids_K is None else self.logits_RV[row_N[:, None], ids_K]
-        return _scaled(picked.float(), self.temperature) - self.log_z_R[row_N, None]
-
-
-def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    return logits if temperature == 1.0 else logits / temperature
-
-
-def _fitting_chunk(width: int) -> int:
-    return max(64, CHUNK_ELEMENTS // width)
+def fitting_chunk(width: int) -> int:
+    """Rows of a slice over that many ids."""
+    return max(LEAST_ROWS, CHUNK_ELEMENTS // width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +77,13 @@ class Laws:
     log_q_NK: Tensor
 
 
-def laws(draft_NK: Tensor, judge: Judge, row_N: Tensor, ids_K: Tensor | None) -> Laws:
-    """Laws of raw draft logits and of the target at rows `row_N`."""
-    log_q_NK = F.log_softmax(_scaled(draft_NK.float(), judge.temperature), dim=-1)
-    log_p_NK = judge.log_p(row_N, ids_K)
-    if ids_K is None:
+def laws(draft_NK: Tensor, log_p_NK: Tensor, temperature: float, is_whole: bool) -> Laws:
+    """Laws of raw draft logits and of the target, both at the temperature; `is_whole`: the draft
+    ids are all ids, so that p needs no renormalising."""
+    scores_NK = wide(draft_NK)
+    scores_NK = scores_NK if temperature == 1.0 else scores_NK / temperature
+    log_q_NK = F.log_softmax(scores_NK, dim=-1)
+    if is_whole:
         return Laws(log_p_NK, log_p_NK, log_q_NK)
     return Laws(log_p_NK, log_p_NK - log_p_NK.logsumexp(-1, keepdim=True), log_q_NK)
 
@@ -156,6 +132,61 @@ _DIVERGENCES: Mapping[str, Callable[[Laws], Tensor]] = {
 _NEEDS_NO_RENORMALISING = frozenset({"tv", "lk_alpha"})
 
 
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A draft head against the target, or against the text where there is no judge. `ids_K` are
+    the draft's target ids (None = all), `row_V` the draft row of a target id, -1 where cut."""
+
+    options: LossOptions
+    judge: Judge | None
+    ids_K: Tensor | None
+    row_V: Tensor | None
+
+    @classmethod
+    def of(cls, options: LossOptions, judge: Judge | None, vocab: VocabMap | None) -> Comparison:
+        if vocab is None:
+            return cls(options, judge, None, None)
+        return cls(options, judge, vocab.ids_K, vocab.to_draft())
+
+    def sums(self, draft_NK: Tensor, row_N: Tensor, label_N: Tensor, judge_N: Tensor) -> Tensor:
+        """[4]: loss, its count, top1, alpha."""
+        del row_N
+        first_N = self._first(draft_NK)
+        if self.judge is None:
+            loss, count = _label_loss(draft_NK, label_N, self.row_V)
+            return torch.stack([loss, count, (first_N == label_N).sum(), torch.zeros_like(loss)])
+        law = self.judge.law(judge_N, self.ids_K)
+        of = laws(draft_NK, law.log_p_NK, self.options.temperature, self.ids_K is None)
+        if self.options.kind == "ce":
+            loss, count = _label_loss(draft_NK, label_N, self.row_V)
+        else:
+            loss, count = _law_loss(of, self._learnable(law.best_N), self.options.kind)
+        with torch.no_grad():
+            top1, alpha = (first_N == law.best_N).sum(), acceptance(of).sum()
+        return torch.stack([loss, count, top1, alpha])
+
+    @torch.no_grad()
+    def rows(self, draft_NK: Tensor, row_N: Tensor, label_N: Tensor, judge_N: Tensor) -> Tensor:
+        """[4, N], row by row: KL(p || q), whether the row can be learned, top1, alpha."""
+        del row_N, label_N
+        assert self.judge is not None, "rows are told apart by how far they are off the target"
+        law = self.judge.law(judge_N, self.ids_K)
+        of = laws(draft_NK, law.log_p_NK, self.options.temperature, self.ids_K is None)
+        top1_N = self._first(draft_NK) == law.best_N
+        return torch.stack([_kl(of), self._learnable(law.best_N), top1_N, acceptance(of)])
+
+    def _learnable(self, best_N: Tensor) -> Tensor:
+        """False where a law that is restricted to the draft ids has lost its best one."""
+        if self.row_V is None or self.options.kind in _NEEDS_NO_RENORMALISING:
+            return torch.ones_like(best_N, dtype=torch.bool)
+        return self.row_V[best_N] >= 0
+
+    @torch.no_grad()
+    def _first(self, draft_NK: Tensor) -> Tensor:
+        best_N = draft_NK.argmax(-1)
+        return best_N if self.ids_K is None else self.ids_K[best_N]
+
+
 def head_loss(
     state_RD: Tensor,
     head: Head,
@@ -164,78 +195,67 @@ def head_loss(
     options: LossOptions,
     judge: Judge | None = None,
 ) -> LossOut:
-    """Sum of the loss over the rows of `aim`, in slices; each slice's logits are recomputed in the
-    backward pass when there is more than one, so that few [chunk, V] copies exist at a time.
+    """Sum of the loss over the rows of `aim`, in slices (see `sliced`). A `LinearHead` or a linear
+    module as head is smallest and fastest; any other function will do.
 
     `judge` may be shared by losses over the same batch. Metrics: `top1` (the draft's first choice
     is the target's, or the label without a teacher) and, with a teacher, `alpha`; both over all
-    rows, cut or not.
+    rows, cut or not, selected or not.
     """
     if judge is None and aim.teacher_RV is not None:
-        judge = Judge.of(aim.teacher_RV, aim.judge_N, options)
-    ids_K = None if vocab is None else vocab.ids_K
-    row_V = None if vocab is None else vocab.to_draft()
-
-    def part(row_N: Tensor, label_N: Tensor, judge_N: Tensor) -> Tensor:
-        draft_NK = head(state_RD[row_N])
-        with torch.no_grad():
-            first_N = draft_NK.argmax(-1) if ids_K is None else ids_K[draft_NK.argmax(-1)]
-        if judge is None:
-            loss, count = _label_loss(draft_NK, label_N, row_V)
-            top1 = (first_N == label_N).sum()
-            return torch.stack([loss, count, top1, torch.zeros_like(loss)])
-        of, best_N = laws(draft_NK, judge, judge_N, ids_K), judge.best_R[judge_N]
-        if options.kind == "ce":
-            loss, count = _label_loss(draft_NK, label_N, row_V)
-        else:
-            loss, count = _law_loss(of, best_N, row_V, options.kind)
-        with torch.no_grad():
-            top1, alpha = (first_N == best_N).sum(), acceptance(of).sum()
-        return torch.stack([loss, count, top1, alpha])
-
-    size = options.chunk or _fitting_chunk(_width(judge, vocab))
-    slices = list(
-        zip(*(torch.split(x, size) for x in (aim.row_N, aim.label_N, aim.judge_N)), strict=True)
-    )
-    total_4 = state_RD.new_zeros(4, dtype=torch.float32)
-    for rows in slices:
-        again = len(slices) > 1 and torch.is_grad_enabled()
-        total_4 = total_4 + (checkpoint(part, *rows, use_reentrant=False) if again else part(*rows))
+        judge = Judge(aim.teacher_RV, options.temperature)
+    compare = Comparison.of(options, judge, vocab)
+    size = options.chunk or fitting_chunk(_width(judge, vocab))
     number = torch.tensor(float(aim.row_N.numel()), device=state_RD.device)
-    metrics = {"top1": (total_4[2].detach(), number)}
-    if judge is not None:
-        metrics["alpha"] = (total_4[3].detach(), number)
+    if aim.select is None:
+        total_4 = sum_slices(state_RD, head, _slices(aim, size), compare.sums)
+        metrics = {"top1": (total_4[2].detach(), number), "alpha": (total_4[3].detach(), number)}
+        if judge is None:
+            del metrics["alpha"]
+        return LossOut(total_4[0], total_4[1].detach(), metrics)
+    with torch.no_grad():
+        found = [compare.rows(head(state_RD[s[0]]), *s) for s in _slices(aim, size)]
+    kl_N, learnable_N, top1_N, alpha_N = torch.cat(found, dim=1)
+    keep_N = learnable_N > 0
+    keep_N[keep_N.clone()] = aim.select(kl_N[keep_N])
+    total_4 = sum_slices(state_RD, head, _slices(aim.only(keep_N), size), compare.sums)
+    metrics = {"top1": (top1_N.sum(), number), "alpha": (alpha_N.sum(), number)}
+    metrics["selected"] = (keep_N.sum(), (learnable_N > 0).sum())
     return LossOut(total_4[0], total_4[1].detach(), metrics)
+
+
+def _slices(aim: Aim, size: int) -> list[Rows]:
+    parts = (torch.split(rows, size) for rows in (aim.row_N, aim.label_N, aim.judge_N))
+    return list(zip(*parts, strict=True))
 
 
 def _width(judge: Judge | None, vocab: VocabMap | None) -> int:
     """Columns of a slice's logits; a guess when nothing tells."""
-    if vocab is not None:
-        return vocab.size
-    return 2**15 if judge is None else judge.logits_RV.shape[-1]
+    if judge is not None:
+        return judge.logits_RV.shape[-1]
+    return 2**15 if vocab is None else vocab.size
 
 
 def judge_of(batch: TrainBatch, options: LossOptions) -> Judge | None:
     """One judge for every loss over `batch`, however far its rows look ahead."""
-    if batch.teacher_BSV is None:
+    teacher = teacher_of(batch)
+    if teacher is None:
         return None
-    return Judge.of(batch.teacher_BSV.flatten(0, 1), aim_at(batch, 1).judge_N, options)
+    size = options.chunk or fitting_chunk(teacher.shape[-1])
+    return Judge.of(teacher, aim_at(batch, 1).judge_N, options.temperature, size)
 
 
 def _label_loss(draft_NK: Tensor, label_N: Tensor, row_V: Tensor | None) -> tuple[Tensor, Tensor]:
     """Sum and count of hard cross-entropy over the labels that were not cut."""
     row_N = label_N if row_V is None else row_V[label_N]
-    loss = F.cross_entropy(draft_NK.float(), row_N, ignore_index=-1, reduction="sum")
-    return loss, (row_N >= 0).sum().float()
+    loss = F.cross_entropy(wide(draft_NK), row_N, ignore_index=-1, reduction="sum")
+    return loss, (row_N >= 0).sum().to(loss.dtype)
 
 
-def _law_loss(of: Laws, best_N: Tensor, row_V: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
-    """Sum and count of a divergence over the rows whose best target id was not cut."""
+def _law_loss(of: Laws, learnable_N: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Sum and count of a divergence over the rows that can be learned."""
     loss_N = _DIVERGENCES[kind](of)
-    kept_N = torch.ones_like(best_N, dtype=torch.bool)
-    if row_V is not None and kind not in _NEEDS_NO_RENORMALISING:
-        kept_N = row_V[best_N] >= 0
-    return (loss_N * kept_N).sum(), kept_N.sum().float()
+    return (loss_N * learnable_N).sum(), learnable_N.sum().to(loss_N.dtype)
 
 
 def weighted_sum(parts: list[tuple[float, LossOut]]) -> LossOut:

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from specctl.drafters.parts.align import Aim
+from specctl.drafters.parts.batch import HeadRows
 from specctl.drafters.parts.losses import (
     KINDS,
     Judge,
+    LinearHead,
     LossOptions,
     acceptance,
     check_kind,
@@ -97,17 +99,143 @@ def test_trimmed_loss_restricts_the_law_and_skips_cut_rows(kind: str) -> None:
     assert float(out.count) == count
 
 
+def gradients(kind: str, chunk: int | None, linear: bool, kept: tuple[int, ...]) -> list[Tensor]:
+    """Loss and gradients of states, matrix and bias; a head that is no matrix goes by recompute."""
+    state, head, aim = problem()
+    state.requires_grad_()
+    bias = torch.randn(V, dtype=torch.float64, requires_grad=True)
+    rows = list(kept)
+    vocab = VocabMap(torch.tensor(kept), V) if len(kept) < V else None
+
+    def plain(x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, head.weight[rows], bias[rows])
+
+    used = LinearHead(head.weight[rows], bias[rows]) if linear else plain
+    out = head_loss(state, used, aim, vocab, LossOptions(kind, 0.8, chunk))
+    (0.7 * out.sum).backward()
+    return [out.sum.detach(), state.grad, head.weight.grad, bias.grad]
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_chunks_change_neither_loss_nor_gradient(kind: str) -> None:
-    grads = []
-    for chunk in (None, 2):
-        state, head, aim = problem()
-        state.requires_grad_()
-        out = head_loss(state, head, aim, None, LossOptions(kind, chunk=chunk))
-        out.sum.backward()
-        grads.append((out.sum.detach(), state.grad, head.weight.grad))
-    for whole, sliced in zip(*grads, strict=True):
-        torch.testing.assert_close(whole, sliced, rtol=1e-5, atol=1e-7)
+@pytest.mark.parametrize("kept", [KEPT, tuple(range(V))], ids=["trimmed", "whole"])
+def test_gradients_taken_slice_by_slice_are_those_of_autograd_in_float64(
+    kind: str, kept: tuple[int, ...]
+) -> None:
+    whole = gradients(kind, None, linear=False, kept=kept)
+    assert whole[2].abs().max() > 1e-3
+    for chunk, linear in ((None, True), (2, True), (2, False), (1, True)):
+        sliced = gradients(kind, chunk, linear, kept)
+        for one, other in zip(whole, sliced, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+    again = gradients(kind, 2, linear=True, kept=kept)
+    for one, other in zip(gradients(kind, 2, linear=True, kept=kept), again, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradient_is_the_slope_of_the_loss(kind: str) -> None:
+    state, head, aim = problem()
+    options = LossOptions("kl" if kind == "lk_hybrid" else kind, chunk=4)
+
+    def loss(*at: Tensor) -> Tensor:
+        return head_loss(at[0], LinearHead(at[1]), aim, None, options).sum
+
+    inputs = (state.requires_grad_(), head.weight)
+    grads = torch.autograd.grad(loss(*inputs), inputs)
+    for _ in range(3):
+        ways = [torch.randn_like(x) for x in inputs]
+        there, back = (
+            loss(*(x.detach() + step * way for x, way in zip(inputs, ways, strict=True)))
+            for step in (1e-6, -1e-6)
+        )
+        slope = sum((g * way).sum() for g, way in zip(grads, ways, strict=True))
+        assert float(slope) == pytest.approx(float(there - back) / 2e-6, rel=1e-5, abs=1e-7)
+
+
+def test_the_hybrid_gradient_mixes_kl_and_tv_with_a_weight_that_has_none() -> None:
+    state, head, aim = problem()
+    one = Aim(aim.row_N[:1], aim.label_N[:1], aim.judge_N[:1], aim.teacher_RV)
+    state.requires_grad_()
+    outs = {k: head_loss(state, head, one, None, LossOptions(k)) for k in ("lk_hybrid", "kl", "tv")}
+    slope = {k: torch.autograd.grad(out.sum, state)[0] for k, out in outs.items()}
+    weight = torch.exp(-3 * outs["kl"].metrics["alpha"][0])
+    mixed = weight * slope["kl"] + (1 - weight) * slope["tv"]
+    torch.testing.assert_close(slope["lk_hybrid"], mixed, rtol=1e-10, atol=1e-12)
+
+
+def test_teacher_rows_computed_when_asked_are_worth_the_logits() -> None:
+    state, head, aim = problem()
+    source, weight = torch.randn(N + 4, 3).double(), torch.randn(V, 3).double()
+    asked = Aim(aim.row_N, aim.label_N, aim.judge_N, HeadRows(source, weight))
+    ready = Aim(aim.row_N, aim.label_N, aim.judge_N, source @ weight.t())
+    for vocab in (None, VocabMap(torch.arange(V), V)):
+        outs = [head_loss(state, head, a, vocab, LossOptions("kl", 0.7, 4)) for a in (asked, ready)]
+        torch.testing.assert_close(outs[0].sum, outs[1].sum)
+        judge = Judge.of(asked.teacher_RV or source, aim.judge_N, 0.7, 2)
+        shared = head_loss(state, head, ready, vocab, LossOptions("kl", 0.7, 4), judge)
+        torch.testing.assert_close(shared.sum, outs[0].sum)
+
+
+def test_tv_is_one_minus_alpha_and_minus_log_alpha_is_ce_against_a_one_hot_law() -> None:
+    state, head, aim = problem()
+    out = head_loss(state, head, aim, None, LossOptions("tv"))
+    torch.testing.assert_close(out.sum, out.count - out.metrics["alpha"][0])
+    sure = torch.full((N + 4, V), -60.0, dtype=torch.float64)
+    sure[aim.judge_N, aim.label_N] = 60.0
+    certain = Aim(aim.row_N, aim.label_N, aim.judge_N, sure)
+    lk, ce = (head_loss(state, head, certain, None, LossOptions(k)).sum for k in ("lk_alpha", "ce"))
+    torch.testing.assert_close(lk, ce)
+
+
+def test_jensen_shannon_is_symmetric_bounded_and_the_two_kl_are_mirrored() -> None:
+    state, head, aim = problem()
+    assert isinstance(aim.teacher_RV, Tensor)
+    mine = head(state).detach()
+    swapped = Aim(aim.judge_N, aim.label_N, aim.row_N, mine)
+
+    def of(kind: str, logits: Tensor, against: Aim) -> Tensor:
+        return head_loss(logits, torch.nn.Identity(), against, None, LossOptions(kind)).sum
+
+    there = of("jsd", mine, aim)
+    torch.testing.assert_close(there, of("jsd", aim.teacher_RV, swapped))
+    assert 0 < float(there) < N * torch.log(torch.tensor(2.0))
+    torch.testing.assert_close(of("kl", mine, aim), of("rkl", aim.teacher_RV, swapped))
+
+
+def test_only_selected_rows_are_summed_and_metrics_still_count_all() -> None:
+    state, head, aim = problem()
+    seen: list[Tensor] = []
+
+    def every_other(kl_N: Tensor) -> Tensor:
+        seen.append(kl_N)
+        return torch.arange(len(kl_N)) % 2 == 0
+
+    chosen = Aim(aim.row_N, aim.label_N, aim.judge_N, aim.teacher_RV, every_other)
+    out = head_loss(state, head, chosen, None, LossOptions("kl", chunk=4))
+    whole = head_loss(state, head, aim, None, LossOptions("kl"))
+    torch.testing.assert_close(seen[0].sum(), whole.sum)
+    torch.testing.assert_close(out.sum, seen[0][::2].sum())
+    assert float(out.count) == len(seen[0][::2]) == float(out.metrics["selected"][0])
+    assert float(out.metrics["selected"][1]) == N
+    for name in ("top1", "alpha"):
+        torch.testing.assert_close(out.metrics[name], whole.metrics[name])
+
+
+def test_rows_whose_best_id_was_cut_are_not_offered_for_selection() -> None:
+    state, head, aim = problem()
+    vocab = VocabMap(torch.tensor(KEPT), V)
+    whole = head_loss(state, lambda x: head(x)[:, list(KEPT)], aim, vocab, LossOptions("kl"))
+    asked: list[int] = []
+
+    def everything(kl_N: Tensor) -> Tensor:
+        asked.append(len(kl_N))
+        return torch.ones_like(kl_N, dtype=torch.bool)
+
+    chosen = Aim(aim.row_N, aim.label_N, aim.judge_N, aim.teacher_RV, everything)
+    out = head_loss(state, lambda x: head(x)[:, list(KEPT)], chosen, vocab, LossOptions("kl"))
+    torch.testing.assert_close(out.sum, whole.sum)
+    assert asked == [int(whole.count)]
+    assert asked[0] < N
 
 
 def test_gradient_of_minus_log_alpha_is_that_of_tv_over_alpha() -> None:
@@ -119,8 +247,8 @@ def test_gradient_of_minus_log_alpha_is_that_of_tv_over_alpha() -> None:
     )
     (by_tv,) = torch.autograd.grad(head_loss(state, head, one, None, LossOptions("tv")).sum, state)
     assert one.teacher_RV is not None
-    judge = Judge.of(one.teacher_RV, one.judge_N, LossOptions())
-    of = laws(head(state[one.row_N]), judge, one.judge_N, None)
+    law = Judge(one.teacher_RV).law(one.judge_N, None)
+    of = laws(head(state[one.row_N]), law.log_p_NK, 1.0, is_whole=True)
     torch.testing.assert_close(
         by_lk * acceptance(of).detach().double(), by_tv, rtol=1e-4, atol=1e-7
     )
@@ -167,7 +295,7 @@ def test_no_row_to_predict_gives_zero_sum_and_count_and_still_a_graph() -> None:
 
 def test_low_precision_logits_are_compared_in_float32() -> None:
     state, head, aim = problem()
-    assert aim.teacher_RV is not None
+    assert isinstance(aim.teacher_RV, Tensor)
     low = Aim(aim.row_N, aim.label_N, aim.judge_N, aim.teacher_RV.bfloat16())
     out = head_loss(state.bfloat16(), head.bfloat16(), low, None, LossOptions("kl"))
     assert out.sum.dtype == torch.float32
