@@ -120,7 +120,7 @@ def take_step(job: Job, progress: Progress, advance: Advance) -> None:
             out.sum.backward()  # type: ignore[no-untyped-call]
         totals = totals.plus(out, batch)
     totals = totals.over(job.ranks)
-    job.ranks.sum_(job.gradient.flat_N)
+    job.gradient.sum()
     norm = job.gradient.divide(totals.count.clamp(min=1e-9))
     figures = totals.to_floats()
     rate = learning_rate(progress.step, settings)
@@ -191,9 +191,10 @@ def measure(job: Job) -> Acceptance:
     assert module is not None
     module.eval()
     found: Acceptance | None = None
-    with job.ranks.together(), untouched_random_state(job.ranks.device), torch.inference_mode():
+    with job.drafter.whole(), job.ranks.together(), untouched_random_state(job.ranks.device):
         if job.ranks.is_main:
-            found = job.measure()
+            with torch.inference_mode():
+                found = job.measure()
     module.train()
     result = job.ranks.gather(found)[0]
     assert result is not None

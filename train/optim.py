@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from specctl.recipes.errors import RecipeError
 from specctl.recipes.schema import TrainPart
+from specctl.train.muon import ShardedMuon
+from specctl.train.pieces import is_piece, local, with_piece
+from specctl.train.ranks import Ranks
 
 SCHEDULES = ("wsd", "cosine", "linear")
 
@@ -41,7 +44,9 @@ def build_optimizers(
     rest = [p for p in trainable.values() if id(p) not in chosen]
     rate, decay = settings.learning_rate, settings.weight_decay
     found: dict[str, torch.optim.Optimizer] = {}
-    if matrices:
+    if matrices and is_piece(matrices[0]):
+        found["muon"] = ShardedMuon(matrices, lr=rate, weight_decay=decay)
+    elif matrices:
         found["muon"] = torch.optim.Muon(
             matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"
         )
@@ -85,27 +90,41 @@ class Gradient:
     """The gradient of all trainable parameters as one flat vector; every `.grad` is a view of it.
 
     So one all-reduce sums it over ranks, one division makes it a mean, one norm guards the update.
+    Of sharded parameters it holds this rank's pieces, which FSDP has summed in the backward pass.
     One writer: the loop.
     """
 
-    def __init__(self, trainable: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, trainable: Mapping[str, nn.Parameter], ranks: Ranks | None = None) -> None:
         parameters = list(trainable.values())
+        self.ranks = ranks or Ranks()
+        self.is_sharded = is_piece(parameters[0])
         kinds = {p.dtype for p in parameters}
         assert len(kinds) == 1, f"trainable parameters of several dtypes: {kinds}"
-        total = sum(p.numel() for p in parameters)
+        total = sum(local(p).numel() for p in parameters)
         self.flat_N = torch.zeros(total, dtype=parameters[0].dtype, device=parameters[0].device)
         at = 0
         for parameter in parameters:
-            parameter.grad = self.flat_N[at : at + parameter.numel()].view_as(parameter)
-            at += parameter.numel()
+            part = local(parameter.detach())
+            parameter.grad = with_piece(
+                self.flat_N[at : at + part.numel()].view_as(part), parameter
+            )
+            at += part.numel()
 
     def zero(self) -> None:
         self.flat_N.zero_()
 
+    def sum(self) -> None:
+        """Sum over all ranks."""
+        if not self.is_sharded:
+            self.ranks.sum_(self.flat_N)
+
     def divide(self, count: Tensor) -> float:
         """Divide the summed gradient by its count; returns its norm."""
         self.flat_N.div_(count.to(self.flat_N.dtype))
-        return float(self.flat_N.norm())
+        norm = self.flat_N.norm()
+        if self.is_sharded:
+            norm = self.ranks.sum_(norm.square()).sqrt()
+        return float(norm)
 
     def clip(self, norm: float, limit: float | None) -> None:
         if limit is not None and norm > limit:

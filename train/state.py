@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from specctl.recipes.errors import IntegrityError
+from specctl.train.pieces import gathered, like_parameter
 
 Optimizers = Mapping[str, torch.optim.Optimizer]
 
@@ -75,7 +76,8 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 def optimizer_state(
     optimizers: Optimizers, trainable: Mapping[str, nn.Parameter]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and JSON scalars of the optimizers, each named optimizer/parameter/key."""
+    """Tensors and JSON scalars of the optimizers, each named optimizer/parameter/key; of sharded
+    parameters the tensors are whole, on the first rank (all ranks must call this)."""
     name_of = {parameter: name for name, parameter in trainable.items()}
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, Any] = {}
@@ -84,7 +86,7 @@ def optimizer_state(
             for key, value in optimizer.state.get(parameter, {}).items():
                 into = tensors if isinstance(value, Tensor) else scalars
                 into[f"{kind}/{name_of[parameter]}/{key}"] = value
-    return tensors, scalars
+    return gathered(tensors), scalars
 
 
 def load_optimizer_state(
@@ -113,5 +115,14 @@ def load_optimizer_state(
         names = [name_of[parameter] for parameter in _parameters(optimizer)]
         states = found.get(kind, {})
         whole = optimizer.state_dict()
-        whole["state"] = {i: states[name] for i, name in enumerate(names) if name in states}
+        whole["state"] = {
+            i: {key: _placed(value, trainable[name]) for key, value in states[name].items()}
+            for i, name in enumerate(names)
+            if name in states
+        }
         optimizer.load_state_dict(whole)
+
+
+def _placed(value: Any, parameter: Tensor) -> Any:
+    """A saved value in the layout of its parameter."""
+    return like_parameter(value, parameter) if isinstance(value, Tensor) else value

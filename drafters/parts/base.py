@@ -12,7 +12,8 @@ output of layer k - 1, num_layers = the state after the final norm, which feeds 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -182,6 +183,12 @@ class Drafter(ABC):
         """Strict: a missing or unexpected name is an error."""
         if self.module is not None:
             self.module.load_state_dict(dict(tensors), strict=True)
+
+    @contextmanager
+    def whole(self) -> Iterator[Drafter]:
+        """This drafter with all its weights on this process. One whose weights are spread over
+        processes gathers them on the first (every process must enter), until the block ends."""
+        yield self
 
     def trimmed(self, vocab: VocabMap) -> Drafter:
         """The same drafter speaking only `vocab`; families without an LM head raise."""

@@ -27,6 +27,7 @@ from specctl.train.metrics import Acceptance, MetricsLog
 from specctl.train.optim import Gradient, build_optimizers
 from specctl.train.order import Order
 from specctl.train.ranks import Ranks
+from specctl.train.sharding import Sharded
 from specctl.train.state import seed_everything
 from specctl.train.stop import Stop
 
@@ -118,6 +119,7 @@ def make_job(
     ranks: Ranks | None = None,
     fingerprint: dict[str, Any] | None = None,
     stop: Stop | None = None,
+    is_sharded: bool = False,
     **settings: Any,
 ) -> Job:
     """A fresh job of 12 steps; keyword arguments change its settings."""
@@ -125,8 +127,9 @@ def make_job(
     given = {"steps": 12, "rows": 4, "seq_len": SEQ_LEN, "save_every": 3, "tau_every": 100}
     part = TrainPart(**{**given, "log_every": 2, "learning_rate": 0.02, **settings})
     seed_everything(part.seed)
-    drafter = ToyDrafter(dropout)
-    drafter.module.to(dtype)
+    drafter: Drafter = ToyDrafter(dropout).to(ranks.device, dtype)
+    if is_sharded:
+        drafter = Sharded(drafter, ranks)
     seed_everything(part.seed, ranks.rank)
     out.mkdir(parents=True, exist_ok=True)
     reporter, disk = reporter or SilentReporter(), disk or Unflushed()
@@ -138,7 +141,7 @@ def make_job(
         batch=batch,
         measure=measure,
         optimizers=build_optimizers(trainable, part, frozenset({VOCAB})),
-        gradient=Gradient(trainable),
+        gradient=Gradient(trainable, ranks),
         checkpoints=Checkpoints(
             out / "checkpoints", reporter, part.keep, ranks, disk or Unflushed()
         ),

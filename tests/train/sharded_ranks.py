@@ -1,0 +1,73 @@
+"""Run by torchrun in test_sharding.py: the toy job, its weights spread over two CPU processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from specctl.train.loop import Progress, restore, train
+from specctl.train.pieces import local
+from specctl.train.ranks import Ranks
+
+spec = importlib.util.spec_from_file_location("specctl_toy", Path(__file__).with_name("toy.py"))
+assert spec is not None
+assert spec.loader is not None
+toy = importlib.util.module_from_spec(spec)
+sys.modules["specctl_toy"] = toy
+spec.loader.exec_module(toy)
+
+out = Path(sys.argv[1])
+torch.set_num_threads(1)
+accelerator = Accelerator(cpu=True)
+ranks = Ranks.current(accelerator.device)
+assert ranks.size == 2
+SAME = json.loads(sys.argv[2])
+
+
+def whole_run() -> None:
+    """Losses, weights and pieces of a run from its first step to its last."""
+    job = toy.make_job(out / "sharded", ranks=ranks, is_sharded=True, **SAME)
+    own = sum(local(p).numel() for p in job.drafter.trainable().values())
+    state = [own, sum(p.numel() for p in job.drafter.trainable().values())]
+    report["pieces"] = ranks.gather(state)
+    train(job, Progress())
+    held = [value for each in job.optimizers.values() for value in each.state.values()]
+    report["held"] = ranks.gather(sum(local(v).numel() for s in held for v in s.values() if v.ndim))
+    with job.drafter.whole() as drafter:
+        if ranks.is_main:
+            report["whole"] = toy.digest(drafter.tensors())
+    tensors = job.drafter.tensors()
+    report["gathered"] = ranks.gather(len(tensors))
+
+
+def resumed_run() -> None:
+    """Six steps made by one process are continued by two."""
+    job = toy.make_job(out / "handed", ranks=ranks, is_sharded=True, **SAME)
+    train(job, restore(job, job.checkpoints.load(6)))
+
+
+def silent_rank() -> None:
+    """The second rank's rows hold nothing to predict: both must still come to the end."""
+
+    def batch(rows: list[int]) -> object:
+        made = toy.rows(rows)
+        if ranks.rank == 1:
+            made.loss_mask_BS.zero_()
+        return made
+
+    job = toy.make_job(out / "silent", ranks=ranks, is_sharded=True, batch=batch, **SAME)
+    report["silent"] = train(job, Progress()).step
+
+
+report: dict[str, object] = {}
+whole_run()
+resumed_run()
+silent_rank()
+if ranks.is_main:
+    (out / "report.json").write_text(json.dumps(report))
+accelerator.end_training()

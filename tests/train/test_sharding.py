@@ -1,0 +1,117 @@
+"""Weights spread over processes (FSDP2): the run of one process, with whole checkpoints."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import specctl
+from specctl.runtime.report import SilentReporter
+from specctl.train.checkpoint import Checkpoints
+from specctl.train.loop import Progress, restore, train
+from specctl.train.metrics import read_log
+from specctl.train.muon import orthogonal_step
+
+spec = importlib.util.spec_from_file_location("specctl_toy", Path(__file__).with_name("toy.py"))
+assert spec is not None
+assert spec.loader is not None
+toy = importlib.util.module_from_spec(spec)
+sys.modules["specctl_toy"] = toy
+spec.loader.exec_module(toy)
+
+SAME: dict[str, Any] = {"dropout": 0.0, "accumulate": 2, "rows": 4, "save_every": 6, "keep": 4}
+TOLERANCE = 2e-5  # float32 sums in another order, through 12 updates
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in read_log(folder / "metrics.jsonl") if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of one process, and what two sharded processes made of the same."""
+    out = tmp_path_factory.mktemp("sharded")
+    train(toy.make_job(out / "one", **SAME), Progress())
+    shutil.copytree(out / "one" / "checkpoints", out / "handed" / "checkpoints")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = Path(__file__).with_name("sharded_ranks.py")
+    source = Path(specctl.__path__[0]).parent
+    done = subprocess.run(
+        [*launch, str(script), str(out), json.dumps(SAME)],
+        env=os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    return out
+
+
+def report(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "report.json").read_text())
+    return found
+
+
+def test_two_sharded_processes_lose_what_one_process_loses(ran: Path) -> None:
+    """Muon on the matrices, AdamW on the rest, two batches a step."""
+    one = losses(ran / "one")
+    assert len(one) == 6
+    assert one[-1] < 0.9 * one[0]
+    assert losses(ran / "sharded") == pytest.approx(one, rel=TOLERANCE)
+
+
+def test_each_process_keeps_about_half_of_weights_and_optimizer_state(ran: Path) -> None:
+    (first, total), (second, _) = report(ran)["pieces"]
+    assert first + second == total
+    assert 0.45 * total < first < 0.55 * total
+    held = report(ran)["held"]
+    assert 0.45 * sum(held) < held[0] < 0.55 * sum(held)
+
+
+def test_a_sharded_checkpoint_is_whole_and_continues_in_one_process(ran: Path) -> None:
+    reporter = SilentReporter()
+    found = Checkpoints(ran / "sharded" / "checkpoints", reporter).load(6)
+    single = Checkpoints(ran / "one" / "checkpoints", reporter).load(6)
+    for part in ("model", "optimizer"):
+        assert set(found.tensors[part]) == set(single.tensors[part])
+        for name, tensor in single.tensors[part].items():
+            torch.testing.assert_close(found.tensors[part][name], tensor, rtol=1e-3, atol=1e-4)
+    job = toy.make_job(ran / "continued", **SAME)
+    train(job, restore(job, found))
+    assert losses(ran / "continued") == pytest.approx(losses(ran / "one")[3:], rel=TOLERANCE)
+
+
+def test_a_checkpoint_of_one_process_continues_sharded(ran: Path) -> None:
+    assert losses(ran / "handed") == pytest.approx(losses(ran / "one")[3:], rel=TOLERANCE)
+
+
+def test_the_first_process_decodes_with_the_weights_in_one_piece(ran: Path) -> None:
+    found = Checkpoints(ran / "sharded" / "checkpoints", SilentReporter()).load(12)
+    assert report(ran)["whole"] == toy.digest(dict(found.tensors["model"]))
+    assert report(ran)["gathered"] == [len(found.tensors["model"]), 0]
+
+
+def test_a_process_without_a_token_to_predict_does_not_stop_the_others(ran: Path) -> None:
+    assert report(ran)["silent"] == 12
+
+
+def test_the_step_of_a_gathered_matrix_is_the_step_of_muon() -> None:
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.zeros(6, 4))
+    weight.grad = torch.randn(6, 4)
+    muon = torch.optim.Muon(
+        [weight], lr=0.1, weight_decay=0.0, momentum=0.0, nesterov=False,
+        adjust_lr_fn="match_rms_adamw",
+    )  # fmt: skip
+    expected = orthogonal_step(weight.grad.clone(), 0.1)
+    muon.step()
+    assert torch.equal(weight.detach(), expected)
+    assert float(torch.linalg.svdvals(expected).std()) < 0.2 * float(expected.norm())
