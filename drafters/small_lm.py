@@ -25,6 +25,7 @@ from specctl.drafters.parts.heads import cut_rows
 from specctl.drafters.parts.lean import LeanLlama, LeanLM, LlamaShape
 from specctl.drafters.parts.lm import LanguageModel, Masks
 from specctl.drafters.parts.losses import LossOptions, check_kind, head_loss
+from specctl.drafters.parts.rope import rope_of
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.recipes.errors import IncompatibleError, RecipeError
@@ -118,8 +119,8 @@ def draft_shape(options: SmallLmOptions, spec: ModelSpec, vocab: VocabMap | None
     )
 
 
-def options_of(shape: LlamaShape) -> dict[str, Any]:
-    """The options that give exactly this shape, whatever the target's."""
+def options_of(shape: LlamaShape, spec: ModelSpec) -> dict[str, Any]:
+    """The options that give exactly this shape to a drafter for that target."""
     return {
         "layers": shape.num_layers,
         "width": shape.hidden_size,
@@ -132,8 +133,8 @@ def options_of(shape: LlamaShape) -> dict[str, Any]:
         "attention_bias": shape.attention_bias,
         "output_bias": shape.output_bias,
         "window": shape.window,
-        "norm_eps": shape.norm_eps,
-        "rope_theta": shape.rope_theta,
+        "norm_eps": None if shape.norm_eps == spec.norm_eps else shape.norm_eps,
+        "rope_theta": None if shape.rope_theta == spec.rope_theta else shape.rope_theta,
     }
 
 
@@ -171,7 +172,9 @@ class SmallLm(Drafter):
         super().__init__(options, spec, vocab)
         if lm is None:
             shape = draft_shape(options, spec, vocab)
-            lm = LeanLM(LeanLlama(shape), _draft_spec(shape, spec))
+            rope = rope_of(spec, shape.head_dim, shape.rope_theta)
+            module = LeanLlama(shape, rope.inv_freq, rope.scale)
+            lm = LeanLM(module, _draft_spec(shape, spec))
         self.lm, self.module = lm, lm.module
 
     @classmethod
@@ -198,7 +201,8 @@ class SmallLm(Drafter):
                 do="leave its vocabulary whole",
             )
         shape = replace(self.module.shape, tied=False, out_size=vocab.size)
-        small = LeanLlama(shape)
+        rotary = self.module.rotary
+        small = LeanLlama(shape, rotary.inv_freq, rotary.scale)
         weights = dict(self.module.state_dict())
         head_KD = self.module.head_weight
         weights["lm_head.weight"] = cut_rows(head_KD.detach(), self.vocab, vocab)

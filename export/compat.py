@@ -26,6 +26,7 @@ _SOFT_SPEC = (
     "intermediate_size",
     "norm_eps",
     "rope_theta",
+    "rope_scaling",
     "max_positions",
     "bos_id",
     "eos_ids",

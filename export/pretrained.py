@@ -54,7 +54,7 @@ def load_pretrained(path: Path, target: Target, allow: Sequence[str] = ()) -> Dr
 def described(drafter: SmallLm) -> SmallLm:
     """The drafter with options that say its shape, so that a trimmed one can be packaged."""
     if isinstance(drafter.module, LeanLlama):
-        drafter.options = SmallLmOptions(**options_of(drafter.module.shape))
+        drafter.options = SmallLmOptions(**options_of(drafter.module.shape, drafter.spec))
     return drafter
 
 

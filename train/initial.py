@@ -29,8 +29,8 @@ from specctl.runtime.report import SilentReporter
 from specctl.runtime.target import Target
 from specctl.train.assemble import build_drafter
 from specctl.train.checkpoint import Checkpoints
-from specctl.train.counting import vocab_from_data
 from specctl.train.data import prepare
+from specctl.train.draft_vocab import draft_vocab
 from specctl.train.prune import cut_like, prunable
 from specctl.train.rows import TokenData
 
@@ -86,7 +86,7 @@ def completed(recipe: Recipe, spec: ModelSpec, initial: Initial | None = None) -
     _only_small_lm(recipe)
     sizes = {option: getattr(spec, size) for option, size in _LIKE_TARGET.items()}
     if initial is not None and isinstance(initial.drafter.module, LeanLlama):
-        sizes = options_of(initial.drafter.module.shape)
+        sizes = options_of(initial.drafter.module.shape, spec)
         del sizes["layers"]
     options = sizes | recipe.drafter.options
     part = recipe.drafter.model_copy(update={"options": options})
@@ -184,11 +184,10 @@ def checkpoint_drafter(run: Path, target: Target) -> Drafter:
 
 def _run_vocab(recipe: Recipe, run: Path, target: Target, snapshot: Any) -> VocabMap | None:
     """The draft vocabulary of a run that has no package yet, counted again from its data."""
-    size = recipe.vocab.size
-    if size is None:
+    if recipe.vocab.size is None:
         return None
-    data = prepare(recipe, target, run)
-    vocab = vocab_from_data(data, target, size, recipe.vocab.min_coverage)
+    vocab = draft_vocab(recipe, target, prepare(recipe, target, run))
+    assert vocab is not None, "a size was given"
     if vocab.digest() != snapshot.fingerprint["vocab"]:
         raise IncompatibleError(
             "the draft vocabulary of the run cannot be made again",
@@ -250,7 +249,8 @@ def _fitting_options(drafter: Drafter, source: Drafter) -> dict[str, Any]:
     """Options under which the drafter would have the shape of the source."""
     ours, theirs = drafter.module, source.module
     if isinstance(ours, LeanLlama) and isinstance(theirs, LeanLlama):
-        here, there = options_of(ours.shape), options_of(theirs.shape)
+        here = options_of(ours.shape, drafter.spec)
+        there = options_of(theirs.shape, drafter.spec)
         if not here["tied"]:
             del there["tied"]  # a tied head unties itself
     else:

@@ -7,6 +7,7 @@ from typing import Any
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.recipes.errors import IncompatibleError
 
+SCALED_ROPE = ("linear", "llama3", "yarn")
 KINDS = ("full_attention", "sliding_attention")
 
 
@@ -36,7 +37,14 @@ def spec_of(config: Any, eos_ids: tuple[int, ...] = ()) -> ModelSpec:
         eos_ids=eos_ids,
         pad_id=text.pad_token_id if isinstance(text.pad_token_id, int) else None,
         embed_scale=_embed_scale(text),
+        rope_scaling=_rope_scaling(rope),
     )
+
+
+def _rope_scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
+    if rope.get("rope_type") not in SCALED_ROPE:
+        return None
+    return {name: value for name, value in rope.items() if value is not None}
 
 
 def _first(config: Any, names: tuple[str, ...], default: Any) -> Any:

@@ -10,6 +10,7 @@ Letters: D channels of the residual, H query heads, K key/value heads, N neurons
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -100,7 +101,7 @@ def _outer(name: str, tensor: Tensor, keep: Keep) -> Tensor:
     if part in _READERS:
         return tensor if name.endswith(".bias") else _select(tensor, keep.channels, 1, 1)
     grown = keep.energy.get(name, 1.0) * len(tensor) / len(keep.channels)
-    return _select(tensor, keep.channels, 1, 0) * grown**0.5
+    return _select(tensor, keep.channels, 1, 0) * math.sqrt(grown)
 
 
 def _select(tensor: Tensor, units: tuple[int, ...], size: int, axis: int) -> Tensor:

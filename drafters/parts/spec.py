@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Shape and constants of a decoder-only language model (sizes in units, not bytes)."""
+    """Shape and constants of a decoder-only language model (sizes in units, not bytes).
+    `rope_scaling` holds transformers' rope parameters where positions are scaled, else None."""
 
     model_type: str
     num_layers: int
@@ -25,6 +26,7 @@ class ModelSpec:
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
     embed_scale: float = 1.0
+    rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -63,7 +63,8 @@ def config_of(shape: LlamaShape, source: Source) -> dict[str, Any]:
     """config.json: the plainest transformers architecture that computes this shape. Rope is written
     in the new and in the old spelling."""
     spec = source.manifest.model_spec
-    rope = {"rope_type": "default", "rope_theta": shape.rope_theta}
+    scaling = spec.rope_scaling
+    rope = {**(scaling or {"rope_type": "default"}), "rope_theta": shape.rope_theta}
     return {
         **_architecture(shape),
         "vocab_size": shape.vocab_size,
@@ -78,7 +79,7 @@ def config_of(shape: LlamaShape, source: Source) -> dict[str, Any]:
         "max_position_embeddings": spec.max_positions,
         "rope_parameters": rope,
         "rope_theta": shape.rope_theta,
-        "rope_scaling": None,
+        "rope_scaling": scaling,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
         "tie_word_embeddings": shape.tied,

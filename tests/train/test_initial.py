@@ -203,7 +203,7 @@ def test_a_run_without_a_package_gives_its_best_checkpoint(
     saved = Checkpoints(tmp_path / "first" / "checkpoints", _silent()).load(4)
     drafter = checkpoint_drafter(tmp_path / "first", target)
     assert tensors_digest(drafter.tensors()) == tensors_digest(saved.tensors["model"])
-    sizes = {k: v for k, v in options_of(target.lm.module.shape).items() if k != "layers"}
+    sizes = {k: v for k, v in options_of(target.lm.module.shape, target.spec).items() if k != "layers"}
     again = small_recipe(
         text, drafter__init=str(tmp_path / "first"),
         **{f"drafter.options.{k}": "null" if v is None else v for k, v in sizes.items()},
