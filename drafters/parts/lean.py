@@ -71,6 +71,19 @@ class LeanLM(LanguageModel):
         scores: Tensor,
         kv: SlotKV | None,
     ) -> Tensor:
+        out = self._heads(x, layer, index, rope, scores, kv)
+        return x + linear(out, layer.output, layer.output_bias)
+
+    def _heads(
+        self,
+        x: Tensor,
+        layer: LayerWeights,
+        index: int,
+        rope: tuple[Tensor, Tensor],
+        scores: Tensor,
+        kv: SlotKV | None,
+    ) -> Tensor:
+        """[B, T, H * head width]: what the heads put out."""
         shape = self.module.shape
         B, T, _ = x.shape
         H, K = shape.num_heads, shape.num_kv_heads
@@ -85,14 +98,18 @@ class LeanLM(LanguageModel):
         query, key = both[:, :H], both[:, H:]
         if kv is not None:
             key, value = kv.update(index, key, value)
-        out = attend(query, key, value, scores).transpose(1, 2).reshape(B, T, H * shape.head_dim)
-        return x + linear(out, layer.output, layer.output_bias)
+        out = attend(query, key, value, scores)
+        return out.transpose(1, 2).reshape(B, T, H * shape.head_dim)
 
     def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
+        return x + linear(self._neurons(x, layer), layer.down)
+
+    def _neurons(self, x: Tensor, layer: LayerWeights) -> Tensor:
+        """[B, T, N]: what the neurons of the MLP put out."""
         shape = self.module.shape
         flat = rms_norm(x, layer.mlp_norm, shape.norm_eps)
         gate, up = _project(flat, layer.gate_up, (None,) * len(layer.gate_up)).chunk(2, dim=-1)
-        return x + linear(F.silu(gate) * up, layer.down)
+        return F.silu(gate) * up
 
     def borrowed(self) -> Borrowed:
         return Borrowed(
