@@ -96,7 +96,7 @@ class TrainingFlags(RecipeFlags):
         typer.Option(
             "--allow",
             metavar="FIELD",
-            help="Continue although this changed: config, target, data, vocab, world-size.",
+            help="Continue although this changed: config, target, data, vocab, init, world-size.",
             rich_help_panel=RUN,
         ),
     ] = None
