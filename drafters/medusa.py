@@ -33,6 +33,7 @@ from specctl.drafters.parts.batch import LossOut, TrainBatch
 from specctl.drafters.parts.heads import ResBlock, cut_rows, draft_size, head_rows
 from specctl.drafters.parts.kernels import Weight, can_pack, linear, pack
 from specctl.drafters.parts.losses import (
+    LinearHead,
     LossOptions,
     check_kind,
     head_loss,
@@ -179,14 +180,12 @@ class Medusa(Drafter):
         how = LossOptions(self.options.loss, self.options.temperature, self.options.chunk)
         state_RD = batch.taps[self.spec.num_layers].flatten(0, 1)
         state_RD = state_RD.to(next(self.module.parameters()).dtype)
-        judge, parts = judge_of(batch, how), []
+        judge, weights, parts = judge_of(batch, how), self.head_weights(), []
         for i in range(self.options.num_heads):
             rows = aim(batch, 2 + i)
-
-            def head(state_ND: Tensor, i: int = i) -> Tensor:
-                return self.head_logits(i, state_ND)
-
-            out = head_loss(state_RD, head, rows, self.vocab, how, judge)
+            head = LinearHead(weights[i] if self.options.head == "own" else weights[0])
+            ready_RD = self.before_head(self.module[i], state_RD)
+            out = head_loss(ready_RD, head, rows, self.vocab, how, judge)
             parts.append((self.options.decay**i, out))
         return weighted_sum(parts)
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specctl.drafters.parts.align import aim
@@ -24,7 +23,7 @@ from specctl.drafters.parts.growth import Growth, aim_cache
 from specctl.drafters.parts.heads import cut_rows
 from specctl.drafters.parts.lean import LeanLlama, LeanLM, LlamaShape
 from specctl.drafters.parts.lm import LanguageModel, Masks
-from specctl.drafters.parts.losses import LossOptions, check_kind, head_loss
+from specctl.drafters.parts.losses import LinearHead, LossOptions, check_kind, head_loss
 from specctl.drafters.parts.rope import rope_of
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.vocab import VocabMap
@@ -187,7 +186,7 @@ class SmallLm(Drafter):
         return cls(SmallLmOptions(), spec, vocab, lm)
 
     def needs(self) -> Needs:
-        return Needs(teacher=self.options.loss != "ce")
+        return Needs(teacher=self.options.loss != "ce", teacher_rows=True)
 
     def open(self, space: Space) -> SmallLmState:
         return SmallLmState(self, space)
@@ -223,11 +222,7 @@ class SmallLm(Drafter):
             return head_loss(state_RK, nn.Identity(), rows, self.vocab, how)
         last = self.lm.spec.num_layers
         out = self.lm.dense(ids_BS, batch.position_BS, masks, (last,), logits=False)
-        head_KD = module.head_weight
-
-        def head(state_ND: Tensor) -> Tensor:
-            return F.linear(state_ND, head_KD)
-
+        head = LinearHead(module.head_weight)
         return head_loss(out.taps[last].flatten(0, 1), head, rows, self.vocab, how)
 
     def readable(self, ids: Tensor) -> Tensor:

@@ -10,7 +10,9 @@ from dataclasses import replace
 import torch
 
 from specctl.drafters.parts.base import Needs
-from specctl.drafters.parts.batch import TrainBatch
+from specctl.drafters.parts.batch import HeadRows, TrainBatch
+from specctl.drafters.parts.lean import LeanLM
+from specctl.drafters.parts.lm import LanguageModel
 from specctl.runtime.target import Target
 
 
@@ -23,15 +25,27 @@ def capture(target: Target, batch: TrainBatch, needs: Needs) -> TrainBatch:
     batch = to_device(batch, target.device)
     if not needs.taps and not needs.teacher:
         return batch
+    last = target.spec.num_layers
+    by_rows = needs.teacher and needs.teacher_rows and _has_plain_head(target.lm)
     with torch.no_grad():
         out = target.lm.dense(
             batch.ids_BS,
             batch.position_BS,
             target.lm.document_masks(batch.document_BS),
-            needs.taps,
-            logits=needs.teacher,
+            tuple(sorted({*needs.taps, last} if by_rows else needs.taps)),
+            logits=needs.teacher and not by_rows,
         )
-    return replace(batch, taps=dict(out.taps), teacher_BSV=out.logits_BTV)
+    rows = None
+    if by_rows:
+        head = target.borrowed()
+        rows = HeadRows(out.taps[last].flatten(0, 1), head.head_VD, head.head_bias_V)
+    taps = {tap: out.taps[tap] for tap in needs.taps}
+    return replace(batch, taps=taps, teacher_BSV=out.logits_BTV, teacher_rows=rows)
+
+
+def _has_plain_head(lm: LanguageModel) -> bool:
+    """True where logits are the last state times the head, with nothing after it."""
+    return isinstance(lm, LeanLM)
 
 
 def to_device(batch: TrainBatch, device: torch.device) -> TrainBatch:

@@ -29,12 +29,14 @@ from specctl.drafters.parts.vocab import VocabMap
 @dataclass(frozen=True, slots=True)
 class Needs:
     """What a drafter wants from the target: taps at every fed token, its top-k ids, teacher logits
-    while training, and whether it borrows the embedding and the LM head."""
+    while training, and whether it borrows the embedding and the LM head. `teacher_rows`: its one
+    loss asks for teacher logits row by row, so they need not exist all at once."""
 
     taps: tuple[int, ...] = ()
     topk: int = 0
     teacher: bool = False
     borrow: bool = False
+    teacher_rows: bool = False
 
 
 @dataclass(frozen=True, slots=True)

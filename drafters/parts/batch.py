@@ -37,7 +37,8 @@ class HeadRows:
         return self.state_RD.shape[0]
 
     def __getitem__(self, row_N: Tensor) -> Tensor:
-        return F.linear(self.state_RD[row_N], self.weight_VD, self.bias_V)
+        with torch.autocast(self.device.type, enabled=False):  # the target keeps its precision
+            return F.linear(self.state_RD[row_N], self.weight_VD, self.bias_V)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ __all__ = [
 
 KINDS = ("ce", "kl", "rkl", "jsd", "tv", "lk_alpha", "lk_hybrid")
 HYBRID_RATE = 3.0
-CHUNK_ELEMENTS = 2**22  # float32 logits alive at once, unless that were too few rows: 16 MiB a copy
+CACHED, AT_ONCE = 2**20, 2**24  # logits of a slice: what a CPU's cache holds, what keeps a GPU busy
 LEAST_ROWS = 128  # of a slice: fewer, and adding up the head's gradient costs more than it saves
 
 
@@ -63,9 +63,11 @@ def check_kind(kind: str, where: str) -> None:
         )
 
 
-def fitting_chunk(width: int) -> int:
-    """Rows of a slice over that many ids."""
-    return max(LEAST_ROWS, CHUNK_ELEMENTS // width)
+def fitting_chunk(width: int, device: torch.device) -> int:
+    """Rows of a slice over that many ids. V = 6,144, 2,304 rows, one core of an AVX512 machine:
+    0.32 s a loss with its gradient in slices of 128 or 256 rows, 0.42 of 1,024, 0.58 in one."""
+    elements = CACHED if device.type == "cpu" else AT_ONCE
+    return max(LEAST_ROWS, elements // width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +207,7 @@ def head_loss(
     if judge is None and aim.teacher_RV is not None:
         judge = Judge(aim.teacher_RV, options.temperature)
     compare = Comparison.of(options, judge, vocab)
-    size = options.chunk or fitting_chunk(_width(judge, vocab))
+    size = options.chunk or fitting_chunk(_width(judge, vocab), state_RD.device)
     number = torch.tensor(float(aim.row_N.numel()), device=state_RD.device)
     if aim.select is None:
         total_4 = sum_slices(state_RD, head, _slices(aim, size), compare.sums)
@@ -241,7 +243,7 @@ def judge_of(batch: TrainBatch, options: LossOptions) -> Judge | None:
     teacher = teacher_of(batch)
     if teacher is None:
         return None
-    size = options.chunk or fitting_chunk(teacher.shape[-1])
+    size = options.chunk or fitting_chunk(teacher.shape[-1], teacher.device)
     return Judge.of(teacher, aim_at(batch, 1).judge_N, options.temperature, size)
 
 

@@ -62,6 +62,26 @@ def test_only_what_is_needed_is_kept(make_target: Callable[..., Target]) -> None
     assert teacher_only.teacher_BSV is not None
 
 
+@pytest.mark.parametrize("model_type", ["llama", "gpt_neox"])
+def test_teacher_rows_computed_when_asked_are_the_logits(
+    make_target: Callable[..., Target], model_type: str
+) -> None:
+    """An architecture whose head is more than a matrix hands out logits instead."""
+    target = make_target(model_type, num_layers=2)
+    batch = packed([7, 5])
+    logits_BSV = capture(target, batch, Needs(teacher=True)).teacher_BSV
+    assert logits_BSV is not None
+    asked = capture(target, batch, Needs(taps=(1,), teacher=True, teacher_rows=True))
+    assert list(asked.taps) == [1]
+    if model_type == "gpt_neox":
+        assert asked.teacher_rows is None
+        assert torch.equal(asked.teacher_BSV, logits_BSV)
+        return
+    assert (asked.teacher_BSV, asked.teacher_rows is None) == (None, False)
+    rows = torch.tensor([0, 5, 11])
+    torch.testing.assert_close(asked.teacher_rows[rows], logits_BSV.flatten(0, 1)[rows])
+
+
 def test_captured_features_can_be_trained_on(make_target: Callable[..., Target]) -> None:
     """Tensors made under inference_mode would be refused by autograd here."""
     target = make_target(num_layers=2)
