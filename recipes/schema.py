@@ -82,7 +82,28 @@ class DataPart(Section):
     limit_tokens: Positive | None = Field(
         default=None, description="stop reading after so many tokens"
     )
+    features: Literal["online", "offline"] = Field(
+        default="online",
+        description="offline: the target reads the rows once, its features are kept on disk",
+    )
+    feature_dtype: Literal["fp32", "bf16", "fp8"] = Field(
+        default="bf16", description="precision of features on disk (features offline)"
+    )
+    teacher_topk: Positive | None = Field(
+        default=None, description="target logits kept per token on disk; null keeps all"
+    )
+    features_gb: Annotated[float, Field(gt=0.0)] | None = Field(
+        default=None, description="most gigabytes of features on disk; the rest stays online"
+    )
     seed: int = 0
+
+    @model_validator(mode="after")
+    def _no_ignored_features(self) -> Self:
+        if self.features == "online":
+            for key in ("teacher_topk", "features_gb"):
+                if getattr(self, key) is not None:
+                    raise ValueError(f"{key} is ignored with features online; remove it")
+        return self
 
 
 class TrainPart(Section):
@@ -100,6 +121,12 @@ class TrainPart(Section):
     weight_decay: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     clip: Annotated[float, Field(gt=0.0)] = 1.0
     precision: Literal["no", "bf16"] = "no"
+    parallel: Literal["ddp", "fsdp"] = Field(
+        default="ddp", description="several processes: whole copies, or sharded weights and state"
+    )
+    shard_target: bool = Field(
+        default=False, description="with fsdp: spread the frozen target over the processes, too"
+    )
     seed: int = 0
     save_every: Positive = 200
     keep: Annotated[int, Field(ge=2)] = Field(
@@ -120,6 +147,8 @@ class TrainPart(Section):
     def _shares_fit(self) -> Self:
         if self.schedule == "wsd" and self.warmup + self.decay > 1.0:
             raise ValueError("warmup + decay must not exceed 1 with schedule wsd")
+        if self.shard_target and self.parallel != "fsdp":
+            raise ValueError("shard_target is ignored with parallel ddp; set parallel: fsdp")
         return self
 
 
@@ -165,9 +194,16 @@ class VocabPart(Section):
     min_coverage: Fraction = Field(
         default=0.95, description="least share of tokens covered (size auto)"
     )
-    source: Literal["target", "text", "draft"] = Field(
-        default="target", description="what is counted"
+    selector: str = Field(
+        default="vocab-trim",
+        min_length=1,
+        description="what is counted: a module of train/selectors, e.g. vocab-trim or fr-spec",
     )
+    search: Literal["exhaustive", "tpe"] = Field(
+        default="exhaustive",
+        description="size auto: every size, or sizes, draft lengths and domain weights together",
+    )
+    trials: Positive = Field(default=60, description="choices that search tpe looks at")
 
 
 class ExportPart(Section):

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import yaml
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 
 from specctl.drafters.parts.base import Drafter
 from specctl.drafters.parts.batch import TrainBatch
@@ -38,8 +39,8 @@ from specctl.train.assemble import (
 )
 from specctl.train.capture import capture
 from specctl.train.checkpoint import Checkpoints, Snapshot
-from specctl.train.counting import vocab_from_data
 from specctl.train.data import prepare
+from specctl.train.draft_vocab import draft_vocab
 from specctl.train.fingerprint import check_same_run, config_fields, run_fingerprint
 from specctl.train.initial import Initial, Loader, completed, initial_of, initialise
 from specctl.train.lock import locked
@@ -51,6 +52,7 @@ from specctl.train.plan import Plan, plan
 from specctl.train.plot import save_learning_curve
 from specctl.train.ranks import Ranks
 from specctl.train.rows import TokenData
+from specctl.train.sharding import Sharded
 from specctl.train.state import seed_everything
 from specctl.train.stop import Stop
 from specctl.train.store import write_bytes
@@ -118,11 +120,11 @@ def train_draft(
         progress = train(job, progress)
         acceptance = _best(job, progress, talker)
         written = out / "package"
-        with ranks.together():
+        with job.drafter.whole() as drafter, ranks.together():
             if ranks.is_main:
                 save_learning_curve(out / "metrics.jsonl", out / "curve.png")
                 if package is not None:
-                    package(job.drafter, target, written, acceptance)
+                    package(drafter, target, written, acceptance)
         accelerator.end_training()
     best = None if progress.best_step is None else job.checkpoints.path(progress.best_step)
     return RunResult(
@@ -147,6 +149,14 @@ def _accelerator(recipe: Recipe, out: Path) -> Accelerator:
                 where="train.trackers",
             )
     accelerator = Accelerator(log_with=trackers or None, project_dir=str(out))
+    if accelerator.distributed_type == DistributedType.FSDP and recipe.train.parallel != "fsdp":
+        raise RecipeError(
+            "Accelerate was told to shard and the recipe was not",
+            found=f"an FSDP configuration, train.parallel: {recipe.train.parallel}",
+            expected="the same in both",
+            do="--set train.parallel=fsdp, or launch with recipes/accelerate/ddp.yaml",
+            where="train.parallel",
+        )
     if trackers:
         accelerator.init_trackers("specctl")
     return accelerator
@@ -228,14 +238,7 @@ def _vocab(
     """The draft vocabulary: counted in the data, else that of the drafter to start from."""
     if recipe.vocab.size is None:
         return None if initial is None else initial.drafter.vocab
-    if recipe.vocab.source == "draft":
-        raise RecipeError(
-            "a drafter that is yet to be trained has drafted nothing to count",
-            expected="vocab.source target or text",
-            do="train with --set vocab.source=target, or trim afterwards with specctl vocab-trim",
-            where="vocab.source",
-        )
-    return vocab_from_data(data, target, recipe.vocab.size, recipe.vocab.min_coverage)
+    return draft_vocab(recipe, target, data)
 
 
 def _job(
@@ -271,7 +274,10 @@ def _job(
         reporter.say(line)
     num_rows = data.num_rows - len(measuring_rows(recipe, data))
     say_data(recipe, num_rows, reporter)
-    trainable = drafter.trainable()
+    trained = drafter
+    if settings.parallel == "fsdp" and ranks.size > 1:
+        trained = Sharded(drafter, ranks)
+    trainable = trained.trainable()
     vocab_sizes = frozenset({target.spec.vocab_size} | ({vocab.size} if vocab else set()))
     seed_everything(settings.seed, ranks.rank)
 
@@ -279,13 +285,13 @@ def _job(
         return capture(target, data.batch(rows), needs)
 
     return Job(
-        drafter=drafter,
+        drafter=trained,
         settings=settings,
         order=Order(num_rows, settings.seed),
         batch=batch,
         measure=decoder(recipe, target, drafter, measuring_prompts(recipe, target, data)),
         optimizers=build_optimizers(trainable, settings, vocab_sizes),
-        gradient=Gradient(trainable),
+        gradient=Gradient(trainable, ranks),
         checkpoints=checkpoints,
         log=MetricsLog(out / "metrics.jsonl", ranks.is_main, reporter.warn),
         stop=stop,
