@@ -1,5 +1,6 @@
 """Run the same command in several processes: Accelerate's launcher on GPUs, torch's on the CPU
-(Accelerate starts several CPU processes only through MPI)."""
+(Accelerate starts several CPU processes only through MPI). The configurations that Accelerate is
+given lie in recipes/accelerate, one per way of `train.parallel`."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 
 from specctl.recipes.errors import Exit, ResourceError
@@ -22,16 +24,22 @@ def is_launched() -> bool:
     return "LOCAL_RANK" in os.environ
 
 
-def launch_command(arguments: Sequence[str], processes: int, is_cpu: bool) -> list[str]:
+def launch_command(
+    arguments: Sequence[str], processes: int, is_cpu: bool, parallel: str = "ddp"
+) -> list[str]:
     """The command line that runs `specctl ARGUMENTS` in so many processes on this machine."""
     count, port = str(processes), str(_free_port())
     if is_cpu:
         launcher = ["torch.distributed.run", "--nproc-per-node", count, "--master-port", port]
     else:
-        launcher = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", count]
-        launcher += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-        launcher += ["--main_process_port", port]
+        launcher = ["accelerate.commands.launch", "--config_file", str(configuration(parallel))]
+        launcher += ["--num_processes", count, "--num_machines", "1", "--main_process_port", port]
     return [sys.executable, "-m", *launcher, "-m", "specctl", *arguments]
+
+
+def configuration(parallel: str) -> Path:
+    """The shipped Accelerate configuration for a way of `train.parallel`."""
+    return Path(str(resources.files("specctl.recipes"))) / "accelerate" / f"{parallel}.yaml"
 
 
 def _free_port() -> int:
@@ -41,14 +49,14 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def relaunch(arguments: Sequence[str], processes: int, is_cpu: bool) -> int:
+def relaunch(arguments: Sequence[str], processes: int, is_cpu: bool, parallel: str = "ddp") -> int:
     """Run this very command again in `processes` processes; returns the first one's exit code.
 
     SIGTERM is handed on, SIGINT reaches the processes by itself, and this one waits for them.
     """
     with tempfile.TemporaryDirectory(prefix="specctl-") as folder:
         exit_file = Path(folder) / "exit"
-        command = launch_command(arguments, processes, is_cpu)
+        command = launch_command(arguments, processes, is_cpu, parallel)
         with subprocess.Popen(command, env=_environment(exit_file, processes, is_cpu)) as process:
             signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
             signal.signal(signal.SIGINT, signal.SIG_IGN)

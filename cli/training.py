@@ -13,8 +13,10 @@ import typer
 from specctl.cli.console import Console
 from specctl.cli.flags import Offline, Sets
 from specctl.cli.launch import check_gpus, is_launched, relaunch
+from specctl.cli.loading import go_offline
+from specctl.cli.memory import peak_memory, peak_text, size_text
 from specctl.cli.progress import duration
-from specctl.recipes.errors import SpecctlError
+from specctl.recipes.errors import RecipeError, SpecctlError
 
 if TYPE_CHECKING:
     from specctl.drafters.parts.base import Drafter
@@ -48,6 +50,13 @@ class RecipeFlags:
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Run folder; else runs/TARGET-RECIPE.")
     ] = None
+    init: Annotated[
+        str | None,
+        typer.Option(
+            "--init",
+            help="Start from these weights: target, a package, a run or a Hugging Face folder.",
+        ),
+    ] = None
     sets: Sets = None
 
     def load(self) -> Recipe:
@@ -61,7 +70,8 @@ class RecipeFlags:
 
     def _fields(self) -> dict[str, Any]:
         """Fields of the recipe that flags of their own set."""
-        return {} if self.data is None else {"data.source": self.data}
+        given = {"data.source": self.data, "drafter.init": self.init}
+        return {field: value for field, value in given.items() if value is not None}
 
     def folder(self, recipe: Recipe) -> Path:
         """--out, or runs/TARGET-RECIPE."""
@@ -107,12 +117,14 @@ def run_training(console: Console, flags: TrainingFlags) -> None:
     """A whole training command, from its flags to the Next lines."""
     recipe = flags.load()
     out = flags.folder(recipe)
+    if flags.offline:
+        go_offline()
     if flags.dry_run:
         _dry_run(console, recipe, out)
         return
     processes, is_cpu = _processes(flags)
     if processes > 1 and not is_launched():
-        code = relaunch(sys.argv[1:], processes, is_cpu)
+        code = relaunch(sys.argv[1:], processes, is_cpu, recipe.train.parallel)
         console.is_answered = True  # by the first process
         raise typer.Exit(code)
     result = train_and_package(console, recipe, out, flags.resume, flags.allow or ())
@@ -150,9 +162,11 @@ def packaged(drafter: Drafter, target: Target, folder: Path, **about: Any) -> Ma
 def train_and_package(
     console: Console, recipe: Recipe, out: Path, resume: bool = True, allow: Sequence[str] = ()
 ) -> RunResult:
-    """Train, and write OUT/package from the checkpoint with the best measured tau."""
+    """Train, and write OUT/package from the checkpoint with the best measured tau; then OUT/FORMAT
+    for each further format of the recipe."""
     from specctl.train.run import train_draft
 
+    others = other_formats(recipe)
     command = ["specctl", *sys.argv[1:]]
 
     def package(
@@ -168,6 +182,11 @@ def train_and_package(
             command=command,
         )
         console.say("package: read back, every tensor equal, same acceptance as in training")
+        for form in others:
+            from specctl.export.formats import export
+
+            export(folder, form, out / form, target)
+            console.say(f"{out / form}: the drafter as {form}, loaded back and compared")
         return manifest
 
     return train_draft(
@@ -191,6 +210,26 @@ def load_initial(name: str, target: Target) -> Drafter:
     if found.kind is Kind.PACKAGE and found.folder is not None:
         return read_package(found.folder, target)
     return load_found(found, target, ())
+
+
+def other_formats(recipe: Recipe) -> list[str]:
+    """The formats of the recipe beside the package; one that cannot hold the family is refused
+    before anything is trained."""
+    from specctl.export.formats import formats
+
+    wanted = [name for name in recipe.export.formats if name != "specctl"]
+    family = recipe.drafter.family
+    for name in wanted:
+        if not formats()[name].holds(family):
+            fits = [n for n, form in formats().items() if form.holds(family)]
+            raise RecipeError(
+                f"format {name} cannot hold a {family} drafter",
+                where="export.formats",
+                found=name,
+                expected="one of " + ", ".join(fits),
+                do="--set export.formats=[specctl]",
+            )
+    return wanted
 
 
 def packaged_acceptance(
@@ -222,7 +261,7 @@ def finish(console: Console, recipe: Recipe, result: RunResult) -> None:
     checkpoint = result.best_checkpoint or result.out
     console.out(
         f"checkpoint {checkpoint} (sha256 {manifest.digest[:12]}) | acceptance tau {tau} "
-        f"(held-out, k={recipe.serve.length}) | {duration(result.seconds)}"
+        f"(held-out, k={recipe.serve.length}) | {duration(result.seconds)} | {peak_text()}"
     )
     answer = {
         "out": str(result.out),
@@ -232,7 +271,9 @@ def finish(console: Console, recipe: Recipe, result: RunResult) -> None:
         "tau": result.tau,
         "steps": result.steps,
         "seconds": round(result.seconds, 1),
+        "peak_bytes": peak_memory(),
         "parameters": manifest.parameters,
+        "exports": {name: str(result.out / name) for name in other_formats(recipe)},
     }
     target = recipe.target.name
     following = [
@@ -248,7 +289,7 @@ def _dry_run(console: Console, recipe: Recipe, out: Path) -> None:
     result = train_draft(recipe, out, dry_run=True, reporter=console)
     assert result.plan is not None, "a dry run plans"
     show_plan(console, recipe, result.plan)
-    arguments = [word for word in sys.argv[1:] if word not in ("--dry-run", "--json")]
+    arguments = [word for word in sys.argv[1:] if word not in ("--dry-run", "--json", "--jsonl")]
     answer = {"recipe": recipe.to_json(), "origin": recipe.origin, "plan": result.plan.to_json()}
     console.done(answer, next=[" ".join(["specctl", *arguments])])
 
@@ -273,12 +314,3 @@ def show_plan(console: Console, recipe: Recipe, plan: Plan) -> None:
 def _parts_text(total: int, parts: Mapping[str, int]) -> str:
     shown = ", ".join(f"{name} {size_text(count)}" for name, count in parts.items())
     return f"{size_text(total)} ({shown})"
-
-
-def size_text(count: float) -> str:
-    """1536 -> "1.5 KiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
