@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, get_type_hints
 import typer
 
 from specctl.cli.console import Console
-from specctl.cli.flags import GLOBAL_FLAGS
+from specctl.cli.flags import GLOBAL_FLAGS, ConfigFile
 
 P = ParamSpec("P")
 _BOTH, _KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
@@ -57,6 +57,7 @@ def command(
         console = console_of(ctx)
         console.command = name or body.__name__.strip("_").replace("_", "-")
         configure(console, {flag: given.pop(flag) for flag in GLOBAL_FLAGS})
+        del given["config_file"]  # its callback has done its work
         given |= {group.name: group.gather(given) for group in groups}
         try:
             body(console, **given)  # type: ignore[call-arg]
@@ -112,7 +113,12 @@ def _spread(parameter: inspect.Parameter, kind: Any) -> Iterator[inspect.Paramet
 
 
 def _everywhere() -> list[inspect.Parameter]:
+    """The flags of every command."""
+    config = inspect.Parameter("config_file", _KEYWORD, default=None, annotation=ConfigFile)
     return [
-        inspect.Parameter(flag, _KEYWORD, default=False, annotation=kind)
-        for flag, kind in GLOBAL_FLAGS.items()
+        config,
+        *(
+            inspect.Parameter(flag, _KEYWORD, default=False, annotation=kind)
+            for flag, kind in GLOBAL_FLAGS.items()
+        ),
     ]

@@ -13,6 +13,7 @@ from pathlib import Path
 import typer
 
 from specctl.cli.command import ClosedPipe
+from specctl.cli.config_file import META
 from specctl.cli.console import Console
 from specctl.recipes.errors import (
     Exit,
@@ -88,6 +89,7 @@ def _usage(error: Exception) -> SpecctlError:
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "specctl"
     usage = context.get_usage().removeprefix("Usage: ") if context is not None else "specctl CMD"
+    config = context.meta.get(META) if context is not None else None
     close = ""
     if context is not None and message.startswith("No such command"):
         wanted = message.split("'")[1] if "'" in message else ""
@@ -102,7 +104,7 @@ def _usage(error: Exception) -> SpecctlError:
     verb = f"{path} {first} --help" if first and not first.startswith("-") else f"{path} --help"
     return SpecctlError(
         message,
-        where="the command line",
+        where=f"the command line or {config}" if config else "the command line",
         found=" ".join(["specctl", *sys.argv[1:]])[:200],
         expected=" ".join(usage.split()),
         do=f"use {first}  ({verb})" if first.startswith("-") else verb,

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from specctl.cli.config_file import apply
+
 EVERYWHERE = "Everywhere"
 SAMPLING = "Sampling"
 DRAFTING = "Drafting"
@@ -139,6 +141,18 @@ MaxNewTokens = Annotated[
 ]
 Temperature = Annotated[
     float, typer.Option("--temperature", min=0.0, help="0 = greedy.", rich_help_panel=SAMPLING)
+]
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config-file",
+        envvar="SPECCTL_CONFIG_FILE",
+        is_eager=True,
+        callback=apply,
+        help="YAML file of defaults for flags, by command.",
+        rich_help_panel=EVERYWHERE,
+    ),
 ]
 
 GLOBAL_FLAGS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -64,6 +65,8 @@ class TargetChoice:
         from specctl.recipes.targets import resolve
 
         resolved = resolve(self.name)  # an unknown name fails before torch is imported
+        if self.offline:
+            go_offline()
         from specctl.runtime.target import load_target
 
         console.detail(f"target {self.name} = {resolved.path or resolved.repo}")
@@ -78,6 +81,12 @@ class TargetChoice:
         if target.inflated:
             console.warn(inflated_note(target))
         return target
+
+
+def go_offline() -> None:
+    """Never ask the hub, in this process and those it starts: neither for models nor for data.
+    To be called before transformers or datasets is imported."""
+    os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
 
 
 def inflated_note(target: Target) -> str:

@@ -19,7 +19,7 @@ from specctl import __version__
 from specctl.cli.command import command, configure, console_of, unwrap
 from specctl.cli.console import Console
 from specctl.cli.failures import handle
-from specctl.cli.flags import Json, JsonLines, NoColor, Quiet, Verbose
+from specctl.cli.flags import ConfigFile, Json, JsonLines, NoColor, Quiet, Verbose
 from specctl.cli.launch import leave_exit_code
 
 START, TRAIN, USE, LOOK = "Start here", "Train and shape", "Use and measure", "Look and check"
@@ -121,11 +121,12 @@ def _everywhere(
     quiet: Quiet = False,
     verbose: Verbose = False,
     no_color: NoColor = False,
+    config_file: ConfigFile = None,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="And leave.")
     ] = False,
 ) -> None:
-    del version
+    del version, config_file
     flags = {"json": json, "jsonl": jsonl, "quiet": quiet, "verbose": verbose}
     configure(console_of(ctx), flags | {"no_color": no_color})
 

@@ -9,6 +9,7 @@ import typer
 
 from specctl.cli.console import Console
 from specctl.cli.flags import Out
+from specctl.cli.memory import peak_memory, peak_text
 
 
 def pretrain(
@@ -36,13 +37,14 @@ def pretrain(
     final = pretrain_(path, out, resume=resume and has_state)
     console.out(
         f"{out / 'export'} | held-out loss {final.loss:.3f} nats | "
-        f"next-token accuracy {final.accuracy:.3f} over {final.tokens:,} tokens"
+        f"next-token accuracy {final.accuracy:.3f} over {final.tokens:,} tokens | {peak_text()}"
     )
     result = {
         "path": str(out / "export"),
         "heldout_loss": final.loss,
         "heldout_accuracy": final.accuracy,
         "heldout_tokens": final.tokens,
+        "peak_bytes": peak_memory(),
     }
     following = f"specctl train-draft --target {out / 'export'} --recipe distill"
     console.done(result, next=[following])

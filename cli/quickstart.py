@@ -13,6 +13,7 @@ import typer
 
 from specctl.cli.console import Console
 from specctl.cli.flags import Sets
+from specctl.cli.memory import peak_memory, peak_text
 from specctl.cli.progress import duration
 
 if TYPE_CHECKING:
@@ -77,8 +78,9 @@ def quickstart(
     size = inflate or ("300m" if target == "tiny" else "none")
     report = _compare(console, model, package, None if size == "none" else size)
     seconds = time.monotonic() - started
-    console.say(f"\ndone in {duration(seconds)}; everything is in {out}")
+    console.say(f"\ndone in {duration(seconds)}, {peak_text()}; everything is in {out}")
     result = {"out": str(out), "package": str(package), "seconds": round(seconds, 1)}
+    result["peak_bytes"] = peak_memory()
     result |= {"tau_trained": run, **report}
     (out / "quickstart.json").write_text(json.dumps(result, indent=1) + "\n")
     chosen = f"--target {target} --draft {package}"
