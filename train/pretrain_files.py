@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from specctl.recipes.errors import FileError
 from specctl.train.pretrain_recipe import Progress
+from specctl.train.tokenizer import end_ids
 
 CHECKPOINT = "checkpoint.safetensors"
 NOT_A_LANGUAGE_MODEL = {
@@ -101,6 +102,7 @@ def export_snapshot(folder: Path, model: Any, tokenizer: Any) -> None:
     partial = folder / "model.partial"
     save_file(weights, partial, metadata={"format": "pt"})
     write_json(folder / "config.json", config_of(model))
+    model.generation_config.eos_token_id = end_ids(tokenizer)
     model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())

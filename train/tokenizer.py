@@ -60,6 +60,11 @@ def train_tokenizer(
     return tokenizer
 
 
+def end_ids(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """The ids that end a text: of a document, and of a turn in the chat template."""
+    return [int(tokenizer.convert_tokens_to_ids(token)) for token in (EOS, END)]
+
+
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """The tokenizer saved in a folder."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)

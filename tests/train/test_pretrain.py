@@ -95,6 +95,8 @@ def test_loss_falls_and_the_export_loads(tmp_path: Path) -> None:
     assert model.dtype == torch.bfloat16
     ids = tokenizer("import os\n", return_tensors="pt").input_ids
     assert torch.isfinite(model(ids).logits).all()
+    ends = tokenizer.convert_ids_to_tokens(model.generation_config.eos_token_id)
+    assert ends == ["<|eos|>", "<|end|>"], "a document, and a turn of the chat template"
 
 
 def test_a_terminated_run_resumes_bit_for_bit(
