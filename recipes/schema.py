@@ -82,6 +82,12 @@ class DataPart(Section):
     limit_tokens: Positive | None = Field(
         default=None, description="stop reading after so many tokens"
     )
+    on_policy: Fraction = Field(
+        default=0.0, description="share of each batch's rows that the drafter itself writes"
+    )
+    on_policy_every: Positive = Field(
+        default=50, description="steps after which the drafter writes anew"
+    )
     features: Literal["online", "offline"] = Field(
         default="online",
         description="offline: the target reads the rows once, its features are kept on disk",
@@ -103,6 +109,8 @@ class DataPart(Section):
             for key in ("teacher_topk", "features_gb"):
                 if getattr(self, key) is not None:
                     raise ValueError(f"{key} is ignored with features online; remove it")
+        elif self.on_policy > 0:
+            raise ValueError("text that the drafter writes has no features on disk; use online")
         return self
 
 
@@ -127,6 +135,21 @@ class TrainPart(Section):
     shard_target: bool = Field(
         default=False, description="with fsdp: spread the frozen target over the processes, too"
     )
+    select: Literal["none", "highest", "lowest", "random"] = Field(
+        default="none",
+        description="learn only some tokens of a batch: those on which the drafter is furthest "
+        "behind a reference (highest: AdaSPEC), least far, or any",
+    )
+    select_share: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        default=0.4, description="share of the tokens that select keeps"
+    )
+    reference: str | None = Field(
+        default=None,
+        description="drafter that select compares with; null trains one first, in OUT/reference",
+    )
+    reference_steps: Positive | None = Field(
+        default=None, description="steps of that training; null takes as many as the run itself"
+    )
     seed: int = 0
     save_every: Positive = 200
     keep: Annotated[int, Field(ge=2)] = Field(
@@ -147,6 +170,12 @@ class TrainPart(Section):
     def _shares_fit(self) -> Self:
         if self.schedule == "wsd" and self.warmup + self.decay > 1.0:
             raise ValueError("warmup + decay must not exceed 1 with schedule wsd")
+        compares = self.select in ("highest", "lowest")
+        for key in ("reference", "reference_steps"):
+            if getattr(self, key) is not None and not compares:
+                raise ValueError(f"{key} is ignored with select {self.select}; remove it")
+        if self.reference is not None and self.reference_steps is not None:
+            raise ValueError("reference_steps is ignored beside a reference; remove one of them")
         if self.shard_target and self.parallel != "fsdp":
             raise ValueError("shard_target is ignored with parallel ddp; set parallel: fsdp")
         return self
