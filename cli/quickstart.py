@@ -127,6 +127,8 @@ def _trim(console: Console, model: Target, out: Path) -> Path:
     from specctl.cli.loading import DraftChoice
     from specctl.cli.vocab_trim import TrimJob, trim_and_package
     from specctl.export.manifest import WEIGHTS, check_files
+    from specctl.train.selectors import selector
+    from specctl.train.vocab_trim import TrimSettings
 
     source, folder = out / "package", out / "trimmed"
     mark = folder / "of.json"
@@ -135,7 +137,8 @@ def _trim(console: Console, model: Target, out: Path) -> Path:
         console.say("trimmed before; kept")
         return folder / "package"
     draft = DraftChoice(str(source)).load(model)
-    job = TrimJob(model, draft, "auto", "target", None, 0.95, TRIM_PROMPTS, TRIM_TOKENS)
+    settings = TrimSettings(new_tokens=TRIM_TOKENS)
+    job = TrimJob(model, draft, settings, selector("vocab-trim"), num_prompts=TRIM_PROMPTS)
     trim_and_package(console, job, folder)
     mark.write_text(json.dumps({"digest": digest}))
     return folder / "package"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -19,12 +20,16 @@ from specctl.recipes.errors import RecipeError, SpecctlError
 if TYPE_CHECKING:
     from specctl.drafters.parts.base import Drafter
     from specctl.export.manifest import Manifest
+    from specctl.recipes.schema import VocabPart
+    from specctl.runtime.policies import Policy
     from specctl.runtime.target import Target
-    from specctl.train.coverage import Counted
     from specctl.train.heldout import Prompt
+    from specctl.train.selectors import Selector
+    from specctl.train.sources import Sample
     from specctl.train.trim_report import TrimReport
+    from specctl.train.vocab_trim import Material, TrimSettings
 
-SOURCES = ("target", "text", "draft")
+SHARES = (1, 2, 3)  # of the prompts: tau is measured, sizes are predicted, tokens are counted on
 
 
 def vocab_trim(
@@ -33,39 +38,89 @@ def vocab_trim(
     draft: Annotated[str, typer.Option("--draft", "-d", help="Package (or model folder) to trim.")],
     out: Out,
     size: Annotated[
-        str, typer.Option(help="Tokens to keep: a number, 8k, or auto (what pays most here).")
-    ] = "auto",
-    source: Annotated[
-        str, typer.Option(help="What is counted: target (what it writes), text, or draft.")
-    ] = "target",
+        str | None,
+        typer.Option(help="Tokens to keep: a number, 8k, or auto (what pays most here, default)."),
+    ] = None,
+    selector: Annotated[
+        str | None,
+        typer.Option(
+            help="What is counted: vocab-trim (what the target writes, default), fr-spec (raw "
+            "text), drafted or accepted (what the drafter proposes; what of it is accepted)."
+        ),
+    ] = None,
     data: Annotated[
         Path | None,
-        typer.Option("--data", help="Prompts or text to count; else the run's data beside DRAFT."),
+        typer.Option(
+            "--data",
+            help="What is counted instead of the run's data beside DRAFT: prompts, or for fr-spec "
+            "raw text (default: this machine's Python sources).",
+        ),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts",
+            help="Your prompts, text or JSONL with a domain field; else the held-out prompts.",
+        ),
     ] = None,
     min_coverage: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Least share of tokens kept, with --size auto.")
-    ] = 0.95,
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="Least share of tokens kept, with --size auto (0.95)."),
+    ] = None,
+    search: Annotated[
+        str | None,
+        typer.Option(
+            help="With --size auto: exhaustive (every size, default), or tpe (size, draft length "
+            "and domain weights together; needs optuna)."
+        ),
+    ] = None,
+    trials: Annotated[
+        int | None, typer.Option(min=1, help="Choices that --search tpe looks at (60).")
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option("--recipe", "-r", help="Recipe whose vocab section is used, e.g. fr-spec."),
+    ] = None,
     num_prompts: Annotated[
         int, typer.Option(min=1, help="Held-out prompts on which tau is measured.")
     ] = 12,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 64,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="At which sizes are predicted and measured.")
+    ] = 0.0,
     allow: Allow = None,
 ) -> None:
     """Trim the vocabulary of any drafter with an LM head. Verification stays lossless.
 
-    Shows coverage by domain, the coverage curve, and tau, MBSU and tokens/s before and after; OUT
-    gets the trimmed package, trim.json and (with matplotlib) trim.png beside it.
+    Shows coverage, acceptance, tau, MBSU and speed-up by domain before and after, and which
+    prompts lost; OUT gets the trimmed package, trim.json and (with matplotlib) trim.png beside it.
 
     Examples:
 
       specctl vocab-trim --draft runs/quickstart/package --size auto --out runs/trimmed
-      specctl vocab-trim --draft runs/distill/package --size 2k --source text --data code.txt -o t
+      specctl vocab-trim --draft runs/distill/package --recipe fr-spec --size 2k --out runs/fr-spec
+      specctl vocab-trim --draft runs/distill/package --search tpe --trials 80 --out runs/searched
     """
-    wanted = parse_size(size)
-    _check_source(source, data)
+    part = _vocab_part(recipe, selector, min_coverage, search, trials)
+    wanted = parse_size(size) if size is not None else part.size or "auto"
+    chosen = _selector(part.selector)
+    if part.search == "tpe" and wanted != "auto":
+        raise RecipeError(
+            "--search tpe chooses the size itself",
+            where="--size",
+            found=str(wanted),
+            expected="--size auto",
+            do="leave --size out, or --search exhaustive",
+        )
+    from specctl.train.vocab_trim import TrimSettings
+
+    settings = TrimSettings(
+        wanted, part.min_coverage, max_new_tokens, temperature,
+        search=part.search, trials=part.trials,
+    )  # fmt: skip
     model = target.load(console)
     loaded = DraftChoice(draft, allow=allow).load(model)
-    job = TrimJob(model, loaded, wanted, source, data, min_coverage, num_prompts, max_new_tokens)
+    job = TrimJob(model, loaded, settings, chosen, data, prompts, num_prompts)
     report, manifest = trim_and_package(console, job, out)
     console.done(
         {
@@ -81,24 +136,53 @@ def vocab_trim(
     )
 
 
+def _vocab_part(
+    recipe: str | None,
+    selector: str | None,
+    min_coverage: float | None,
+    search: str | None,
+    trials: int | None,
+) -> VocabPart:
+    """Flags over the recipe's vocab section over the defaults."""
+    from specctl.recipes.load import load_recipe
+    from specctl.recipes.schema import Recipe
+
+    base = Recipe().vocab if recipe is None else load_recipe(recipe).vocab
+    if search not in (None, "exhaustive", "tpe"):
+        raise RecipeError(
+            f"unknown search {search!r}",
+            where="--search",
+            found=str(search),
+            expected="exhaustive or tpe",
+            do="--search exhaustive",
+        )
+    given = {
+        "selector": selector, "min_coverage": min_coverage, "search": search, "trials": trials,
+    }  # fmt: skip
+    return base.model_copy(update={k: v for k, v in given.items() if v is not None})
+
+
+def _selector(name: str) -> Selector:
+    from specctl.train.selectors import selector
+
+    return selector(name)
+
+
 @dataclass(frozen=True, slots=True)
 class TrimJob:
     """A drafter and how it is to be trimmed."""
 
     target: Target
     draft: LoadedDraft
-    size: int | Literal["auto"]
-    source: str
-    data: Path | None
-    min_coverage: float
-    num_prompts: int
-    max_new_tokens: int
+    settings: TrimSettings
+    selector: Selector
+    data: Path | None = None
+    prompts: Path | None = None
+    num_prompts: int = 12
 
 
 def trim_and_package(console: Console, job: TrimJob, out: Path) -> tuple[TrimReport, Manifest]:
     """Trim, show the report, write OUT/package and OUT/trim.json."""
-    from specctl.train.coverage import count_tokens
-    from specctl.train.heldout import heldout_prompts
     from specctl.train.vocab_trim import save_report, trim
 
     drafter, policy = job.draft.drafter, job.draft.policy
@@ -112,59 +196,97 @@ def trim_and_package(console: Console, job: TrimJob, out: Path) -> tuple[TrimRep
             expected="a trained drafter",
             do="specctl train-draft --recipe distill, then trim its package",
         )
-    console.say(f"counting tokens ({job.source})")
-    prompts = heldout_prompts(job.target, 4 * job.num_prompts)
-    measured, rest = prompts[: job.num_prompts], prompts[job.num_prompts :]
-    counts, heldout = count_tokens(_documents(job, rest), job.target.spec.vocab_size)
-    small, report = trim(
-        drafter,
-        job.size,
-        target=job.target,
-        counts=counts,
-        heldout=heldout,
-        policy=policy,
-        prompts=measured,
-        source=job.source,
-        min_coverage=job.min_coverage,
-        new_tokens=job.max_new_tokens,
-        console=console,
-    )
-    for line in report.lines():
+    console.say(f"counting tokens ({job.selector.name})")
+    material = gathered(job)
+    done = trim(drafter, policy, job.target, material, job.settings, console=console)
+    for line in done.report.lines():
         console.out(line)
-    console.out(report.plot())
-    manifest = _package(job, small, measured, out / "package")
-    save_report(report, out)
-    return report, manifest
+    console.out(done.report.plot())
+    manifest = _package(job, done.drafter, done.policy, material.prompts, out / "package")
+    save_report(done.report, out)
+    return done.report, manifest
 
 
-def _package(job: TrimJob, drafter: Drafter, prompts: list[Prompt], folder: Path) -> Manifest:
+def gathered(job: TrimJob) -> Material:
+    """Prompts split three ways, the target's answers to one part, and the selector's counts."""
+    from specctl.train.chains import write_answers
+    from specctl.train.coverage import total_counts
+    from specctl.train.heldout import heldout_prompts
+    from specctl.train.vocab_trim import Material
+
+    size, settings = job.target.spec.vocab_size, job.settings
+    pool = heldout_prompts(job.target, sum(SHARES) * job.num_prompts, path=job.prompts)
+    measured, predicted, counted = split(pool)
+    answers = write_answers(job.target, predicted, settings.new_tokens, settings.temperature)
+    heldout = total_counts(((a.tokens, a.domain) for a in answers), size)
+    counts = total_counts(job.selector.count(_evidence(job, counted)), size)
+    return Material(job.selector.name, counts, heldout, answers, measured)
+
+
+def split(pool: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt], list[Prompt]]:
+    """In the proportions of SHARES, each at least one; of fewer than three prompts, all for all."""
+    if len(pool) < len(SHARES):
+        return list(pool), list(pool), list(pool)
+    first = max(1, len(pool) * SHARES[0] // sum(SHARES))
+    second = max(1, len(pool) * SHARES[1] // sum(SHARES))
+    return list(pool[:first]), list(pool[first : first + second]), list(pool[first + second :])
+
+
+def _evidence(job: TrimJob, counted: list[Prompt]) -> Any:
+    """What the selector may count."""
+    from specctl.train.heldout import heldout_prompts
+    from specctl.train.rows import TokenData
+    from specctl.train.selectors import Evidence
+
+    run, data = Path(job.draft.name).resolve().parent, None
+    if job.data is None and (run / "data" / "manifest.json").is_file():
+        data = TokenData.open(run / "data")
+    if job.data is not None and job.selector.name != "fr-spec":
+        counted = heldout_prompts(job.target, 10_000, path=job.data)
+    samples = partial(_samples, str(job.data) if job.data is not None else "corpus")
+    return Evidence(job.target, counted, data, samples, job.draft.drafter, job.draft.policy)
+
+
+def _samples(source: str) -> Iterable[Sample]:
+    from specctl.train.sources import Defects, read_samples
+
+    return read_samples(source, "auto", "train", 0, Defects())
+
+
+def _package(
+    job: TrimJob, drafter: Drafter, policy: Policy, prompts: Sequence[Prompt], folder: Path
+) -> Manifest:
     """Write the trimmed drafter, with tau measured once more as it will be served."""
     from specctl.cli.training import packaged
     from specctl.runtime.generate import generate
     from specctl.runtime.sampling import Sampling
 
+    settings = job.settings
     made = generate(
         job.target,
         [p.ids for p in prompts],
         drafter=drafter,
-        sampling=Sampling(max_new_tokens=job.max_new_tokens),
-        policy=job.draft.policy,
+        sampling=Sampling(max_new_tokens=settings.new_tokens),
+        policy=policy,
         rule=job.draft.rule,
     )
     acceptance = {
         "tau": made.stats.tau,
         "alpha": list(made.stats.accepted_per_position),
-        "command": f"specctl vocab-trim --draft {job.draft.name} --size {job.size}",
+        "command": f"specctl vocab-trim --draft {job.draft.name} --size {settings.size}",
         "data": "held-out prompts",
         "temperature": 0.0,
         "prompts": len(prompts),
-        "new_tokens": job.max_new_tokens,
+        "new_tokens": settings.new_tokens,
     }
+    serve = packaged_serve(job.draft.name)
+    if policy != job.draft.policy:
+        serve["length"] = policy.depth
     return packaged(
         drafter,
         job.target,
         folder,
-        serve=packaged_serve(job.draft.name),
+        serve=serve,
         recipe_digest=_recipe_digest(job.draft.name),
         acceptance=acceptance,
         command=["specctl", *sys.argv[1:]],
@@ -177,52 +299,6 @@ def _recipe_digest(draft: str) -> str:
 
     folder = Path(draft)
     return read_manifest(folder).recipe_digest if (folder / MANIFEST).is_file() else ""
-
-
-def _documents(job: TrimJob, prompts: list[Prompt]) -> Iterable[Counted]:
-    """What is counted, by domain."""
-    from specctl.train.heldout import heldout_prompts
-    from specctl.train.rows import TokenData
-    from specctl.train.vocab_trim import data_tokens, draft_tokens, target_tokens
-
-    if job.source == "text":
-        return _text(job)
-    given = prompts if job.data is None else heldout_prompts(job.target, 10_000, path=job.data)
-    if job.source == "draft":
-        assert job.draft.drafter is not None, "checked by the caller"
-        assert job.draft.policy is not None, "checked by the caller"
-        return draft_tokens(job.target, job.draft.drafter, job.draft.policy, given)
-    run = Path(job.draft.name).resolve().parent
-    if job.data is None and (run / "data" / "manifest.json").is_file():
-        return data_tokens(TokenData.open(run / "data"))
-    return target_tokens(job.target, given)
-
-
-def _text(job: TrimJob) -> Iterable[Counted]:
-    assert job.data is not None, "checked by _check_source"
-    from specctl.train.heldout import heldout_prompts
-
-    for prompt in heldout_prompts(job.target, 1_000_000, path=job.data):
-        yield prompt.ids, prompt.domain
-
-
-def _check_source(source: str, data: Path | None) -> None:
-    if source not in SOURCES:
-        raise RecipeError(
-            f"unknown source {source!r}",
-            where="--source",
-            found=source,
-            expected="one of " + ", ".join(SOURCES),
-            do="--source target",
-        )
-    if source == "text" and data is None:
-        raise RecipeError(
-            "there is no text to count",
-            where="--data",
-            found="nothing",
-            expected="a text or JSONL file",
-            do="--data FILE, or --source target",
-        )
 
 
 def parse_size(text: str) -> int | Literal["auto"]:

@@ -46,6 +46,9 @@ class Ranked:
             return cls(rank, rank_V.to(rank.device))
         return cls(vocab.to_draft().to(rank.device)[rank], rank_V.to(rank.device))
 
+    def to(self, device: torch.device) -> Ranked:
+        return Ranked(self.row_K.to(device), self.rank_V.to(device))
+
 
 @dataclass(frozen=True, slots=True)
 class SizeCurve:
@@ -96,6 +99,7 @@ def passing(chain: Chain, ranked: Ranked, sizes: Sequence[int], temperature: flo
     """[R, L, N]: w_k, the chance that the draft behind root r and l tokens is the true next token
     and is accepted."""
     R, L, K = chain.draft_RLK.shape
+    ranked = ranked.to(chain.label_R.device)
     at_RL = torch.arange(R)[:, None] + torch.arange(L)
     inside_RL = (at_RL < R).to(chain.label_R.device)
     at_RL = at_RL.clamp(max=R - 1).to(chain.label_R.device)
@@ -105,11 +109,13 @@ def passing(chain: Chain, ranked: Ranked, sizes: Sequence[int], temperature: flo
     step = max(1, CHUNK_ELEMENTS // K)
     parts = []
     for rows in torch.arange(R * L, device=label_M.device).split(step):
+        draft, label = draft_MK[rows], label_M[rows]
         if temperature == 0.0:
-            part = _greedy(draft_MK[rows], label_M[rows], ranked, size_N)
+            one = len(sizes) == 1
+            part = (_greedy_one if one else _greedy)(draft, label, ranked, size_N)
         else:
             target_MV = chain.target_RV[at_M[rows]]
-            part = _sampled(draft_MK[rows], target_MV, label_M[rows], ranked, size_N, temperature)
+            part = _sampled(draft, target_MV, label, ranked, size_N, temperature)
         parts.append(part)
     return torch.cat(parts).view(R, L, -1) * inside_RL[:, :, None]
 
@@ -127,6 +133,16 @@ def _greedy(draft_MK: Tensor, label_M: Tensor, ranked: Ranked, size_N: Tensor) -
     until_M = beats_MK.int().argmax(-1).masked_fill(none_M, ranked.row_K.numel())
     hit_MN = (size_N > rank_M[:, None]) & (size_N <= until_M[:, None]) & is_known_M[:, None]
     return hit_MN.double()
+
+
+def _greedy_one(draft_MK: Tensor, label_M: Tensor, ranked: Ranked, size_N: Tensor) -> Tensor:
+    """The same for a single size, without bringing the logits into order."""
+    kept_K = torch.full_like(draft_MK[0], -torch.inf)
+    kept_K[ranked.row_K[: int(size_N[0])]] = 0.0
+    rank_M = ranked.rank_V[label_M].clamp(max=ranked.row_K.numel() - 1)
+    is_known_M = ranked.rank_V[label_M] < size_N[0]
+    first_M = (draft_MK + kept_K).argmax(-1)
+    return ((first_M == ranked.row_K[rank_M]) & is_known_M)[:, None].double()
 
 
 def _sampled(

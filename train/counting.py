@@ -1,34 +1,25 @@
-"""Which tokens are counted to choose a draft vocabulary: the target's, a text's or the drafter's.
+"""Where the tokens come from that are counted to choose a draft vocabulary.
 
-Best first, as VocabTrim (arXiv 2506.22694) found: what the target wrote, what the drafter proposes,
-raw text. Every source yields token ids with their domain, one document at a time.
+Every source yields token ids with their domain, one document at a time; `train.selectors` names
+them and says which paper each one is.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from specctl.drafters.parts.base import Drafter, Outcome, RoundSeconds
-from specctl.drafters.parts.vocab import VocabMap
 from specctl.runtime.engine import Engine
 from specctl.runtime.policies import Policy
 from specctl.runtime.policies.length import CostTable, LengthChooser
 from specctl.runtime.sampling import Sampling
 from specctl.runtime.session import Request
 from specctl.runtime.target import Target
-from specctl.train.coverage import (
-    Counted,
-    always_kept,
-    count_tokens,
-    coverage_curve,
-    ranking,
-    vocab_map,
-)
+from specctl.train.coverage import Counted
 from specctl.train.data import encode_document
 from specctl.train.heldout import Prompt
 from specctl.train.rows import TokenData
@@ -53,21 +44,28 @@ def data_tokens(data: TokenData) -> Iterator[Counted]:
     return data.answers()
 
 
-def text_tokens(target: Target, samples: Iterable[Sample]) -> Iterator[Counted]:
-    """Raw text of a source, as the target's tokenizer cuts it; of conversations, the answers."""
+def text_tokens(
+    target: Target, samples: Iterable[Sample], limit: int | None = None
+) -> Iterator[Counted]:
+    """Raw text of a source, as the target's tokenizer cuts it, until `limit` tokens; of
+    conversations, the answers."""
+    counted = 0
     for sample in samples:
         with contextlib.suppress(ValueError):  # a sample that cannot be used counts nothing
             document = encode_document(target, sample)
             yield torch.from_numpy(document.ids[document.mask]).long(), sample.domain
+            counted += int(document.mask.sum())
+        if limit is not None and counted >= limit:
+            return
 
 
 class _Recorder(LengthChooser):
-    """Keeps every drafted token of a run. One writer: the engine."""
+    """Keeps the drafted tokens of a run, or only the accepted ones. One writer: the engine."""
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, accepted: bool) -> None:
         super().__init__(CostTable({}, {}, "", "", 1))
-        self.depth = depth
-        self.drafted: list[Tensor] = []
+        self.depth, self.accepted = depth, accepted
+        self.tokens: list[Tensor] = []
 
     def length(self, batch: int) -> int:
         del batch
@@ -75,7 +73,12 @@ class _Recorder(LengthChooser):
 
     def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:
         del seconds
-        self.drafted.append(outcome.tree.token_BN[outcome.tree.valid_BN])
+        tree = outcome.tree
+        if not self.accepted:
+            self.tokens.append(tree.token_BN[tree.valid_BN])
+        elif tree.num_nodes:
+            node_BP = outcome.path_BP[:, 1:] - 1
+            self.tokens.append(tree.token_BN.gather(1, node_BP.clamp(min=0))[node_BP >= 0])
 
 
 def draft_tokens(
@@ -84,27 +87,12 @@ def draft_tokens(
     policy: Policy,
     prompts: Sequence[Prompt],
     new_tokens: int = 128,
+    accepted: bool = False,
 ) -> Iterator[Counted]:
-    """What the drafter proposes, accepted or not, by domain."""
+    """What the drafter proposes, by domain; with `accepted` only what the target then took."""
     for i, prompt in enumerate(prompts):
-        recorder = _Recorder(policy.depth)
+        recorder = _Recorder(policy.depth, accepted)
         sampling = Sampling(temperature=0.8 * (i % 2), seed=i, max_new_tokens=new_tokens)
         Engine(target, drafter, policy, chooser=recorder).run([Request(prompt.ids, sampling)])
-        if recorder.drafted:
-            yield torch.cat(recorder.drafted).cpu(), prompt.domain
-
-
-def vocab_from_data(
-    data: TokenData, target: Target, size: int | Literal["auto"], min_coverage: float
-) -> VocabMap:
-    """A map made before training, when no acceptance can be measured yet: the `size` best ids, or
-    with "auto" the fewest that reach `min_coverage`."""
-    counts, heldout = count_tokens(data_tokens(data), target.spec.vocab_size)
-    always = always_kept(target)
-    rank = ranking(counts, always)
-    kept = size
-    if kept == "auto":
-        enough = (coverage_curve(rank, heldout) >= min_coverage).nonzero()
-        fewest = int(enough[0]) + 1 if enough.numel() else rank.numel()
-        kept = min(rank.numel(), max(-(-fewest // 8) * 8, len(always), 2))
-    return vocab_map(rank, int(kept), always, target.spec.vocab_size)
+        if recorder.tokens:
+            yield torch.cat(recorder.tokens).cpu(), prompt.domain

@@ -1,12 +1,9 @@
-"""How much of what the target says a smaller draft vocabulary can say, and which size pays best.
+"""How much of what the target says a smaller draft vocabulary can say.
 
 Coverage C(k) is the share of tokens that lie in the k kept ids. It caps acceptance: with p the
 target's law and S the kept ids, alpha_S <= p(S), and a token inside S is never accepted less often
-than before (the draft law only grows there). Ids are ranked on one part of the counted documents
-and coverage is measured on the other, so that the long tail is not flattered by its own count.
-
-Sizes are chosen by predicted speed-up over plain decoding (arXiv 2603.05210 in exact form):
-S(k) = tau(alpha0 C(k)) / (c_verify + g (c_body + c_head k / V)), all costs in plain target steps.
+than before (the draft law only grows there). Ids are ranked on some documents and coverage is
+measured on others, so that the long tail is not flattered by its own count.
 Letters: V target vocabulary, K kept ids.
 """
 
@@ -14,14 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.recipes.errors import SpecctlError
-from specctl.runtime.stats import expected_tau
 from specctl.runtime.target import Target
 
 HELDOUT_EVERY = 5
@@ -42,8 +37,26 @@ class TokenCounts:
     def num_tokens(self) -> int:
         return int(self.total_V.sum())
 
+    def weighted(self, weights: Mapping[str, float]) -> Tensor:
+        """float64 [V]: shares of each domain's tokens, added with these weights (1 if unnamed)."""
+        shares = [
+            weights.get(name, 1.0) * count_V.double() / count_V.sum().clamp(min=1)
+            for name, count_V in self.by_domain.items()
+        ]
+        return torch.stack(shares).sum(0)
+
 
 Counted = tuple[Sequence[int] | Tensor, str]
+
+
+def total_counts(documents: Iterable[Counted], vocab_size: int) -> TokenCounts:
+    """Counts over all documents, by domain."""
+    found: dict[str, Tensor] = {}
+    for tokens, domain in documents:
+        _add(found, domain, tokens, vocab_size)
+    if not found:
+        raise SpecctlError("no tokens were counted", do="give more text, or more prompts")
+    return TokenCounts(found)
 
 
 def count_tokens(documents: Iterable[Counted], vocab_size: int) -> tuple[TokenCounts, TokenCounts]:
@@ -52,24 +65,30 @@ def count_tokens(documents: Iterable[Counted], vocab_size: int) -> tuple[TokenCo
     parts: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
     seen: dict[str, int] = {}
     for tokens, domain in documents:
-        ids = torch.as_tensor(tokens, dtype=torch.long)
-        if ids.numel() == 0:
-            continue
-        if int(ids.max()) >= vocab_size:
-            raise SpecctlError(
-                "a counted token lies outside the target's vocabulary",
-                found=str(int(ids.max())),
-                expected=f"ids below {vocab_size:,}",
-                do="count text that was encoded with this target's tokenizer",
-            )
-        number = seen[domain] = seen.get(domain, 0) + 1
-        part = parts[number % HELDOUT_EVERY == 0]
-        count_V = torch.bincount(ids, minlength=vocab_size)
-        part[domain] = part[domain] + count_V if domain in part else count_V
+        if len(tokens):
+            seen[domain] = seen.get(domain, 0) + 1
+            _add(parts[seen[domain] % HELDOUT_EVERY == 0], domain, tokens, vocab_size)
     if not parts[0]:
         raise SpecctlError("no tokens were counted", do="give more text, or more prompts")
     ranked = TokenCounts(parts[0])
     return ranked, TokenCounts(parts[1]) if parts[1] else ranked
+
+
+def _add(
+    counts: dict[str, Tensor], domain: str, tokens: Sequence[int] | Tensor, vocab_size: int
+) -> None:
+    ids = torch.as_tensor(tokens, dtype=torch.long)
+    if ids.numel() == 0:
+        return
+    if int(ids.max()) >= vocab_size:
+        raise SpecctlError(
+            "a counted token lies outside the target's vocabulary",
+            found=str(int(ids.max())),
+            expected=f"ids below {vocab_size:,}",
+            do="count text that was encoded with this target's tokenizer",
+        )
+    count_V = torch.bincount(ids, minlength=vocab_size)
+    counts[domain] = counts[domain] + count_V if domain in counts else count_V
 
 
 def always_kept(target: Target) -> tuple[int, ...]:
@@ -83,14 +102,20 @@ def always_kept(target: Target) -> tuple[int, ...]:
     return tuple(sorted(i for i in ids if 0 <= i < spec.vocab_size))
 
 
-def ranking(counts: TokenCounts, always: Sequence[int], allowed: VocabMap | None = None) -> Tensor:
+def ranking(
+    counts: TokenCounts,
+    always: Sequence[int],
+    allowed: VocabMap | None = None,
+    weights: Mapping[str, float] | None = None,
+) -> Tensor:
     """All ids that may be kept, the first to keep first: `always`, then by falling count; ties, and
-    ids never seen, by rising id. `allowed` restricts to what an already trimmed drafter speaks."""
-    count_V = counts.total_V
-    first_V = torch.zeros_like(count_V)
-    first_V[list(always)] = 1
-    keys = zip((-first_V).tolist(), (-count_V).tolist(), range(count_V.numel()), strict=True)
-    order_V = torch.tensor([id for _, _, id in sorted(keys)])
+    ids never seen, by rising id. `allowed` restricts to what an already trimmed drafter speaks;
+    `weights` of domains, when given, replace counts by weighted shares."""
+    count_V = counts.total_V if weights is None else counts.weighted(weights)
+    order_V = torch.sort(-count_V, stable=True).indices
+    first_V = torch.zeros_like(count_V, dtype=torch.bool)
+    first_V[list(always)] = True
+    order_V = torch.cat([first_V.nonzero()[:, 0], order_V[~first_V[order_V]]])
     if allowed is None:
         return order_V
     return order_V[torch.isin(order_V, allowed.ids_K.cpu())]
@@ -115,94 +140,6 @@ def coverage_curve(rank: Tensor, counts: TokenCounts) -> Tensor:
 
 def cumulative(rank: Tensor, count_V: Tensor) -> Tensor:
     return count_V[rank].double().cumsum(0) / count_V.sum().clamp(min=1)
-
-
-@dataclass(frozen=True, slots=True)
-class HeadCost:
-    """Measured seconds on this device: a plain target step, a verification of a full draft, and one
-    of the `calls` sequential draft calls, split into body and LM head at full vocabulary."""
-
-    plain: float
-    verify: float
-    body: float
-    head: float
-    calls: int
-    vocab_size: int
-    measured: tuple[tuple[int, float], ...] = ()  # (kept ids, drafting seconds of a round)
-
-    def speedup(self, tau: float, size: int) -> float:
-        """tau / (c_verify + g (c_body + c_head k / V)), costs in plain steps."""
-        call = self.body + self.head * size / self.vocab_size
-        return tau * self.plain / (self.verify + self.calls * call)
-
-    def to_json(self) -> dict[str, Any]:
-        milliseconds = {n: 1e3 * getattr(self, n) for n in ("plain", "verify", "body", "head")}
-        return {
-            **{f"{name}_ms": round(value, 4) for name, value in milliseconds.items()},
-            "calls": self.calls,
-            "measured_ms": [[size, round(1e3 * s, 4)] for size, s in self.measured],
-        }
-
-
-def fit_cost(
-    plain: float,
-    verify: float,
-    rounds: Sequence[tuple[int, float]],
-    calls: int,
-    vocab_size: int,
-) -> HeadCost:
-    """Least squares of drafting time = calls (body + head k / V), neither part below zero."""
-    size = torch.tensor([[1.0, k / vocab_size] for k, _ in rounds], dtype=torch.float64)
-    seconds = torch.tensor([[s / calls] for _, s in rounds], dtype=torch.float64)
-    body, head = torch.linalg.lstsq(size, seconds).solution[:, 0].tolist()
-    mean = float(seconds.mean())
-    if head < 0.0:
-        body, head = mean, 0.0
-    elif body < 0.0:
-        body, head = 0.0, mean / max(float(size[:, 1].mean()), 1e-9)
-    return HeadCost(plain, verify, body, head, calls, vocab_size, tuple(rounds))
-
-
-@dataclass(frozen=True, slots=True)
-class Predicted:
-    """What a size promises: coverage, tokens per round, speed-up over plain decoding."""
-
-    size: int
-    coverage: float
-    tau: float
-    speedup: float
-
-
-def predict(
-    size: int, curve: Tensor, alpha: float, length: int, cost: HeadCost, tau_full: float
-) -> Predicted:
-    """tau falls with alpha0 C(k), scaled so that the full vocabulary gives the measured tau."""
-    covered = float(curve[size - 1] / curve[-1])
-    tau = tau_full * expected_tau(alpha * covered, length) / expected_tau(alpha, length)
-    return Predicted(size, float(curve[size - 1]), tau, cost.speedup(tau, size))
-
-
-def choose_size(
-    curve: Tensor,
-    alpha: float,
-    length: int,
-    cost: HeadCost,
-    *,
-    min_coverage: float,
-    least: int = 1,
-    tau_full: float | None = None,
-    sizes: Sequence[int] | None = None,
-) -> list[Predicted]:
-    """Predictions, the best first, over every size (or those given) that covers enough.
-
-    One integer and a table: the search is exhaustive. The largest size is always a candidate."""
-    tau_full = tau_full if tau_full is not None else expected_tau(alpha, length)
-    wanted = range(least, curve.numel() + 1) if sizes is None else sizes
-    enough = [k for k in wanted if least <= k <= curve.numel() and curve[k - 1] >= min_coverage]
-    found = [
-        predict(k, curve, alpha, length, cost, tau_full) for k in sorted({*enough, curve.numel()})
-    ]
-    return sorted(found, key=lambda p: (-p.speedup, p.size))
 
 
 def size_grid(num_ids: int, least: int) -> list[int]:

@@ -1,26 +1,57 @@
-"""What a draft head costs and what a drafter achieves, measured in the engine on this device."""
+"""What a drafter achieves, prompt by prompt, in the engine on this device; and what it moves."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-
-from torch import Tensor
+from dataclasses import dataclass
 
 from specctl.drafters.parts.base import Drafter
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.runtime.cost import measure_costs
 from specctl.runtime.engine import Engine
-from specctl.runtime.generate import summarize
 from specctl.runtime.policies import Policy
 from specctl.runtime.sampling import Sampling
 from specctl.runtime.session import Request
 from specctl.runtime.target import Target
-from specctl.train.coverage import HeadCost, fit_cost
 from specctl.train.heldout import Prompt
-from specctl.train.trim_report import Measured
 
-PARALLEL_FAMILIES = frozenset({"medusa"})  # one draft call gives every position
+
+@dataclass(frozen=True, slots=True)
+class PromptRun:
+    """One prompt decoded: its counters, and its seconds without prefill."""
+
+    domain: str
+    rounds: int
+    tokens: int
+    accepted: int
+    tested: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A drafter on held-out prompts. `alpha` = accepted / tested drafts."""
+
+    tau: float
+    alpha: float
+    tokens_per_second: float
+    tokens: int = 0
+    by_prompt: tuple[PromptRun, ...] = ()
+
+    @classmethod
+    def of(cls, runs: Sequence[PromptRun]) -> Measured:
+        rounds, tokens = sum(r.rounds for r in runs), sum(r.tokens for r in runs)
+        tested, seconds = sum(r.tested for r in runs), sum(r.seconds for r in runs)
+        return cls(
+            tokens / max(rounds, 1),
+            sum(r.accepted for r in runs) / max(tested, 1),
+            tokens / max(seconds, 1e-9),
+            tokens,
+            tuple(runs),
+        )
+
+    def domain(self, name: str) -> Measured:
+        """The prompts of one domain."""
+        return Measured.of([run for run in self.by_prompt if run.domain == name])
 
 
 def measure_drafter(
@@ -32,47 +63,31 @@ def measure_drafter(
     temperature: float = 0.0,
 ) -> Measured:
     """tau, alpha and tokens per second of real decoding at batch 1."""
-    sampling = [
-        Sampling(temperature=temperature, seed=i, max_new_tokens=new_tokens)
-        for i in range(len(prompts))
-    ]
-    requests = [Request(p.ids, s) for p, s in zip(prompts, sampling, strict=True)]
-    engine = Engine(target, drafter, policy)
-    started = time.perf_counter()
-    completions = engine.run(requests)
-    stats = summarize(completions, engine, time.perf_counter() - started, "")
-    return Measured(stats.tau, stats.alpha, stats.tokens_per_second, stats.tokens)
-
-
-def draft_calls(drafter: Drafter, policy: Policy) -> int:
-    """g: sequential draft calls of a round."""
-    return 1 if drafter.family in PARALLEL_FAMILIES else max(policy.depth, 1)
-
-
-def measure_head_cost(
-    target: Target,
-    drafter: Drafter,
-    policy: Policy,
-    rank: Tensor,
-    prompts: Sequence[Prompt],
-    rounds: int = 24,
-) -> HeadCost:
-    """Times drafting with all ids, a third and a twelfth of them, and fits body and head."""
-    num_ids, tables = rank.numel(), {}
-    for size in sorted({max(2, num_ids // 12), max(2, num_ids // 3), num_ids}):
-        ids_K = rank[:size].sort().values.to(target.device)
-        small = drafter.trimmed(VocabMap(ids_K, target.spec.vocab_size))
-        ids = [p.ids for p in prompts]
-        tables[size] = measure_costs(
-            target, small, policy, ids, lengths=(policy.depth,), rounds=rounds
+    engine = Engine(target, drafter, policy, max_len=_longest(target, policy, prompts, new_tokens))
+    runs = []
+    for i, prompt in enumerate(prompts):
+        sampling = Sampling(temperature=temperature, seed=i, max_new_tokens=new_tokens)
+        started, prefill = time.perf_counter(), engine.prefill_seconds
+        (done,) = engine.run([Request(prompt.ids, sampling)])
+        seconds = time.perf_counter() - started - (engine.prefill_seconds - prefill)
+        stats = done.stats
+        runs.append(
+            PromptRun(
+                prompt.domain,
+                stats.rounds,
+                stats.tokens,
+                sum(stats.accepted_at),
+                sum(stats.tested_at),
+                seconds,
+            )
         )
-    return fit_cost(
-        plain=min(t.round_seconds(0) for t in tables.values()),
-        verify=min(t.verify[policy.depth] for t in tables.values()),
-        rounds=[(size, table.draft[policy.depth]) for size, table in tables.items()],
-        calls=draft_calls(drafter, policy),
-        vocab_size=target.spec.vocab_size,
-    )
+    return Measured.of(runs)
+
+
+def _longest(target: Target, policy: Policy, prompts: Sequence[Prompt], new_tokens: int) -> int:
+    """Room for the longest prompt, so that the caches are made once."""
+    longest = max(len(p.ids) for p in prompts) + new_tokens
+    return min(longest, target.spec.max_positions) + policy.nodes + 2
 
 
 def moved_bytes(drafter: Drafter, target: Target) -> int:

@@ -111,11 +111,11 @@ MISTAKES = {
     ),
     "more GPUs than there are": Mistake(("train-draft", "--gpus", "64"), 6, "--gpus"),
     "unknown size": Mistake(("vocab-trim", "-d", "x", "-o", "NEW", "--size", "big"), 3, "--size"),
-    "unknown source": Mistake(
-        ("vocab-trim", "-d", "x", "-o", "NEW", "--source", "web"), 3, "--source target"
+    "unknown selector": Mistake(
+        ("vocab-trim", "-d", "x", "-o", "NEW", "--selector", "vocabtrim"), 3, "vocab-trim"
     ),
-    "text without data": Mistake(
-        ("vocab-trim", "-d", "x", "-o", "NEW", "--source", "text"), 3, "--data"
+    "a size beside a search": Mistake(
+        ("vocab-trim", "-d", "x", "-o", "NEW", "--search", "tpe", "--size", "2k"), 3, "--size"
     ),
     "trimming what has no head": Mistake(
         ("vocab-trim", "-d", "prompt-lookup", "-o", "NEW"), 2, "specctl train-draft"
