@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.drafters.parts.base import RoundView
+from specctl.drafters.parts.base import Outcome, RoundView
 from specctl.drafters.parts.slots import SlotKV
 
 
@@ -101,6 +101,29 @@ class Growth:
         depth_N = torch.arange(start + 1, device=device)
         return chain_NN.expand(B, -1, -1), depth_N.expand(B, -1)
 
+    def sees(self, entry_BW: Tensor, span: int) -> Tensor:
+        """[B, 1, W, L]: what cache entries may attend to, known tokens and nodes alike."""
+        N, at_L = self.num_nodes, torch.arange(span, device=entry_BW.device)
+        mask_BWL = at_L <= entry_BW[:, :, None]
+        if N == 0:
+            return mask_BWL[:, None]
+        B, W = entry_BW.shape
+        before_BNN, _ = self._tables(B, N, entry_BW.device)
+        index_BW = (entry_BW - self.kept_B[:, None] + 1).clamp(0, N)
+        own_BWN = before_BNN.gather(1, index_BW[:, :, None].expand(B, W, N))
+        node_BL = at_L - self.kept_B[:, None]
+        own_BWL = own_BWN.gather(2, node_BL.clamp(0, N - 1)[:, None].expand(B, W, span))
+        own_BWL = own_BWL & (node_BL < N)[:, None]
+        is_known_BW1 = (entry_BW < self.kept_B[:, None])[:, :, None]
+        return torch.where(is_known_BW1, mask_BWL, (node_BL < 0)[:, None] | own_BWL)[:, None]
+
+    def position(self, entry_BW: Tensor) -> Tensor:
+        """[B, W]: positions of cache entries; a node's is given by its depth."""
+        _, depth_BN = self._tables(len(entry_BW), self.num_nodes, entry_BW.device)
+        index_BW = (entry_BW - self.kept_B[:, None] + 1).clamp(0, self.num_nodes)
+        node_BW = self.kept_B[:, None] + depth_BN.gather(1, index_BW) - 1
+        return torch.where(entry_BW < self.kept_B[:, None], entry_BW, node_BW)
+
     def near(self, place: Place, window: int) -> Tensor:
         """[B, 1, M, L]: cache entries less than `window` positions behind each node of `place`."""
         at_L = torch.arange(place.span, device=self.kept_B.device)
@@ -110,6 +133,15 @@ class Growth:
             node_BL = self.kept_B[:, None] + self._depth_BN.gather(1, index_BL) - 1
             key_BL = torch.where(key_BL < self.kept_B[:, None], key_BL, node_BL)
         return (place.position_BM[:, :, None] - key_BL[:, None] < window)[:, None]
+
+
+def expansions(outcome: Outcome, num_expanded: int) -> Tensor:
+    """[B, P - 1]: expansion index of the accepted nodes, -1 where there is none."""
+    node_BP = outcome.path_BP[:, 1:] - 1
+    index_BP = node_BP
+    if outcome.tree.expanded_BN is not None:
+        index_BP = outcome.tree.expanded_BN.gather(1, node_BP.clamp(min=0))
+    return index_BP.masked_fill((node_BP < 0) | (index_BP >= num_expanded), -1)
 
 
 def aim_cache(

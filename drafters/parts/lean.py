@@ -48,8 +48,7 @@ class LeanLM(LanguageModel):
         weights = module.weights()
         x = F.embedding(feed.ids_BT, module.model.embed_tokens.weight)
         mask = feed.masks.full if shape.window is None else feed.masks.windows[shape.window]
-        scores = additive_mask(mask, shape.num_heads // shape.num_kv_heads, x.dtype)
-        rope = module.rotary.at(feed.position_BT, mask.shape[-1], x.dtype)
+        scores, rope = self._scores_and_rope(mask, feed.position_BT, x.dtype)
         found: dict[int, Tensor] = {}
         for index, layer in enumerate(weights.layers):
             if index in taps:
@@ -61,6 +60,30 @@ class LeanLM(LanguageModel):
             if shape.num_layers in taps:
                 found[shape.num_layers] = x
         return LmOut(linear(x, weights.head) if feed.logits else None, found)
+
+    def through(
+        self, x: Tensor, position_BT: Tensor, mask: Tensor, kv: SlotKV | None, layers: range
+    ) -> Tensor:
+        """The residual [B, T, D] after those layers, which touch only their own part of `kv`."""
+        weights = self.module.weights().layers
+        scores, rope = self._scores_and_rope(mask, position_BT, x.dtype)
+        for index in layers:
+            x = self._attention(x, weights[index], index, rope, scores, kv)
+            x = self._mlp(x, weights[index])
+        return x
+
+    def _scores_and_rope(
+        self, mask: Tensor, position_BT: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        shape = self.module.shape
+        scores = additive_mask(mask, shape.num_heads // shape.num_kv_heads, dtype)
+        return scores, self.module.rotary.at(position_BT, mask.shape[-1], dtype)
+
+    def speak(self, x: Tensor) -> Tensor:
+        """Logits of a residual: final norm and LM head."""
+        module, shape = self.module, self.module.shape
+        x = rms_norm(x, module.model.norm.weight, shape.norm_eps)
+        return linear(x, module.weights().head)
 
     def _attention(
         self,

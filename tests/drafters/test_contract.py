@@ -6,8 +6,9 @@ are neither useless nor perfect.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -266,7 +267,7 @@ def test_training_scores_a_token_as_serving_does(
     target: Target, make_drafter: Any, capture_batch: Any, drive: Any, name: str, trimmed: bool
 ) -> None:
     """With one token to predict, the loss is made of the very laws that drafting would use: one per
-    training step or head j, which drafts that token j steps after the root."""
+    training step or head j, which drafts that token j steps after the root, or one per exit."""
     trained = make_drafter(name, trimmed)
     options = {n: getattr(trained.options, n) for n in trained.options.__dataclass_fields__}
     options["loss"] = "ce"
@@ -285,7 +286,9 @@ def test_training_scores_a_token_as_serving_does(
     decay = getattr(drafter.options, "decay", 1.0)
     label = text[-1] if drafter.vocab is None else int(drafter.vocab.to_draft()[text[-1]])
     served = 0.0
-    for j in range(steps):
+    for j, exit_at in itertools.product(range(steps), range(len(getattr(drafter, "exits", "1")))):
+        if hasattr(drafter, "exits"):
+            drafter.options = replace(drafter.options, only=exit_at)
         logits_TK = drive(target, drafter).chain_logits(text[:-1], len(text) - 1 - j)
         served -= decay**j * float(logits_TK[j].detach().log_softmax(-1)[label])
     assert float(out.sum) == pytest.approx(served, rel=1e-4)
