@@ -66,7 +66,7 @@ def initial_of(recipe: Recipe, target: Target, load: Loader | None) -> Initial |
         _only_small_lm(recipe)
         whole = SmallLm.from_lm(prunable(target), target.spec)
         return Initial(name, whole, f"target {target.fingerprint}")
-    drafter = _loaded(name, target, load)
+    drafter = loaded(name, target, load)
     if drafter.family != recipe.drafter.family or drafter.module is None:
         raise IncompatibleError(
             f"drafter.init holds a drafter of family {drafter.family}",
@@ -141,7 +141,8 @@ def _only_small_lm(recipe: Recipe) -> None:
         )
 
 
-def _loaded(name: str, target: Target, load: Loader | None) -> Drafter:
+def loaded(name: str, target: Target, load: Loader | None) -> Drafter:
+    """The drafter in a folder."""
     folder = Path(name).expanduser()
     if (folder / "run.yaml").exists() and not (folder / "package").exists():
         return checkpoint_drafter(folder, target)

@@ -11,13 +11,14 @@ Letters: D channels of the residual, H query heads, K key/value heads, N neurons
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.llama import LlamaShape
+from specctl.drafters.parts.lean import LeanLM
+from specctl.drafters.parts.llama import LeanLlama, LlamaShape
 
 _READERS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 _WRITERS = ("o_proj", "down_proj")
@@ -69,6 +70,21 @@ def sliced(shape: LlamaShape, tensors: Mapping[str, Tensor], keep: Keep) -> Slic
         else:
             found[name] = _outer(name, tensor, keep)
     return Sliced(_shape_of(shape, keep), {n: t.clone() for n, t in found.items()})
+
+
+def with_layers(lm: LeanLM, layers: Sequence[int]) -> LeanLM:
+    """The model with only these layers, over the very parameters of `lm`."""
+    shape, rotary = replace(lm.module.shape, num_layers=len(layers)), lm.module.rotary
+    with torch.device("meta"):
+        small = LeanLlama(shape, rotary.inv_freq, rotary.scale)
+    theirs = dict(lm.module.named_parameters())
+    for name, _ in list(small.named_parameters()):
+        owner, leaf = name.rsplit(".", 1)
+        parts = name.split(".")
+        if parts[1] == "layers":
+            parts[2] = str(layers[int(parts[2])])
+        setattr(small.get_submodule(owner), leaf, theirs[".".join(parts)])
+    return LeanLM(small.eval(), replace(lm.spec, num_layers=len(layers)))
 
 
 def _inner(name: str, tensor: Tensor, inside: Inside, head_dim: int) -> Tensor:
