@@ -23,6 +23,7 @@ from specctl.runtime.target import Target
 from specctl.train.heldout import heldout_prompts
 from specctl.train.metrics import Acceptance
 from specctl.train.rows import TokenData
+from specctl.train.sources import is_corpus
 
 HELD_SHARE = 20  # one row in so many is kept for measuring when the data are the user's own
 Prompts = Sequence[Sequence[int]]
@@ -103,7 +104,7 @@ def _names(named: dict[str, torch.nn.Parameter], most: int = 6) -> str:
 def measuring_rows(recipe: Recipe, data: TokenData) -> range:
     """Rows kept out of training so that tau is measured on the user's own kind of text; the
     built-in corpus has held-out prompts of its own, so nothing is kept back there."""
-    if recipe.data.source == "corpus" or data.num_rows < 2:
+    if is_corpus(recipe.data.source) or data.num_rows < 2:
         return range(0)
     return range(data.num_rows - max(1, data.num_rows // HELD_SHARE), data.num_rows)
 
@@ -116,7 +117,7 @@ def measuring_prompts(recipe: Recipe, target: Target, data: TokenData) -> Prompt
     return document_prompts(data, held, count, recipe.data.prompt_tokens)
 
 
-def document_prompts(data: TokenData, rows: range, count: int, most: int) -> Prompts:
+def document_prompts(data: TokenData, rows: Sequence[int], count: int, most: int) -> Prompts:
     """Of each document in the rows, what stands before its first predicted token; of text in which
     everything is predicted, up to half of it and at most `most` tokens."""
     batch = data.batch(list(rows))

@@ -1,9 +1,10 @@
 """THE training loop.
 
-A step: rows -> micro-batches -> drafter.loss (sums and counts) -> backward -> one sum over ranks,
-one division by the global count -> guard against NaN -> clip -> update. Between steps: a short real
-decode measures tau now and then, the best checkpoint is the one with the highest measured tau
-(loss keeps falling after acceptance has peaked), state is saved, a request to stop is honoured.
+A step: text that changes is written anew where due -> rows -> micro-batches -> drafter.loss (sums
+and counts) -> backward -> one sum over ranks, one division by the global count -> guard against NaN
+-> clip -> update. Between steps: a short real decode measures tau now and then, the best checkpoint
+is the one with the highest measured tau (loss keeps falling after acceptance has peaked), state is
+saved, a request to stop is honoured.
 Letters: N trainable numbers.
 """
 
@@ -48,6 +49,7 @@ from specctl.train.state import (
 )
 from specctl.train.stop import Stop
 from specctl.train.store import write_json
+from specctl.train.text import Text
 from specctl.train.whole import step_name
 
 
@@ -69,8 +71,8 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Everything the loop works with. `batch` turns row numbers into a batch with the target's
-    features; `measure` decodes for real; `log_more` hands figures to trackers."""
+    """Everything the loop works with. `batch` turns row numbers of `text` into a batch with the
+    target's features; `measure` decodes for real; `log_more` hands figures to trackers."""
 
     drafter: Drafter
     settings: TrainPart
@@ -89,6 +91,7 @@ class Job:
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
     log_more: Callable[[dict[str, float], int], None] = lambda figures, step: None
     ranks: Ranks = field(default_factory=Ranks)
+    text: Text = field(default_factory=Text)
 
 
 def train(job: Job, progress: Progress) -> Progress:
@@ -109,6 +112,7 @@ def train(job: Job, progress: Progress) -> Progress:
 def take_step(job: Job, progress: Progress, advance: Advance) -> None:
     """One optimizer step on the next rows of the stream."""
     settings, began = job.settings, time.perf_counter()
+    job.text.refresh(progress.step, progress.position)
     rows = job.order.take(progress.position, settings.rows * settings.accumulate)
     job.gradient.zero()
     totals = Totals()
@@ -224,9 +228,11 @@ def save(job: Job, progress: Progress) -> None:
     if job.checkpoints.path(progress.step).exists():
         return
     tensors, scalars = optimizer_state(job.optimizers, job.drafter.trainable())
+    files = {"model": job.drafter.tensors(), "optimizer": tensors}
+    text = job.text.tensors()
     snapshot = Snapshot(
         step=progress.step,
-        tensors={"model": job.drafter.tensors(), "optimizer": tensors},
+        tensors=files | {"text": text} if text else files,
         own=random_state(job.ranks.device),
         scalars={"progress": asdict(progress), "optimizer": scalars},
         fingerprint=job.fingerprint,
@@ -240,6 +246,7 @@ def restore(job: Job, snapshot: Snapshot) -> Progress:
     job.drafter.load_tensors(snapshot.tensors["model"])
     tensors, scalars = snapshot.tensors["optimizer"], snapshot.scalars["optimizer"]
     load_optimizer_state(job.optimizers, job.drafter.trainable(), tensors, scalars)
+    job.text.load_tensors(snapshot.tensors.get("text", {}))
     if snapshot.own:
         set_random_state(snapshot.own, job.ranks.device)
     fields = dict(snapshot.scalars["progress"])

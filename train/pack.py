@@ -110,6 +110,13 @@ def pack(documents: Sequence[Document], seq_len: int, pad_id: int, seed: int) ->
     """The documents in shuffled rows; the same input gives the same rows."""
     plan = best_fit([len(d.ids) for d in documents], seq_len)
     Random(seed).shuffle(plan)
+    return laid_out(documents, plan, seq_len, pad_id)
+
+
+def laid_out(
+    documents: Sequence[Document], plan: Sequence[Sequence[int]], seq_len: int, pad_id: int
+) -> Rows:
+    """Rows of the documents whose numbers the plan gives, one after the other."""
     R = len(plan)
     ids_RS = np.full((R, seq_len), pad_id, dtype=np.int32)
     mask_RS = np.zeros((R, seq_len), dtype=np.bool_)
