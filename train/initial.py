@@ -141,15 +141,15 @@ def _only_small_lm(recipe: Recipe) -> None:
         )
 
 
-def loaded(name: str, target: Target, load: Loader | None) -> Drafter:
-    """The drafter in a folder."""
+def loaded(name: str, target: Target, load: Loader | None, where: str = "drafter.init") -> Drafter:
+    """The drafter in a folder, which the recipe names at `where`."""
     folder = Path(name).expanduser()
     if (folder / "run.yaml").exists() and not (folder / "package").exists():
         return checkpoint_drafter(folder, target)
     if load is None:
         raise RecipeError(
-            "nobody here can read the folder that drafter.init names",
-            where="drafter.init",
+            f"nobody here can read the folder that {where} names",
+            where=where,
             found=name,
             expected="a loader: train_draft(..., load=...)",
             do="train with specctl train-draft, or hand in specctl.load_drafter",
