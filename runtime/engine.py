@@ -62,6 +62,7 @@ class Engine:
         chooser: LengthChooser | None = None,
     ) -> None:
         self.target, self.drafter, self.rule, self.chooser = target, drafter, rule, chooser
+        self.device, self.context = target.device, target.spec.max_positions
         self.policy: Policy = policy if policy is not None else Direct()
         self.needs = drafter.needs() if drafter is not None else Needs()
         self.num_slots, self.max_len = num_slots, max_len
@@ -75,6 +76,7 @@ class Engine:
         self._state: DraftState | None = None
         self._sampling: SamplingBatch | None = None
         self._unread: RoundNoise | None = None
+        self._ahead: LmOut | None = None
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -85,11 +87,12 @@ class Engine:
     ) -> list[Completion]:
         """Completions in the order of the requests; `on_round(row, new)` after each round."""
         longest = max((len(r.tokens) + r.sampling.max_new_tokens for r in requests), default=1)
-        self._open(min(longest, self.target.spec.max_positions))
+        self._open(min(longest, self.context))
         self.waiting.extend(enumerate(requests))
         done: list[Completion | None] = [None] * len(requests)
         while self.rows or self.waiting:
-            self._admit()
+            if self.waiting and len(self.rows) < self.num_slots:
+                self._admit()
             for row, new in self.step():
                 if on_round is not None:
                     on_round(row, new)
@@ -110,30 +113,32 @@ class Engine:
                 self.num_slots,
                 self.max_len,
                 self.policy.nodes,
-                self.target.device,
+                self.device,
                 self.target.dtype,
             )
             self._state = self.drafter.open(space)
 
     @torch.inference_mode()
     def _admit(self) -> None:
-        """Give free slots to waiting requests and read their prompts (all but the last token)."""
+        """Give free slots to waiting requests and read their prompts: all but the last token, the
+        root of the first round. If nothing can be drafted, that round's forward is part of it."""
+        started = time.perf_counter()
         taken = {row.slot for row in self.rows}
         free = [slot for slot in range(self.num_slots) if slot not in taken]
         joined = []
-        while free and self.waiting:
+        for slot in free[: len(self.waiting)]:
             index, request = self.waiting.popleft()
             self._check_prompt(request)
-            joined.append(Row.of(index, free.pop(0), request))
-        if joined:
-            started = time.perf_counter()
-            taps = prefill(self.target, self._cache(), joined, self.needs.taps)
-            if self._state is not None:
-                for row, found in zip(joined, taps, strict=True):
-                    self._state.start(row.slot, row.tokens, found)
-            self.rows = sorted([*self.rows, *joined], key=lambda row: row.slot)
-            self._sampling = None
-            self.prefill_seconds += time.perf_counter() - started
+            joined.append(Row.of(index, slot, request))
+        whole = self._state is None and not self.rows
+        found = prefill(self.target, self._cache(), joined, self.needs.taps, whole)
+        self._ahead = found.roots
+        if self._state is not None:
+            for row, taps in zip(joined, found.taps, strict=True):
+                self._state.start(row.slot, row.tokens, taps)
+        self.rows = sorted([*self.rows, *joined], key=lambda row: row.slot)
+        self._sampling = None
+        self.prefill_seconds += time.perf_counter() - started
 
     # -- the round ------------------------------------------------------------------------------
 
@@ -153,59 +158,61 @@ class Engine:
         verdict = run_rule(self._rule_for(tree, sampling), tree, scores_BTV, noise)
         if not tree.is_chain:
             self._cache().keep(view.slot_B, view.kept_len_B, verdict.path_BP)
-        accepted, emitted = self._commit(view, tree, verdict)
+        accepted, emitted = self._commit(tree, verdict)
         verified = time.perf_counter()
-        outcome = self._outcome(view, tree, verdict, out, accepted, emitted)
         if self._state is not None:
+            outcome = self._outcome(view, tree, verdict, out, accepted, emitted)
             self._state.observe(outcome)
-        finished = time.perf_counter()
-        self._account(
-            outcome,
-            RoundSeconds(
-                drafted - started + finished - verified, verified - drafted, finished - verified
-            ),
-        )
+            if self.chooser is not None:
+                learned = time.perf_counter() - verified
+                seconds = drafted - started + learned, verified - drafted, learned
+                self.chooser.observe(outcome, RoundSeconds(*seconds))
+        self.draft_seconds += drafted - started + time.perf_counter() - verified
+        self.verify_seconds += verified - drafted
         return self._release(emitted)
 
     def _draft(self, view: RoundView, sampling: SamplingBatch, noise: RoundNoise) -> DraftTree:
-        budget = self._budget()
-        if self.drafter is None or self._state is None or budget.depth <= 0:
-            return empty_tree(len(view.slots), view.slot_B.device)
+        if self.drafter is None or self._state is None or (budget := self._budget()).depth <= 0:
+            return empty_tree(len(view.slots), self.device)
         coupled = self.rule == "target-only"
         growth = Growth(self._state, view, budget, sampling, noise, self.drafter.vocab, coupled)
         return self.policy.grow(growth)
 
     def _forward(self, view: RoundView, tree: DraftTree) -> LmOut:
         """Feed root and nodes: fed token i is written at kept_len + i, its position is by depth."""
+        if self._ahead is not None:  # the prefill has read the roots
+            out, self._ahead = self._ahead, None
+            return out
         num_fed = tree.num_nodes + 1
         lengths = [len(tokens) - 1 for tokens in view.tokens]
         span = max(lengths) + num_fed
         same = lengths[0] if min(lengths) == max(lengths) else None
         self._cache().begin(view.slots, view.slot_B, view.kept_len_B, num_fed, span, same)
         position_BT = tree.position_BT(view.kept_len_B)
-        if span > self.target.spec.max_positions:  # padding beyond the context: cut at commit
-            position_BT = position_BT.clamp(max=self.target.spec.max_positions - 1)
+        if span > self.context:  # padding beyond the context: cut at commit
+            position_BT = position_BT.clamp(max=self.context - 1)
         masks = self.target.lm.tree_masks(tree, view.kept_len_B, span)
         return self.target.lm.forward(
             tree.fed_token_BT(view.root_B), position_BT, masks, self._cache(), self.needs.taps
         )
 
-    def _commit(
-        self, view: RoundView, tree: DraftTree, verdict: Verdict
-    ) -> tuple[list[int], list[tuple[int, ...]]]:
+    def _commit(self, tree: DraftTree, verdict: Verdict) -> tuple[list[int], list[tuple[int, ...]]]:
         """The round's one host read; EOS, stop strings and limits cut here, in token order."""
-        parts = [torch.stack([verdict.num_accepted_B, verdict.next_token_B], dim=1)]
+        packed = verdict.next_token_B[:, None]
         if tree.num_nodes:
             node_BP = (verdict.path_BP[:, 1:] - 1).clamp(min=0)
-            parts.append(tree.token_BN.gather(1, node_BP))
-        packed = (torch.cat(parts, dim=1) if tree.num_nodes else parts[0]).tolist()
+            path_BP = tree.token_BN.gather(1, node_BP)
+            counts_B2 = torch.stack([verdict.num_accepted_B, tree.valid_BN.sum(1)], dim=1)
+            packed = torch.cat([packed, counts_B2, path_BP], dim=1)
         accepted, emitted = [], []
-        for row, (num_accepted, next_token, *path) in zip(self.rows, packed, strict=True):
-            new = [*path[:num_accepted], next_token]
-            kept, row.finished = cut(row, new, self.target)
+        for row, (next_token, *rest) in zip(self.rows, packed.tolist(), strict=True):
+            num_accepted, num_drafted, *path = rest or (0, 0)
+            kept, row.finished = cut(row, [*path[:num_accepted], next_token], self.target)
             row.tokens.extend(kept)
             row.kept_len = len(row.tokens) - 1
             row.num_rounds += 1
+            used = min(num_accepted, len(kept))
+            row.stats.count(num_drafted, tree.depth, used, len(kept))
             accepted.append(num_accepted)
             emitted.append(tuple(kept))
         return accepted, emitted
@@ -213,21 +220,15 @@ class Engine:
     # -- pieces of a round ----------------------------------------------------------------------
 
     def _view(self) -> RoundView:
-        slots = tuple(row.slot for row in self.rows)
-        packed = torch.tensor(
-            [slots, [row.tokens[-1] for row in self.rows], [row.kept_len for row in self.rows]],
-            device=self.target.device,
-        )
-        return RoundView(
-            slots, packed[0], packed[1], packed[2], tuple(row.tokens for row in self.rows)
-        )
+        slots, texts = tuple(row.slot for row in self.rows), tuple(row.tokens for row in self.rows)
+        host = [slots, [text[-1] for text in texts], [row.kept_len for row in self.rows]]
+        slot_B, root_B, kept_len_B = torch.tensor(host, device=self.device).unbind()
+        return RoundView(slots, slot_B, root_B, kept_len_B, texts)
 
     def _samplings(self) -> SamplingBatch:
         if self._sampling is None:
             samplings = [row.request.sampling for row in self.rows]
-            self._sampling = SamplingBatch(
-                samplings, self.target.spec.vocab_size, self.target.device
-            )
+            self._sampling = SamplingBatch(samplings, self.target.spec.vocab_size, self.device)
         return self._sampling
 
     def _noise(self, sampling: SamplingBatch) -> RoundNoise:
@@ -243,13 +244,12 @@ class Engine:
             [row.request.sampling.seed for row in self.rows],
             [row.num_rounds for row in self.rows],
             [row.kept_len for row in self.rows],
-            self.target.device,
+            self.device,
         )
 
     def _budget(self) -> Budget:
         """No deeper than the row with the most room can use: its last token is the bonus."""
-        context = self.target.spec.max_positions
-        room = max(min(row.room, context - len(row.tokens)) for row in self.rows) - 1
+        room = max(min(row.room, self.context - len(row.tokens)) for row in self.rows) - 1
         depth = min(self.policy.depth, room)
         if self.chooser is not None:
             depth = min(depth, self.chooser.length(len(self.rows)))
@@ -280,17 +280,6 @@ class Engine:
             topk_BTK,
         )
 
-    def _account(self, outcome: Outcome, seconds: RoundSeconds) -> None:
-        self.draft_seconds += seconds.draft
-        self.verify_seconds += seconds.verify
-        nodes = outcome.tree.valid_BN.sum(-1).tolist() if outcome.tree.num_nodes else None
-        for b, row in enumerate(self.rows):
-            drafted = 0 if nodes is None else nodes[b]
-            used = min(outcome.num_accepted[b], len(outcome.emitted[b]))
-            row.stats.count(drafted, outcome.tree.depth, used, len(outcome.emitted[b]))
-        if self.chooser is not None:
-            self.chooser.observe(outcome, seconds)
-
     def _release(self, emitted: list[tuple[int, ...]]) -> list[tuple[Row, tuple[int, ...]]]:
         """Hand out the round's tokens; finished rows free their slots."""
         handed = list(zip(self.rows, emitted, strict=True))
@@ -319,12 +308,11 @@ class Engine:
         return self.rule
 
     def _check_prompt(self, request: Request) -> None:
-        limit = self.target.spec.max_positions
-        if not 0 < len(request.tokens) < limit:
+        if not 0 < len(request.tokens) < self.context:
             raise SpecctlError(
                 "the prompt does not fit the target's context",
                 found=f"{len(request.tokens):,} tokens",
-                expected=f"1 to {limit - 1:,} tokens",
+                expected=f"1 to {self.context - 1:,} tokens",
                 do="shorten the prompt, or choose a target with a longer context",
             )
 

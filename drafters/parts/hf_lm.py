@@ -10,6 +10,7 @@ V vocabulary.
 from __future__ import annotations
 
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -157,6 +158,7 @@ class HfLM(LanguageModel):
         self.windows = () if window is None else (int(window),)
         self._is_mixed = len(set(kinds)) > 1 and window is not None
         self._implementation = _choose_attention(model)
+        self._can_skip = "logits_to_keep" in signature(type(model).forward).parameters
         if self.spec.model_type not in TESTED and not self.embedding.is_meta:
             self._probe()
 
@@ -216,6 +218,8 @@ class HfLM(LanguageModel):
     def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
         model = self.module if feed.logits else self.module.base_model
         num_fed, span = feed.ids_BT.shape[1], feed.masks.full.shape[-1]
+        first = min(feed.only) if feed.only is not None and feed.logits and self._can_skip else 0
+        some = {"logits_to_keep": num_fed - first} if first else {}
         out = model(
             input_ids=feed.ids_BT,
             attention_mask=self._mask(feed.masks),
@@ -223,9 +227,10 @@ class HfLM(LanguageModel):
             past_key_values=None if kv is None else _SlotCache(kv, num_fed, span),
             use_cache=kv is not None,
             output_hidden_states=bool(feed.taps),
+            **some,
         )
         taps = {tap: out.hidden_states[tap] for tap in feed.taps}
-        return LmOut(out.logits if feed.logits else None, taps)
+        return LmOut(feed.asked(out.logits, first) if feed.logits else None, taps)
 
     def borrowed(self) -> Borrowed:
         head: Any = self.module.get_output_embeddings()

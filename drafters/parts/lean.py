@@ -59,7 +59,7 @@ class LeanLM(LanguageModel):
             x = rms_norm(x, module.model.norm.weight, shape.norm_eps)
             if shape.num_layers in taps:
                 found[shape.num_layers] = x
-        return LmOut(linear(x, weights.head) if feed.logits else None, found)
+        return LmOut(linear(feed.asked(x), weights.head) if feed.logits else None, found)
 
     def through(
         self, x: Tensor, position_BT: Tensor, mask: Tensor, kv: SlotKV | None, layers: range

@@ -40,13 +40,22 @@ class Masks:
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """What one forward reads, the taps it returns, and whether logits are wanted."""
+    """What one forward reads and what it is asked for: taps, and logits at every fed token, at one
+    fed index per row (`only`, then [B, 1, V]), or none."""
 
     ids_BT: Tensor
     position_BT: Tensor
     masks: Masks
     taps: tuple[int, ...] = ()
     logits: bool = True
+    only: tuple[int, ...] | None = None
+
+    def asked(self, rows_BTX: Tensor, first: int = 0) -> Tensor:
+        """The rows whose logits are wanted; `rows_BTX` begins at fed index `first`."""
+        if self.only is None:
+            return rows_BTX
+        at_B1 = torch.tensor(self.only, device=rows_BTX.device)[:, None] - first
+        return rows_BTX[torch.arange(len(self.only), device=rows_BTX.device)[:, None], at_B1]
 
 
 class LanguageModel(ABC):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from specctl.drafters.parts.hf_lm import HfLM
 from specctl.drafters.parts.kernels import can_pack, linear, pack
 from specctl.drafters.parts.lean import LeanLlama, LeanLM, LlamaShape, lean_from_hf
-from specctl.drafters.parts.lm import LanguageModel, LmOut, Masks
+from specctl.drafters.parts.lm import Feed, LanguageModel, LmOut, Masks
 from specctl.drafters.parts.masks import chain_mask, document_mask, tree_mask
 from specctl.drafters.parts.slots import SlotKV
 from specctl.drafters.parts.spec import ModelSpec
@@ -82,6 +82,26 @@ def branching_tree(num_rows: int) -> DraftTree:
     token_BN = random_ids(num_rows, 6)
     rank_BN = torch.tensor([0, 1, 0, 1, 0, 0]).expand(num_rows, 6)
     return DraftTree(token_BN, parent_BN, rank_BN, rank_BN >= 0, NodeKind.POINT, 3)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_logits_at_one_token_per_row_are_those_of_the_whole_forward(
+    make_model: MakeModel, model_type: str
+) -> None:
+    model = make_model(model_type)
+    ids_BS = random_ids(3, 9)
+    position_BS = torch.arange(9).expand(3, 9)
+    for lm in (HfLM(model), lean_from_hf(model)):
+        if lm is None:
+            continue
+        masks = lm.document_masks(torch.zeros_like(ids_BS))
+        logits_BSV = lm.dense(ids_BS, position_BS, masks).logits_BTV
+        feed = Feed(ids_BS, position_BS, masks, only=(8, 3, 5))
+        only_B1V = lm.run(feed, None).logits_BTV
+        assert logits_BSV is not None
+        assert only_B1V is not None
+        wanted = logits_BSV[torch.arange(3), torch.tensor([8, 3, 5])]
+        torch.testing.assert_close(only_B1V[:, 0], wanted, rtol=1e-4, atol=1e-4)
 
 
 def use_exact_norms(model: Any) -> Any:

@@ -7,7 +7,6 @@ import torch
 
 from specctl.drafters.parts.base import Budget, Needs, Space, StepState
 from specctl.drafters.parts.lm import Masks
-from specctl.drafters.parts.masks import document_mask
 from specctl.recipes.errors import RecipeError, SpecctlError
 from specctl.runtime.cost import adaptive
 from specctl.runtime.engine import Engine
@@ -40,10 +39,7 @@ class RecomputeState(StepState):
         out = []
         for ids in rows:
             ids_1S = torch.tensor([ids])
-            masks = Masks(
-                document_mask(torch.zeros_like(ids_1S)),
-                {w: document_mask(torch.zeros_like(ids_1S), w) for w in self.lm.windows},
-            )
+            masks = self.lm.document_masks(torch.zeros_like(ids_1S))
             at = torch.arange(len(ids))[None]
             out.append(self.lm.dense(ids_1S, at, masks).logits_BTV[0, -1])
         noise = torch.Generator().manual_seed(len(rows[0]))
@@ -136,6 +132,24 @@ def test_plain_decoding_has_tau_one(target):
     assert result.stats.tau == 1.0
     assert result.stats.drafted == 0
     assert result.stats.tokens == 24
+
+
+def test_plain_decoding_needs_one_forward_per_token(target, monkeypatch):
+    forwards = []
+    run = type(target.lm).run
+    monkeypatch.setattr(
+        type(target.lm), "run", lambda *args: (forwards.append(args[1].ids_BT.shape), run(*args))[1]
+    )
+    generate(target, PROMPTS[:1], sampling=Sampling(max_new_tokens=6))
+    assert forwards == [(1, len(PROMPTS[0])), *[(1, 1)] * 5]
+
+
+def test_prompts_of_several_chunks_are_read_whole(target, monkeypatch):
+    monkeypatch.setattr("specctl.runtime.prefill.CHUNK", 4)
+    prompts = [list(range(n)) for n in (1, 4, 5, 8, 11)]
+    result = generate(target, prompts, sampling=Sampling(max_new_tokens=4), batch=5)
+    for prompt, output in zip(prompts, result.outputs, strict=True):
+        assert output.token_ids == plain_greedy(target, prompt, 4)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
