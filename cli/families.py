@@ -9,6 +9,7 @@ from importlib import resources
 from typing import TYPE_CHECKING
 
 from specctl.recipes.errors import RecipeError, nearest
+from specctl.recipes.stages import stages_of
 
 if TYPE_CHECKING:
     from specctl.recipes.schema import Recipe
@@ -78,7 +79,9 @@ def _imported(name: str, tree: ast.Module) -> tuple[ast.ClassDef | None, ast.Mod
 
 
 def check_options(recipe: Recipe, where: str) -> FamilyInfo:
-    """Refuse an unknown family or an option that the family does not have."""
+    """Refuse an unknown family or an option that the family does not have, in any stage."""
+    for name, stage in stages_of(recipe, where).items():
+        check_options(stage, f"{where}:stages.{name}")
     known = family_infos()
     name = recipe.drafter.family
     if name not in known:

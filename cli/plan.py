@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specctl.cli.console import Console
-from specctl.cli.training import RecipeFlags, show_plan
+from specctl.cli.training import RecipeFlags, show_plans
 
 
 def plan(console: Console, run: RecipeFlags) -> None:
@@ -17,10 +17,6 @@ def plan(console: Console, run: RecipeFlags) -> None:
       specctl plan --recipe medusa --set train.steps=2000 --json
     """
     loaded = run.load()
-    from specctl.train.plan import plan as plan_
-
-    made = plan_(loaded, out=run.folder(loaded))
-    show_plan(console, loaded, made)
-    result = {"recipe": loaded.to_json(), "origin": loaded.origin, "plan": made.to_json()}
+    result = show_plans(console, loaded, run.folder(loaded))
     chosen = "" if run.target is None else f" --target {run.target}"
     console.done(result, next=[f"specctl train-draft --recipe {run.recipe}{chosen}"])

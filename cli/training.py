@@ -164,7 +164,7 @@ def train_and_package(
 ) -> RunResult:
     """Train, and write OUT/package from the checkpoint with the best measured tau; then OUT/FORMAT
     for each further format of the recipe."""
-    from specctl.train.run import train_draft
+    from specctl.train.stages import train_recipe
 
     others = other_formats(recipe)
     command = ["specctl", *sys.argv[1:]]
@@ -189,7 +189,7 @@ def train_and_package(
             console.say(f"{out / form}: the drafter as {form}, loaded back and compared")
         return manifest
 
-    return train_draft(
+    return train_recipe(
         recipe,
         out,
         resume=resume,
@@ -217,7 +217,7 @@ def other_formats(recipe: Recipe) -> list[str]:
     before anything is trained."""
     from specctl.export.formats import formats
 
-    wanted = [name for name in recipe.export.formats if name != "specctl"]
+    wanted: list[str] = [name for name in recipe.export.formats if name != "specctl"]
     family = recipe.drafter.family
     for name in wanted:
         if not formats()[name].holds(family):
@@ -249,8 +249,11 @@ def packaged_acceptance(
     }
 
 
-def finish(console: Console, recipe: Recipe, result: RunResult) -> None:
-    """The last line of a run: where it is, its hash, its acceptance, its time."""
+def finish(
+    console: Console, recipe: Recipe, result: RunResult, more: Mapping[str, Any] | None = None
+) -> None:
+    """The last line of a run: where it is, its hash, its acceptance, its time. `more` goes into the
+    answer of --json."""
     from specctl.export.manifest import read_manifest
 
     package = result.package if result.package is not None else result.out / "package"
@@ -280,18 +283,30 @@ def finish(console: Console, recipe: Recipe, result: RunResult) -> None:
         f"specctl verify {package} --target {target} --level lossless",
         f'specctl generate --target {target} --draft {package} --compare "..."',
     ]
-    console.done(answer, next=following)
+    console.done(answer | dict(more or {}), next=following)
 
 
 def _dry_run(console: Console, recipe: Recipe, out: Path) -> None:
-    from specctl.train.run import train_draft
-
-    result = train_draft(recipe, out, dry_run=True, reporter=console)
-    assert result.plan is not None, "a dry run plans"
-    show_plan(console, recipe, result.plan)
     arguments = [word for word in sys.argv[1:] if word not in ("--dry-run", "--json", "--jsonl")]
-    answer = {"recipe": recipe.to_json(), "origin": recipe.origin, "plan": result.plan.to_json()}
+    answer = show_plans(console, recipe, out)
     console.done(answer, next=[" ".join(["specctl", *arguments])])
+
+
+def show_plans(console: Console, recipe: Recipe, out: Path) -> dict[str, Any]:
+    """The plan of a run, or of each stage of a pipeline; returns them for --json."""
+    from specctl.train.assemble import trainable_family
+    from specctl.train.stages import plans
+
+    trainable_family(recipe)
+    made = plans(recipe, out)
+    for part, plan in made:
+        show_plan(console, part, plan)
+    answer: dict[str, Any] = {"recipe": recipe.to_json(), "origin": recipe.origin}
+    if not recipe.stages:
+        return answer | {"plan": made[0][1].to_json()}
+    low, high = (sum(plan.seconds_range[i] for _, plan in made) for i in (0, 1))
+    console.out(f"all {len(made)} stages: {duration(low)} to {duration(high)}")
+    return answer | {"plans": {part.name: plan.to_json() for part, plan in made}}
 
 
 def show_plan(console: Console, recipe: Recipe, plan: Plan) -> None:

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[int, Field(ge=1)]
 
+StageName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$")]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 PolicyName = Literal["chain", "static-tree", "dynamic-tree", "direct"]
 RuleName = Literal[
@@ -114,6 +115,19 @@ class DataPart(Section):
         return self
 
 
+class LoraPart(Section):
+    """Train small additions to frozen weights instead of the weights (LoRA)."""
+
+    rank: Positive = 8
+    alpha: Annotated[float, Field(gt=0.0)] = Field(
+        default=16.0, description="the addition is scaled by alpha / rank"
+    )
+    targets: tuple[str, ...] | None = Field(
+        default=None, description="endings of the weights that are adapted; null: hidden matrices"
+    )
+    keep: bool = Field(default=False, description="also write the additions alone, OUT/adapter")
+
+
 class TrainPart(Section):
     """How the drafter is trained."""
 
@@ -149,6 +163,9 @@ class TrainPart(Section):
     )
     reference_steps: Positive | None = Field(
         default=None, description="steps of that training; null takes as many as the run itself"
+    )
+    lora: LoraPart | None = Field(
+        default=None, description="adapt the weights of drafter.init by low-rank additions"
     )
     seed: int = 0
     save_every: Positive = 200
@@ -235,6 +252,16 @@ class VocabPart(Section):
     trials: Positive = Field(default=60, description="choices that search tpe looks at")
 
 
+class StagePart(Section):
+    """What one stage of a pipeline changes of the recipe. It starts from the weights of the stage
+    before, unless its `drafter` says init; "stage:NAME" stands for the folder of another stage."""
+
+    drafter: dict[str, Any] = Field(default_factory=dict)
+    data: dict[str, Any] = Field(default_factory=dict)
+    train: dict[str, Any] = Field(default_factory=dict)
+    vocab: dict[str, Any] = Field(default_factory=dict)
+
+
 class ExportPart(Section):
     """Which formats are written after training."""
 
@@ -254,6 +281,9 @@ class Recipe(Section):
     serve: ServePart = ServePart()
     vocab: VocabPart = VocabPart()
     export: ExportPart = ExportPart()
+    stages: dict[StageName, StagePart] = Field(
+        default_factory=dict, description="a pipeline: by name, what each stage changes, in order"
+    )
 
     _origin: dict[str, str] = PrivateAttr(default_factory=dict)
 
@@ -266,6 +296,7 @@ class Recipe(Section):
     def digest(self) -> str:
         """sha256 of the canonical JSON of all that decides the result (not the prose)."""
         fields = {k: v for k, v in self.to_json().items() if k not in ("summary", "paper")}
+        fields["stages"] = list(fields["stages"].items())  # their order decides, too
         text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.sha256(text.encode()).hexdigest()
 

@@ -110,7 +110,7 @@ def train_draft(
         checkpoints = Checkpoints(out / "checkpoints", talker, recipe.train.keep, ranks)
         snapshot = _found(recipe, checkpoints, resume, allow)
         if ranks.is_main:
-            _write_run_file(recipe, out, command)
+            write_run_file(recipe, out, command)
         target = target or _load_target(recipe, accelerator.device)
         data = _data(recipe, target, out, talker, ranks)
         initial = initial_of(recipe, target, load)
@@ -181,7 +181,7 @@ def _found(
     return snapshot
 
 
-def _write_run_file(recipe: Recipe, out: Path, command: Sequence[str]) -> None:
+def write_run_file(recipe: Recipe, out: Path, command: Sequence[str]) -> None:
     """OUT/run.yaml, which `--recipe OUT` reads back. A run that goes on unchanged keeps its own:
     where its values came from, and the command that began it."""
     path = out / "run.yaml"

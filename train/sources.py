@@ -65,8 +65,8 @@ def read_samples(
     source: str, format: str, split: str, seed: int, defects: Defects
 ) -> Iterator[Sample]:
     """Every usable sample of the source, in an order that depends on the source and seed alone."""
-    if source == "corpus":
-        yield from _corpus(seed)
+    if is_corpus(source):
+        yield from _corpus(source, seed)
         return
     path = Path(source).expanduser()
     kind = _kind(source, path) if format == "auto" else format
@@ -126,12 +126,19 @@ def _no_such_path(source: str, path: Path) -> FileError:
     )
 
 
-def _corpus(seed: int) -> Iterator[Sample]:
-    from specctl.train.corpus import STDLIB, collect, shuffled
+def is_corpus(source: str) -> bool:
+    """True for the text of this machine: "corpus", or a part of it such as "corpus:docstring"."""
+    return source.partition(":")[0] == "corpus"
+
+
+def _corpus(name: str, seed: int) -> Iterator[Sample]:
+    from specctl.train.corpus import STDLIB, collect, part_of, shuffled
 
     for source in shuffled([s for s in collect() if s.split == "train"], seed):
         domain = "standard library" if source.distribution == STDLIB else "packages"
-        yield Sample(f"{source.distribution}:{source.name}", domain, text=source.text)
+        text = part_of(source.text, name.partition(":")[2])
+        if text:
+            yield Sample(f"{source.distribution}:{source.name}", domain, text=text)
 
 
 def _text(path: Path, defects: Defects) -> Iterator[Sample]:
