@@ -8,9 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from specctl.drafters.parts.base import Needs
 from specctl.drafters.parts.batch import HeadRows, TrainBatch
+from specctl.drafters.parts.kernels import linear
 from specctl.drafters.parts.lean import LeanLM
 from specctl.drafters.parts.lm import LanguageModel
 from specctl.runtime.target import Target
@@ -26,7 +28,7 @@ def capture(target: Target, batch: TrainBatch, needs: Needs) -> TrainBatch:
     if not needs.taps and not needs.teacher:
         return batch
     last = target.spec.num_layers
-    by_rows = needs.teacher and needs.teacher_rows and _has_plain_head(target.lm)
+    by_rows = needs.teacher and needs.teacher_rows and has_plain_head(target.lm)
     with torch.no_grad():
         out = target.lm.dense(
             batch.ids_BS,
@@ -43,9 +45,16 @@ def capture(target: Target, batch: TrainBatch, needs: Needs) -> TrainBatch:
     return replace(batch, taps=taps, teacher_BSV=out.logits_BTV, teacher_rows=rows)
 
 
-def _has_plain_head(lm: LanguageModel) -> bool:
+def has_plain_head(lm: LanguageModel) -> bool:
     """True where logits are the last state times the head, with nothing after it."""
     return isinstance(lm, LeanLM)
+
+
+@torch.no_grad()
+def head_logits(lm: LanguageModel, state_BSD: Tensor) -> Tensor:
+    """[B, S, V]: the logits of last states, by the very product that `capture` makes."""
+    assert isinstance(lm, LeanLM), "the head of another model may not be a plain product"
+    return linear(state_BSD, lm.module.weights().head)
 
 
 def to_device(batch: TrainBatch, device: torch.device) -> TrainBatch:

@@ -59,5 +59,5 @@ def orthogonal_step(gradient: Tensor, rate: float) -> Tensor:
         [matrix], lr=rate, weight_decay=0.0, momentum=0.0, nesterov=False,
         adjust_lr_fn="match_rms_adamw",
     )  # fmt: skip
-    muon.step()
+    muon.step()  # type: ignore[no-untyped-call]
     return matrix.detach()

@@ -85,6 +85,11 @@ class TokenData:
             position.long().to(device),
         )
 
+    def lengths(self) -> list[int]:
+        """Real tokens of each row."""
+        found: list[int] = (self._arrays["document_RS"] >= 0).sum(dim=1).tolist()
+        return found
+
     def answers(self) -> Iterator[tuple[Tensor, str]]:
         """Per document, the tokens that are to be predicted, and its domain."""
         domains, domain_N = self.manifest.domains, self._arrays["domain_N"]

@@ -1,0 +1,165 @@
+"""What the target says of a row, kept on disk: taps and its law of the next token.
+
+Per real token (padding is not kept): every tap that the drafter needs and, for a teacher, one of
+  state    the target's last state, from which its head makes the logits again (a plain head only);
+           thousands of numbers less per token than
+  logits   all of them, for heads with something after the product;
+  topk     the K largest logits, and the mass of the others, which is spread evenly over them.
+Precision: fp32 keeps what was captured bit for bit; bf16; fp8 = float8_e4m3 with a scale per token.
+Logits are stored minus their largest, where the law is dense and a float is finest.
+Letters: N tokens, B rows, S width of a batch, D width, V vocabulary, K kept logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from specctl.drafters.parts.base import Needs
+from specctl.drafters.parts.batch import HeadRows, TrainBatch
+from specctl.recipes.schema import DataPart
+from specctl.runtime.target import Target
+from specctl.train.capture import capture, has_plain_head, head_logits
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What is kept of a token, and how. `width` D, `vocab` V; `itemsize` bytes of a captured
+    number."""
+
+    taps: tuple[int, ...]
+    teacher: str
+    topk: int
+    dtype: str
+    width: int
+    vocab: int
+    itemsize: int
+
+    @classmethod
+    def of(cls, data: DataPart, target: Target, needs: Needs) -> Form:
+        topk = data.teacher_topk if data.teacher_topk is not None else 0
+        teacher = "none"
+        if needs.teacher and 0 < topk < target.spec.vocab_size:
+            teacher = "topk"
+        elif needs.teacher:
+            teacher = "state" if has_plain_head(target.lm) else "logits"
+        return cls(
+            needs.taps,
+            teacher,
+            topk if teacher == "topk" else 0,
+            data.feature_dtype,
+            target.spec.hidden_size,
+            target.spec.vocab_size,
+            target.dtype.itemsize,
+        )
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of one token on disk, without the file's header."""
+        each = {"fp32": self.itemsize, "bf16": min(2, self.itemsize), "fp8": 1}[self.dtype]
+        scale = 4 if self.dtype == "fp8" else 0
+        states = len(self.taps) + (self.teacher == "state")
+        total = states * (each * self.width + scale)
+        if self.teacher == "logits":
+            total += each * self.vocab + scale
+        if self.teacher == "topk":
+            total += (each + 4) * self.topk + scale + 4
+        return total
+
+
+def read_target(target: Target, batch: TrainBatch, form: Form) -> list[dict[str, Tensor]]:
+    """Per row of the batch, what the target says of its real tokens, in full precision."""
+    wanted = set(form.taps) | ({target.spec.num_layers} if form.teacher == "state" else set())
+    needs = Needs(tuple(sorted(wanted)), teacher=form.teacher in ("logits", "topk"))
+    found = capture(target, batch, needs)
+    rows: list[dict[str, Tensor]] = []
+    for row, length in enumerate((batch.document_BS >= 0).sum(dim=1).tolist()):
+        raw = {f"tap-{tap}": found.taps[tap][row, :length] for tap in form.taps}
+        if form.teacher == "state":
+            raw["state"] = found.taps[target.spec.num_layers][row, :length]
+        if found.teacher_BSV is not None:
+            raw["logits"] = found.teacher_BSV[row, :length]
+        rows.append(raw)
+    return rows
+
+
+def encode(raw: Tensors, form: Form) -> dict[str, Tensor]:
+    """What is stored of tokens [N, ...]."""
+    stored: dict[str, Tensor] = {}
+    for name, values in raw.items():
+        if name == "logits" and form.teacher == "topk":
+            stored |= _kept_logits(values.float(), form)
+        elif name == "logits" and form.dtype != "fp32":
+            shifted = values.float() - values.float().amax(-1, keepdim=True)
+            stored |= _packed(name, shifted, form.dtype)
+        else:
+            stored |= _packed(name, values, form.dtype)
+    return {name: values.cpu().contiguous() for name, values in stored.items()}
+
+
+def _kept_logits(logits_NV: Tensor, form: Form) -> dict[str, Tensor]:
+    shifted_NV = logits_NV - logits_NV.amax(-1, keepdim=True)
+    value_NK, index_NK = shifted_NV.topk(form.topk, dim=-1)
+    rest_N = shifted_NV.scatter(-1, index_NK, -math.inf).logsumexp(-1)
+    kept = {"index": index_NK.to(torch.int32), "rest": rest_N}
+    return kept | _packed("logits", value_NK, form.dtype)
+
+
+def _packed(name: str, values: Tensor, dtype: str) -> dict[str, Tensor]:
+    if dtype == "fp32":
+        return {name: values}
+    if dtype == "bf16":
+        return {name: values.to(torch.bfloat16)}
+    scale_N1 = values.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / FP8_MAX
+    small = (values.float() / scale_N1).to(FP8)
+    return {name: small.view(torch.uint8), f"{name}/scale": scale_N1[:, 0]}
+
+
+def decode(stored: Tensors, form: Form) -> dict[str, Tensor]:
+    """What `encode` was given, as far as it was kept; logits always over the whole vocabulary."""
+    raw: dict[str, Tensor] = {}
+    for name, values in stored.items():
+        if name in ("index", "rest") or name.endswith("/scale"):
+            continue
+        if f"{name}/scale" in stored:
+            values = values.view(FP8).float() * stored[f"{name}/scale"][:, None]
+        raw[name] = values
+    if form.teacher == "topk":
+        other_N1 = stored["rest"][:, None] - math.log(form.vocab - form.topk)
+        full_NV = other_N1.repeat(1, form.vocab)
+        raw["logits"] = full_NV.scatter_(-1, stored["index"].long(), raw["logits"].float())
+    return raw
+
+
+def with_features(
+    target: Target, batch: TrainBatch, rows: Sequence[Tensors], needs: Needs, form: Form
+) -> TrainBatch:
+    """The batch with what was kept of its rows, in the target's dtype and on its device: what
+    `capture` would have given it."""
+    laid = {name: _laid(batch, [row[name] for row in rows], target) for name in rows[0]}
+    taps = {tap: laid[f"tap-{tap}"] for tap in form.taps}
+    made = replace(batch, taps=taps, teacher_BSV=laid.get("logits"))
+    if form.teacher != "state":
+        return made
+    if needs.teacher_rows:
+        head = target.borrowed()
+        by_rows = HeadRows(laid["state"].flatten(0, 1), head.head_VD, head.head_bias_V)
+        return replace(made, teacher_rows=by_rows)
+    return replace(made, teacher_BSV=head_logits(target.lm, laid["state"]))
+
+
+def _laid(batch: TrainBatch, rows: Sequence[Tensor], target: Target) -> Tensor:
+    """[B, S, ...]: the tokens of each row at its beginning, zeros on padding."""
+    shape = (*batch.ids_BS.shape, rows[0].shape[-1])
+    laid = torch.zeros(shape, dtype=target.dtype, device=target.device)
+    for place, values in zip(laid, rows, strict=True):
+        place[: len(values)] = values.to(device=laid.device, dtype=laid.dtype)
+    return laid
