@@ -1,0 +1,187 @@
+"""Selective distillation: which tokens are kept, in every family, and the reference's own stage."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from specctl.drafters import family
+from specctl.drafters.parts.base import Drafter
+from specctl.drafters.parts.batch import TrainBatch
+from specctl.drafters.parts.vocab import VocabMap
+from specctl.recipes.errors import IncompatibleError, RecipeError
+from specctl.recipes.load import load_recipe
+from specctl.runtime.target import Target
+from specctl.train.capture import capture
+from specctl.train.selective import Selection, chosen, reference_stage
+from specctl.train.stop import Interrupted
+
+
+def load_runs() -> ModuleType:
+    path = Path(__file__).with_name("small_runs.py")
+    spec = importlib.util.spec_from_file_location("specctl_small_runs", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["specctl_small_runs"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+runs = load_runs()
+OPTIONS = {
+    "small-lm": {"layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "head_dim": 8},
+    "medusa": {"num_heads": 2},
+    "eagle3": {"ttt_steps": 2},
+}
+
+
+def made(name: str, target: Target, seed: int, vocab: VocabMap | None = None) -> Drafter:
+    entry = family(name)
+    torch.manual_seed(seed)
+    drafter = entry.build(entry.options(**OPTIONS[name]), target.spec, vocab)
+    if drafter.needs().borrow:
+        drafter.bind(target.borrowed())
+    with torch.no_grad():
+        for parameter in drafter.trainable().values():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return drafter
+
+
+def tokens(target: Target, drafter: Drafter) -> TrainBatch:
+    torch.manual_seed(2)
+    ids = torch.randint(0, target.spec.vocab_size, (2, 30))
+    batch = TrainBatch(
+        ids, torch.ones_like(ids, dtype=torch.bool), torch.zeros_like(ids),
+        torch.arange(30).expand(2, 30),
+    )  # fmt: skip
+    return capture(target, batch, drafter.needs())
+
+
+def test_the_share_with_the_highest_or_lowest_gaps_is_chosen() -> None:
+    gap = torch.tensor([0.3, -1.0, 2.0, 0.1, -0.2, 0.0, 5.0, 0.2, 0.4, -3.0])
+    assert chosen(gap, 0.4, True).nonzero()[:, 0].tolist() == [0, 2, 6, 8]
+    assert chosen(gap, 0.4, False).nonzero()[:, 0].tolist() == [1, 4, 5, 9]
+    assert chosen(gap, 1.0, True).all()
+    assert not chosen(gap[:1], 0.4, True).any()
+    assert chosen(gap[:0], 0.4, True).shape == (0,)
+    assert chosen(gap, 0.4, True).tolist() == (gap >= gap.quantile(0.6)).tolist()
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("is_trimmed", [False, True])
+def test_each_loss_of_a_family_learns_the_tokens_it_is_furthest_behind_on(
+    make_target: Callable[..., Target], name: str, is_trimmed: bool
+) -> None:
+    target = make_target(num_layers=4)
+    vocab = VocabMap(torch.arange(0, 96, 2), 96) if is_trimmed else None
+    drafter, reference = (made(name, target, seed, vocab) for seed in (0, 1))
+    batch = tokens(target, drafter)
+    kl: dict[str, list[Tensor]] = {"drafter": [], "reference": []}
+    for word, model in (("drafter", drafter), ("reference", reference)):
+
+        def note(kl_N: Tensor, into: list[Tensor] = kl[word]) -> Tensor:
+            into.append(kl_N)
+            return torch.ones_like(kl_N, dtype=torch.bool)
+
+        whole = model.loss(replace(batch, select=note))
+    assert len(kl["drafter"]) == {"small-lm": 1}.get(name, 2)
+    selected = Selection("highest", 0.4, 0, reference)(batch, [0, 1])
+    assert selected.select is not None
+    out = drafter.loss(replace(selected))
+    want = [
+        q[(q - r) >= (q - r).topk(round(0.4 * len(q))).values[-1]]
+        for q, r in zip(kl["drafter"], kl["reference"], strict=True)
+    ]
+    plain = drafter.loss(batch)
+    decay = {"eagle3": 0.8, "medusa": 0.8}.get(name, 1.0)
+    expected = sum(decay**i * part.sum() for i, part in enumerate(want))
+    torch.testing.assert_close(out.sum.detach(), torch.as_tensor(expected), rtol=1e-4, atol=1e-4)
+    assert float(out.metrics["selected"][0]) == len(want[0])
+    torch.testing.assert_close(out.metrics["alpha"], plain.metrics["alpha"])
+    assert float(whole.count) > float(out.count) > 0
+    assert all(p.grad is None for p in reference.trainable().values())
+
+
+def test_the_lowest_gaps_are_the_others_and_random_ones_repeat_for_the_same_rows(
+    make_target: Callable[..., Target],
+) -> None:
+    target = make_target(num_layers=2)
+    drafter, reference = made("small-lm", target, 0), made("small-lm", target, 1)
+    batch = tokens(target, drafter)
+    losses = {
+        (rule, rows): float(
+            drafter.loss(Selection(rule, 0.5, 3, reference)(batch, rows)).sum.detach()
+        )
+        for rule in ("highest", "lowest", "random")
+        for rows in ((0, 1), (2, 3))
+    }
+    whole = float(drafter.loss(batch).sum.detach())
+    both = losses["highest", (0, 1)] + losses["lowest", (0, 1)]
+    assert both == pytest.approx(whole, rel=1e-4)
+    assert losses["random", (0, 1)] != pytest.approx(losses["random", (2, 3)], rel=1e-4)
+    again = drafter.loss(Selection("random", 0.5, 3, None)(batch, (0, 1))).sum.detach()
+    assert float(again) == losses["random", (0, 1)]
+
+
+def test_the_reference_is_the_same_recipe_with_every_token_learned() -> None:
+    sets = ["train.select=highest", "train.reference_steps=7", "vocab.size=null"]
+    recipe = load_recipe("distill", sets=sets)
+    stage = reference_stage(recipe)
+    assert stage is not None
+    assert (stage.train.select, stage.train.steps) == ("none", 7)
+    assert stage.train.seed == recipe.train.seed
+    assert stage.drafter == recipe.drafter
+    for quiet in (["train.select=random"], ["train.select=highest", "train.reference=x"], []):
+        assert reference_stage(load_recipe("distill", sets=quiet)) is None
+    with pytest.raises(RecipeError, match="reference_steps is ignored"):
+        load_recipe("distill", sets=["train.reference_steps=7"])
+
+
+def test_a_run_stopped_in_the_reference_or_behind_it_resumes_bit_for_bit(tmp_path: Path) -> None:
+    target, text = runs.random_target(seed=0), runs.words(tmp_path)
+    recipe = runs.small_recipe(
+        "distill", text, train__select="highest", train__steps=5, train__reference_steps=4,
+        vocab__size=40, data__new_tokens=8,
+    )  # fmt: skip
+    whole = runs.run(recipe, tmp_path / "whole", target)
+    assert any(line.startswith("first the reference: 4 steps") for line in whole.said)
+    for at in (3, 4):  # in the reference; then in the third step behind it
+        with pytest.raises(Interrupted), runs.stopped_before(target, step=at):
+            runs.run(recipe, tmp_path / "cut", target)
+        names = sorted(p.name for p in (tmp_path / "cut" / "reference").iterdir())
+        assert "checkpoints" in names
+    again = runs.run(recipe, tmp_path / "cut", target)
+    assert "continuing from step 3" in again.said
+    assert again.digest == whole.digest
+
+
+def test_a_reference_of_another_vocabulary_is_refused(
+    tmp_path: Path, make_target: Callable[..., Target]
+) -> None:
+    target, text = runs.random_target(seed=0), runs.words(tmp_path)
+    sets = {"train__select": "highest", "train__reference": "elsewhere", "data__new_tokens": 8}
+    recipe = runs.small_recipe("distill", text, **sets)
+    vocab = VocabMap(torch.arange(50), target.spec.vocab_size)
+    with pytest.raises(IncompatibleError) as caught:
+        runs.run(
+            recipe, tmp_path / "out", target, load=lambda name, t: made("small-lm", t, 0, vocab)
+        )
+    assert caught.value.where == "train.reference"
+    assert "50 ids" in caught.value.found
+
+
+def test_a_loss_that_never_asks_the_target_cannot_select(tmp_path: Path) -> None:
+    target, text = runs.random_target(seed=0), runs.words(tmp_path)
+    sets = {"train__select": "random", "drafter__options__loss": "ce", "data__new_tokens": 8}
+    with pytest.raises(RecipeError) as caught:
+        runs.run(runs.small_recipe("distill", text, **sets), tmp_path / "out", target)
+    assert caught.value.where == "train.select"
