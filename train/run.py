@@ -3,6 +3,7 @@
 OUT/run.yaml         the resolved recipe, the origin of every value, the exact command
 OUT/data             the rows               OUT/checkpoints   states to resume from
 OUT/metrics.jsonl    what happened          OUT/package       the drafter with the best measured tau
+OUT/reference        the same for a first stage, where tokens are selected by comparison
 """
 
 from __future__ import annotations
@@ -42,16 +43,27 @@ from specctl.train.checkpoint import Checkpoints, Snapshot
 from specctl.train.data import prepare
 from specctl.train.draft_vocab import draft_vocab
 from specctl.train.fingerprint import check_same_run, config_fields, run_fingerprint
-from specctl.train.initial import Initial, Loader, completed, initial_of, initialise
+from specctl.train.initial import (
+    Initial,
+    Loader,
+    completed,
+    initial_of,
+    initialise,
+    loaded,
+    tensors_digest,
+)
 from specctl.train.lock import locked
 from specctl.train.loop import Job, Progress, measure, restore, train
 from specctl.train.metrics import MetricsLog
+from specctl.train.offline import feature_source
+from specctl.train.on_policy import text_of
 from specctl.train.optim import Gradient, build_optimizers
 from specctl.train.order import Order
 from specctl.train.plan import Plan, plan
 from specctl.train.plot import save_learning_curve
 from specctl.train.ranks import Ranks
 from specctl.train.rows import TokenData
+from specctl.train.selective import reference_stage, selection_of
 from specctl.train.sharding import Sharded
 from specctl.train.state import seed_everything
 from specctl.train.stop import Stop
@@ -114,9 +126,11 @@ def train_draft(
         target = target or _load_target(recipe, accelerator.device)
         data = _data(recipe, target, out, talker, ranks)
         initial = initial_of(recipe, target, load)
-        job = _job(recipe, target, data, initial, out, stop, checkpoints, accelerator)
-        progress = _continue(job, snapshot, allow)
+        made = _Made(target, data, initial, stop, accelerator, load)
         stop.is_deferred = True
+        reference = _reference(recipe, made, checkpoints, allow)
+        job = _job(recipe, made, checkpoints, reference)
+        progress = _continue(job, snapshot, allow)
         progress = train(job, progress)
         acceptance = _best(job, progress, talker)
         written = out / "package"
@@ -241,18 +255,54 @@ def _vocab(
     return draft_vocab(recipe, target, data)
 
 
-def _job(
-    recipe: Recipe,
-    target: Target,
-    data: TokenData,
-    initial: Initial | None,
-    out: Path,
-    stop: Stop,
-    checkpoints: Checkpoints,
-    accelerator: Accelerator,
-) -> Job:
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What the stages of a run share."""
+
+    target: Target
+    data: TokenData
+    initial: Initial | None
+    stop: Stop
+    accelerator: Accelerator
+    load: Loader | None
+
+
+def _reference(
+    recipe: Recipe, made: _Made, checkpoints: Checkpoints, allow: Collection[str]
+) -> Drafter | None:
+    """What the selection of tokens compares with: a drafter of a folder, or one trained first in
+    OUT/reference, which a resumed run finds as it stood."""
+    ranks, reporter = checkpoints.ranks, checkpoints.reporter
+    stage, name = reference_stage(recipe), recipe.train.reference
+    if name is not None:
+        reference = loaded(name, made.target, made.load, "train.reference").to(
+            ranks.device, torch.float32
+        )
+        if reference.needs().borrow:
+            reference.bind(made.target.borrowed())
+    elif stage is not None:
+        out = checkpoints.folder.parent / "reference"
+        with ranks.together():
+            if ranks.is_main:
+                out.mkdir(exist_ok=True)
+        reporter.say(f"first the reference: {stage.train.steps:,} steps in {out}")
+        places = Checkpoints(out / "checkpoints", reporter, stage.train.keep, ranks)
+        job = _job(stage, made, places, None)
+        progress = train(job, _continue(job, places.newest(), allow))
+        _best(job, progress, reporter)
+        reference = job.drafter
+    else:
+        return None
+    for parameter in reference.trainable().values():
+        parameter.requires_grad_(False)
+    return reference
+
+
+def _job(recipe: Recipe, made: _Made, checkpoints: Checkpoints, reference: Drafter | None) -> Job:
     """Everything the loop works with."""
     settings, ranks, reporter = recipe.train, checkpoints.ranks, checkpoints.reporter
+    target, data, initial = made.target, made.data, made.initial
+    out = checkpoints.folder.parent
     if settings.rows < ranks.size:
         raise RecipeError(
             "fewer rows in a batch than processes",
@@ -274,27 +324,33 @@ def _job(
         reporter.say(line)
     num_rows = data.num_rows - len(measuring_rows(recipe, data))
     say_data(recipe, num_rows, reporter)
+    selection = selection_of(recipe, drafter, reference)
     trained = drafter
     if settings.parallel == "fsdp" and ranks.size > 1:
         trained = Sharded(drafter, ranks)
     trainable = trained.trainable()
     vocab_sizes = frozenset({target.spec.vocab_size} | ({vocab.size} if vocab else set()))
     seed_everything(settings.seed, ranks.rank)
+    order = Order(num_rows, settings.seed, recipe.data.on_policy)
+    text = text_of(recipe, target, data, trained, order, ranks)
+    features = feature_source(recipe, target, data, needs, out, reporter, ranks)
 
     def batch(rows: list[int]) -> TrainBatch:
-        return capture(target, data.batch(rows), needs)
+        is_still = recipe.data.on_policy == 0.0
+        read = features(rows) if is_still else capture(target, text.batch(rows), needs)
+        return read if selection is None else selection(read, rows)
 
     return Job(
         drafter=trained,
         settings=settings,
-        order=Order(num_rows, settings.seed),
+        order=order,
         batch=batch,
         measure=decoder(recipe, target, drafter, measuring_prompts(recipe, target, data)),
         optimizers=build_optimizers(trainable, settings, vocab_sizes),
         gradient=Gradient(trainable, ranks),
         checkpoints=checkpoints,
         log=MetricsLog(out / "metrics.jsonl", ranks.is_main, reporter.warn),
-        stop=stop,
+        stop=made.stop,
         reporter=reporter,
         out=out,
         draft_length=recipe.serve.length,
@@ -307,9 +363,11 @@ def _job(
             None if vocab is None else vocab.digest(),
             ranks.size,
             None if initial is None else initial.digest,
-        ),
-        log_more=lambda figures, step: accelerator.log(figures, step),
+        )
+        | ({} if reference is None else {"reference": tensors_digest(reference.tensors())}),
+        log_more=lambda figures, step: made.accelerator.log(figures, step),
         ranks=ranks,
+        text=text,
     )
 
 
