@@ -41,6 +41,7 @@ COMMANDS = {
     "recipes": Entry("recipes", START, "List, show, copy and check recipes."),
     "train-draft": Entry("train_draft", TRAIN, "Train a drafter for a target."),
     "distill": Entry("distill", TRAIN, "Train an independent small model on the target's law."),
+    "adapt": Entry("adapt", TRAIN, "Refresh a drafter for a tuned target or a new domain."),
     "vocab-trim": Entry("vocab_trim", TRAIN, "Cut a drafter's vocabulary to what pays."),
     "pretrain": Entry("pretrain", TRAIN, "Train the embedded target from nothing."),
     "generate": Entry("generate", USE, "Continue prompts, losslessly faster."),

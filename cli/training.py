@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -113,8 +113,13 @@ class TrainingFlags(RecipeFlags):
     offline: Offline = False
 
 
-def run_training(console: Console, flags: TrainingFlags) -> None:
-    """A whole training command, from its flags to the Next lines."""
+def run_training(
+    console: Console,
+    flags: TrainingFlags,
+    about: Callable[[RunResult], dict[str, Any]] = lambda result: {},
+) -> None:
+    """A whole training command, from its flags to the Next lines. `about` says more of the result
+    and returns it for --json."""
     recipe = flags.load()
     out = flags.folder(recipe)
     if flags.offline:
@@ -127,8 +132,9 @@ def run_training(console: Console, flags: TrainingFlags) -> None:
         code = relaunch(sys.argv[1:], processes, is_cpu, recipe.train.parallel)
         console.is_answered = True  # by the first process
         raise typer.Exit(code)
+    console.say(f"{recipe.name}: {recipe.drafter.family} for {recipe.target.name}, in {out}")
     result = train_and_package(console, recipe, out, flags.resume, flags.allow or ())
-    finish(console, recipe, result)
+    finish(console, recipe, result, about(result) if console.is_main else {})
 
 
 def _processes(flags: TrainingFlags) -> tuple[int, bool]:
@@ -160,7 +166,7 @@ def packaged(drafter: Drafter, target: Target, folder: Path, **about: Any) -> Ma
 
 
 def train_and_package(
-    console: Console, recipe: Recipe, out: Path, resume: bool = True, allow: Sequence[str] = ()
+    console: Reporter, recipe: Recipe, out: Path, resume: bool = True, allow: Sequence[str] = ()
 ) -> RunResult:
     """Train, and write OUT/package from the checkpoint with the best measured tau; then OUT/FORMAT
     for each further format of the recipe."""
@@ -202,13 +208,15 @@ def train_and_package(
 
 
 def load_initial(name: str, target: Target) -> Drafter:
-    """The drafter that drafter.init names; of a package, in the very numbers that were saved."""
+    """The drafter that drafter.init names; of a package, in the very numbers that were saved. It
+    may have been made for another target of the same tokenizer: training makes it this one's."""
+    from specctl.export.compat import ALLOWABLE
     from specctl.export.find import Kind, load_found, locate
     from specctl.export.load import read_package
 
     found = locate(name)
     if found.kind is Kind.PACKAGE and found.folder is not None:
-        return read_package(found.folder, target)
+        return read_package(found.folder, target, sorted({*ALLOWABLE} - {"tokenizer"}))
     return load_found(found, target, ())
 
 
@@ -292,13 +300,17 @@ def _dry_run(console: Console, recipe: Recipe, out: Path) -> None:
     console.done(answer, next=[" ".join(["specctl", *arguments])])
 
 
-def show_plans(console: Console, recipe: Recipe, out: Path) -> dict[str, Any]:
+def show_plans(
+    console: Console, recipe: Recipe, out: Path, is_rehearsed: bool = False
+) -> dict[str, Any]:
     """The plan of a run, or of each stage of a pipeline; returns them for --json."""
     from specctl.train.assemble import trainable_family
     from specctl.train.stages import plans
 
     trainable_family(recipe)
     made = plans(recipe, out)
+    if is_rehearsed:
+        made = [(recipe, _rehearsed(console, recipe))]
     for part, plan in made:
         show_plan(console, part, plan)
     answer: dict[str, Any] = {"recipe": recipe.to_json(), "origin": recipe.origin}
@@ -307,6 +319,22 @@ def show_plans(console: Console, recipe: Recipe, out: Path) -> dict[str, Any]:
     low, high = (sum(plan.seconds_range[i] for _, plan in made) for i in (0, 1))
     console.out(f"all {len(made)} stages: {duration(low)} to {duration(high)}")
     return answer | {"plans": {part.name: plan.to_json() for part, plan in made}}
+
+
+def _rehearsed(console: Console, recipe: Recipe) -> Plan:
+    """The plan of a run after its rehearsal."""
+    from specctl.cli.rehearse import rehearse
+    from specctl.train.plan import plan
+
+    if recipe.stages:
+        raise SpecctlError(
+            "a pipeline cannot be rehearsed: its later stages start from the earlier ones",
+            found=f"{len(recipe.stages)} stages",
+            expected="a recipe of one stage",
+            do="leave --rehearse out, or plan one stage as a recipe of its own",
+        )
+    console.say("rehearsing: a small run in a process of its own, a minute or two")
+    return plan(recipe, rehearsal=rehearse(recipe))
 
 
 def show_plan(console: Console, recipe: Recipe, plan: Plan) -> None:

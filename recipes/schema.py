@@ -125,7 +125,9 @@ class LoraPart(Section):
     targets: tuple[str, ...] | None = Field(
         default=None, description="endings of the weights that are adapted; null: hidden matrices"
     )
-    keep: bool = Field(default=False, description="also write the additions alone, OUT/adapter")
+    keep: bool = Field(
+        default=False, description="also write the additions, OUT/adapter.safetensors"
+    )
 
 
 class TrainPart(Section):
@@ -193,6 +195,8 @@ class TrainPart(Section):
                 raise ValueError(f"{key} is ignored with select {self.select}; remove it")
         if self.reference is not None and self.reference_steps is not None:
             raise ValueError("reference_steps is ignored beside a reference; remove one of them")
+        if self.lora is not None and self.parallel == "fsdp":
+            raise ValueError("lora adapts whole weights, which fsdp spreads; set parallel: ddp")
         if self.shard_target and self.parallel != "fsdp":
             raise ValueError("shard_target is ignored with parallel ddp; set parallel: fsdp")
         return self

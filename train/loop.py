@@ -72,7 +72,8 @@ class Progress:
 @dataclass(frozen=True, slots=True)
 class Job:
     """Everything the loop works with. `batch` turns row numbers of `text` into a batch with the
-    target's features; `measure` decodes for real; `log_more` hands figures to trackers."""
+    target's features; `measure` decodes for real, before the first step as well if
+    `measures_start`; `log_more` hands figures to trackers."""
 
     drafter: Drafter
     settings: TrainPart
@@ -89,6 +90,7 @@ class Job:
     draft_length: int
     autocast: Callable[[], AbstractContextManager[Any]]
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
+    measures_start: bool = False
     log_more: Callable[[dict[str, float], int], None] = lambda figures, step: None
     ranks: Ranks = field(default_factory=Ranks)
     text: Text = field(default_factory=Text)
@@ -176,7 +178,9 @@ def review(job: Job, progress: Progress) -> None:
     also when the run was stopped before its review."""
     settings, step = job.settings, progress.step
     is_end = step == settings.steps
-    if step and progress.tau_step != step and (is_end or step % settings.tau_every == 0):
+    is_start = job.measures_start and step == 0 and progress.best is None
+    is_due = step > 0 and progress.tau_step != step and (is_end or step % settings.tau_every == 0)
+    if is_start or is_due:
         found = measure(job)
         progress.tau_step = step
         if progress.best is None or found.tau > progress.best["tau"]:
@@ -185,7 +189,8 @@ def review(job: Job, progress: Progress) -> None:
         job.log_more({"tau": found.tau}, step)
         best = f"best so far {progress.best['tau']:.3f} at step {progress.best_step}"
         job.reporter.say(f"step {step}: measured tau {found.tau:.3f} ({best})")
-    if step and (is_end or step % settings.save_every == 0 or progress.best_step == step):
+    is_round = step > 0 and (is_end or step % settings.save_every == 0)
+    if is_round or progress.best_step == step:
         save(job, progress)
 
 

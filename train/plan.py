@@ -1,7 +1,9 @@
 """What a run will take, before it is paid for: parameters, disk, memory, time, and on what basis.
 
 Nothing is loaded: the drafter is built without storage from the target's shape. Memory and time
-are estimates (memory within a factor of two); after twenty steps time is measured instead.
+are then estimates (memory within a factor of 1.5); a rehearsal measures both, and after twenty
+steps of the run itself time is measured there. Disk is counted: it needs no guess but how many
+tokens the source holds and how far the rows fill.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from specctl.drafters.parts.base import Drafter, Family
+from specctl.drafters.parts.base import Drafter, Family, Needs
 from specctl.drafters.parts.hf_spec import spec_of
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.vocab import VocabMap
@@ -23,12 +25,18 @@ from specctl.recipes.errors import NetworkError
 from specctl.recipes.schema import Recipe, TargetPart
 from specctl.recipes.targets import ResolvedTarget, aliases, resolve
 from specctl.runtime.hf import check_config
+from specctl.train.adapt import attach
 from specctl.train.assemble import family_options, trainable_family
 from specctl.train.initial import completed
+from specctl.train.features import Form
 from specctl.train.metrics import read_log
 from specctl.train.optim import is_hidden_matrix
+from specctl.train.rehearsal import Rehearsal, num_saves, small
 
 ROW_BYTES = 13  # of a prepared token: id, document, position (4 each) and its loss mask
+ANSWER_BYTES = 3  # more for a token that the target wrote, kept as it was drawn
+FILL = 0.98  # share of a row that holds tokens
+STATE_BYTES = 20_000  # of a checkpoint beside its tensors: generators, progress, manifest
 EFFICIENCY = (1.1, 0.25)  # FLOPs as counted here per matrix FLOP of training: best, worst
 DECODE_EFFICIENCY = (0.3, 0.02)  # the same while the target writes answers
 MEASURED_STEPS = 20
@@ -77,13 +85,18 @@ def plan(
     *,
     out: Path | None = None,
     flops_per_second: float | None = None,
+    rehearsal: Rehearsal | None = None,
 ) -> Plan:
     """The plan of a recipe for a target of shape `spec` (None: looked up by the target's name). If
-    `out` holds a run of this recipe with enough steps behind it, the time is measured."""
+    `out` holds a run of this recipe with enough steps behind it, the time is measured; so is all
+    that a rehearsal has measured."""
     shape = target_shape(recipe.target) if spec is None else TargetShape(spec, parameters_of(spec))
     family = trainable_family(recipe)
     drafter = build_shape(family, recipe, shape.spec)
     parameters = _count(drafter)
+    if recipe.train.lora is not None:
+        with torch.device("meta"):
+            attach(drafter, recipe.train.lora)
     trainable = drafter.trainable()
     optimizer = 4 * sum(p.numel() * _states(recipe, p, drafter) for p in trainable.values())
     num_trainable = sum(p.numel() for p in trainable.values())
@@ -91,10 +104,12 @@ def plan(
         parameters=parameters,
         trainable=num_trainable,
         target_parameters=shape.parameters,
-        disk=_disk(recipe, 4 * parameters, optimizer),
-        memory=_memory(recipe, shape, drafter, 4 * num_trainable + optimizer),
+        disk=_disk(recipe, shape, drafter, 4 * parameters, optimizer),
+        memory=_memory(recipe, shape, drafter, 4 * num_trainable + optimizer)
+        if rehearsal is None
+        else _measured_memory(recipe, rehearsal),
         steps=recipe.train.steps,
-        **_time(recipe, shape, drafter, out, flops_per_second),
+        **_time(recipe, shape, drafter, out, flops_per_second, rehearsal),
     )
 
 
@@ -180,13 +195,41 @@ def _data_tokens(recipe: Recipe) -> int:
     return min(in_file, data.limit_tokens or in_file)
 
 
-def _disk(recipe: Recipe, weights: int, optimizer: int) -> dict[str, int]:
-    held = recipe.train.keep + 2  # kept, best, and the one being written
-    return {
-        "data": _data_tokens(recipe) * (ROW_BYTES + 4),
-        "checkpoints": held * (weights + optimizer),
+def _disk(
+    recipe: Recipe, shape: TargetShape, drafter: Drafter, weights: int, optimizer: int
+) -> dict[str, int]:
+    """Bytes at the fullest moment. Checkpoints: those kept and the one being written; one more
+    where the best is older than those."""
+    data, tokens = recipe.data, _data_tokens(recipe)
+    answers = data.prompts * data.new_tokens if data.regenerate else 0
+    held = min(num_saves(recipe), recipe.train.keep + 1)
+    found = {
+        "data": round(tokens * ROW_BYTES / FILL) + answers * ANSWER_BYTES,
+        "checkpoints": held * (weights + optimizer + STATE_BYTES),
         "package": weights,
     }
+    if data.features == "offline":
+        found["features"] = _feature_bytes(recipe, shape, drafter.needs()) * tokens
+        if data.features_gb is not None:
+            found["features"] = min(found["features"], int(data.features_gb * 1e9))
+    return found
+
+
+def _feature_bytes(recipe: Recipe, shape: TargetShape, needs: Needs) -> int:
+    """Of a token on disk; a teacher is counted as the target's last state."""
+    spec, topk = shape.spec, recipe.data.teacher_topk or 0
+    teacher = ("topk" if topk else "state") if needs.teacher else "none"
+    itemsize = 4 if recipe.target.dtype in ("auto", "float32") else 2
+    dtype = recipe.data.feature_dtype
+    form = Form(needs.taps, teacher, topk, dtype, spec.hidden_size, spec.vocab_size, itemsize)
+    return form.bytes_per_token
+
+
+def _measured_memory(recipe: Recipe, rehearsal: Rehearsal) -> dict[str, int]:
+    """The rehearsal's peak, and the rows that it did without."""
+    more = _data_tokens(recipe) - _data_tokens(small(recipe))
+    found = {"measured in a rehearsal": rehearsal.memory, "more rows": more * ROW_BYTES}
+    return found | ({"on the GPU": rehearsal.gpu} if rehearsal.gpu else {})
 
 
 def _memory(recipe: Recipe, shape: TargetShape, drafter: Drafter, training: int) -> dict[str, int]:
@@ -228,8 +271,16 @@ def _time(
     drafter: Drafter,
     out: Path | None,
     flops_per_second: float | None,
+    rehearsal: Rehearsal | None,
 ) -> dict[str, Any]:
     steps = recipe.train.steps
+    if rehearsal is not None:
+        seconds = rehearsal.seconds(recipe)
+        return {
+            "seconds_range": (0.85 * seconds, 1.15 * seconds),
+            "basis": f"a rehearsal: {rehearsal.step:.3g} s a step, {rehearsal.answer:.3g} s a "
+            f"prompt, {rehearsal.once:.3g} s once",
+        }
     measured = measured_step_seconds(out) if out is not None else None
     if measured is not None:
         seconds, behind = measured

@@ -29,6 +29,7 @@ from specctl.recipes.errors import FileError, IntegrityError, RecipeError
 from specctl.recipes.schema import Recipe
 from specctl.runtime.report import Reporter, SilentReporter
 from specctl.runtime.target import Target, load_target
+from specctl.train.adapt import ADAPTER, attach, merge, save_adapter
 from specctl.train.assemble import (
     build_drafter,
     decoder,
@@ -137,6 +138,10 @@ def train_draft(
         with job.drafter.whole() as drafter, ranks.together():
             if ranks.is_main:
                 save_learning_curve(out / "metrics.jsonl", out / "curve.png")
+                if recipe.train.lora is not None:
+                    if recipe.train.lora.keep:
+                        save_adapter(job.drafter, out / ADAPTER)
+                    merge(job.drafter)
                 if package is not None:
                     package(drafter, target, written, acceptance)
         accelerator.end_training()
@@ -320,6 +325,8 @@ def _job(recipe: Recipe, made: _Made, checkpoints: Checkpoints, reference: Draft
     if initial is not None:
         initialise(drafter, initial, data)
         reporter.say(f"starts from {initial.name} ({initial.digest[:19]})")
+    if settings.lora is not None:
+        attach(drafter, settings.lora, initial is not None)
     for line in what_trains(drafter):
         reporter.say(line)
     num_rows = data.num_rows - len(measuring_rows(recipe, data))
@@ -354,6 +361,7 @@ def _job(recipe: Recipe, made: _Made, checkpoints: Checkpoints, reference: Draft
         reporter=reporter,
         out=out,
         draft_length=recipe.serve.length,
+        measures_start=settings.lora is not None,
         autocast=_autocast(settings.precision, ranks.device),
         fingerprint=run_fingerprint(
             recipe,

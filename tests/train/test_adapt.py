@@ -1,0 +1,130 @@
+"""Adapting: only the additions train, for every trained family; merging them changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from specctl.drafters import families
+from specctl.drafters.parts.base import Drafter
+from specctl.drafters.parts.vocab import VocabMap
+from specctl.recipes.errors import RecipeError
+from specctl.recipes.load import load_recipe
+from specctl.recipes.schema import LoraPart
+from specctl.runtime.target import Target
+from specctl.train.adapt import additions, attach, merge, save_adapter
+from specctl.train.plan import plan
+
+FAMILIES = [name for name, family in families().items() if family.trainable]
+
+
+@pytest.fixture(scope="module")
+def target(make_target: Any) -> Target:
+    found: Target = make_target(num_layers=3, vocab=24)
+    return found
+
+
+def learn(drafter: Drafter, batch: Any) -> float:
+    out = drafter.loss(batch)
+    mean = out.sum / out.count
+    if mean.requires_grad:
+        mean.backward()
+    return float(mean.detach())
+
+
+def batch_of(target: Target, drafter: Drafter) -> Any:
+    """Two packed rows with everything that the family needs."""
+    from specctl.drafters.parts.batch import TrainBatch
+    from specctl.train.capture import capture
+
+    generator = torch.Generator().manual_seed(1)
+    ids_BS = torch.randint(0, 24, (2, 20), generator=generator)
+    at_BS = torch.arange(20).expand(2, 20)
+    plain = TrainBatch(ids_BS, at_BS >= 2, torch.zeros_like(ids_BS), at_BS)
+    return capture(target, plain, drafter.needs())
+
+
+def make(target: Target, name: str, vocab: VocabMap | None = None) -> Drafter:
+    torch.manual_seed(3)
+    drafter = families()[name].build(families()[name].options(), target.spec, vocab)
+    if drafter.needs().borrow:
+        drafter.bind(target.borrowed())
+    with torch.no_grad():  # a trained drafter has no zero matrices
+        for parameter in drafter.trainable().values():
+            parameter += 0.05 * torch.randn_like(parameter)
+    return drafter
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_only_the_additions_learn_and_merged_they_draft_the_same(
+    target: Target, name: str, tmp_path: Path
+) -> None:
+    drafter = make(target, name, VocabMap(torch.arange(0, 24, 2), 24))
+    names, before = list(drafter.tensors()), {n: t.clone() for n, t in drafter.tensors().items()}
+    batch = batch_of(target, drafter)
+    untouched = learn(drafter, batch)
+    attach(drafter, LoraPart(rank=4, alpha=8.0))
+    trainable = drafter.trainable()
+    assert trainable
+    assert all(p.shape[0 if n.endswith("down_RI") else 1] <= 4 for n, p in trainable.items())
+    assert learn(drafter, batch) == pytest.approx(untouched, abs=1e-6)
+    optimizer = torch.optim.Adam(trainable.values(), lr=1e-2)
+    for _ in range(15):
+        optimizer.zero_grad()
+        learn(drafter, batch)
+        optimizer.step()
+    optimizer.zero_grad()
+    adapted = learn(drafter, batch)
+    assert adapted < untouched - 0.01
+    assert all(a.up_OR.detach().abs().max() > 0 for _, a in additions(drafter))
+    save_adapter(drafter, tmp_path / "adapter.safetensors")
+    merge(drafter)
+    after = drafter.tensors()
+    assert sorted(after) == sorted(names)
+    assert learn(drafter, batch) == pytest.approx(adapted, abs=1e-5)
+    saved = load_file(tmp_path / "adapter.safetensors")
+    moved = {n for n in names if not torch.equal(after[n], before[n])}
+    assert moved == {n.removesuffix(".up") for n in saved if n.endswith(".up")}
+    for n in moved:
+        product: Tensor = saved[f"{n}.up"] @ saved[f"{n}.down"]
+        torch.testing.assert_close(after[n], before[n] + product)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_adapted_drafter_is_saved_and_restored_with_its_additions(
+    target: Target, name: str
+) -> None:
+    """What a checkpoint holds is enough to continue: weights and additions."""
+    first, second = make(target, name), make(target, name)
+    for drafter in (first, second):
+        attach(drafter, LoraPart(rank=2))
+    with torch.no_grad():
+        for parameter in first.trainable().values():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    second.load_tensors(first.tensors())
+    batch = batch_of(target, first)
+    assert learn(second, batch) == learn(first, batch)
+
+
+def test_targets_name_the_weights_that_are_adapted(target: Target) -> None:
+    drafter = make(target, "small-lm")
+    attach(drafter, LoraPart(targets=("q_proj", "v_proj")))
+    names = [name for name, _ in additions(drafter)]
+    assert sorted(name.split(".")[-2] for name in names) == ["q_proj", "v_proj"]
+    with pytest.raises(RecipeError, match="no weight of the drafter"):
+        attach(make(target, "medusa"), LoraPart(targets=("q_proj",)))
+
+
+def test_fresh_weights_are_not_adapted(target: Target) -> None:
+    with pytest.raises(RecipeError, match="never trained"):
+        attach(make(target, "small-lm"), LoraPart(), is_trained=False)
+
+
+def test_a_plan_counts_only_the_additions_as_trained() -> None:
+    made = plan(load_recipe("adapt", ["drafter.options={layers: 2}"]), flops_per_second=1e9)
+    assert 0 < made.trainable < made.parameters / 10
