@@ -25,6 +25,10 @@ class ClosedPipe(Exception):
     """Whoever read our output has left."""
 
 
+class Interrupted(Exception):
+    """Ctrl-C or SIGTERM, as an error that typer does not answer itself."""
+
+
 def console_of(ctx: typer.Context) -> Console:
     """The console that main() made for this run of the program."""
     console = ctx.find_root().obj
@@ -63,6 +67,8 @@ def command(
             body(console, **given)  # type: ignore[call-arg]
         except BrokenPipeError as error:
             raise ClosedPipe from error  # typer would turn it into exit code 1
+        except KeyboardInterrupt as error:
+            raise Interrupted from error  # typer would end without a word
 
     params = [inspect.Parameter("ctx", _BOTH, annotation=typer.Context), *own, *_everywhere()]
     run.__signature__ = inspect.Signature(params)  # type: ignore[attr-defined]

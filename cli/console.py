@@ -21,6 +21,8 @@ from specctl.cli.table import format_table
 from specctl.recipes.errors import SpecctlError
 from specctl.runtime.report import Advance, SilentReporter
 
+STOPPED = (75, 130, 143)  # exit codes of Ctrl-C and SIGTERM
+
 
 class Console:
     """Implements `runtime.report.Reporter`. One writer: the command that runs."""
@@ -137,8 +139,9 @@ class Console:
         for line in next:
             self.say(f"Next: {line}")
 
-    def fail(self, error: SpecctlError, notes: Sequence[str] = ()) -> None:
+    def fail(self, error: SpecctlError, code: int | None = None) -> None:
         """An error in four parts: on stderr for people, as an object with --json."""
+        code = int(error.exit) if code is None else code
         do = error.do or f"specctl {self.command} --help".replace("specctl specctl", "specctl")
         parts = {
             "what": error.what,
@@ -148,13 +151,15 @@ class Console:
             "do": do,
         }
         if self.json and self.is_main and not self.is_answered:
-            body = {"code": int(error.exit), **parts}
+            body = {"code": code, **parts}
             answer = {"ok": False, "result": self.result, "warnings": self.warnings}
             self._object({**answer, "next": [do], "error": body})
         if self.is_main:
-            lines = [f"error[{int(error.exit)}]: {error.what}"]
+            lines = [f"error[{code}]: {error.what}"]
             lines += [self._part(name, parts[name]) for name in list(parts)[1:] if parts[name]]
-            text = "\n".join([*lines, *notes])
+            text = "\n".join(lines)
+            if code in STOPPED and self.stderr.isatty():
+                text = "\n" + text  # behind a ^C, or text that stands unfinished on the line
             if self.jsonl:
                 print(text, file=self.stderr, flush=True)
             else:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import difflib
 import errno
 import os
+import shlex
+import signal
 import sys
 import tempfile
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
 import typer
 
-from specctl.cli.command import ClosedPipe
+from specctl.cli.command import ClosedPipe, Interrupted
 from specctl.cli.config_file import META
-from specctl.cli.console import Console
+from specctl.cli.console import STOPPED, Console
 from specctl.recipes.errors import (
     Exit,
     FileError,
@@ -25,7 +30,7 @@ from specctl.recipes.errors import (
 
 # typer may carry its own copy of click; its BadParameter is the one public way to the base class.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
-INTERRUPTED, PIPE_CLOSED = 130, 141
+INTERRUPTED, PIPE_CLOSED, TERMINATED = 130, 141, 143
 _FILE_ERRORS = {
     errno.ENOENT,
     errno.EACCES,
@@ -39,11 +44,51 @@ _FILE_ERRORS = {
 }
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM; whatever unwinds for Ctrl-C unwinds for it."""
+
+
+def listen() -> None:
+    """Ctrl-C and SIGTERM unwind the command the first time and end the process the second time.
+
+    An ignored Ctrl-C (a background job) stays ignored.
+    """
+
+    def end(number: int, frame: object) -> None:
+        del frame
+        os.write(2, b"\n")  # a bar may stand on the line
+        os._exit(128 + number)
+
+    def unwind(number: int, frame: object) -> None:
+        del frame
+        for other in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(other, end)
+        raise KeyboardInterrupt if number == signal.SIGINT else Terminated
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, unwind)
+    signal.signal(signal.SIGTERM, unwind)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process with this code.
+
+    Python ends itself by SIGINT where a Ctrl-C once met code run from a string (which many modules
+    do when they are imported), whatever has become of the exception; so it does not get to that.
+    """
+    if code in STOPPED:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        atexit._run_exitfuncs()
+        os._exit(code)
+    sys.exit(code)
+
+
 def handle(error: BaseException, console: Console) -> int:
     """Tell the user, and return the exit code."""
-    if isinstance(error, KeyboardInterrupt):
-        console.say("interrupted")
-        return INTERRUPTED
+    if isinstance(error, (KeyboardInterrupt, Interrupted)):
+        return _interrupted(error, console)
     if isinstance(error, (BrokenPipeError, ClosedPipe)):
         _close_quietly()
         return PIPE_CLOSED
@@ -56,6 +101,19 @@ def handle(error: BaseException, console: Console) -> int:
     if console.verbose and not isinstance(error, (SpecctlError, USAGE_ERROR)):
         console.say("".join(traceback.format_exception(error)))
     return int(told.exit)
+
+
+def _interrupted(error: BaseException, console: Console) -> int:
+    """Ctrl-C where there is no state to save: say so, and how to begin again."""
+    is_terminated = Terminated in (type(error), type(error.__cause__))
+    told = SpecctlError(
+        "terminated" if is_terminated else "interrupted",
+        found="nothing was saved",
+        do=shlex.join(["specctl", *sys.argv[1:]]),
+    )
+    code = TERMINATED if is_terminated else INTERRUPTED
+    console.fail(told, code)
+    return code
 
 
 def as_told(error: BaseException, command: str = "specctl") -> SpecctlError | None:

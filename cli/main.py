@@ -18,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 from specctl import __version__
 from specctl.cli.command import command, configure, console_of, unwrap
 from specctl.cli.console import Console
-from specctl.cli.failures import handle
+from specctl.cli.failures import handle, leave, listen
 from specctl.cli.flags import ConfigFile, Json, JsonLines, NoColor, Quiet, Verbose
 from specctl.cli.launch import leave_exit_code
 
@@ -41,6 +41,7 @@ COMMANDS = {
     "recipes": Entry("recipes", START, "List, show, copy and check recipes."),
     "train-draft": Entry("train_draft", TRAIN, "Train a drafter for a target."),
     "distill": Entry("distill", TRAIN, "Train an independent small model on the target's law."),
+    "prune": Entry("prune", TRAIN, "Cut a drafter out of the target itself, and heal it."),
     "adapt": Entry("adapt", TRAIN, "Refresh a drafter for a tuned target or a new domain."),
     "vocab-trim": Entry("vocab_trim", TRAIN, "Cut a drafter's vocabulary to what pays."),
     "pretrain": Entry("pretrain", TRAIN, "Train the embedded target from nothing."),
@@ -162,4 +163,5 @@ def _nothing() -> contextlib.AbstractContextManager[None]:
 
 def run() -> None:
     """The entry point of the program."""
-    sys.exit(main())
+    listen()
+    leave(main())

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +18,7 @@ from specctl.cli.console import Console
 from specctl.cli.flags import Sets
 from specctl.cli.memory import peak_memory, peak_text
 from specctl.cli.progress import duration
+from specctl.recipes.errors import Exit, SpecctlError
 
 if TYPE_CHECKING:
     from specctl.recipes.schema import Recipe
@@ -70,13 +74,14 @@ def quickstart(
     )
     console.heading("2/5 data written by the target, drafter trained on it")
     run = _train(console, loaded, out)
-    console.heading("3/5 vocabulary trimmed")
-    package = _trim(console, model, out)
-    console.heading("4/5 lossless?")
-    _prove(console, model, package)
-    console.heading("5/5 plain against speculative")
-    size = inflate or ("300m" if target == "tiny" else "none")
-    report = _compare(console, model, package, None if size == "none" else size)
+    with continued(out):
+        console.heading("3/5 vocabulary trimmed")
+        package = _trim(console, model, out)
+        console.heading("4/5 lossless?")
+        _prove(console, model, package)
+        console.heading("5/5 plain against speculative")
+        size = inflate or ("300m" if target == "tiny" else "none")
+        report = _compare(console, model, package, None if size == "none" else size)
     seconds = time.monotonic() - started
     console.say(f"\ndone in {duration(seconds)}, {peak_text()}; everything is in {out}")
     result = {"out": str(out), "package": str(package), "seconds": round(seconds, 1)}
@@ -92,6 +97,20 @@ def quickstart(
             "specctl train-draft --target tiny --recipe eagle3   (the same with an EAGLE-3 head)",
         ],
     )
+
+
+@contextmanager
+def continued(out: Path) -> Iterator[None]:
+    """Ctrl-C in here loses no training: the same command goes on from it."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise SpecctlError(
+            "stopped on request, the trained drafter is kept",
+            where=str(out),
+            do=shlex.join(["specctl", *sys.argv[1:]]),
+            exit=Exit.INTERRUPTED,
+        ) from error
 
 
 def scaled(recipe: str, target: str, minutes: float, sets: tuple[str, ...]) -> Recipe:
@@ -118,7 +137,8 @@ def _train(console: Console, recipe: Recipe, out: Path) -> float | None:
     from specctl.cli.training import train_and_package
 
     result = train_and_package(console, recipe, out)
-    console.say(f"trained {result.steps:,} steps in {duration(result.seconds)}, tau {result.tau}")
+    tau = "not measured" if result.tau is None else f"{result.tau:.2f}"
+    console.say(f"trained {result.steps:,} steps in {duration(result.seconds)}, tau {tau}")
     return result.tau
 
 

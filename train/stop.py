@@ -41,6 +41,7 @@ class Stop:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
         if self.is_requested:
+            os.write(2, b"\n")  # a progress bar may stand on the line
             os._exit(128 + number)
         self.is_requested = True
         if not self.is_deferred:
