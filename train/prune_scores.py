@@ -81,7 +81,7 @@ class _Watched(LeanLM):
         self.states.append(x_TD)
         self._normed(x_TD, f"model.layers.{index}.input_layernorm.weight")
         weight_DW = self._parameter(f"model.layers.{index}.self_attn.o_proj.weight")
-        parts = zip(*(t.split(self.spec.head_dim, dim=1) for t in (out_TW, weight_DW)), strict=True)
+        parts = zip(*(t.chunk(self.spec.num_heads, 1) for t in (out_TW, weight_DW)), strict=True)
         sizes = [F.linear(out_TE, own_DE).norm(dim=-1).sum() for out_TE, own_DE in parts]
         _add(self.sums.heads, index, torch.stack(sizes))
         return out

@@ -1,0 +1,119 @@
+"""`specctl prune` from its flags to packages, once per way of cutting."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specctl.cli.prune import parse_heads, parse_width
+from specctl.recipes.errors import RecipeError
+
+SMALL = (
+    "data.prompts=8", "data.new_tokens=16", "data.prompt_tokens=16", "data.text_tokens=0",
+    "train.rows=2", "train.seq_len=48", "train.tau_prompts=2", "train.tau_tokens=8",
+)  # fmt: skip
+
+
+def words(out: Path, *more: str) -> list[str]:
+    text = out.parent / "text.txt"
+    text.write_text("\n\n".join(f"def name_{i}(x):\n    return x + {i}\n" for i in range(60)))
+    settings = [word for setting in SMALL for word in ("--set", setting)]
+    return ["prune", "--out", str(out), "--data", str(text), *settings, *more, "--json"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "found"),
+    [
+        (None, (None, None)),
+        ("192", (192, None)),
+        ("0.5", (128, None)),
+        ("mlp=320", (None, 320)),
+        ("0.75,mlp=0.5", (192, 320)),
+    ],
+)
+def test_widths_are_numbers_or_shares_of_the_targets(
+    spec: str | None, found: tuple[int | None, int | None]
+) -> None:
+    assert parse_width(spec, 256, 640) == found
+
+
+@pytest.mark.parametrize(
+    ("spec", "found"),
+    [(None, (None, None)), ("4", (4, 1)), ("2/2", (2, 2)), ("6", (6, 2)), ("0.5/1", (4, 1))],
+)
+def test_heads_leave_as_whole_groups_or_evenly(
+    spec: str | None, found: tuple[int | None, int | None]
+) -> None:
+    assert parse_heads(spec, 8, 2) == found
+
+
+@pytest.mark.parametrize("spec", ["x=3", "0", "257", "1.5", "mpl=3", "many", "1,2"])
+def test_a_width_that_means_nothing_is_refused(spec: str) -> None:
+    with pytest.raises(RecipeError, match="--width"):
+        parse_width(spec, 256, 640)
+
+
+def test_a_cut_without_healing_is_a_package_and_a_report(run: Any, tmp_path: Path) -> None:
+    out = tmp_path / "cut"
+    flags = ("--layers", "3", "--width", "192,mlp=0.5", "--heads", "2", "--heal-steps", "0")
+    ran = run(*words(out, *flags))
+    assert ran.code == 0, ran.err
+    answer = ran.json["result"]
+    after = answer["prune"]["after"]
+    assert (after["num_layers"], after["hidden_size"], after["intermediate_size"]) == (3, 192, 320)
+    assert (after["num_heads"], after["num_kv_heads"]) == (2, 1)
+    assert 0.0 < answer["prune"]["alpha"] < 1.0
+    assert answer["tau"] >= 1.0
+    manifest = json.loads((out / "cut" / "manifest.json").read_text())
+    assert manifest["options"]["width"] == 192
+    draft = str(out / "cut")
+    exported = run("export", "--draft", draft, "--to", "hf", "-o", str(tmp_path / "hf"), "--json")
+    assert exported.code == 0, exported.err
+
+
+def test_cutting_nothing_keeps_the_target_whole(run: Any, tmp_path: Path) -> None:
+    flags = ("--layers", "8", "--heal-steps", "0", "--set", "target.dtype=float32")
+    answer = run(*words(tmp_path / "whole", *flags)).json["result"]
+    assert answer["prune"]["alpha"] == pytest.approx(1.0, abs=1e-5)
+    assert answer["prune"]["layers"] == list(range(8))
+    # 8 tokens a prompt at k = 5: a round of 6, then the rest
+    assert answer["tau"] == 4.0
+
+
+def test_two_steps_distil_in_between_and_go_on_where_they_stopped(run: Any, tmp_path: Path) -> None:
+    out = tmp_path / "two"
+    flags = ("--layers", "1", "--two-step", "--heal-steps", "4")
+    ran = run(*words(out, *flags))
+    assert ran.code == 0, ran.err
+    assert ran.err.count("starts from") == 2
+    answer = ran.json["result"]
+    half = json.loads((out / "half" / "prune.json").read_text())
+    assert half["after"]["num_layers"] == answer["prune"]["before"]["num_layers"] == 3
+    assert answer["prune"]["after"]["num_layers"] == 1
+    assert answer["steps"] == 2
+    again = run(*words(out, *flags))
+    assert again.err.count("continuing from step 2") == 2
+    assert again.json["result"]["tau"] == answer["tau"]
+    other = run(*words(out, "--layers", "2", "--heal-steps", "4"))
+    assert other.code == 4
+    assert "holds another cut" in other.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--importance", "luck"), "importance"),
+        (("--recipe", "eagle3"), "small-lm"),
+        (("--layers", "9", "--heal-steps", "0"), "layers"),
+        (("--two-step", "--heal-steps", "0"), "two-step"),
+    ],
+)
+def test_flags_that_cannot_be_are_refused(
+    run: Any, tmp_path: Path, flags: tuple[str, ...], named: str
+) -> None:
+    ran = run(*words(tmp_path / "no", *flags))
+    assert ran.code == 3
+    assert named in json.dumps(ran.json["error"])
