@@ -51,7 +51,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/.torch
 
 $(VENV)/.dev: $(VENV)/.installed
 	@echo "installing the test tools"
-	@$(PIP) -e ".[plots,data,tracking,dev]"
+	@$(PIP) -e ".[plots,data,tracking,tune,dev]"
 	@touch $@
 
 install: $(VENV)/.installed
