@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from specctl.cli.console import Console
 from specctl.cli.training import RecipeFlags, show_plans
 
 
-def plan(console: Console, run: RecipeFlags) -> None:
+def plan(
+    console: Console,
+    run: RecipeFlags,
+    rehearse: Annotated[
+        bool,
+        typer.Option("--rehearse", help="Run five steps apart first, and measure instead."),
+    ] = False,
+) -> None:
     """Show parameters, memory, disk and time of a training run. Nothing is loaded or written.
 
-    Time is an estimate with a range; after twenty steps of a run in OUT it is measured.
+    Memory and time are estimates. With --rehearse the target is loaded and a small run made in a
+    process and a folder of its own, so that both are measured; after twenty steps of a run in OUT
+    its time is measured there.
 
     Examples:
 
       specctl plan --recipe eagle3 --target tiny
+      specctl plan --recipe eagle3 --target tiny --rehearse
       specctl plan --recipe medusa --set train.steps=2000 --json
     """
     loaded = run.load()
-    result = show_plans(console, loaded, run.folder(loaded))
+    result = show_plans(console, loaded, run.folder(loaded), rehearse)
     chosen = "" if run.target is None else f" --target {run.target}"
     console.done(result, next=[f"specctl train-draft --recipe {run.recipe}{chosen}"])

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from specctl.drafters.parts.base import Drafter
     from specctl.export.manifest import Manifest
     from specctl.recipes.schema import Recipe
+    from specctl.runtime.report import Reporter
     from specctl.runtime.target import Target
     from specctl.train.plan import Plan
     from specctl.train.run import RunResult

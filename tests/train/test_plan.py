@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,9 +19,13 @@ from specctl.recipes.schema import TrainPart
 from specctl.train.assemble import build_drafter
 from specctl.train.metrics import alphas, means, merged, simulated_tau
 from specctl.train.optim import Gradient, build_optimizers, is_hidden_matrix, learning_rate
-from specctl.train.plan import Plan, matrix_speed, plan
+from specctl.train.pack import Document, pack
+from specctl.train.plan import STATE_BYTES, Plan, matrix_speed, plan
 from specctl.train.plot import save_learning_curve
+from specctl.train.rehearsal import Rehearsal, Stopwatch, num_saves, small, summary
+from specctl.train.rows import write_rows
 from specctl.train.run import train_draft
+from specctl.train.sources import Defects
 
 SPEC = ModelSpec("llama", 4, 32, 88, 4, 2, 8, 64, 1e-5, 1e4, 256)
 SPEED = {"flops_per_second": 1e10}
@@ -55,7 +60,11 @@ def test_more_steps_take_longer_and_larger_batches_more_memory() -> None:
 
     assert of("train.steps=2000").seconds_range[0] > of("train.steps=200").seconds_range[0]
     assert of("train.rows=32").memory_bytes > of("train.rows=4").memory_bytes
-    assert of("train.keep=9").disk_bytes > of("train.keep=2").disk_bytes
+    many = "train.steps=4000"
+    assert of("train.keep=9", many).disk_bytes > of("train.keep=2", many).disk_bytes
+    whole = of("data.features=offline").disk["features"]
+    assert of("data.features=offline", "data.feature_dtype=fp8").disk["features"] < 0.6 * whole
+    assert of("data.features=offline", "data.features_gb=0.001").disk["features"] == 1_000_000
 
 
 def test_the_optimizer_state_in_the_plan_is_the_state_that_is_kept() -> None:
@@ -76,8 +85,8 @@ def test_the_optimizer_state_in_the_plan_is_the_state_that_is_kept() -> None:
             if value.ndim
         )
         made = plan(recipe, SPEC, **SPEED)
-        held = recipe.train.keep + 2
-        assert made.disk["checkpoints"] == held * (4 * made.parameters + kept)
+        held = min(num_saves(recipe), recipe.train.keep + 1)
+        assert made.disk["checkpoints"] == held * (4 * made.parameters + kept + STATE_BYTES)
 
 
 def test_time_is_measured_once_there_are_twenty_steps(tmp_path: Path) -> None:
@@ -108,6 +117,72 @@ def test_an_unknown_target_and_an_untrainable_family_cannot_be_planned() -> None
         plan(load_recipe("eagle3", target="llama9"))
     with pytest.raises(RecipeError, match="nothing to train"):
         plan(load_recipe("prompt-lookup"), SPEC)
+
+
+def rehearsed(**changed: float) -> Rehearsal:
+    fields = {
+        "once": 20.0, "answer": 0.1, "step": 0.5, "tau": 4.0, "save": 1.0, "memory": 10**9,
+        "gpu": 0, "token_bytes": 14.0, "checkpoint_bytes": 10**7, "package_bytes": 10**6,
+    }  # fmt: skip
+    return Rehearsal.from_json({**fields, **changed})
+
+
+def test_a_rehearsal_gives_the_time_of_the_whole_run_and_its_memory() -> None:
+    sets = ["train.steps=100", "train.tau_every=50", "train.save_every=30", "data.prompts=200"]
+    recipe = load_recipe("eagle3", sets=sets)
+    made = plan(recipe, SPEC, rehearsal=rehearsed())
+    whole = 20 + 200 * 0.1 + 100 * 0.5 + 2 * 4 + 4 * 1
+    assert made.seconds_range[0] < whole < made.seconds_range[1]
+    assert made.seconds_range[1] / made.seconds_range[0] < 1.4
+    assert made.basis.startswith("a rehearsal: 0.5 s a step")
+    assert 10**9 <= made.memory_bytes < 1.05e9
+    assert "on the GPU" in plan(recipe, SPEC, rehearsal=rehearsed(gpu=10**9)).memory
+    still = load_recipe("eagle3", sets=[*sets, "data.regenerate=false"])
+    assert rehearsed().seconds(still) == pytest.approx(whole - 20)
+
+
+def test_a_rehearsal_is_the_run_with_fewer_prompts_and_steps() -> None:
+    recipe = load_recipe("eagle3", sets=["train.rows=3"])
+    short = small(recipe)
+    assert (short.train.steps, short.data.prompts) == (5, 64)
+    assert short.train.model_copy(update={"steps": 7, "tau_every": 7, "save_every": 7}).rows == 3
+    changed = {"steps", "tau_every", "save_every", "log_every", "trackers"}
+    before, after = recipe.train.model_dump(), short.train.model_dump()
+    assert {key for key in before if before[key] != after[key]} <= changed
+
+
+def test_a_stopwatch_takes_a_run_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("specctl.train.rehearsal.time.perf_counter", lambda: now[0])
+
+    def later(seconds: float) -> None:
+        now[0] += seconds
+
+    recipe, watch = small(load_recipe("eagle3", sets=["data.prompts=4"])), Stopwatch()
+    later(3)
+    with watch.task("the target writes answers", 4, "prompts"):
+        later(8)
+    with watch.task("train", 5, "step") as advance:
+        advance(0)
+        for seconds in (9, 1, 2, 1, 1):  # the first step is slower
+            later(seconds)
+            advance(1)
+        later(6)
+        watch.say("step 5: measured tau 1.1 (best so far 1.1 at step 5)")
+        later(0.5)
+    later(4)
+    for name in ("checkpoints", "package"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"x" * 100)
+    words = np.arange(20, dtype=np.int32)
+    rows = pack([Document(words, words > 0, "text")], 20, 0, 0)
+    write_rows(tmp_path / "data", rows, "0" * 64, {}, "source", Defects())
+    found = summary(recipe, tmp_path, watch, whole=40.0, gpu=0)
+    assert (found.answer, found.step, found.tau, found.save) == (2.0, 1.0, 6.0, 0.5)
+    assert found.once == pytest.approx(40 - 8 - 20.5)
+    assert found.package_bytes == 100
+    assert found.memory > 10**8
+    assert found.token_bytes > 13
 
 
 def schedule(**fields: Any) -> list[float]:

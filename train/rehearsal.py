@@ -1,0 +1,153 @@
+"""A rehearsal: the run itself, small, in a process of its own, timed in its parts.
+
+Same target, same batches, same measurements of tau; only fewer prompts and fewer steps. What does
+not depend on their number (imports, the target, reading the text, packaging) is taken as it is, the
+rest by the piece. Peak memory is that of the process, for everything that needs much of it is done.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specctl.recipes.schema import Recipe
+from specctl.runtime.report import Advance, SilentReporter
+from specctl.train.rows import read_manifest
+
+PROMPTS, STEPS = 64, 5  # one shard of answers; the first step is slower and is left out
+ANSWERS, TRAIN = "the target writes answers", "train"
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What a small run took. Seconds: `once` whatever the size, `answer` a prompt, `step`, `tau` a
+    measurement, `save` a checkpoint. Bytes: `memory` and `gpu` at most, and of files."""
+
+    once: float
+    answer: float
+    step: float
+    tau: float
+    save: float
+    memory: int
+    gpu: int
+    token_bytes: float
+    checkpoint_bytes: int
+    package_bytes: int
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Rehearsal:
+        return cls(**fields)
+
+    def seconds(self, recipe: Recipe) -> float:
+        """Of the whole run."""
+        train = recipe.train
+        prompts = recipe.data.prompts if recipe.data.regenerate else 0
+        return (
+            self.once
+            + prompts * self.answer
+            + train.steps * self.step
+            + math.ceil(train.steps / train.tau_every) * self.tau
+            + num_saves(recipe) * self.save
+        )
+
+
+def num_saves(recipe: Recipe) -> int:
+    """Checkpoints that a run writes, if every best one is also due."""
+    return math.ceil(recipe.train.steps / recipe.train.save_every)
+
+
+def small(recipe: Recipe) -> Recipe:
+    """The recipe of the rehearsal."""
+    train = recipe.train.model_copy(
+        update={
+            "steps": STEPS, "tau_every": STEPS, "save_every": STEPS, "log_every": 1,
+            "trackers": (),
+        }
+    )  # fmt: skip
+    data = recipe.data.model_copy(update={"prompts": min(recipe.data.prompts, PROMPTS)})
+    return recipe.model_copy(update={"train": train, "data": data})
+
+
+@dataclass(slots=True)
+class Stopwatch(SilentReporter):
+    """A reporter that notes when what began and ended. One writer: the rehearsal."""
+
+    warnings: list[str] = field(default_factory=list)
+    began: dict[str, float] = field(default_factory=dict)
+    ended: dict[str, float] = field(default_factory=dict)
+    steps: list[float] = field(default_factory=list)
+    measured: float = 0.0
+
+    def say(self, text: str) -> None:
+        if "measured tau" in text:
+            self.measured = time.perf_counter()
+
+    @contextmanager
+    def task(self, label: str, total: int, unit: str) -> Iterator[Advance]:
+        del total, unit
+        self.began[label] = time.perf_counter()
+
+        def advance(amount: int, note: str = "") -> None:
+            del note
+            if label == TRAIN and amount:
+                self.steps.append(time.perf_counter())
+
+        yield advance
+        self.ended[label] = time.perf_counter()
+
+    def spent(self, label: str) -> float:
+        return self.ended.get(label, 0.0) - self.began.get(label, 0.0)
+
+
+def summary(recipe: Recipe, out: Path, watch: Stopwatch, whole: float, gpu: int) -> Rehearsal:
+    """What a finished rehearsal in `out` shows; `whole` seconds from the start of its process."""
+    ends = [watch.began[TRAIN], *watch.steps]
+    each = [after - before for before, after in itertools.pairwise(ends)]
+    answers, training = watch.spent(ANSWERS), watch.spent(TRAIN)
+    manifest = read_manifest(out / "data")
+    assert manifest is not None, "a finished run has its data"
+    return Rehearsal(
+        once=whole - answers - training,
+        answer=answers / recipe.data.prompts,
+        step=statistics.median(each[1:]),
+        tau=watch.measured - watch.steps[-1],
+        save=watch.ended[TRAIN] - watch.measured,
+        memory=peak_bytes(),
+        gpu=gpu,
+        token_bytes=folder_bytes(out / "data") / manifest.tokens,
+        checkpoint_bytes=folder_bytes(out / "checkpoints"),
+        package_bytes=folder_bytes(out / "package"),
+    )
+
+
+def peak_bytes() -> int:
+    """Resident bytes of this process at most. Not getrusage: what a process was before it became
+    this program counts there, too."""
+    try:
+        text = Path("/proc/self/status").read_text()
+    except OSError:
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    found = re.search(r"VmHWM:\s+(\d+) kB", text)
+    return int(found[1]) * 1024 if found else 0
+
+
+def folder_bytes(folder: Path) -> int:
+    """Of all files below a folder."""
+    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file() and not p.is_symlink())
+
+
+def read_rehearsal(path: Path) -> Rehearsal:
+    return Rehearsal.from_json(json.loads(path.read_text()))
