@@ -23,7 +23,7 @@ from torch import Tensor
 
 from specctl.drafters.parts.base import Borrowed
 from specctl.drafters.parts.lean import LeanLlama, LeanLM, LlamaShape
-from specctl.drafters.parts.lm import LmOut, Masks
+from specctl.drafters.parts.lm import Feed, LmOut
 from specctl.drafters.parts.slots import SlotKV
 from specctl.recipes.errors import IncompatibleError, SpecctlError, nearest
 from specctl.runtime.place import check_memory
@@ -65,19 +65,11 @@ class InflatedLM(LeanLM):
             borrowed.embedding_VD.to(weight), borrowed.head_VD.to(weight), borrowed.embed_scale
         )
 
-    def _run(
-        self,
-        ids_BT: Tensor,
-        position_BT: Tensor,
-        masks: Masks,
-        kv: SlotKV | None,
-        taps: tuple[int, ...],
-        logits: bool,
-    ) -> LmOut:
-        large = tuple(self.tap_map[k] for k in taps)
-        out = super()._run(ids_BT, position_BT, masks, kv, large, logits)
+    def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
+        large = tuple(self.tap_map[k] for k in feed.taps)
+        out = super().run(replace(feed, taps=large), kv)
         width = self.spec.hidden_size
-        found = {k: out.taps[self.tap_map[k]][..., :width].contiguous() for k in taps}
+        found = {k: out.taps[self.tap_map[k]][..., :width].contiguous() for k in feed.taps}
         return LmOut(out.logits_BTV, found)
 
     def borrowed(self) -> Borrowed:
