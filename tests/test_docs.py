@@ -27,7 +27,10 @@ PROVEN_ELSEWHERE = {
     "make proof": "benchmarks/, before a release",
     "make bench": "benchmarks/, before a release",
     "source .venv/bin/activate": "the shell",
+    "accelerate launch": "several machines; its words are taken apart below",
+    "torchrun": "several machines; its words are taken apart below",
     "specctl quickstart": "make quickstart",
+    "specctl plan --recipe eagle3 --target tiny --rehearse": "tests/cli/test_rehearse.py, small",
     "specctl pretrain": "made recipes/tiny; tests/train/test_pretrain.py runs it small",
     "specctl train-draft": "tests/cli/test_commands.py, small",
     "specctl distill": "tests/cli/test_commands.py, small",
@@ -95,9 +98,26 @@ def is_cheap(command: str) -> bool:
 
 @pytest.mark.parametrize(("page", "command"), PROGRAM)
 def test_every_command_of_ours_is_understood(page: str, command: str) -> None:
-    words = shlex.split(command.rpartition("| ")[2], comments=True)
+    words = launched(shlex.split(command.rpartition("| ")[2], comments=True))
     assert words[0] == "specctl", f"{page}: {command}"
     assert commands.why_not(words[1:]) is None, commands.why_not(words[1:])
+
+
+def launched(words: list[str]) -> list[str]:
+    """What a launcher starts, as the launcher's own parser takes it apart; other words as are."""
+    if words[:2] == ["accelerate", "launch"]:
+        from accelerate.commands.launch import launch_command_parser
+
+        parsed = launch_command_parser().parse_args(words[2:])
+        assert (ROOT / parsed.config_file).is_file()
+    elif words[0] == "torchrun":
+        from torch.distributed.run import get_args_parser
+
+        parsed = get_args_parser().parse_args(words[1:])
+    else:
+        return words
+    assert parsed.module, "started with -m"
+    return [parsed.training_script, *parsed.training_script_args]
 
 
 @pytest.mark.parametrize("command", sorted({c for _, c in ALL if is_cheap(c)}))
