@@ -83,6 +83,9 @@ class DataPart(Section):
     limit_tokens: Positive | None = Field(
         default=None, description="stop reading after so many tokens"
     )
+    drop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=(), description="strings left out of every text, e.g. image placeholders"
+    )
     on_policy: Fraction = Field(
         default=0.0, description="share of each batch's rows that the drafter itself writes"
     )

@@ -25,6 +25,7 @@ from specctl.recipes.errors import (
 )
 from specctl.recipes.targets import ResolvedTarget
 from specctl.runtime import hub
+from specctl.runtime.multimodal import is_multimodal, load_text_side, text_config
 from specctl.runtime.place import check_memory, choose_dtype
 
 
@@ -52,7 +53,7 @@ def load_checkpoint(
     wanted = choose_dtype(dtype, device, stored, count)
     check_memory(count * wanted.itemsize, wanted, device, f"the target {resolved.name}")
     tokenizer = _load_tokenizer(folder, config)
-    model = _load_model(folder, wanted).to(device)
+    model = _load_model(folder, wanted, is_multimodal(config)).to(device)
     commit = folder.name if resolved.path is None and folder.parent.name == "snapshots" else None
     return Loaded(model, tokenizer, commit or resolved.revision)
 
@@ -132,13 +133,14 @@ def _read_config(folder: Path, raw: dict[str, Any]) -> Any:
     kind = raw.get("model_type")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        model_class = AutoModelForCausalLM._model_mapping[type(config)]
+        text = text_config(config) if is_multimodal(config) else config
+        model_class = AutoModelForCausalLM._model_mapping[type(text)]
     except KeyError:
         raise IncompatibleError(
             f"{kind} is not a causal language model",
             found=f"model_type {kind!r}",
             expected="a decoder-only model that transformers loads with AutoModelForCausalLM",
-            do="choose a causal language model",
+            do="choose a causal language model, or a multimodal one around a Llama, Qwen or Gemma",
             where=str(folder / "config.json"),
         ) from None
     except Exception as error:  # transformers raises many kinds for a bad or unknown config
@@ -149,7 +151,7 @@ def _read_config(folder: Path, raw: dict[str, Any]) -> Any:
             do="pip install -U transformers, or choose another target",
             where=str(folder / "config.json"),
         ) from error
-    refuse_stateful(model_class, config)
+    refuse_stateful(model_class, text)
     return config
 
 
@@ -185,12 +187,13 @@ def _load_tokenizer(folder: Path, config: Any) -> Any:
     return tokenizer
 
 
-def _load_model(folder: Path, dtype: torch.dtype) -> Any:
+def _load_model(folder: Path, dtype: torch.dtype, has_more_than_text: bool) -> Any:
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder,
+        load = load_text_side if has_more_than_text else AutoModelForCausalLM.from_pretrained
+        model, info = load(
+            pretrained_model_name_or_path=folder,
             dtype=dtype,
             local_files_only=True,
             trust_remote_code=False,

@@ -32,10 +32,9 @@ class LowRank(nn.Module):
         super().__init__()
         O, I = weight_OI.shape  # noqa: E741
         rank = min(part.rank, O, I)
-        like = {"device": weight_OI.device, "dtype": weight_OI.dtype}
         self.scale = part.alpha / part.rank
-        self.down_RI = nn.Parameter(torch.randn(rank, I, **like) * I**-0.5)
-        self.up_OR = nn.Parameter(torch.zeros(O, rank, **like))
+        self.down_RI = nn.Parameter(weight_OI.new_empty(rank, I).normal_(std=I**-0.5))
+        self.up_OR = nn.Parameter(weight_OI.new_zeros(O, rank))
 
     def forward(self, weight_OI: Tensor) -> Tensor:
         return weight_OI + self.scale * (self.up_OR @ self.down_RI)

@@ -22,7 +22,7 @@ from specctl.train.chat import encode_sample
 from specctl.train.pack import Document, Rows, best_fit, cut_documents, pack
 from specctl.train.regenerate import AnswerPlan, cut_prompts, regenerate
 from specctl.train.rows import FORMAT, TokenData, read_manifest, write_rows
-from specctl.train.sources import Defects, Sample, read_samples
+from specctl.train.sources import Defects, Sample, read_samples, without
 from specctl.train.store import digest_of
 
 LEAST_ANSWER = 16  # tokens of an answer for which a prompt must leave room in its row
@@ -73,6 +73,7 @@ def _select(data: DataPart, defects: Defects) -> tuple[list[Sample], str]:
     for number, sample in enumerate(
         read_samples(data.source, data.format, data.split, data.seed, defects)
     ):
+        sample = without(sample, data.drop)
         whole.update(sample.digest())
         key = hashlib.sha256(f"{data.seed}:{number}".encode()).digest()
         entry = (-int.from_bytes(key[:8], "big"), number, sample)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +266,29 @@ def _from_sharegpt(turn: Any) -> Message:
     return {"role": SHAREGPT_ROLES.get(role, role), "content": turn.get("value")}
 
 
+def without(sample: Sample, drop: Sequence[str]) -> Sample:
+    """The sample with those strings left out of what is said, and the blanks after them."""
+    if not drop:
+        return sample
+
+    def cut(text: str) -> str:
+        return re.sub("(?:" + "|".join(map(re.escape, drop)) + r")[^\S\n]*\n?", "", text)
+
+    messages = tuple(
+        {**m, "content": cut(m["content"])} if isinstance(m.get("content"), str) else m
+        for m in sample.messages
+    )
+    return replace(sample, text=cut(sample.text), messages=messages)
+
+
+def _said(content: Any) -> Any:
+    """The text of a message given in parts; images, sounds and the like are left out."""
+    if not isinstance(content, list):
+        return content
+    texts = [part.get("text") for part in content if isinstance(part, Mapping)]
+    return "\n".join(text for text in texts if isinstance(text, str) and text)
+
+
 def _messages(turns: Any) -> tuple[Message, ...]:
     """Messages as the chat template takes them; keys that say nothing (null) are dropped."""
     messages = []
@@ -272,6 +296,8 @@ def _messages(turns: Any) -> tuple[Message, ...]:
         if not isinstance(turn, Mapping) or not turn.get("role"):
             raise ValueError("a message has no role")
         message = {key: value for key, value in turn.items() if value is not None}
+        if "content" in message:
+            message["content"] = _said(message["content"])
         if "content" not in message and "tool_calls" not in message:
             raise ValueError("a message has no content")
         messages.append(message)

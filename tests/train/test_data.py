@@ -23,7 +23,7 @@ from specctl.runtime.target import Target
 from specctl.train.chat import Encoded, conversation_prompt, encode_sample, preview
 from specctl.train.data import TokenData, better_seq_len, prepare
 from specctl.train.heldout import heldout_prompts
-from specctl.train.sources import Defects, Sample, read_samples, sample_of
+from specctl.train.sources import Defects, Sample, read_samples, sample_of, without
 
 TALK = (
     {"role": "user", "content": "hello"},
@@ -346,3 +346,17 @@ def test_the_source_s_own_text_can_be_learned_beside_the_answers(tmp_path, tiny_
     assert both.digest != alone.digest
     gained = int(both.batch(range(both.num_rows)).loss_mask_BS.sum()) - 8
     assert gained >= 600 - 32
+
+
+def test_images_and_their_placeholders_are_left_out_of_text(tmp_path: Path) -> None:
+    """Parts of other kinds than text vanish, and so do the strings that data.drop names."""
+    parts = [{"type": "image"}, {"type": "text", "text": "hello world"}]
+    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "how are you"}]
+    flat = [{"from": "human", "value": "<image>\nhello world"}, {"from": "gpt", "value": "fine"}]
+    records = [{"messages": turns}, {"conversations": flat}]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    samples = [without(s, ["<image>"]) for s in read_samples(str(file), "auto", "", 0, Defects())]
+    assert [s.messages[0]["content"] for s in samples] == ["hello world", "hello world"]
+    assert without(samples[0], []) is samples[0]
+    assert without(Sample("", "", text="a <image> b"), ["<image>"]).text == "a b"

@@ -1,0 +1,105 @@
+"""specctl adapt on a random target and a slightly tuned copy of it, and pipelines by their flag."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specctl.train.tokenizer import train_tokenizer
+
+TEXTS = [f"def f{i}(x):\n    return x + {i}\n\nhello world, how are you {i}?\n" for i in range(120)]
+SMALL = [
+    "--set", "data.prompts=10", "--set", "data.new_tokens=8", "--set", "data.prompt_tokens=6",
+    "--set", "train.rows=4", "--set", "train.seq_len=48", "--set", "train.tau_prompts=2",
+    "--set", "train.tau_tokens=6", "--set", "train.tau_every=2", "--set", "train.save_every=2",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory, make_model: Any) -> dict[str, Path]:
+    """`old` and `new`, folders of a random target and of the same after a little tuning; `data`."""
+    root = tmp_path_factory.mktemp("adapt")
+    tokenizer = train_tokenizer(TEXTS, 300, 256)
+    model = make_model(
+        num_layers=2,
+        hidden=16,
+        vocab=len(tokenizer),
+        eos_token_id=0,
+        max_position_embeddings=1024,
+    )
+    for name in ("old", "new"):
+        model.save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+        torch.manual_seed(9)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.02 * torch.randn_like(parameter)
+    rows = [{"prompt": text[:6], "response": text[6:]} for text in TEXTS]
+    (root / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"old": root / "old", "new": root / "new", "data": root / "data.jsonl", "root": root}
+
+
+def test_a_drafter_follows_its_target_into_a_package_of_its_own(
+    run: Any, places: dict[str, Path]
+) -> None:
+    root, steps = places["root"], ("--set", "train.steps=4")
+    options = "drafter.options={layers: 1, width: 16, heads: 2, head_dim: 8}"
+    made = run(
+        "distill", "--target", places["old"], "--data", places["data"], "--out", root / "first",
+        *SMALL, *steps, "--set", options, "--set", "vocab.size=200", "--set", "serve.length=3",
+    )  # fmt: skip
+    assert made.code == 0, made.err
+    words = (
+        "adapt", "--draft", root / "first", "--target", places["new"], "--data", places["data"],
+        "--out", root / "second", *SMALL, "--steps", 4, "--rank", 2, "--keep-adapter", "--json",
+    )  # fmt: skip
+    ran = run(*words)
+    assert ran.code == 0, ran.err
+    result = ran.json["result"]
+    assert result["tau_after"] == result["tau"] >= result["tau_before"] >= 1.0
+    old, new = (json.loads((root / r / "package" / "manifest.json").read_text()) for r in
+                ("first", "second"))  # fmt: skip
+    assert old["target"]["fingerprint"] != new["target"]["fingerprint"]
+    assert new["vocabulary"] == old["vocabulary"]
+    assert new["options"] == old["options"]
+    assert new["serve"]["length"] == 3
+    before, after = (load_file(root / r / "package" / "model.safetensors") for r in
+                     ("first", "second"))  # fmt: skip
+    assert before.keys() == after.keys()
+    adapter = load_file(root / "second" / "adapter.safetensors")
+    assert all(name.endswith((".up", ".down")) for name in adapter)
+    told = run("generate", "--target", places["new"], "--draft", root / "second" / "package", "def")
+    assert told.code == 0, told.err
+    refused = run("generate", "--target", places["new"], "--draft", root / "first" / "package", "d")
+    assert refused.code == 5
+    again = run(*words)
+    assert again.code == 0, again.err
+    assert again.json["result"]["sha256"] == result["sha256"]
+
+
+def test_a_dry_run_of_a_pipeline_plans_every_stage(run: Any) -> None:
+    for words in (("train-draft", "--dry-run"), ("plan",)):
+        ran = run(*words, "--recipe", "fastdraft", "--json")
+        assert ran.code == 0, ran.err
+        plans = ran.json["result"]["plans"]
+        assert list(plans) == ["fastdraft-pretrain", "fastdraft-continue", "fastdraft-align"]
+        assert [plan["steps"] for plan in plans.values()] == [240, 300, 160]
+
+
+def test_an_option_that_a_stage_misspells_is_named(run: Any, tmp_path: Path) -> None:
+    wrong = "stages: {one: {drafter: {options: {layerz: 2}}}}"
+    (tmp_path / "wrong.yaml").write_text(wrong)
+    ran = run("train-draft", "--recipe", tmp_path / "wrong.yaml", "--dry-run")
+    assert ran.code == 3
+    assert "stages.one" in ran.err
+    assert "layers" in ran.err
+
+
+def test_adapt_takes_the_drafter_by_its_own_flag(run: Any, tmp_path: Path) -> None:
+    ran = run("adapt", "--draft", tmp_path, "--init", "x")
+    assert ran.code == 4
