@@ -49,6 +49,7 @@ COMMANDS = {
     "bench": Entry("bench", USE, "Compare drafters: tau, tokens per second, speed-up."),
     "verify": Entry("verify", LOOK, "Prove that a package is whole, compatible and lossless."),
     "show": Entry("show", LOOK, "What a package, a run or a model folder contains."),
+    "runs": Entry("runs", LOOK, "List, follow, resume, compare and clean run folders."),
     "export": Entry("export", USE, "Write a drafter in another format."),
 }
 

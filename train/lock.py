@@ -1,4 +1,4 @@
-"""One process per run folder: a lock file that names its holder and dies with it."""
+"""One process per run folder: a lock file that names its holder and dies with it. No torch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,60 @@ import fcntl
 import json
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from specctl.recipes.errors import FileError
 from specctl.runtime.report import Reporter
 
 NAME = "run.lock"
+PATIENCE = 50  # times a hundredth of a second until a new holder has written its name
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The process that a lock file names."""
+
+    pid: int
+    host: str
+
+    @property
+    def is_here(self) -> bool:
+        return self.host == socket.gethostname()
+
+    @property
+    def is_gone(self) -> bool:
+        """True if it surely does not run; a process on another host may."""
+        if not self.is_here:
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except (PermissionError, OverflowError):
+            return False
+        return False
+
+
+def live_holder(folder: Path) -> Holder | None:
+    """The process that holds the folder now, as far as can be seen from here; takes no lock that
+    a run which is just starting could miss."""
+    try:
+        descriptor = os.open(folder / NAME, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        named = _named(descriptor)
+        if named is None or named.is_gone:
+            return None
+        if named.is_here and _is_free(descriptor):
+            return None  # the number now belongs to another process
+        return named
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -25,9 +71,9 @@ def locked(folder: Path, reporter: Reporter) -> Iterator[None]:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         _take(descriptor, path, reporter)
-        holder = json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
+        body = json.dumps(asdict(Holder(os.getpid(), socket.gethostname())))
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, holder.encode(), 0)
+        os.pwrite(descriptor, body.encode(), 0)
         try:
             yield
         finally:
@@ -37,7 +83,6 @@ def locked(folder: Path, reporter: Reporter) -> Iterator[None]:
 
 
 def _take(descriptor: int, path: Path, reporter: Reporter) -> None:
-    text = os.pread(descriptor, 4096, 0).decode(errors="replace")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -49,27 +94,50 @@ def _take(descriptor: int, path: Path, reporter: Reporter) -> None:
                 do="choose another --out",
                 where=str(path),
             ) from error
-        raise _held(text, path) from None
-    text = os.pread(descriptor, 4096, 0).decode(errors="replace")
-    if not text.strip():
+        raise _held(_awaited(descriptor), path) from None
+    named = _named(descriptor)
+    if named is None:
         return
-    if _field(text, "host") != socket.gethostname():
-        raise _held(text, path)
-    reporter.say(f"took over the lock of process {_field(text, 'pid')}, which is gone")
+    if not named.is_here:
+        raise _held(named, path)
+    reporter.say(f"took over the lock of process {named.pid}, which is gone")
 
 
-def _held(text: str, path: Path) -> FileError:
+def _awaited(descriptor: int) -> Holder | None:
+    """Who holds a lock that was refused: it may not have written its name yet."""
+    for _ in range(PATIENCE):
+        named = _named(descriptor)
+        if named is not None and not named.is_gone:
+            return named
+        time.sleep(0.01)
+    return None
+
+
+def _named(descriptor: int) -> Holder | None:
+    """The process that the file names; None if it is empty or names none."""
+    try:
+        fields = json.loads(os.pread(descriptor, 4096, 0))
+        return Holder(int(fields["pid"]), str(fields["host"]))
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _is_free(descriptor: int) -> bool:
+    """True if nobody holds the file. Looks by a shared lock, dropped at once."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return True
+
+
+def _held(holder: Holder | None, path: Path) -> FileError:
+    name = "a process" if holder is None else f"process {holder.pid} on {holder.host}"
     return FileError(
         "another process uses this run folder",
-        found=f"process {_field(text, 'pid')} on {_field(text, 'host')}",
+        found=name,
         expected="one process per folder",
         do=f"wait for it, choose another --out, or, if it is surely gone, rm {path}",
         where=str(path),
     )
-
-
-def _field(text: str, name: str) -> str:
-    try:
-        return str(json.loads(text)[name])
-    except (ValueError, KeyError, TypeError):
-        return "unknown"

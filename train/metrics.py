@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specctl.drafters.parts.batch import LossOut, TrainBatch
+from specctl.train.log import read_log as read_log
 from specctl.train.ranks import Ranks
 from specctl.train.store import write_bytes
 
@@ -164,14 +165,3 @@ class MetricsLog:
 
 def _json_number(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics log; a last line torn by a kill is left out."""
-    lines: list[dict[str, Any]] = []
-    for text in path.read_text().splitlines():
-        try:
-            lines.append(json.loads(text))
-        except ValueError:
-            continue
-    return lines

@@ -69,6 +69,7 @@ from specctl.train.sharding import Sharded
 from specctl.train.state import seed_everything
 from specctl.train.stop import Stop
 from specctl.train.store import write_bytes
+from specctl.train.target_shards import spread, spread_layers
 
 # package(drafter, target, folder, acceptance): writes the drafter; handed in by the command line,
 # because this room may not import export.
@@ -127,6 +128,7 @@ def train_draft(
         target = target or _load_target(recipe, accelerator.device)
         data = _data(recipe, target, out, talker, ranks)
         initial = initial_of(recipe, target, load)
+        target = spread(recipe, target, ranks)
         made = _Made(target, data, initial, stop, accelerator, load)
         stop.is_deferred = True
         reference = _reference(recipe, made, checkpoints, allow)
@@ -334,7 +336,7 @@ def _job(recipe: Recipe, made: _Made, checkpoints: Checkpoints, reference: Draft
     selection = selection_of(recipe, drafter, reference)
     trained = drafter
     if settings.parallel == "fsdp" and ranks.size > 1:
-        trained = Sharded(drafter, ranks)
+        trained = Sharded(drafter, ranks, spread_layers(target))
     trainable = trained.trainable()
     vocab_sizes = frozenset({target.spec.vocab_size} | ({vocab.size} if vocab else set()))
     seed_everything(settings.seed, ranks.rank)
@@ -388,7 +390,7 @@ def _autocast(precision: str, device: torch.device) -> Callable[[], AbstractCont
 def _continue(job: Job, snapshot: Snapshot | None, allow: Collection[str]) -> Progress:
     """Where the run stands: at the given state, or at the beginning."""
     if snapshot is None:
-        job.log.rewind(0, 0)
+        job.log.rewind(-1, -1)
         return Progress()
     for change in check_same_run(snapshot.fingerprint, job.fingerprint, allow):
         job.reporter.warn(f"continuing although {change}")
