@@ -31,6 +31,7 @@ from specctl.drafters.parts.losses import (
     weighted_sum,
 )
 from specctl.drafters.parts.masks import document_mask
+from specctl.drafters.parts.routed import add_router, check_routing, cut_router, with_router
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.recipes.errors import RecipeError
@@ -45,6 +46,7 @@ class Eagle3Options:
     `lm_head`: "init" copies the target's rows and trains them, "frozen" copies and keeps them,
     "scratch" starts at random. `loss` is compared with the target's law at `temperature`; step j
     of the `ttt_steps` weighs decay^j. `taps` are hidden_states indices, None chooses three.
+    `head_groups` splits the LM head's rows, of which the `head_top` best groups are read (CORAL).
     """
 
     taps: tuple[int, ...] | None = None
@@ -61,8 +63,11 @@ class Eagle3Options:
     head_dim: int | None = None
     intermediate: int | None = None
     chunk: int | None = None
+    head_groups: int | None = None
+    head_top: int = 4
 
     def __post_init__(self) -> None:
+        check_routing(self.head_groups, self.head_top)
         if self.taps is not None:
             object.__setattr__(self, "taps", tuple(int(tap) for tap in self.taps))
         check_kind(self.loss, "drafter.options.loss")
@@ -133,7 +138,11 @@ class Eagle3(Drafter):
             qk_norm=options.qk_norm,
         )
         self.module.lm_head.weight.requires_grad_(options.lm_head != "frozen")
-        self._is_fresh = options.lm_head != "scratch"
+        rows = draft_size(vocab, spec.vocab_size)
+        self.router = add_router(
+            self.module, spec.hidden_size, rows, options.head_groups, options.head_top
+        )
+        self._is_fresh = True
         self._embedding_VD: Tensor | None = None
         self._embed_scale = spec.embed_scale
 
@@ -143,8 +152,12 @@ class Eagle3(Drafter):
     def bind(self, borrowed: Borrowed) -> None:
         self._embedding_VD, self._embed_scale = borrowed.embedding_VD, borrowed.embed_scale
         if self._is_fresh:
-            with torch.no_grad():
-                self.module.lm_head.weight.copy_(head_rows(borrowed, self.vocab))
+            rows_KD = head_rows(borrowed, self.vocab)
+            if self.options.lm_head != "scratch":
+                with torch.no_grad():
+                    self.module.lm_head.weight.copy_(rows_KD)
+            if self.router is not None:
+                self.router.arrange(rows_KD)
             self._is_fresh = False
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -152,8 +165,8 @@ class Eagle3(Drafter):
         self._is_fresh = False
 
     def trimmed(self, vocab: VocabMap) -> Eagle3:
-        small = Eagle3(self.options, self.spec, vocab)
-        weights = dict(self.module.state_dict())
+        weights, options = cut_router(self.module, self.options, self.vocab, vocab)
+        small = Eagle3(options, self.spec, vocab)
         weights["lm_head.weight"] = cut_rows(weights["lm_head.weight"], self.vocab, vocab)
         small.module.to(weights["lm_head.weight"])
         small.module.load_state_dict(weights)
@@ -197,7 +210,9 @@ class Eagle3(Drafter):
         judge, head, parts = judge_of(batch, how), self.module.lm_head, []
         for step, normed_BSD in enumerate(self.unroll(batch, self.options.ttt_steps)):
             rows = aim(batch, 2 + step)
-            out = head_loss(normed_BSD.flatten(0, 1), head, rows, self.vocab, how, judge)
+            state_RD = normed_BSD.flatten(0, 1)
+            out = head_loss(state_RD, head, rows, self.vocab, how, judge)
+            out = with_router(out, self.router, state_RD, rows, self.vocab, judge)
             parts.append((self.options.decay**step, out))
         return weighted_sum(parts)
 

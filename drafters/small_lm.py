@@ -17,15 +17,38 @@ import torch
 from torch import Tensor, nn
 
 from specctl.drafters.parts.align import aim
-from specctl.drafters.parts.base import Drafter, Family, Needs, Outcome, RoundView, Space, StepState
+from specctl.drafters.parts.base import (
+    Borrowed,
+    Drafter,
+    Family,
+    Needs,
+    Outcome,
+    RoundView,
+    Space,
+    StepState,
+)
 from specctl.drafters.parts.batch import LossOut, TrainBatch
 from specctl.drafters.parts.growth import Growth, aim_cache
-from specctl.drafters.parts.heads import cut_rows
+from specctl.drafters.parts.heads import cut_rows, fitting_rows, head_rows
 from specctl.drafters.parts.lean import LeanLlama, LeanLM, LlamaShape
 from specctl.drafters.parts.lm import LanguageModel, Masks
-from specctl.drafters.parts.losses import LinearHead, LossOptions, check_kind, head_loss
+from specctl.drafters.parts.losses import (
+    LinearHead,
+    LossOptions,
+    check_kind,
+    head_loss,
+    judge_of,
+)
 from specctl.drafters.parts.rope import rope_of
+from specctl.drafters.parts.routed import (
+    RoutedHead,
+    add_router,
+    check_routing,
+    cut_router,
+    with_router,
+)
 from specctl.drafters.parts.spec import ModelSpec
+from specctl.drafters.parts.spoken import Spoken
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.recipes.errors import IncompatibleError, RecipeError
 
@@ -38,7 +61,8 @@ class SmallLmOptions:
     its head width, its feed-forward ratio, its norm and rope constants. `tied` shares embedding and
     LM head (a trimmed head is never tied). `loss` compares with the target's law at `temperature`.
     With drafter.init = "target" all sizes but the depth follow the target, and `from_layers` says
-    which of its layers are kept (None: evenly spaced, with the first and the last)."""
+    which of its layers are kept (None: evenly spaced, with the first and the last). `head_groups`
+    splits the LM head's rows, of which the `head_top` best groups are read (CORAL)."""
 
     layers: int | None = None
     width: int | None = None
@@ -57,8 +81,11 @@ class SmallLmOptions:
     window: int | None = None
     norm_eps: float | None = None
     rope_theta: float | None = None
+    head_groups: int | None = None
+    head_top: int = 4
 
     def __post_init__(self) -> None:
+        check_routing(self.head_groups, self.head_top)
         check_kind(self.loss, "drafter.options.loss")
         for name in ("layers", "width", "heads", "kv_heads", "head_dim", "intermediate", "window"):
             size = getattr(self, name)
@@ -175,6 +202,10 @@ class SmallLm(Drafter):
             module = LeanLlama(shape, rope.inv_freq, rope.scale)
             lm = LeanLM(module, _draft_spec(shape, spec))
         self.lm, self.module = lm, lm.module
+        rows = spec.vocab_size if vocab is None else vocab.size
+        width = lm.spec.hidden_size
+        self.router = add_router(self.module, width, rows, options.head_groups, options.head_top)
+        self._is_fresh = self.router is not None
 
     @classmethod
     def from_lm(cls, lm: LanguageModel, spec: ModelSpec) -> SmallLm:
@@ -186,7 +217,17 @@ class SmallLm(Drafter):
         return cls(SmallLmOptions(), spec, vocab, lm)
 
     def needs(self) -> Needs:
-        return Needs(teacher=self.options.loss != "ce", teacher_rows=True)
+        routed = self.router is not None  # groups are of the target's LM-head rows
+        return Needs(teacher=self.options.loss != "ce", teacher_rows=True, borrow=routed)
+
+    def bind(self, borrowed: Borrowed) -> None:
+        if self.router is not None and self._is_fresh:
+            self.router.arrange(head_rows(borrowed, self.vocab))
+        self._is_fresh = False
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        super().load_tensors(tensors)
+        self._is_fresh = False
 
     def open(self, space: Space) -> SmallLmState:
         return SmallLmState(self, space)
@@ -199,16 +240,22 @@ class SmallLm(Drafter):
                 expected="a drafter trained here, or a Llama, Mistral or Qwen folder",
                 do="leave its vocabulary whole",
             )
-        shape = replace(self.module.shape, tied=False, out_size=vocab.size)
+        shape = replace(
+            self.module.shape, tied=False, out_size=vocab.size, vocab_size=self.spec.vocab_size
+        )
         rotary = self.module.rotary
         small = LeanLlama(shape, rotary.inv_freq, rotary.scale)
-        weights = dict(self.module.state_dict())
+        weights, options = cut_router(self.module, self.options, self.vocab, vocab)
         head_KD = self.module.head_weight
         weights["lm_head.weight"] = cut_rows(head_KD.detach(), self.vocab, vocab)
+        embedding_VD = weights["model.embed_tokens.weight"]
+        weights["model.embed_tokens.weight"] = fitting_rows(embedding_VD, self.spec.vocab_size)
+        lm_spec = replace(self.lm.spec, vocab_size=self.spec.vocab_size)
+        cut = SmallLm(replace(options, tied=False), self.spec, vocab, LeanLM(small, lm_spec))
         small.to(device=head_KD.device, dtype=head_KD.dtype)
         small.load_state_dict(weights)
-        options = replace(self.options, tied=False)
-        return SmallLm(options, self.spec, vocab, LeanLM(small, self.lm.spec))
+        cut._is_fresh = self._is_fresh
+        return cut
 
     def loss(self, batch: TrainBatch) -> LossOut:
         """Loss of predicting 1 ahead (A0), summed over rows."""
@@ -222,8 +269,16 @@ class SmallLm(Drafter):
             return head_loss(state_RK, nn.Identity(), rows, self.vocab, how)
         last = self.lm.spec.num_layers
         out = self.lm.dense(ids_BS, batch.position_BS, masks, (last,), logits=False)
-        head = LinearHead(module.head_weight)
-        return head_loss(out.taps[last].flatten(0, 1), head, rows, self.vocab, how)
+        head, state_RD = LinearHead(module.head_weight), out.taps[last].flatten(0, 1)
+        if self.router is None:
+            return head_loss(state_RD, head, rows, self.vocab, how)
+        judge = judge_of(batch, how)
+        found = head_loss(state_RD, head, rows, self.vocab, how, judge)
+        return with_router(found, self.router, state_RD, rows, self.vocab, judge)
+
+    def language_model(self) -> LanguageModel:
+        size = self.spec.vocab_size
+        return Spoken(self.lm, size, self.vocab, self.readable, self.spoken)
 
     def readable(self, ids: Tensor) -> Tensor:
         """Ids inside the draft's embedding; padding ids of a larger target are read as its last."""
@@ -250,9 +305,12 @@ class SmallLmState(StepState):
         self.num_cached = [0] * space.num_slots
         self._growth: Growth | None = None
         self._kept: list[int] = []
+        self._routed: RoutedHead | None = None
+        self._version = -1
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
         del taps
+        self._refresh()
         device = self.lm.device
         slot_1 = torch.full((1,), slot, device=device)
         for first in range(0, len(tokens) - 1, PREFILL_CHUNK):
@@ -263,15 +321,32 @@ class SmallLmState(StepState):
             self._feed(torch.tensor([part], device=device), start_1, span, logits=False)
         self.num_cached[slot] = len(tokens) - 1
 
+    def _refresh(self) -> None:
+        """Lay out a routed head again when its weights have changed."""
+        router, module = self.drafter.router, self.drafter.module
+        if router is None or not isinstance(module, LeanLlama):
+            return
+        version = module.head_weight._version + router.weight._version
+        if version != self._version:
+            self._version, self._routed = version, RoutedHead.of(router, module.head_weight)
+
+    def _read(self, ids: Tensor, position: Tensor, masks: Masks, logits: bool = True) -> Any:
+        """Logits of one forward; the states in front of a routed head, which `_speak` applies."""
+        ids, position = self.drafter.readable(ids), self._within(position)
+        if self._routed is None:
+            return self.lm.forward(ids, position, masks, self.kv, logits=logits).logits_BTV
+        last = self.lm.spec.num_layers
+        return self.lm.forward(ids, position, masks, self.kv, (last,), logits=False).taps[last]
+
+    def _speak(self, read: Tensor) -> Tensor:
+        return self.drafter.spoken(read) if self._routed is None else self._routed(read)
+
     def _feed(self, ids_BW: Tensor, start_B: Tensor, span: int, logits: bool = True) -> Any:
         """A causal run of tokens per row, each row from its own position on."""
         W = ids_BW.shape[1]
         position_BW = start_B[:, None] + torch.arange(W, device=ids_BW.device)
         masks = self.lm.chain_masks(start_B, W, span)
-        ids_BW = self.drafter.readable(ids_BW)
-        return self.lm.forward(
-            ids_BW, self._within(position_BW), masks, self.kv, logits=logits
-        ).logits_BTV
+        return self._read(ids_BW, position_BW, masks, logits)
 
     def _within(self, position: Tensor) -> Tensor:
         last = self.lm.spec.max_positions - 1
@@ -299,9 +374,9 @@ class SmallLmState(StepState):
         self._kept = [start + count for start, count in zip(starts, counts, strict=True)]
         self._growth = Growth(view, self.kv, self._kept, view.kept_len_B + 1)
         if is_uniform:
-            return self.drafter.spoken(logits_BWK[:, -1])
+            return self._speak(logits_BWK[:, -1])
         at_B = torch.tensor(counts, device=device) - 1
-        return self.drafter.spoken(logits_BWK[torch.arange(B, device=device), at_B])
+        return self._speak(logits_BWK[torch.arange(B, device=device), at_B])
 
     def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
         assert self._growth is not None, "root() begins a round"
@@ -311,14 +386,7 @@ class SmallLmState(StepState):
             shape = (token_BM.shape[0], 1, 1, place.span)
             mask = torch.ones(shape, dtype=torch.bool, device=token_BM.device)
         windows = {w: mask & self._growth.near(place, w) for w in self.lm.windows}
-        out = self.lm.forward(
-            self.drafter.readable(token_BM),
-            self._within(place.position_BM),
-            Masks(mask, windows),
-            self.kv,
-        )
-        assert out.logits_BTV is not None
-        return self.drafter.spoken(out.logits_BTV)
+        return self._speak(self._read(token_BM, place.position_BM, Masks(mask, windows)))
 
     def observe(self, outcome: Outcome) -> None:
         growth, view = self._growth, outcome.view

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specctl.drafters.parts.routed import Router
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
@@ -181,6 +183,7 @@ class FeatureNet(nn.Module):
         self.layers = nn.ModuleList([WideLayer(shape, qk_norm)])
         self.norm = RmsNorm(width, shape.norm_eps)
         self.lm_head = nn.Linear(width, rows, bias=False)
+        self.router: Router | None = None
         self.shape, self.taps, self.norm_output = shape, taps, norm_output
         self.init_weights()
 

@@ -21,6 +21,7 @@ from specctl.drafters.parts.base import Outcome, RoundView, Space, StepState
 from specctl.drafters.parts.blocks import FeatureNet, attend, rotate
 from specctl.drafters.parts.growth import Growth, aim_cache
 from specctl.drafters.parts.kernels import Weight, can_pack, linear, pack
+from specctl.drafters.parts.routed import RoutedHead, read_head
 from specctl.drafters.parts.slots import SlotKV
 
 
@@ -33,7 +34,7 @@ class Fused:
     output: Weight
     gate_up: Weight
     down: Weight
-    head: Weight
+    head: Weight | RoutedHead
 
     @classmethod
     def of(cls, net: FeatureNet) -> Fused:
@@ -50,7 +51,9 @@ class Fused:
             lay(attention.o_proj.weight),
             lay(torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]).detach()),
             lay(layer.mlp.down_proj.weight),
-            lay(net.lm_head.weight),
+            lay(net.lm_head.weight)
+            if net.router is None
+            else RoutedHead.of(net.router, net.lm_head.weight),
         )
 
 
@@ -141,7 +144,7 @@ class FeatureState(StepState):
         out = h + linear(F.silu(gate) * up, fused.down)
         normed = F.rms_norm(out, (shape.hidden_size,), self.net.norm.weight, shape.norm_eps)
         self._states.append(normed if self.net.norm_output else out)
-        return linear(normed, fused.head)
+        return read_head(normed, fused.head)
 
     # -- a round --------------------------------------------------------------------------------
 

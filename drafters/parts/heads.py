@@ -5,6 +5,7 @@ Letters: D width, V target vocabulary, K draft vocabulary.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -35,6 +36,17 @@ def head_rows(borrowed: Borrowed, vocab: VocabMap | None) -> Tensor:
     if vocab is None:
         return borrowed.head_VD
     return borrowed.head_VD[vocab.ids_K.to(borrowed.head_VD.device)]
+
+
+def fitting_rows(embedding_ED: Tensor, size: int) -> Tensor:
+    """An embedding of exactly `size` rows, for a vocabulary padded otherwise than the target's:
+    surplus rows are never read; missing ones are read as the last."""
+    rows = embedding_ED.shape[0]
+    if rows == size:
+        return embedding_ED
+    if rows > size:
+        return embedding_ED[:size].clone()
+    return torch.cat([embedding_ED, embedding_ED[-1:].expand(size - rows, -1)])
 
 
 def cut_rows(weight_KD: Tensor, old: VocabMap | None, new: VocabMap) -> Tensor:

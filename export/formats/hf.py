@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specctl.drafters.parts.lean import LeanLlama, LeanLM, LlamaShape
+from specctl.drafters.parts.routed import PREFIX
 from specctl.drafters.small_lm import SmallLm
 from specctl.export.files import list_files
 from specctl.export.folder import compare_tensors, write_tensors
@@ -53,7 +54,9 @@ def widened(source: Source) -> Widened:
         )
     dtype = getattr(torch, source.manifest.dtype)
     tensors = {
-        n: t.detach().to("cpu", dtype, copy=True).contiguous() for n, t in drafter.tensors().items()
+        n: t.detach().to("cpu", dtype, copy=True).contiguous()
+        for n, t in drafter.tensors().items()
+        if not n.startswith(PREFIX)  # the whole head is written, a router has no place there
     }
     kept_K = None if drafter.vocab is None else drafter.vocab.ids_K.cpu()
     return widen(drafter.module.shape, tensors, kept_K)
