@@ -40,6 +40,7 @@ ALLOWABLE = (
     "tokenizer",
     "template",
     "eos",
+    "padding",
     *(name.replace("_", "-") for name in (*_SHAPE, *_SOFT_SPEC)),
 )
 

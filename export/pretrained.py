@@ -19,7 +19,7 @@ from specctl.drafters.parts.hf_lm import HfLM
 from specctl.drafters.parts.lean import LeanLlama, lean_from_hf
 from specctl.drafters.parts.lm import LanguageModel
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
-from specctl.export.compat import Mismatch, check_compatible, raise_first
+from specctl.export.compat import Mismatch, check_allow, check_compatible, raise_first
 from specctl.export.files import (
     PICKLE_SUFFIXES,
     TensorEntry,
@@ -45,7 +45,7 @@ def load_pretrained(path: Path, target: Target, allow: Sequence[str] = ()) -> Dr
     if (folder / MANIFEST).exists():
         check_compatible(check_files(folder), target, allow)
     config, shapes = inspect_folder(folder)
-    check_vocab(config, shapes, target)
+    check_vocab(config, shapes, target, allow)
     tokenizer = load_tokenizer(folder)
     _check_tokenizer(tokenizer, folder, target, allow)
     return described(SmallLm.from_lm(load_lm(folder, shapes, target), target.spec))
@@ -103,19 +103,25 @@ def _tensors(files: Mapping[str, Path]) -> dict[str, TensorEntry]:
 
 
 def check_vocab(
-    config: Mapping[str, Any], shapes: Mapping[str, TensorEntry], target: Target
+    config: Mapping[str, Any],
+    shapes: Mapping[str, TensorEntry],
+    target: Target,
+    allow: Sequence[str] = (),
 ) -> None:
-    """The draft's token ids are the target's, row for row, as claimed and as stored."""
+    """The draft's token ids are the target's, row for row, as claimed and as stored; with padding
+    in `allow` the number of rows may differ (the tokenizers are compared on their own)."""
     text = config.get("text_config")
     size = (text if isinstance(text, dict) else config).get("vocab_size")
     expected = target.spec.vocab_size
+    if isinstance(size, int) and "padding" in check_allow(allow):
+        expected = size
     if size != expected:
         raise IncompatibleError(
             "vocab_size of target and drafter differ",
             found=f"the draft has {size:,} ids" if isinstance(size, int) else "no vocab_size",
             expected=f"{expected:,} ids, as in {target.name}",
-            do=f"with the same tokenizer, pad it: model.resize_token_embeddings({expected}) and "
-            "save_pretrained; with another tokenizer choose another draft",
+            do="with the same tokenizer --allow padding, or save it after "
+            f"model.resize_token_embeddings({expected}); else choose another draft",
             where=f"{CONFIG}:vocab_size",
         )
     rows = {e.shape[0] for name, e in shapes.items() if name.endswith("embed_tokens.weight")}

@@ -92,13 +92,16 @@ def _longest(target: Target, policy: Policy, prompts: Sequence[Prompt], new_toke
 
 def moved_bytes(drafter: Drafter, target: Target) -> int:
     """Bytes of weights that one draft call reads: its own, a borrowed LM head, but not the input
-    embedding, of which only rows are read (unless it serves as the LM head)."""
+    embedding, of which only rows are read (unless it serves as the LM head). Of a routed head the
+    picked groups count."""
     weights = {n: t for n, t in drafter.tensors().items() if t.is_floating_point()}
     num_rows = target.spec.vocab_size if drafter.vocab is None else drafter.vocab.size
     heads = {n for n, t in weights.items() if t.dim() == 2 and t.shape[0] == num_rows}
     own_heads = {n for n in heads if "embed" not in n}
+    router = getattr(drafter.module, "router", None)
+    share = 1.0 if router is None else router.top / router.num_groups
     own = sum(
-        t.numel() * t.element_size()
+        round(t.numel() * t.element_size() * (share if name in heads else 1.0))
         for name, t in weights.items()
         if "embed" not in name or (name in heads and not own_heads)
     )

@@ -107,6 +107,16 @@ def test_options_that_pick_everything_or_nothing_are_refused(target: Target) -> 
         fresh(target, "small-lm", groups=100)
 
 
+def test_only_the_picked_share_of_the_head_counts_as_moved(target: Target) -> None:
+    from specctl.train.trim_measure import moved_bytes
+
+    routed, plain = fresh(target, "eagle3"), fresh(target, "eagle3", groups=None)
+    width = target.spec.hidden_size
+    head, router = SIZE * width * 4, GROUPS * width * 4
+    saved = moved_bytes(plain, target) - moved_bytes(routed, target)
+    assert saved == head - head * TOP // GROUPS - router
+
+
 # -- drafters with it -------------------------------------------------------------------------
 
 

@@ -163,11 +163,10 @@ def test_a_loaded_folder_can_be_trimmed_and_packaged(
         assert torch.equal(back.tensors()[name], tensor)
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "gpt_neox"])
 def test_a_drafter_that_its_options_cannot_describe_is_not_packaged(
-    model_type: str, write_model: Any, bare_target: Target, save: Any
+    write_model: Any, bare_target: Target, save: Any
 ) -> None:
-    drafter = load_drafter(write_model(model_type), bare_target)
+    drafter = load_drafter(write_model("gpt_neox"), bare_target)
     with pytest.raises(IncompatibleError, match="do not describe this drafter"):
         save(drafter)
 
