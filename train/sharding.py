@@ -9,7 +9,7 @@ gradient and AdamW state, plus 8 while a batch is being learned.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from specctl.drafters.parts.base import Borrowed, Drafter, DraftState, Needs, Sp
 from specctl.drafters.parts.batch import LossOut, TrainBatch
 from specctl.train.pieces import gathered, like_parameter
 from specctl.train.ranks import Ranks
+from specctl.train.target_shards import whole_layers
 
 
 class _Loss(nn.Module):
@@ -41,12 +42,13 @@ class _Loss(nn.Module):
 
 
 class Sharded(Drafter):
-    """A drafter whose weights are spread over the processes while it is trained."""
+    """A drafter whose weights are spread over the processes while it is trained. `layers` of the
+    target that are spread as well are gathered together with it, for who decodes needs both."""
 
-    def __init__(self, drafter: Drafter, ranks: Ranks) -> None:
+    def __init__(self, drafter: Drafter, ranks: Ranks, layers: Sequence[FSDPModule] = ()) -> None:
         super().__init__(drafter.options, drafter.spec, drafter.vocab)
         self.family, self.lossless = drafter.family, drafter.lossless  # type: ignore[misc]
-        self._whole, self._ranks = drafter, ranks
+        self._whole, self._ranks, self._layers = drafter, ranks, layers
         self._own = copy.deepcopy(drafter, _shared(drafter))
         self.module = self._own.module
         self._loss = _Loss(self._own)
@@ -87,7 +89,8 @@ class Sharded(Drafter):
             assert self._whole.module is not None
             self._whole.module.eval()
         try:
-            yield self._whole
+            with whole_layers(self._layers):
+                yield self._whole
         finally:
             self._whole.to(torch.device("cpu"))
 
