@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
@@ -34,8 +34,11 @@ RUN, HARDWARE = "Run", "Hardware"
 
 @dataclass(frozen=True, slots=True)
 class RecipeFlags:
-    """Which recipe, and what the command line changes of it."""
+    """Which recipe, and what the command line changes of it. `FIELDS`: option -> recipe field."""
 
+    FIELDS: ClassVar[Mapping[str, str]] = {
+        "target": "target.name", "data": "data.source", "init": "drafter.init"
+    }  # fmt: skip
     recipe: Annotated[
         str,
         typer.Option("--recipe", "-r", help="A recipe's name (specctl recipes ls) or a YAML file."),
@@ -65,13 +68,18 @@ class RecipeFlags:
         from specctl.cli.families import check_options
         from specctl.recipes.load import load_recipe
 
-        recipe = load_recipe(self.recipe, self.sets or (), target=self.target, flags=self._fields())
+        recipe = load_recipe(
+            self.recipe,
+            self.sets or (),
+            flags=self._fields(),
+            named={field: f"--{name.replace('_', '-')}" for name, field in self.FIELDS.items()},
+        )
         check_options(recipe, self.recipe)
         return recipe
 
     def _fields(self) -> dict[str, Any]:
         """Fields of the recipe that flags of their own set."""
-        given = {"data.source": self.data, "drafter.init": self.init}
+        given = {field: getattr(self, name) for name, field in self.FIELDS.items()}
         return {field: value for field, value in given.items() if value is not None}
 
     def folder(self, recipe: Recipe) -> Path:

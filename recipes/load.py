@@ -123,9 +123,11 @@ def load_recipe(
     sets: Sequence[str] = (),
     target: str | None = None,
     flags: Mapping[str, Any] | None = None,
+    named: Mapping[str, str] | None = None,
 ) -> Recipe:
     """A checked recipe. `flags` are dotted fields set by options of the command line, such as
-    {"data.source": "chats.jsonl"}; `target` is the flag target.name. --set wins over both."""
+    {"data.source": "chats.jsonl"}, and `named` says by which, {"data.source": "--data"}; `target`
+    is the flag target.name. --set wins over all."""
     text, where = read_source(name_or_path)
     tree = _as_tree(parse_yaml(text, where), where)
     name = str(tree.get("name") or Path(where).stem)
@@ -136,7 +138,7 @@ def load_recipe(
         given["target.name"] = target
     for field, value in given.items():
         _place(tree, field, value, where)
-        origin[field] = "command line"
+        origin[field] = (named or {}).get(field, "command line")
     for text in sets:
         field, value = parse_set(text)
         _place(tree, field, value, f"--set {text}")
