@@ -16,15 +16,10 @@ import argparse
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
-
-import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from specctl import Sampling, load_drafter, load_target
+from specctl.cli.against import assistant_model
 from specctl.drafters import family
-from specctl.drafters.parts.lean import LeanLM
-from specctl.export.formats import export
 from specctl.runtime.bench import (
     Contender,
     bare_contender,
@@ -32,41 +27,14 @@ from specctl.runtime.bench import (
     engine_contender,
     transformers_contender,
 )
+from specctl.runtime.hf import as_transformers
 from specctl.runtime.policies import make_policy
 from specctl.runtime.target import Target
 from specctl.train.heldout import heldout_prompts
 
 
-def transformers_twin(target: Target) -> Any:
-    """The target's very weights as a transformers model (also when it is inflated)."""
-    assert isinstance(target.lm, LeanLM)
-    shape = target.lm.module.shape
-    config = LlamaConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        rms_norm_eps=shape.norm_eps,
-        rope_theta=shape.rope_theta,
-        max_position_embeddings=target.spec.max_positions,
-        tie_word_embeddings=shape.tied,
-        bos_token_id=target.spec.bos_id,
-        eos_token_id=list(target.eos_ids),
-    )
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    weights = dict(target.lm.module.state_dict())
-    weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
-    model.load_state_dict(weights, strict=True, assign=True)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
-    return model.eval()
-
-
 def contenders(target: Target, args: argparse.Namespace, folder: Path) -> list[Contender]:
-    model = transformers_twin(target)
+    model = as_transformers(target.lm)
     eos = target.eos_ids
     found = [
         engine_contender("plain", target),
@@ -80,13 +48,7 @@ def contenders(target: Target, args: argparse.Namespace, folder: Path) -> list[C
         ),
     ]
     if args.small_lm:
-        export(args.small_lm, "hf", folder / "assistant", target)
-        assistant = AutoModelForCausalLM.from_pretrained(
-            folder / "assistant", dtype=target.dtype
-        ).eval()
-        assistant.generation_config.num_assistant_tokens = args.length
-        assistant.generation_config.num_assistant_tokens_schedule = "constant"
-        assistant.generation_config.assistant_confidence_threshold = 0.0
+        assistant = assistant_model(args.small_lm, target, folder / "assistant", args.length)
         name = "transformers assisted, same draft"
         found.append(transformers_contender(name, model, eos, assistant_model=assistant))
         drafter = load_drafter(args.small_lm, target).to(target.device, target.dtype)

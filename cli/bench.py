@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from specctl.cli.against import cannot_assist, parse_against, transformers_contenders
 from specctl.cli.console import Console
-from specctl.cli.flags import DRAFTING, Seed
+from specctl.cli.flags import DRAFTING, Compile, Seed
 from specctl.cli.loading import (
     NO_DRAFTER,
-    DraftChoice,
     DraftingFlags,
+    LoadedDraft,
     TargetChoice,
     inflated_note,
     target_json,
@@ -62,42 +64,56 @@ def bench(
         list[str] | None,
         typer.Option(help='Fail (exit 8) unless every drafter meets it, e.g. "speedup>=1.3".'),
     ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            "--against",
+            metavar="LIST",
+            help="More baselines, with commas: ngram (prompt-lookup), hf (transformers' generate, "
+            "plain and assisted by the same drafts); plain is always there.",
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Write the result as JSON, too.")
     ] = None,
     seed: Seed = 0,
+    compiled: Compile = False,
 ) -> None:
     """Measure tau, tokens per second and speed-up of drafters, interleaved in one process.
 
     Ratios are to plain decoding by specctl on the same target. The repetition rate of the outputs
     is shown, because text that loops flatters drafters that look things up.
 
+    What a round costs here is measured and kept: generate then chooses its draft lengths by it.
+
     Examples:
 
       specctl bench --target tiny --draft runs/quickstart/package
+      specctl bench --draft runs/distill/package --against hf --dtype float32
       specctl bench --draft prompt-lookup --inflate 300m --num-prompts 4 --temperature 0
       specctl bench --draft runs/quickstart/package --gate "speedup>=1.2" --json
     """
     gates = [parse_gate(text) for text in gate or ()]
+    baselines = parse_against(against or "")
     from specctl.runtime.bench import bench as bench_
     from specctl.runtime.bench import engine_contender
     from specctl.runtime.sampling import Sampling
     from specctl.train.heldout import heldout_prompts
 
-    model = target.load(console)
+    model = target.load(console, compiled)
+    prompt_ids = [p.ids for p in heldout_prompts(model, num_prompts, domain, prompts)]
+    names = [*(draft or DEFAULT_DRAFTS), *(["prompt-lookup"] if "ngram" in baselines else [])]
+    drafts = [drafting.of(n).load(model) for n in dict.fromkeys(names) if n != NO_DRAFTER]
     contenders = [engine_contender("plain", model, batch=batch)]
-    found = heldout_prompts(model, num_prompts, domain, prompts)
-    for name in draft or DEFAULT_DRAFTS:
-        if name != NO_DRAFTER:
-            ids = [p.ids for p in found]
-            contenders.append(_contender(drafting.of(name), model, batch, ids))
+    contenders += [_contender(loaded, model, batch, prompt_ids) for loaded in drafts]
     samplings = [
         Sampling(temperature=heat, seed=seed, max_new_tokens=max_new_tokens)
         for heat in temperature or (0.0, 0.8)
     ]
-    report = bench_(
-        model, contenders, [p.ids for p in found], samplings, repeats=repeats, reporter=console
-    )
+    with tempfile.TemporaryDirectory(prefix="specctl-") as folder:
+        if "hf" in baselines:
+            contenders += _transformers(console, model, drafts, Path(folder), batch)
+        report = bench_(model, contenders, prompt_ids, samplings, repeats=repeats, reporter=console)
     _show(console, report, model)
     result = {**report.to_json(), "target": target_json(model), "batch": batch}
     console.result = result
@@ -110,14 +126,24 @@ def bench(
     console.done(result, next=_next(report.rows, target.name))
 
 
+def _transformers(
+    console: Console, model: Target, drafts: Sequence[LoadedDraft], folder: Path, batch: int
+) -> list[Contender]:
+    for name in cannot_assist(drafts):
+        console.warn(f"transformers cannot draft with {name}: no row for it")
+    if batch > 1:
+        console.warn("transformers decodes one prompt at a time, specctl here several at once")
+    return list(transformers_contenders(model, drafts, folder))
+
+
 def _contender(
-    choice: DraftChoice, model: Target, batch: int, prompts: Sequence[Sequence[int]]
+    loaded: LoadedDraft, model: Target, batch: int, prompts: Sequence[Sequence[int]]
 ) -> Contender:
+    """The drafter as it is served. Its costs are measured anew, for whoever generates later."""
     from specctl.runtime.bench import engine_contender
     from specctl.runtime.policies.length import LengthChooser
 
-    loaded = choice.load(model)
-    costs = loaded.costs(model, prompts, min(batch, len(prompts)))
+    costs = loaded.costs(model, prompts, min(batch, len(prompts)), measure=True)
     return engine_contender(
         loaded.name,
         model,
@@ -125,7 +151,7 @@ def _contender(
         loaded.policy,
         rule=loaded.rule,
         batch=batch,
-        chooser=None if costs is None else partial(LengthChooser, costs),
+        chooser=partial(LengthChooser, costs) if loaded.is_adaptive and costs else None,
     )
 
 

@@ -67,6 +67,14 @@ Inflate = Annotated[
 Offline = Annotated[
     bool, typer.Option("--offline", help="Never ask the hub.", rich_help_panel=TARGET)
 ]
+Compile = Annotated[
+    bool,
+    typer.Option(
+        "--compile",
+        help="Record the target's rounds in fixed shapes (CUDA graphs; torch.compile on a CPU).",
+        rich_help_panel=TARGET,
+    ),
+]
 Draft = Annotated[
     str,
     typer.Option(

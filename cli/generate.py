@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specctl.cli.console import Console
+from specctl.cli.flags import Compile
 from specctl.cli.loading import (
     NO_DRAFTER,
     DraftChoice,
@@ -24,7 +25,7 @@ from specctl.cli.stream import TextStream
 
 if TYPE_CHECKING:
     from specctl.runtime.generate import Generated
-    from specctl.runtime.policies.length import CostTable
+    from specctl.runtime.policies.length import CostTable, LengthChooser
     from specctl.runtime.sampling import Sampling
     from specctl.runtime.stats import Stats
     from specctl.runtime.target import Target
@@ -53,6 +54,7 @@ def generate(
     ] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Show what the run counted.")] = False,
     batch: Annotated[int, typer.Option(min=1, max=256, help="Prompts decoded at once.")] = 1,
+    compiled: Compile = False,
 ) -> None:
     """Continue prompts. With a drafter the answers are the same, only sooner.
 
@@ -70,7 +72,7 @@ def generate(
         draft = replace(draft, draft="prompt-lookup")
         console.warn("--compare without --draft compares with prompt-lookup")
     settings = sampling.sampling()
-    model = target.load(console)
+    model = target.load(console, compiled)
     loaded = draft.load(model)
     tokens = [p.tokens(model, chat) for p in prompts]
     costs = loaded.costs(model, tokens, min(batch, len(tokens)))
@@ -78,10 +80,11 @@ def generate(
     if compare:
         result = _compare(console, job)
     else:
-        made = _stream(console, job)
+        run = _stream(console, job)
         if stats:
-            show_stats(console, made.stats)
-        result = job.to_json(made)
+            show_stats(console, run.made.stats)
+        run.tell(console)
+        result = job.to_json(run)
     where = f"--target {target.name}"
     where += f" --draft {draft.draft}" if draft.draft != NO_DRAFTER else ""
     console.done(result, next=_next(where, draft.draft, compare))
@@ -99,12 +102,13 @@ class Job:
     batch: int
     costs: CostTable | None = None
 
-    def run(self, draft: LoadedDraft, on_tokens: Any = None) -> Generated:
+    def run(self, draft: LoadedDraft, on_tokens: Any = None) -> Run:
         from specctl.runtime.generate import generate as generate_
         from specctl.runtime.policies.length import LengthChooser
 
-        is_adaptive = self.costs is not None and draft.drafter is not None
-        return generate_(
+        is_fixed = self.costs is None or draft.drafter is None
+        chooser = None if is_fixed or self.costs is None else LengthChooser(self.costs)
+        made = generate_(
             self.target,
             self.tokens,
             drafter=draft.drafter,
@@ -112,24 +116,50 @@ class Job:
             policy=draft.policy,
             rule=draft.rule,
             batch=self.batch,
-            chooser=LengthChooser(self.costs) if is_adaptive and self.costs else None,
+            chooser=chooser,
             on_tokens=on_tokens,
         )
+        return Run(made, chooser)
 
-    def to_json(self, made: Generated) -> dict[str, Any]:
+    def to_json(self, run: Run) -> dict[str, Any]:
         outputs = [
             {**output.to_json(), "prompt": prompt.text}
-            for output, prompt in zip(made.outputs, self.prompts, strict=True)
+            for output, prompt in zip(run.made.outputs, self.prompts, strict=True)
         ]
         return {
             "outputs": outputs,
-            "stats": made.stats.to_json(),
+            "stats": run.made.stats.to_json(),
             "target": target_json(self.target),
             "draft": self.draft.name,
+            "adaptive": run.adaptive_json(),
         }
 
 
-def _stream(console: Console, job: Job) -> Generated:
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What was generated, and what chose the draft lengths (None: they were fixed)."""
+
+    made: Generated
+    chooser: LengthChooser | None
+
+    def adaptive_json(self) -> dict[str, Any] | None:
+        if self.chooser is None:
+            return None
+        figures = {"rounds": self.chooser.rounds, "rounds_off": self.chooser.rounds_off}
+        return {**figures, "acceptance": round(self.chooser.estimate(), 3)}
+
+    def tell(self, console: Console) -> None:
+        """Where speculation was switched off: how often, and why."""
+        if self.chooser is None or self.chooser.rounds_off == 0:
+            return
+        console.say(
+            f"speculation was off in {self.chooser.rounds_off:,} of {self.chooser.rounds:,} "
+            f"rounds: with about {self.chooser.estimate():.0%} of drafted tokens accepted, plain "
+            "decoding is faster here by the measured costs (--no-adaptive drafts all the same)"
+        )
+
+
+def _stream(console: Console, job: Job) -> Run:
     """Generate, writing text as it comes; rows decoded together are written when all are done."""
     streams = [TextStream(job.target.decode, job.sampling.stop) for _ in job.prompts]
     is_live = job.batch == 1 or len(job.prompts) == 1
@@ -142,15 +172,15 @@ def _stream(console: Console, job: Job) -> Generated:
             current = index
         console.write(streams[index].feed(new))
 
-    made = job.run(job.draft, show if is_live else None)
-    for index, (stream, output) in enumerate(zip(streams, made.outputs, strict=True)):
+    run = job.run(job.draft, show if is_live else None)
+    for index, (stream, output) in enumerate(zip(streams, run.made.outputs, strict=True)):
         if index < current:
             continue
         if index != current:
             _open_output(console, job, index, after=index > 0)
         console.write(stream.finish(output.text))
     console.out()
-    return made
+    return run
 
 
 def _open_output(console: Console, job: Job, index: int, after: bool) -> None:
@@ -168,8 +198,9 @@ def _compare(console: Console, job: Job) -> dict[str, Any]:
             job.run(draft)  # the first run of each pays for allocations and kernel choice
             advance(1)
             runs.append(job.run(draft))
-            advance(1, f"{draft.name} {runs[-1].stats.tokens_per_second:.0f} tokens/s")
-    base, fast = runs
+            speed = runs[-1].made.stats.tokens_per_second
+            advance(1, f"{draft.name} {speed:.0f} tokens/s")
+    base, fast = (run.made for run in runs)
     same = [a.token_ids == b.token_ids for a, b in zip(base.outputs, fast.outputs, strict=True)]
     speedup = fast.stats.tokens_per_second / max(base.stats.tokens_per_second, 1e-9)
     identical = all(same) if job.sampling.temperature == 0 else None
@@ -184,6 +215,7 @@ def _compare(console: Console, job: Job) -> dict[str, Any]:
     ]
     console.table(columns, rows)
     show_stats(console, fast.stats)
+    runs[1].tell(console)
     if identical is False:
         _explain_difference(console, job)
     comparison = {
@@ -193,7 +225,7 @@ def _compare(console: Console, job: Job) -> dict[str, Any]:
         "identical": identical,
         "identical_outputs": sum(same) if identical is not None else None,
     }
-    return {**job.to_json(fast), "comparison": comparison}
+    return {**job.to_json(runs[1]), "comparison": comparison}
 
 
 def _row(name: str, stats: Stats, speedup: float, identical: bool | None) -> tuple[object, ...]:

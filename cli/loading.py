@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from specctl.runtime.target import Target
 
 NO_DRAFTER = "none"
+COST_ROUNDS = 16  # timed rounds of each draft length
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class TargetChoice:
         inflate = self.inflate or record.inflated
         return replace(self, name=record.name, revision=record.revision, inflate=inflate)
 
-    def load(self, console: Console) -> Target:
+    def load(self, console: Console, compiled: bool = False) -> Target:
         """The target, announced with what an alias stands for and any inflation."""
         from specctl.recipes.targets import resolve
 
@@ -77,6 +78,7 @@ class TargetChoice:
             device=self.device,
             inflate=self.inflate,
             offline=self.offline,
+            compile=compiled,
         )
         if target.inflated:
             console.warn(inflated_note(target))
@@ -146,7 +148,7 @@ class DraftChoice(DraftingFlags):
         from specctl.runtime.policies import make_policy
 
         rule = str(serve.get("rule") or "auto")
-        adaptive = bool(serve.get("adaptive", False))
+        adaptive = True if serve.get("adaptive") else self.adaptive
         return LoadedDraft(self.draft, drafter, make_policy(serve), rule, adaptive)
 
     def _serve(self, packaged: dict[str, Any], policies: Sequence[str]) -> dict[str, Any]:
@@ -201,17 +203,43 @@ class LoadedDraft:
     drafter: Drafter | None
     policy: Policy | None
     rule: str
-    is_adaptive: bool
+    is_adaptive: bool | None  # None: where the costs are known
 
     def costs(
-        self, target: Target, prompts: Sequence[Sequence[int]], batch: int = 1
+        self,
+        target: Target,
+        prompts: Sequence[Sequence[int]],
+        batch: int = 1,
+        *,
+        measure: bool = False,
     ) -> CostTable | None:
-        """Measured costs for an adaptive drafter; None when the length is fixed."""
-        if not self.is_adaptive or self.drafter is None or self.policy is None:
-            return None
-        from specctl.runtime.cost import measure_costs
+        """The costs that choose each round's draft length; None when the length is fixed.
 
-        return measure_costs(target, self.drafter, self.policy, prompts, batch=batch)
+        They are kept between commands. `measure` takes them anew, an adaptive drafter only where
+        they are not known yet; for any other the length stays fixed where they are not known.
+        """
+        if self.is_adaptive is False or self.drafter is None or self.policy is None:
+            return None
+        from specctl.cli.cost_cache import describe, read_costs, write_costs
+
+        about = describe(target, self.drafter, self.policy, _source(self.name), batch)
+        found = None if measure else read_costs(about)
+        if found is None and (measure or self.is_adaptive):
+            from specctl.runtime.cost import measure_costs
+
+            found = measure_costs(
+                target, self.drafter, self.policy, prompts, batch=batch, rounds=COST_ROUNDS
+            )
+            write_costs(about, found)
+        return found
+
+
+def _source(name: str) -> str:
+    """What tells two drafters apart: the digest of a package, else the name."""
+    from specctl.export.manifest import MANIFEST, read_manifest
+
+    folder = Path(name)
+    return read_manifest(folder).digest if (folder / MANIFEST).is_file() else name
 
 
 def packaged_serve(draft: str) -> dict[str, Any]:

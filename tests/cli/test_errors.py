@@ -124,6 +124,12 @@ MISTAKES = {
     "export of no package": Mistake(("export", "-d", "FOLDER", "-o", "NEW"), 4, ""),
     "unknown level": Mistake(("verify", "x", "--level", "all"), 3, "--level"),
     "verify no package": Mistake(("verify", "FOLDER"), 4, ""),
+    "unknown baseline": Mistake(("bench", "--against", "hg"), 3, "--against hf"),
+    "format that cannot hold the family": Mistake(
+        ("train-draft", "-r", "medusa", "-o", "NEW", "--set", "export.formats=[specctl,hf]"),
+        3,
+        "--set export.formats=[specctl]",
+    ),
     "unreadable gate": Mistake(("bench", "--gate", "fast"), 3, "--gate"),
     "show nothing": Mistake(("show", "FOLDER"), 4, "folder"),
     "show a file": Mistake(("show", "EMPTY"), 4, "specctl show"),

@@ -1,0 +1,70 @@
+"""Measured costs between commands: bench keeps them, generate chooses draft lengths by them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specctl.cli.cost_cache import read_costs, write_costs
+from specctl.runtime.policies.length import CostTable
+
+BENCH = ("bench", "--num-prompts", "1", "--max-new-tokens", "4", "--repeats", "1")
+WORDS = ("generate", "--max-new-tokens", "24", "--ignore-eos", "--dtype", "float32")
+PROMPT = "import os\nimport sys\nimport os\nimport "
+TABLE = CostTable({0: 0.0, 2: 0.1}, {0: 1.0, 2: 1.1}, "cpu x", "float32", 1)
+ABOUT = {"device": "cpu x", "dtype": "float32", "batch": 1, "target": "abc"}
+
+
+def kept(cache: Path) -> list[Path]:
+    return sorted((cache / "specctl" / "costs").glob("*.json"))
+
+
+def test_a_table_is_read_back_for_the_same_pair_only(cache: Path) -> None:
+    path = write_costs(ABOUT, TABLE)
+    assert path is not None
+    assert kept(cache) == [path]
+    assert read_costs(ABOUT) == TABLE
+    assert read_costs({**ABOUT, "target": "abd"}) is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"about": 1}', "\x00"])
+def test_a_damaged_table_counts_as_not_measured(text: str, cache: Path) -> None:
+    path = write_costs(ABOUT, TABLE)
+    assert path is not None
+    path.write_text(text)
+    assert read_costs(ABOUT) is None
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(cache: Path) -> None:
+    (cache / "specctl").write_text("a file where the folder should be")
+    assert write_costs(ABOUT, TABLE) is None
+    assert read_costs(ABOUT) is None
+
+
+def test_bench_measures_and_generate_switches_off_what_does_not_pay(run: Any, cache: Path) -> None:
+    words = (*WORDS, "-d", "prompt-lookup", PROMPT, "--json")
+    fixed = run(*words).json["result"]
+    assert fixed["adaptive"] is None, "nothing was measured yet"
+    assert run(*BENCH, "-d", "prompt-lookup", "--dtype", "float32", "--temperature", "0").code == 0
+    (path,) = kept(cache)
+    table = json.loads(path.read_text())
+    table["draft"] = {k: 0.0 if k == "0" else 9.0 for k in table["draft"]}
+    path.write_text(json.dumps(table))
+    ran = run(*words)
+    chosen = ran.json["result"]
+    assert chosen["adaptive"]["rounds_off"] > 0
+    assert "speculation was off in" in ran.err
+    assert chosen["stats"]["drafted"] < fixed["stats"]["drafted"]
+    assert chosen["outputs"][0]["token_ids"] == fixed["outputs"][0]["token_ids"]
+    assert run(*words, "--no-adaptive").json["result"]["adaptive"] is None
+
+
+def test_bench_against_transformers_runs_the_same_weights(run: Any) -> None:
+    words = (*BENCH, "-d", "none", "--against", "ngram,hf", "--dtype", "float32")
+    rows = run(*words, "--temperature", "0", "--json").json["result"]["rows"]
+    names = ["plain", "prompt-lookup", "transformers plain", "transformers with prompt-lookup"]
+    assert [row["name"] for row in rows] == names
+    assert all(row["identical_to_plain"] for row in rows)
