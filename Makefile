@@ -12,7 +12,7 @@ GPU ?= 0
 WORKERS ?= 2
 OUT ?= runs/quickstart
 BENCH ?= runs/bench
-KILLS ?= 50
+KILLS ?= 500
 RECIPES := distill,eagle3,medusa
 PACKAGES := $(BENCH)/distill/package,$(BENCH)/eagle3/package,$(BENCH)/medusa/package
 TORCH := torch==2.13.0
@@ -21,7 +21,9 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c const
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 BUILD_LOG := $(VENV)/install.log
 
-.PHONY: help install dev quickstart test lint types check proof bench clean
+.PHONY: help install dev quickstart test lint types check proof bench clean proof-training \
+  proof-kill proof-faults proof-resume proof-order proof-nan proof-damage proof-term proof-changed \
+  proof-shards proof-lock proof-answers
 
 help:
 	@sed -n '1,5s/^# \{0,1\}//p' Makefile
@@ -72,10 +74,36 @@ types: $(VENV)/.dev
 
 check: lint types test
 
+# Training that cannot lose work; every target of it can be made alone.
+PROOF := $(TEST_ENV) $(BIN)/python benchmarks
+proof-kill: $(VENV)/.dev
+	$(PROOF)/proof_kill.py --kills $(KILLS) --mid-saves 200
+proof-faults: $(VENV)/.dev
+	$(PROOF)/proof_faults.py
+proof-resume: $(VENV)/.dev
+	$(PROOF)/proof_resume.py --cuts 200
+proof-order: $(VENV)/.dev
+	$(PROOF)/proof_order.py
+proof-nan: $(VENV)/.dev
+	$(PROOF)/proof_nan.py
+proof-damage: $(VENV)/.dev
+	$(PROOF)/proof_damage.py
+proof-term: $(VENV)/.dev
+	$(PROOF)/proof_kill.py --kills 100 --signal term
+proof-changed: $(VENV)/.dev
+	$(PROOF)/proof_changed.py
+proof-shards: $(VENV)/.dev
+	$(PROOF)/proof_shards.py --kills 100
+proof-lock: $(VENV)/.dev
+	$(PROOF)/proof_lock.py
+proof-answers: $(VENV)/.dev
+	$(PROOF)/proof_answers.py --kills 100
+proof-training: proof-kill proof-faults proof-resume proof-order proof-nan proof-damage proof-term \
+  proof-changed proof-shards proof-lock proof-answers
+
 # Long: the drafters are trained first where runs/bench lacks them.
-proof: $(VENV)/.dev
+proof: $(VENV)/.dev proof-training
 	$(BIN)/python benchmarks/proof_enumeration.py
-	$(BIN)/python benchmarks/proof_kill.py --kills $(KILLS)
 	$(BIN)/python benchmarks/drafters.py --out $(BENCH) --recipes $(RECIPES)
 	$(BIN)/python benchmarks/greedy_identity.py --drafts $(PACKAGES) --prompts 200 --tokens 64
 

@@ -47,7 +47,9 @@ KINDS = {
     "eagle3": ("eagle3", ("vocab.size=24",)),
     "medusa": ("medusa", ()),
     "distill": ("distill", (*SMALL_LM, "drafter.options.loss=kl", "data.regenerate=true")),
-    "prune": ("distill", ("drafter.init=target", "drafter.options.layers=2")),
+    "prune": ("prune", ()),
+    "on-policy": ("distill", (*SMALL_LM, "data.on_policy=0.5", "data.on_policy_every=3")),
+    "offline": ("eagle3", ("vocab.size=24", "data.features=offline")),
 }
 
 

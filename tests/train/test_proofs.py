@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,8 +17,10 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.fixture
 def proof(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """A module of benchmarks/ by name."""
+    """A module of benchmarks/ by name. Nothing is flushed, to be quick: the end of a process does
+    not notice."""
     monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     return importlib.import_module
 
 
@@ -79,6 +82,10 @@ def test_two_runs_never_share_a_folder(proof: Any) -> None:
 
 def test_a_killed_regeneration_answers_every_prompt_once(proof: Any) -> None:
     assert_proved(proof("proof_answers").prove(kills=4, count=24))
+
+
+def test_a_shard_of_features_torn_by_a_kill_is_never_read(proof: Any) -> None:
+    assert_proved(proof("proof_shards").prove(kills=2))
 
 
 def test_a_rename_before_its_flush_would_be_seen(proof: Any, tmp_path: Path) -> None:
