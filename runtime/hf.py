@@ -25,6 +25,7 @@ from specctl.recipes.errors import (
 )
 from specctl.recipes.targets import ResolvedTarget
 from specctl.runtime import hub
+from specctl.runtime.compiled import CompiledLM
 from specctl.runtime.multimodal import is_multimodal, load_text_side, text_config
 from specctl.runtime.place import check_memory, choose_dtype
 
@@ -238,6 +239,7 @@ def _check_complete(info: Any, folder: Path) -> None:
 def as_transformers(lm: LanguageModel) -> Any:
     """transformers' own model over the very same parameters: the baseline of benchmarks and the
     oracle of tests. No weight is copied."""
+    lm = lm.lm if isinstance(lm, CompiledLM) else lm
     if not isinstance(lm, LeanLM):
         return lm.module
     module, config = lm.module, _llama_config(lm)

@@ -20,6 +20,7 @@ from specctl.drafters.parts.slots import SlotKV
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.recipes.errors import IncompatibleError
 from specctl.recipes.targets import resolve
+from specctl.runtime.compiled import CompiledLM
 from specctl.runtime.hf import load_checkpoint
 from specctl.runtime.place import LARGE, choose_device, choose_dtype
 
@@ -130,21 +131,23 @@ def load_target(
     device: str = "auto",
     inflate: str | None = None,
     offline: bool = False,
+    compile: bool = False,
 ) -> Target:
     """The target called `name`: an alias such as "tiny" or "llama3-8b", a local folder, or a hub
     id. `inflate` names a size ("100m", "300m", "1b", "8b") to which a Llama-shaped target is blown
-    up without changing its distribution, for measurements of speed."""
+    up without changing its distribution, for measurements of speed. `compile`: its rounds are
+    recorded in fixed shapes and replayed (CUDA graphs, torch.compile on the CPU)."""
     resolved = resolve(name, revision)
     where = choose_device(device)
     first = "float32" if inflate is not None else dtype
     loaded = load_checkpoint(resolved, first, where, offline)
     target = Target.from_model(loaded.model, loaded.tokenizer, name)
     target = replace(target, revision=loaded.revision)
-    if inflate is None:
-        return target
-    from specctl.runtime.inflate import inflate as blow_up
+    if inflate is not None:
+        from specctl.runtime.inflate import inflate as blow_up
 
-    return blow_up(target, inflate, choose_dtype(dtype, where, num_parameters=LARGE))
+        target = blow_up(target, inflate, choose_dtype(dtype, where, num_parameters=LARGE))
+    return replace(target, lm=CompiledLM(target.lm)) if compile else target
 
 
 _CONFIG_FIELDS = (

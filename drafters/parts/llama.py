@@ -209,8 +209,10 @@ class LeanLlama(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
 
     def weights(self) -> Weights:
-        """What a forward reads: the parameters themselves while they are being trained, fused
-        copies otherwise (rebuilt whenever a parameter has changed)."""
+        """What a forward reads: the parameters themselves while they are being trained or the
+        forward is compiled, fused copies otherwise (rebuilt whenever a parameter has changed)."""
+        if torch.compiler.is_compiling():
+            return self._collect(is_fused=False)
         packs = self.packs
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
             packs.clear()

@@ -7,8 +7,22 @@ hide them, the next write covers them. So rows of different lengths need no real
 
 from __future__ import annotations
 
+import copy
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """Slots and first written positions of the rows, positions read, and whether the rows are the
+    first slots in order (then nothing is gathered)."""
+
+    slot_B1: Tensor
+    start_B1: Tensor
+    span: int
+    is_whole: bool
 
 
 class SlotKV:
@@ -33,7 +47,7 @@ class SlotKV:
         self.value_SHLD = [torch.zeros_like(key) for key in self.key_SHLD]
         self.num_slots, self.max_len, self.num_layers = num_slots, max_len, num_layers
         self._slot_B1 = torch.zeros(1, 1, dtype=torch.long, device=device)
-        self._at_BT = self._slot_B1
+        self._start_B1 = self._at_BT = self._slot_B1
         self._span, self._whole, self._contiguous = 0, False, -1
 
     def begin(
@@ -49,12 +63,25 @@ class SlotKV:
         sees that many positions. `uniform_start`: every row's kept length, when the host knows they
         are equal (then the write is a slice copy)."""
         assert span <= self.max_len, f"{span} positions do not fit the cache of {self.max_len}"
-        self._slot_B1 = slot_B[:, None]
+        self._slot_B1, self._start_B1 = slot_B[:, None], kept_len_B[:, None]
         self._span = span
         self._whole = slots == tuple(range(len(slots)))
         self._contiguous = -1 if uniform_start is None else uniform_start
         if not self._whole or uniform_start is None:
-            self._at_BT = kept_len_B[:, None] + torch.arange(num_fed, device=slot_B.device)
+            self._at_BT = self._start_B1 + torch.arange(num_fed, device=slot_B.device)
+
+    @property
+    def aim(self) -> Aim:
+        """Where the coming forward writes and what it reads."""
+        return Aim(self._slot_B1, self._start_B1, self._span, self._whole)
+
+    def aimed(self, aim: Aim, at_BT: Tensor) -> SlotKV:
+        """The same store, aimed for good: fed token i of row b is written at at_BT[b, i]. For a
+        forward that is recorded with these very tensors."""
+        fixed = copy.copy(self)
+        fixed._slot_B1, fixed._start_B1, fixed._at_BT = aim.slot_B1, aim.start_B1, at_BT
+        fixed._span, fixed._whole, fixed._contiguous = aim.span, aim.is_whole, -1
+        return fixed
 
     def update(self, layer: int, key_BHTD: Tensor, value_BHTD: Tensor) -> tuple[Tensor, Tensor]:
         """Write one layer's new keys and values; return what attention reads, [B, H, span, D]."""
