@@ -1,4 +1,5 @@
-"""Run by torchrun in test_sharding.py: the toy job, its weights spread over two CPU processes."""
+"""Run by torchrun in test_sharding.py: the toy job, its weights spread over two CPU processes, and
+a whole run on a target that is spread as well."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -14,13 +16,20 @@ from specctl.train.loop import Progress, restore, train
 from specctl.train.pieces import local
 from specctl.train.ranks import Ranks
 
-spec = importlib.util.spec_from_file_location("specctl_toy", Path(__file__).with_name("toy.py"))
-assert spec is not None
-assert spec.loader is not None
-toy = importlib.util.module_from_spec(spec)
-sys.modules["specctl_toy"] = toy
-spec.loader.exec_module(toy)
 
+def load(name: str) -> Any:
+    """A module beside this file (tests are no package)."""
+    path = Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"specctl_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+toy = load("toy")
 out = Path(sys.argv[1])
 torch.set_num_threads(1)
 accelerator = Accelerator(cpu=True)
@@ -70,4 +79,4 @@ resumed_run()
 silent_rank()
 if ranks.is_main:
     (out / "report.json").write_text(json.dumps(report))
-accelerator.end_training()
+load("sharded_run").run(out / "two", out / "words.txt", json.loads(sys.argv[3]))

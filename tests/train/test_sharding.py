@@ -21,15 +21,31 @@ from specctl.train.loop import Progress, restore, train
 from specctl.train.metrics import read_log
 from specctl.train.muon import orthogonal_step
 
-spec = importlib.util.spec_from_file_location("specctl_toy", Path(__file__).with_name("toy.py"))
-assert spec is not None
-assert spec.loader is not None
-toy = importlib.util.module_from_spec(spec)
-sys.modules["specctl_toy"] = toy
-spec.loader.exec_module(toy)
+
+def load(name: str) -> Any:
+    """A module beside this file (tests are no package)."""
+    path = Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"specctl_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+toy = load("toy")
 
 SAME: dict[str, Any] = {"dropout": 0.0, "accumulate": 2, "rows": 4, "save_every": 6, "keep": 4}
 TOLERANCE = 2e-5  # float32 sums in another order, through 12 updates
+
+
+SHORT = [
+    "data.format=text", "data.prompts=12", "data.new_tokens=12", "data.prompt_tokens=8",
+    "data.text_tokens=0", "train.steps=4", "train.rows=4", "train.seq_len=32", "train.log_every=1",
+    "train.tau_every=2", "train.tau_prompts=1", "train.tau_tokens=6", "vocab.size=null",
+]  # fmt: skip
+SPREAD = ["train.parallel=fsdp", "train.shard_target=true"]
 
 
 def losses(folder: Path) -> list[float]:
@@ -42,14 +58,18 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("sharded")
     train(toy.make_job(out / "one", **SAME), Progress())
     shutil.copytree(out / "one" / "checkpoints", out / "handed" / "checkpoints")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    script = Path(__file__).with_name("sharded_ranks.py")
-    source = Path(specctl.__path__[0]).parent
+    text = out / "words.txt"
+    text.write_text("\n\n".join(f"def f{i}(x):\n    return x + {i}" for i in range(100)))
+    load("sharded_run").run(out / "single", text, SHORT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = [str(out), json.dumps(SAME), json.dumps([*SHORT, *SPREAD])]
+    source = str(Path(specctl.__path__[0]).parent)
+    environment = {"PYTHONPATH": source, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(
-        [*launch, str(script), str(out), json.dumps(SAME)],
-        env=os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"},
+        [*command, str(Path(__file__).with_name("sharded_ranks.py")), *words],
+        env=os.environ | environment,
         capture_output=True,
-        timeout=100,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr.decode()[-3000:]
     return out
@@ -101,6 +121,16 @@ def test_the_first_process_decodes_with_the_weights_in_one_piece(ran: Path) -> N
 
 def test_a_process_without_a_token_to_predict_does_not_stop_the_others(ran: Path) -> None:
     assert report(ran)["silent"] == 12
+
+
+def test_a_whole_run_with_drafter_and_target_spread_is_the_run_of_one_process(ran: Path) -> None:
+    """From text to a drafter handed over whole: features of a spread target, tau measured."""
+    assert len(losses(ran / "single")) == 4
+    assert losses(ran / "two") == pytest.approx(losses(ran / "single"), rel=TOLERANCE)
+    one, two = report(ran / "single"), report(ran / "two")
+    assert one["shapes"] == two["shapes"]
+    assert (one["layers"], two["layers"]) == (0, 3)
+    assert two["kinds"] == ["Tensor"]
 
 
 def test_the_step_of_a_gathered_matrix_is_the_step_of_muon() -> None:
