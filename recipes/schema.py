@@ -269,6 +269,15 @@ class StagePart(Section):
     vocab: dict[str, Any] = Field(default_factory=dict)
 
 
+class ScalingPart(Section):
+    """The grid of `plan --scaling`: every size of small-lm with every number of steps."""
+
+    sizes: tuple[tuple[Positive, Positive], ...] = Field(
+        default=((1, 64), (1, 128), (2, 128), (2, 256)), description="layers and width of each"
+    )
+    steps: tuple[Positive, ...] = Field(default=(60, 120, 240), description="token budgets")
+
+
 class ExportPart(Section):
     """Which formats are written after training."""
 
@@ -288,6 +297,7 @@ class Recipe(Section):
     serve: ServePart = ServePart()
     vocab: VocabPart = VocabPart()
     export: ExportPart = ExportPart()
+    scaling: ScalingPart = ScalingPart()
     stages: dict[StageName, StagePart] = Field(
         default_factory=dict, description="a pipeline: by name, what each stage changes, in order"
     )

@@ -79,7 +79,9 @@ def test_a_drafter_follows_its_target_into_a_package_of_its_own(
     assert refused.code == 5
     again = run(*words)
     assert again.code == 0, again.err
-    assert again.json["result"]["sha256"] == result["sha256"]
+    assert again.json["result"]["tau_before"] == result["tau_before"]
+    kept = load_file(root / "second" / "package" / "model.safetensors")
+    assert all(torch.equal(kept[name], after[name]) for name in after)
 
 
 def test_a_dry_run_of_a_pipeline_plans_every_stage(run: Any) -> None:
