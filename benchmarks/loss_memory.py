@@ -31,7 +31,7 @@ from specctl.drafters.parts.batch import HeadRows
 from specctl.drafters.parts.losses import KINDS, LinearHead, LossOptions, head_loss
 
 WAYS = ("naive", "recomputed", "sliced", "sliced, by rows")
-NAIVE_COPIES = 9  # float32 logits alive at once, draft and target together; for the room check
+NAIVE_COPIES = 6  # float32 logits alive at once, draft and target together; for the room check
 MIB = 2**20
 
 

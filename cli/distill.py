@@ -95,7 +95,7 @@ def distill(console: Console, run: DistillFlags) -> None:
 
       specctl distill --target tiny --out runs/distill
       specctl distill --target tiny --loss jsd --on-policy 0.5 --out runs/jsd
-      specctl distill --target qwen3-8b --from Qwen/Qwen3-0.6B --data chats.jsonl --dry-run
+      specctl distill --target qwen3-8b --from ./qwen3-0.6b --data chats.jsonl --dry-run
     """
     family = run.load().drafter.family
     if family not in INDEPENDENT:
