@@ -5,7 +5,7 @@ share of prompts that got slower, over all prompts and in each domain. Below it,
 predictors rank the sizes (Kendall's tau-b): the drafter's own laws along text the target wrote, and
 the older one that lets acceptance fall in proportion to coverage.
 
-    python benchmarks/vocab.py --draft runs/bench/distill/package --prompts 12 --tokens 64
+    python benchmarks/vocab.py --draft runs/bench/distill/package --prompts 48 --tokens 64
     python benchmarks/vocab.py --draft runs/bench/eagle3/package --inflate 300m --json
 """
 
@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="*", default=None)
     parser.add_argument("--selector", default="vocab-trim")
     parser.add_argument("--data", type=Path, default=None)
-    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--prompts", type=int, default=48)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--repeats", type=int, default=3)

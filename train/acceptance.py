@@ -108,7 +108,7 @@ def passing(chain: Chain, ranked: Ranked, sizes: Sequence[int], temperature: flo
     draft_MK, at_M = chain.draft_RLK.flatten(0, 1), at_RL.flatten()
     step = max(1, CHUNK_ELEMENTS // K)
     parts = []
-    for rows in torch.arange(R * L, device=label_M.device).split(step):
+    for rows in torch.split(torch.arange(R * L, device=label_M.device), step):
         draft, label = draft_MK[rows], label_M[rows]
         if temperature == 0.0:
             one = len(sizes) == 1

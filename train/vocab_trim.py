@@ -173,7 +173,8 @@ class _Job:
     @cached_property
     def kept_chains(self) -> list[Chain]:
         """Chains of as many answers as memory is meant for."""
-        found, elements = [], 0
+        found: list[Chain] = []
+        elements = 0
         for chain in self.chains():
             elements += chain.draft_RLK.numel()
             if found and elements > MOST_ELEMENTS:

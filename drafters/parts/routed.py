@@ -57,7 +57,8 @@ class Router(nn.Module):
 
     def picked(self, state: Tensor) -> Tensor:
         """[..., top]: groups whose rows are read."""
-        return self(state).topk(min(self.top, self.num_groups), dim=-1).indices
+        score: Tensor = self(state)
+        return score.topk(min(self.top, self.num_groups), dim=-1).indices
 
     @torch.no_grad()
     def arrange(self, head_KD: Tensor) -> None:
@@ -249,7 +250,7 @@ class RoutedHead:
                 at_R = self.row_GR[g, : self.counts[g]]
                 logits_NK[:, at_R] = linear(state_ND, self.heads[g])
             return logits_NK
-        for g in group_NT.unique().tolist():
+        for g in torch.unique(group_NT).tolist():
             at_n = (group_NT == g).any(1).nonzero()[:, 0]
             at_R = self.row_GR[g, : self.counts[g]]
             logits_NK[at_n[:, None], at_R] = linear(state_ND[at_n], self.heads[g])

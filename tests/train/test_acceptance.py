@@ -140,8 +140,7 @@ def test_passing_is_the_chance_of_rejection_sampling(target: Target) -> None:
 
 
 def test_expected_tau_under_sampling_is_what_many_runs_average(target: Target) -> None:
-    """The walk is exact given the text: the same texts, decoded again and again with other drafts.
-    Rule target-only would couple drafts and text, so rounds are simulated with the laws' chances."""
+    """The walk against rounds over the same text, drawn again and again with the laws' chances."""
     drafter = make_drafter(target, "small-lm")
     chain = next(capture_chains(target, drafter, write_answers(target, PROMPTS, NEW, 1.0), LENGTH))
     chance = passing(chain, Ranked.of(RANK, None, V), (12,), 1.0)
