@@ -35,6 +35,7 @@ PROVEN_ELSEWHERE = {
     "specctl train-draft": "tests/cli/test_commands.py, small",
     "specctl distill": "tests/cli/test_commands.py, small",
     "specctl vocab-trim": "tests/cli/test_commands.py, small",
+    "specctl prune": "tests/cli/test_prune.py, small",
     "specctl verify": "tests/runtime/test_prove.py, small",
     "specctl bench": "tests/cli/test_commands.py, small",
     "specctl export": "tests/cli/test_commands.py",

@@ -31,7 +31,7 @@ from specctl.train.assemble import build_drafter
 from specctl.train.checkpoint import Checkpoints
 from specctl.train.data import prepare
 from specctl.train.draft_vocab import draft_vocab
-from specctl.train.prune import cut_like, prunable
+from specctl.train.prune import cut_like, groups_left, prunable
 from specctl.train.rows import TokenData
 
 TARGET = "target"
@@ -88,7 +88,10 @@ def completed(recipe: Recipe, spec: ModelSpec, initial: Initial | None = None) -
     if initial is not None and isinstance(initial.drafter.module, LeanLlama):
         sizes = options_of(initial.drafter.module.shape, spec)
         del sizes["layers"]
-    options = sizes | recipe.drafter.options
+    given = recipe.drafter.options
+    if given.get("heads") is not None:
+        sizes["kv_heads"] = groups_left(int(given["heads"]), spec.num_heads, spec.num_kv_heads)
+    options = sizes | given
     part = recipe.drafter.model_copy(update={"options": options})
     return recipe.model_copy(update={"drafter": part})
 

@@ -83,6 +83,13 @@ def spread_layers(num_layers: int, kept: int) -> tuple[int, ...]:
     return tuple(round(i * (num_layers - 1) / (kept - 1)) for i in range(kept))
 
 
+def groups_left(heads: int, num_heads: int, num_kv_heads: int) -> int:
+    """Key/value heads for so many query heads: whole groups go where that works out, else heads
+    go evenly out of every group."""
+    group = num_heads // num_kv_heads
+    return heads // group if heads % group == 0 else num_kv_heads
+
+
 def choose(lm: LeanLM, wanted: Wanted, batches: Sequence[TrainBatch]) -> Keep:
     """What of the model stays. Nothing is measured when only named layers are kept."""
     shape = lm.module.shape

@@ -136,4 +136,8 @@ def heal_recipe(recipe: Recipe, drafter: SmallLm, folder: str, steps: int) -> Re
     train = recipe.train.model_copy(
         update={"steps": steps, "tau_every": min(recipe.train.tau_every, steps)}
     )
-    return recipe.model_copy(update={"drafter": part, "train": train})
+    changed = recipe.model_copy(update={"drafter": part, "train": train})
+    ours = dict.fromkeys(
+        ("drafter.init", *(f"drafter.options.{name}" for name in options)), "prune"
+    )
+    return changed.with_origin({**changed.origin, **ours})

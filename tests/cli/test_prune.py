@@ -117,3 +117,28 @@ def test_flags_that_cannot_be_are_refused(
     ran = run(*words(tmp_path / "no", *flags))
     assert ran.code == 3
     assert named in json.dumps(ran.json["error"])
+
+
+def test_a_search_ranks_shapes_by_predicted_speed(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specctl.cli.shapes.ROUNDS", 2)
+    monkeypatch.setattr("specctl.cli.shapes.LENGTHS", (1, 3))
+    table = tmp_path / "alphas.json"
+    shapes = [(layers, width) for layers in (1, 2) for width in (64, 256)]
+    rows = [{"layers": d, "width": w, "alpha": 0.3 + d * w / 2000} for d, w in shapes]
+    table.write_text(json.dumps(rows))
+    out = tmp_path / "search"
+    flags = ("--search", "--depths", "1,2", "--widths", "64,256", "--table", str(table))
+    ran = run(*words(out, *flags))
+    assert ran.code == 0, ran.err
+    answer = ran.json["result"]
+    rates = [row["tokens_per_second"] for row in answer["ranking"]]
+    assert len(rates) == 4
+    assert rates == sorted(rates, reverse=True)
+    assert set(answer["latency"]["step_seconds"]) == {"1x64", "1x256", "2x64", "2x256"}
+    assert answer["latency"]["r2"] <= 1.0
+    assert json.loads((out / "shapes.json").read_text())["ranking"] == answer["ranking"]
+    assert "specctl prune --target tiny --layers" in ran.json["next"][0]
+    bad = run(*words(out, "--search", "--depths", "many"))
+    assert bad.code == 3

@@ -100,6 +100,23 @@ def test_a_drafter_cut_from_the_target_has_its_weights_and_sizes(
     assert {tuple(row) for row in found["lm_head.weight"].tolist()} <= rows
 
 
+def test_a_narrower_drafter_keeps_the_loudest_part_of_the_target(
+    target: Target, text: Path, tmp_path: Path
+) -> None:
+    sizes = {"drafter.options.width": 12, "drafter.options.intermediate": 20}
+    heads = {"drafter.options.heads": 1, "vocab.size": "null"}
+    recipe = small_recipe(text, drafter__init="target", **sizes, **heads)
+    found = start(recipe, tmp_path, target)
+    embedding_VD = target.lm.module.model.embed_tokens.weight
+    theirs = {tuple(column) for column in embedding_VD.T.tolist()}
+    ours = {tuple(column) for column in found["model.embed_tokens.weight"].T.tolist()}
+    assert len(ours) == 12
+    assert ours < theirs
+    assert found["model.layers.1.mlp.gate_proj.weight"].shape == (20, 12)
+    assert found["model.layers.1.self_attn.q_proj.weight"].shape == (8, 12)
+    assert found["model.layers.1.self_attn.k_proj.weight"].shape == (8, 12)
+
+
 def test_from_layers_chooses_the_layers(target: Target, text: Path, tmp_path: Path) -> None:
     recipe = small_recipe(text, drafter__init="target", **{"drafter.options.from_layers": "[1, 2]"})
     found = start(recipe, tmp_path, target)
@@ -203,7 +220,9 @@ def test_a_run_without_a_package_gives_its_best_checkpoint(
     saved = Checkpoints(tmp_path / "first" / "checkpoints", _silent()).load(4)
     drafter = checkpoint_drafter(tmp_path / "first", target)
     assert tensors_digest(drafter.tensors()) == tensors_digest(saved.tensors["model"])
-    sizes = {k: v for k, v in options_of(target.lm.module.shape, target.spec).items() if k != "layers"}
+    sizes = {
+        k: v for k, v in options_of(target.lm.module.shape, target.spec).items() if k != "layers"
+    }
     again = small_recipe(
         text, drafter__init=str(tmp_path / "first"),
         **{f"drafter.options.{k}": "null" if v is None else v for k, v in sizes.items()},
