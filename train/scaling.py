@@ -83,7 +83,8 @@ def fit(points: Sequence[Point]) -> Law:
     error = None
     if float(leverage_N.max()) < 1.0 - 1e-9:
         error = float(np.sqrt(((residual_N / (1.0 - leverage_N)) ** 2).mean()))
-    return Law(*(float(x) for x in found_3), r2=r2, error=error)
+    intercept, per_tokens, per_parameters = (float(x) for x in found_3)
+    return Law(intercept, per_tokens, per_parameters, r2, error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from specctl.runtime.session import Request
 from specctl.runtime.target import Target
 
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [7], [20, 2, 20])
-POLICIES = [
+POLICIES: list[dict[str, Any]] = [
     {"policy": "chain", "length": 4},
     {"policy": "static-tree", "branch": (2, 2, 1)},
     {"policy": "dynamic-tree", "length": 3, "beam": 2, "nodes": 5},
