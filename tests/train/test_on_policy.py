@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+import specctl
 from specctl.drafters.parts.batch import TrainBatch
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
@@ -85,7 +89,8 @@ def on_policy(
     plan = AnswerPlan(num_rows, 8, 10, changes.get("temperature", 1.0), 0.5, 7)
     order = Order(num_rows, 0, 0.5)
     writing = Writing(plan, order, 4, 6, SEQ_LEN, ROOM, 0, False)
-    return OnPolicy(drafter, target, random_data(folder), writing, Ranks())
+    ranks = changes.get("ranks", Ranks())
+    return OnPolicy(drafter, target, random_data(folder), writing, ranks)
 
 
 def test_fresh_rows_take_their_share_and_every_other_row_still_comes_once_an_epoch() -> None:
@@ -207,6 +212,20 @@ def test_a_text_put_back_reads_on_without_writing(
         runs.parts(text.batch([12, 20])), runs.parts(again.batch([12, 20])), strict=True
     ):
         assert torch.equal(mine, theirs)
+
+
+def test_two_processes_read_what_the_first_one_wrote(
+    tmp_path: Path, make_target: Callable[..., Target]
+) -> None:
+    alone = on_policy(tmp_path / "alone", make_target)
+    alone.refresh(0, 0)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = Path(__file__).with_name("on_policy_ranks.py")
+    source = Path(specctl.__path__[0]).parent
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(source)}
+    subprocess.run([*launch, str(script), str(tmp_path)], check=True, env=environment, timeout=300)
+    digests = json.loads((tmp_path / "digests.json").read_text())
+    assert digests == [runs.digest(alone.tensors())] * 2
 
 
 def test_batches_of_different_width_are_joined_with_padding() -> None:
