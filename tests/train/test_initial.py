@@ -28,7 +28,7 @@ SMALL = {
     "data.text_tokens": 0, "data.prompts": 16, "data.new_tokens": 12, "data.prompt_tokens": 8,
     "train.steps": 4, "train.rows": 4, "train.seq_len": 32, "train.save_every": 2,
     "train.tau_every": 4, "train.tau_prompts": 2, "train.tau_tokens": 6, "train.log_every": 2,
-    "drafter.options.layers": 2,
+    "drafter.options.layers": 2, "drafter.init": "null", "vocab.size": "null",
 }  # fmt: skip
 
 
