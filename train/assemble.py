@@ -160,8 +160,12 @@ def decoder(
 
 def say_data(recipe: Recipe, num_rows: int, reporter: Reporter) -> None:
     """How often the run will read each row; many times over means it will learn them by heart."""
-    read = recipe.train.steps * recipe.train.rows * recipe.train.accumulate
+    fresh = recipe.data.on_policy
+    read = recipe.train.steps * recipe.train.rows * recipe.train.accumulate * (1.0 - fresh)
     epochs = read / num_rows
+    if fresh:
+        every = recipe.data.on_policy_every
+        reporter.say(f"the drafter writes {fresh:.0%} of every batch, anew every {every:,} steps")
     reporter.say(f"{num_rows:,} rows to train on, each read {epochs:.1f} times")
     if epochs > 40:
         reporter.warn(
