@@ -35,6 +35,7 @@ from specctl.train.rehearsal import Rehearsal, num_saves, small
 
 ROW_BYTES = 13  # of a prepared token: id, document, position (4 each) and its loss mask
 ANSWER_BYTES = 3  # more for a token that the target wrote, kept as it was drawn
+SAMPLE_TOKENS = 4_700  # of a file of the corpus, on average
 FILL = 0.98  # share of a row that holds tokens
 STATE_BYTES = 20_000  # of a checkpoint beside its tensors: generators, progress, manifest
 EFFICIENCY = (1.1, 0.25)  # FLOPs as counted here per matrix FLOP of training: best, worst
@@ -104,7 +105,13 @@ def plan(
         parameters=parameters,
         trainable=num_trainable,
         target_parameters=shape.parameters,
-        disk=_disk(recipe, shape, drafter, 4 * parameters, optimizer),
+        disk=_disk(
+            recipe,
+            shape,
+            drafter,
+            4 * parameters + optimizer + STATE_BYTES,
+            _data_tokens(recipe, rehearsal),
+        ),
         memory=_memory(recipe, shape, drafter, 4 * num_trainable + optimizer)
         if rehearsal is None
         else _measured_memory(recipe, rehearsal),
@@ -186,27 +193,35 @@ def _states(recipe: Recipe, parameter: torch.Tensor, drafter: Drafter) -> int:
     return 1 if is_muon else 2
 
 
-def _data_tokens(recipe: Recipe) -> int:
+def _data_tokens(recipe: Recipe, rehearsal: Rehearsal | None = None) -> int:
+    """Tokens of the rows. Text is read from the samples that gave the prompts; what those hold is
+    known from a rehearsal, or guessed."""
     data = recipe.data
-    if data.regenerate:
-        return data.prompts * (data.prompt_tokens + data.new_tokens) + data.text_tokens
-    source = Path(data.source)
-    in_file = source.stat().st_size // 4 if source.is_file() else 10_000_000
-    return min(in_file, data.limit_tokens or in_file)
+    if not data.regenerate:
+        source = Path(data.source)
+        in_file = source.stat().st_size // 4 if source.is_file() else 10_000_000
+        return min(in_file, data.limit_tokens or in_file)
+    each = data.prompt_tokens + data.new_tokens
+    in_sample = float(SAMPLE_TOKENS)
+    if rehearsal is not None:
+        prompts = small(recipe).data.prompts
+        in_sample = max(0.0, rehearsal.tokens / prompts - each)
+    return data.prompts * each + min(data.text_tokens, round(data.prompts * in_sample))
 
 
 def _disk(
-    recipe: Recipe, shape: TargetShape, drafter: Drafter, weights: int, optimizer: int
+    recipe: Recipe, shape: TargetShape, drafter: Drafter, checkpoint: int, tokens: int
 ) -> dict[str, int]:
-    """Bytes at the fullest moment. Checkpoints: those kept and the one being written; one more
-    where the best is older than those."""
-    data, tokens = recipe.data, _data_tokens(recipe)
+    """Bytes at the fullest moment: while the last checkpoint is written and none is dropped yet, or
+    when the package is written. One checkpoint more where the best is an old one."""
+    data, train, package = recipe.data, recipe.train, 4 * _count(drafter)
     answers = data.prompts * data.new_tokens if data.regenerate else 0
-    held = min(num_saves(recipe), recipe.train.keep + 1)
+    saves = num_saves(recipe)
     found = {
         "data": round(tokens * ROW_BYTES / FILL) + answers * ANSWER_BYTES,
-        "checkpoints": held * (weights + optimizer + STATE_BYTES),
-        "package": weights,
+        "checkpoints": min(saves, train.keep) * checkpoint,
+        "package": package,
+        "while saving": max(0, checkpoint - package) if saves > train.keep else 0,
     }
     if data.features == "offline":
         found["features"] = _feature_bytes(recipe, shape, drafter.needs()) * tokens
@@ -227,7 +242,7 @@ def _feature_bytes(recipe: Recipe, shape: TargetShape, needs: Needs) -> int:
 
 def _measured_memory(recipe: Recipe, rehearsal: Rehearsal) -> dict[str, int]:
     """The rehearsal's peak, and the rows that it did without."""
-    more = _data_tokens(recipe) - _data_tokens(small(recipe))
+    more = max(0, _data_tokens(recipe, rehearsal) - rehearsal.tokens)
     found = {"measured in a rehearsal": rehearsal.memory, "more rows": more * ROW_BYTES}
     return found | ({"on the GPU": rehearsal.gpu} if rehearsal.gpu else {})
 

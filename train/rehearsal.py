@@ -31,7 +31,7 @@ ANSWERS, TRAIN = "the target writes answers", "train"
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
     """What a small run took. Seconds: `once` whatever the size, `answer` a prompt, `step`, `tau` a
-    measurement, `save` a checkpoint. Bytes: `memory` and `gpu` at most, and of files."""
+    measurement, `save` a checkpoint. Bytes at most: `memory`, `gpu`. `tokens` of its rows."""
 
     once: float
     answer: float
@@ -40,9 +40,7 @@ class Rehearsal:
     save: float
     memory: int
     gpu: int
-    token_bytes: float
-    checkpoint_bytes: int
-    package_bytes: int
+    tokens: int
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Rehearsal:
@@ -124,9 +122,7 @@ def summary(recipe: Recipe, out: Path, watch: Stopwatch, whole: float, gpu: int)
         save=watch.ended[TRAIN] - watch.measured,
         memory=peak_bytes(),
         gpu=gpu,
-        token_bytes=folder_bytes(out / "data") / manifest.tokens,
-        checkpoint_bytes=folder_bytes(out / "checkpoints"),
-        package_bytes=folder_bytes(out / "package"),
+        tokens=manifest.tokens,
     )
 
 
@@ -142,11 +138,6 @@ def peak_bytes() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     found = re.search(r"VmHWM:\s+(\d+) kB", text)
     return int(found[1]) * 1024 if found else 0
-
-
-def folder_bytes(folder: Path) -> int:
-    """Of all files below a folder."""
-    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file() and not p.is_symlink())
 
 
 def read_rehearsal(path: Path) -> Rehearsal:

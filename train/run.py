@@ -142,8 +142,8 @@ def train_draft(
                 save_learning_curve(out / "metrics.jsonl", out / "curve.png")
                 if recipe.train.lora is not None:
                     if recipe.train.lora.keep:
-                        save_adapter(job.drafter, out / ADAPTER)
-                    merge(job.drafter)
+                        save_adapter(drafter, out / ADAPTER)
+                    merge(drafter)
                 if package is not None:
                     package(drafter, target, written, acceptance)
         accelerator.end_training()

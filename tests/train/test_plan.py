@@ -17,6 +17,7 @@ from specctl.recipes.errors import RecipeError, SpecctlError
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import TrainPart
 from specctl.train.assemble import build_drafter
+from specctl.train.initial import completed
 from specctl.train.metrics import alphas, means, merged, simulated_tau
 from specctl.train.optim import Gradient, build_optimizers, is_hidden_matrix, learning_rate
 from specctl.train.pack import Document, pack
@@ -85,7 +86,7 @@ def test_the_optimizer_state_in_the_plan_is_the_state_that_is_kept() -> None:
             if value.ndim
         )
         made = plan(recipe, SPEC, **SPEED)
-        held = min(num_saves(recipe), recipe.train.keep + 1)
+        held = min(num_saves(recipe), recipe.train.keep)
         assert made.disk["checkpoints"] == held * (4 * made.parameters + kept + STATE_BYTES)
 
 
@@ -122,7 +123,7 @@ def test_an_unknown_target_and_an_untrainable_family_cannot_be_planned() -> None
 def rehearsed(**changed: float) -> Rehearsal:
     fields = {
         "once": 20.0, "answer": 0.1, "step": 0.5, "tau": 4.0, "save": 1.0, "memory": 10**9,
-        "gpu": 0, "token_bytes": 14.0, "checkpoint_bytes": 10**7, "package_bytes": 10**6,
+        "gpu": 0, "tokens": 64 * 1000,
     }  # fmt: skip
     return Rehearsal.from_json({**fields, **changed})
 
@@ -136,6 +137,11 @@ def test_a_rehearsal_gives_the_time_of_the_whole_run_and_its_memory() -> None:
     assert made.seconds_range[1] / made.seconds_range[0] < 1.4
     assert made.basis.startswith("a rehearsal: 0.5 s a step")
     assert 10**9 <= made.memory_bytes < 1.05e9
+    fields = {"data.prompts": 200, "data.prompt_tokens": 40, "data.new_tokens": 60}
+    recipe = load_recipe("eagle3", sets=[f"{key}={value}" for key, value in fields.items()])
+    tokens = 200 * 100 + min(recipe.data.text_tokens, 200 * 900)  # 1,000 a prompt were found
+    disk = plan(recipe, SPEC, rehearsal=rehearsed()).disk
+    assert disk["data"] == pytest.approx(tokens * 13 / 0.98 + 200 * 60 * 3, abs=1)
     assert "on the GPU" in plan(recipe, SPEC, rehearsal=rehearsed(gpu=10**9)).memory
     still = load_recipe("eagle3", sets=[*sets, "data.regenerate=false"])
     assert rehearsed().seconds(still) == pytest.approx(whole - 20)
@@ -171,18 +177,14 @@ def test_a_stopwatch_takes_a_run_apart(tmp_path: Path, monkeypatch: pytest.Monke
         watch.say("step 5: measured tau 1.1 (best so far 1.1 at step 5)")
         later(0.5)
     later(4)
-    for name in ("checkpoints", "package"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").write_bytes(b"x" * 100)
     words = np.arange(20, dtype=np.int32)
     rows = pack([Document(words, words > 0, "text")], 20, 0, 0)
     write_rows(tmp_path / "data", rows, "0" * 64, {}, "source", Defects())
     found = summary(recipe, tmp_path, watch, whole=40.0, gpu=0)
     assert (found.answer, found.step, found.tau, found.save) == (2.0, 1.0, 6.0, 0.5)
     assert found.once == pytest.approx(40 - 8 - 20.5)
-    assert found.package_bytes == 100
     assert found.memory > 10**8
-    assert found.token_bytes > 13
+    assert found.tokens == 20
 
 
 def schedule(**fields: Any) -> list[float]:
