@@ -111,6 +111,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/drafters.py --out $(BENCH) --recipes $(RECIPES)
 	$(BIN)/python benchmarks/speed.py --small-lm $(BENCH)/distill/package --best $(BENCH)/eagle3/package
 	$(BIN)/python benchmarks/forward.py
+	$(BIN)/python benchmarks/plan_accuracy.py --recipes $(RECIPES)
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info

@@ -37,7 +37,8 @@ def test_the_planned_parameters_are_those_of_the_drafter_that_is_built(name: str
     vocab = VocabMap(torch.arange(64), SPEC.vocab_size)
     for sets, kept in (("vocab.size=null", None), ("vocab.size=64", vocab)):
         recipe = load_recipe(name, sets=[sets])
-        drafter, made = build_drafter(recipe, SPEC, kept), plan(recipe, SPEC, **SPEED)
+        drafter = build_drafter(completed(recipe, SPEC), SPEC, kept)
+        made = plan(recipe, SPEC, **SPEED)
         assert drafter.module is not None
         assert made.parameters == sum(p.numel() for p in drafter.module.parameters())
         assert made.trainable == sum(p.numel() for p in drafter.trainable().values())
