@@ -183,7 +183,9 @@ def _show(console: Console, report: BenchReport, model: Target) -> None:
 
 def parse_gate(text: str) -> tuple[str, str, float]:
     """`speedup>=1.3` -> ("speedup", ">=", 1.3)."""
-    match = re.fullmatch(r"\s*(speedup|tau|tokens_per_second)\s*(>=|<=|>|<)\s*([\d.]+)\s*", text)
+    match = re.fullmatch(
+        r"\s*(speedup|tau|tokens_per_second)\s*(>=|<=|>|<)\s*(\d+(?:\.\d+)?)\s*", text
+    )
     if match is None:
         raise RecipeError(
             f"the gate {text!r} cannot be read",

@@ -103,6 +103,14 @@ def _run(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
     run = parse_yaml(file.read_text(encoding="utf-8"), str(file))
     run = run if isinstance(run, dict) else {}
     recipe = run.get("recipe", run)
+    if not isinstance(recipe, dict):
+        raise FileError(
+            f"{file} is not the record of a run",
+            where=f"{file}:recipe",
+            found=repr(recipe)[:80],
+            expected="the sections of a recipe",
+            do="give another run folder; specctl recipes ls shows what can be trained anew",
+        )
     last = last_metrics(path / "metrics.jsonl")
     steps = sorted(p.name for p in path.rglob("step*") if p.is_dir())
     package = path / "package"
@@ -158,13 +166,24 @@ def _model(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
             expected="the config.json of a transformers model",
             do="download the folder again",
         ) from error
+    if not isinstance(config, dict):
+        raise FileError(
+            f"{file} is not the configuration of a model",
+            where=str(file),
+            found=type(config).__name__,
+            expected="a JSON object with model_type, hidden_size, ...",
+            do="download the folder again",
+        )
     weights = sorted(p for p in path.iterdir() if p.suffix == ".safetensors")
     size = sum(p.stat().st_size for p in weights)
-    inner = config.get("text_config", config)
+    inner = config.get("text_config")
+    inner = inner if isinstance(inner, dict) else config
+    architectures = config.get("architectures")
+    names = architectures if isinstance(architectures, list) else ["unknown"]
     wanted = ("num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")
     rows: list[tuple[str, object]] = [
         ("kind", "model"),
-        ("architecture", ", ".join(config.get("architectures") or ["unknown"])),
+        ("architecture", ", ".join(map(str, names))),
         ("model type", config.get("model_type")),
         *((name.replace("_", " "), inner.get(name)) for name in wanted),
         ("weights", f"{len(weights)} safetensors files, {size:,} bytes"),

@@ -65,7 +65,12 @@ def heldout_prompts(
     ]
     prompts = [_prompt(target, found, record, file) for found, record in turns[:count]]
     if not prompts:
-        raise FileError("the file of held-out prompts is empty", found=str(file), do="add prompts")
+        raise FileError(
+            "the file of held-out prompts is empty",
+            found=str(file),
+            expected="a prompt on every line",
+            do="add prompts",
+        )
     return prompts
 
 

@@ -130,6 +130,9 @@ MISTAKES = {
         3,
         "--set export.formats=[specctl]",
     ),
+    "gate with a version": Mistake(("bench", "--gate", "tau>=1.2.3"), 3, "--gate"),
+    "run that holds no recipe": Mistake(("show", "NORUN"), 4, "specctl recipes ls"),
+    "model that is a list": Mistake(("show", "NOMODEL"), 4, "download the folder again"),
     "unreadable gate": Mistake(("bench", "--gate", "fast"), 3, "--gate"),
     "show nothing": Mistake(("show", "FOLDER"), 4, "folder"),
     "show a file": Mistake(("show", "EMPTY"), 4, "specctl show"),
@@ -156,6 +159,11 @@ def place(tmp_path: Path) -> Callable[[str], str]:
         paths[word].write_bytes(body)
     paths["FOLDER"].mkdir()
     (paths["FOLDER"] / "notes.txt").write_text("nothing here")
+    folders = {"NORUN": ("run.yaml", "recipe: 5\n"), "NOMODEL": ("config.json", "[]")}
+    for word, (file, text) in folders.items():
+        paths[word] = tmp_path / word.lower()
+        paths[word].mkdir()
+        (paths[word] / file).write_text(text)
 
     def replace(word: str) -> str:
         head, slash, tail = word.partition("/")
