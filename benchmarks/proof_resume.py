@@ -18,7 +18,7 @@ import random
 import signal
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from proof_common import (
     write_text,
 )
 
+from specctl.drafters.parts.batch import TrainBatch
 from specctl.recipes.errors import Exit
 from specctl.recipes.schema import Recipe
 from specctl.runtime.target import Target
@@ -72,17 +73,17 @@ class Part:
     def __call__(self) -> None:
         seed_everything(self.seed)
         notes = self.out.with_suffix(".notes").open("a")
-        save, capture, measure = Checkpoints.save, run_module.capture, loop_module.measure
-        order: list[Any] = []
-        build = run_module._job
+        save, measure, build = Checkpoints.save, loop_module.measure, run_module._job
+        jobs: list[Job] = []
 
         def building(*given: Any, **named: Any) -> Job:
-            order.append(build(*given, **named))
-            return order[0]
+            job = build(*given, **named)
+            jobs.append(replace(job, batch=lambda rows: counted(job, rows)))
+            return jobs[0]
 
         def noting(self: Checkpoints, snapshot: Snapshot, *rest: Any) -> Path:
             position = snapshot.scalars["progress"]["position"]
-            job: Job = order[0]
+            job = jobs[0]
             ahead = job.order.take(position, AHEAD * job.settings.rows)
             line = [snapshot.step, state_digest(snapshot), ahead]
             notes.write(json.dumps(line) + "\n")
@@ -91,13 +92,13 @@ class Part:
 
         seen = [0]
 
-        def counting(*given: Any, **named: Any) -> Any:
+        def counted(job: Job, rows: list[int]) -> TrainBatch:
             seen[0] += 1
             if seen[0] == self.at and self.way == "stop":
                 os.kill(os.getpid(), signal.SIGTERM)
             if seen[0] == self.at and self.way == "error":
                 raise Cut
-            return capture(*given, **named)
+            return job.batch(rows)
 
         def measuring(job: Job) -> Any:
             found = measure(job)
@@ -106,8 +107,7 @@ class Part:
             return found
 
         Checkpoints.save = noting  # type: ignore[method-assign]
-        run_module.capture, loop_module.measure = counting, measuring
-        run_module._job = building
+        run_module._job, loop_module.measure = building, measuring
         result = train_draft(self.recipe, self.out, target=self.target)
         ending = {"steps": result.steps, "tau": result.tau, "best": str(result.best_checkpoint)}
         self.out.with_suffix(".end").write_text(json.dumps(ending))

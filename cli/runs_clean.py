@@ -60,7 +60,7 @@ def clean(
         "deleted": [str(path) for path in deleted],
         "bytes": freed,
     }
-    words = shlex.join(["specctl", "runs", "clean", *map(str, folders or ["runs"]), "--yes"])
+    words = shlex.join(["specctl", "runs", "clean", *map(str, folders or [Path("runs")]), "--yes"])
     console.done(answer, next=[] if deleted or not going else [words])
 
 
