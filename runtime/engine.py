@@ -160,15 +160,12 @@ class Engine:
             self._cache().keep(view.slot_B, view.kept_len_B, verdict.path_BP)
         accepted, emitted = self._commit(tree, verdict)
         verified = time.perf_counter()
+        outcome = self._outcome(view, tree, verdict, out, accepted, emitted)
         if self._state is not None:
-            outcome = self._outcome(view, tree, verdict, out, accepted, emitted)
             self._state.observe(outcome)
-            if self.chooser is not None:
-                learned = time.perf_counter() - verified
-                seconds = drafted - started + learned, verified - drafted, learned
-                self.chooser.observe(outcome, RoundSeconds(*seconds))
-        self.draft_seconds += drafted - started + time.perf_counter() - verified
-        self.verify_seconds += verified - drafted
+        learned = time.perf_counter() - verified
+        seconds = RoundSeconds(drafted - started + learned, verified - drafted, learned)
+        self._account(outcome, seconds)
         return self._release(emitted)
 
     def _draft(self, view: RoundView, sampling: SamplingBatch, noise: RoundNoise) -> DraftTree:
@@ -279,6 +276,12 @@ class Engine:
             taps,
             topk_BTK,
         )
+
+    def _account(self, outcome: Outcome, seconds: RoundSeconds) -> None:
+        self.draft_seconds += seconds.draft
+        self.verify_seconds += seconds.verify
+        if self.chooser is not None:
+            self.chooser.observe(outcome, seconds)
 
     def _release(self, emitted: list[tuple[int, ...]]) -> list[tuple[Row, tuple[int, ...]]]:
         """Hand out the round's tokens; finished rows free their slots."""

@@ -133,9 +133,16 @@ class RoundNoise:
 
     def target_BTV(self, depth_BT: Tensor, vocab_size: int) -> Tensor:
         """Gumbel noise keyed (seed, absolute position of the token drawn, token id)."""
-        depth = depth_BT.numpy() if self.device == _CPU else depth_BT
-        key_BT1 = self._target_key_BT(depth)[:, :, None]
-        return _gumbel(_uniform(key_BT1, _codes(vocab_size, self.device)))
+        codes_V = _codes(vocab_size, self.device)
+        if self.device != _CPU:
+            return _gumbel(_uniform(self._target_key_BT(depth_BT)[:, :, None], codes_V))
+        depth = depth_BT.numpy()
+        num_levels = int(depth.max()) + 1  # a tree has fewer depths than nodes: once per depth
+        if num_levels >= depth.shape[1]:
+            return _gumbel(_uniform(self._target_key_BT(depth)[:, :, None], codes_V))
+        level_1L = np.arange(num_levels)[None]
+        gumbel_BLV = _gumbel(_uniform(self._target_key_BT(level_1L)[:, :, None], codes_V))
+        return gumbel_BLV[torch.arange(len(depth))[:, None], depth_BT]
 
     def coupled_BK(self, depth: int, ids_K: Tensor | int) -> Tensor:
         """The target stream at that depth, restricted to the draft's ids (a tensor of target ids,

@@ -54,10 +54,9 @@ def traverse(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
     law = DraftLaw.of(tree, p_BTV)
     ancestor_BTT = tree.ancestor_BTT()
     plan = _plan(tree, ancestor_BTT)
-    left_BTV, weight_BN = _visit(tree, p_BTV, law, plan)
     u_BT = noise.accept_BT(tree.num_nodes + 1).to(p_BTV.dtype)
-    valid_BN = tree.fed_valid_BT().gather(1, plan.order_BN)
-    passes_BN = (u_BT.gather(1, plan.order_BN) < weight_BN) & valid_BN
+    u_BT = u_BT.masked_fill(~tree.fed_valid_BT(), 2.0)  # padding never passes
+    left_BTV, passes_BN = _visit(tree, p_BTV, law, plan, u_BT.gather(1, plan.order_BN))
     first_B1 = passes_BN.int().argmax(1, keepdim=True)
     end_B = torch.where(passes_BN.any(1), plan.order_BN.gather(1, first_B1)[:, 0], 0)
     next_B = draw(row(left_BTV, end_B), row(p_BTV, end_B), noise)
@@ -82,10 +81,12 @@ class _Plan:
     top_BT: Tensor
 
 
-def _visit(tree: DraftTree, p_BTV: Tensor, law: DraftLaw, plan: _Plan) -> tuple[Tensor, Tensor]:
-    """What is left of every node's law, [B, T, V], and by post-order step the weight with which a
-    node is tested, [B, N] - as if every test before had failed. The path ends at the first test
-    that passes; later steps touch ancestors of later nodes only, never that node."""
+def _visit(
+    tree: DraftTree, p_BTV: Tensor, law: DraftLaw, plan: _Plan, u_BN: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What is left of every node's law, [B, T, V], and by post-order step whether a node passes its
+    test, [B, up to N] - as if every test before had failed. The path ends at the first test that
+    passes; later steps touch ancestors of later nodes only, never that node."""
     B, T, V = p_BTV.shape
     K = law.prob_BTK.shape[2]
     low_BT, slope_BT = _first_child_weights(tree, p_BTV, law, plan)
@@ -102,10 +103,15 @@ def _visit(tree: DraftTree, p_BTV: Tensor, law: DraftLaw, plan: _Plan) -> tuple[
     next_column_BN = column_BT.gather(1, next_BN.clamp(min=0))
     next_token_BN = token_BT.gather(1, next_BN.clamp(min=0))
     left_XV, q_XK = p_BTV.flatten(0, 1).clone(), pad(law.prob_BTK, (0, 1)).flatten(0, 1)
-    tested = []
+    passes: list[Tensor] = []
+    ended_B1, is_on_cpu = torch.zeros_like(base_B1, dtype=torch.bool), p_BTV.device.type == "cpu"
     for n in range(tree.num_nodes):
         step = slice(n, n + 1)
-        tested.append(weight_BT.gather(1, plan.order_BN[:, step]))
+        passes.append(u_BN[:, step] < weight_BT.gather(1, plan.order_BN[:, step]))
+        if is_on_cpu:  # a read costs nothing there; what follows the last path is idle
+            ended_B1 = ended_B1 | passes[-1]
+            if bool(ended_B1.all()):
+                break
         w_B1, at_B = weight_BT.gather(1, parent_BN[:, step]), parent_NB[n]
         q_BK = q_XK.index_select(0, at_B)
         p_BV = law.minus(left_XV.index_select(0, at_B).mul_(w_B1), q_BK[:, :K])
@@ -121,7 +127,7 @@ def _visit(tree: DraftTree, p_BTV: Tensor, law: DraftLaw, plan: _Plan) -> tuple[
         entry_B1 = _ratio(p_x_B1, q_BK.gather(1, next_column_BN[:, step])).clamp_(max=1.0)
         entry_BT = torch.minimum(low_BT, entry_B1 * slope_BT)
         weight_BT = torch.where(entered_BNT[:, n], entry_BT, weight_BT)
-    return left_XV.view(B, T, V), torch.cat(tested, dim=1)
+    return left_XV.view(B, T, V), torch.cat(passes, dim=1)
 
 
 def _ratio(p: Tensor, q: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """What the rules share: the verdict, paths through a tree, laws of drafts, the last draw.
 
 Letters: B rows, N nodes, T = N + 1 fed tokens, P path length, V target vocabulary, K support of a
-draft law. Every function is free of host synchronisation: no `.item()`, no data-dependent shape.
+draft law. On an accelerator every function is free of host synchronisation: no `.item()`, no
+data-dependent shape.
 """
 
 from __future__ import annotations
