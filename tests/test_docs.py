@@ -43,6 +43,8 @@ PROVEN_ELSEWHERE = {
     "specctl show runs/": "tests/cli/test_commands.py, on a run made there",
     "specctl generate --target tiny --draft runs/": "tests/cli/test_commands.py",
     "specctl generate --draft runs/": "tests/cli/test_commands.py",
+    "specctl adapt --draft runs/": "tests/cli/test_adapt.py",
+    "specctl plan --scaling": "tests/cli/test_scaling.py",
 }
 
 
