@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from specctl.train.trim_report import TrimReport
     from specctl.train.vocab_trim import Material, TrimSettings
 
-SHARES = (1, 2, 3)  # of the prompts: tau is measured, sizes are predicted, tokens are counted on
+SHARES = (1, 4, 3)  # of the prompts: tau is measured, sizes are predicted, tokens are counted on
 
 
 def vocab_trim(
@@ -119,7 +119,7 @@ def vocab_trim(
         search=part.search, trials=part.trials,
     )  # fmt: skip
     model = target.load(console)
-    loaded = DraftChoice(draft, allow=allow).load(model)
+    loaded = DraftChoice(draft, allow=[*(allow or ()), "padding"]).load(model)  # it is cut to fit
     job = TrimJob(model, loaded, settings, chosen, data, prompts, num_prompts)
     report, manifest = trim_and_package(console, job, out)
     console.done(

@@ -52,7 +52,7 @@ def test_own_domains_are_reported_and_a_searched_length_is_packaged(
 def test_prompts_are_split_without_overlap_unless_there_are_too_few() -> None:
     pool = [Prompt((i,), "", "d") for i in range(12)]
     parts = split(pool)
-    assert [len(part) for part in parts] == [2, 4, 6]
+    assert [len(part) for part in parts] == [1, 6, 5]
     assert [p for part in parts for p in part] == pool
     assert split(pool[:2]) == (pool[:2], pool[:2], pool[:2])
     assert all(split(pool[:3]))
