@@ -299,7 +299,21 @@ def read_prompts(prompt: str | None, file: Path | None, limit: int | None) -> li
             expected="at least one character that is not white space",
             do='specctl generate "def main("',
         )
+    for prompt_text in found:
+        _check_text(prompt_text.text, file)
     return found[:limit]
+
+
+def _check_text(text: str, file: Path | None) -> None:
+    """Half of a surrogate pair (bytes that are no UTF-8, or a broken escape) is no character."""
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        raise SpecctlError(
+            "the prompt is not valid Unicode",
+            where=str(file) if file is not None else "the command line",
+            found=ascii(text)[:80],
+            expected="UTF-8 text",
+            do="write the prompt as UTF-8, for example with iconv -t utf-8",
+        )
 
 
 def _read_file(file: Path) -> list[PromptText]:

@@ -67,4 +67,14 @@ def recipe_path(name: str) -> Path:
             expected="tiny-target, or a YAML file of the same form",
             do="--recipe tiny-target",
         )
+    try:
+        path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise FileError(
+            f"the pre-training recipe {name} is not text",
+            where=str(path),
+            found=str(error),
+            expected="a YAML file in UTF-8",
+            do="--recipe tiny-target",
+        ) from error
     return path

@@ -133,6 +133,10 @@ MISTAKES = {
     "gate with a version": Mistake(("bench", "--gate", "tau>=1.2.3"), 3, "--gate"),
     "run that holds no recipe": Mistake(("show", "NORUN"), 4, "specctl recipes ls"),
     "model that is a list": Mistake(("show", "NOMODEL"), 4, "download the folder again"),
+    "half a character": Mistake((*G, "a\ud800"), 2, "iconv"),
+    "pretraining recipe that is no text": Mistake(
+        ("pretrain", "-r", "BINARY", "-o", "NEW"), 4, "tiny-target"
+    ),
     "unreadable gate": Mistake(("bench", "--gate", "fast"), 3, "--gate"),
     "show nothing": Mistake(("show", "FOLDER"), 4, "folder"),
     "show a file": Mistake(("show", "EMPTY"), 4, "specctl show"),
