@@ -37,8 +37,8 @@ from specctl.train.heldout import heldout_prompts
 SHARED = (
     "target.dtype=bfloat16", "vocab.size=2048", "data.prompt_tokens=48",
     "data.new_tokens=96", "data.temperature=0.8", "data.greedy_share=0.5",
-    "data.train_on_prompt=true", "data.text_tokens=0", "train.rows=8", "train.seq_len=288",
-    "train.learning_rate=5e-3",
+    "data.train_on_prompt=true", "data.text_tokens=0", "data.on_policy=0",
+    "train.rows=8", "train.seq_len=288", "train.learning_rate=5e-3",
 )  # fmt: skip
 
 
@@ -48,7 +48,7 @@ class Row:
     recipes keep their own steps and data (a pipeline's stages, a cut-out model's rate)."""
 
     name: str
-    recipe: str = "distill"
+    recipe: str = "distillspec"
     sets: tuple[str, ...] = ()
     after: str | None = None
     is_trained: bool = True

@@ -33,7 +33,7 @@ SMALL = {
     "data.text_tokens": 0, "data.prompts": 24, "data.new_tokens": 16, "data.prompt_tokens": 8,
     "train.steps": 8, "train.rows": 4, "train.seq_len": 32, "train.save_every": 3,
     "train.tau_every": 100, "train.tau_prompts": 2, "train.tau_tokens": 6, "train.log_every": 2,
-    "vocab.size": "null",
+    "vocab.size": "null", "drafter.init": "null", "drafter.options": "{}", "target.dtype": "auto",
 }  # fmt: skip
 
 
