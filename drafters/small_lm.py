@@ -28,7 +28,7 @@ from specctl.drafters.parts.base import (
     StepState,
 )
 from specctl.drafters.parts.batch import LossOut, TrainBatch
-from specctl.drafters.parts.growth import Growth, aim_cache
+from specctl.drafters.parts.growth import Growth, aim_cache, expansions
 from specctl.drafters.parts.heads import cut_rows, fitting_rows, head_rows
 from specctl.drafters.parts.lean import LeanLlama, LeanLM, LlamaShape
 from specctl.drafters.parts.lm import LanguageModel, Masks
@@ -395,20 +395,10 @@ class SmallLmState(StepState):
         self._growth = None
         is_chain = outcome.tree.is_chain and growth.is_chain
         if not is_chain and outcome.path_BP.shape[1] > 2:
-            self.kv.keep(view.slot_B, growth.kept_B, _expansions(outcome, growth.num_nodes))
+            self.kv.keep(view.slot_B, growth.kept_B, expansions(outcome, growth.num_nodes))
         for slot, kept, accepted in zip(view.slots, self._kept, outcome.num_accepted, strict=True):
             stays = min(accepted, growth.num_nodes) if is_chain else max(accepted - 1, 0)
             self.num_cached[slot] = kept + stays
-
-
-def _expansions(outcome: Outcome, num_expanded: int) -> Tensor:
-    """[B, P - 1]: expansion index of the accepted nodes, -1 where there is none."""
-    node_BP = outcome.path_BP[:, 1:] - 1
-    if outcome.tree.expanded_BN is not None:
-        index_BP = outcome.tree.expanded_BN.gather(1, node_BP.clamp(min=0))
-    else:
-        index_BP = node_BP
-    return index_BP.masked_fill((node_BP < 0) | (index_BP >= num_expanded), -1)
 
 
 def build(options: SmallLmOptions, spec: ModelSpec, vocab: VocabMap | None) -> SmallLm:
