@@ -39,7 +39,10 @@ SETS = (
     "train.tau_tokens=4", "train.log_every=1", "train.schedule=linear", "train.learning_rate=1e-3",
     "vocab.size=null",
 )  # fmt: skip
-SMALL_LM = ("drafter.options.layers=1", "drafter.options.width=16", "drafter.options.heads=2")
+SMALL_LM = (
+    "drafter.init=null", "drafter.options.layers=1", "drafter.options.width=16",
+    "drafter.options.heads=2",
+)  # fmt: skip
 
 # Kind of run -> its recipe and what makes it that kind; every kind is one call of `train_draft`.
 KINDS = {
