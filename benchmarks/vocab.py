@@ -32,8 +32,8 @@ from specctl.train.heldout import Prompt
 from specctl.train.predict import predict_from_coverage
 from specctl.train.selectors import selector
 from specctl.train.trim_measure import Measured, measure_drafter
-from specctl.train.trim_report import MBSU_FORMULA, kendall
-from specctl.train.vocab_trim import TrimReport, TrimSettings, trim
+from specctl.train.trim_report import MBSU_FORMULA, TrimReport, kendall
+from specctl.train.vocab_trim import TrimSettings, trim
 
 SHARES = (24, 12, 6, 3, 1)
 

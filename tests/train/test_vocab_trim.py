@@ -230,19 +230,19 @@ def test_fr_spec_counts_raw_text_and_vocab_trim_what_the_target_writes(
 def test_accepted_drafts_are_some_of_the_drafts(target: Target) -> None:
     drafter = make_drafter(target)
     policy = make_policy({"policy": "chain", "length": 3})
-    evidence = Evidence(target, PROMPTS[:2], drafter=drafter, policy=policy)
+    evidence = Evidence(target, PROMPTS[:1], drafter=drafter, policy=policy)
     drafted, accepted = (
         sum(len(ids) for ids, _ in selector(name).count(evidence))
         for name in ("drafted", "accepted")
     )
     by_stats = sum(
         sum(done.stats.accepted_at)
-        for i, prompt in enumerate(PROMPTS[:2])
+        for i, prompt in enumerate(PROMPTS[:1])
         for done in Engine(target, drafter, policy).run(
             [Request(prompt.ids, Sampling(0.8 * (i % 2), seed=i, max_new_tokens=128))]
         )
     )
-    assert by_stats <= accepted <= by_stats + 2 * 3  # an end inside a draft is cut
+    assert by_stats <= accepted <= by_stats + 3  # an end inside a draft is cut
     assert accepted < drafted
 
 
@@ -442,19 +442,19 @@ def root_logits(target: Target, drafter: Drafter) -> torch.Tensor:
         return state.root(RoundView((0,), zero, zero + 5, zero + 4, (tokens,))).clone()
 
 
-@pytest.mark.parametrize("rule", ["block", "chain", "target-only"])
+@pytest.mark.parametrize("rule", ["block", "target-only"])
 def test_sampling_with_a_trimmed_drafter_keeps_the_law_of_the_target(
     make_target: Callable[..., Target], rule: str
 ) -> None:
-    """Chi-square of 2,400 sampled pairs over a vocabulary of 7 against the exact law."""
+    """Chi-square of 1,600 sampled pairs over a vocabulary of 7 against the exact law."""
     small_target = make_target(num_layers=2, vocab=7, seed=4)
     drafter = make_drafter(small_target).trimmed(VocabMap(torch.tensor([0, 2, 5]), 7))
-    prompt, count = (1, 2, 3), 2400
+    prompt, count = (1, 2, 3), 1600
     requests = [
         Request(prompt, Sampling(temperature=0.9, seed=i, max_new_tokens=3)) for i in range(count)
     ]
     policy = make_policy({"policy": "chain", "length": 2})
-    engine = Engine(small_target, drafter, policy, rule, num_slots=1200)
+    engine = Engine(small_target, drafter, policy, rule, num_slots=800)
     completions = engine.run(requests)
     seen = torch.zeros(7, 7)
     for completion in completions:
