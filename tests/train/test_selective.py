@@ -179,6 +179,22 @@ def test_a_reference_of_another_vocabulary_is_refused(
     assert "50 ids" in caught.value.found
 
 
+def test_a_reference_that_is_named_is_loaded_and_none_is_trained(tmp_path: Path) -> None:
+    target, text = runs.random_target(seed=0), runs.words(tmp_path)
+    sets = {"train__select": "highest", "train__reference": "elsewhere", "data__new_tokens": 8}
+    recipe = runs.small_recipe("distill", text, **sets, train__steps=2)
+    asked: list[str] = []
+
+    def load(name: str, of: Target) -> Drafter:
+        asked.append(name)
+        return made("small-lm", of, 0)
+
+    ran = runs.run(recipe, tmp_path / "out", target, load=load)
+    assert ran.result.steps == 2
+    assert asked == ["elsewhere"]
+    assert not (tmp_path / "out" / "reference").exists()
+
+
 def test_a_loss_that_never_asks_the_target_cannot_select(tmp_path: Path) -> None:
     target, text = runs.random_target(seed=0), runs.words(tmp_path)
     sets = {"train__select": "random", "drafter__options__loss": "ce", "data__new_tokens": 8}
