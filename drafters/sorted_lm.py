@@ -4,7 +4,7 @@ https://arxiv.org/abs/2407.01955. All exits share the final norm and the LM head
 trains them all: L = sum over exits n of CE(x_{t+1}, W_U norm(h^n_t)), or a divergence from the
 target's law. Drafting leaves at the first exit whose largest probability reaches `threshold`. With
 loss `ce` it learns from text alone, so one draft serves every target of its tokenizer.
-Letters: B rows, S sequence, N rows of a slice, D width, K draft vocabulary.
+Letters: B rows, S sequence, D width.
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch.nn.functional as F
-from torch import Tensor
-
 from specctl.drafters.parts.align import aim
 from specctl.drafters.parts.base import Family, Space
 from specctl.drafters.parts.batch import LossOut, TrainBatch
 from specctl.drafters.parts.exit_state import ExitState
 from specctl.drafters.parts.kernels import rms_norm
 from specctl.drafters.parts.lean import LeanLM
-from specctl.drafters.parts.losses import LossOptions, head_loss, judge_of, weighted_sum
+from specctl.drafters.parts.losses import (
+    LinearHead,
+    LossOptions,
+    head_loss,
+    judge_of,
+    weighted_sum,
+)
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
@@ -71,6 +74,14 @@ def resolved(options: SortedOptions, spec: ModelSpec) -> SortedOptions:
             found=f"exits {list(exits)}, only {options.only}, {layers} layers",
             expected="ascending layer counts that end with the depth, and only an exit's number",
             do=f"write exits: {list(default_exits(layers))}",
+        )
+    if options.head_groups is not None:
+        raise RecipeError(
+            "sorted drafts have no routed LM head: all exits read the whole one",
+            where="drafter.options.head_groups",
+            found=str(options.head_groups),
+            expected="null",
+            do="leave head_groups out, or set drafter.family=small-lm",
         )
     return replace(options, layers=layers, exits=exits)
 
@@ -125,11 +136,7 @@ class SortedLm(SmallLm):
         masks = self.lm.document_masks(batch.document_BS)
         taps = self.lm.dense(batch.ids_BS, batch.position_BS, masks, self.exits, logits=False).taps
         rows, judge, module = aim(batch, 1), judge_of(batch, how), self.lm.module
-
-        def head(state_ND: Tensor) -> Tensor:
-            return F.linear(state_ND, module.head_weight)
-
-        outs = []
+        head, outs = LinearHead(module.head_weight), []
         for layer in self.exits:
             state_BSD = taps[layer]
             if layer != module.shape.num_layers:  # the last tap has passed the final norm
