@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from specctl.drafters.parts.batch import LossOut, TrainBatch
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.tree import DraftTree
 from specctl.drafters.parts.vocab import VocabMap
+
+if TYPE_CHECKING:
+    from specctl.drafters.parts.lm import LanguageModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +194,10 @@ class Drafter(ABC):
         """This drafter with all its weights on this process. One whose weights are spread over
         processes gathers them on the first (every process must enter), until the block ends."""
         yield self
+
+    def language_model(self) -> LanguageModel | None:
+        """The drafter as a model over the target's ids, if it can write text without the target."""
+        return None
 
     def trimmed(self, vocab: VocabMap) -> Drafter:
         """The same drafter speaking only `vocab`; families without an LM head raise."""
