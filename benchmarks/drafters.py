@@ -25,7 +25,7 @@ from specctl.recipes.load import load_recipe
 from specctl.runtime.bench import BenchReport, Contender, bench, engine_contender
 from specctl.runtime.policies import make_policy
 from specctl.runtime.target import Target
-from specctl.train.heldout import heldout_prompts
+from specctl.train.data.heldout import heldout_prompts
 
 RETRIEVAL = ("prompt-lookup", "token-recycling")
 

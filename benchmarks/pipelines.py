@@ -26,7 +26,7 @@ from specctl.recipes.load import load_recipe
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
 from specctl.runtime.target import Target
-from specctl.train.heldout import heldout_prompts
+from specctl.train.data.heldout import heldout_prompts
 
 DOMAINS = ("code", "docstring")
 CHAIN = {"policy": "chain", "length": 5}

@@ -23,8 +23,8 @@ import torch
 from proof_common import Check, checked, parser, report, small_target, start_child, wait
 
 from specctl.runtime.target import Target
-from specctl.train import regenerate as module
-from specctl.train.regenerate import Answer, AnswerPlan, PromptCut, regenerate
+from specctl.train.data import regenerate as module
+from specctl.train.data.regenerate import Answer, AnswerPlan, PromptCut, regenerate
 
 SHARD = 4
 

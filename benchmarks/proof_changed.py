@@ -33,11 +33,11 @@ from specctl.recipes.errors import Exit, IncompatibleError, SpecctlError
 from specctl.recipes.load import build_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.target import Target
-from specctl.train.fingerprint import FREE, check_same_run, config_fields
 from specctl.train.loop import Progress, restore, train
-from specctl.train.ranks import Ranks
+from specctl.train.processes.ranks import Ranks
 from specctl.train.run import train_draft
-from specctl.train.whole import read_manifest
+from specctl.train.saving.fingerprint import FREE, check_same_run, config_fields
+from specctl.train.saving.whole import read_manifest
 
 STEPS = 4
 # Fields whose next value is not got by adding to them.

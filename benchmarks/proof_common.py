@@ -27,9 +27,9 @@ from specctl.recipes.errors import Exit, SpecctlError
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.target import Target
-from specctl.train.checkpoint import Snapshot
 from specctl.train.metrics import read_log
-from specctl.train.ranks import Ranks
+from specctl.train.processes.ranks import Ranks
+from specctl.train.saving.checkpoint import Snapshot
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ()=:\n"
 SETS = (

@@ -36,11 +36,11 @@ from proof_common import (
 
 from specctl.recipes.errors import IntegrityError
 from specctl.runtime.report import SilentReporter
-from specctl.train.checkpoint import Checkpoints
 from specctl.train.loop import Progress, train
-from specctl.train.ranks import Ranks
+from specctl.train.processes.ranks import Ranks
 from specctl.train.run import train_draft
-from specctl.train.whole import step_name
+from specctl.train.saving.checkpoint import Checkpoints
+from specctl.train.saving.whole import step_name
 
 OLD, NEW = 6, 8  # steps of the checkpoint before and of the newest one
 Harm = Callable[[Path], None]

@@ -27,10 +27,10 @@ from syscalls import CHANGING, Call, Syscalls, unflushed_renames
 
 from specctl.recipes.errors import FileError, ResourceError, SpecctlError
 from specctl.runtime.report import SilentReporter
-from specctl.train.checkpoint import Checkpoints, Snapshot
-from specctl.train.ranks import Ranks
-from specctl.train.store import write_bytes
-from specctl.train.whole import damage, step_name
+from specctl.train.processes.ranks import Ranks
+from specctl.train.saving.checkpoint import Checkpoints, Snapshot
+from specctl.train.saving.store import write_bytes
+from specctl.train.saving.whole import damage, step_name
 
 CODES = ("EIO", "ENOSPC", "EACCES")
 OLD, NEW = 2, 3

@@ -44,10 +44,10 @@ from proof_common import (
 from specctl.recipes.errors import Exit
 from specctl.runtime.report import SilentReporter
 from specctl.runtime.target import Target
-from specctl.train.checkpoint import Checkpoints, Snapshot
 from specctl.train.run import train_draft
+from specctl.train.saving.checkpoint import Checkpoints, Snapshot
+from specctl.train.saving.whole import damage, saved_steps, step_name
 from specctl.train.stop import Stop
-from specctl.train.whole import damage, saved_steps, step_name
 
 GRACE = 30.0  # seconds that a process gets between SIGTERM and SIGKILL where jobs are scheduled
 FROM = "continuing from step "

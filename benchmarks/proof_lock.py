@@ -35,9 +35,9 @@ from specctl.recipes.errors import Exit
 from specctl.recipes.schema import Recipe
 from specctl.runtime.report import SilentReporter
 from specctl.runtime.target import Target
-from specctl.train.checkpoint import Checkpoints
 from specctl.train.run import train_draft
-from specctl.train.whole import saved_steps
+from specctl.train.saving.checkpoint import Checkpoints
+from specctl.train.saving.whole import saved_steps
 
 AT_ONCE = 2.0  # seconds
 

@@ -37,9 +37,9 @@ from specctl.recipes.errors import Exit
 from specctl.runtime.report import SilentReporter
 from specctl.runtime.target import Target
 from specctl.train import run as run_module
-from specctl.train.checkpoint import Checkpoints, Snapshot
 from specctl.train.loop import Job
 from specctl.train.run import train_draft
+from specctl.train.saving.checkpoint import Checkpoints, Snapshot
 
 STEPS, GOOD, BAD = 12, 4, (5, 6, 7)
 NAN, INF = float("nan"), float("inf")

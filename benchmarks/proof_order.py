@@ -24,9 +24,9 @@ import torch
 from proof_common import Check, checked, load_toy, parser, report, run_ranks
 
 from specctl.recipes.errors import Exit
+from specctl.train.data.order import Order, share
 from specctl.train.loop import Progress, restore, train
-from specctl.train.order import Order, share
-from specctl.train.ranks import Ranks
+from specctl.train.processes.ranks import Ranks
 from specctl.train.stop import Interrupted, Stop
 
 toy = load_toy()

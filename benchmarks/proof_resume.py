@@ -45,10 +45,10 @@ from specctl.recipes.schema import Recipe
 from specctl.runtime.target import Target
 from specctl.train import loop as loop_module
 from specctl.train import run as run_module
-from specctl.train.checkpoint import Checkpoints, Snapshot
 from specctl.train.loop import Job
 from specctl.train.run import train_draft
-from specctl.train.state import seed_everything
+from specctl.train.saving.checkpoint import Checkpoints, Snapshot
+from specctl.train.saving.state import seed_everything
 
 STEPS, AHEAD = 40, 50
 WAYS = ("stop", "error", "measure")

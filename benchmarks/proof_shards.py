@@ -37,10 +37,10 @@ from proof_common import (
 from specctl.recipes.schema import Recipe
 from specctl.runtime.report import SilentReporter
 from specctl.runtime.target import Target
-from specctl.train import shards as module
-from specctl.train.checkpoint import Checkpoints
+from specctl.train.features import shards as module
+from specctl.train.features.shards import Layout, Shards
 from specctl.train.run import train_draft
-from specctl.train.shards import Layout, Shards
+from specctl.train.saving.checkpoint import Checkpoints
 
 STEPS = 3
 

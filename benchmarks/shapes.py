@@ -24,11 +24,10 @@ from specctl.recipes.schema import Recipe
 from specctl.runtime.bench import bench, engine_contender
 from specctl.runtime.policies import make_policy
 from specctl.runtime.target import Target
-from specctl.train.heldout import heldout_prompts
+from specctl.train.data.heldout import heldout_prompts
 from specctl.train.initial import checkpoint_drafter
-from specctl.train.prune import prunable
-from specctl.train.run import train_draft
-from specctl.train.shapes import (
+from specctl.train.prune.cut import prunable
+from specctl.train.prune.shapes import (
     Candidate,
     DraftShape,
     alpha_of,
@@ -37,6 +36,7 @@ from specctl.train.shapes import (
     measure_latency,
     rank,
 )
+from specctl.train.run import train_draft
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from specctl.runtime.bench import (
 from specctl.runtime.hf import as_transformers
 from specctl.runtime.policies import make_policy
 from specctl.runtime.target import Target
-from specctl.train.heldout import heldout_prompts
+from specctl.train.data.heldout import heldout_prompts
 
 
 def contenders(target: Target, args: argparse.Namespace, folder: Path) -> list[Contender]:

@@ -26,14 +26,14 @@ from specctl.cli.vocab_trim import TrimJob, gathered
 from specctl.drafters.parts.base import Drafter
 from specctl.runtime.policies import Policy
 from specctl.runtime.target import Target
-from specctl.train.coverage import always_kept, coverage_curve, ranking
-from specctl.train.head_cost import measure_head_cost
-from specctl.train.heldout import Prompt
-from specctl.train.predict import predict_from_coverage
-from specctl.train.selectors import selector
-from specctl.train.trim_measure import Measured, measure_drafter
-from specctl.train.trim_report import MBSU_FORMULA, TrimReport, kendall
-from specctl.train.vocab_trim import TrimSettings, trim
+from specctl.train.data.heldout import Prompt
+from specctl.train.vocab.coverage import always_kept, coverage_curve, ranking
+from specctl.train.vocab.head_cost import measure_head_cost
+from specctl.train.vocab.measure import Measured, measure_drafter
+from specctl.train.vocab.predict import predict_from_coverage
+from specctl.train.vocab.report import MBSU_FORMULA, TrimReport, kendall
+from specctl.train.vocab.selectors import selector
+from specctl.train.vocab.trim import TrimSettings, trim
 
 SHARES = (24, 12, 6, 3, 1)
 

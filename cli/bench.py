@@ -98,7 +98,7 @@ def bench(
     from specctl.runtime.bench import bench as bench_
     from specctl.runtime.bench import engine_contender
     from specctl.runtime.sampling import Sampling
-    from specctl.train.heldout import heldout_prompts
+    from specctl.train.data.heldout import heldout_prompts
 
     model = target.load(console, compiled)
     prompt_ids = [p.ids for p in heldout_prompts(model, num_prompts, domain, prompts)]

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from specctl.drafters.small_lm import SmallLm
     from specctl.recipes.schema import Recipe
     from specctl.runtime.target import Target
-    from specctl.train.prune import Wanted
-    from specctl.train.prune_run import Cut, CutReport
+    from specctl.train.prune.cut import Wanted
+    from specctl.train.prune.run import Cut, CutReport
 
 REPORT = "prune.json"
 SCORE_PROMPTS = 128
@@ -49,7 +49,7 @@ class Job:
 
 def cut_and_heal(console: Console, job: Job) -> None:
     """Cut once, or halfway first; train after each cut; say what came of it."""
-    from specctl.train.prune_run import heal_recipe
+    from specctl.train.prune.run import heal_recipe
 
     half = job.out / "half"
     if job.two_step:
@@ -72,7 +72,7 @@ def cut_and_heal(console: Console, job: Job) -> None:
 def _made(console: Console, job: Job, folder: Path, half: bool, source: Path | None) -> SmallLm:
     """The cut of this stage in FOLDER/cut: made, or the one that is already there."""
     from specctl.drafters.small_lm import SmallLm
-    from specctl.train.lock import locked
+    from specctl.train.saving.lock import locked
 
     folder.mkdir(parents=True, exist_ok=True)
     target = recipe_target(console, job.recipe)
@@ -105,9 +105,9 @@ def _make(
 ) -> None:
     """Score, cut, package and report one stage."""
     from specctl.drafters.small_lm import SmallLm
-    from specctl.train.data import prepare
-    from specctl.train.prune import prunable
-    from specctl.train.prune_run import cut_drafter, halfway, whole_target
+    from specctl.train.data.prepare import prepare
+    from specctl.train.prune.cut import prunable
+    from specctl.train.prune.run import cut_drafter, halfway, whole_target
 
     shape = prunable(target).module.shape
     wanted = job.wanted(shape)

@@ -31,7 +31,7 @@ def pretrain(
       specctl pretrain --recipe tiny-target --out runs/tiny
     """
     path = recipe_path(recipe)
-    from specctl.train.pretrain import pretrain as pretrain_
+    from specctl.train.pretrain.run import pretrain as pretrain_
 
     has_state = (out / "checkpoint.safetensors").is_file()
     final = pretrain_(path, out, resume=resume and has_state)

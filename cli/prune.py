@@ -17,7 +17,7 @@ from specctl.recipes.errors import RecipeError
 if TYPE_CHECKING:
     from specctl.drafters.parts.llama import LlamaShape
     from specctl.recipes.schema import Recipe
-    from specctl.train.prune import Wanted
+    from specctl.train.prune.cut import Wanted
 
 IMPORTANCES = ("bi", "alpha", "activation")
 PRUNE, NO_SEARCH = RecipeFlags(recipe="prune"), SearchFlags()
@@ -133,7 +133,7 @@ def _check(flags: CutFlags, recipe: Recipe) -> None:
 
 def wanted_of(flags: CutFlags, recipe: Recipe, shape: LlamaShape) -> Wanted:
     """The flags, then the recipe's options, as numbers."""
-    from specctl.train.prune import Wanted
+    from specctl.train.prune.cut import Wanted
 
     options = recipe.drafter.options
     channels, neurons = parse_width(flags.width, shape.hidden_size, shape.intermediate_size)
@@ -172,7 +172,7 @@ def parse_heads(spec: str | None, heads: int, kv_heads: int) -> tuple[int | None
     num_heads = _size(query, heads, "--heads", spec)
     if groups:
         return num_heads, _size(groups, kv_heads, "--heads", spec)
-    from specctl.train.prune import groups_left
+    from specctl.train.prune.cut import groups_left
 
     return num_heads, groups_left(num_heads, heads, kv_heads)
 

@@ -147,8 +147,8 @@ def _trim(console: Console, model: Target, out: Path) -> Path:
     from specctl.cli.loading import DraftChoice
     from specctl.cli.vocab_trim import TrimJob, trim_and_package
     from specctl.export.manifest import WEIGHTS, check_files
-    from specctl.train.selectors import selector
-    from specctl.train.vocab_trim import TrimSettings
+    from specctl.train.vocab.selectors import selector
+    from specctl.train.vocab.trim import TrimSettings
 
     source, folder = out / "package", out / "trimmed"
     mark = folder / "of.json"
@@ -247,7 +247,7 @@ def _pairs(
     from specctl.cli.loading import DraftChoice
     from specctl.runtime.generate import generate
     from specctl.runtime.sampling import Sampling
-    from specctl.train.heldout import heldout_prompts
+    from specctl.train.data.heldout import heldout_prompts
 
     draft = DraftChoice(str(package)).load(target)
     prompts = [p.ids for p in heldout_prompts(target, count)]

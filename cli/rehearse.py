@@ -46,7 +46,7 @@ def main() -> None:
     from specctl.cli.training import train_and_package
     from specctl.recipes.load import load_recipe
     from specctl.train.rehearsal import Stopwatch, summary
-    from specctl.train.store import write_json
+    from specctl.train.saving.store import write_json
 
     given, out, began = sys.argv[1:]
     recipe, watch = load_recipe(given), Stopwatch()

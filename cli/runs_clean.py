@@ -87,8 +87,8 @@ def _asked(console: Console, count: int, size: int) -> bool:
 def _delete(console: Console, run: Run, keep: int) -> list[Path]:
     """Delete what the run can do without, holding its folder; a checkpoint is renamed first, so
     that no half-deleted one ever looks like one."""
-    from specctl.train.lock import locked
     from specctl.train.runs import dispensable, read_run
+    from specctl.train.saving.lock import locked
 
     if run.holder is not None:
         return []

@@ -18,7 +18,7 @@ from specctl.recipes.errors import FileError, RecipeError
 if TYPE_CHECKING:
     from specctl.recipes.schema import Recipe
     from specctl.runtime.target import Target
-    from specctl.train.shapes import Acceptances, Candidate, DraftShape, Latency
+    from specctl.train.prune.shapes import Acceptances, Candidate, DraftShape, Latency
 
 SEARCH = "Search"
 REPORT = "shapes.json"
@@ -71,9 +71,9 @@ def search_shapes(
     console: Console, recipe: Recipe, out: Path, flags: SearchFlags, steps: int | None
 ) -> None:
     """Measure latency, heal or read acceptances, rank; OUT/shapes.json holds all of it."""
-    from specctl.train.heldout import heldout_prompts
-    from specctl.train.prune import prunable
-    from specctl.train.shapes import DraftShape, fit_acceptance, measure_latency, rank
+    from specctl.train.data.heldout import heldout_prompts
+    from specctl.train.prune.cut import prunable
+    from specctl.train.prune.shapes import DraftShape, fit_acceptance, measure_latency, rank
 
     target = recipe_target(console, recipe)
     base = prunable(target).module.shape
@@ -113,7 +113,7 @@ def _numbers(text: str, where: str, most: int) -> list[int]:
 
 
 def _read_table(file: Path) -> dict[DraftShape, float]:
-    from specctl.train.shapes import DraftShape
+    from specctl.train.prune.shapes import DraftShape
 
     try:
         rows = json.loads(file.read_text(encoding="utf-8"))
@@ -149,9 +149,9 @@ def _healed(
     steps: int,
 ) -> dict[DraftShape, float]:
     """alpha of every shape, cut from the target and healed for a few steps in OUT/LxW."""
-    from specctl.train.prune import prunable
+    from specctl.train.prune.cut import prunable
+    from specctl.train.prune.shapes import alpha_of
     from specctl.train.run import train_draft
-    from specctl.train.shapes import alpha_of
 
     alphas: dict[DraftShape, float] = {}
     base, first = prunable(target).module.shape, None

@@ -166,7 +166,7 @@ def packaged(drafter: Drafter, target: Target, folder: Path, **about: Any) -> Ma
     or GateError."""
     from specctl.export.check import check_package
     from specctl.export.folder import save_package
-    from specctl.train.heldout import heldout_prompts
+    from specctl.train.data.heldout import heldout_prompts
 
     manifest = save_package(drafter, target, folder, **about)
     prompts = [prompt.ids for prompt in heldout_prompts(target, GATE_PROMPTS)]

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from specctl.recipes.schema import VocabPart
     from specctl.runtime.policies import Policy
     from specctl.runtime.target import Target
-    from specctl.train.heldout import Prompt
-    from specctl.train.selectors import Selector
-    from specctl.train.sources import Sample
-    from specctl.train.trim_report import TrimReport
-    from specctl.train.vocab_trim import Material, TrimSettings
+    from specctl.train.data.heldout import Prompt
+    from specctl.train.data.sources import Sample
+    from specctl.train.vocab.report import TrimReport
+    from specctl.train.vocab.selectors import Selector
+    from specctl.train.vocab.trim import Material, TrimSettings
 
 SHARES = (1, 4, 3)  # of the prompts: tau is measured, sizes are predicted, tokens are counted on
 
@@ -112,7 +112,7 @@ def vocab_trim(
             expected="--size auto",
             do="leave --size out, or --search exhaustive",
         )
-    from specctl.train.vocab_trim import TrimSettings
+    from specctl.train.vocab.trim import TrimSettings
 
     settings = TrimSettings(
         wanted, part.min_coverage, max_new_tokens, temperature,
@@ -163,7 +163,7 @@ def _vocab_part(
 
 
 def _selector(name: str) -> Selector:
-    from specctl.train.selectors import selector
+    from specctl.train.vocab.selectors import selector
 
     return selector(name)
 
@@ -183,7 +183,7 @@ class TrimJob:
 
 def trim_and_package(console: Console, job: TrimJob, out: Path) -> tuple[TrimReport, Manifest]:
     """Trim, show the report, write OUT/package and OUT/trim.json."""
-    from specctl.train.vocab_trim import save_report, trim
+    from specctl.train.vocab.trim import save_report, trim
 
     drafter, policy = job.draft.drafter, job.draft.policy
     assert drafter is not None, "DraftChoice loads a drafter for any name but none"
@@ -209,10 +209,10 @@ def trim_and_package(console: Console, job: TrimJob, out: Path) -> tuple[TrimRep
 
 def gathered(job: TrimJob) -> Material:
     """Prompts split three ways, the target's answers to one part, and the selector's counts."""
-    from specctl.train.chains import write_answers
-    from specctl.train.coverage import total_counts
-    from specctl.train.heldout import heldout_prompts
-    from specctl.train.vocab_trim import Material
+    from specctl.train.data.heldout import heldout_prompts
+    from specctl.train.vocab.chains import write_answers
+    from specctl.train.vocab.coverage import total_counts
+    from specctl.train.vocab.trim import Material
 
     size, settings = job.target.spec.vocab_size, job.settings
     pool = heldout_prompts(job.target, sum(SHARES) * job.num_prompts, path=job.prompts)
@@ -234,9 +234,9 @@ def split(pool: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt], list[Prom
 
 def _evidence(job: TrimJob, counted: list[Prompt]) -> Any:
     """What the selector may count."""
-    from specctl.train.heldout import heldout_prompts
-    from specctl.train.rows import TokenData
-    from specctl.train.selectors import Evidence
+    from specctl.train.data.heldout import heldout_prompts
+    from specctl.train.data.rows import TokenData
+    from specctl.train.vocab.selectors import Evidence
 
     run, data = Path(job.draft.name).resolve().parent, None
     if job.data is None and (run / "data" / "manifest.json").is_file():
@@ -248,7 +248,7 @@ def _evidence(job: TrimJob, counted: list[Prompt]) -> Any:
 
 
 def _samples(source: str) -> Iterable[Sample]:
-    from specctl.train.sources import Defects, read_samples
+    from specctl.train.data.sources import Defects, read_samples
 
     return read_samples(source, "auto", "train", 0, Defects())
 

@@ -20,10 +20,10 @@ from specctl.runtime.policies import make_policy
 from specctl.runtime.report import Reporter
 from specctl.runtime.sampling import Sampling
 from specctl.runtime.target import Target
-from specctl.train.heldout import heldout_prompts
+from specctl.train.data.heldout import heldout_prompts
+from specctl.train.data.rows import TokenData
+from specctl.train.data.sources import is_corpus
 from specctl.train.metrics import Acceptance
-from specctl.train.rows import TokenData
-from specctl.train.sources import is_corpus
 
 HELD_SHARE = 20  # one row in so many is kept for measuring when the data are the user's own
 Prompts = Sequence[Sequence[int]]

@@ -1,9 +1,9 @@
 """Where a drafter's first weights come from: nowhere, the target itself, or another drafter.
 
 `drafter.init` of a recipe is None (fresh weights), "target" (layers of the target, see
-`specctl.train.prune`) or a folder: our package, a run folder (its package, or the best checkpoint
-of a run that has none yet), a Hugging Face folder. Folders are read by a Loader that the command
-line hands in, because this room may not import export.
+`specctl.train.prune.cut`) or a folder: our package, a run folder (its package, or the best
+checkpoint of a run that has none yet), a Hugging Face folder. Folders are read by a Loader that the
+command line hands in, because this room may not import export.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from specctl.recipes.schema import Recipe
 from specctl.runtime.report import SilentReporter
 from specctl.runtime.target import Target
 from specctl.train.assemble import build_drafter
-from specctl.train.checkpoint import Checkpoints
-from specctl.train.data import prepare
-from specctl.train.draft_vocab import draft_vocab
-from specctl.train.prune import cut_like, groups_left, prunable
-from specctl.train.rows import TokenData
+from specctl.train.data.prepare import prepare
+from specctl.train.data.rows import TokenData
+from specctl.train.prune.cut import cut_like, groups_left, prunable
+from specctl.train.saving.checkpoint import Checkpoints
+from specctl.train.vocab.draft_vocab import draft_vocab
 
 TARGET = "target"
 _LIKE_TARGET = {

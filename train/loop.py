@@ -25,7 +25,8 @@ from specctl.drafters.parts.batch import TrainBatch
 from specctl.recipes.errors import DivergedError
 from specctl.recipes.schema import TrainPart
 from specctl.runtime.report import Advance, Reporter
-from specctl.train.checkpoint import Checkpoints, Snapshot
+from specctl.train.data.order import Order, share
+from specctl.train.data.supply import Text
 from specctl.train.metrics import (
     Acceptance,
     MetricsLog,
@@ -37,9 +38,9 @@ from specctl.train.metrics import (
     simulated_tau,
 )
 from specctl.train.optim import Gradient, learning_rate, set_learning_rate
-from specctl.train.order import Order, share
-from specctl.train.ranks import Ranks
-from specctl.train.state import (
+from specctl.train.processes.ranks import Ranks
+from specctl.train.saving.checkpoint import Checkpoints, Snapshot
+from specctl.train.saving.state import (
     Optimizers,
     load_optimizer_state,
     optimizer_state,
@@ -47,10 +48,9 @@ from specctl.train.state import (
     set_random_state,
     untouched_random_state,
 )
+from specctl.train.saving.store import write_json
+from specctl.train.saving.whole import step_name
 from specctl.train.stop import Stop
-from specctl.train.store import write_json
-from specctl.train.text import Text
-from specctl.train.whole import step_name
 
 
 @dataclass(slots=True)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from specctl.drafters.parts.batch import LossOut, TrainBatch
 from specctl.train.log import read_log as read_log
-from specctl.train.ranks import Ranks
-from specctl.train.store import write_bytes
+from specctl.train.processes.ranks import Ranks
+from specctl.train.saving.store import write_bytes
 
 Window = dict[str, tuple[float, float]]
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from specctl.recipes.errors import RecipeError
 from specctl.recipes.schema import TrainPart
-from specctl.train.muon import ShardedMuon
-from specctl.train.pieces import is_piece, local, with_piece
-from specctl.train.ranks import Ranks
+from specctl.train.processes.muon import ShardedMuon
+from specctl.train.processes.pieces import is_piece, local, with_piece
+from specctl.train.processes.ranks import Ranks
 
 SCHEDULES = ("wsd", "cosine", "linear")
 

@@ -27,7 +27,7 @@ from specctl.recipes.targets import ResolvedTarget, aliases, resolve
 from specctl.runtime.hf import check_config
 from specctl.train.adapt import attach
 from specctl.train.assemble import family_options, trainable_family
-from specctl.train.features import Form
+from specctl.train.features.kept import Form
 from specctl.train.initial import completed
 from specctl.train.metrics import read_log
 from specctl.train.optim import is_hidden_matrix

@@ -22,7 +22,7 @@ from typing import Any
 
 from specctl.recipes.schema import Recipe
 from specctl.runtime.report import Advance, SilentReporter
-from specctl.train.rows import read_manifest
+from specctl.train.data.rows import read_manifest
 
 PROMPTS, STEPS = 64, 5  # one shard of answers; the first step is slower and is left out
 ANSWERS, TRAIN = "the target writes answers", "train"

@@ -40,10 +40,11 @@ from specctl.train.assemble import (
     what_trains,
 )
 from specctl.train.capture import capture
-from specctl.train.checkpoint import Checkpoints, Snapshot
-from specctl.train.data import prepare
-from specctl.train.draft_vocab import draft_vocab
-from specctl.train.fingerprint import check_same_run, config_fields, run_fingerprint
+from specctl.train.data.on_policy import text_of
+from specctl.train.data.order import Order
+from specctl.train.data.prepare import prepare
+from specctl.train.data.rows import TokenData
+from specctl.train.features.offline import feature_source
 from specctl.train.initial import (
     Initial,
     Loader,
@@ -53,23 +54,22 @@ from specctl.train.initial import (
     loaded,
     tensors_digest,
 )
-from specctl.train.lock import locked
 from specctl.train.loop import Job, Progress, measure, restore, train
 from specctl.train.metrics import MetricsLog
-from specctl.train.offline import feature_source
-from specctl.train.on_policy import text_of
 from specctl.train.optim import Gradient, build_optimizers
-from specctl.train.order import Order
 from specctl.train.plan import Plan, plan
 from specctl.train.plot import save_learning_curve
-from specctl.train.ranks import Ranks
-from specctl.train.rows import TokenData
+from specctl.train.processes.ranks import Ranks
+from specctl.train.processes.sharding import Sharded
+from specctl.train.processes.target_shards import spread, spread_layers
+from specctl.train.saving.checkpoint import Checkpoints, Snapshot
+from specctl.train.saving.fingerprint import check_same_run, config_fields, run_fingerprint
+from specctl.train.saving.lock import locked
+from specctl.train.saving.state import seed_everything
+from specctl.train.saving.store import write_bytes
 from specctl.train.selective import reference_stage, selection_of
-from specctl.train.sharding import Sharded
-from specctl.train.state import seed_everything
 from specctl.train.stop import Stop
-from specctl.train.store import write_bytes
-from specctl.train.target_shards import spread, spread_layers
+from specctl.train.vocab.draft_vocab import draft_vocab
 
 # package(drafter, target, folder, acceptance): writes the drafter; handed in by the command line,
 # because this room may not import export.

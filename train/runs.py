@@ -11,9 +11,9 @@ from typing import Any
 
 from specctl.recipes.errors import FileError
 from specctl.recipes.load import parse_yaml
-from specctl.train.lock import Holder, live_holder
 from specctl.train.log import read_log
-from specctl.train.whole import damage, progress, saved_steps, step_name
+from specctl.train.saving.lock import Holder, live_holder
+from specctl.train.saving.whole import damage, progress, saved_steps, step_name
 
 RECORD, LOG, SAVES = "run.yaml", "metrics.jsonl", "checkpoints"
 RUNNING, INTERRUPTED, FINISHED, DAMAGED = "running", "interrupted", "finished", "damaged"

@@ -25,10 +25,10 @@ from specctl.recipes.schema import Recipe
 from specctl.runtime.report import Reporter, SilentReporter
 from specctl.runtime.target import Target
 from specctl.train.assemble import trainable_family
-from specctl.train.fingerprint import check_same_run, config_fields
 from specctl.train.plan import build_shape
 from specctl.train.run import train_draft
-from specctl.train.store import write_json
+from specctl.train.saving.fingerprint import check_same_run, config_fields
+from specctl.train.saving.store import write_json
 
 MARK = "point.json"
 GAIN = 0.1  # of tau, whose price is told

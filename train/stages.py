@@ -24,11 +24,11 @@ from specctl.recipes.schema import Recipe
 from specctl.recipes.stages import resolved, stages_of
 from specctl.runtime.report import Reporter, SilentReporter
 from specctl.runtime.target import Target
-from specctl.train.fingerprint import check_same_run, config_fields
 from specctl.train.initial import Loader
 from specctl.train.plan import Plan, plan
 from specctl.train.run import Packager, RunResult, train_draft, write_run_file
-from specctl.train.store import write_json
+from specctl.train.saving.fingerprint import check_same_run, config_fields
+from specctl.train.saving.store import write_json
 
 MARK = "stage.json"
 

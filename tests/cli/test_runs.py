@@ -21,8 +21,8 @@ from specctl.cli.main import main
 from specctl.cli.runs_follow import resuming_words
 from specctl.recipes.errors import Exit
 from specctl.runtime.report import SilentReporter
-from specctl.train.lock import live_holder, locked
 from specctl.train.runs import find_runs, read_run
+from specctl.train.saving.lock import live_holder, locked
 
 SMALL = (
     "data.text_tokens=0", "data.regenerate=false", "data.limit_tokens=2000", "vocab.source=text",

@@ -13,7 +13,7 @@ from specctl.cli.vocab_trim import split
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.export.folder import save_package
 from specctl.runtime.target import Target
-from specctl.train.heldout import Prompt
+from specctl.train.data.heldout import Prompt
 
 
 @pytest.fixture

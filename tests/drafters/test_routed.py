@@ -108,7 +108,7 @@ def test_options_that_pick_everything_or_nothing_are_refused(target: Target) -> 
 
 
 def test_only_the_picked_share_of_the_head_counts_as_moved(target: Target) -> None:
-    from specctl.train.trim_measure import moved_bytes
+    from specctl.train.vocab.measure import moved_bytes
 
     routed, plain = fresh(target, "eagle3"), fresh(target, "eagle3", groups=None)
     width = target.spec.hidden_size

@@ -14,7 +14,7 @@ from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
 from specctl.export.folder import load_drafter, save_package
 from specctl.export.formats import export
 from specctl.runtime.target import Target
-from specctl.train.prune import fitted
+from specctl.train.prune.cut import fitted
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,

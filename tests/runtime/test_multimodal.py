@@ -18,7 +18,7 @@ from specctl.runtime.hf import check_config
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling import Sampling
 from specctl.runtime.target import Target, load_target
-from specctl.train.tokenizer import train_tokenizer
+from specctl.train.data.tokenizer import train_tokenizer
 
 TEXT = {
     "vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from specctl.train.ranks import Ranks
+from specctl.train.processes.ranks import Ranks
 
 here = Path(__file__).parent
 sys.path.insert(0, str(here.parent))

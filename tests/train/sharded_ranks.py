@@ -13,8 +13,8 @@ import torch
 from accelerate import Accelerator
 
 from specctl.train.loop import Progress, restore, train
-from specctl.train.pieces import local
-from specctl.train.ranks import Ranks
+from specctl.train.processes.pieces import local
+from specctl.train.processes.ranks import Ranks
 
 
 def load(name: str) -> Any:

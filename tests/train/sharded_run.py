@@ -11,9 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specctl.drafters.parts.base import Drafter
 from specctl.recipes.load import load_recipe
 from specctl.runtime.target import Target
+from specctl.train.data.tokenizer import train_tokenizer
+from specctl.train.processes.target_shards import spread_layers
 from specctl.train.run import train_draft
-from specctl.train.target_shards import spread_layers
-from specctl.train.tokenizer import train_tokenizer
 
 
 def random_target(text: str) -> Target:

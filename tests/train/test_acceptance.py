@@ -19,10 +19,10 @@ from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling import Sampling
 from specctl.runtime.session import Request
 from specctl.runtime.target import Target
-from specctl.train.acceptance import Ranked, overlap, passing, size_curves, walk
-from specctl.train.chains import capture_chains, write_answers
-from specctl.train.heldout import Prompt
-from specctl.train.trim_measure import measure_drafter
+from specctl.train.data.heldout import Prompt
+from specctl.train.vocab.acceptance import Ranked, overlap, passing, size_curves, walk
+from specctl.train.vocab.chains import capture_chains, write_answers
+from specctl.train.vocab.measure import measure_drafter
 
 V, LENGTH, NEW = 32, 3, 20
 PROMPTS = [Prompt((3, 1, 4, 1 + i), "", "ab"[i % 2]) for i in range(6)]

@@ -14,7 +14,7 @@ from specctl.drafters.parts.lm import Masks
 from specctl.drafters.parts.masks import chain_mask
 from specctl.runtime.target import Target
 from specctl.train.capture import capture
-from specctl.train.pack import Document, pack
+from specctl.train.data.pack import Document, pack
 
 
 def packed(lengths: list[int], seq_len: int = 16) -> TrainBatch:

@@ -25,13 +25,13 @@ from specctl.recipes.errors import (
     SpecctlError,
 )
 from specctl.runtime.report import SilentReporter
-from specctl.train.checkpoint import Checkpoints, Snapshot, read_snapshot
-from specctl.train.disk import Disk, write_file
-from specctl.train.fingerprint import check_same_run
-from specctl.train.lock import locked
 from specctl.train.loop import Progress, restore, save, take_step, train
-from specctl.train.tensorfile import DTYPES, tensor_chunks
-from specctl.train.whole import damage
+from specctl.train.saving.checkpoint import Checkpoints, Snapshot, read_snapshot
+from specctl.train.saving.disk import Disk, write_file
+from specctl.train.saving.fingerprint import check_same_run
+from specctl.train.saving.lock import locked
+from specctl.train.saving.tensorfile import DTYPES, tensor_chunks
+from specctl.train.saving.whole import damage
 
 spec = importlib.util.spec_from_file_location("specctl_toy", Path(__file__).with_name("toy.py"))
 assert spec is not None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from specctl.train.corpus import (
+from specctl.train.data.corpus import (
     DISTRIBUTIONS,
     HELDOUT_FROM,
     MODELS_FOLDER,
@@ -23,7 +23,7 @@ from specctl.train.corpus import (
     without_licence_header,
     write_listing,
 )
-from specctl.train.prompts import CODE, PROSE, regions
+from specctl.train.data.prompts import CODE, PROSE, regions
 
 SMALL = (STDLIB, "networkx", "click")
 
@@ -89,7 +89,7 @@ def test_unreadable_files_are_skipped(tmp_path: Path) -> None:
 
 def test_training_texts_respect_limit_and_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     found = collect(SMALL)
-    monkeypatch.setattr("specctl.train.corpus.collect", lambda: found)
+    monkeypatch.setattr("specctl.train.data.corpus.collect", lambda: found)
     first = training_texts(200_000, seed=1)
     assert 0 < sum(len(text.encode()) for text in first) <= 200_000
     assert first == training_texts(200_000, seed=1)

@@ -20,10 +20,10 @@ from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import DataPart, Recipe, TrainPart
 from specctl.runtime.report import SilentReporter
 from specctl.runtime.target import Target
-from specctl.train.chat import Encoded, conversation_prompt, encode_sample, preview
-from specctl.train.data import TokenData, better_seq_len, prepare
-from specctl.train.heldout import heldout_prompts
-from specctl.train.sources import Defects, Sample, read_samples, sample_of, without
+from specctl.train.data.chat import Encoded, conversation_prompt, encode_sample, preview
+from specctl.train.data.heldout import heldout_prompts
+from specctl.train.data.prepare import TokenData, better_seq_len, prepare
+from specctl.train.data.sources import Defects, Sample, read_samples, sample_of, without
 
 TALK = (
     {"role": "user", "content": "hello"},

@@ -18,11 +18,11 @@ from specctl.recipes.errors import IncompatibleError, RecipeError
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.target import Target
-from specctl.train.checkpoint import Checkpoints
 from specctl.train.initial import checkpoint_drafter, completed, initial_of, tensors_digest
 from specctl.train.plan import plan
-from specctl.train.prune import spread_layers
+from specctl.train.prune.cut import spread_layers
 from specctl.train.run import train_draft
+from specctl.train.saving.checkpoint import Checkpoints
 
 SMALL = {
     "data.text_tokens": 0, "data.prompts": 16, "data.new_tokens": 12, "data.prompt_tokens": 8,

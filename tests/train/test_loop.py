@@ -17,9 +17,9 @@ import torch
 
 from specctl.drafters.parts.batch import LossOut
 from specctl.recipes.errors import DivergedError, Exit
+from specctl.train.data.order import Order, share
 from specctl.train.loop import Progress, restore, take_step, train
 from specctl.train.metrics import MetricsLog, read_log
-from specctl.train.order import Order, share
 from specctl.train.stop import Interrupted, Stop
 
 

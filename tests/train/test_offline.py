@@ -20,16 +20,16 @@ from specctl.recipes.schema import Recipe
 from specctl.runtime.report import SilentReporter
 from specctl.runtime.target import Target
 from specctl.train.capture import capture
-from specctl.train.disk import Disk
-from specctl.train.features import Form, decode, encode, read_target
+from specctl.train.data.pack import Document, pack
+from specctl.train.data.rows import TokenData, write_rows
+from specctl.train.data.sources import Defects
+from specctl.train.features.kept import Form, decode, encode, read_target
+from specctl.train.features.offline import feature_source
+from specctl.train.features.shards import Layout, kept_shards
 from specctl.train.metrics import read_log
-from specctl.train.offline import feature_source
-from specctl.train.pack import Document, pack
-from specctl.train.ranks import Ranks
-from specctl.train.rows import TokenData, write_rows
+from specctl.train.processes.ranks import Ranks
 from specctl.train.run import train_draft
-from specctl.train.shards import Layout, kept_shards
-from specctl.train.sources import Defects
+from specctl.train.saving.disk import Disk
 
 SEQ_LEN, NUM_DOCUMENTS = 32, 30
 BOTH = Needs(taps=(0, 2), teacher=True)
@@ -80,7 +80,7 @@ def source(
 @pytest.fixture(autouse=True)
 def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several rows a shard, several shards a store."""
-    monkeypatch.setattr("specctl.train.shards.SHARD_BYTES", 40_000)
+    monkeypatch.setattr("specctl.train.features.shards.SHARD_BYTES", 40_000)
 
 
 @pytest.mark.parametrize("by_rows", [False, True])

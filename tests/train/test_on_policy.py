@@ -25,15 +25,15 @@ from specctl.runtime.engine import Engine
 from specctl.runtime.sampling import Sampling
 from specctl.runtime.session import Request
 from specctl.runtime.target import Target
-from specctl.train.on_policy import OnPolicy, Writing
-from specctl.train.order import Order
-from specctl.train.pack import Document, pack
-from specctl.train.ranks import Ranks
-from specctl.train.regenerate import AnswerPlan
-from specctl.train.rows import TokenData, write_rows
-from specctl.train.sources import Defects
+from specctl.train.data.on_policy import OnPolicy, Writing
+from specctl.train.data.order import Order
+from specctl.train.data.pack import Document, pack
+from specctl.train.data.regenerate import AnswerPlan
+from specctl.train.data.rows import TokenData, write_rows
+from specctl.train.data.sources import Defects
+from specctl.train.data.supply import Text, joined
+from specctl.train.processes.ranks import Ranks
 from specctl.train.stop import Interrupted
-from specctl.train.text import Text, joined
 
 SEQ_LEN, ROOM, VOCAB = 60, 30, 96
 

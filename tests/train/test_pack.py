@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from specctl.drafters.parts.masks import document_mask
-from specctl.train.pack import Document, best_fit, cut_documents, pack
+from specctl.train.data.pack import Document, best_fit, cut_documents, pack
 
 
 def document(length: int, first: int = 0, answer_from: int = 0) -> Document:

@@ -17,16 +17,16 @@ from specctl.recipes.errors import RecipeError, SpecctlError
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import TrainPart
 from specctl.train.assemble import build_drafter
+from specctl.train.data.pack import Document, pack
+from specctl.train.data.rows import write_rows
+from specctl.train.data.sources import Defects
 from specctl.train.initial import completed
 from specctl.train.metrics import alphas, means, merged, simulated_tau
 from specctl.train.optim import Gradient, build_optimizers, is_hidden_matrix, learning_rate
-from specctl.train.pack import Document, pack
 from specctl.train.plan import STATE_BYTES, Plan, matrix_speed, plan
 from specctl.train.plot import save_learning_curve
 from specctl.train.rehearsal import Rehearsal, Stopwatch, num_saves, small, summary
-from specctl.train.rows import write_rows
 from specctl.train.run import train_draft
-from specctl.train.sources import Defects
 
 SPEC = ModelSpec("llama", 4, 32, 88, 4, 2, 8, 64, 1e-5, 1e4, 256)
 SPEED = {"flops_per_second": 1e10}

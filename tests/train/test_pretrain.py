@@ -16,16 +16,16 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specctl.recipes.errors import FileError, RecipeError
-from specctl.train.corpus import STDLIB, Source, collect
-from specctl.train.pretrain import Evaluation, build_model, pretrain
-from specctl.train.pretrain_data import Rows, prepare_data
-from specctl.train.pretrain_recipe import (
+from specctl.train.data.corpus import STDLIB, Source, collect
+from specctl.train.pretrain.data import Rows, prepare_data
+from specctl.train.pretrain.recipe import (
     Progress,
     begin_decay_if_due,
     is_finished,
     learning_rate_factor,
     load_pretrain_recipe,
 )
+from specctl.train.pretrain.run import Evaluation, build_model, pretrain
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny-target.yaml"
 STEP = 4 * 32
@@ -64,7 +64,7 @@ def small_recipe(path: Path, **train: Any) -> Path:
 @pytest.fixture(autouse=True)
 def little_text(monkeypatch: pytest.MonkeyPatch) -> None:
     found: tuple[Source, ...] = collect((STDLIB,))[:400]
-    monkeypatch.setattr("specctl.train.corpus.collect", lambda: found)
+    monkeypatch.setattr("specctl.train.data.corpus.collect", lambda: found)
 
 
 def records(out: Path) -> list[dict[str, Any]]:
@@ -110,7 +110,7 @@ def test_a_terminated_run_resumes_bit_for_bit(
         return Evaluation(0.0, 0.0, 0)
 
     with monkeypatch.context() as patch:
-        patch.setattr("specctl.train.pretrain.evaluate", evaluate_and_terminate)
+        patch.setattr("specctl.train.pretrain.run.evaluate", evaluate_and_terminate)
         with ignored_sigterm():
             pretrain(recipe, tmp_path / "cut")
     assert records(tmp_path / "cut")[-1]["state"] == "stopped"

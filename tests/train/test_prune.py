@@ -19,8 +19,8 @@ from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling import Sampling
 from specctl.runtime.target import Target
-from specctl.train.prune import Wanted, choose, fitted
-from specctl.train.prune_scores import acceptance, acceptance_drop, measure_scores
+from specctl.train.prune.cut import Wanted, choose, fitted
+from specctl.train.prune.scores import acceptance, acceptance_drop, measure_scores
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
 BIASED = {"qwen2": "normal"}

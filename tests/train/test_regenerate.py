@@ -16,9 +16,9 @@ from specctl.recipes.errors import IntegrityError
 from specctl.recipes.schema import DataPart, Recipe, TrainPart
 from specctl.runtime.report import Advance, SilentReporter
 from specctl.runtime.target import Target
-from specctl.train import regenerate as module
-from specctl.train.data import prepare
-from specctl.train.regenerate import (
+from specctl.train.data import regenerate as module
+from specctl.train.data.prepare import prepare
+from specctl.train.data.regenerate import (
     Answer,
     AnswerPlan,
     PromptCut,
@@ -28,7 +28,7 @@ from specctl.train.regenerate import (
     sampling_of,
     slots_for,
 )
-from specctl.train.sources import Defects, Sample
+from specctl.train.data.sources import Defects, Sample
 
 PLAN = AnswerPlan(
     prompts=10, prompt_tokens=6, new_tokens=8, temperature=0.9, greedy_share=0.5, seed=3

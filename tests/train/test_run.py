@@ -24,12 +24,12 @@ from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.report import SilentReporter
 from specctl.runtime.target import Target
-from specctl.train.checkpoint import Checkpoints
-from specctl.train.lock import locked
 from specctl.train.loop import Progress, train
 from specctl.train.metrics import read_log
 from specctl.train.run import RunResult, train_draft
-from specctl.train.state import seed_everything
+from specctl.train.saving.checkpoint import Checkpoints
+from specctl.train.saving.lock import locked
+from specctl.train.saving.state import seed_everything
 from specctl.train.stop import Interrupted
 
 spec = importlib.util.spec_from_file_location("specctl_toy", Path(__file__).with_name("toy.py"))

@@ -13,7 +13,7 @@ from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.recipes.errors import SpecctlError
 from specctl.runtime.stats import expected_tau
 from specctl.runtime.target import Target
-from specctl.train.shapes import (
+from specctl.train.prune.shapes import (
     Acceptances,
     DraftShape,
     Fit,

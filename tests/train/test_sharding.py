@@ -16,10 +16,10 @@ import torch
 
 import specctl
 from specctl.runtime.report import SilentReporter
-from specctl.train.checkpoint import Checkpoints
 from specctl.train.loop import Progress, restore, train
 from specctl.train.metrics import read_log
-from specctl.train.muon import orthogonal_step
+from specctl.train.processes.muon import orthogonal_step
+from specctl.train.saving.checkpoint import Checkpoints
 
 
 def load(name: str) -> Any:

@@ -21,9 +21,9 @@ from specctl.recipes.schema import Recipe
 from specctl.recipes.stages import stages_of
 from specctl.runtime.report import SilentReporter
 from specctl.runtime.target import Target
-from specctl.train.checkpoint import Checkpoints
-from specctl.train.corpus import part_of
+from specctl.train.data.corpus import part_of
 from specctl.train.run import train_draft
+from specctl.train.saving.checkpoint import Checkpoints
 from specctl.train.stages import plans, stages, train_recipe
 from specctl.train.stop import Interrupted
 

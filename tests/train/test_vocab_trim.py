@@ -24,9 +24,11 @@ from specctl.runtime.sampling import Sampling
 from specctl.runtime.session import Request
 from specctl.runtime.stats import expected_tau
 from specctl.runtime.target import Target
-from specctl.train.chains import write_answers
-from specctl.train.counting import draft_tokens, target_tokens
-from specctl.train.coverage import (
+from specctl.train.data.heldout import Prompt
+from specctl.train.data.sources import Sample
+from specctl.train.vocab.chains import write_answers
+from specctl.train.vocab.counting import draft_tokens, target_tokens
+from specctl.train.vocab.coverage import (
     TokenCounts,
     always_kept,
     count_tokens,
@@ -34,15 +36,13 @@ from specctl.train.coverage import (
     ranking,
     vocab_map,
 )
-from specctl.train.head_cost import HeadCost, fit_cost
-from specctl.train.heldout import Prompt
-from specctl.train.predict import Predictions, predict_from_coverage
-from specctl.train.selectors import Evidence, selector, selectors
-from specctl.train.sources import Sample
-from specctl.train.trim_measure import Measured, PromptRun, moved_bytes
-from specctl.train.trim_report import kendall
-from specctl.train.trim_search import Choice, Scored, SearchSpace, search_tpe
-from specctl.train.vocab_trim import Material, Trimmed, TrimSettings, trim
+from specctl.train.vocab.head_cost import HeadCost, fit_cost
+from specctl.train.vocab.measure import Measured, PromptRun, moved_bytes
+from specctl.train.vocab.predict import Predictions, predict_from_coverage
+from specctl.train.vocab.report import kendall
+from specctl.train.vocab.search import Choice, Scored, SearchSpace, search_tpe
+from specctl.train.vocab.selectors import Evidence, selector, selectors
+from specctl.train.vocab.trim import Material, Trimmed, TrimSettings, trim
 
 
 def counts(*number: int, **domains: list[int]) -> TokenCounts:

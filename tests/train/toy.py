@@ -20,15 +20,15 @@ from specctl.drafters.parts.batch import LossOut, TrainBatch
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.recipes.schema import TrainPart
 from specctl.runtime.report import Reporter, SilentReporter
-from specctl.train.checkpoint import Checkpoints
-from specctl.train.disk import Disk
+from specctl.train.data.order import Order
 from specctl.train.loop import Job
 from specctl.train.metrics import Acceptance, MetricsLog
 from specctl.train.optim import Gradient, build_optimizers
-from specctl.train.order import Order
-from specctl.train.ranks import Ranks
-from specctl.train.sharding import Sharded
-from specctl.train.state import seed_everything
+from specctl.train.processes.ranks import Ranks
+from specctl.train.processes.sharding import Sharded
+from specctl.train.saving.checkpoint import Checkpoints
+from specctl.train.saving.disk import Disk
+from specctl.train.saving.state import seed_everything
 from specctl.train.stop import Stop
 
 VOCAB, WIDTH, NUM_ROWS, SEQ_LEN = 24, 12, 10, 9

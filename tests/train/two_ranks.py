@@ -14,9 +14,9 @@ import torch
 from accelerate import Accelerator
 
 from specctl.recipes.errors import Exit, SpecctlError
-from specctl.train.disk import Disk
 from specctl.train.loop import Progress, restore, train
-from specctl.train.ranks import Ranks
+from specctl.train.processes.ranks import Ranks
+from specctl.train.saving.disk import Disk
 from specctl.train.stop import Interrupted, Stop
 
 spec = importlib.util.spec_from_file_location("specctl_toy", Path(__file__).with_name("toy.py"))

@@ -1,0 +1,1 @@
+"""Text becomes rows: sources, chat templates, packing, answers by the target, held-out prompts."""

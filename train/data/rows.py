@@ -1,0 +1,176 @@
+"""Prepared rows on disk: the manifest, and batches read where they lie.
+
+OUT/data holds one safetensors file of rows and manifest.json, which names that file, its sha256 and
+a digest of all that decided its content. The manifest is written last, and both are written whole,
+so that half-written data are never read.
+Letters: B rows of a batch, R rows, S sequence, N documents.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from specctl.drafters.parts.batch import TrainBatch
+from specctl.recipes.errors import FileError, IntegrityError
+from specctl.train.data.pack import Rows
+from specctl.train.data.sources import Defects
+from specctl.train.saving.store import sha256_file, write_arrays, write_json
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+WIDTH_STEP = 16  # batches are this much wide, or a multiple
+
+
+@dataclass(frozen=True, slots=True)
+class DataManifest:
+    """What OUT/data holds. `writer` is "target", "source" or "both": who wrote the text to be
+    predicted."""
+
+    format: int
+    digest: str
+    file: str
+    sha256: str
+    writer: str
+    rows: int
+    seq_len: int
+    documents: int
+    tokens: int
+    loss_tokens: int
+    fill: float
+    domains: tuple[str, ...]
+    left_out: tuple[str, ...]
+    settings: dict[str, Any]
+
+
+class TokenData:
+    """The rows of a data folder, read where they lie; safe to open from several processes."""
+
+    def __init__(self, folder: Path, manifest: DataManifest) -> None:
+        self.folder, self.manifest = folder, manifest
+        with safe_open(folder / manifest.file, framework="pt") as file:
+            self._arrays: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+    @property
+    def num_rows(self) -> int:
+        return self.manifest.rows
+
+    @property
+    def seq_len(self) -> int:
+        return self.manifest.seq_len
+
+    @property
+    def digest(self) -> str:
+        return self.manifest.digest
+
+    def batch(self, indices: Sequence[int], device: torch.device | None = None) -> TrainBatch:
+        """Those rows, without taps and teacher (see `capture`), cut where all of them only pad."""
+        row_B = torch.as_tensor(list(indices), dtype=torch.long)
+        used_S = (self._arrays["document_RS"][row_B] >= 0).any(dim=0)
+        width = min(self.seq_len, -(-int(used_S.sum()) // WIDTH_STEP) * WIDTH_STEP)
+        names = ("ids_RS", "mask_RS", "document_RS", "position_RS")
+        ids, mask, document, position = (self._arrays[name][row_B, :width] for name in names)
+        return TrainBatch(
+            ids.long().to(device),
+            mask.bool().to(device),
+            document.long().to(device),
+            position.long().to(device),
+        )
+
+    def lengths(self) -> list[int]:
+        """Real tokens of each row."""
+        found: list[int] = (self._arrays["document_RS"] >= 0).sum(dim=1).tolist()
+        return found
+
+    def answers(self) -> Iterator[tuple[Tensor, str]]:
+        """Per document, the tokens that are to be predicted, and its domain."""
+        domains, domain_N = self.manifest.domains, self._arrays["domain_N"]
+        for ids_S, mask_S, document_S in zip(
+            *(self._arrays[name] for name in ("ids_RS", "mask_RS", "document_RS")), strict=True
+        ):
+            keep_S = mask_S.bool()
+            numbers_S = document_S[keep_S]
+            for number in numbers_S.unique().tolist():
+                yield ids_S[keep_S][numbers_S == number].long(), domains[int(domain_N[number])]
+
+    @classmethod
+    def open(cls, folder: Path) -> TokenData:
+        """The data in a folder; IntegrityError if they are not as they were written."""
+        manifest = read_manifest(folder)
+        if manifest is None:
+            raise FileError("no prepared data here", found=str(folder), do="run the training again")
+        return cls(folder, manifest)
+
+
+def read_manifest(folder: Path) -> DataManifest | None:
+    """The manifest of a data folder, its rows checked against their hash; None if there is none."""
+    path = folder / MANIFEST
+    if not path.exists():
+        return None
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields |= {"domains": tuple(fields["domains"]), "left_out": tuple(fields["left_out"])}
+        manifest = DataManifest(**fields)
+        found = sha256_file(folder / manifest.file)
+    except (ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
+        raise _damaged(path, f"{type(error).__name__}: {error}") from error
+    if found != manifest.sha256:
+        raise _damaged(folder / manifest.file, f"sha256 {found[:12]}, not {manifest.sha256[:12]}")
+    return manifest
+
+
+def _damaged(path: Path, found: str) -> IntegrityError:
+    return IntegrityError(
+        "the prepared data are damaged",
+        where=str(path),
+        found=found,
+        expected="the files as they were written",
+        do=f"delete {path.parent}; the next run prepares the data again",
+    )
+
+
+def write_rows(
+    folder: Path, rows: Rows, digest: str, settings: dict[str, Any], writer: str, defects: Defects
+) -> DataManifest:
+    """Rows first, manifest last; rows of earlier settings are removed."""
+    domains = tuple(sorted(set(rows.domain_N)))
+    number = {name: i for i, name in enumerate(domains)}
+    arrays = {
+        "ids_RS": rows.ids_RS,
+        "mask_RS": rows.mask_RS,
+        "document_RS": rows.document_RS,
+        "position_RS": rows.position_RS,
+        "domain_N": np.array([number[name] for name in rows.domain_N], dtype=np.int32),
+    }
+    name = f"rows-{digest[:12]}.safetensors"
+    sha256 = write_arrays(folder / name, arrays, {"digest": digest})
+    R, S = rows.ids_RS.shape
+    manifest = DataManifest(
+        format=FORMAT,
+        digest=digest,
+        file=name,
+        sha256=sha256,
+        writer=writer,
+        rows=R,
+        seq_len=S,
+        documents=len(rows.domain_N),
+        tokens=int((rows.document_RS >= 0).sum()),
+        loss_tokens=int(rows.mask_RS.sum()),
+        fill=rows.fill,
+        domains=domains,
+        left_out=tuple(defects.lines()),
+        settings=settings,
+    )
+    write_json(folder / MANIFEST, asdict(manifest))
+    for old in folder.glob("rows-*.safetensors"):
+        if old.name != name:
+            old.unlink()
+    return manifest

@@ -1,0 +1,304 @@
+"""Where training text comes from: this machine's sources, files, folders, parquet, hub data sets.
+
+A source yields `Sample`s, either raw text or a conversation. A record that cannot be used is noted
+in `Defects` with its file and line and left out; if none can be used, that is an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from specctl.recipes.errors import FileError, NetworkError, RecipeError, SpecctlError, nearest
+from specctl.runtime.report import Reporter
+
+TEXT, JSONL, PARQUET, HUB = "text", "jsonl", "parquet", "hub"
+PAIRS = (("prompt", "response"), ("instruction", "output"), ("question", "answer"))
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant"}
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One document: `text`, or `messages` (role and content) with the tools they may call."""
+
+    where: str
+    domain: str
+    text: str = ""
+    messages: tuple[Message, ...] = ()
+    tools: tuple[Any, ...] = ()
+
+    def digest(self) -> bytes:
+        """sha256 of what the sample says; its place does not count, so data may be moved."""
+        if not self.messages:
+            return hashlib.sha256(b"text:" + self.text.encode()).digest()
+        body = json.dumps([self.messages, self.tools], sort_keys=True)
+        return hashlib.sha256(b"chat:" + body.encode()).digest()
+
+
+class Defects:
+    """What was left out of the data, by reason, and where first. One writer: the job."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.first: dict[str, str] = {}
+
+    def note(self, reason: str, where: str, count: int = 1) -> None:
+        self.counts[reason] += count
+        self.first.setdefault(reason, where)
+
+    def lines(self) -> list[str]:
+        return [f"{n:,} x {why} (first: {self.first[why]})" for why, n in self.counts.items()]
+
+    def tell(self, console: Reporter) -> None:
+        for line in self.lines():
+            console.warn(f"data left out: {line}")
+
+
+def read_samples(
+    source: str, format: str, split: str, seed: int, defects: Defects
+) -> Iterator[Sample]:
+    """Every usable sample of the source, in an order that depends on the source and seed alone."""
+    if is_corpus(source):
+        yield from _corpus(source, seed)
+        return
+    path = Path(source).expanduser()
+    kind = _kind(source, path) if format == "auto" else format
+    if kind == HUB:
+        yield from _hub(source, split, defects)
+        return
+    if not path.exists():
+        raise _no_such_path(source, path)
+    for file in _files(path, kind):
+        reader = {TEXT: _text, JSONL: _jsonl, PARQUET: _parquet}[kind]
+        yield from reader(file, defects)
+
+
+def _kind(source: str, path: Path) -> str:
+    """The format of a source by its name, or by what a folder holds."""
+    suffixes = {".jsonl": JSONL, ".json": JSONL, ".parquet": PARQUET}
+    if path.is_dir():
+        found = Counter(suffixes.get(p.suffix.lower(), TEXT) for p in path.rglob("*.*"))
+        return next((kind for kind in (JSONL, PARQUET) if found[kind] > found[TEXT]), TEXT)
+    if path.exists() or path.suffix.lower() in {*suffixes, ".txt", ".md", ".py"}:
+        return suffixes.get(path.suffix.lower(), TEXT)
+    is_path = source.startswith((".", "/", "~")) or source.count("/") > 1
+    return TEXT if is_path else HUB
+
+
+def _files(path: Path, kind: str) -> list[Path]:
+    if path.is_file():
+        return [path]
+    suffixes = {JSONL: (".jsonl", ".json"), PARQUET: (".parquet",), TEXT: ()}[kind]
+    found = [
+        p
+        for p in sorted(path.rglob("*"))
+        if p.is_file()
+        and not any(part.startswith(".") for part in p.relative_to(path).parts)
+        and (not suffixes or p.suffix.lower() in suffixes)
+    ]
+    if not found:
+        raise FileError(
+            f"the data folder holds no {kind} files",
+            found=str(path),
+            expected="at least one file " + " or ".join(f"*{suffix}" for suffix in suffixes),
+            do="give another folder, or set data.format",
+        )
+    return found
+
+
+def _no_such_path(source: str, path: Path) -> FileError:
+    parent = path.parent
+    names = [p.name for p in parent.iterdir()] if parent.is_dir() else []
+    close = f"; nearby: {nearest(path.name, names)}" if names else ""
+    return FileError(
+        "the data source does not exist",
+        where="data.source",
+        found=source + close,
+        expected="'corpus', a file or folder, or a hub data set such as owner/name",
+        do="correct data.source",
+    )
+
+
+def is_corpus(source: str) -> bool:
+    """True for the text of this machine: "corpus", or a part of it such as "corpus:docstring"."""
+    return source.partition(":")[0] == "corpus"
+
+
+def _corpus(name: str, seed: int) -> Iterator[Sample]:
+    from specctl.train.data.corpus import STDLIB, collect, part_of, shuffled
+
+    for source in shuffled([s for s in collect() if s.split == "train"], seed):
+        domain = "standard library" if source.distribution == STDLIB else "packages"
+        text = part_of(source.text, name.partition(":")[2])
+        if text:
+            yield Sample(f"{source.distribution}:{source.name}", domain, text=text)
+
+
+def _text(path: Path, defects: Defects) -> Iterator[Sample]:
+    """One file is one document; its domain is its folder."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        defects.note("file is not UTF-8 text", f"{path}: byte {error.start}")
+        return
+    if text.strip():
+        yield Sample(str(path), path.parent.name, text=text)
+    else:
+        defects.note("empty file", str(path))
+
+
+def _jsonl(path: Path, defects: Defects) -> Iterator[Sample]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
+            try:
+                record = json.loads(line)
+            except ValueError as error:  # a JSON error or bytes that are not UTF-8
+                defects.note(f"line is not JSON: {type(error).__name__}", where)
+                continue
+            yield from _usable(record, where, path.stem, defects)
+
+
+def _parquet(path: Path, defects: Defects) -> Iterator[Sample]:
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise _no_extra("pyarrow") from error
+    row = 0
+    for batch in parquet.ParquetFile(path).iter_batches(batch_size=1024):
+        for record in batch.to_pylist():
+            row += 1
+            yield from _usable(record, f"{path}: row {row}", path.stem, defects)
+
+
+def _hub(source: str, split: str, defects: Defects) -> Iterator[Sample]:
+    """`owner/name[@revision][:config]`, through the `datasets` library."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise _no_extra("datasets") from error
+    head, _, config = source.partition(":")
+    repo, _, revision = head.partition("@")
+    try:
+        rows = datasets.load_dataset(repo, config or None, split=split, revision=revision or None)
+    except ValueError as error:
+        raise RecipeError(
+            "the hub data set has no such part",
+            where="data.source, data.split",
+            found=f"{source} split {split}: {error}",
+            expected="owner/name[@revision][:config] and one of its splits",
+            do="correct data.source or data.split",
+        ) from error
+    except OSError as error:
+        raise NetworkError(
+            f"cannot load the hub data set {repo!r}",
+            found=f"{type(error).__name__}: {error}",
+            expected="a reachable hub that has this data set and lets you read it",
+            do="check the name and the connection, or download it and set data.source to the "
+            "files; data.source=corpus needs no network",
+        ) from error
+    for number, record in enumerate(rows):
+        yield from _usable(record, f"{repo}: row {number}", repo, defects)
+
+
+def _no_extra(package: str) -> SpecctlError:
+    return SpecctlError(
+        f"this data source needs the package {package}",
+        found="not installed",
+        do="pip install 'specctl[data]'",
+    )
+
+
+def _usable(record: Any, where: str, domain: str, defects: Defects) -> Iterator[Sample]:
+    try:
+        yield sample_of(record, where, domain)
+    except ValueError as error:
+        defects.note(str(error), where)
+
+
+def sample_of(record: Any, where: str, domain: str = "") -> Sample:
+    """The sample of a JSON or table record; ValueError says what the record lacks."""
+    if not isinstance(record, Mapping):
+        raise ValueError("record is not an object")
+    named = record.get("domain") or record.get("category")
+    domain = named if isinstance(named, str) else domain
+    tools = record.get("tools") or ()
+    if isinstance(tools, str) or not isinstance(tools, list | tuple):
+        raise ValueError("tools is not a list")
+    if record.get("messages"):
+        return Sample(where, domain, messages=_messages(record["messages"]), tools=tuple(tools))
+    if record.get("conversations"):
+        turns = [_from_sharegpt(turn) for turn in _turns(record["conversations"])]
+        return Sample(where, domain, messages=_messages(turns), tools=tuple(tools))
+    for ask, answer in PAIRS:
+        if ask in record and answer in record:
+            turns = [{"role": "user", "content": record[ask]}]
+            turns.append({"role": "assistant", "content": record[answer]})
+            return Sample(where, domain, messages=_messages(turns))
+    text = record.get("text")
+    if isinstance(text, str) and text.strip():
+        return Sample(where, domain, text=text)
+    raise ValueError("record has no messages, prompt and response, or text")
+
+
+def _turns(turns: Any) -> list[Any]:
+    if not isinstance(turns, list | tuple):
+        raise ValueError("messages is not a list")
+    return list(turns)
+
+
+def _from_sharegpt(turn: Any) -> Message:
+    if not isinstance(turn, Mapping):
+        raise ValueError("a message is not an object")
+    if "role" in turn:
+        return dict(turn)
+    role = str(turn.get("from", ""))
+    return {"role": SHAREGPT_ROLES.get(role, role), "content": turn.get("value")}
+
+
+def without(sample: Sample, drop: Sequence[str]) -> Sample:
+    """The sample with those strings left out of what is said, and the blanks after them."""
+    if not drop:
+        return sample
+
+    def cut(text: str) -> str:
+        return re.sub("(?:" + "|".join(map(re.escape, drop)) + r")[^\S\n]*\n?", "", text)
+
+    messages = tuple(
+        {**m, "content": cut(m["content"])} if isinstance(m.get("content"), str) else m
+        for m in sample.messages
+    )
+    return replace(sample, text=cut(sample.text), messages=messages)
+
+
+def _said(content: Any) -> Any:
+    """The text of a message given in parts; images, sounds and the like are left out."""
+    if not isinstance(content, list):
+        return content
+    texts = [part.get("text") for part in content if isinstance(part, Mapping)]
+    return "\n".join(text for text in texts if isinstance(text, str) and text)
+
+
+def _messages(turns: Any) -> tuple[Message, ...]:
+    """Messages as the chat template takes them; keys that say nothing (null) are dropped."""
+    messages = []
+    for turn in _turns(turns):
+        if not isinstance(turn, Mapping) or not turn.get("role"):
+            raise ValueError("a message has no role")
+        message = {key: value for key, value in turn.items() if value is not None}
+        if "content" in message:
+            message["content"] = _said(message["content"])
+        if "content" not in message and "tool_calls" not in message:
+            raise ValueError("a message has no content")
+        messages.append(message)
+    return tuple(messages)

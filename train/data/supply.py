@@ -1,0 +1,86 @@
+"""Where the rows of a batch come from while a run goes on (DistillSpec, arXiv 2310.08461, table 1).
+
+fixed            the data's own answers       data.regenerate: false      `Prepared`
+target-written   answered by the target       data.regenerate: true       `Prepared`
+drafter-written  by the drafter of that time  data.on_policy: 1           `Mixed` with `OnPolicy`
+mixed            a share of the batch         data.on_policy: 0.5         `Mixed` with `OnPolicy`
+
+A source is a `Text`. Prompts are always those of the training rows. B rows, S sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specctl.drafters.parts.batch import TrainBatch
+from specctl.train.data.rows import TokenData
+
+
+class Text:
+    """Rows by number. A text that changes while the run goes on writes itself anew when a step
+    begins, and what it wrote is saved with every checkpoint; this one never changes."""
+
+    def refresh(self, step: int, position: int) -> None:
+        """Called before `step` reads rows from `position` of the stream on, by every process."""
+
+    def batch(self, rows: Sequence[int]) -> TrainBatch:
+        """Those rows, without taps and teacher."""
+        raise AssertionError(f"{type(self).__name__} has no rows")
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that a resumed run needs to read on."""
+        return {}
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put back what `tensors` gave."""
+
+
+class Prepared(Text):
+    """The rows in OUT/data."""
+
+    def __init__(self, data: TokenData) -> None:
+        self.data = data
+
+    def batch(self, rows: Sequence[int]) -> TrainBatch:
+        return self.data.batch(rows)
+
+
+class Mixed(Text):
+    """Rows below `num_rows` from one text, the others from one that changes."""
+
+    def __init__(self, still: Text, fresh: Text, num_rows: int) -> None:
+        self.still, self.fresh, self.num_rows = still, fresh, num_rows
+
+    def refresh(self, step: int, position: int) -> None:
+        self.fresh.refresh(step, position)
+
+    def batch(self, rows: Sequence[int]) -> TrainBatch:
+        old = [row for row in rows if row < self.num_rows]
+        new = [row - self.num_rows for row in rows if row >= self.num_rows]
+        parts = [text.batch(part) for text, part in ((self.still, old), (self.fresh, new)) if part]
+        return joined(parts) if parts else self.still.batch([])
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.fresh.tensors()
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        self.fresh.load_tensors(tensors)
+
+
+def joined(batches: Sequence[TrainBatch]) -> TrainBatch:
+    """One batch of all rows, padded to the widest."""
+    width = max(batch.ids_BS.shape[1] for batch in batches)
+
+    def whole(values: list[Tensor], fill: int) -> Tensor:
+        return torch.cat([F.pad(x_BS, (0, width - x_BS.shape[1]), value=fill) for x_BS in values])
+
+    return TrainBatch(
+        whole([b.ids_BS for b in batches], 0),
+        whole([b.loss_mask_BS for b in batches], 0),
+        whole([b.document_BS for b in batches], -1),
+        whole([b.position_BS for b in batches], 0),
+    )

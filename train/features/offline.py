@@ -1,0 +1,188 @@
+"""Where a run's features come from: the target, batch by batch, or shards that it filled once.
+
+Offline, the target reads every row once, before the first step; each process fills its share of the
+shards. Rows whose shard does not fit under `data.features_gb`, or is damaged, are read online.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specctl.drafters.parts.base import Needs
+from specctl.drafters.parts.batch import TrainBatch
+from specctl.recipes.errors import RecipeError, ResourceError
+from specctl.recipes.schema import Recipe
+from specctl.runtime.report import Reporter
+from specctl.runtime.target import Target
+from specctl.train.capture import capture, to_device
+from specctl.train.data.rows import TokenData
+from specctl.train.features.kept import Form, decode, encode, read_target, with_features
+from specctl.train.features.shards import Layout, Shards, make_room, sweep
+from specctl.train.processes.ranks import Ranks
+from specctl.train.saving.disk import Disk
+from specctl.train.saving.store import digest_of
+
+BatchOf = Callable[[list[int]], TrainBatch]
+FREE_SHARE = 0.95  # of the free disk that features may take
+HEADER_BYTES = 2048  # at most, of a shard's file
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """The rows' features by row number, read from shards where they are."""
+
+    target: Target
+    data: TokenData
+    needs: Needs
+    form: Form
+    shards: Shards
+
+    def batch(self, rows: list[int]) -> TrainBatch:
+        """Those rows with what the target says of them."""
+        plain = to_device(self.data.batch(rows), self.target.device)
+        stored = [self.shards.read(row) for row in rows]
+        absent = [place for place, found in enumerate(stored) if found is None]
+        online = iter(
+            read_target(self.target, _rows_of(plain, absent), self.form) if absent else ()
+        )
+        raw = [decode(found, self.form) if found is not None else next(online) for found in stored]
+        return with_features(self.target, plain, raw, self.needs, self.form)
+
+    def fill(self, shard: int, group: int) -> None:
+        """Let the target read a shard's rows, `group` at a time."""
+        rows = list(self.shards.layout.rows(shard))
+        parts: list[dict[str, Tensor]] = []
+        for start in range(0, len(rows), group):
+            batch = self.data.batch(rows[start : start + group])
+            parts += [encode(raw, self.form) for raw in read_target(self.target, batch, self.form)]
+        tokens = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        lengths = [len(next(iter(part.values()))) for part in parts]
+        self.shards.write(shard, tokens, lengths)
+
+
+def feature_source(
+    recipe: Recipe,
+    target: Target,
+    data: TokenData,
+    needs: Needs,
+    out: Path,
+    reporter: Reporter,
+    ranks: Ranks,
+    disk: Disk | None = None,
+) -> BatchOf:
+    """Row numbers -> a batch with the target's features, the way that the recipe says."""
+    if recipe.data.features == "online":
+        return lambda rows: capture(target, data.batch(rows), needs)
+    if not needs.taps and not needs.teacher:
+        raise RecipeError(
+            "there are no features to keep: this drafter learns from the text alone",
+            found="data.features: offline",
+            expected="online",
+            do="--set data.features=online",
+            where="data.features",
+        )
+    features = _features(recipe, target, data, needs, out, disk)
+    todo = _todo(recipe, features, out / "features", reporter, ranks)
+    group = max(1, recipe.train.rows // ranks.size)
+    with ranks.together(), reporter.task("features", len(todo), "shard") as advance:
+        for shard in todo[ranks.rank :: ranks.size]:
+            features.fill(shard, group)
+            advance(min(ranks.size, len(todo)))
+    return features.batch
+
+
+def _features(
+    recipe: Recipe, target: Target, data: TokenData, needs: Needs, out: Path, disk: Disk | None
+) -> Features:
+    form = Form.of(recipe.data, target, needs)
+    layout = Layout.of(data.num_rows, data.seq_len * form.bytes_per_token)
+    about = {
+        "data": data.digest,
+        "target": target.fingerprint,
+        "dtype": str(target.dtype),
+        "form": asdict(form),
+        "rows": [layout.num_rows, layout.each],
+    }
+    folder = out / "features" / digest_of(about)[:12]
+    return Features(target, data, needs, form, Shards(folder, layout, disk))
+
+
+def _todo(
+    recipe: Recipe, features: Features, root: Path, reporter: Reporter, ranks: Ranks
+) -> list[int]:
+    """Shards that are missing and fit, in order; decided by the first rank."""
+    todo: list[int] = []
+    with ranks.together():
+        if ranks.is_main:
+            sweep(root)
+            todo = _fitting(recipe, features, root, reporter)
+    return ranks.gather(todo)[0]
+
+
+def _fitting(recipe: Recipe, features: Features, root: Path, reporter: Reporter) -> list[int]:
+    shards, form, data = features.shards, features.form, features.data
+    whole = form.bytes_per_token * data.manifest.tokens
+    kind = f"{len(form.taps)} taps, teacher {form.teacher}, {form.dtype}"
+    reporter.say(
+        f"features: {data.manifest.tokens:,} tokens, {kind}: {whole / 1e9:,.3f} GB on disk"
+    )
+    sizes = _sizes(features)
+    todo = [shard for shard in sizes if not shards.is_there(shard)]
+    if recipe.data.features_gb is not None:
+        cap = int(recipe.data.features_gb * 1e9)
+        room = make_room(root, shards.folder, sum(sizes[s] for s in todo), cap)
+        todo = [shard for shard in sizes if not shards.is_there(shard)]
+        ends = accumulate(sizes[shard] for shard in todo)
+        todo = [shard for shard, end in zip(todo, ends, strict=True) if end <= room]
+    root.mkdir(parents=True, exist_ok=True)
+    need, free = sum(sizes[shard] for shard in todo), int(FREE_SHARE * shards.disk.free(root))
+    if need > free:
+        raise ResourceError(
+            "the features do not fit on this disk",
+            found=f"{free / 1e9:,.2f} GB that may be taken",
+            expected=f"{need / 1e9:,.2f} GB",
+            do=_smaller(form, free),
+            where=str(root),
+        )
+    there = sum(shards.is_there(shard) for shard in sizes)
+    reporter.say(f"features: {there} of {len(sizes)} shards are there, {len(todo)} will be written")
+    return todo
+
+
+def _sizes(features: Features) -> dict[int, int]:
+    """Bytes of each shard's file."""
+    lengths, layout = features.data.lengths(), features.shards.layout
+    return {
+        shard: features.form.bytes_per_token * sum(lengths[row] for row in layout.rows(shard))
+        + 8 * (len(layout.rows(shard)) + 1)
+        + HEADER_BYTES
+        for shard in range(layout.num_shards)
+    }
+
+
+def _smaller(form: Form, free: int) -> str:
+    """What to set so that the features fit."""
+    choices = [f"--set data.features_gb={max(free / 1e9, 0.01):.2f} (the rest is read online)"]
+    if form.teacher == "logits":
+        choices.insert(0, "--set data.teacher_topk=64")
+    if form.dtype != "fp8":
+        choices.insert(0, f"--set data.feature_dtype={'fp8' if form.dtype == 'bf16' else 'bf16'}")
+    return ", or ".join(choices)
+
+
+def _rows_of(batch: TrainBatch, places: Sequence[int]) -> TrainBatch:
+    """Some rows of a batch, at its width."""
+    index = torch.tensor(list(places), dtype=torch.long, device=batch.ids_BS.device)
+    return replace(
+        batch,
+        ids_BS=batch.ids_BS[index],
+        loss_mask_BS=batch.loss_mask_BS[index],
+        document_BS=batch.document_BS[index],
+        position_BS=batch.position_BS[index],
+    )

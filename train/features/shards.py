@@ -1,0 +1,166 @@
+"""Shards: features of the rows on disk, each file beside a manifest that is written after it.
+
+OUT/features/KEY/shard-00007.safetensors and .json. KEY is a digest of all that decides the content.
+A shard without a manifest, of another size or hash is none: it is never read, and written again.
+The manifest's time says when the shard was last opened; the least recently used go first when
+`data.features_gb` is reached. Letters: R rows of a shard, N their tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from specctl.train.saving.disk import Disk, FileEntry, file_entry, write_whole
+from specctl.train.saving.tensorfile import tensor_chunks
+
+SCHEMA = "specctl.features/1"
+SHARD_BYTES = 64_000_000
+OFFSETS = "offsets"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which rows lie in which shard: `each` rows in every one but the last."""
+
+    num_rows: int
+    each: int
+
+    @classmethod
+    def of(cls, num_rows: int, bytes_per_row: int) -> Layout:
+        return cls(num_rows, max(1, min(num_rows, SHARD_BYTES // max(1, bytes_per_row))))
+
+    @property
+    def num_shards(self) -> int:
+        return -(-self.num_rows // self.each)
+
+    def rows(self, shard: int) -> range:
+        return range(shard * self.each, min(self.num_rows, (shard + 1) * self.each))
+
+    def place(self, row: int) -> tuple[int, int]:
+        """Shard of a row, and which of its rows it is."""
+        return divmod(row, self.each)
+
+
+class Shards:
+    """The shards of one key. Several processes may write different shards; all may read."""
+
+    def __init__(self, folder: Path, layout: Layout, disk: Disk | None = None) -> None:
+        self.folder, self.layout, self.disk = folder, layout, disk or Disk()
+        self._open: dict[int, Any] = {}
+        self._absent: set[int] = set()
+
+    def file(self, shard: int) -> Path:
+        return self.folder / f"shard-{shard:05d}.safetensors"
+
+    def manifest(self, shard: int) -> Path:
+        return self.file(shard).with_suffix(".json")
+
+    def write(self, shard: int, tokens: Mapping[str, Tensor], lengths: list[int]) -> int:
+        """Keep the tokens of a shard's rows, one after the other; returns its bytes."""
+        offsets = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
+        assert len(lengths) == len(self.layout.rows(shard)), f"shard {shard}: {len(lengths)} rows"
+        body = b"".join(tensor_chunks({**tokens, OFFSETS: offsets}))
+        entry = write_whole(self.disk, self.file(shard), body)
+        about = {"schema": SCHEMA, "bytes": entry.bytes, "sha256": entry.sha256}
+        write_whole(self.disk, self.manifest(shard), json.dumps(about).encode())
+        self._absent.discard(shard)
+        return entry.bytes
+
+    def is_there(self, shard: int) -> bool:
+        """Whether the shard was written to its end; its hash is checked when it is opened."""
+        entry = self._entry(shard)
+        path = self.file(shard)
+        return entry is not None and path.exists() and path.stat().st_size == entry.bytes
+
+    def read(self, row: int) -> dict[str, Tensor] | None:
+        """What is kept of a row; None if its shard is not there or is damaged (it is dropped)."""
+        shard, place = self.layout.place(row)
+        file = self._opened(shard)
+        if file is None:
+            return None
+        start, end = file.get_slice(OFFSETS)[place : place + 2].tolist()
+        names = (name for name in file.keys() if name != OFFSETS)  # noqa: SIM118
+        return {name: file.get_slice(name)[start:end] for name in names}
+
+    def _opened(self, shard: int) -> Any:
+        if shard in self._open:
+            return self._open[shard]
+        if shard in self._absent:
+            return None
+        entry = self._entry(shard)
+        if entry is None or not self.file(shard).exists() or file_entry(self.file(shard)) != entry:
+            self._absent.add(shard)
+            self.manifest(shard).unlink(missing_ok=True)
+            return None
+        os.utime(self.manifest(shard))
+        self._open[shard] = safe_open(self.file(shard), framework="pt")
+        return self._open[shard]
+
+    def _entry(self, shard: int) -> FileEntry | None:
+        try:
+            about = json.loads(self.manifest(shard).read_bytes())
+            if about["schema"] != SCHEMA:
+                return None
+            return FileEntry(about["bytes"], about["sha256"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A shard on disk, of any key: when it was last used, and its size."""
+
+    used: float
+    file: Path
+    bytes: int
+
+    def drop(self) -> None:
+        """Manifest first, so that what a kill leaves is no shard."""
+        self.file.with_suffix(".json").unlink(missing_ok=True)
+        self.file.unlink(missing_ok=True)
+
+
+def kept_shards(root: Path) -> list[Kept]:
+    """All whole shards under `root`, the least recently used first."""
+    found: list[Kept] = []
+    for manifest in root.glob("*/shard-*.json"):
+        file = manifest.with_suffix(".safetensors")
+        if file.exists():
+            found.append(Kept(manifest.stat().st_mtime, file, file.stat().st_size))
+    return sorted(found, key=lambda shard: (shard.used, str(shard.file)))
+
+
+def sweep(root: Path) -> None:
+    """Remove what a killed writer left: half-written files, and shards without a manifest. Only
+    while nobody writes."""
+    for part in root.glob("*/.*.tmp"):
+        part.unlink(missing_ok=True)
+    for file in root.glob("*/shard-*.safetensors"):
+        if not file.with_suffix(".json").exists():
+            file.unlink(missing_ok=True)
+
+
+def make_room(root: Path, own: Path, wanted: int, cap: int) -> int:
+    """Drop shards until those under `root` and `wanted` further bytes fit in `cap`, as far as they
+    can: the least recently used first, of other keys before `own` ones, and own ones only while
+    they alone are too many. Returns the bytes that may still be written."""
+    shards = kept_shards(root)
+    others = [shard for shard in shards if shard.file.parent != own]
+    mine = [shard for shard in shards if shard.file.parent == own]
+    used = sum(shard.bytes for shard in shards)
+    for candidates, most in ((others, cap - wanted), (mine, cap)):
+        for shard in candidates:
+            if used <= most:
+                break
+            shard.drop()
+            used -= shard.bytes
+    return max(0, cap - used)

@@ -1,0 +1,1 @@
+"""The embedded target from nothing."""

@@ -1,0 +1,1 @@
+"""Several processes as one run: sums over ranks, sharded weights, sharded Muon."""

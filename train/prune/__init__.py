@@ -1,0 +1,1 @@
+"""Draft models cut out of a target."""

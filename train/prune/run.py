@@ -1,0 +1,143 @@
+"""One cut, measured: a drafter out of the target (or out of a drafter that was cut before)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from specctl.drafters.parts.lean import LeanLM
+from specctl.drafters.parts.llama import LlamaShape
+from specctl.drafters.parts.slice import Keep, sliced
+from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
+from specctl.recipes.errors import RecipeError
+from specctl.recipes.schema import Recipe
+from specctl.runtime.target import Target
+from specctl.train.assemble import decoder, family_options, measuring_prompts, trainable_family
+from specctl.train.capture import capture
+from specctl.train.data.rows import TokenData
+from specctl.train.metrics import Acceptance
+from specctl.train.prune.cut import Wanted, calibration, choose, fitted, prunable
+
+
+@dataclass(frozen=True, slots=True)
+class CutReport:
+    """What was cut, and how well the rest drafts before any healing. `alpha` is E sum min(p, q) on
+    the text of the scores, `measured` greedy decoding of held-out prompts."""
+
+    keep: Keep
+    before: LlamaShape
+    after: LlamaShape
+    parameters_before: int
+    parameters: int
+    alpha: float
+    measured: Acceptance
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "layers": list(self.keep.layers),
+            "channels": None if self.keep.channels is None else list(self.keep.channels),
+            "inside": {str(layer): asdict(i) for layer, i in self.keep.inside.items()},
+            "energy": dict(self.keep.energy),
+            "before": asdict(self.before),
+            "after": asdict(self.after),
+            "parameters_before": self.parameters_before,
+            "parameters": self.parameters,
+            "alpha": self.alpha,
+            "tau": self.measured.tau,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A drafter in evaluation mode, and what was done to get it."""
+
+    drafter: SmallLm
+    report: CutReport
+
+
+def cut_drafter(
+    source: SmallLm, wanted: Wanted, recipe: Recipe, target: Target, data: TokenData
+) -> Cut:
+    """What is left of `source` as a drafter of its own, on the target's device and dtype; scores
+    are measured on the data."""
+    assert isinstance(source.lm, LeanLM)
+    module, batches = source.lm.module, calibration(data, target.device)
+    keep = choose(source.lm, wanted, batches)
+    small = sliced(module.shape, module.state_dict(), keep)
+    others = asdict(family_options(trainable_family(recipe), recipe)) | {"from_layers": None}
+    options = SmallLmOptions(**{**others, **options_of(small.shape, target.spec)})
+    drafter = SmallLm(options, target.spec, source.vocab)
+    drafter.load_tensors(fitted(drafter, small.tensors, source.vocab))
+    drafter.to(target.device, target.dtype)
+    drafter.module.eval()
+    measured = decoder(recipe, target, drafter, measuring_prompts(recipe, target, data))()
+    total = torch.zeros(2, dtype=torch.float64)
+    with torch.no_grad():
+        for batch in batches:
+            found = drafter.loss(capture(target, batch, drafter.needs())).metrics["alpha"]
+            total += torch.stack([part.detach().double().cpu() for part in found])
+    report = CutReport(
+        keep=keep,
+        before=module.shape,
+        after=small.shape,
+        parameters_before=sum(p.numel() for p in module.parameters()),
+        parameters=sum(t.numel() for t in drafter.tensors().values()),
+        alpha=float(total[0] / total[1]),
+        measured=measured,
+    )
+    return Cut(drafter, report)
+
+
+def whole_target(target: Target) -> SmallLm:
+    """The target as its own drafter, to cut from."""
+    return SmallLm.from_lm(prunable(target), target.spec)
+
+
+def halfway(wanted: Wanted, shape: LlamaShape) -> Wanted:
+    """The first of two cuts: geometric means of depth, channels and neurons; heads go in the
+    second. Beyond half of a model two cuts with distillation in between beat one (Minitron)."""
+    if wanted.from_layers is not None:
+        raise RecipeError(
+            "named layers are cut in one step",
+            found=f"from_layers {list(wanted.from_layers)}",
+            expected="a number of layers",
+            do="leave out --two-step, or drafter.options.from_layers",
+            where="--two-step",
+        )
+    half = replace(
+        wanted,
+        layers=_mean(wanted.layers, shape.num_layers),
+        channels=_mean(wanted.channels, shape.hidden_size),
+        neurons=_mean(wanted.neurons, shape.intermediate_size),
+        heads=None,
+        kv_heads=None,
+    )
+    if half in (replace(wanted, heads=None, kv_heads=None), Wanted(importance=wanted.importance)):
+        raise RecipeError(
+            "there is nothing between the target and the drafter",
+            found=f"{wanted}",
+            expected="a cut of more than one layer, or of width",
+            do="leave out --two-step",
+            where="--two-step",
+        )
+    return half
+
+
+def _mean(wanted: int | None, has: int) -> int | None:
+    return None if wanted is None else round((wanted * has) ** 0.5)
+
+
+def heal_recipe(recipe: Recipe, drafter: SmallLm, folder: str, steps: int) -> Recipe:
+    """The recipe that trains the cut drafter on, starting from its package in `folder`."""
+    options = {k: v for k, v in asdict(drafter.options).items() if k != "from_layers"}
+    part = recipe.drafter.model_copy(update={"options": options, "init": folder})
+    train = recipe.train.model_copy(
+        update={"steps": steps, "tau_every": min(recipe.train.tau_every, steps)}
+    )
+    changed = recipe.model_copy(update={"drafter": part, "train": train})
+    ours = dict.fromkeys(
+        ("drafter.init", *(f"drafter.options.{name}" for name in options)), "prune"
+    )
+    return changed.with_origin({**changed.origin, **ours})

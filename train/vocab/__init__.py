@@ -1,0 +1,1 @@
+"""Draft vocabularies: counted, predicted, chosen, measured, trimmed."""

@@ -1,0 +1,64 @@
+"""A draft vocabulary made before training, when there is no drafter whose speed could be measured.
+
+Ids are ranked by the recipe's selector over the run's own data (or its raw text); with size "auto"
+as few are kept as cover `min_coverage`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+from specctl.drafters.parts.vocab import VocabMap
+from specctl.recipes.errors import RecipeError
+from specctl.recipes.schema import Recipe
+from specctl.runtime.target import Target
+from specctl.train.data.rows import TokenData
+from specctl.train.data.sources import Defects, Sample, read_samples
+from specctl.train.vocab.coverage import (
+    always_kept,
+    count_tokens,
+    coverage_curve,
+    ranking,
+    vocab_map,
+)
+from specctl.train.vocab.selectors import Evidence, selector
+
+
+def draft_vocab(recipe: Recipe, target: Target, data: TokenData) -> VocabMap | None:
+    """The map that the recipe asks for; None keeps every id."""
+    part = recipe.vocab
+    if part.size is None:
+        return None
+    chosen = selector(part.selector, "vocab.selector")
+    if chosen.needs_drafter:
+        raise RecipeError(
+            "a drafter that is yet to be trained has drafted nothing to count",
+            found=chosen.name,
+            expected="vocab.selector vocab-trim or fr-spec",
+            do="train with vocab.selector=vocab-trim, or trim afterwards: specctl vocab-trim",
+            where="vocab.selector",
+        )
+    if part.search != "exhaustive":
+        raise RecipeError(
+            "before training there is no drafter whose speed could be searched",
+            found=f"vocab.search {part.search}",
+            expected="vocab.search exhaustive",
+            do="train with vocab.search=exhaustive, then: specctl vocab-trim --search tpe",
+            where="vocab.search",
+        )
+    evidence = Evidence(target, data=data, samples=partial(recipe_samples, recipe))
+    counts, heldout = count_tokens(chosen.count(evidence), target.spec.vocab_size)
+    always = always_kept(target)
+    rank, size = ranking(counts, always), part.size
+    if size == "auto":
+        enough = (coverage_curve(rank, heldout) >= part.min_coverage).nonzero()
+        fewest = int(enough[0]) + 1 if enough.numel() else rank.numel()
+        size = min(rank.numel(), max(-(-fewest // 8) * 8, len(always), 2))
+    return vocab_map(rank, int(size), always, target.spec.vocab_size)
+
+
+def recipe_samples(recipe: Recipe) -> Iterable[Sample]:
+    """The text of the recipe's source."""
+    part = recipe.data
+    return read_samples(part.source, part.format, part.split, part.seed, Defects())
