@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specctl.runtime.target import Target
+
+# A shell that starts the tests in the background hands down an ignored Ctrl-C; some tests press it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LOGIT_STD = 2.5  # of the random laws: peaked (top token about a third) but far from one-hot
 
