@@ -25,7 +25,8 @@ from specctl.train.runs import find_runs, read_run
 from specctl.train.saving.lock import live_holder, locked
 
 SMALL = (
-    "data.text_tokens=0", "data.regenerate=false", "data.limit_tokens=2000", "vocab.selector=fr-spec",
+    "data.text_tokens=0", "data.regenerate=false", "data.limit_tokens=2000",
+    "vocab.selector=fr-spec",
     "train.steps=6", "train.rows=4", "train.seq_len=32", "train.tau_every=3", "train.save_every=1",
     "train.tau_prompts=2", "train.tau_tokens=8", "serve.length=3", "train.log_every=1",
     "train.keep=3",

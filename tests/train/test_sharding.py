@@ -43,7 +43,8 @@ TOLERANCE = 2e-5  # float32 sums in another order, through 12 updates
 SHORT = [
     "data.format=text", "data.prompts=12", "data.new_tokens=12", "data.prompt_tokens=8",
     "data.text_tokens=0", "train.steps=4", "train.rows=4", "train.seq_len=32", "train.log_every=1",
-    "train.learning_rate=1e-3", "train.tau_every=2", "train.tau_prompts=1", "train.tau_tokens=6", "vocab.size=null",
+    "train.tau_every=2", "train.tau_prompts=1", "train.tau_tokens=6", "vocab.size=null",
+    "train.learning_rate=1e-3",
 ]  # fmt: skip
 SPREAD = ["train.parallel=fsdp", "train.shard_target=true"]
 
