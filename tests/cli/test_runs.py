@@ -67,7 +67,9 @@ def states(answer: dict[str, Any]) -> dict[str, str]:
     return {Path(run["path"]).name: run["state"] for run in answer["result"]["runs"]}
 
 
-def test_runs_are_found_and_told_how_they_stand(run: Any, runs: Path) -> None:
+def test_runs_are_found_and_told_how_they_stand(
+    run: Any, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answer = run("runs", "ls", runs, "--json").json
     expected = {name: name for name in ("finished", "interrupted", "damaged")}
     assert states(answer) == expected
@@ -79,6 +81,7 @@ def test_runs_are_found_and_told_how_they_stand(run: Any, runs: Path) -> None:
     with locked(runs / "finished", SilentReporter()):
         answer = run("runs", "ls", runs, "--json").json
         assert states(answer)["finished"] == "running"
+    monkeypatch.setenv("COLUMNS", "300")  # one line a run, however long the folder's name
     assert len(run("runs", "ls", runs).out.splitlines()) == 5
 
 
