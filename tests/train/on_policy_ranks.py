@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
 
+import test_on_policy as shared
 import torch
 from accelerate import Accelerator
 
 from specctl.train.processes.ranks import Ranks
 
-here = Path(__file__).parent
-sys.path.insert(0, str(here.parent))
-import conftest  # noqa: E402  (the random targets of the tests)
-
-spec = importlib.util.spec_from_file_location("on_policy", here / "test_on_policy.py")
-assert spec is not None
-assert spec.loader is not None
-shared = importlib.util.module_from_spec(spec)
-sys.modules["on_policy"] = shared
-spec.loader.exec_module(shared)
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import conftest
 
 out = Path(sys.argv[1])
 torch.set_num_threads(1)

@@ -3,33 +3,19 @@ a whole run on a target that is spread as well."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
+import sharded_run
 import torch
+import toy
 from accelerate import Accelerator
 
 from specctl.train.loop import Progress, restore, train
 from specctl.train.processes.pieces import local
 from specctl.train.processes.ranks import Ranks
 
-
-def load(name: str) -> Any:
-    """A module beside this file (tests are no package)."""
-    path = Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"specctl_{name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-toy = load("toy")
 out = Path(sys.argv[1])
 torch.set_num_threads(1)
 accelerator = Accelerator(cpu=True)
@@ -79,4 +65,4 @@ resumed_run()
 silent_rank()
 if ranks.is_main:
     (out / "report.json").write_text(json.dumps(report))
-load("sharded_run").run(out / "two", out / "words.txt", json.loads(sys.argv[3]))
+sharded_run.run(out / "two", out / "words.txt", json.loads(sys.argv[3]))

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import toy
 from safetensors import safe_open
 
 from specctl.recipes.errors import (
@@ -32,13 +31,6 @@ from specctl.train.saving.fingerprint import check_same_run
 from specctl.train.saving.lock import locked
 from specctl.train.saving.tensorfile import DTYPES, tensor_chunks
 from specctl.train.saving.whole import damage
-
-spec = importlib.util.spec_from_file_location("specctl_toy", Path(__file__).with_name("toy.py"))
-assert spec is not None
-assert spec.loader is not None
-toy = importlib.util.module_from_spec(spec)
-sys.modules["specctl_toy"] = toy
-spec.loader.exec_module(toy)
 
 
 def snapshot(step: int) -> Snapshot:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import json
 import os
 import signal
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import toy
 
 from specctl.drafters.parts.batch import LossOut
 from specctl.recipes.errors import DivergedError, Exit
@@ -21,20 +19,6 @@ from specctl.train.data.order import Order, share
 from specctl.train.loop import Progress, restore, take_step, train
 from specctl.train.metrics import MetricsLog, read_log
 from specctl.train.stop import Interrupted, Stop
-
-
-def load_toy() -> ModuleType:
-    path = Path(__file__).with_name("toy.py")
-    spec = importlib.util.spec_from_file_location("specctl_toy", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["specctl_toy"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-toy = load_toy()
 
 
 def finish(out: Path, **fields: Any) -> tuple[Any, Progress]:

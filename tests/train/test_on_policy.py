@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import small_runs as runs
 import torch
 
 import specctl
@@ -36,20 +35,6 @@ from specctl.train.processes.ranks import Ranks
 from specctl.train.stop import Interrupted
 
 SEQ_LEN, ROOM, VOCAB = 60, 30, 96
-
-
-def load_runs() -> ModuleType:
-    path = Path(__file__).with_name("small_runs.py")
-    spec = importlib.util.spec_from_file_location("specctl_small_runs", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["specctl_small_runs"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-runs = load_runs()
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -13,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_runs
 import torch
+import toy
 import yaml
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import specctl.recipes
 from specctl.drafters.parts.base import Drafter
@@ -31,13 +31,6 @@ from specctl.train.saving.checkpoint import Checkpoints
 from specctl.train.saving.lock import locked
 from specctl.train.saving.state import seed_everything
 from specctl.train.stop import Interrupted
-
-spec = importlib.util.spec_from_file_location("specctl_toy", Path(__file__).with_name("toy.py"))
-assert spec is not None
-assert spec.loader is not None
-toy = importlib.util.module_from_spec(spec)
-sys.modules["specctl_toy"] = toy
-spec.loader.exec_module(toy)
 
 SMALL = {
     "data.text_tokens": 0, "data.prompts": 24, "data.new_tokens": 16, "data.prompt_tokens": 8,
@@ -55,22 +48,9 @@ def small_recipe(name: str = "medusa", text: Path | None = None, **sets: Any) ->
     return load_recipe(name, sets=[f"{key}={value}" for key, value in fields.items()])
 
 
-def random_target(seed: int) -> Target:
-    """Random weights behind the embedded tokenizer."""
-    folder = Path(specctl.recipes.__path__[0]) / "tiny"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=3, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, intermediate_size=32, max_position_embeddings=128,
-        initializer_range=0.3, bos_token_id=None, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
-    return Target.from_model(LlamaForCausalLM(config), tokenizer)
-
-
 @pytest.fixture(scope="module")
 def target() -> Target:
-    return random_target(seed=0)
+    return small_runs.random_target(seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +209,7 @@ def test_another_target_is_refused(tmp_path: Path, target: Target, text: Path) -
     recipe = small_recipe("medusa", text, data__regenerate="false")
     run(recipe, tmp_path, target)
     with pytest.raises(IncompatibleError, match="--allow target"):
-        run(recipe, tmp_path, random_target(seed=1))
+        run(recipe, tmp_path, small_runs.random_target(seed=1))
 
 
 def test_a_vocabulary_is_cut_before_training_and_pinned(

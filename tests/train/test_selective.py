@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+import small_runs as runs
 import torch
 from torch import Tensor
 
@@ -24,19 +22,6 @@ from specctl.train.capture import capture
 from specctl.train.selective import Selection, chosen, reference_stage
 from specctl.train.stop import Interrupted
 
-
-def load_runs() -> ModuleType:
-    path = Path(__file__).with_name("small_runs.py")
-    spec = importlib.util.spec_from_file_location("specctl_small_runs", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["specctl_small_runs"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-runs = load_runs()
 OPTIONS = {
     "small-lm": {"layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "head_dim": 8},
     "medusa": {"num_heads": 2},

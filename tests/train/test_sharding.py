@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -12,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sharded_run
 import torch
+import toy
 
 import specctl
 from specctl.runtime.report import SilentReporter
@@ -20,21 +21,6 @@ from specctl.train.loop import Progress, restore, train
 from specctl.train.metrics import read_log
 from specctl.train.processes.muon import orthogonal_step
 from specctl.train.saving.checkpoint import Checkpoints
-
-
-def load(name: str) -> Any:
-    """A module beside this file (tests are no package)."""
-    path = Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"specctl_{name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-toy = load("toy")
 
 SAME: dict[str, Any] = {"dropout": 0.0, "accumulate": 2, "rows": 4, "save_every": 6, "keep": 4}
 TOLERANCE = 2e-5  # float32 sums in another order, through 12 updates
@@ -61,7 +47,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(out / "one" / "checkpoints", out / "handed" / "checkpoints")
     text = out / "words.txt"
     text.write_text("\n\n".join(f"def f{i}(x):\n    return x + {i}" for i in range(100)))
-    load("sharded_run").run(out / "single", text, SHORT)
+    sharded_run.run(out / "single", text, SHORT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     words = [str(out), json.dumps(SAME), json.dumps([*SHORT, *SPREAD])]
     source = str(Path(specctl.__path__[0]).parent)

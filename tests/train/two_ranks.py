@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import json
 import os
 import signal
@@ -11,6 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
+import toy
 from accelerate import Accelerator
 
 from specctl.recipes.errors import Exit, SpecctlError
@@ -18,13 +18,6 @@ from specctl.train.loop import Progress, restore, train
 from specctl.train.processes.ranks import Ranks
 from specctl.train.saving.disk import Disk
 from specctl.train.stop import Interrupted, Stop
-
-spec = importlib.util.spec_from_file_location("specctl_toy", Path(__file__).with_name("toy.py"))
-assert spec is not None
-assert spec.loader is not None
-toy = importlib.util.module_from_spec(spec)
-sys.modules["specctl_toy"] = toy
-spec.loader.exec_module(toy)
 
 out = Path(sys.argv[1])
 torch.set_num_threads(1)
