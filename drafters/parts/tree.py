@@ -20,7 +20,15 @@ class NodeKind(StrEnum):
 
     POINT = "point"  # any deterministic function of the past (argmax, top-k, retrieval)
     IID = "iid"  # sampled from q, duplicates kept
+    PATHS = "iid-paths"  # whole paths from the root, each sampled alone: IID, forks at the root only
     WITHOUT_REPLACEMENT = "without-replacement"  # sampled from q, draw order kept
+    REFILLED = "refilled"  # the same, and uniformly over what is left once q is used up
+    TOP_PLUS_ONE = "top-plus-one"  # rank 0 sampled from q without the others, which are its top
+
+    @property
+    def is_distinct(self) -> bool:
+        """Siblings were drawn one after another from what the earlier ones left of q."""
+        return self in (NodeKind.WITHOUT_REPLACEMENT, NodeKind.REFILLED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +132,40 @@ def empty_tree(num_rows: int, device: torch.device) -> DraftTree:
     """Nothing drafted: a plain decoding step through the same round."""
     none_BN = torch.zeros(num_rows, 0, dtype=torch.long, device=device)
     return DraftTree(none_BN, none_BN, none_BN, none_BN.bool(), NodeKind.POINT, 0, is_chain=True)
+
+
+def fitted(tree: DraftTree) -> DraftTree:
+    """The tree without the columns that no row fills. It reads the tree on the host, so only trees
+    on the CPU are fitted: there reading costs nothing and a padded node costs a forward."""
+    if tree.num_nodes == 0 or tree.token_BN.device.type != "cpu":
+        return tree
+    used_N = tree.valid_BN.any(0)
+    if bool(used_N.all()):
+        return tree
+    keep_N = used_N.nonzero()[:, 0]
+    if keep_N.numel() == 0:
+        return empty_tree(len(tree.valid_BN), tree.token_BN.device)
+    new_N = used_N.cumsum(0) - 1
+    parent_BN = tree.parent_BN[:, keep_N]
+    parent_BN = torch.where(parent_BN >= 0, new_N[parent_BN], parent_BN)
+    expanded_BN = keep_N.expand_as(parent_BN)
+    if tree.expanded_BN is not None:
+        expanded_BN = tree.expanded_BN[:, keep_N]
+    fed_T = torch.cat([keep_N.new_zeros(1), keep_N + 1])
+    q = None if tree.q is None else QRows(tree.q.prob_BTK[:, fed_T], tree.q.ids_K)
+    depth_BN = tree.depth_BT()[:, 1:].masked_fill(~tree.valid_BN, 0)
+    return DraftTree(
+        tree.token_BN[:, keep_N],
+        parent_BN,
+        tree.rank_BN[:, keep_N],
+        tree.valid_BN[:, keep_N],
+        tree.kind,
+        int(depth_BN.max()),
+        tree.is_chain,
+        q,
+        None if tree.estimate_BN is None else tree.estimate_BN[:, keep_N],
+        expanded_BN,
+    )
 
 
 def chain_tree(
