@@ -41,6 +41,7 @@ from specctl.runtime.sampling import SamplingBatch
 from specctl.runtime.session import Completion, Request, Row
 from specctl.runtime.target import Target
 from specctl.runtime.verify import Verdict, check_legal, default_rule, run_rule
+from specctl.runtime.verify.forced import with_forced
 
 
 class Engine:
@@ -157,7 +158,7 @@ class Engine:
         drafted = time.perf_counter()
         out = self._forward(view, tree)
         assert out.logits_BTV is not None
-        scores_BTV = sampling.scores(out.logits_BTV, tree, view)
+        scores_BTV = with_forced(sampling.scores(out.logits_BTV, tree, view), tree)
         verdict = run_rule(self._rule_for(tree, sampling), tree, scores_BTV, noise)
         if not tree.is_chain:
             self._cache().keep(view.slot_B, view.kept_len_B, verdict.path_BP)
@@ -176,7 +177,11 @@ class Engine:
             return empty_tree(len(view.slots), self.device)
         coupled = self.rule == "target-only"
         growth = Growth(self._state, view, budget, sampling, noise, self.drafter.vocab, coupled)
-        return fitted(self.policy.grow(growth))
+        tree = self.policy.grow(growth)
+        assert tree.forced_BN is None or not self.drafter.lossless, (
+            "only approximate drafters force"
+        )
+        return fitted(tree)
 
     def _forward(self, view: RoundView, tree: DraftTree) -> LmOut:
         """Feed root and nodes: fed token i is written at kept_len + i, its position is by depth."""
