@@ -59,6 +59,7 @@ def loss(kind: str, *sets: str) -> tuple[str, ...]:
     return (f"drafter.options.loss={kind}", *sets)
 
 
+DTYPES = {True: "float32", False: "bfloat16"}  # embedded, inflated
 RAW = ("data.regenerate=false", "data.limit_tokens=115200")
 PRUNED = ("train.learning_rate=2e-3",)
 
@@ -126,27 +127,31 @@ def drafter_of(row: Row, target: Target, args: argparse.Namespace) -> Drafter:
 def measured(
     drafter: Drafter, target: Target, prompts: Sequence[Sequence[int]], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Acceptance and speed per temperature, plain decoding timed in turn with the drafter's."""
+    """Acceptance over all prompts and speed per temperature; the prompts go in `--repeats` groups,
+    each timed with plain decoding and with the drafter in turn, and the median group counts."""
     policy = make_policy({"policy": "chain", "length": args.length})
     found = []
     for temperature in (0.0, 1.0):
         sampling = Sampling(
             temperature=temperature, max_new_tokens=args.tokens, ignore_eos=True, seed=1
         )
-        rates: dict[str, list[float]] = {"plain": [], "drafted": []}
-        for _ in range(args.repeats):
-            plain = generate(target, prompts, sampling=sampling)
-            drafted = generate(target, prompts, drafter=drafter, sampling=sampling, policy=policy)
-            rates["plain"].append(plain.stats.tokens_per_second)
-            rates["drafted"].append(drafted.stats.tokens_per_second)
+        plain, drafted = [], []
+        for first in range(args.repeats):
+            group = prompts[first :: args.repeats]
+            plain.append(generate(target, group, sampling=sampling).stats)
+            with_drafts = generate(target, group, drafter=drafter, sampling=sampling, policy=policy)
+            drafted.append(with_drafts.stats)
+        rates = [stats.tokens_per_second for stats in drafted]
+        gains = [r / p.tokens_per_second for r, p in zip(rates, plain, strict=True)]
+        tested = sum(sum(stats.tested_at) for stats in drafted)
         found.append(
             {
                 "target": target.inflated or "embedded",
                 "temperature": temperature,
-                "alpha": drafted.stats.alpha,
-                "tau": drafted.stats.tau,
-                "tokens_per_second": statistics.median(rates["drafted"]),
-                "plain_tokens_per_second": statistics.median(rates["plain"]),
+                "alpha": sum(stats.accepted for stats in drafted) / max(tested, 1),
+                "tau": sum(s.tokens for s in drafted) / sum(s.rounds for s in drafted),
+                "tokens_per_second": statistics.median(rates),
+                "speedup": statistics.median(gains),
             }
         )
     return found
@@ -163,11 +168,7 @@ def markdown(results: dict[str, Any]) -> str:
     for row in kept:
         own = [m for m in row["measured"] if m["target"] == names[0]]
         cells = [f"{m[key]:.3f}" for m in own for key in ("alpha", "tau")]
-        cells += [
-            f"{m['tokens_per_second']:.0f} "
-            f"({m['tokens_per_second'] / m['plain_tokens_per_second']:.2f}x)"
-            for m in row["measured"]
-        ]
+        cells += [f"{m['tokens_per_second']:.0f} ({m['speedup']:.2f}x)" for m in row["measured"]]
         lines.append(f"| {row['name']} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -206,10 +207,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--answers", type=int, default=800, help="prompts the target answers")
     parser.add_argument("--length", type=int, default=5)
-    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--prompts", type=int, default=60)
+    parser.add_argument("--inflated-prompts", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--inflate", default="300m", help="none: the embedded target only")
+    parser.add_argument("--train-only", action="store_true", help="measure in a later run")
     parser.add_argument("--list", action="store_true", help="only name the rows")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -217,9 +220,17 @@ def main() -> None:
         print("\n".join(f"{row.name}: {row.recipe} {' '.join(row.sets)}" for row in ROWS))
         return
     sizes = [None] if args.inflate == "none" else [None, args.inflate]
-    targets = [load_target("tiny", dtype="float32", inflate=size) for size in sizes]
+    if args.train_only:
+        for row in chosen_rows(args.rows):
+            if row.is_trained:
+                trained(row, args)
+        return
+    targets = [load_target("tiny", dtype=DTYPES[size is None], inflate=size) for size in sizes]
     prompts = [list(p.ids) for p in heldout_prompts(targets[0], args.prompts)]
-    keys = ("steps", "answers", "length", "prompts", "tokens", "repeats", "inflate")
+    counts = (args.prompts, args.inflated_prompts)
+    keys = (
+        "steps", "answers", "length", "prompts", "inflated_prompts", "tokens", "repeats", "inflate"
+    )  # fmt: skip
     settings = {key: getattr(args, key) for key in keys}
     settings |= {"target": targets[0].fingerprint[:19], "threads": torch.get_num_threads()}
     file = Path(args.out) / "distill.json"
@@ -230,8 +241,8 @@ def main() -> None:
             continue
         print(f"row: {row.name}", file=sys.stderr)
         found = []
-        for target in targets:
-            found += measured(drafter_of(row, target, args), target, prompts, args)
+        for target, count in zip(targets, counts, strict=False):
+            found += measured(drafter_of(row, target, args), target, prompts[:count], args)
         about = {"name": row.name, "recipe": row.recipe, "sets": fields(row, args)}
         results["rows"][row.name] = about | {"measured": found}
         store(file, results)

@@ -164,12 +164,11 @@ class Engine:
             self._cache().keep(view.slot_B, view.kept_len_B, verdict.path_BP)
         accepted, emitted = self._commit(tree, verdict)
         verified = time.perf_counter()
-        outcome = self._outcome(view, tree, verdict, out, accepted, emitted)
+        self.draft_seconds += drafted - started
+        self.verify_seconds += verified - drafted
         if self._state is not None:
-            self._state.observe(outcome)
-        learned = time.perf_counter() - verified
-        seconds = RoundSeconds(drafted - started + learned, verified - drafted, learned)
-        self._account(outcome, seconds)
+            outcome = self._outcome(view, tree, verdict, out, accepted, emitted)
+            self._learn(self._state, outcome, drafted - started, verified - drafted)
         return self._release(emitted)
 
     def _draft(self, view: RoundView, sampling: SamplingBatch, noise: RoundNoise) -> DraftTree:
@@ -288,9 +287,15 @@ class Engine:
             logp_BTK,
         )
 
-    def _account(self, outcome: Outcome, seconds: RoundSeconds) -> None:
-        self.draft_seconds += seconds.draft
-        self.verify_seconds += seconds.verify
+    def _learn(
+        self, state: DraftState, outcome: Outcome, draft_seconds: float, verify_seconds: float
+    ) -> None:
+        """Drafter and policies see what the round did; learning counts as drafting."""
+        started = time.perf_counter()
+        state.observe(outcome)
+        learned = time.perf_counter() - started
+        self.draft_seconds += learned
+        seconds = RoundSeconds(draft_seconds + learned, verify_seconds, learned)
         for learner in self._learners:
             learner.observe(outcome, seconds)
 

@@ -5,6 +5,8 @@ Lossless for any drafts: the output is the target's argmax decoding. Letters as 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -28,8 +30,8 @@ def greedy(tree: DraftTree, scores_BTV: Tensor, noise: Noise | None = None) -> V
 def follow(tree: DraftTree, choice_BT: Tensor) -> Verdict:
     """Walk along the target's choices, one per fed token. Duplicate drafts are harmless."""
     if tree.num_nodes == 0:
-        none_B = torch.zeros_like(choice_BT[:, 0])
-        return Verdict(none_B[:, None], none_B, choice_BT[:, 0])
+        path_B1, none_B = _root_only(len(choice_BT), choice_BT.device)
+        return Verdict(path_B1, none_B, choice_BT[:, 0])
     if tree.is_chain:
         hit_BN = (tree.token_BN == choice_BT[:, :-1]) & tree.valid_BN
         num_accepted_B = hit_BN.cumprod(1).sum(1)
@@ -42,3 +44,10 @@ def follow(tree: DraftTree, choice_BT: Tensor) -> Verdict:
     node_B = deepest_ok(ok_BT, ancestor_BTT)
     next_B = choice_BT.gather(1, node_B[:, None])[:, 0]
     return tree_verdict(tree, ancestor_BTT, node_B, next_B)
+
+
+@lru_cache(maxsize=64)
+def _root_only(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Path and count of a round that drafted nothing."""
+    path_B1 = torch.zeros(num_rows, 1, dtype=torch.long, device=device)
+    return path_B1, path_B1[:, 0]
