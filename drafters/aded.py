@@ -23,19 +23,17 @@ from torch import Tensor
 from specctl.drafters.parts.base import (
     Budget,
     Drafter,
-    DraftState,
     Family,
     Needs,
     Outcome,
-    RoundView,
     Space,
 )
-from specctl.drafters.parts.best_first import Guess, Node, best_first, point_tree
+from specctl.drafters.parts.best_first import Guess, best_first
 from specctl.drafters.parts.laws import learn_round, learn_text, learning_scope, step, tail
 from specctl.drafters.parts.mcts import Puct, most_visited
 from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.store import Ids, NgramStore, Scope, StoreLimits, StoreRoom
-from specctl.drafters.parts.tree import DraftTree
+from specctl.drafters.parts.store import Ids, Scope, StoreLimits, StoreRoom
+from specctl.drafters.parts.trie import Trie, TrieState
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.recipes.errors import RecipeError, nearest
 
@@ -94,7 +92,7 @@ class Aded(Drafter):
         return AdedState(self, space)
 
 
-class AdedState(DraftState):
+class AdedState(TrieState):
     """One store per row or shared, by scope."""
 
     def __init__(self, drafter: Aded, space: Space) -> None:
@@ -111,15 +109,8 @@ class AdedState(DraftState):
     def end(self, slot: int) -> None:
         self.stores.end(slot)
 
-    def propose(self, view: RoundView, budget: Budget) -> DraftTree:
-        rows = [
-            self.grow(self.stores.at(slot), tail(tokens, LENGTHS.start), budget)
-            for slot, tokens in zip(view.slots, view.tokens, strict=True)
-        ]
-        return point_tree(rows, self.device)
-
-    def grow(self, store: NgramStore, context: Ids, budget: Budget) -> list[Node]:
-        """The tree that drafting after `context` gives."""
+    def sprout(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:
+        store, root = self.stores.at(slot), tail(tokens, LENGTHS.start)
         by_rank = self.options.maker == "ranks"
 
         def children(place: Ids) -> Iterable[Guess[Ids]]:
@@ -131,8 +122,8 @@ class AdedState(DraftState):
 
         if self.options.maker == "mcts":
             puct = Puct(self.options.simulations)
-            return most_visited(children, context, budget.nodes, budget.depth, puct)
-        return best_first(children, context, budget.nodes, budget.depth)
+            return most_visited(children, root, budget, puct)
+        return best_first(children, root, budget)
 
     def observe(self, outcome: Outcome) -> None:
         learn_round(self.stores, outcome, LENGTHS, self.options.keep)

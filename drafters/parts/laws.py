@@ -90,9 +90,10 @@ def learn_text(
 
 
 def learn_round(stores: RowStores, outcome: Outcome, lengths: range, keep: float | None) -> None:
-    """What the target thought at every token it was fed, accepted or not."""
-    assert outcome.topk_BTK is not None
-    assert outcome.topk_logp_BTK is not None
+    """What the target thought at every token it was fed, accepted or not; nothing, where the round
+    brought no top-k."""
+    if outcome.topk_BTK is None or outcome.topk_logp_BTK is None:
+        return
     best, chances = outcome.topk_BTK.tolist(), outcome.topk_logp_BTK.exp().tolist()
     for b, row in enumerate(fed_contexts(outcome, lengths.start)):
         store = stores.at(outcome.view.slots[b])

@@ -18,7 +18,9 @@ from itertools import count
 from math import log, sqrt
 from typing import Any
 
-from specctl.drafters.parts.best_first import Guess, Node
+from specctl.drafters.parts.base import Budget
+from specctl.drafters.parts.best_first import Guess
+from specctl.drafters.parts.trie import Trie
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +52,13 @@ class _Spot:
 
 
 def most_visited(
-    children: Callable[[Any], Iterable[Guess[Any]]], root: Any, nodes: int, depth: int, puct: Puct
-) -> list[Node]:
-    """The `nodes` most visited nodes, parents first (a parent is visited whenever a child is)."""
+    children: Callable[[Any], Iterable[Guess[Any]]], root: Any, budget: Budget, puct: Puct
+) -> Trie:
+    """The most visited nodes within the budget (a parent is visited whenever a child is)."""
     top = _Spot(-1, 1.0, 1.0, 0, root)
-    for _ in range(puct.simulations if nodes > 0 else 0):
+    for _ in range(puct.simulations if budget.nodes > 0 else 0):
         trail = [top]
-        while trail[-1].level < depth and (len(trail) == 1 or trail[-1].visits):
+        while trail[-1].level < budget.depth and (len(trail) == 1 or trail[-1].visits):
             spot = trail[-1]
             if spot.children is None:
                 spot.children = _expanded(spot, children)
@@ -67,7 +69,7 @@ def most_visited(
         for spot in trail:
             spot.visits += 1
             spot.total += trail[-1].path
-    return _best(top, nodes)
+    return _best(top, budget.nodes)
 
 
 def _expanded(spot: _Spot, children: Callable[[Any], Iterable[Guess[Any]]]) -> list[_Spot]:
@@ -80,15 +82,15 @@ def _expanded(spot: _Spot, children: Callable[[Any], Iterable[Guess[Any]]]) -> l
     return list(found.values())
 
 
-def _best(top: _Spot, nodes: int) -> list[Node]:
-    order, taken = count(), list[Node]()
+def _best(top: _Spot, nodes: int) -> Trie:
+    order, taken = count(), Trie()
     heap = [(-child.visits, next(order), -1, child) for child in top.children or ()]
     heapq.heapify(heap)
     while heap and len(taken) < nodes:
         negative, _, parent, spot = heapq.heappop(heap)
         if negative == 0:
             break
-        taken.append(Node(spot.token, parent, spot.path))
+        node = taken.add(parent, spot.token, spot.path)
         for child in spot.children or ():
-            heapq.heappush(heap, (-child.visits, next(order), len(taken) - 1, child))
+            heapq.heappush(heap, (-child.visits, next(order), node, child))
     return taken

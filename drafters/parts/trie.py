@@ -67,6 +67,14 @@ class Trie:
         return sorted(sorted(fitting, key=lambda node: -self.estimates[node])[:nodes])
 
 
+def merged(continuations: Iterable[Sequence[int]]) -> Trie:
+    """The trie of continuations that are equally good: earlier ones go into a budget first."""
+    trie = Trie()
+    for ids in continuations:
+        trie.add_path(ids, [1.0] * len(ids))
+    return trie
+
+
 def counted(continuations: Sequence[Sequence[int]], trust: float = 1.0, tag: int = 0) -> Trie:
     """The trie of continuations; a node's estimate is the share of them that pass through it, times
     `trust`: the counts that REST and SuffixDecoding draft by."""
