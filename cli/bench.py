@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -141,17 +140,18 @@ def _contender(
 ) -> Contender:
     """The drafter as it is served. Its costs are measured anew, for whoever generates later."""
     from specctl.runtime.bench import engine_contender
-    from specctl.runtime.policies.length import LengthChooser
+    from specctl.runtime.cost import equip
 
     costs = loaded.costs(model, prompts, min(batch, len(prompts)), measure=True)
+    used = costs if loaded.is_adaptive else None
     return engine_contender(
         loaded.name,
         model,
         loaded.drafter,
-        loaded.policy,
+        equip(loaded.policy, used).policy,
         rule=loaded.rule,
         batch=batch,
-        chooser=partial(LengthChooser, costs) if loaded.is_adaptive and costs else None,
+        chooser=lambda: equip(loaded.policy, used).chooser,
     )
 
 

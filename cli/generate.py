@@ -102,23 +102,22 @@ class Job:
     costs: CostTable | None = None
 
     def run(self, draft: LoadedDraft, on_tokens: Any = None) -> Run:
+        from specctl.runtime.cost import equip
         from specctl.runtime.generate import generate as generate_
-        from specctl.runtime.policies.length import LengthChooser
 
-        is_fixed = self.costs is None or draft.drafter is None
-        chooser = None if is_fixed or self.costs is None else LengthChooser(self.costs)
+        chosen = equip(draft.policy, self.costs)
         made = generate_(
             self.target,
             self.tokens,
             drafter=draft.drafter,
             sampling=self.sampling,
-            policy=draft.policy,
+            policy=chosen.policy,
             rule=draft.rule,
             batch=self.batch,
-            chooser=chooser,
+            chooser=chosen.chooser,
             on_tokens=on_tokens,
         )
-        return Run(made, chooser)
+        return Run(made, chosen.chooser)
 
     def to_json(self, run: Run) -> dict[str, Any]:
         outputs = [

@@ -241,10 +241,14 @@ def _source(name: str) -> str:
 
 
 def packaged_serve(draft: str) -> dict[str, Any]:
-    """The serving settings stored in a package folder; empty for anything else."""
+    """The serving settings stored in a package folder or a recipe; empty for anything else."""
+    from specctl.drafters import families
+    from specctl.export.find import free_recipe
     from specctl.export.manifest import MANIFEST, read_manifest
 
     folder = Path(draft)
     if not (folder / MANIFEST).is_file():
-        return {}
+        recipe = None if draft in families() else free_recipe(draft)
+        serve = {} if recipe is None else recipe.serve.model_dump(mode="json")
+        return {k: v for k, v in serve.items() if v is not None}
     return {k: v for k, v in read_manifest(folder).serve.items() if v is not None}

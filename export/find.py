@@ -11,11 +11,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from specctl.drafters import families
 from specctl.drafters.parts.base import Drafter
 from specctl.export.files import open_folder, reading
 from specctl.export.manifest import MANIFEST, read_manifest
 from specctl.recipes.errors import FileError, IncompatibleError, NetworkError, SpecctlError, nearest
+from specctl.recipes.load import load_recipe, recipe_names
+from specctl.recipes.schema import Recipe
 from specctl.recipes.targets import resolve
 from specctl.runtime.target import Target
 
@@ -25,6 +29,7 @@ _WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "README.md"
 
 class Kind(StrEnum):
     FAMILY = "family"
+    RECIPE = "recipe"
     PACKAGE = "package"
     PRETRAINED = "pretrained"
 
@@ -48,6 +53,8 @@ def locate(path_or_name: str | Path) -> Found:
     if plain and name not in (".", "..", "~"):
         if name in families():
             return _family(name)
+        if free_recipe(name) is not None:
+            return Found(Kind.RECIPE, name)
         if path.exists():
             return _folder(path)
         return _hub(*_alias(name))
@@ -62,6 +69,11 @@ def load_found(found: Found, target: Target, allow: Sequence[str]) -> Drafter:
     from specctl.export.load import load_package
     from specctl.export.pretrained import load_pretrained
 
+    recipe = free_recipe(found.name) if found.kind is Kind.RECIPE else None
+    if recipe is not None:
+        family = families()[recipe.drafter.family]
+        options = TypeAdapter(family.options).validate_python(dict(recipe.drafter.options))
+        return family.build(options, target.spec, None).to(target.device, target.dtype)
     if found.folder is None:
         family = families()[found.name]
         return family.build(family.options(), target.spec, None).to(target.device, target.dtype)
@@ -69,6 +81,15 @@ def load_found(found: Found, target: Target, allow: Sequence[str]) -> Drafter:
         if found.kind is Kind.PACKAGE:
             return load_package(found.folder, target, allow)
         return load_pretrained(found.folder, target, allow)
+
+
+def free_recipe(name: str) -> Recipe | None:
+    """The recipe of that name if it needs no training: such a recipe is a drafter as it stands."""
+    if name not in recipe_names():
+        return None
+    recipe = load_recipe(name)
+    known = families().get(recipe.drafter.family)
+    return None if known is None or known.trainable else recipe
 
 
 def _family(name: str) -> Found:

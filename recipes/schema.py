@@ -18,14 +18,40 @@ Positive = Annotated[int, Field(ge=1)]
 
 StageName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$")]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-PolicyName = Literal["chain", "static-tree", "dynamic-tree", "direct"]
+PolicyName = Literal[
+    "chain", "static-tree", "dynamic-tree", "sequoia", "rsd", "dyspec", "opt-tree", "ddd", "cape",
+    "mcsd", "top-plus-one", "paths", "hardware-tree", "direct", "switch",
+]  # fmt: skip
 StopName = Literal[
     "confidence", "roc", "svip", "specdec-pp", "disco", "ada-eagle", "draft-verify", "heuristic",
     "thompson",
 ]  # fmt: skip
+ControllerName = Literal["auto", "ucb", "exp3", "thompson", "hedge", "cascade"]
 RuleName = Literal[
-    "auto", "greedy", "target-only", "one-hot", "chain", "block", "recursive", "traversal"
-]
+    "auto", "greedy", "target-only", "one-hot", "chain", "block", "multi-round", "spectr",
+    "recursive", "sequoia", "top-plus-one", "traversal", "multi-path",
+]  # fmt: skip
+
+
+# Which settings of `serve` each policy has; any other that is set would be ignored.
+POLICY_FIELDS: dict[PolicyName, tuple[str, ...]] = {
+    "chain": ("length", "confidence", "stop", "threshold", "stop_file"),
+    "static-tree": ("branch",),
+    "dynamic-tree": ("length", "nodes", "beam"),
+    "sequoia": ("length", "nodes", "acceptance"),
+    "rsd": ("length", "beam"),
+    "dyspec": ("length", "nodes", "beam", "threshold"),
+    "opt-tree": ("length", "nodes", "beam", "threshold"),
+    "ddd": ("length", "nodes", "beam", "threshold", "check"),
+    "cape": ("length", "widths"),
+    "mcsd": ("branch", "confidence"),
+    "top-plus-one": ("branch",),
+    "paths": ("length", "beam"),
+    "hardware-tree": ("length", "nodes", "profile"),
+    "direct": ("length", "nodes"),
+    "switch": ("length", "nodes", "lengths", "controller"),
+}
+_ALWAYS = {"policy", "length", "rule", "adaptive"}  # length has a default and is never refused
 
 
 class Section(BaseModel):
@@ -220,10 +246,22 @@ class ServePart(Section):
         default=None, description="nodes of a tree"
     )
     branch: tuple[Annotated[int, Field(ge=1, le=64)], ...] | None = Field(
-        default=None, description="static-tree: children per node by level, e.g. [3, 2, 1]"
+        default=None, description="trees of constant branching: children per node by level"
     )
     beam: Annotated[int, Field(ge=1, le=64)] | None = Field(
-        default=None, description="dynamic-tree: nodes expanded per level"
+        default=None, description="nodes expanded per level"
+    )
+    acceptance: tuple[Fraction, ...] | None = Field(
+        default=None, description="sequoia: chances that the 1st, 2nd, ... sibling is accepted"
+    )
+    profile: tuple[tuple[Fraction, ...], ...] | None = Field(
+        default=None, description="hardware-tree: chances of the draft's ranks, by depth"
+    )
+    widths: tuple[Annotated[int, Field(ge=1, le=64)], ...] | None = Field(
+        default=None, description="cape: tokens of a position, from unsure to sure"
+    )
+    check: tuple[Positive, ...] | None = Field(
+        default=None, description="ddd: depths after which it may stop; null: all"
     )
     confidence: Fraction | None = Field(
         default=None, description="stop drafting below this probability"
@@ -232,10 +270,16 @@ class ServePart(Section):
         default=None, description="chain: rule that ends drafting early (runtime/policies/stops)"
     )
     threshold: Annotated[float, Field(ge=0.0)] | None = Field(
-        default=None, description="threshold of the stop rule; null keeps its own"
+        default=None, description="threshold of the stop rule or of the tree; null keeps its own"
     )
     stop_file: str | None = Field(
         default=None, description="weights of a trained stop rule, written by train-stop"
+    )
+    controller: ControllerName | None = Field(
+        default=None, description="switch: how the drafter and length of a round are chosen"
+    )
+    lengths: tuple[Annotated[int, Field(ge=1, le=64)], ...] | None = Field(
+        default=None, description="switch: lengths of each drafter that are tried"
     )
     rule: RuleName = "auto"
     adaptive: bool = Field(
@@ -244,10 +288,9 @@ class ServePart(Section):
 
     @model_validator(mode="after")
     def _nothing_ignored(self) -> Self:
-        if self.policy == "chain":
-            for key in ("nodes", "branch", "beam"):
-                if getattr(self, key) is not None:
-                    raise ValueError(f"{key} is ignored by policy chain; remove it or use a tree")
+        for key in set(type(self).model_fields) - set(POLICY_FIELDS[self.policy]) - _ALWAYS:
+            if getattr(self, key) is not None:
+                raise ValueError(f"{key} is ignored by policy {self.policy}; remove it")
         return self
 
 

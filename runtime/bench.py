@@ -109,7 +109,7 @@ def engine_contender(
     *,
     rule: str = "auto",
     batch: int = 1,
-    chooser: Callable[[], LengthChooser] | None = None,
+    chooser: Callable[[], LengthChooser | None] | None = None,
 ) -> Contender:
     """specctl's own runtime; `chooser` makes a fresh length chooser for each run."""
 

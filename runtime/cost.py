@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 import torch
+from torch import Tensor
 
-from specctl.drafters.parts.base import Drafter
+from specctl.drafters.parts.base import (
+    Budget,
+    Drafter,
+    DraftState,
+    Needs,
+    Outcome,
+    RoundView,
+    Space,
+)
+from specctl.drafters.parts.tree import DraftTree, NodeKind, chain_tree
 from specctl.runtime.engine import Engine
 from specctl.runtime.policies.base import Policy
+from specctl.runtime.policies.direct import Direct
 from specctl.runtime.policies.length import CostTable, FixedLength, LengthChooser
+from specctl.runtime.policies.switch import Switch
 from specctl.runtime.sampling import Sampling
 from specctl.runtime.session import Request
 from specctl.runtime.target import Target
@@ -29,7 +43,12 @@ def measure_costs(
     rounds: int = 24,
     sampling: Sampling | None = None,
 ) -> CostTable:
-    """Medians over `rounds` rounds per length in the real engine, lengths interleaved twice."""
+    """Medians over `rounds` rounds per length in the real engine, lengths interleaved twice. Of a
+    switch, what is measured is how dear verification is: with a drafter that is never silent."""
+    if isinstance(policy, Switch):
+        size = max(policy.nodes, policy.depth)
+        drafter, policy = Repeater(drafter.options, target.spec), Direct(size, size)
+        lengths = (0, 1, 2, 4, 8, size)
     base = sampling if sampling is not None else Sampling()
     lengths = sorted({0, *(k for k in lengths if k <= policy.depth), policy.depth})
     probes = {k: FixedLength(CostTable({}, {}, "", "", batch), fixed=k) for k in lengths}
@@ -59,6 +78,46 @@ def adaptive(
     prompts = (steps_N % target.spec.vocab_size).tolist()
     costs = measure_costs(target, drafter, policy, prompts, batch=batch, rounds=16)
     return partial(LengthChooser, costs)
+
+
+@dataclass(frozen=True, slots=True)
+class Equipped:
+    """A policy and, for policies of one drafter, what chooses its lengths."""
+
+    policy: Policy | None
+    chooser: LengthChooser | None
+
+
+def equip(policy: Policy | None, costs: CostTable | None) -> Equipped:
+    """Let measured costs decide: a switch takes them itself, others get a chooser of lengths."""
+    if costs is None or policy is None:
+        return Equipped(policy, None)
+    if isinstance(policy, Switch):
+        return Equipped(replace(policy, costs=costs), None)
+    return Equipped(policy, LengthChooser(costs))
+
+
+class Repeater(Drafter):
+    """Drafts the newest token over and over: chains of any length for timing."""
+
+    family: ClassVar[str] = "repeater"
+
+    def needs(self) -> Needs:
+        return Needs()
+
+    def open(self, space: Space) -> DraftState:
+        del space
+        return _Repeating()
+
+
+class _Repeating(DraftState):
+    def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None: ...
+
+    def propose(self, view: RoundView, budget: Budget) -> DraftTree:
+        token_BN = view.root_B[:, None].repeat(1, min(budget.nodes, budget.depth))
+        return chain_tree(token_BN, torch.ones_like(token_BN, dtype=torch.bool), NodeKind.POINT)
+
+    def observe(self, outcome: Outcome) -> None: ...
 
 
 def _median(values: Sequence[float]) -> float:

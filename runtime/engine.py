@@ -270,7 +270,8 @@ class Engine:
     ) -> Outcome:
         taps = {tap: _along(value, verdict.path_BP, tree) for tap, value in out.taps.items()}
         topk_BTK, logp_BTK = None, None
-        if self.needs.topk and out.logits_BTV is not None:
+        listens = self._state is not None and self._state.is_listening
+        if self.needs.topk and listens and out.logits_BTV is not None:
             logits_BTK, topk_BTK = out.logits_BTV.topk(self.needs.topk, dim=-1)
             if self.needs.topk_logp:
                 logp_BTK = logits_BTK.float() - out.logits_BTV.float().logsumexp(-1, keepdim=True)

@@ -14,6 +14,7 @@ from specctl.runtime.cut import trim_stop
 from specctl.runtime.engine import Engine, verification_of
 from specctl.runtime.policies import Policy, make_policy
 from specctl.runtime.policies.length import LengthChooser
+from specctl.runtime.policies.switch import Switch
 from specctl.runtime.sampling import Sampling
 from specctl.runtime.session import Completion, Request, Row
 from specctl.runtime.stats import Stats, add_counts, repetition_rate
@@ -54,8 +55,10 @@ class Generated:
 
 def default_policy(drafter: Drafter | None) -> Policy:
     """What the drafter's family asks for first."""
-    name = "direct" if drafter is None else family(drafter.family).policies[0]
-    return make_policy({"policy": name})
+    if drafter is None:
+        return make_policy({"policy": "direct"})
+    names = drafter.policies or family(drafter.family).policies
+    return make_policy({"policy": names[0]})
 
 
 def generate(
@@ -125,6 +128,7 @@ def summarize(
         verify_seconds=engine.verify_seconds,
         verification=verification,
         repetition_rate=repetition_rate([c.tokens for c in completions]),
+        controller=engine.policy.to_json() if isinstance(engine.policy, Switch) else None,
     )
 
 

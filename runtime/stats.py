@@ -9,7 +9,7 @@ MBSU      memory-bound speed-up, tau / (1 + g c): g sequential draft calls, c = 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +56,7 @@ class Stats:
     verify_seconds: float
     verification: str
     repetition_rate: float
+    controller: Mapping[str, Any] | None = None  # what each arm of a switch did
 
     @property
     def tau(self) -> float:
@@ -96,6 +97,7 @@ class Stats:
             "draft_share": round(self.draft_share, 4),
             "repetition_rate": round(self.repetition_rate, 4),
             "verification": self.verification,
+            **({} if self.controller is None else {"controller": dict(self.controller)}),
         }
 
 

@@ -116,7 +116,10 @@ class Outcome:
 
 
 class DraftState(ABC):
-    """A drafter's memory of the rows of one engine, addressed by slot. One writer: the engine."""
+    """A drafter's memory of the rows of one engine, addressed by slot. One writer: the engine.
+    While `is_listening` is False, the engine spares the target's top-k."""
+
+    is_listening: bool = True
 
     def join(self, slot: int, conversation: str | None) -> None:
         """Called before `start`: the row belongs to that conversation, if it belongs to any."""
@@ -177,6 +180,8 @@ class Drafter(ABC):
     module: nn.Module | None = None
     vocab: VocabMap | None = None
     lossless: bool = True
+    policies: tuple[str, ...] = ()  # that may grow it, where they are not its family's
+    note: str = ""  # what is to be said whenever it is used
     holds_data: bool = False  # `tensors` are a memory of any length, which `load_tensors` checks
 
     def __init__(self, options: Any, spec: ModelSpec, vocab: VocabMap | None = None) -> None:

@@ -11,12 +11,14 @@ from specctl.runtime.policies.chain import Chain
 from specctl.runtime.policies.direct import Direct
 from specctl.runtime.policies.dynamic_tree import DynamicTree
 from specctl.runtime.policies.static_tree import StaticTree
+from specctl.runtime.policies.switch import Switch
 
 POLICIES: Mapping[str, type[Any]] = {
     "chain": Chain,
     "static-tree": StaticTree,
     "dynamic-tree": DynamicTree,
     "direct": Direct,
+    "switch": Switch,
 }
 
 

@@ -1,0 +1,216 @@
+"""Team: several drafters over the same rows, one of which drafts in each round.
+
+Every member sees every prompt and every outcome, so that any of them can draft at any time; who
+does is for the policy to say (`switch`, runtime/controllers). Alone, the team is a cascade: of each
+row the first member that has something to say speaks. Members whose only input is the target's
+top-k may sleep: they then cost nothing and learn nothing.
+Letters: B rows, N nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from specctl.drafters import family
+from specctl.drafters.parts.base import (
+    Borrowed,
+    Budget,
+    Drafter,
+    DraftState,
+    Family,
+    Needs,
+    Outcome,
+    RoundView,
+    Space,
+    StepState,
+)
+from specctl.drafters.parts.spec import ModelSpec
+from specctl.drafters.parts.tree import DraftTree, NodeKind
+from specctl.drafters.parts.vocab import VocabMap
+from specctl.recipes.errors import RecipeError
+
+
+@dataclass(frozen=True, slots=True)
+class TeamOptions:
+    """Names of training-free families, in the order in which a cascade asks them."""
+
+    members: tuple[str, ...] = ("prompt-lookup",)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "members", tuple(self.members))
+        if not self.members or len(set(self.members)) < len(self.members):
+            raise RecipeError(
+                "a team needs members, each of them once",
+                where="drafter.options.members",
+                found=", ".join(self.members) or "none",
+                expected="names of training-free families",
+                do="write members: [prompt-lookup, token-recycling]",
+            )
+
+
+class Team(Drafter):
+    """Drafters that share the rows. `members` may be any drafters, trained ones included."""
+
+    family: ClassVar[str] = "team"
+
+    def __init__(
+        self,
+        options: TeamOptions,
+        spec: ModelSpec,
+        vocab: VocabMap | None = None,
+        members: Sequence[Drafter] = (),
+    ) -> None:
+        super().__init__(options, spec, vocab)
+        self.members = list(members) or [_built(name, spec) for name in options.members]
+        self.names = [m.family for m in self.members]
+        self.lossless = all(m.lossless for m in self.members)
+
+    @classmethod
+    def of(cls, members: Sequence[Drafter]) -> Self:
+        """A team of these drafters."""
+        options = TeamOptions(tuple(m.family for m in members))
+        return cls(options, members[0].spec, None, members)
+
+    def needs(self) -> Needs:
+        all_needs = [m.needs() for m in self.members]
+        return Needs(
+            taps=tuple(sorted({tap for needs in all_needs for tap in needs.taps})),
+            topk=max(needs.topk for needs in all_needs),
+            topk_logp=any(needs.topk_logp for needs in all_needs),
+            borrow=any(needs.borrow for needs in all_needs),
+        )
+
+    def bind(self, borrowed: Borrowed) -> None:
+        for member in self.members:
+            if member.needs().borrow:
+                member.bind(borrowed)
+
+    def open(self, space: Space) -> TeamState:
+        return TeamState(self, space)
+
+    def tensors(self) -> dict[str, Tensor]:
+        found = ((n, m.tensors()) for n, m in zip(self.names, self.members, strict=True))
+        return {f"{name}.{key}": t for name, tensors in found for key, t in tensors.items()}
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, member in zip(self.names, self.members, strict=True):
+            prefix = name + "."
+            own = {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
+            member.load_tensors(own)
+
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Drafter:
+        self.members = [member.to(device, dtype) for member in self.members]
+        return self
+
+
+class TeamState(DraftState):
+    """The members' memories side by side. While `is_listening` is False, members that live on the
+    target's top-k alone sleep."""
+
+    def __init__(self, team: Team, space: Space) -> None:
+        self.names, self.vocabs = team.names, [m.vocab for m in team.members]
+        self.members = [m.open(space) for m in team.members]
+        self.is_listening = True
+        needs = [m.needs() for m in team.members]
+        self._topk = [n.topk for n in needs]
+        self._may_sleep = [n.topk > 0 and not n.taps for n in needs]
+
+    def join(self, slot: int, conversation: str | None) -> None:
+        for member in self.members:
+            member.join(slot, conversation)
+
+    def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
+        for member in self.members:
+            member.start(slot, tokens, taps)
+
+    def propose(self, view: RoundView, budget: Budget) -> DraftTree:
+        trees = [m.propose(view, budget) for m in self.members if not isinstance(m, StepState)]
+        assert trees, "a team of stepwise drafters is grown by the policy switch"
+        return first_of(trees)
+
+    def observe(self, outcome: Outcome) -> None:
+        for member, sleeps, topk in zip(self.members, self._may_sleep, self._topk, strict=True):
+            if self.is_listening or not sleeps:
+                member.observe(_narrowed(outcome, topk))
+
+    def end(self, slot: int) -> None:
+        for member in self.members:
+            member.end(slot)
+
+
+def _narrowed(outcome: Outcome, topk: int) -> Outcome:
+    """The outcome with as many ranks as a member asked for."""
+    found, logp = outcome.topk_BTK, outcome.topk_logp_BTK
+    if found is None or topk in (0, found.shape[-1]):
+        return outcome
+    logp = None if logp is None else logp[..., :topk]
+    return replace(outcome, topk_BTK=found[..., :topk], topk_logp_BTK=logp)
+
+
+def first_of(trees: Sequence[DraftTree]) -> DraftTree:
+    """Of each row the first tree that has a node there; POINT trees only."""
+    best = trees[0]
+    for other in trees[1:]:
+        has_B = best.valid_BN.any(1)
+        if other.num_nodes == 0 or bool(has_B.all()):
+            continue
+        if best.num_nodes == 0 or not bool(has_B.any()):
+            best = other
+            continue
+        best = _by_row(has_B, best, other)
+    return best
+
+
+def _by_row(first_B: Tensor, one: DraftTree, two: DraftTree) -> DraftTree:
+    """Rows of `one` where `first_B`, of `two` elsewhere."""
+    N = max(one.num_nodes, two.num_nodes)
+
+    def pick(a_BN: Tensor, b_BN: Tensor, fill: int) -> Tensor:
+        a_BN, b_BN = (pad(x, (0, N - x.shape[1]), value=fill) for x in (a_BN, b_BN))
+        return torch.where(first_B[:, None], a_BN, b_BN)
+
+    return DraftTree(
+        pick(one.token_BN, two.token_BN, 0),
+        pick(one.parent_BN, two.parent_BN, -1),
+        pick(one.rank_BN, two.rank_BN, 0),
+        pick(one.valid_BN, two.valid_BN, 0),
+        NodeKind.POINT,
+        max(one.depth, two.depth),
+    )
+
+
+def _built(name: str, spec: ModelSpec) -> Drafter:
+    found = family(name)
+    if found.trainable or found.name == Team.family:
+        raise RecipeError(
+            f"{name} cannot be named as a member",
+            where="drafter.options.members",
+            expected="families that need no training",
+            do="load the drafter and use Team.of([...]) in Python",
+        )
+    return found.build(found.options(), spec, None)
+
+
+def build(options: TeamOptions, spec: ModelSpec, vocab: VocabMap | None) -> Team:
+    return Team(options, spec, vocab)
+
+
+FAMILY = Family(
+    name="team",
+    summary=(
+        "Several training-free drafters at once. Each round one of them drafts: the first that has "
+        "something to say, or, under the policy switch, the one that a controller expects most of "
+        "by what was measured. The way to serve text whose kind is not known beforehand."
+    ),
+    paper="https://arxiv.org/abs/2510.20064",
+    options=TeamOptions,
+    build=build,
+    trainable=False,
+    policies=("direct", "switch"),
+)

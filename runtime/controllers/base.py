@@ -1,0 +1,153 @@
+"""Arms and controllers: which configuration speculates in the next round, if any does.
+
+An arm is a whole configuration: a member of the team, the policy that grows it and its length; one
+arm is plain decoding. A controller orders the arms of a round by what it expects of them; the first
+that has something to draft is played. It learns tokens and seconds of the arm played (`reward`),
+and how far the drafts of any member agreed with the text, played or not (`scored`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specctl.runtime.policies.base import Policy
+    from specctl.runtime.policies.length import CostTable
+
+OFF = "off"
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """`member` drafts under `policy` (both None: plain decoding)."""
+
+    name: str
+    member: int | None = None
+    policy: Policy | None = None
+
+    @property
+    def is_off(self) -> bool:
+        return self.member is None
+
+    @property
+    def length(self) -> int:
+        return 0 if self.policy is None else self.policy.depth
+
+    @property
+    def nodes(self) -> int:
+        return 0 if self.policy is None else self.policy.nodes
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A draft of `member` held against the text: `matched` tokens agreed, of the `known` that could
+    be compared; `context` is the length of the repeated suffix in front of it."""
+
+    member: int
+    matched: int
+    known: int
+    context: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Nothing is censored: the draft ended in a mismatch."""
+        return self.matched < self.known
+
+
+@dataclass(slots=True)
+class ArmCount:
+    """What one arm has done. One writer: the policy `switch`."""
+
+    rounds: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {"rounds": self.rounds, "tokens": self.tokens, "seconds": round(self.seconds, 6)}
+
+
+@dataclass(slots=True)
+class Prices:
+    """Seconds of a round by nodes drafted: measured beforehand (`table`), else from the rounds as
+    they come (moving averages; unknown sizes are guessed `slope` dearer per node). `branching` are
+    the members that were seen to draft trees, which have more nodes than levels."""
+
+    table: CostTable | None = None
+    slope: float = 0.08
+    memory: float = 0.9
+    seen: dict[int, float] = field(default_factory=dict)
+    branching: set[int] = field(default_factory=set)
+
+    def of(self, arm: Arm, depth: int | None = None) -> float:
+        """Of a round with that arm; a chain may come out shorter than its length."""
+        if arm.member is None:
+            return self.seconds(0)
+        if arm.member in self.branching:
+            return self.seconds(arm.nodes)
+        return self.seconds(arm.length if depth is None else min(arm.length, max(depth, 1)))
+
+    def observe(self, nodes: int, seconds: float) -> None:
+        before = self.seen.get(nodes)
+        kept = seconds if before is None else self.memory * before
+        self.seen[nodes] = kept if before is None else kept + (1 - self.memory) * seconds
+
+    def seconds(self, nodes: int) -> float:
+        """Of a round with so many drafted nodes per row."""
+        if self.table is not None:
+            return self._from_table(self.table, nodes)
+        if nodes in self.seen:
+            return self.seen[nodes]
+        if not self.seen:
+            return 1.0 + self.slope * nodes
+        near = min(self.seen, key=lambda known: abs(known - nodes))
+        return self.seen[near] * (1.0 + self.slope * nodes) / (1.0 + self.slope * near)
+
+    @staticmethod
+    def _from_table(table: CostTable, nodes: int) -> float:
+        known = sorted(table.verify)
+        above = next((k for k in known if k >= nodes), known[-1])
+        below = max((k for k in known if k <= nodes), default=known[0])
+        low, high = table.round_seconds(below), table.round_seconds(above)
+        if above == below:  # beyond the table: as dear per node as its last step on average
+            return high * max(1.0, nodes / max(above, 1))
+        return low + (high - low) * (nodes - below) / (above - below)
+
+
+class Controller(ABC):
+    """One writer: the policy `switch` of one engine."""
+
+    needs_contexts = False  # asks for the length of the repeated suffix
+    is_listening = True  # members that live on the target's top-k need not sleep
+
+    def open(self, arms: Sequence[Arm], prices: Prices) -> None:
+        """The arms of this engine, known when the first round begins."""
+        self.arms, self.prices = tuple(arms), prices
+        self.off = next(i for i, arm in enumerate(arms) if arm.is_off)
+
+    @abstractmethod
+    def order(self, contexts: Sequence[int]) -> Sequence[int]:
+        """Arms to try, best first; `contexts` per row (empty if not asked for)."""
+
+    def looks(self) -> bool:
+        """Whether members that do not play should draft now, to be scored later."""
+        return False
+
+    def reward(self, arm: int, tokens: float, seconds: float) -> None:
+        """The arm played emitted so many tokens per row in that time."""
+        del arm, tokens, seconds
+
+    def scored(self, score: Score) -> None:
+        """A draft was held against the text."""
+        del score
+
+    def to_json(self) -> Mapping[str, Any]:
+        """What a report says beyond the counts per arm."""
+        return {}
+
+
+def first(best: int, off: int) -> tuple[int, ...]:
+    """That arm, and plain decoding where it has nothing to draft."""
+    return (best,) if best == off else (best, off)

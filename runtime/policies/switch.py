@@ -1,0 +1,182 @@
+"""Switch: the policy that plays arms. A controller says in which order, the first with a draft plays.
+
+The arms are whole configurations of a team's members; plain decoding is one of them. Choices follow
+from earlier rounds and from the text only, so every arm keeps its own guarantee.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from specctl.drafters.parts.base import Budget, Outcome, RoundSeconds, StepState
+from specctl.drafters.parts.tree import DraftTree, NodeKind, empty_tree, fitted
+from specctl.drafters.team import TeamState
+from specctl.recipes.errors import RecipeError, nearest
+from specctl.runtime.controllers.auto import Auto
+from specctl.runtime.controllers.bandit import Exp3, Ucb
+from specctl.runtime.controllers.base import OFF, Arm, ArmCount, Controller, Prices, Score
+from specctl.runtime.controllers.cascade import Cascade
+from specctl.runtime.controllers.hedge import Hedge
+from specctl.runtime.controllers.match import Matches
+from specctl.runtime.controllers.posterior import Posterior
+from specctl.runtime.controllers.shadow import Shadows
+from specctl.runtime.policies.base import Growth
+from specctl.runtime.policies.chain import Chain
+from specctl.runtime.policies.direct import Direct
+from specctl.runtime.policies.length import CostTable
+
+CONTROLLERS: Mapping[str, type[Controller]] = {
+    "auto": Auto,
+    "ucb": Ucb,
+    "exp3": Exp3,
+    "thompson": Posterior,
+    "hedge": Hedge,
+    "cascade": Cascade,
+}
+
+
+@dataclass(slots=True)
+class Switch:
+    """Drafts up to `length` deep, trees of at most `nodes`. `lengths` are those of the arms of each
+    member, none above `length`; `arms` replaces this choice. `costs`
+    are prices measured beforehand. One writer: the engine."""
+
+    controller: str = "auto"
+    length: int = 8
+    nodes: int = 12
+    lengths: tuple[int, ...] = (2, 4, 8)
+    arms: tuple[Arm, ...] = ()
+    costs: CostTable | None = field(default=None, repr=False)
+    brain: Controller = field(init=False, repr=False)
+    counts: dict[str, ArmCount] = field(default_factory=dict, init=False, repr=False)
+    prices: Prices = field(init=False, repr=False)
+    matches: Matches = field(default_factory=Matches, init=False, repr=False)
+    shadows: Shadows = field(default_factory=Shadows, init=False, repr=False)
+    played: int = field(default=0, init=False, repr=False)
+    contexts: list[int] = field(default_factory=list, init=False, repr=False)
+    is_open: bool = field(default=False, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.controller not in CONTROLLERS:
+            raise RecipeError(
+                f"unknown controller {self.controller!r}",
+                where="serve.controller",
+                expected="one of " + ", ".join(CONTROLLERS),
+                do=f"write controller: {nearest(self.controller, CONTROLLERS, 1)}",
+            )
+        self.nodes = max((arm.nodes for arm in self.arms), default=max(self.nodes, self.length))
+        self.lengths = tuple(sorted({min(int(k), self.length) for k in self.lengths}))
+        self.brain, self.prices = CONTROLLERS[self.controller](), Prices(self.costs)
+
+    @property
+    def depth(self) -> int:
+        return max((arm.length for arm in self.arms), default=self.length)
+
+    @property
+    def is_chain(self) -> bool:
+        return False
+
+    def kind(self, sampled: bool) -> NodeKind:
+        kinds = {arm.policy.kind(sampled) for arm in self.arms if arm.policy is not None}
+        return next(iter(kinds - {NodeKind.POINT}), NodeKind.POINT)
+
+    # -- a round --------------------------------------------------------------------------------
+
+    def grow(self, growth: Growth) -> DraftTree:
+        state = growth.state
+        assert isinstance(state, TeamState), "arms are configurations of a team's members"
+        if not self.is_open:
+            self._open(state)
+        view, tree = growth.view, empty_tree(len(growth.view.slots), growth.view.slot_B.device)
+        if self.brain.needs_contexts:
+            self.contexts = self.matches.contexts(view.slots, view.tokens)
+        for index in self.brain.order(self.contexts):
+            self.played = index
+            tree = self._draft(self.arms[index], growth, state)
+            if tree.num_nodes or self.arms[index].is_off:
+                break
+        state.is_listening = self.brain.is_listening
+        if self.brain.looks():
+            self._look(growth, state)
+        return tree
+
+    def _draft(self, arm: Arm, growth: Growth, state: TeamState) -> DraftTree:
+        if arm.member is None or arm.policy is None:
+            return empty_tree(len(growth.view.slots), growth.view.slot_B.device)
+        depth = min(growth.budget.depth, arm.length)
+        budget = Budget(min(growth.budget.nodes, arm.nodes), depth)
+        member, vocab = state.members[arm.member], state.vocabs[arm.member]
+        return fitted(arm.policy.grow(replace(growth, state=member, vocab=vocab, budget=budget)))
+
+    def _look(self, growth: Growth, state: TeamState) -> None:
+        """Members that did not play draft as well, to be scored; stepwise ones cost forwards and
+        are scored by what they play only."""
+        playing = self.arms[self.played].member
+        longest = {arm.member: arm for arm in self.arms if arm.member is not None}
+        for member, arm in longest.items():
+            drafter = state.members[member]
+            if member == playing or isinstance(drafter, StepState):
+                continue
+            depth = min(growth.budget.depth, arm.length)
+            tree = drafter.propose(growth.view, Budget(arm.nodes, depth))
+            self._note_shape(member, tree)
+            self.shadows.add(member, tree, growth.view.tokens, self.contexts)
+
+    def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:
+        if not self.is_open:
+            return  # every round so far was too short to draft in
+        arm, spent = self.arms[self.played], seconds.draft + seconds.verify
+        tokens = sum(len(new) for new in outcome.emitted)
+        count = self.counts[arm.name]
+        count.rounds += 1
+        count.tokens += tokens
+        count.seconds += spent
+        for score in self.shadows.ripe():
+            self.brain.scored(score)
+        if any(outcome.finished):
+            return  # cut rounds say nothing about an arm
+        self.prices.observe(outcome.tree.num_nodes, spent)
+        self.brain.reward(self.played, tokens / len(outcome.emitted), spent)
+        if arm.member is not None:
+            self._score_played(arm.member, outcome)
+
+    def _score_played(self, member: int, outcome: Outcome) -> None:
+        tree = outcome.tree
+        if tree.num_nodes == 0:
+            return
+        self._note_shape(member, tree)
+        depths = (tree.depth_BT()[:, 1:] * tree.valid_BN).amax(1).tolist()
+        for b, (accepted, depth) in enumerate(zip(outcome.num_accepted, depths, strict=True)):
+            if depth > 0:
+                context = self.contexts[b] if self.contexts else 0
+                self.brain.scored(Score(member, accepted, min(accepted + 1, depth), context))
+
+    def _note_shape(self, member: int, tree: DraftTree) -> None:
+        if tree.num_nodes > tree.depth:
+            self.prices.branching.add(member)
+
+    def _open(self, state: TeamState) -> None:
+        """The arms, once the members are known."""
+        self.is_open = True
+        self.arms = self.arms or (Arm(OFF), *self._default_arms(state))
+        if not any(arm.is_off for arm in self.arms):
+            self.arms = (Arm(OFF), *self.arms)
+        self.counts = {arm.name: ArmCount() for arm in self.arms}
+        self.brain.open(self.arms, self.prices)
+
+    def _default_arms(self, state: TeamState) -> Sequence[Arm]:
+        found = []
+        for member, name in enumerate(state.names):
+            if isinstance(state.members[member], StepState):
+                found += [Arm(f"{name} {k}", member, Chain(length=k)) for k in self.lengths]
+            else:
+                direct = [Direct(k, max(k, self.nodes)) for k in self.lengths]
+                found += [Arm(f"{name} {each.length}", member, each) for each in direct]
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Counts per arm, and what the controller itself says."""
+        arms = {name: count.to_json() for name, count in self.counts.items() if count.rounds}
+        return {"controller": self.controller, "arms": arms, **self.brain.to_json()}
