@@ -193,8 +193,9 @@ def check_tree(tree: DraftTree, budget: Budget, size: int) -> None:
     assert tree.depth <= budget.depth
     depth_BT = tree.depth_BT()
     assert int(depth_BT[tree.fed_valid_BT()].max()) <= tree.depth
-    assert int(depth_BT.max()) <= max(tree.depth, tree.probe_depth)
-    assert not bool(tree.valid_BN[:, tree.num_nodes - tree.num_probes :].any())
+    probes = slice(tree.num_nodes - tree.num_probes, None)
+    assert bool((depth_BT[:, 1:][:, probes] <= tree.probe_depth).all())
+    assert not bool(tree.valid_BN[:, probes].any())
     at_N = torch.arange(tree.num_nodes)
     assert bool((tree.parent_BN < at_N).all())
     assert bool(((tree.token_BN >= 0) & (tree.token_BN < size)).all())
