@@ -33,7 +33,8 @@ from specctl.train.vocab.measure import Measured, measure_drafter
 from specctl.train.vocab.predict import predict_from_coverage
 from specctl.train.vocab.report import MBSU_FORMULA, TrimReport, kendall
 from specctl.train.vocab.selectors import selector
-from specctl.train.vocab.trim import TrimSettings, trim
+from specctl.train.vocab.settings import TrimSettings
+from specctl.train.vocab.trim import trim
 
 SHARES = (24, 12, 6, 3, 1)
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specctl.cli.console import Console
-from specctl.cli.training import TrainingFlags, run_training
+from specctl.cli.recipe_flags import TrainingFlags
+from specctl.cli.training import run_training
 from specctl.recipes.errors import RecipeError
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from typing import Annotated, ClassVar
 import typer
 
 from specctl.cli.console import Console
-from specctl.cli.training import RecipeFlags, TrainingFlags, run_training
+from specctl.cli.recipe_flags import RecipeFlags, TrainingFlags
+from specctl.cli.training import run_training
 from specctl.recipes.errors import RecipeError
 
 METHOD = "Method"

@@ -12,8 +12,9 @@ import signal
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 
@@ -31,6 +32,7 @@ from specctl.recipes.errors import (
 # typer may carry its own copy of click; its BadParameter is the one public way to the base class.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 INTERRUPTED, PIPE_CLOSED, TERMINATED = 130, 141, 143
+ALIKE = 0.6  # a flag less alike than this is not suggested
 _FILE_ERRORS = {
     errno.ENOENT,
     errno.EACCES,
@@ -155,19 +157,33 @@ def _usage(error: Exception) -> SpecctlError:
         close = "".join(near)
         message = f"unknown command {wanted!r}"
     option = getattr(error, "option_name", None)
-    possible = getattr(error, "possibilities", None) or []
-    if option is not None and possible:
-        close = ", ".join(possible)
-    first = close.split(", ")[0]
-    verb = f"{path} {first} --help" if first and not first.startswith("-") else f"{path} --help"
+    if option is not None and context is not None and message.startswith("No such option"):
+        close = near_flag(option, context.command.params)
+        message = f"unknown flag {option}"
+    is_flag = close.startswith("-")
+    verb = f"{path} {close} --help" if close and not is_flag else f"{path} --help"
     return SpecctlError(
         message,
         where=f"the command line or {config}" if config else "the command line",
         found=" ".join(["specctl", *sys.argv[1:]])[:200],
         expected=" ".join(usage.split()),
-        do=f"use {first}  ({verb})" if first.startswith("-") else verb,
+        do=f"use {close}  ({verb})" if is_flag else verb,
         exit=Exit.USAGE,
     )
+
+
+def near_flag(wanted: str, params: Iterable[Any]) -> str:
+    """The flag that `wanted` most likely stands for, or nothing: alike in letters, and in whole
+    words (--prompt-file is --file rather than --profile)."""
+
+    def likeness(flag: str) -> float:
+        words, own = ({*name.strip("-").split("-")} - {"no"} for name in (wanted, flag))
+        shared = len(words & own) / max(1, len(words | own))
+        return difflib.SequenceMatcher(None, wanted, flag).ratio() + shared
+
+    flags = {f for p in params for f in (*p.opts, *p.secondary_opts) if f.startswith("--")}
+    likely = max(sorted(flags), key=likeness, default="")
+    return likely if likely and likeness(likely) >= ALIKE else ""
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -119,8 +119,7 @@ RuleFlag = Annotated[
     str | None,
     typer.Option(
         "--rule",
-        help="Verification rule: auto, greedy, target-only, one-hot, chain, block, recursive, "
-        "traversal.",
+        help="Verification rule: auto, or one that fits the policy (specctl recipes rules).",
         rich_help_panel=DRAFTING,
     ),
 ]

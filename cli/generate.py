@@ -15,11 +15,10 @@ from specctl.cli.loading import (
     NO_DRAFTER,
     DraftChoice,
     LoadedDraft,
-    PromptText,
     TargetChoice,
-    read_prompts,
     target_json,
 )
+from specctl.cli.prompts import PromptText, read_prompts
 from specctl.cli.sampling import SamplingFlags
 from specctl.cli.stream import TextStream
 

@@ -10,8 +10,8 @@ import typer
 
 from specctl.cli.console import Console
 from specctl.cli.cutting import Job, cut_and_heal
+from specctl.cli.recipe_flags import RecipeFlags
 from specctl.cli.shapes import SearchFlags, search_shapes
-from specctl.cli.training import RecipeFlags
 from specctl.recipes.errors import RecipeError
 
 if TYPE_CHECKING:

@@ -148,7 +148,7 @@ def _trim(console: Console, model: Target, out: Path) -> Path:
     from specctl.cli.vocab_trim import TrimJob, trim_and_package
     from specctl.export.manifest import WEIGHTS, check_files
     from specctl.train.vocab.selectors import selector
-    from specctl.train.vocab.trim import TrimSettings
+    from specctl.train.vocab.settings import TrimSettings
 
     source, folder = out / "package", out / "trimmed"
     mark = folder / "of.json"

@@ -152,6 +152,38 @@ def schema(
     console.done({"schema": part})
 
 
+def rules(console: Console) -> None:
+    """List the verification rules and the trees for which each one is lossless.
+
+    A pair that is not in the table is refused when it is configured. Relaxed acceptance is no rule:
+    it is a family of its own, marked approximate in every output.
+
+    Example:
+
+      specctl recipes rules --json
+    """
+    from specctl.drafters.parts.tree import NodeKind
+    from specctl.runtime.verify import RULES, default_rule
+
+    rows, found = [], []
+    for rule in RULES.values():
+        kinds = [kind.value for kind in NodeKind if kind in rule.kinds]
+        shown = "any" if len(kinds) == len(NodeKind) else ", ".join(kinds)
+        rows.append((rule.name, "chain" if rule.chains_only else "tree", shown, rule.summary))
+        fields = {"name": rule.name, "summary": rule.summary, "paper": rule.paper, "kinds": kinds}
+        found.append({**fields, "chains_only": rule.chains_only, "lossless": True})
+    console.table(("rule", "shape", "drafts", "what"), rows)
+    auto = {
+        kind.value: {shape: default_rule(kind, shape == "chain") for shape in ("chain", "tree")}
+        for kind in NodeKind
+    }
+    console.out()
+    console.table(
+        ("drafts", "auto, chain", "auto, tree"), [(k, *a.values()) for k, a in auto.items()]
+    )
+    console.done({"rules": found, "auto": auto})
+
+
 def _everywhere(console: Console) -> None:
     """List, show, copy and check recipes."""
     del console
@@ -162,6 +194,7 @@ app.command("ls")(command(ls, "recipes-ls"))
 app.command("show")(command(show, "recipes-show"))
 app.command("cp")(command(cp, "recipes-cp"))
 app.command("validate")(command(validate, "recipes-validate"))
+app.command("rules")(command(rules, "recipes-rules"))
 app.command("schema")(command(schema, "recipes-schema"))
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from specctl.cli.console import Console
-from specctl.cli.training import TrainingFlags, run_training
+from specctl.cli.recipe_flags import TrainingFlags
+from specctl.cli.training import run_training
 
 
 def train_draft(console: Console, run: TrainingFlags) -> None:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from specctl.cli.console import Console
-from specctl.cli.flags import Offline, Sets
 from specctl.cli.launch import check_gpus, is_launched, relaunch
 from specctl.cli.loading import go_offline
-from specctl.cli.memory import peak_memory, peak_text, size_text
+from specctl.cli.memory import peak_memory, peak_text
+from specctl.cli.plan import show_plans
 from specctl.cli.progress import duration
+from specctl.cli.recipe_flags import TrainingFlags
 from specctl.recipes.errors import RecipeError, SpecctlError
 
 if TYPE_CHECKING:
@@ -24,102 +24,10 @@ if TYPE_CHECKING:
     from specctl.recipes.schema import Recipe
     from specctl.runtime.report import Reporter
     from specctl.runtime.target import Target
-    from specctl.train.plan import Plan
     from specctl.train.run import RunResult
 
 
 GATE_PROMPTS = 4
-RUN, HARDWARE = "Run", "Hardware"
-
-
-@dataclass(frozen=True, slots=True)
-class RecipeFlags:
-    """Which recipe, and what the command line changes of it. `FIELDS`: option -> recipe field."""
-
-    FIELDS: ClassVar[Mapping[str, str]] = {
-        "target": "target.name", "data": "data.source", "init": "drafter.init"
-    }  # fmt: skip
-    recipe: Annotated[
-        str,
-        typer.Option("--recipe", "-r", help="A recipe's name (specctl recipes ls) or a YAML file."),
-    ] = "distill"
-    target: Annotated[
-        str | None,
-        typer.Option("--target", "-t", help="Alias, hub id or folder; else the recipe's."),
-    ] = None
-    data: Annotated[
-        str | None,
-        typer.Option("--data", help="Text, JSONL, parquet or hub data set; else the recipe's."),
-    ] = None
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Run folder; else runs/TARGET-RECIPE.")
-    ] = None
-    init: Annotated[
-        str | None,
-        typer.Option(
-            "--init",
-            help="Start from these weights: target, a package, a run or a Hugging Face folder.",
-        ),
-    ] = None
-    sets: Sets = None
-
-    def load(self) -> Recipe:
-        """The recipe with these changes, checked."""
-        from specctl.cli.families import check_options
-        from specctl.recipes.load import load_recipe
-
-        recipe = load_recipe(
-            self.recipe,
-            self.sets or (),
-            flags=self._fields(),
-            named={field: f"--{name.replace('_', '-')}" for name, field in self.FIELDS.items()},
-        )
-        check_options(recipe, self.recipe)
-        return recipe
-
-    def _fields(self) -> dict[str, Any]:
-        """Fields of the recipe that flags of their own set."""
-        given = {field: getattr(self, name) for name, field in self.FIELDS.items()}
-        return {field: value for field, value in given.items() if value is not None}
-
-    def folder(self, recipe: Recipe) -> Path:
-        """--out, or runs/TARGET-RECIPE."""
-        target = recipe.target.name.strip("/").replace("/", "--")
-        return self.out if self.out is not None else Path("runs") / f"{target}-{recipe.name}"
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingFlags(RecipeFlags):
-    """The flags of a training command."""
-
-    gpus: Annotated[
-        int, typer.Option("--gpus", min=1, help="GPUs, one process each.", rich_help_panel=HARDWARE)
-    ] = 1
-    processes: Annotated[
-        int,
-        typer.Option("--processes", min=1, help="Processes on the CPU.", rich_help_panel=HARDWARE),
-    ] = 1
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume/--no-resume",
-            help="Continue the run in OUT if there is one.",
-            rich_help_panel=RUN,
-        ),
-    ] = True
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the plan and stop.", rich_help_panel=RUN)
-    ] = False
-    allow: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allow",
-            metavar="FIELD",
-            help="Continue although this changed: config, target, data, vocab, init, world-size.",
-            rich_help_panel=RUN,
-        ),
-    ] = None
-    offline: Offline = False
 
 
 def run_training(
@@ -307,62 +215,3 @@ def _dry_run(console: Console, recipe: Recipe, out: Path) -> None:
     arguments = [word for word in sys.argv[1:] if word not in ("--dry-run", "--json", "--jsonl")]
     answer = show_plans(console, recipe, out)
     console.done(answer, next=[" ".join(["specctl", *arguments])])
-
-
-def show_plans(
-    console: Console, recipe: Recipe, out: Path, is_rehearsed: bool = False
-) -> dict[str, Any]:
-    """The plan of a run, or of each stage of a pipeline; returns them for --json."""
-    from specctl.train.assemble import trainable_family
-    from specctl.train.stages import plans
-
-    trainable_family(recipe)
-    made = plans(recipe, out)
-    if is_rehearsed:
-        made = [(recipe, _rehearsed(console, recipe))]
-    for part, plan in made:
-        show_plan(console, part, plan)
-    answer: dict[str, Any] = {"recipe": recipe.to_json(), "origin": recipe.origin}
-    if not recipe.stages:
-        return answer | {"plan": made[0][1].to_json()}
-    low, high = (sum(plan.seconds_range[i] for _, plan in made) for i in (0, 1))
-    console.out(f"all {len(made)} stages: {duration(low)} to {duration(high)}")
-    return answer | {"plans": {part.name: plan.to_json() for part, plan in made}}
-
-
-def _rehearsed(console: Console, recipe: Recipe) -> Plan:
-    """The plan of a run after its rehearsal."""
-    from specctl.cli.rehearse import rehearse
-    from specctl.train.plan import plan
-
-    if recipe.stages:
-        raise SpecctlError(
-            "a pipeline cannot be rehearsed: its later stages start from the earlier ones",
-            found=f"{len(recipe.stages)} stages",
-            expected="a recipe of one stage",
-            do="leave --rehearse out, or plan one stage as a recipe of its own",
-        )
-    console.say("rehearsing: a small run in a process of its own, a minute or two")
-    return plan(recipe, rehearsal=rehearse(recipe))
-
-
-def show_plan(console: Console, recipe: Recipe, plan: Plan) -> None:
-    """What a run will take, before anything is spent."""
-    low, high = plan.seconds_range
-    rows = [
-        ("recipe", f"{recipe.name} ({recipe.digest[:12]})"),
-        ("target", recipe.target.name),
-        ("family", recipe.drafter.family),
-        ("target parameters", f"{plan.target_parameters:,}"),
-        ("drafter parameters", f"{plan.parameters:,} ({plan.trainable:,} trained)"),
-        ("steps", f"{plan.steps:,}"),
-        ("memory", _parts_text(plan.memory_bytes, plan.memory)),
-        ("disk", _parts_text(plan.disk_bytes, plan.disk)),
-        ("time", f"{duration(low)} to {duration(high)} ({plan.basis})"),
-    ]
-    console.table(("what", "how much"), rows)
-
-
-def _parts_text(total: int, parts: Mapping[str, int]) -> str:
-    shown = ", ".join(f"{name} {size_text(count)}" for name, count in parts.items())
-    return f"{size_text(total)} ({shown})"

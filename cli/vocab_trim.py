@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from specctl.train.data.sources import Sample
     from specctl.train.vocab.report import TrimReport
     from specctl.train.vocab.selectors import Selector
-    from specctl.train.vocab.trim import Material, TrimSettings
+    from specctl.train.vocab.settings import Material, TrimSettings
 
 SHARES = (1, 4, 3)  # of the prompts: tau is measured, sizes are predicted, tokens are counted on
 
@@ -112,7 +112,7 @@ def vocab_trim(
             expected="--size auto",
             do="leave --size out, or --search exhaustive",
         )
-    from specctl.train.vocab.trim import TrimSettings
+    from specctl.train.vocab.settings import TrimSettings
 
     settings = TrimSettings(
         wanted, part.min_coverage, max_new_tokens, temperature,
@@ -212,7 +212,7 @@ def gathered(job: TrimJob) -> Material:
     from specctl.train.data.heldout import heldout_prompts
     from specctl.train.vocab.chains import write_answers
     from specctl.train.vocab.coverage import total_counts
-    from specctl.train.vocab.trim import Material
+    from specctl.train.vocab.settings import Material
 
     size, settings = job.target.spec.vocab_size, job.settings
     pool = heldout_prompts(job.target, sum(SHARES) * job.num_prompts, path=job.prompts)

@@ -66,15 +66,23 @@ class NgramIndex:
                     self.last_end[tuple(tokens[end + 1 - length : end + 1])] = end
         self.num_read = max(self.num_read, len(tokens) - 1)
 
-    def continuation(self, tokens: Sequence[int], length: int) -> list[int]:
-        """Up to `length` tokens that followed the newest occurrence of the longest known suffix."""
+    def match(self, tokens: Sequence[int]) -> tuple[int, int] | None:
+        """Length of the longest known suffix, and where its newest occurrence ended."""
         size = len(tokens)
         for n in self.lengths:
             end = self.last_end.get(tuple(tokens[size - n :])) if n <= size else None
             if end is not None:
-                period = size - 1 - end
-                return [tokens[end + 1 + i % period] for i in range(length)]
-        return []
+                return n, end
+        return None
+
+    def continuation(self, tokens: Sequence[int], length: int) -> list[int]:
+        """`length` tokens that followed the newest occurrence of the longest known suffix."""
+        found = self.match(tokens)
+        if found is None:
+            return []
+        first = found[1] + 1
+        period = len(tokens) - first
+        return [tokens[first + i % period] for i in range(length)]
 
 
 class PromptLookup(Drafter):

@@ -306,6 +306,7 @@ class SmallLmState(StepState):
         self._growth: Growth | None = None
         self._kept: list[int] = []
         self._routed: RoutedHead | None = None
+        self._newest_BTD = torch.empty(0)
         self._version = -1
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
@@ -333,10 +334,10 @@ class SmallLmState(StepState):
     def _read(self, ids: Tensor, position: Tensor, masks: Masks, logits: bool = True) -> Any:
         """Logits of one forward; the states in front of a routed head, which `_speak` applies."""
         ids, position = self.drafter.readable(ids), self._within(position)
-        if self._routed is None:
-            return self.lm.forward(ids, position, masks, self.kv, logits=logits).logits_BTV
-        last = self.lm.spec.num_layers
-        return self.lm.forward(ids, position, masks, self.kv, (last,), logits=False).taps[last]
+        last, logits = self.lm.spec.num_layers, logits and self._routed is None
+        out = self.lm.forward(ids, position, masks, self.kv, (last,), logits=logits)
+        self._newest_BTD = out.taps[last]
+        return out.logits_BTV if self._routed is None else self._newest_BTD
 
     def _speak(self, read: Tensor) -> Tensor:
         return self.drafter.spoken(read) if self._routed is None else self._routed(read)
@@ -375,8 +376,9 @@ class SmallLmState(StepState):
         self._growth = Growth(view, self.kv, self._kept, view.kept_len_B + 1)
         if is_uniform:
             return self._speak(logits_BWK[:, -1])
-        at_B = torch.tensor(counts, device=device) - 1
-        return self._speak(logits_BWK[torch.arange(B, device=device), at_B])
+        row_B, at_B = torch.arange(B, device=device), torch.tensor(counts, device=device) - 1
+        self._newest_BTD = self._newest_BTD[row_B, at_B][:, None]
+        return self._speak(logits_BWK[row_B, at_B])
 
     def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
         assert self._growth is not None, "root() begins a round"
@@ -387,6 +389,9 @@ class SmallLmState(StepState):
             mask = torch.ones(shape, dtype=torch.bool, device=token_BM.device)
         windows = {w: mask & self._growth.near(place, w) for w in self.lm.windows}
         return self._speak(self._read(token_BM, place.position_BM, Masks(mask, windows)))
+
+    def hidden(self) -> Tensor:
+        return self._newest_BTD[:, -1]
 
     def observe(self, outcome: Outcome) -> None:
         growth, view = self._growth, outcome.view

@@ -28,7 +28,7 @@ from specctl.drafters.parts.base import (
 )
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.template import Template, compile_template, greedy_paths
-from specctl.drafters.parts.tree import DraftTree, NodeKind, empty_tree
+from specctl.drafters.parts.tree import DraftTree, NodeKind, empty_tree, fitted
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.recipes.errors import FileError, RecipeError
 
@@ -135,37 +135,17 @@ class TokenRecyclingState(DraftState):
                 parent_BM = levels[-1][:, template.parent_N[first:last] - before]
             levels.append(flat[parent_BM * self.R + template.rank_N[first:last]].long())
         token_BN = torch.cat(levels, dim=1)
-        return self._fitted(token_BN, template)
-
-    def _fitted(self, token_BN: Tensor, template: Template) -> DraftTree:
-        """The tree without the columns that no row could fill (host read: on the CPU only, where it
-        costs nothing and unfilled nodes would cost a forward)."""
         valid_BN = token_BN < self.V
-        parent_N, rank_N = template.parent_N, template.rank_N
-        depth, is_chain = len(template.levels), template.is_chain
-        if self.device.type == "cpu":
-            used_N = valid_BN.any(0)
-            if not bool(used_N.all()):
-                keep_N = used_N.nonzero()[:, 0]
-                if keep_N.numel() == 0:
-                    return empty_tree(token_BN.shape[0], self.device)
-                new_N = used_N.cumsum(0) - 1
-                old_parent_N = parent_N[keep_N]
-                parent_N = torch.where(old_parent_N >= 0, new_N[old_parent_N], old_parent_N)
-                token_BN, valid_BN, rank_N = (
-                    token_BN[:, keep_N],
-                    valid_BN[:, keep_N],
-                    rank_N[keep_N],
-                )
-                depth, is_chain = int(template.depth_N[keep_N[-1]]) + 1, False
-        return DraftTree(
-            token_BN.masked_fill(~valid_BN, 0),
-            parent_N.expand_as(token_BN),
-            rank_N.expand_as(token_BN),
-            valid_BN,
-            NodeKind.POINT,
-            depth,
-            is_chain=is_chain,
+        return fitted(
+            DraftTree(
+                token_BN.masked_fill(~valid_BN, 0),
+                template.parent_N.expand_as(token_BN),
+                template.rank_N.expand_as(token_BN),
+                valid_BN,
+                NodeKind.POINT,
+                len(template.levels),
+                is_chain=template.is_chain,
+            )
         )
 
     def _template(self, budget: Budget) -> Template:

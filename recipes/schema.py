@@ -19,6 +19,10 @@ Positive = Annotated[int, Field(ge=1)]
 StageName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$")]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 PolicyName = Literal["chain", "static-tree", "dynamic-tree", "direct"]
+StopName = Literal[
+    "confidence", "roc", "svip", "specdec-pp", "disco", "ada-eagle", "draft-verify", "heuristic",
+    "thompson",
+]  # fmt: skip
 RuleName = Literal[
     "auto", "greedy", "target-only", "one-hot", "chain", "block", "recursive", "traversal"
 ]
@@ -223,6 +227,15 @@ class ServePart(Section):
     )
     confidence: Fraction | None = Field(
         default=None, description="stop drafting below this probability"
+    )
+    stop: StopName | None = Field(
+        default=None, description="chain: rule that ends drafting early (runtime/policies/stops)"
+    )
+    threshold: Annotated[float, Field(ge=0.0)] | None = Field(
+        default=None, description="threshold of the stop rule; null keeps its own"
+    )
+    stop_file: str | None = Field(
+        default=None, description="weights of a trained stop rule, written by train-stop"
     )
     rule: RuleName = "auto"
     adaptive: bool = Field(

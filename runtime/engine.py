@@ -29,11 +29,11 @@ from specctl.drafters.parts.base import (
 )
 from specctl.drafters.parts.lm import LmOut
 from specctl.drafters.parts.slots import SlotKV
-from specctl.drafters.parts.tree import DraftTree, NodeKind, empty_tree
+from specctl.drafters.parts.tree import DraftTree, NodeKind, empty_tree, fitted
 from specctl.recipes.errors import SpecctlError
 from specctl.runtime.cut import cut
 from specctl.runtime.noise import RoundNoise
-from specctl.runtime.policies.base import Growth, Policy
+from specctl.runtime.policies.base import Growth, Learner, Policy, fresh
 from specctl.runtime.policies.direct import Direct
 from specctl.runtime.policies.length import LengthChooser
 from specctl.runtime.prefill import prefill
@@ -41,6 +41,7 @@ from specctl.runtime.sampling import SamplingBatch
 from specctl.runtime.session import Completion, Request, Row
 from specctl.runtime.target import Target
 from specctl.runtime.verify import Verdict, check_legal, default_rule, run_rule
+from specctl.runtime.verify.forced import with_forced
 
 
 class Engine:
@@ -63,7 +64,8 @@ class Engine:
     ) -> None:
         self.target, self.drafter, self.rule, self.chooser = target, drafter, rule, chooser
         self.device, self.context = target.device, target.spec.max_positions
-        self.policy: Policy = policy if policy is not None else Direct()
+        self.policy: Policy = fresh(policy) if policy is not None else Direct()
+        self._learners = [each for each in (chooser, self.policy) if isinstance(each, Learner)]
         self.needs = drafter.needs() if drafter is not None else Needs()
         self.num_slots, self.max_len = num_slots, max_len
         self.rows: list[Row] = []
@@ -115,6 +117,7 @@ class Engine:
                 self.policy.nodes,
                 self.device,
                 self.target.dtype,
+                self.target.identity,
             )
             self._state = self.drafter.open(space)
 
@@ -135,6 +138,7 @@ class Engine:
         self._ahead = found.roots
         if self._state is not None:
             for row, taps in zip(joined, found.taps, strict=True):
+                self._state.join(row.slot, row.request.conversation)
                 self._state.start(row.slot, row.tokens, taps)
         self.rows = sorted([*self.rows, *joined], key=lambda row: row.slot)
         self._sampling = None
@@ -154,7 +158,7 @@ class Engine:
         drafted = time.perf_counter()
         out = self._forward(view, tree)
         assert out.logits_BTV is not None
-        scores_BTV = sampling.scores(out.logits_BTV, tree, view)
+        scores_BTV = with_forced(sampling.scores(out.logits_BTV, tree, view), tree)
         verdict = run_rule(self._rule_for(tree, sampling), tree, scores_BTV, noise)
         if not tree.is_chain:
             self._cache().keep(view.slot_B, view.kept_len_B, verdict.path_BP)
@@ -172,7 +176,11 @@ class Engine:
             return empty_tree(len(view.slots), self.device)
         coupled = self.rule == "target-only"
         growth = Growth(self._state, view, budget, sampling, noise, self.drafter.vocab, coupled)
-        return self.policy.grow(growth)
+        tree = self.policy.grow(growth)
+        assert tree.forced_BN is None or not self.drafter.lossless, (
+            "only approximate drafters force"
+        )
+        return fitted(tree)
 
     def _forward(self, view: RoundView, tree: DraftTree) -> LmOut:
         """Feed root and nodes: fed token i is written at kept_len + i, its position is by depth."""
@@ -261,9 +269,11 @@ class Engine:
         emitted: list[tuple[int, ...]],
     ) -> Outcome:
         taps = {tap: _along(value, verdict.path_BP, tree) for tap, value in out.taps.items()}
-        topk_BTK = None
+        topk_BTK, logp_BTK = None, None
         if self.needs.topk and out.logits_BTV is not None:
-            topk_BTK = out.logits_BTV.topk(self.needs.topk, dim=-1).indices
+            logits_BTK, topk_BTK = out.logits_BTV.topk(self.needs.topk, dim=-1)
+            if self.needs.topk_logp:
+                logp_BTK = logits_BTK.float() - out.logits_BTV.float().logsumexp(-1, keepdim=True)
         return Outcome(
             view,
             tree,
@@ -274,19 +284,20 @@ class Engine:
             tuple(row.finished for row in self.rows),
             taps,
             topk_BTK,
+            logp_BTK,
         )
 
     def _learn(
         self, state: DraftState, outcome: Outcome, draft_seconds: float, verify_seconds: float
     ) -> None:
-        """Drafter and length chooser see what the round did; learning counts as drafting."""
+        """Drafter and policies see what the round did; learning counts as drafting."""
         started = time.perf_counter()
         state.observe(outcome)
         learned = time.perf_counter() - started
         self.draft_seconds += learned
-        if self.chooser is not None:
-            seconds = RoundSeconds(draft_seconds + learned, verify_seconds, learned)
-            self.chooser.observe(outcome, seconds)
+        seconds = RoundSeconds(draft_seconds + learned, verify_seconds, learned)
+        for learner in self._learners:
+            learner.observe(outcome, seconds)
 
     def _release(self, emitted: list[tuple[int, ...]]) -> list[tuple[Row, tuple[int, ...]]]:
         """Hand out the round's tokens; finished rows free their slots."""

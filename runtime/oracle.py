@@ -209,7 +209,12 @@ class DrawAudit:
             1, (tree.parent_BN + 1)[:, :, None].expand(-1, -1, prob_BTK.shape[2])
         )
         seen_BN = tree.valid_BN
-        if tree.kind is NodeKind.WITHOUT_REPLACEMENT:
+        if tree.kind is NodeKind.TOP_PLUS_ONE:
+            law_BNK, seen_BN = (
+                _without_fixed(tree, law_BNK, token_BN),
+                seen_BN & (tree.rank_BN == 0),
+            )
+        if tree.kind.is_distinct:
             seen_BN = seen_BN & (tree.rank_BN == 0)  # later siblings follow the law of what is left
         q_BN = law_BNK.gather(2, token_BN[:, :, None])[:, :, 0] * found_BN
         log_BNK = torch.where(law_BNK > 0, law_BNK.log(), 0.0)
@@ -240,6 +245,17 @@ class DrawAudit:
     def is_sane(self) -> bool:
         """The draft says something: its laws are not flat."""
         return self.mean_entropy is not None and self.mean_entropy < 0.9 * log(max(self.support, 2))
+
+
+def _without_fixed(tree: DraftTree, law_BNK: Tensor, token_BN: Tensor) -> Tensor:
+    """[B, N, K]: each node's law without its fixed siblings (those of other ranks than 0)."""
+    for n in range(tree.num_nodes):
+        sibling_BN = tree.parent_BN == tree.parent_BN[:, n : n + 1]
+        gone_BN = sibling_BN & tree.valid_BN & (tree.rank_BN[:, n : n + 1] > 0)
+        column_BN1 = token_BN[:, n][:, None, None].expand(-1, tree.num_nodes, 1)
+        kept_BN1 = law_BNK.gather(2, column_BN1) * ~gone_BN[:, :, None]
+        law_BNK = law_BNK.scatter(2, column_BN1, kept_BN1)
+    return law_BNK / law_BNK.sum(-1, keepdim=True).clamp(min=1e-30)
 
 
 @dataclass(slots=True)

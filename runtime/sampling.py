@@ -126,14 +126,16 @@ class SamplingBatch:
         """float32 probabilities to draw drafts from: the row's temperature, top-k, top-p, min-p and
         fixed biases applied to draft logits; one-hot on greedy rows. `ids_K`: target ids of the
         draft vocabulary. What reads the text is left out: any law is legal, if it is the one used.
-        """
+        Where nothing can be drafted (all logits -inf) the law is zero."""
         scores_BMK = logits_BMK.float()
         if self._history is not None and self._history.bias_B1V is not None:
             bias_B1V = self._history.bias_B1V
             scores_BMK = scores_BMK + (bias_B1V if ids_K is None else bias_B1V[:, :, ids_K])
         if self.all_greedy:
-            return _one_hot(scores_BMK, 0.0, 1.0)
-        return self._warp(scores_BMK).softmax(-1)
+            law_BMK = _one_hot(scores_BMK, 0.0, 1.0)
+        else:
+            law_BMK = self._warp(scores_BMK).softmax(-1)
+        return law_BMK.masked_fill_(scores_BMK.amax(-1, keepdim=True) == -math.inf, 0.0)
 
     def _warp(self, scores_BXV: Tensor) -> Tensor:
         raw_BXV = scores_BXV

@@ -10,10 +10,12 @@ from specctl.runtime.stats import RowStats
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt as token ids, and how to continue it."""
+    """A prompt as token ids, and how to continue it. Requests of one `conversation` (a name that
+    nobody else can guess) may share what a drafter remembers of them; None shares nothing."""
 
     tokens: tuple[int, ...]
     sampling: Sampling = field(default_factory=Sampling)
+    conversation: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from specctl.drafters.parts.hf_spec import spec_of
 from specctl.drafters.parts.lean import lean_from_hf
 from specctl.drafters.parts.lm import LanguageModel
 from specctl.drafters.parts.slots import SlotKV
-from specctl.drafters.parts.spec import ModelSpec
+from specctl.drafters.parts.spec import Identity, ModelSpec
 from specctl.recipes.errors import IncompatibleError
 from specctl.recipes.targets import resolve
 from specctl.runtime.compiled import CompiledLM
@@ -43,6 +43,11 @@ class Target:
     @property
     def spec(self) -> ModelSpec:
         return self.lm.spec
+
+    @property
+    def identity(self) -> Identity:
+        """What a memory of this target's token ids and habits is kept under."""
+        return Identity(self.tokenizer_fingerprint, self.fingerprint)
 
     @property
     def device(self) -> torch.device:

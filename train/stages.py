@@ -26,8 +26,9 @@ from specctl.runtime.report import Reporter, SilentReporter
 from specctl.runtime.target import Target
 from specctl.train.initial import Loader
 from specctl.train.plan import Plan, plan
-from specctl.train.run import Packager, RunResult, train_draft, write_run_file
+from specctl.train.run import Packager, RunResult, train_draft
 from specctl.train.saving.fingerprint import check_same_run, config_fields
+from specctl.train.saving.run_file import write_run_file
 from specctl.train.saving.store import write_json
 
 MARK = "stage.json"

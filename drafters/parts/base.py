@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from specctl.drafters.parts.batch import LossOut, TrainBatch
-from specctl.drafters.parts.spec import ModelSpec
+from specctl.drafters.parts.spec import Identity, ModelSpec
 from specctl.drafters.parts.tree import DraftTree
 from specctl.drafters.parts.vocab import VocabMap
+from specctl.recipes.errors import RecipeError
 
 if TYPE_CHECKING:
     from specctl.drafters.parts.lm import LanguageModel
@@ -31,12 +32,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a drafter wants from the target: taps at every fed token, its top-k ids, teacher logits
-    while training, and whether it borrows the embedding and the LM head. `teacher_rows`: its one
-    loss asks for teacher logits row by row, so they need not exist all at once."""
+    """What a drafter wants from the target: taps at every fed token, its top-k ids (`topk_logp`:
+    their log-probabilities at temperature 1, too), teacher logits while training, and whether it
+    borrows the embedding and the LM head. `teacher_rows`: its one loss asks for teacher logits row
+    by row, so they need not exist all at once."""
 
     taps: tuple[int, ...] = ()
     topk: int = 0
+    topk_logp: bool = False
     teacher: bool = False
     borrow: bool = False
     teacher_rows: bool = False
@@ -54,13 +57,15 @@ class Borrowed:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """How much room a DraftState must reserve: slots, context length, nodes of the widest tree."""
+    """How much room a DraftState must reserve: slots, context length, nodes of the widest tree; and
+    which target it drafts for (None: unknown, nothing stored is shared with a known one)."""
 
     num_slots: int
     max_len: int
     max_nodes: int
     device: torch.device
     dtype: torch.dtype
+    identity: Identity | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +99,8 @@ class RoundSeconds:
 class Outcome:
     """What a round did. `path_BP` holds fed indices (0 = root first, then accepted nodes, -1 pad);
     `taps[k]` is [B, P, D] at those fed tokens; `topk_BTK` target ids at every fed token, accepted
-    or not; `emitted[b]` the tokens given to the user, after any cut; `finished[b]` says why row b
-    ended, None while it lives."""
+    or not, `topk_logp_BTK` their log-probabilities; `emitted[b]` the tokens given to the user,
+    after any cut; `finished[b]` says why row b ended, None while it lives."""
 
     view: RoundView
     tree: DraftTree
@@ -106,11 +111,16 @@ class Outcome:
     finished: tuple[str | None, ...]
     taps: Mapping[int, Tensor] = field(default_factory=dict)
     topk_BTK: Tensor | None = None
+    topk_logp_BTK: Tensor | None = None
     seconds: RoundSeconds = RoundSeconds(0.0, 0.0, 0.0)
 
 
 class DraftState(ABC):
     """A drafter's memory of the rows of one engine, addressed by slot. One writer: the engine."""
+
+    def join(self, slot: int, conversation: str | None) -> None:
+        """Called before `start`: the row belongs to that conversation, if it belongs to any."""
+        del slot, conversation
 
     @abstractmethod
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
@@ -132,8 +142,9 @@ class DraftState(ABC):
 class StepState(DraftState):
     """A DraftState that drafts token by token, so that a tree policy or stop rule drives growth.
 
-    Logits are raw and over the draft vocabulary (`Drafter.vocab`; None = the target's). Growth of
-    one round: `root` once, then `expand` any number of times; `observe` ends it.
+    Logits are raw and over the draft vocabulary (`Drafter.vocab`; None = the target's). A row that
+    is -inf everywhere has nothing to draft: its children are padding. Growth of one round: `root`
+    once, then `expand` any number of times; `observe` ends it.
     """
 
     @abstractmethod
@@ -144,6 +155,16 @@ class StepState(DraftState):
     def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
         """[B, M, K]: append M nodes (target ids; parent = node index in order of expansion, -1 =
         root) and return the logits after each. Node indices count up across calls."""
+
+    def hidden(self) -> Tensor:
+        """[B, D]: the states that the newest logits were read from (of the last node expanded); what
+        trained stop rules look at."""
+        raise RecipeError(
+            "this drafter shows no states",
+            found=type(self).__name__,
+            expected="a drafter with one state in front of its LM head",
+            do="choose a stop rule that reads probabilities only, such as disco or svip",
+        )
 
     def propose(self, view: RoundView, budget: Budget) -> DraftTree:
         raise AssertionError("a stepwise drafter is grown by a tree policy, not by propose()")
@@ -156,6 +177,7 @@ class Drafter(ABC):
     module: nn.Module | None = None
     vocab: VocabMap | None = None
     lossless: bool = True
+    holds_data: bool = False  # `tensors` are a memory of any length, which `load_tensors` checks
 
     def __init__(self, options: Any, spec: ModelSpec, vocab: VocabMap | None = None) -> None:
         self.options, self.spec, self.vocab = options, spec, vocab

@@ -213,6 +213,9 @@ class FeatureState(StepState):
         query, key, value = self._project(token_BM, state_BMD, turn_BM2E)
         return self._finish(state_BMD, attend(query, key, value, place.mask))
 
+    def hidden(self) -> Tensor:
+        return self._states[-1][:, -1]
+
     def observe(self, outcome: Outcome) -> None:
         view = outcome.view
         if self._growth is None:  # a round without drafting: nothing may pile up

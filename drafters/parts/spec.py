@@ -1,9 +1,18 @@
-"""ModelSpec: the shape of a target, as a drafter family needs it to build itself."""
+"""ModelSpec: the shape of a target, as a drafter family needs it to build itself; Identity: which
+target it is."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Whose token ids and whose habits a memory holds: fingerprints of tokenizer and target."""
+
+    tokenizer: str | None
+    target: str
 
 
 @dataclass(frozen=True, slots=True)

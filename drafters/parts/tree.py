@@ -7,7 +7,7 @@ target in front of the nodes, so *fed index* = node index + 1 and fed index 0 is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 
@@ -20,7 +20,15 @@ class NodeKind(StrEnum):
 
     POINT = "point"  # any deterministic function of the past (argmax, top-k, retrieval)
     IID = "iid"  # sampled from q, duplicates kept
+    PATHS = "iid-paths"  # whole paths from the root, each sampled alone: IID, forks only there
     WITHOUT_REPLACEMENT = "without-replacement"  # sampled from q, draw order kept
+    REFILLED = "refilled"  # the same, and uniformly over what is left once q is used up
+    TOP_PLUS_ONE = "top-plus-one"  # rank 0 sampled from q without the others, which are its top
+
+    @property
+    def is_distinct(self) -> bool:
+        """Siblings were drawn one after another from what the earlier ones left of q."""
+        return self in (NodeKind.WITHOUT_REPLACEMENT, NodeKind.REFILLED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +62,11 @@ class DraftTree:
     expanded_BN  expansion index of each node in its StepState (-1 = a leaf never expanded);
                  None = node i was expansion i, as far as expansions went
     depth      static bound on the depth         is_chain   node i's parent is node i - 1, always
+    num_probes   so many of the last columns are probes: fed for what the target says after them,
+                 and padding to everyone else; they hang on the root, on each other or on nodes
+                 that are real in every row, down to `probe_depth`
+    forced_BN    nodes taken without asking the target, one below a parent at most; only from
+                 drafters that call themselves approximate
     """
 
     token_BN: Tensor
@@ -66,6 +79,9 @@ class DraftTree:
     q: QRows | None = None
     estimate_BN: Tensor | None = None
     expanded_BN: Tensor | None = None
+    num_probes: int = 0
+    probe_depth: int = 0
+    forced_BN: Tensor | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -102,7 +118,7 @@ class DraftTree:
         step_BTT.scatter_(2, self.fed_parent_BT()[:, :, None], 1.0)
         step_BTT = step_BTT + torch.eye(T, device=device)
         reach = 1
-        while reach < max(self.depth, 1):
+        while reach < max(self.depth, self.probe_depth, 1):
             step_BTT = (step_BTT @ step_BTT).clamp(max=1.0)
             reach *= 2
         return step_BTT > 0
@@ -124,6 +140,40 @@ def empty_tree(num_rows: int, device: torch.device) -> DraftTree:
     """Nothing drafted: a plain decoding step through the same round."""
     none_BN = torch.zeros(num_rows, 0, dtype=torch.long, device=device)
     return DraftTree(none_BN, none_BN, none_BN, none_BN.bool(), NodeKind.POINT, 0, is_chain=True)
+
+
+def fitted(tree: DraftTree) -> DraftTree:
+    """The tree without the columns that no row fills. It reads the tree on the host, so only trees
+    on the CPU are fitted: there reading costs nothing and a padded node costs a forward."""
+    if tree.num_nodes == 0 or tree.token_BN.device.type != "cpu":
+        return tree
+    used_N = tree.valid_BN.any(0)
+    used_N[tree.num_nodes - tree.num_probes :] = True
+    if bool(used_N.all()):
+        return tree
+    keep_N = used_N.nonzero()[:, 0]
+    if keep_N.numel() == 0:
+        return empty_tree(len(tree.valid_BN), tree.token_BN.device)
+    new_N = used_N.cumsum(0) - 1
+    parent_BN = tree.parent_BN[:, keep_N]
+    expanded_BN, fed_T = keep_N.expand_as(parent_BN), torch.cat([keep_N.new_zeros(1), keep_N + 1])
+    depth_BN = tree.depth_BT()[:, 1:].masked_fill(~tree.valid_BN, 0)
+
+    def kept(rows_BN: Tensor | None) -> Tensor | None:
+        return None if rows_BN is None else rows_BN[:, keep_N]
+
+    return replace(
+        tree,
+        token_BN=tree.token_BN[:, keep_N],
+        parent_BN=torch.where(parent_BN >= 0, new_N[parent_BN], parent_BN),
+        rank_BN=tree.rank_BN[:, keep_N],
+        valid_BN=tree.valid_BN[:, keep_N],
+        depth=int(depth_BN.max()),
+        q=None if tree.q is None else QRows(tree.q.prob_BTK[:, fed_T], tree.q.ids_K),
+        estimate_BN=kept(tree.estimate_BN),
+        expanded_BN=expanded_BN if tree.expanded_BN is None else kept(tree.expanded_BN),
+        forced_BN=kept(tree.forced_BN),
+    )
 
 
 def chain_tree(

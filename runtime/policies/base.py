@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast, runtime_checkable
 
 from torch import Tensor
 
-from specctl.drafters.parts.base import Budget, DraftState, RoundView
+from specctl.drafters.parts.base import Budget, DraftState, Outcome, RoundSeconds, RoundView
 from specctl.drafters.parts.tree import DraftTree, NodeKind
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.runtime.noise import RoundNoise
@@ -56,3 +56,42 @@ class Policy(Protocol):
         """The node kind of the trees it grows, so that rules are checked when configured."""
 
     def grow(self, growth: Growth) -> DraftTree: ...
+
+
+@runtime_checkable
+class Learner(Protocol):
+    """What learns from rounds: a length chooser, or a policy that adapts."""
+
+    def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None: ...
+
+
+def fresh(policy: Policy) -> Policy:
+    """The same policy without what it has learned: each engine begins with its own memory."""
+    return cast(Policy, replace(cast(Any, policy))) if isinstance(policy, Learner) else policy
+
+
+class PointTree:
+    """Trees of deterministic choices, at most `length` deep: POINT under every sampling."""
+
+    __slots__ = ()
+    length: int
+
+    @property
+    def depth(self) -> int:
+        return self.length
+
+    @property
+    def is_chain(self) -> bool:
+        return False
+
+    def kind(self, sampled: bool) -> NodeKind:
+        return NodeKind.POINT
+
+
+class DrawnTree(PointTree):
+    """Trees of draws without replacement where rows are sampled, of best tokens elsewhere."""
+
+    __slots__ = ()
+
+    def kind(self, sampled: bool) -> NodeKind:
+        return NodeKind.WITHOUT_REPLACEMENT if sampled else NodeKind.POINT

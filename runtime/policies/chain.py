@@ -1,32 +1,61 @@
-"""Chain: one token after another, with an optional confidence stop.
+"""Chain: one token after another, until the length is reached or a stop rule ends it.
 
 Greedy rows take the argmax (POINT); sampled rows draw from q and hand q on (IID); under the rule
-target-only rows draw with the target's own noise (POINT, Daliri-Musco-Suresh coupling). The stop
-keeps the token it looks at and decides from the largest probability of the row, never from the
-drawn token, so it is lossless for sampled drafts too.
+target-only rows draw with the target's own noise (POINT, Daliri-Musco-Suresh coupling). A stop rule
+(`stops/`) is asked behind each token, which is then kept: it never sees the token that it prevents,
+so it is lossless for sampled drafts too.
 
 Letters: B rows, K draft vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import StepState
+from specctl.drafters.parts.base import Outcome, RoundSeconds, StepState
 from specctl.drafters.parts.tree import DraftTree, NodeKind, QRows, chain_tree, empty_tree
+from specctl.recipes.errors import RecipeError
 from specctl.runtime.policies.base import Growth
+from specctl.runtime.policies.stops import Step, StopRule, make_stop
 from specctl.runtime.verify.walk import best_token, log_law
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """`length` tokens; drafting ends after a token whose row had max q < `confidence`."""
+    """At most `length` tokens. `stop` names a stop rule, `threshold` replaces its own, `stop_file`
+    holds the weights of a trained one; `confidence` is short for the rule of that name."""
 
     length: int = 5
     confidence: float | None = None
+    stop: str | None = None
+    threshold: float | None = None
+    stop_file: str | None = None
+    stopper: StopRule | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        name, threshold = self.stop, self.threshold
+        if self.confidence is not None:
+            if name is not None:
+                raise RecipeError(
+                    "two stop rules for one chain",
+                    where="serve.confidence",
+                    found=f"confidence {self.confidence:g}, stop {name}",
+                    expected="one of them",
+                    do="leave confidence out",
+                )
+            name, threshold = "confidence", self.confidence
+        if name is not None:
+            object.__setattr__(self, "stopper", make_stop(name, threshold, self.stop_file))
+        elif threshold is not None or self.stop_file is not None:
+            raise RecipeError(
+                "settings of a stop rule, but no rule",
+                where="serve.stop",
+                expected="the name of a stop rule",
+                do="write stop: svip, or remove threshold and stop_file",
+            )
 
     @property
     def nodes(self) -> int:
@@ -44,27 +73,35 @@ class Chain:
         return NodeKind.IID if sampled else NodeKind.POINT
 
     def grow(self, growth: Growth) -> DraftTree:
-        depth = min(growth.budget.depth, growth.budget.nodes)
+        depth, stopper = min(growth.budget.depth, growth.budget.nodes), self.stopper
         if depth <= 0:
             return empty_tree(len(growth.view.slots), growth.view.slot_B.device)
+        if stopper is not None:
+            depth = stopper.length(depth)
         assert isinstance(growth.state, StepState)
         logits_BK = growth.state.root(growth.view)
         tokens, laws, valids = [], [], []
         alive_B = torch.ones_like(growth.view.slot_B, dtype=torch.bool)
         for step in range(depth):
             row_B, law_BK = self._pick(growth, logits_BK, step)
+            alive_B = alive_B & (logits_BK.amax(-1) > -torch.inf)
             tokens.append(growth.target_ids(row_B))
             laws.append(law_BK)
             valids.append(alive_B)
             if step + 1 == depth:
                 break
-            if self.confidence is not None:
-                alive_B = alive_B & _confident(logits_BK, law_BK, self.confidence)
-                if not bool(alive_B.any()):
-                    break
+            if stopper is not None:
+                stop_B = stopper.stops(Step(step, logits_BK, row_B, growth.state))
+                alive_B = alive_B if stop_B is None else alive_B & ~stop_B
+            if (stopper is not None or not alive_B.is_cuda) and not bool(alive_B.any()):
+                break
             parent_B1 = torch.full_like(row_B[:, None], step - 1)
             logits_BK = growth.state.expand(tokens[-1][:, None], parent_B1)[:, 0]
         return self._tree(growth, tokens, laws, valids)
+
+    def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:
+        if self.stopper is not None:
+            self.stopper.observe(outcome, seconds)
 
     def _pick(self, growth: Growth, logits_BK: Tensor, step: int) -> tuple[Tensor, Tensor | None]:
         """Draft-vocabulary row of the next token, and the law it was drawn from (sampled only)."""
@@ -94,8 +131,3 @@ class Chain:
             q = QRows(torch.stack([*rows, torch.zeros_like(rows[0])], dim=1), ids_K)
         kind = self.kind(growth.sampled)
         return chain_tree(torch.stack(tokens, 1), torch.stack(valids, 1), kind, q)
-
-
-def _confident(logits_BK: Tensor, law_BK: Tensor | None, threshold: float) -> Tensor:
-    law_BK = logits_BK.float().softmax(-1) if law_BK is None else law_BK
-    return law_BK.amax(-1) >= threshold

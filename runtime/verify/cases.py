@@ -14,7 +14,7 @@ import numpy as np
 from specctl.drafters.parts.tree import NodeKind
 from specctl.runtime.verify import RULES, legal
 from specctl.runtime.verify.enumerate import Case, Laws, Path
-from specctl.runtime.verify.scalar import Law, norm, point
+from specctl.runtime.verify.scalar_parts import Law, norm, point
 
 Family = Callable[[np.random.Generator, int], tuple[Law, Law]]
 Shape = tuple[int, ...]
@@ -29,10 +29,12 @@ TREES: dict[str, Shape] = {
     "two-two-left": (-1, -1, 0, 0),
     "comb": (-1, 0, -1, 2),
     "deep": (-1, 0, 1, -1),
+    "two-paths": (-1, -1, 0, 1),
 }
 BIG_TREES: dict[str, Shape] = {
     "two-by-two": (-1, -1, 0, 0, 1, 1),
     "deep-fork": (-1, -1, 0, 0, 2),
+    "three-paths": (-1, -1, -1, 0, 1, 2),
 }
 
 
@@ -78,6 +80,7 @@ FAMILIES: dict[str, Family] = {
         _only(_soft(rng, size), list(range(size // 2, size))),
     ),
     "greedy-p": lambda rng, size: (_hard(_soft(rng, size)), _soft(rng, size)),
+    "greedy-q": lambda rng, size: (_soft(rng, size), _hard(_soft(rng, size))),
     "greedy-both": lambda rng, size: (_hard(_soft(rng, size)), _hard(_soft(rng, size))),
 }
 
@@ -109,6 +112,21 @@ def is_chain(shape: Shape) -> bool:
     return all(parent == node - 1 for node, parent in enumerate(shape))
 
 
+def most_siblings(shape: Shape) -> int:
+    return max(shape.count(parent) for parent in shape)
+
+
+def drawable(kind: NodeKind, shape: Shape, size: int) -> bool:
+    """Whether trees of that shape can be drawn that way from `size` tokens."""
+    if kind is NodeKind.TOP_PLUS_ONE:
+        return most_siblings(shape) <= size
+    if kind is NodeKind.PATHS:
+        inner = shape[shape.count(-1) :]
+        ends = len(shape) // shape.count(-1)
+        return (inner == tuple(range(len(inner))) and depth_of(shape) == ends) or is_chain(shape)
+    return True
+
+
 def make_case(
     rule: str, kind: NodeKind, shape_name: str, family: str, size: int, seed: int = 0
 ) -> Case:
@@ -122,6 +140,10 @@ def make_case(
     return Case(name, rule, kind, shape, p, q, size)
 
 
+# In the slice a rule of one kind of tree is enumerated there only, not on kinds it also fits.
+_OWN_RULE = {NodeKind.PATHS: "multi-path", NodeKind.REFILLED: "sequoia"}
+
+
 def proof_cases(level: str) -> Iterator[Case]:
     """Every legal combination; "slice" keeps the small ones (a few seconds)."""
     full = level == "full"
@@ -133,6 +155,8 @@ def proof_cases(level: str) -> Iterator[Case]:
     for rule, kind, (shape, size), family in product(RULES, NodeKind, plans, FAMILIES):
         greedy_like = rule == "greedy" and (kind is not NodeKind.POINT or family != "random")
         fillers = kind is not NodeKind.POINT and rule == "target-only" and not full
-        if greedy_like or fillers or not legal(rule, kind, is_chain(shapes[shape])):
+        repeats = not full and rule != _OWN_RULE.get(kind, rule)
+        if greedy_like or fillers or repeats or not legal(rule, kind, is_chain(shapes[shape])):
             continue
-        yield make_case(rule, kind, shape, family, size)
+        if drawable(kind, shapes[shape], size):
+            yield make_case(rule, kind, shape, family, size)

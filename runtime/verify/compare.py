@@ -15,7 +15,8 @@ from torch import Tensor
 
 from specctl.drafters.parts.tree import DraftTree, NodeKind, QRows
 from specctl.runtime.verify import run_rule
-from specctl.runtime.verify.scalar import SCALAR_RULES, Drafted, NoiseChooser, draw
+from specctl.runtime.verify.scalar import SCALAR_RULES
+from specctl.runtime.verify.scalar_parts import Drafted, NoiseChooser, draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,39 +57,53 @@ def random_round(
     kept: int | None = None,
 ) -> Round:
     """`kept`: size of a trimmed draft vocabulary, None = all ids."""
-    B, N, V = num_rows, num_nodes, vocab_size
-    parent_BN = np.tile(np.arange(N) - 1, (B, 1))
-    rank_BN = np.zeros((B, N), dtype=np.int64)
-    if not is_chain:
-        parent_BN = np.stack([[rng.integers(-1, n) for n in range(N)] for _ in range(B)])
-        rank_BN = rng.permuted(np.tile(np.arange(N), (B, 1)), axis=1)
-    order_BTV = np.stack([[rng.permutation(V) for _ in range(N + 1)] for _ in range(B)])
-    token_BN = np.take_along_axis(order_BTV[:, :, 0], parent_BN + 1, 1)
-    if not is_chain:  # siblings differ, as their ranks do
-        token_BN = np.stack([order_BTV[b, parent_BN[b] + 1, rank_BN[b]] for b in range(B)])
-    valid_BN = np.arange(N) < rng.integers(0, N + 1, (B, 1))
+    forks_once = kind is NodeKind.PATHS and not is_chain
+    step = 2 if forks_once else 1  # two paths, both one token longer at a time
+    B, N, V = num_rows, num_nodes - num_nodes % step, vocab_size
+    parent_BN, rank_BN, token_BN, valid_BN = _random_tree(rng, (B, N, V), is_chain, forks_once)
     scores_BTV = 1.5 * rng.standard_normal((B, N + 1, V))
     rows = np.arange(B)[:, None]
     np.add.at(scores_BTV, (rows, parent_BN + 1, token_BN), 1.5)  # so that drafts live for a while
     scores_BTV[rng.random(scores_BTV.shape) < 0.1] = -np.inf
     scores_BTV[:, :, 0] = np.maximum(scores_BTV[:, :, 0], -3.0)
     q = None if kind is NodeKind.POINT else _random_q(rng, B, N, V, kept)
-    tree = DraftTree(
-        torch.from_numpy(token_BN),
-        torch.from_numpy(parent_BN),
-        torch.from_numpy(rank_BN),
-        torch.from_numpy(valid_BN),
-        kind,
-        _depth(parent_BN),
-        is_chain=is_chain,
-        q=q,
-    )
+    target_BTV = rng.gumbel(size=(B, N + 1, V))
+    for n in range(1, N, 2) if q is not None and forks_once else ():
+        same_B = (token_BN[:, 1 : n + 1 : 2] == token_BN[:, 0:n:2]).all(1)
+        for rows_BTX in (scores_BTV, target_BTV, q.prob_BTK.numpy()):
+            rows_BTX[same_B, n + 1] = rows_BTX[same_B, n]  # one prefix has one law
+    nodes = [torch.from_numpy(each) for each in (token_BN, parent_BN, rank_BN, valid_BN)]
+    tree = DraftTree(*nodes, kind, _depth(parent_BN), is_chain=is_chain, q=q)
     noise = FixedNoise(
         torch.from_numpy(rng.random((B, N + 1))),
         torch.from_numpy(rng.gumbel(size=(B, V))),
-        torch.from_numpy(rng.gumbel(size=(B, N + 1, V))),
+        torch.from_numpy(target_BTV),
     )
     return Round(tree, torch.from_numpy(scores_BTV), noise)
+
+
+def _random_tree(
+    rng: np.random.Generator, size: tuple[int, int, int], is_chain: bool, forks_once: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Parents, ranks, tokens and which nodes are there, each [B, N]."""
+    B, N, V = size
+    parent_BN = np.tile(np.arange(N) - 1, (B, 1))
+    rank_BN = np.zeros((B, N), dtype=np.int64)
+    if forks_once:
+        parent_BN = np.tile(np.maximum(np.arange(N) - 2, -1), (B, 1))
+        rank_BN[:, 1] = 1
+    elif not is_chain:
+        parent_BN = np.stack([[rng.integers(-1, n) for n in range(N)] for _ in range(B)])
+        rank_BN = rng.permuted(np.tile(np.arange(N), (B, 1)), axis=1)
+    order_BTV = np.stack([[rng.permutation(V) for _ in range(N + 1)] for _ in range(B)])
+    token_BN = np.take_along_axis(order_BTV[:, :, 0], parent_BN + 1, 1)
+    if forks_once:  # in half of the rows both paths begin alike
+        token_BN[::2, 1] = order_BTV[::2, 0, 1]
+    elif not is_chain:  # siblings differ, as their ranks do
+        token_BN = np.stack([order_BTV[b, parent_BN[b] + 1, rank_BN[b]] for b in range(B)])
+    step = 2 if forks_once else 1
+    valid_BN = np.arange(N) < step * rng.integers(0, N // step + 1, (B, 1))
+    return parent_BN, rank_BN, token_BN, valid_BN
 
 
 def _random_q(rng: np.random.Generator, B: int, N: int, V: int, kept: int | None) -> QRows:
@@ -121,8 +136,8 @@ def scalar_round(rule: str, round_: Round) -> list[tuple[list[int], int]]:
         while at > 0:
             path.append(at)
             at = drafted.parent[at]
-        point = rule in ("greedy", "target-only")
-        token = int(np.argmax(law)) if point else draw(law, noise.final[b].numpy())
+        is_drawn = rule in ("greedy", "target-only", "top-plus-one")  # the law is one token
+        token = int(np.argmax(law)) if is_drawn else draw(law, noise.final[b].numpy())
         decided.append(([0, *path[::-1]] if end else [0], token))
     return decided
 

@@ -19,15 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specctl.drafters.parts.tree import NodeKind
-from specctl.runtime.verify.scalar import (
-    SCALAR_RULES,
-    Drafted,
-    Ended,
-    Law,
-    ScalarRule,
-    point,
-    without,
-)
+from specctl.runtime.verify.scalar import SCALAR_RULES
+from specctl.runtime.verify.scalar_parts import Drafted, Ended, Law, ScalarRule, point, without
+from specctl.runtime.verify.scalar_siblings import rest_or_uniform
 
 Path = tuple[int, ...]
 Laws = Mapping[Path, Law]
@@ -147,16 +141,37 @@ def _sampled(
     if node == len(case.shape):
         yield weight, list(tokens)
         return
-    parent = case.shape[node]
-    law = case.q[tuple(tokens[i] for i in _line(case.shape, parent))]
-    if case.kind is NodeKind.WITHOUT_REPLACEMENT:
-        for other in range(node):
-            if case.shape[other] == parent:
-                law = without(law, tokens[other])
+    law = _law_of_draw(case, node, tokens)
     if law.sum() == 0:  # the support is used up: a deterministic filler, which no rule may accept
         law = point(0, case.vocab_size)
     for token in np.flatnonzero(law):
         yield from _sampled(case, node + 1, [*tokens, int(token)], weight * float(law[token]))
+
+
+def _law_of_draw(case: Case, node: int, tokens: list[int]) -> Law:
+    """The law of node's token after the tokens of the nodes before it."""
+    parent = case.shape[node]
+    law = case.q[tuple(tokens[i] for i in _line(case.shape, parent))]
+    siblings = [other for other, up in enumerate(case.shape) if up == parent]
+    if case.kind is NodeKind.TOP_PLUS_ONE:
+        fixed = fixed_siblings(law, len(siblings) - 1)
+        if node != siblings[0]:
+            return point(fixed[siblings.index(node) - 1], case.vocab_size)
+        for token in fixed:
+            law = without(law, token)
+    elif case.kind.is_distinct:
+        drawn = [tokens[other] for other in siblings if other < node]
+        for i, token in enumerate(drawn, 1):
+            refills = case.kind is NodeKind.REFILLED
+            law = rest_or_uniform(law, drawn[:i]) if refills else without(law, token)
+    return law
+
+
+def fixed_siblings(law: Law, count: int) -> list[int]:
+    """The likeliest tokens, leaving out the last of the support if they would use it up."""
+    order = np.argsort(-law, kind="stable")[: count + 1]
+    spared = min(int((law[order] > 0).sum()), count + 1) - 1
+    return [int(token) for i, token in enumerate(order) if i != spared]
 
 
 def top_drafts(case: Case) -> list[int]:

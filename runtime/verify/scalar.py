@@ -2,71 +2,28 @@
 
 Written from the papers' recursions, sharing no code with the vectorised rules. With a
 `ReplayChooser` (enumerate.py) they are summed over every coin; with a `NoiseChooser` they must
-decide exactly as the fast rules do under the same noise.
-
-Words: all of a `Drafted` tree is indexed by fed index (0 = the root).
+decide exactly as the fast rules do under the same noise. Rules that test several siblings from the
+root down are in scalar_siblings.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
-from specctl.drafters.parts.tree import NodeKind
-
-Law = NDArray[np.float64]
-
-
-class Chooser(Protocol):
-    """Where a scalar rule gets its randomness: keyed by the fed index it is asked at."""
-
-    def flip(self, fed: int, probability: float) -> bool: ...
-
-    def pick(self, fed: int, law: Law) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Drafted:
-    """One drafted tree with the laws at its fed tokens (index 0 = the root).
-
-    `token`, `parent` (fed indices), `children` (fed indices in draw order, by fed index), `p` and
-    `q` (None for deterministic candidates), all by fed index; token[0] is unused.
-    """
-
-    token: Sequence[int]
-    parent: Sequence[int]
-    children: Sequence[Sequence[int]]
-    p: Sequence[Law]
-    q: Sequence[Law] | None
-    kind: NodeKind
-
-
-# A rule ends at a fed index and leaves the law of the token after it.
-Ended = tuple[int, Law]
-ScalarRule = Callable[[Drafted, Chooser], Ended]
-
-
-def positive(law: Law) -> Law:
-    return np.maximum(law, 0.0)
-
-
-def norm(law: Law, fallback: Law) -> Law:
-    mass = law.sum()
-    return law / mass if mass > 0 else fallback
-
-
-def _ratio(p: float, q: float) -> float:
-    return min(1.0, p / q) if q > 0 else 0.0
-
-
-def point(token: int, size: int) -> Law:
-    law = np.zeros(size)
-    law[token] = 1.0
-    return law
+from specctl.runtime.verify import scalar_siblings
+from specctl.runtime.verify.scalar_parts import (
+    Chooser,
+    Drafted,
+    Ended,
+    ScalarRule,
+    norm,
+    point,
+    positive,
+    ratio,
+    without,
+)
 
 
 def greedy(tree: Drafted, chooser: Chooser) -> Ended:
@@ -81,13 +38,14 @@ def target_only(tree: Drafted, chooser: Chooser) -> Ended:
 
 
 def _follow(tree: Drafted, choose: Callable[[int], int]) -> Ended:
-    at = 0
+    """A token may have been drafted twice: whatever hangs below either copy is walked."""
+    alive = [0]
     while True:
-        token = choose(at)
-        hits = [c for c in tree.children[at] if tree.token[c] == token]
+        token = choose(alive[0])
+        hits = [c for at in alive for c in tree.children[at] if tree.token[c] == token]
         if not hits:
-            return at, point(token, len(tree.p[at]))
-        at = hits[0]
+            return alive[0], point(token, len(tree.p[0]))
+        alive = hits
 
 
 def one_hot(tree: Drafted, chooser: Chooser) -> Ended:
@@ -111,7 +69,7 @@ def chain(tree: Drafted, chooser: Chooser) -> Ended:
     while tree.children[at]:
         child = tree.children[at][0]
         token = tree.token[child]
-        if not chooser.flip(child, _ratio(tree.p[at][token], tree.q[at][token])):
+        if not chooser.flip(child, ratio(tree.p[at][token], tree.q[at][token])):
             return at, norm(positive(tree.p[at] - tree.q[at]), tree.p[at])
         at = child
     return at, tree.p[at]
@@ -133,30 +91,6 @@ def block(tree: Drafted, chooser: Chooser) -> Ended:
     return ended
 
 
-def recursive(tree: Drafted, chooser: Chooser) -> Ended:
-    """Recursive rejection: without replacement, or over i.i.d. siblings."""
-    assert tree.q is not None
-    at, r, s = 0, tree.p[0], tree.q[0]
-    while True:
-        for child in tree.children[at]:
-            token = tree.token[child]
-            if chooser.flip(child, _ratio(r[token], s[token])):
-                at, r, s = child, tree.p[child], tree.q[child]
-                break
-            r = norm(positive(r - s), np.zeros_like(r))
-            if tree.kind is NodeKind.WITHOUT_REPLACEMENT:
-                s = without(s, token)
-        else:
-            return at, norm(r, tree.p[at])
-
-
-def without(law: Law, token: int) -> Law:
-    """The law after `token` was drawn from it and not put back."""
-    law = law.copy()
-    law[token] = 0.0
-    return norm(law, law)
-
-
 def traversal(tree: Drafted, chooser: Chooser) -> Ended:
     """Traversal verification, in its recursive form."""
     assert tree.q is not None
@@ -175,7 +109,7 @@ def traversal(tree: Drafted, chooser: Chooser) -> Ended:
             mass, whole = excess.sum(), excess.sum() + (1.0 - weight[at])
             p[at] = norm(excess, p[at])
             weight[at] = mass / whole if whole > 0 else 0.0
-            if tree.kind is NodeKind.WITHOUT_REPLACEMENT:
+            if tree.kind.is_distinct:
                 q[at] = without(q[at], token)
         return (at, p[at]) if at == 0 or chooser.flip(at, weight[at]) else None
 
@@ -184,31 +118,47 @@ def traversal(tree: Drafted, chooser: Chooser) -> Ended:
     return found
 
 
+def multi_path(tree: Drafted, chooser: Chooser) -> Ended:
+    """Block verification of the best of K whole paths, told that path's own law."""
+    assert tree.q is not None
+    num_paths = len(tree.children[0])
+    line, alive, laws, below, here = [0], list(tree.children[0]), [], 0.0, 1.0
+    while alive:
+        p, q = tree.p[line[-1]], tree.q[line[-1]]
+        order = sorted(range(len(p)), key=lambda x: (p[x] / q[x] if q[x] > 0 else -1.0, x))
+        edge = below + here * np.cumsum(q[order])
+        low = edge - here * q[order]
+        skewed = np.zeros_like(q)
+        skewed[order] = edge**num_paths - low**num_paths
+        laws.append(skewed / max(skewed.sum(), 1e-300))
+        best = max(alive, key=lambda fed: order.index(tree.token[fed]))
+        same = [fed for fed in alive if tree.token[fed] == tree.token[best]]
+        below, here = float(low[order.index(tree.token[best])]), here * q[tree.token[best]]
+        alive = [child for fed in same for child in tree.children[fed]]
+        line.append(best)
+    chained = Drafted(
+        [tree.token[fed] for fed in line],
+        [max(i - 1, 0) for i in range(len(line))],
+        [[i + 1] if i + 1 < len(line) else [] for i in range(len(line))],
+        [tree.p[fed] for fed in line],
+        [*laws, tree.q[line[-1]]],
+        tree.kind,
+    )
+    end, law = block(chained, chooser)
+    return line[end], law
+
+
 SCALAR_RULES: dict[str, ScalarRule] = {
     "greedy": greedy,
     "target-only": target_only,
     "one-hot": one_hot,
     "chain": chain,
     "block": block,
-    "recursive": recursive,
+    "recursive": scalar_siblings.recursive,
+    "multi-round": scalar_siblings.multi_round,
+    "spectr": scalar_siblings.spectr,
+    "sequoia": scalar_siblings.sequoia,
+    "top-plus-one": scalar_siblings.top_plus_one,
     "traversal": traversal,
+    "multi-path": multi_path,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class NoiseChooser:
-    """Decides by given numbers: uniforms by fed index, Gumbel noise by fed index and token."""
-
-    uniform_T: Law
-    gumbel_TV: Law
-
-    def flip(self, fed: int, probability: float) -> bool:
-        return bool(self.uniform_T[fed] < probability)
-
-    def pick(self, fed: int, law: Law) -> int:
-        return draw(law, self.gumbel_TV[fed])
-
-
-def draw(law: Law, gumbel_V: Law) -> int:
-    with np.errstate(divide="ignore"):
-        return int(np.argmax(np.log(law) + gumbel_V))

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specctl.drafters.parts.tree import DraftTree, NodeKind
+from specctl.drafters.parts.tree import DraftTree
 from specctl.runtime.noise import Noise
 from specctl.runtime.verify.block import block
 from specctl.runtime.verify.chain import bonus_only
@@ -119,7 +119,7 @@ def _visit(
         left_XV.index_copy_(0, at_B, p_BV.div_(mass_B1.clamp(min=_TINY)))
         w_B1 = mass_B1 / (mass_B1 + (1.0 - w_B1)).clamp_(min=_TINY)
         weight_BT = weight_BT.scatter(1, parent_BN[:, step], w_B1)
-        if tree.kind is NodeKind.WITHOUT_REPLACEMENT:
+        if tree.kind.is_distinct:
             q_BK.scatter_(1, column_BN[:, step], 0.0)
             q_XK.index_copy_(0, at_B, q_BK.div_(q_BK.sum(-1, keepdim=True).clamp_(min=_TINY)))
         # The next sibling, and the first children below it, are entered now.

@@ -86,6 +86,13 @@ def draw_key(tree: DraftTree) -> Tensor:
     return rank_BT * T + torch.arange(T, device=rank_BT.device)
 
 
+def children_of(tree: DraftTree, at_B: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, N] twice: whether a node is a child of fed index at_B[b], and what orders siblings by
+    their draw."""
+    child_BN = tree.valid_BN & (tree.parent_BN + 1 == at_B[:, None])
+    return child_BN, draw_key(tree)[:, 1:]
+
+
 def row(rows_BTX: Tensor, at_B: Tensor) -> Tensor:
     """[B, X]: row at_B[b] of each batch entry; a fresh tensor."""
     return rows_BTX[torch.arange(rows_BTX.shape[0], device=at_B.device), at_B]
@@ -132,6 +139,10 @@ class DraftLaw:
         else:
             q_BN = at_token(rows_BNK, self.column_BN)
         return q_BN if self.ids_K is None else q_BN * self.on_BN
+
+    def on_support(self, law_BV: Tensor) -> Tensor:
+        """[B, K]: a law of the target vocabulary at the ids that q can speak."""
+        return law_BV if self.ids_K is None else law_BV.index_select(1, self.ids_K)
 
     def minus(self, law_BV: Tensor, q_BK: Tensor) -> Tensor:
         """[law - q]+ over the target vocabulary."""

@@ -50,6 +50,9 @@ MISTAKES = {
     # the command line
     "unknown command": Mistake(("genrate",), 2, "specctl generate --help"),
     "unknown flag": Mistake((*G, "--tempratur", "1", "x"), 2, "--temperature"),
+    "flag of another program": Mistake(("generate", "--prompt-file", "x"), 2, "use --file "),
+    "word left out of a flag": Mistake((*G, "--max-tokens", "4", "x"), 2, "use --max-new-tokens "),
+    "flag like no other": Mistake((*G, "--xyzzy", "x"), 2, "specctl generate --help"),
     "not a number": Mistake(("generate", "--seed", "one", "x"), 2, "specctl generate --help"),
     "out of range": Mistake((*G, "--top-p", "2", "x"), 2, "specctl generate --help"),
     "missing argument": Mistake(("recipes", "show"), 2, "specctl recipes show --help"),

@@ -191,7 +191,10 @@ def test_a_proposal_respects_its_budget(target: Target, make_drafter: Any, name:
 def check_tree(tree: DraftTree, budget: Budget, size: int) -> None:
     assert tree.num_nodes <= budget.nodes
     assert tree.depth <= budget.depth
-    assert int(tree.depth_BT().max()) <= tree.depth
+    depth_BT = tree.depth_BT()
+    assert int(depth_BT[tree.fed_valid_BT()].max()) <= tree.depth
+    assert int(depth_BT.max()) <= max(tree.depth, tree.probe_depth)
+    assert not bool(tree.valid_BN[:, tree.num_nodes - tree.num_probes :].any())
     at_N = torch.arange(tree.num_nodes)
     assert bool((tree.parent_BN < at_N).all())
     assert bool(((tree.token_BN >= 0) & (tree.token_BN < size)).all())

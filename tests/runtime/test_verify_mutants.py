@@ -20,7 +20,8 @@ from specctl.runtime.verify import run_rule
 from specctl.runtime.verify.cases import make_case
 from specctl.runtime.verify.compare import FixedNoise, random_round, scalar_round
 from specctl.runtime.verify.enumerate import all_drafts, enumerate_case, top_drafts
-from specctl.runtime.verify.scalar import SCALAR_RULES, norm, positive, without
+from specctl.runtime.verify.scalar import SCALAR_RULES
+from specctl.runtime.verify.scalar_parts import norm, positive, without
 from specctl.runtime.verify.walk import best_token, chain_verdict
 
 IID, WOR, POINT = NodeKind.IID, NodeKind.WITHOUT_REPLACEMENT, NodeKind.POINT
@@ -363,7 +364,7 @@ def of_the_prefix(batch, logits_BTV, tree, view):
 
 CHAIN, BLOCK = is_exact("chain", IID, "chain-2"), is_exact("block", IID, "chain-3")
 TRIMMED = is_exact("chain", IID, "chain-2", "trimmed")
-RECURSIVE, TWICE = is_exact("recursive", WOR, "three"), is_exact("recursive", IID, "three")
+RECURSIVE, TWICE = is_exact("recursive", WOR, "three"), is_exact("multi-round", IID, "three")
 TRAVERSAL, TRAVERSAL_IID = (
     is_exact("traversal", WOR, "two-two-left"),
     is_exact("traversal", IID, "two-two-left"),

@@ -31,7 +31,8 @@ from specctl.train.vocab.counting import draft_tokens, target_tokens
 from specctl.train.vocab.head_cost import HeadCost
 from specctl.train.vocab.measure import Measured, PromptRun, moved_bytes
 from specctl.train.vocab.selectors import Evidence, selector, selectors
-from specctl.train.vocab.trim import Material, Trimmed, TrimSettings, trim
+from specctl.train.vocab.settings import Material, TrimSettings
+from specctl.train.vocab.trim import Trimmed, trim
 
 
 def make_drafter(target: Target, name: str = "small-lm", seed: int = 1) -> Drafter:

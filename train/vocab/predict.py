@@ -76,7 +76,7 @@ def candidate_sizes(num_ids: int, least: int, also: Iterable[int] = ()) -> list[
 
 def is_walked_exactly(policy: Policy) -> bool:
     """Plain chains are predicted as they are; other policies in proportion to their chain."""
-    return isinstance(policy, Chain) and policy.confidence is None
+    return isinstance(policy, Chain) and policy.stopper is None
 
 
 def predict_from_chains(

@@ -1,0 +1,200 @@
+"""Goose (arXiv 2604.02047): one tree from a reliable and an unreliable source, each in its place.
+
+The spine is what followed the newest tokens when they last occurred in the text (as prompt-lookup
+drafts it); the branches are the target's newest best tokens after a token (as token-recycling keeps
+them). The paper proves that where one source is accepted more often, the best tree is deep along it
+and wide along the other. Here every node has a chance, the running acceptance of its source, and
+the nodes with the largest product of chances along their path are kept (`parts/best_first.py`):
+that is the best tree for these chances, its spine grows with the quality of the match, and without
+a match it is the branches' tree alone. The sources, each with an acceptance of its own:
+
+    spine, by match length (a spine token that is accepted makes the match one longer)
+    branch of rank r beside a spine token, and branch of rank r alone
+
+`shape: balanced` gives a node its rank's chance whatever it comes from: the isotropic tree.
+Letters: B rows, N nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from specctl.drafters.parts.base import (
+    Budget,
+    Drafter,
+    Family,
+    Needs,
+    Outcome,
+    Space,
+)
+from specctl.drafters.parts.best_first import Guess, best_first
+from specctl.drafters.parts.laws import learn_round, learning_scope
+from specctl.drafters.parts.rates import Rates, record_round
+from specctl.drafters.parts.spec import ModelSpec
+from specctl.drafters.parts.store import NgramStore, Scope, StoreLimits, StoreRoom
+from specctl.drafters.parts.trie import Trie, TrieState
+from specctl.drafters.parts.vocab import VocabMap
+from specctl.drafters.prompt_lookup import NgramIndex
+from specctl.recipes.errors import RecipeError, nearest
+
+SHAPES = ("spine", "balanced")
+LAST = range(1, 0, -1)  # branches are keyed by one token
+Place = tuple[int, int]  # spine tokens behind us (-1 = off the spine), the newest token
+
+
+@dataclass(frozen=True, slots=True)
+class GooseOptions:
+    """First guesses of the acceptance of spine tokens (`spine[n]`: behind a match of n + 1 tokens)
+    and of branches by rank; both are corrected while drafting. `shape` of the tree. `scope` of the
+    branches says whose text may help whom (request, conversation, process)."""
+
+    spine: tuple[float, ...] = (0.3, 0.5, 0.65, 0.75)
+    branches: tuple[float, ...] = (0.4, 0.13, 0.07, 0.045, 0.03, 0.022, 0.017, 0.013)
+    shape: str = "spine"
+    scope: str = Scope.REQUEST
+    max_bytes: int = 32 << 20
+
+    def __post_init__(self) -> None:
+        for name in ("spine", "branches"):
+            chances = tuple(float(chance) for chance in getattr(self, name))
+            object.__setattr__(self, name, chances)
+            if not chances or not all(0.0 < chance < 1.0 for chance in chances):
+                raise RecipeError(
+                    "a chance is no probability",
+                    where=f"drafter.options.{name}",
+                    found=str(chances),
+                    expected="numbers between 0 and 1",
+                    do=f"leave {name} out to take the defaults",
+                )
+        if self.shape not in SHAPES:
+            raise RecipeError(
+                f"unknown shape of trees {self.shape!r}",
+                where="drafter.options.shape",
+                expected="one of " + ", ".join(SHAPES),
+                do=f"write shape: {nearest(self.shape, SHAPES, 1)}",
+            )
+
+
+class Goose(Drafter):
+    """No weights; branches are in stores, matches and acceptances with their row."""
+
+    family: ClassVar[str] = "goose"
+
+    def __init__(
+        self, options: GooseOptions, spec: ModelSpec, vocab: VocabMap | None = None
+    ) -> None:
+        super().__init__(options, spec, vocab)
+        limits = StoreLimits(options.max_bytes, len(options.branches))
+        self.room = StoreRoom(learning_scope(options.scope), limits)
+
+    def needs(self) -> Needs:
+        return Needs(topk=min(len(self.options.branches), self.spec.vocab_size), topk_logp=True)
+
+    def open(self, space: Space) -> GooseState:
+        return GooseState(self, space)
+
+
+class GooseState(TrieState):
+    """Per slot: an index of the text, the acceptance of each source, a store of branches."""
+
+    def __init__(self, drafter: Goose, space: Space) -> None:
+        self.options, self.device = drafter.options, space.device
+        self.num_spine = len(self.options.spine)
+        self.lengths = range(self.num_spine, 0, -1)
+        self.stores = drafter.room.rows(space.identity, space.num_slots)
+        self.indices = [NgramIndex(self.lengths) for _ in range(space.num_slots)]
+        self.rates = [self._first_rates() for _ in range(space.num_slots)]
+        self._drafted = [Trie() for _ in range(space.num_slots)]
+
+    def _first_rates(self) -> Rates:
+        options = self.options
+        return Rates([*options.spine, *options.branches, *options.branches])
+
+    def join(self, slot: int, conversation: str | None) -> None:
+        self.stores.join(slot, conversation)
+
+    def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
+        del taps
+        self.stores.start(slot)
+        self.indices[slot] = NgramIndex(self.lengths)
+        self.indices[slot].read(tokens)
+        self.rates[slot] = self._first_rates()
+
+    def end(self, slot: int) -> None:
+        self.stores.end(slot)
+        self.indices[slot] = NgramIndex(self.lengths)
+
+    def sprout(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:
+        index, store = self.indices[slot], self.stores.at(slot)
+        index.read(tokens)
+        found = index.match(tokens)
+        spine = index.continuation(tokens, budget.depth)
+        match = 0 if found is None else found[0]
+        sources = _Sources(self.options, self.rates[slot], store, spine, match)
+        trie = best_first(sources.children, (0 if spine else -1, tokens[-1]), budget)
+        self._drafted[slot] = trie
+        return trie
+
+    def observe(self, outcome: Outcome) -> None:
+        if outcome.tree.num_nodes:
+            slots = outcome.view.slots
+            drafted, rates = [self._drafted[s] for s in slots], [self.rates[s] for s in slots]
+            record_round(outcome, drafted, rates)
+        learn_round(self.stores, outcome, LAST, keep=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """What one row may draft in this round, and how likely each guess is."""
+
+    options: GooseOptions
+    rates: Rates
+    store: NgramStore
+    spine: Sequence[int]
+    match: int
+
+    def children(self, place: Place) -> Iterable[Guess[Place]]:
+        """The spine's next token first, then the branches that say something else."""
+        taken, token = place
+        options, num_spine = self.options, len(self.options.spine)
+        guesses: list[Guess[Place]] = []
+        on_spine = 0 <= taken < len(self.spine)
+        if on_spine:
+            source = min(self.match + taken, num_spine) - 1
+            chance, follower = self.rates.chance(source), self.spine[taken]
+            guesses.append(Guess(follower, chance, (taken + 1, follower), source))
+        first = num_spine if on_spine else num_spine + len(options.branches)
+        for rank, found in enumerate(self.store.get((token,))):
+            branch = found.ids[0]
+            if not on_spine or branch != self.spine[taken]:
+                chance = self.rates.chance(first + rank)
+                guesses.append(Guess(branch, chance, (-1, branch), first + rank))
+        if options.shape == "balanced":
+            return [
+                Guess(guess.token, chance, guess.place, guess.source)
+                for guess, chance in zip(guesses, options.branches, strict=False)
+            ]
+        return guesses
+
+
+def build(options: GooseOptions, spec: ModelSpec, vocab: VocabMap | None) -> Goose:
+    return Goose(options, spec, vocab)
+
+
+FAMILY = Family(
+    name="goose",
+    summary=(
+        "No training: copies what followed the same words before, as far as such copies have been "
+        "accepted lately, and hangs the target's own second choices beside each copied token. The "
+        "two together are never much worse than prompt-lookup or token-recycling alone."
+    ),
+    paper="https://arxiv.org/abs/2604.02047",
+    options=GooseOptions,
+    build=build,
+    trainable=False,
+    policies=("direct",),
+)

@@ -1,0 +1,215 @@
+"""Hierarchy Drafting (arXiv 2502.05609): databases asked in the order of their temporal locality.
+
+    W  context: spans of this text, prompt and answer, the newest first
+    S  model: spans that the target itself has written, the most frequent first
+    L  statistics: spans of a corpus, the most frequent first
+
+A span is `span` tokens and its key the `previous` tokens in front of it, or fewer. The databases
+are asked in `order` until `guesses` distinct spans are found, so a lower one is asked only where a
+higher one comes up short; shorter answers are left short. Spans with equal beginnings become one
+path of the tree. The paper fills W with the by-products of a Jacobi window as well; here it holds
+what was really written. S and L come with the drafter (`count_spans` builds them, a package holds
+them) and are never written; without an S, the answers of the rows are counted, as `scope` allows.
+Letters: B rows, N nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from specctl.drafters.parts.base import (
+    Budget,
+    Drafter,
+    Family,
+    Needs,
+    Outcome,
+    Space,
+)
+from specctl.drafters.parts.laws import learning_scope
+from specctl.drafters.parts.spec import ModelSpec
+from specctl.drafters.parts.store import Ids, NgramStore, Scope, StoreLimits, StoreRoom
+from specctl.drafters.parts.trie import Trie, TrieState
+from specctl.drafters.parts.vocab import VocabMap
+from specctl.recipes.errors import FileError, RecipeError
+
+LEVELS = "WSL"
+FILES = {"S": "model.", "L": "statistics."}
+
+
+@dataclass(frozen=True, slots=True)
+class HierarchyOptions:
+    """`guesses` spans of `span` tokens, looked up by up to `previous` tokens, from the databases in
+    `order` (some letters of WSL). `scope` says whose answers S counts where it did not come with
+    the drafter (request, conversation, process); W is the row's own in every scope."""
+
+    span: int = 4
+    guesses: int = 7
+    previous: int = 2
+    order: str = LEVELS
+    scope: str = Scope.REQUEST
+    max_bytes: int = 32 << 20
+
+    def __post_init__(self) -> None:
+        known = set(self.order) <= set(LEVELS) and len(set(self.order)) == len(self.order)
+        if not self.order or not known:
+            raise RecipeError(
+                "this is no order of databases",
+                where="drafter.options.order",
+                found=self.order,
+                expected="some of the letters W (context), S (model), L (statistics), each once",
+                do="write order: WSL",
+            )
+        if min(self.span, self.guesses, self.previous) < 1:
+            raise RecipeError(
+                "an option of hierarchy is out of range",
+                where="drafter.options",
+                found=f"span {self.span}, guesses {self.guesses}, previous {self.previous}",
+                expected="positive numbers",
+                do="leave them out to take the defaults",
+            )
+
+
+class Hierarchy(Drafter):
+    """No weights; `offline` holds S and L, where they were built."""
+
+    family: ClassVar[str] = "hierarchy"
+    holds_data = True
+
+    def __init__(
+        self, options: HierarchyOptions, spec: ModelSpec, vocab: VocabMap | None = None
+    ) -> None:
+        super().__init__(options, spec, vocab)
+        self.offline: dict[str, NgramStore] = {}
+        self.limits = StoreLimits(options.max_bytes, options.guesses)
+        self.room = StoreRoom(learning_scope(options.scope), self.limits)
+
+    def needs(self) -> Needs:
+        return Needs()
+
+    def open(self, space: Space) -> HierarchyState:
+        return HierarchyState(self, space)
+
+    def count_spans(self, level: str, texts: Iterable[Sequence[int]]) -> None:
+        """Fill S (with answers of the target) or L (with a corpus) from token ids."""
+        assert level in FILES, level
+        store = self.offline.setdefault(level, NgramStore(self.limits))
+        for text in texts:
+            read_spans(store, text, 0, self.options)
+
+    def tensors(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for level, store in self.offline.items():
+            found |= store.tensors(FILES[level])
+        return found
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        known = {level: prefix for level, prefix in FILES.items() if prefix + "ids" in tensors}
+        strange = [name for name in tensors if not name.startswith(tuple(known.values()))]
+        if strange:
+            raise FileError(
+                "this is no database of hierarchy drafting",
+                found=", ".join(strange[:4]),
+                expected="tensors named " + " or ".join(prefix + "*" for prefix in FILES.values()),
+                do="use a package made by this family",
+            )
+        for level, prefix in known.items():
+            self.offline[level] = NgramStore.from_tensors(tensors, self.limits, prefix)
+
+
+class HierarchyState(TrieState):
+    """Per slot: the context database and how much of the text it has read. `accepted` counts the
+    accepted tokens by the first database that proposed them."""
+
+    def __init__(self, drafter: Hierarchy, space: Space) -> None:
+        self.options, self.device, self.offline = drafter.options, space.device, drafter.offline
+        self.stores = drafter.room.rows(space.identity, space.num_slots)
+        self.newest = StoreLimits(drafter.limits.max_bytes, drafter.limits.per_key, True)
+        self.context = [NgramStore(self.newest) for _ in range(space.num_slots)]
+        self.num_read = [0] * space.num_slots
+        self.prompt_end = [0] * space.num_slots
+        self.accepted = dict.fromkeys(self.options.order, 0)
+        self._tags: list[list[int]] = [[] for _ in range(space.num_slots)]
+
+    def join(self, slot: int, conversation: str | None) -> None:
+        self.stores.join(slot, conversation)
+
+    def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
+        del taps
+        self.stores.start(slot)
+        self.context[slot] = NgramStore(self.newest)
+        self.num_read[slot], self.prompt_end[slot] = 0, len(tokens)
+
+    def end(self, slot: int) -> None:
+        self.stores.end(slot)
+        self.context[slot] = NgramStore(self.newest)
+
+    def sprout(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:
+        self._read(slot, tokens)
+        trie = Trie()
+        for source, span in self.spans(slot, tokens):
+            trie.add_path(span, [1.0] * len(span), 1 << source)
+        self._tags[slot] = [trie.tags[node] for node in trie.best(budget.nodes, budget.depth)]
+        return trie
+
+    def _read(self, slot: int, tokens: Sequence[int]) -> None:
+        """New spans of the text join W; those of the answer alone are counted in S."""
+        first = self.num_read[slot]
+        read_spans(self.context[slot], tokens, first, self.options)
+        if "S" not in self.offline:
+            answer = max(first, self.prompt_end[slot])
+            read_spans(self.stores.at(slot), tokens, answer, self.options)
+        self.num_read[slot] = max(first, len(tokens) - self.options.span + 1)
+
+    def spans(self, slot: int, tokens: Sequence[int]) -> Iterator[tuple[int, Ids]]:
+        """The guesses, best first, each with the place of its database in `order`."""
+        level_of = {"W": self.context[slot], "S": self.stores.at(slot), **self.offline}
+        seen: set[Ids] = set()
+        for source, level in enumerate(self.options.order):
+            store = level_of.get(level)
+            for length in range(min(self.options.previous, len(tokens)), 0, -1):
+                key = tuple(tokens[len(tokens) - length :])
+                for found in store.get(key) if store is not None else ():
+                    if len(seen) == self.options.guesses:
+                        return
+                    if found.ids not in seen:
+                        seen.add(found.ids)
+                        yield source, found.ids
+
+    def observe(self, outcome: Outcome) -> None:
+        if outcome.tree.num_nodes:
+            for slot, path in zip(outcome.view.slots, outcome.path_BP.tolist(), strict=True):
+                for tag in (self._tags[slot][fed - 1] for fed in path[1:] if fed > 0):
+                    self.accepted[self.options.order[(tag & -tag).bit_length() - 1]] += 1
+
+
+def read_spans(
+    store: NgramStore, tokens: Sequence[int], first: int, options: HierarchyOptions
+) -> None:
+    """Add the whole spans that begin at `first` or later, under the tokens in front of them."""
+    for at in range(max(first, 1), len(tokens) - options.span + 1):
+        span = tuple(tokens[at : at + options.span])
+        for length in range(1, min(options.previous, at) + 1):
+            store.add(tuple(tokens[at - length : at]), span)
+
+
+def build(options: HierarchyOptions, spec: ModelSpec, vocab: VocabMap | None) -> Hierarchy:
+    return Hierarchy(options, spec, vocab)
+
+
+FAMILY = Family(
+    name="hierarchy",
+    summary=(
+        "No training: looks for what may come next first in this text, then in what the target has "
+        "written before, then in a corpus, and drafts several continuations at once. For a service "
+        "whose answers resemble each other, with databases built from its own logs."
+    ),
+    paper="https://arxiv.org/abs/2502.05609",
+    options=HierarchyOptions,
+    build=build,
+    trainable=False,
+    policies=("direct",),
+)

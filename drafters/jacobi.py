@@ -1,0 +1,137 @@
+"""Parallel decoding by fixed-point iteration: Jacobi, Gauss-Seidel, hybrid (arXiv 2305.10427).
+
+Greedy decoding solves y_i = argmax p(. | x, y_<i) for i = 1 .. m. Algorithm 1 (Jacobi) starts from
+padding and updates all y_i at once; at least one more leading token is final after each step, so m
+steps suffice. Algorithm 2 (Gauss-Seidel over blocks) does this block by block, each block starting
+behind final tokens. Algorithm 3 (hybrid) does so up to an assumed length and then goes on token by
+token, so that it need not know where the text ends. Here a step is a round: the iterate is drafted,
+verification finds the final tokens, the end of text is cut by the engine, and the fixed point is
+the target's own output. Letters: B rows, S slots, N nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from specctl.drafters.parts.base import (
+    Budget,
+    Drafter,
+    DraftState,
+    Family,
+    Needs,
+    Outcome,
+    RoundView,
+    Space,
+)
+from specctl.drafters.parts.iterate import Iterate, blank_token
+from specctl.drafters.parts.spec import ModelSpec
+from specctl.drafters.parts.tree import DraftTree, NodeKind, chain_tree, empty_tree
+from specctl.drafters.parts.vocab import VocabMap
+from specctl.recipes.errors import RecipeError
+
+SCHEDULES = ("jacobi", "gauss-seidel", "hybrid")
+
+
+@dataclass(frozen=True, slots=True)
+class JacobiOptions:
+    """`schedule` jacobi iterates over as many tokens as a round may draft, gauss-seidel and hybrid
+    over `block` tokens at a time; hybrid stops after `assumed_length` tokens of answer."""
+
+    schedule: str = "gauss-seidel"
+    block: int = 5
+    assumed_length: int = 128
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise RecipeError(
+                f"unknown schedule {self.schedule!r}",
+                where="drafter.options.schedule",
+                expected="one of " + ", ".join(SCHEDULES),
+                do="write schedule: gauss-seidel",
+            )
+        if self.block < 2 or self.assumed_length < 1:
+            raise RecipeError(
+                "nothing is iterated over",
+                where="drafter.options",
+                found=f"block {self.block}, assumed_length {self.assumed_length}",
+                expected="block 2 or more, assumed_length 1 or more",
+                do="leave both out to take the defaults",
+            )
+
+
+class Jacobi(Drafter):
+    """No weights; everything is in the state."""
+
+    family: ClassVar[str] = "jacobi"
+
+    def needs(self) -> Needs:
+        return Needs(topk=1)
+
+    def open(self, space: Space) -> JacobiState:
+        return JacobiState(self.options, blank_token(self.spec), space)
+
+
+class JacobiState(DraftState):
+    """The iterate of each slot, and how many tokens of its block are not final yet."""
+
+    def __init__(self, options: JacobiOptions, blank: int, space: Space) -> None:
+        self.iterate, self.device = Iterate(space, blank), space.device
+        is_whole = options.schedule == "jacobi"
+        self.block = self.iterate.width + 1 if is_whole else options.block
+        self.limit = options.assumed_length if options.schedule == "hybrid" else None
+        self.left_S = torch.full((space.num_slots,), self.block, device=space.device)
+        self.prompt_len = [0] * space.num_slots
+
+    def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
+        del taps
+        self.iterate.reset(slot)
+        self.left_S[slot], self.prompt_len[slot] = self.block, len(tokens)
+
+    def propose(self, view: RoundView, budget: Budget) -> DraftTree:
+        """The rest of each row's block; its first open token is what the root predicts."""
+        length = min(budget.nodes, budget.depth, self.block - 1)
+        if length <= 0:
+            return empty_tree(len(view.slots), self.device)
+        count_B1 = self.left_S[view.slot_B, None] - 1
+        if self.limit is not None:
+            written = [
+                len(tokens) - self.prompt_len[slot]
+                for slot, tokens in zip(view.slots, view.tokens, strict=True)
+            ]
+            is_open = [[count < self.limit] for count in written]
+            count_B1 = count_B1 * torch.tensor(is_open, device=self.device)
+        valid_BN = torch.arange(length, device=self.device) < count_B1
+        return chain_tree(self.iterate.ahead(view, length), valid_BN, NodeKind.POINT)
+
+    def observe(self, outcome: Outcome) -> None:
+        slot_B = outcome.view.slot_B
+        left_B1 = self.left_S[slot_B, None] - self.iterate.advance(outcome)
+        is_done_B1 = left_B1 <= 0
+        guess_BW = self.iterate.guess_SW[slot_B]
+        self.iterate.guess_SW[slot_B] = guess_BW.masked_fill(is_done_B1, self.iterate.blank)
+        self.left_S[slot_B] = torch.where(is_done_B1, self.block, left_B1)[:, 0]
+
+
+def build(options: JacobiOptions, spec: ModelSpec, vocab: VocabMap | None) -> Jacobi:
+    return Jacobi(options, spec, vocab)
+
+
+FAMILY = Family(
+    name="jacobi",
+    summary=(
+        "No training and no draft model: guesses the next tokens as padding and lets the target "
+        "correct all guesses at once, round after round, until they stand still. Jacobi iterates "
+        "over the whole draft, Gauss-Seidel and hybrid over blocks. Ordinary models gain little; "
+        "it shows what parallel decoding is, and suits targets trained to converge fast."
+    ),
+    paper="https://arxiv.org/abs/2305.10427",
+    options=JacobiOptions,
+    build=build,
+    trainable=False,
+    policies=("direct",),
+)

@@ -1,0 +1,256 @@
+"""Stores: what drafters remember of token sequences, and who may read it.
+
+`NgramStore` maps a key (token ids) to continuations (token ids) with weights: counts, probabilities
+or nothing but recency. It is capped in bytes and per key, may be frozen, and is written as plain
+tensors. `StoreRoom` belongs to a Drafter and says whose text may help whom, by `Scope`:
+
+    request       a row learns from itself alone; forgotten when the row ends (the default)
+    conversation  rows of one `Request.conversation` share; a row without one is alone
+    process       every row that this drafter ever serves shares: only for text that is no secret
+    disk          read from what the drafter was loaded with; never written
+
+A row therefore drafts the same whatever stands beside it in the batch, unless the scope is process.
+Stores of different tokenizers or targets never mix: they are found by `Identity`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from threading import Lock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specctl.drafters.parts.spec import Identity
+from specctl.recipes.errors import IntegrityError, RecipeError
+
+Ids = tuple[int, ...]
+
+KEY_BYTES, ENTRY_BYTES, ID_BYTES = 420, 180, 32  # what CPython takes, measured; ids are objects
+MAX_CONVERSATIONS = 256
+
+
+class Scope(StrEnum):
+    """Whose text may help whom."""
+
+    REQUEST = "request"
+    CONVERSATION = "conversation"
+    PROCESS = "process"
+    DISK = "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLimits:
+    """`per_key` continuations of a key are kept: the newest ones if `newest_first`, else the
+    heaviest. Above `max_bytes` the key that has gone unwritten for longest is dropped, whole."""
+
+    max_bytes: int = 32 << 20
+    per_key: int = 8
+    newest_first: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_bytes < 1 or self.per_key < 1:
+            raise RecipeError(
+                "a store of no size remembers nothing",
+                found=f"max_bytes {self.max_bytes}, per_key {self.per_key}",
+                expected="positive numbers",
+                do="leave them out to take the defaults",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    ids: Ids
+    weight: float
+
+
+class NgramStore:
+    """Continuations of keys. Writers of several threads take turns; a frozen one ignores writes."""
+
+    def __init__(self, limits: StoreLimits | None = None) -> None:
+        self.limits = limits or StoreLimits()
+        self.is_frozen, self.num_bytes = False, 0
+        self._of: OrderedDict[Ids, dict[Ids, float]] = OrderedDict()
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def add(self, key: Ids, ids: Ids, weight: float = 1.0, fade: float = 1.0) -> None:
+        """Add `weight` to a continuation of `key`, which becomes its newest; `fade` multiplies what
+        the key's continuations weighed before (1: plain counting)."""
+        if self.is_frozen:
+            return
+        with self._lock:
+            found = self._of.get(key)
+            if found is None:
+                found = self._of[key] = {}
+                self.num_bytes += KEY_BYTES + ID_BYTES * len(key)
+            self._of.move_to_end(key)
+            if fade != 1.0:
+                for other in found:
+                    found[other] *= fade
+            before = found.pop(ids, None)
+            found[ids] = weight + (before or 0.0)
+            if before is None:
+                self.num_bytes += _entry_bytes(ids)
+                if len(found) > self.limits.per_key:
+                    del found[dropped := self._ranked(found)[-1].ids]
+                    self.num_bytes -= _entry_bytes(dropped)
+            self._shrink()
+
+    def get(self, key: Ids) -> tuple[Continuation, ...]:
+        """What followed the key, best first: heaviest (of equals the newest), or newest."""
+        found = self._of.get(key)
+        return () if found is None else tuple(self._ranked(found))
+
+    def longest(self, tokens: Sequence[int], lengths: range) -> tuple[Continuation, ...]:
+        """What followed the first of these suffix lengths of `tokens` that is a key."""
+        size = len(tokens)
+        for n in lengths:
+            found = self._of.get(tuple(tokens[size - n :])) if n <= size else None
+            if found is not None:
+                return tuple(self._ranked(found))
+        return ()
+
+    def freeze(self) -> None:
+        """From now on nothing is learned: drafts depend on their own row alone."""
+        self.is_frozen = True
+
+    def _ranked(self, found: dict[Ids, float]) -> list[Continuation]:
+        newest = [Continuation(ids, weight) for ids, weight in reversed(found.items())]
+        return newest if self.limits.newest_first else sorted(newest, key=lambda c: -c.weight)
+
+    def _shrink(self) -> None:
+        while self.num_bytes > self.limits.max_bytes and self._of:
+            key, found = self._of.popitem(last=False)
+            self.num_bytes -= KEY_BYTES + ID_BYTES * len(key) + sum(map(_entry_bytes, found))
+
+    def tensors(self, prefix: str = "") -> dict[str, Tensor]:
+        """The store as plain tensors, oldest key first: ids end to end, and where each run ends."""
+        keys = list(self._of)
+        entries = [(ids, weight) for key in keys for ids, weight in self._of[key].items()]
+        sizes = np.array([len(self._of[key]) for key in keys], dtype=np.int64)
+        columns = {
+            "key_ids": np.array([i for key in keys for i in key], dtype=np.int32),
+            "key_end": np.cumsum([len(key) for key in keys], dtype=np.int64),
+            "entry_end": np.cumsum(sizes, dtype=np.int64),
+            "ids": np.array([i for ids, _ in entries for i in ids], dtype=np.int32),
+            "ids_end": np.cumsum([len(ids) for ids, _ in entries], dtype=np.int64),
+            "weight": np.array([weight for _, weight in entries], dtype=np.float32),
+        }
+        return {prefix + name: torch.from_numpy(column) for name, column in columns.items()}
+
+    @classmethod
+    def from_tensors(
+        cls, tensors: Mapping[str, Tensor], limits: StoreLimits | None = None, prefix: str = ""
+    ) -> NgramStore:
+        """What `tensors` wrote; anything that does not fit together is refused."""
+        store = cls(limits)
+        try:
+            columns = {name: tensors[prefix + name].numpy() for name in cls().tensors()}
+            keys = _runs(columns["key_ids"], columns["key_end"])
+            entries = _runs(columns["ids"], columns["ids_end"])
+            weights = columns["weight"].tolist()
+            last = 0
+            for key, end in zip(keys, columns["entry_end"].tolist(), strict=True):
+                for ids, weight in zip(entries[last:end], weights[last:end], strict=True):
+                    store.add(key, ids, weight)
+                last = end
+            if last != len(entries) or last != len(weights):
+                raise ValueError(f"{len(entries)} continuations, {last} of them under a key")
+        except (KeyError, ValueError, TypeError) as error:
+            raise IntegrityError(
+                "the store cannot be read",
+                found=str(error)[:200],
+                expected="tensors that a store has written",
+                do="build the store again",
+            ) from error
+        return store
+
+
+def _entry_bytes(ids: Ids) -> int:
+    return ENTRY_BYTES + ID_BYTES * len(ids)
+
+
+def _runs(ids: np.ndarray, end: np.ndarray) -> list[Ids]:
+    """The runs that end at these ascending places and cover `ids`."""
+    ends, flat = [0, *end.tolist()], ids.tolist()
+    if ends != sorted(ends) or ends[-1] != len(flat):
+        raise ValueError(f"runs that end at {ends[-3:]} of {len(flat)} ids")
+    return [tuple(flat[a:b]) for a, b in itertools.pairwise(ends)]
+
+
+class StoreRoom:
+    """The stores of one Drafter, for all engines that it serves."""
+
+    def __init__(
+        self, scope: Scope, limits: StoreLimits | None = None, disk: NgramStore | None = None
+    ) -> None:
+        self.scope, self.limits, self.disk = Scope(scope), limits or StoreLimits(), disk
+        self._shared: OrderedDict[tuple[Identity | None, str | None], NgramStore] = OrderedDict()
+        self._lock = Lock()
+
+    def rows(self, identity: Identity | None, num_slots: int) -> RowStores:
+        """The stores of one engine's rows."""
+        return RowStores(self, identity, num_slots)
+
+    def store(self, identity: Identity | None, conversation: str | None) -> NgramStore:
+        """The store of a row that begins. Of conversations the least recently begun are dropped."""
+        if self.scope is Scope.DISK:
+            if self.disk is None:
+                raise RecipeError(
+                    "a store of scope disk was not loaded with anything",
+                    where="drafter.options.scope",
+                    expected="a package that holds a store",
+                    do="take scope request, or give the package that holds the store",
+                )
+            self.disk.freeze()
+            return self.disk
+        is_alone = self.scope is Scope.CONVERSATION and conversation is None
+        if self.scope is Scope.REQUEST or is_alone:
+            return NgramStore(self.limits)
+        key = (identity, conversation if self.scope is Scope.CONVERSATION else None)
+        with self._lock:
+            store = self._shared.setdefault(key, NgramStore(self.limits))
+            self._shared.move_to_end(key)
+            while len(self._shared) > MAX_CONVERSATIONS:
+                self._shared.popitem(last=False)
+        return store
+
+    def clear(self) -> None:
+        """Forget all that rows have shared."""
+        with self._lock:
+            self._shared.clear()
+
+
+class RowStores:
+    """Which store each slot reads and writes. One writer: the DraftState that owns it."""
+
+    def __init__(self, room: StoreRoom, identity: Identity | None, num_slots: int) -> None:
+        self.room, self.identity = room, identity
+        self._conversation: list[str | None] = [None] * num_slots
+        self._store: list[NgramStore | None] = [None] * num_slots
+
+    def join(self, slot: int, conversation: str | None) -> None:
+        """The conversation of the row that is about to start in the slot."""
+        self._conversation[slot] = conversation
+
+    def start(self, slot: int) -> NgramStore:
+        """A row starts: its store, which is a new one unless the scope shares it."""
+        store = self.room.store(self.identity, self._conversation[slot])
+        self._store[slot], self._conversation[slot] = store, None
+        return store
+
+    def at(self, slot: int) -> NgramStore:
+        store = self._store[slot]
+        assert store is not None, f"no row has started in slot {slot}"
+        return store
+
+    def end(self, slot: int) -> None:
+        self._store[slot] = None

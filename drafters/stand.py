@@ -1,0 +1,155 @@
+"""STAND (arXiv 2506.04708): stochastic drafts from remembered laws of n-grams.
+
+For the last 1 .. `max_context` tokens in front of every token that the target was fed, accepted or
+not, a store holds the target's `topk` best tokens with the sum of their probabilities: after k
+visits the average law, times k. Drafting is stepwise: a node's logits are the logs of what the
+longest known context holds, so that
+
+    q = softmax(log(sum of probabilities) / T) = (average law)^(1/T), normalised,
+
+and the tree policies draw distinct children from it by Gumbel top-k. Under sampling a draft from q
+is accepted with probability sum_x min(p, q), the best single token only with p(x): that is why the
+laws are kept and not the tokens alone. Children of a node that falls back to a shorter context have
+that context's law: each node hands out its own. The prompt brings no probabilities; its tokens are
+read as laws of one token. Letters: B rows, M nodes, T fed tokens, V target vocabulary, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from specctl.drafters.parts.base import (
+    Drafter,
+    Family,
+    Needs,
+    Outcome,
+    RoundView,
+    Space,
+    StepState,
+)
+from specctl.drafters.parts.laws import learn_round, learn_text, learning_scope, step, tail
+from specctl.drafters.parts.spec import ModelSpec
+from specctl.drafters.parts.store import Ids, Scope, StoreLimits, StoreRoom
+from specctl.drafters.parts.vocab import VocabMap
+from specctl.recipes.errors import RecipeError
+
+
+@dataclass(frozen=True, slots=True)
+class StandOptions:
+    """`max_context` tokens are looked up, then fewer; `topk` tokens are kept of each law; `scope`
+    says whose text may help whom (request, conversation, process), `max_bytes` caps each store."""
+
+    max_context: int = 3
+    topk: int = 10
+    scope: str = Scope.REQUEST
+    max_bytes: int = 32 << 20
+
+    def __post_init__(self) -> None:
+        if self.max_context < 1 or self.topk < 1:
+            raise RecipeError(
+                "a store of laws that holds nothing",
+                where="drafter.options",
+                found=f"max_context {self.max_context}, topk {self.topk}",
+                expected="positive numbers",
+                do="leave them out to take the defaults",
+            )
+
+
+class Stand(Drafter):
+    """No weights; the laws are in stores."""
+
+    family: ClassVar[str] = "stand"
+
+    def __init__(
+        self, options: StandOptions, spec: ModelSpec, vocab: VocabMap | None = None
+    ) -> None:
+        super().__init__(options, spec, vocab)
+        limits = StoreLimits(options.max_bytes, self.needs().topk)
+        self.room = StoreRoom(learning_scope(options.scope), limits)
+
+    def needs(self) -> Needs:
+        return Needs(topk=min(self.options.topk, self.spec.vocab_size), topk_logp=True)
+
+    def open(self, space: Space) -> StandState:
+        return StandState(self, space)
+
+
+class StandState(StepState):
+    """One store per row or shared, by scope, and the contexts of the nodes of this round."""
+
+    def __init__(self, drafter: Stand, space: Space) -> None:
+        self.V, self.device = drafter.spec.vocab_size, space.device
+        self.lengths = range(drafter.options.max_context, 0, -1)
+        self.stores = drafter.room.rows(space.identity, space.num_slots)
+        self._slots: tuple[int, ...] = ()
+        self._contexts: list[list[Ids]] = []  # per row: the root's, then those of its expansions
+
+    def join(self, slot: int, conversation: str | None) -> None:
+        self.stores.join(slot, conversation)
+
+    def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
+        del taps
+        learn_text(self.stores.start(slot), tokens, self.lengths, keep=None)
+
+    def end(self, slot: int) -> None:
+        self.stores.end(slot)
+
+    def root(self, view: RoundView) -> Tensor:
+        self._slots = view.slots
+        self._contexts = [[tail(tokens, self.lengths.start)] for tokens in view.tokens]
+        return self._logits([row[-1:] for row in self._contexts])[:, 0]
+
+    def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
+        tokens, parents = token_BM.tolist(), parent_BM.tolist()
+        added = []
+        for b, row in enumerate(self._contexts):
+            new = [
+                step(row[parent + 1], token, self.lengths.start)
+                for token, parent in zip(tokens[b], parents[b], strict=True)
+            ]
+            row.extend(new)
+            added.append(new)
+        return self._logits(added)
+
+    def _logits(self, contexts: Sequence[Sequence[Ids]]) -> Tensor:
+        """[B, M, V]: log weights of the longest known context, -inf elsewhere."""
+        at: list[int] = []
+        weights: list[float] = []
+        first = 0
+        for slot, row in zip(self._slots, contexts, strict=True):
+            store = self.stores.at(slot)
+            for context in row:
+                for found in store.longest(context, self.lengths):
+                    at.append(first + found.ids[0])
+                    weights.append(found.weight)
+                first += self.V
+        logits = torch.full((first,), -torch.inf)
+        logits[torch.tensor(at, dtype=torch.long)] = torch.tensor(weights).log()
+        return logits.to(self.device).view(len(contexts), -1, self.V)
+
+    def observe(self, outcome: Outcome) -> None:
+        learn_round(self.stores, outcome, self.lengths, keep=None)
+
+
+def build(options: StandOptions, spec: ModelSpec, vocab: VocabMap | None) -> Stand:
+    return Stand(options, spec, vocab)
+
+
+FAMILY = Family(
+    name="stand",
+    summary=(
+        "No training: remembers, for the last few tokens, with which probabilities the target went "
+        "on, and samples its drafts from them. Under sampling its drafts are accepted more often "
+        "than the same memory's single best token; made for many samples of similar reasoning."
+    ),
+    paper="https://arxiv.org/abs/2506.04708",
+    options=StandOptions,
+    build=build,
+    trainable=False,
+    policies=("static-tree", "chain", "dynamic-tree"),
+)

@@ -1,0 +1,89 @@
+"""Stop rules of chains, by name. One file per rule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from specctl.recipes.errors import RecipeError, nearest
+from specctl.runtime.policies.stops.ada_eagle import AdaEagle
+from specctl.runtime.policies.stops.base import Step, StopRule, Tested, tested_rows
+from specctl.runtime.policies.stops.confidence import Confidence, RocThreshold
+from specctl.runtime.policies.stops.disco import Disco
+from specctl.runtime.policies.stops.draft_verify import DraftVerify
+from specctl.runtime.policies.stops.learned import Learned, read_stop
+from specctl.runtime.policies.stops.schedule import Heuristic
+from specctl.runtime.policies.stops.specdec_pp import SpecDecPp
+from specctl.runtime.policies.stops.svip import Svip
+from specctl.runtime.policies.stops.thompson import Thompson
+
+STOPS: Mapping[str, type[StopRule]] = {
+    "confidence": Confidence,
+    "roc": RocThreshold,
+    "svip": Svip,
+    "specdec-pp": SpecDecPp,
+    "disco": Disco,
+    "ada-eagle": AdaEagle,
+    "draft-verify": DraftVerify,
+    "heuristic": Heuristic,
+    "thompson": Thompson,
+}
+
+
+def make_stop(name: str, threshold: float | None = None, file: str | None = None) -> StopRule:
+    """A fresh rule. `threshold` replaces its own; `file` holds the weights of a trained rule."""
+    if name not in STOPS:
+        raise RecipeError(
+            f"unknown stop rule {name!r}",
+            where="serve.stop",
+            expected="one of " + ", ".join(STOPS),
+            do=f"write stop: {nearest(name, STOPS, 1)}",
+        )
+    kind = STOPS[name]
+    if threshold is not None and "threshold" not in kind.__dataclass_fields__:  # type: ignore[attr-defined]
+        raise RecipeError(
+            f"stop rule {name} has no threshold",
+            where="serve.threshold",
+            found=f"{threshold:g}",
+            expected="no threshold",
+            do="remove it",
+        )
+    rule = kind() if threshold is None else kind(threshold=threshold)  # type: ignore[call-arg]
+    if not isinstance(rule, Learned):
+        if file is not None:
+            raise RecipeError(
+                f"stop rule {name} is not trained",
+                where="serve.stop_file",
+                found=file,
+                expected="no file",
+                do="remove it, or name a trained rule: " + ", ".join(trained_stops()),
+            )
+        return rule
+    if file is None:
+        return rule
+    found, tensors = read_stop(Path(file))
+    if found != name:
+        raise RecipeError(
+            "the file holds another stop rule",
+            where=file,
+            found=found or "no name",
+            expected=name,
+            do=f"write stop: {found}" if found in STOPS else "train it with specctl train-stop",
+        )
+    return rule.loaded(tensors)
+
+
+def trained_stops() -> list[str]:
+    return [name for name, kind in STOPS.items() if issubclass(kind, Learned)]
+
+
+__all__ = [
+    "STOPS",
+    "Learned",
+    "Step",
+    "StopRule",
+    "Tested",
+    "make_stop",
+    "tested_rows",
+    "trained_stops",
+]

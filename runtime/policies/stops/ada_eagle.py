@@ -1,0 +1,37 @@
+"""AdaEAGLE's length predictor (arXiv 2412.18910): the length is chosen before drafting.
+
+A small network reads the state behind the root and predicts how many tokens will be accepted; that
+many are drafted, with no decision per token. It reads the drafter's state there, which of feature
+drafters is a function of the target's own features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from specctl.runtime.policies.stops.base import Step
+from specctl.runtime.policies.stops.learned import Learned, residual_net
+
+
+@dataclass(slots=True)
+class AdaEagle(Learned):
+    """Drafts the predicted length plus `threshold`, rounded, at least one token."""
+
+    name: ClassVar[str] = "ada-eagle"
+    threshold: float = 0.5
+    wanted_B: Tensor | None = field(default=None, init=False, repr=False)
+
+    @classmethod
+    def new_net(cls, num_inputs: int) -> nn.Module:
+        return residual_net(num_inputs, num_blocks=1)
+
+    def features(self, step: Step) -> Tensor:
+        return step.state.hidden().float()
+
+    def stops(self, step: Step) -> Tensor:
+        if step.index == 0 or self.wanted_B is None:
+            self.wanted_B = (self.output_B(step) + self.threshold).round()
+        return step.index + 1 >= self.wanted_B

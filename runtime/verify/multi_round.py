@@ -1,0 +1,24 @@
+"""Multi-round speculative sampling over i.i.d. siblings, from the root down.
+
+The rule of SpecInfer (Miao et al., arXiv 2305.09781, Algorithm 2): after a miss, r := norm([r -
+q]+), and q stays, because the next sibling was drawn from the same law. Duplicates must be kept: a
+repeated token is tested again with its own uniform. Letters as in `walk`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from specctl.drafters.parts.tree import DraftTree
+from specctl.runtime.noise import Noise
+from specctl.runtime.verify.siblings import Missed, residual, walk_down
+from specctl.runtime.verify.walk import Verdict
+
+
+def multi_round(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
+    """Test siblings in draw order, each against what the earlier ones left of p, all with q."""
+    return walk_down(tree, scores_BTV, noise, _same_q)
+
+
+def _same_q(missed: Missed) -> tuple[Tensor, Tensor]:
+    return residual(missed), missed.s_BK

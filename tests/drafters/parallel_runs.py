@@ -1,0 +1,76 @@
+"""Shared by the tests of drafters that decode in parallel: one engine, its answers and outcomes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from specctl.drafters.parts.base import Drafter, Outcome, RoundSeconds
+from specctl.runtime.engine import Engine
+from specctl.runtime.policies import make_policy
+from specctl.runtime.policies.length import CostTable, LengthChooser
+from specctl.runtime.sampling import Sampling
+from specctl.runtime.session import Completion, Request
+from specctl.runtime.target import Target
+
+PROMPTS = ((3, 1, 4, 1, 5), (20, 2, 20, 2))
+
+
+@dataclass
+class Recorder(LengthChooser):
+    """Never limits the draft; keeps what every round did."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def length(self, batch: int) -> int:
+        return 10**6
+
+    def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:
+        self.outcomes.append(outcome)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a run emitted, and how."""
+
+    answers: list[tuple[int, ...]]
+    completions: list[Completion]
+    outcomes: list[Outcome]
+    engine: Engine
+
+    @property
+    def tau(self) -> float:
+        rows = [completion.stats for completion in self.completions]
+        return sum(row.tokens for row in rows) / sum(row.rounds for row in rows)
+
+    @property
+    def drafted(self) -> int:
+        return sum(completion.stats.drafted for completion in self.completions)
+
+
+def decode(
+    target: Target,
+    drafter: Drafter | None,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    *,
+    tokens: int = 32,
+    length: int = 8,
+    nodes: int | None = None,
+    slots: int = 1,
+    policy: str = "direct",
+    temperature: float = 0.0,
+) -> Ran:
+    """Answers of exactly `tokens` tokens under one policy."""
+    recorder = Recorder(CostTable({0: 1.0}, {0: 1.0}, "", "", 1))
+    serve = {"policy": policy, "length": length, "nodes": nodes}
+    grown = None if drafter is None else make_policy(serve)
+    engine = Engine(target, drafter, grown, num_slots=slots, chooser=recorder)
+    requests = [
+        Request(
+            tuple(prompt),
+            Sampling(temperature=temperature, seed=i, max_new_tokens=tokens, ignore_eos=True),
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    completions = engine.run(requests)
+    return Ran([c.tokens for c in completions], completions, recorder.outcomes, engine)

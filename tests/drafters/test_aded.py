@@ -1,0 +1,128 @@
+"""ADED: the fading model, the makers of trees, and what adapting brings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from specctl.drafters.aded import Aded, AdedOptions
+from specctl.drafters.parts.base import Budget
+from specctl.drafters.parts.best_first import Guess, best_first
+from specctl.drafters.parts.laws import learn, learn_text
+from specctl.drafters.parts.mcts import Puct, most_visited
+from specctl.drafters.parts.store import NgramStore
+from specctl.drafters.parts.trie import Trie
+from specctl.recipes.errors import RecipeError
+from specctl.runtime.engine import Engine
+from specctl.runtime.policies import make_policy
+from specctl.runtime.sampling import Sampling
+from specctl.runtime.session import Request
+from specctl.runtime.target import Target
+
+Path = tuple[int, ...]
+LAW = {0: (0.6, 0.3), 1: (0.9, 0.05), 2: (0.2, 0.2)}  # chances of tokens 1 and 2 behind each token
+
+
+def guesses(path: Path) -> Iterable[Guess[Path]]:
+    for token, chance in enumerate(LAW[path[-1] if path else 0], start=1):
+        yield Guess(token, chance, (*path, token))
+
+
+def value(trie: Trie) -> float:
+    return sum(trie.estimates)
+
+
+def all_paths(depth: int) -> list[Path]:
+    level: list[Path] = [()]
+    found: list[Path] = []
+    for _ in range(depth):
+        level = [(*path, token) for path in level for token in (1, 2)]
+        found += level
+    return found
+
+
+def chance_of(path: Path) -> float:
+    product = 1.0
+    for before, token in zip((0, *path), path, strict=False):
+        product *= LAW[before][token - 1]
+    return product
+
+
+def test_best_first_is_the_best_of_all_trees_of_its_size() -> None:
+    trie = best_first(guesses, (), Budget(4, 3))
+    connected = [
+        tree
+        for tree in combinations(all_paths(3), 4)
+        if all(len(path) == 1 or path[:-1] in tree for path in tree)
+    ]
+    assert len(connected) > 20
+    assert value(trie) == pytest.approx(max(sum(map(chance_of, tree)) for tree in connected))
+
+
+def test_many_walks_find_nearly_the_best_tree_and_few_do_not() -> None:
+    budget = Budget(12, 5)
+    best = value(best_first(guesses, (), budget))
+    many, few = (value(most_visited(guesses, (), budget, Puct(n))) for n in (600, 12))
+    assert 0.95 * best < many <= best + 1e-9
+    assert few < many
+
+
+def test_visited_nodes_form_a_tree_with_path_probabilities() -> None:
+    trie = most_visited(guesses, (), Budget(6, 4), Puct(100))
+    paths: list[Path] = []
+    for node, parent in enumerate(trie.parents):
+        assert parent < node
+        paths.append((*(paths[parent] if parent >= 0 else ()), trie.tokens[node]))
+        assert trie.estimates[node] == pytest.approx(chance_of(paths[-1]))
+    assert len(set(paths)) == len(paths) == 6
+
+
+def test_a_model_moves_towards_what_the_target_thinks_and_forgets_the_rest() -> None:
+    store = NgramStore()
+    learn(store, (5,), (1, 2), (0.8, 0.1), keep=0.5)
+    learn(store, (5,), (2, 3), (0.6, 0.4), keep=0.5)
+    weights = {found.ids[0]: found.weight for found in store.get((5,))}
+    assert weights == pytest.approx({1: 0.4, 2: 0.35, 3: 0.2})
+
+
+def test_a_text_is_read_as_certain_and_its_newest_word_counts_most() -> None:
+    store = NgramStore()
+    learn_text(store, [4, 5, 6, 4, 5, 7], range(2, 0, -1), keep=0.5)
+    assert [(f.ids[0], f.weight) for f in store.get((4, 5))] == [(7, 0.5), (6, 0.5)]
+    assert [f.ids[0] for f in store.get((5,))] == [7, 6]
+
+
+def tau(target: Target, nodes: int = 8, requests: int = 4, **options: Any) -> float:
+    drafter = Aded(AdedOptions(**options), target.spec)
+    policy = make_policy({"policy": "direct", "length": 6, "nodes": nodes})
+    engine = Engine(target, drafter, policy)
+    sampling = Sampling(max_new_tokens=40, ignore_eos=True)
+    prompts = [(3, 1, 4, 1, 5), (2, 7, 1, 8), (9, 9, 2), (6, 5, 3, 5)][:requests]
+    done = engine.run([Request(prompt, sampling) for prompt in prompts])
+    return sum(c.stats.tokens for c in done) / sum(c.stats.rounds for c in done)
+
+
+def test_an_adaptive_tree_beats_a_fixed_one_of_as_many_nodes(make_target: Any) -> None:
+    target = make_target(num_layers=2, vocab=48)
+    shared = {"scope": "process"}
+    assert tau(target, **shared) > 1.02 * tau(target, maker="ranks", **shared)
+
+
+def test_a_model_that_adapts_beats_one_that_only_read_the_prompt(make_target: Any) -> None:
+    target = make_target(num_layers=2, vocab=48)
+    assert tau(target) > tau(target, keep=1.0) + 0.1
+
+
+def test_a_stream_of_requests_helps_the_next_one(make_target: Any) -> None:
+    target = make_target(num_layers=2, vocab=48)
+    assert tau(target, scope="process") > tau(target) + 0.05
+
+
+def test_unknown_makers_and_scopes_are_refused(make_target: Any) -> None:
+    with pytest.raises(RecipeError, match="maker"):
+        AdedOptions(maker="mtcs")
+    with pytest.raises(RecipeError, match="scope"):
+        Aded(AdedOptions(scope="disk"), make_target(num_layers=2).spec)

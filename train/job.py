@@ -1,0 +1,187 @@
+"""A recipe and what it was made for -> the Job that the loop works through.
+
+Here the parts of a run meet: the drafter with its vocabulary, first weights and adapters; the order
+of the rows and where a batch comes from; what is compared, measured, logged and saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from specctl.drafters.parts.base import Drafter, Needs
+from specctl.drafters.parts.batch import TrainBatch
+from specctl.drafters.parts.vocab import VocabMap
+from specctl.recipes.errors import RecipeError
+from specctl.recipes.schema import Recipe
+from specctl.runtime.report import Reporter
+from specctl.runtime.target import Target
+from specctl.train.adapt import attach
+from specctl.train.assemble import (
+    build_drafter,
+    decoder,
+    measuring_prompts,
+    measuring_rows,
+    say_data,
+    what_trains,
+)
+from specctl.train.capture import capture
+from specctl.train.data.on_policy import text_of
+from specctl.train.data.order import Order
+from specctl.train.data.rows import TokenData
+from specctl.train.data.supply import Text
+from specctl.train.features.offline import BatchOf, feature_source
+from specctl.train.initial import Initial, Loader, completed, initialise, tensors_digest
+from specctl.train.loop import Job
+from specctl.train.metrics import MetricsLog
+from specctl.train.optim import Gradient, build_optimizers
+from specctl.train.processes.ranks import Ranks
+from specctl.train.processes.sharding import Sharded
+from specctl.train.processes.target_shards import spread_layers
+from specctl.train.saving.checkpoint import Checkpoints
+from specctl.train.saving.fingerprint import run_fingerprint
+from specctl.train.saving.state import seed_everything
+from specctl.train.selective import Selection, selection_of
+from specctl.train.stop import Stop
+from specctl.train.vocab.draft_vocab import draft_vocab
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What the stages of a run share."""
+
+    target: Target
+    data: TokenData
+    initial: Initial | None
+    stop: Stop
+    accelerator: Accelerator
+    load: Loader | None
+
+
+def make_job(
+    recipe: Recipe, made: Made, checkpoints: Checkpoints, reference: Drafter | None
+) -> Job:
+    """Everything the loop works with; `reference` is what the selection of tokens compares with."""
+    settings, ranks, reporter = recipe.train, checkpoints.ranks, checkpoints.reporter
+    target, data, out = made.target, made.data, checkpoints.folder.parent
+    _check_rows(recipe, ranks)
+    drafter = _begun(recipe, made, ranks, reporter)
+    selection = selection_of(recipe, drafter, reference)
+    num_rows = data.num_rows - len(measuring_rows(recipe, data))
+    say_data(recipe, num_rows, reporter)
+    trained = drafter
+    if settings.parallel == "fsdp" and ranks.size > 1:
+        trained = Sharded(drafter, ranks, spread_layers(target))
+    trainable = trained.trainable()
+    vocab_sizes = {target.spec.vocab_size} | ({drafter.vocab.size} if drafter.vocab else set())
+    seed_everything(settings.seed, ranks.rank)
+    order = Order(num_rows, settings.seed, recipe.data.on_policy)
+    text = text_of(recipe, target, data, trained, order, ranks)
+    features = feature_source(recipe, target, data, drafter.needs(), out, reporter, ranks)
+    return Job(
+        drafter=trained,
+        settings=settings,
+        order=order,
+        batch=_batches(recipe, target, drafter.needs(), text, features, selection),
+        measure=decoder(recipe, target, drafter, measuring_prompts(recipe, target, data)),
+        optimizers=build_optimizers(trainable, settings, frozenset(vocab_sizes)),
+        gradient=Gradient(trainable, ranks),
+        checkpoints=checkpoints,
+        log=MetricsLog(out / "metrics.jsonl", ranks.is_main, reporter.warn),
+        stop=made.stop,
+        reporter=reporter,
+        out=out,
+        draft_length=recipe.serve.length,
+        measures_start=settings.lora is not None,
+        autocast=_autocast(settings.precision, ranks.device),
+        fingerprint=_fingerprint(recipe, made, drafter.vocab, ranks, reference),
+        log_more=lambda figures, step: made.accelerator.log(figures, step),
+        ranks=ranks,
+        text=text,
+    )
+
+
+def _check_rows(recipe: Recipe, ranks: Ranks) -> None:
+    if recipe.train.rows < ranks.size:
+        raise RecipeError(
+            "fewer rows in a batch than processes",
+            found=f"train.rows {recipe.train.rows}, {ranks.size} processes",
+            expected="at least one row per process",
+            do=f"--set train.rows={ranks.size}",
+            where="train.rows",
+        )
+
+
+def _begun(recipe: Recipe, made: Made, ranks: Ranks, reporter: Reporter) -> Drafter:
+    """The drafter with its first weights and its adapters, announced."""
+    target, initial, lora = made.target, made.initial, recipe.train.lora
+    complete = completed(recipe, target.spec, initial)
+    vocab = _vocab(recipe, target, made.data, initial)
+    drafter = build_drafter(complete, target.spec, vocab).to(ranks.device, torch.float32)
+    if drafter.needs().borrow:
+        drafter.bind(target.borrowed())
+    if initial is not None:
+        initialise(drafter, initial, made.data)
+        reporter.say(f"starts from {initial.name} ({initial.digest[:19]})")
+    if lora is not None:
+        attach(drafter, lora, initial is not None)
+    for line in what_trains(drafter):
+        reporter.say(line)
+    return drafter
+
+
+def _vocab(
+    recipe: Recipe, target: Target, data: TokenData, initial: Initial | None
+) -> VocabMap | None:
+    """The draft vocabulary: counted in the data, else that of the drafter to start from."""
+    if recipe.vocab.size is None:
+        return None if initial is None else initial.drafter.vocab
+    return draft_vocab(recipe, target, data)
+
+
+def _batches(
+    recipe: Recipe,
+    target: Target,
+    needs: Needs,
+    text: Text,
+    features: BatchOf,
+    selection: Selection | None,
+) -> BatchOf:
+    """Row numbers -> a batch. Rows that the drafter writes itself have no features to keep."""
+
+    def batch(rows: list[int]) -> TrainBatch:
+        is_still = recipe.data.on_policy == 0.0
+        read = features(rows) if is_still else capture(target, text.batch(rows), needs)
+        return read if selection is None else selection(read, rows)
+
+    return batch
+
+
+def _fingerprint(
+    recipe: Recipe, made: Made, vocab: VocabMap | None, ranks: Ranks, reference: Drafter | None
+) -> dict[str, Any]:
+    """What a resumed run must share with the run it continues."""
+    target, initial = made.target, made.initial
+    found = run_fingerprint(
+        recipe,
+        target.fingerprint,
+        target.tokenizer_fingerprint,
+        made.data.digest,
+        None if vocab is None else vocab.digest(),
+        ranks.size,
+        None if initial is None else initial.digest,
+    )
+    if reference is not None:
+        found["reference"] = tensors_digest(reference.tensors())
+    return found
+
+
+def _autocast(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    if precision == "no":
+        return nullcontext
+    return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
