@@ -44,15 +44,15 @@ SHARED = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of the table: a recipe, the fields that differ, and what it also needs. `own_budget`
-    recipes keep their own steps and data (a pipeline's stages, a cut-out model's rate)."""
+    """A row of the table: a recipe, the fields that differ, and what it also needs. A pipeline
+    keeps its stages' own data and rates, and shares the steps out among them."""
 
     name: str
     recipe: str = "distillspec"
     sets: tuple[str, ...] = ()
     after: str | None = None
     is_trained: bool = True
-    own_budget: bool = False
+    is_pipeline: bool = False
 
 
 def loss(kind: str, *sets: str) -> tuple[str, ...]:
@@ -60,7 +60,11 @@ def loss(kind: str, *sets: str) -> tuple[str, ...]:
 
 
 DTYPES = {True: "float32", False: "bfloat16"}  # embedded, inflated
-RAW = ("data.regenerate=false", "data.limit_tokens=115200")
+RAW = ("data.regenerate=false", "data.limit_tokens=230400")
+STAGES = (
+    "vocab.size=2048", "target.dtype=bfloat16", "stages.align.data.prompts={answers}",
+    *(f"stages.{stage}.train.steps={{third}}" for stage in ("pretrain", "continue", "align")),
+)  # fmt: skip
 PRUNED = ("train.learning_rate=2e-3",)
 
 ROWS = (
@@ -75,13 +79,13 @@ ROWS = (
     Row("adaspec", sets=("train.select=highest", "train.reference={out}/kl"), after="kl"),
     Row("adaspec, lowest", sets=("train.select=lowest", "train.reference={out}/kl"), after="kl"),
     Row("adaspec, random", sets=("train.select=random",)),
-    Row("fastdraft", recipe="fastdraft", own_budget=True),
+    Row("fastdraft", recipe="fastdraft", sets=STAGES, is_pipeline=True),
     *(Row(f"pruned to {n}, healed", "prune", (f"drafter.options.layers={n}", *PRUNED))
       for n in (1, 2, 4)),
     Row("wide-shallow", sets=("drafter.options.layers=1", "drafter.options.width=256")),
     Row("narrow-deep", sets=("drafter.options.layers=4", "drafter.options.width=128")),
     *(Row(f"vocabulary {size}", sets=(f"vocab.size={size}",))
-      for size in (512, 1024, 2048, 4096, "null")),
+      for size in (256, 512, 1024, 4096, "null")),  # 2048: every other row
 )  # fmt: skip
 
 
@@ -89,11 +93,12 @@ def fields(row: Row, args: argparse.Namespace) -> list[str]:
     """--set arguments of a row."""
     shared = (
         []
-        if row.own_budget
+        if row.is_pipeline
         else [*SHARED, f"train.steps={args.steps}", f"data.prompts={args.answers}"]
     )
     quiet = ["train.tau_every=100000", "train.save_every=100"]
-    return [*shared, *quiet, *(text.format(out=args.out) for text in row.sets)]
+    known = {"out": args.out, "answers": args.answers, "third": args.steps // 3}
+    return [*shared, *quiet, *(text.format(**known) for text in row.sets)]
 
 
 def folder(row: Row, args: argparse.Namespace) -> Path:
@@ -107,7 +112,7 @@ def trained(row: Row, args: argparse.Namespace) -> Path:
         shared = Path(args.out) / "data"
         shared.mkdir(parents=True, exist_ok=True)
         place.mkdir(exist_ok=True)
-        if not row.own_budget and not (place / "data").exists():
+        if not row.is_pipeline and not (place / "data").exists():
             (place / "data").symlink_to(shared.resolve())
         sets = [word for text in fields(row, args) for word in ("--set", text)]
         words = [sys.executable, "-m", "specctl", "train-draft", "--recipe", row.recipe]
@@ -204,8 +209,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", default="runs/distill-table")
     parser.add_argument("--rows", default="", help="names separated by ; (all where left out)")
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--answers", type=int, default=800, help="prompts the target answers")
+    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--answers", type=int, default=1600, help="prompts the target answers")
     parser.add_argument("--length", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=60)
     parser.add_argument("--inflated-prompts", type=int, default=6)

@@ -82,6 +82,8 @@ class Stand(Drafter):
 class StandState(StepState):
     """One store per row or shared, by scope, and the contexts of the nodes of this round."""
 
+    may_be_silent = True
+
     def __init__(self, drafter: Stand, space: Space) -> None:
         self.V, self.device = drafter.spec.vocab_size, space.device
         self.lengths = range(drafter.options.max_context, 0, -1)

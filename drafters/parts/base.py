@@ -145,10 +145,12 @@ class DraftState(ABC):
 class StepState(DraftState):
     """A DraftState that drafts token by token, so that a tree policy or stop rule drives growth.
 
-    Logits are raw and over the draft vocabulary (`Drafter.vocab`; None = the target's). A row that
-    is -inf everywhere has nothing to draft: its children are padding. Growth of one round: `root`
-    once, then `expand` any number of times; `observe` ends it.
+    Logits are raw and over the draft vocabulary (`Drafter.vocab`; None = the target's). If it
+    `may_be_silent`, a row that is -inf everywhere has nothing to draft: its children are padding.
+    Growth of one round: `root` once, then `expand` any number of times; `observe` ends it.
     """
+
+    may_be_silent: bool = False
 
     @abstractmethod
     def root(self, view: RoundView) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from specctl.drafters.parts.base import Outcome, RoundView, Space, StepState
 from specctl.drafters.parts.blocks import FeatureNet, attend, rotate
 from specctl.drafters.parts.growth import Growth, aim_cache
-from specctl.drafters.parts.kernels import Weight, can_pack, linear, pack
+from specctl.drafters.parts.kernels import Weight, can_pack, linear, pack, rms_norm
 from specctl.drafters.parts.routed import RoutedHead, read_head
 from specctl.drafters.parts.slots import SlotKV
 
@@ -122,7 +122,7 @@ class FeatureState(StepState):
         B, T = ids_BT.shape
         H, K, D = shape.num_heads, shape.num_kv_heads, shape.hidden_size
         both_BT2D = torch.stack([self.embed(ids_BT), state_BTD], dim=2)
-        x_BTI = F.rms_norm(both_BT2D, (D,), None, shape.norm_eps).view(B, T, 2 * D)
+        x_BTI = rms_norm(both_BT2D, None, shape.norm_eps).view(B, T, 2 * D)
         heads = linear(x_BTI, self._fused.qkv).view(B, T, H + 2 * K, shape.head_dim)
         heads = heads.transpose(1, 2)
         if attention.has_qk_norm:
@@ -137,12 +137,10 @@ class FeatureState(StepState):
         """The rest of the layer, its state remembered; logits."""
         layer, shape, fused = self.net.layer, self.net.shape, self._fused
         h = state_BMD + linear(attended_BMI, fused.output)
-        flat = F.rms_norm(
-            h, (shape.hidden_size,), layer.post_attention_layernorm.weight, shape.norm_eps
-        )
+        flat = rms_norm(h, layer.post_attention_layernorm.weight, shape.norm_eps)
         gate, up = linear(flat, fused.gate_up).chunk(2, dim=-1)
         out = h + linear(F.silu(gate) * up, fused.down)
-        normed = F.rms_norm(out, (shape.hidden_size,), self.net.norm.weight, shape.norm_eps)
+        normed = rms_norm(out, self.net.norm.weight, shape.norm_eps)
         self._states.append(normed if self.net.norm_output else out)
         return read_head(normed, fused.head)
 

@@ -84,7 +84,8 @@ class Chain:
         alive_B = torch.ones_like(growth.view.slot_B, dtype=torch.bool)
         for step in range(depth):
             row_B, law_BK = self._pick(growth, logits_BK, step)
-            alive_B = alive_B & (logits_BK.amax(-1) > -torch.inf)
+            if growth.state.may_be_silent:
+                alive_B = alive_B & (logits_BK.amax(-1) > -torch.inf)
             tokens.append(growth.target_ids(row_B))
             laws.append(law_BK)
             valids.append(alive_B)
@@ -93,7 +94,8 @@ class Chain:
             if stopper is not None:
                 stop_B = stopper.stops(Step(step, logits_BK, row_B, growth.state))
                 alive_B = alive_B if stop_B is None else alive_B & ~stop_B
-            if (stopper is not None or not alive_B.is_cuda) and not bool(alive_B.any()):
+            may_end = growth.state.may_be_silent and not alive_B.is_cuda
+            if (stopper is not None or may_end) and not bool(alive_B.any()):
                 break
             parent_B1 = torch.full_like(row_B[:, None], step - 1)
             logits_BK = growth.state.expand(tokens[-1][:, None], parent_B1)[:, 0]
