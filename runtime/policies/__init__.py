@@ -5,21 +5,50 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from specctl.drafters.parts.base import Family
 from specctl.recipes.errors import RecipeError, nearest
 from specctl.runtime.policies.base import Growth, Policy
+from specctl.runtime.policies.cape import Caterpillar
 from specctl.runtime.policies.chain import Chain
+from specctl.runtime.policies.ddd import DynamicDepth
 from specctl.runtime.policies.direct import Direct
 from specctl.runtime.policies.dynamic_tree import DynamicTree
+from specctl.runtime.policies.dyspec import DySpec
+from specctl.runtime.policies.hardware_tree import HardwareTree
+from specctl.runtime.policies.mcsd import Candidates
+from specctl.runtime.policies.opt_tree import OptTree
+from specctl.runtime.policies.paths import Paths
+from specctl.runtime.policies.rsd import StochasticBeam
+from specctl.runtime.policies.sequoia import Sequoia
 from specctl.runtime.policies.static_tree import StaticTree
 from specctl.runtime.policies.switch import Switch
+from specctl.runtime.policies.top_plus_one import TopPlusOne
 
 POLICIES: Mapping[str, type[Any]] = {
     "chain": Chain,
     "static-tree": StaticTree,
     "dynamic-tree": DynamicTree,
+    "sequoia": Sequoia,
+    "rsd": StochasticBeam,
+    "dyspec": DySpec,
+    "opt-tree": OptTree,
+    "ddd": DynamicDepth,
+    "cape": Caterpillar,
+    "mcsd": Candidates,
+    "top-plus-one": TopPlusOne,
+    "paths": Paths,
+    "hardware-tree": HardwareTree,
     "direct": Direct,
     "switch": Switch,
 }
+TREES = tuple(name for name in POLICIES if name not in ("chain", "direct", "switch"))
+
+
+def policies_of(family: Family) -> tuple[str, ...]:
+    """The policies that may grow a family: its own first, and every tree policy if any is."""
+    branches = not set(family.policies).isdisjoint(TREES)
+    more = [name for name in POLICIES if name in TREES and name not in family.policies]
+    return (*family.policies, *more) if branches else family.policies
 
 
 def make_policy(serve: Mapping[str, Any]) -> Policy:
@@ -43,4 +72,4 @@ def make_policy(serve: Mapping[str, Any]) -> Policy:
     return policy
 
 
-__all__ = ["POLICIES", "Growth", "Policy", "make_policy"]
+__all__ = ["POLICIES", "TREES", "Growth", "Policy", "make_policy", "policies_of"]

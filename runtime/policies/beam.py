@@ -1,0 +1,125 @@
+"""Beams: trees grown level by level from the best-scored nodes so far.
+
+A node's score is the sum of log q on its path, a guess of the chance that the path is accepted.
+Level by level the best nodes are expanded; after the last level the best of everything scored are
+kept. Scores fall along a path, so the kept set is a connected tree. Nodes are top-k choices, never
+samples: kind POINT under every sampling setting.
+
+Letters: B rows, F frontier, C candidates of all levels, N kept nodes, K draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from specctl.drafters.parts.base import StepState
+from specctl.drafters.parts.tree import DraftTree, NodeKind, empty_tree
+from specctl.runtime.policies.base import Growth
+
+Stop = Callable[["Pool"], bool]  # after a level: is this enough?
+
+
+def grow_beam(
+    growth: Growth, beam: int, nodes: int, depth: int, stop: Stop | None = None
+) -> DraftTree:
+    """The `nodes` best of a beam search `depth` levels deep, `beam` wide, ended by `stop`."""
+    depth, nodes = min(growth.budget.depth, depth), min(growth.budget.nodes, nodes)
+    if depth <= 0 or nodes <= 0:
+        return empty_tree(len(growth.view.slots), growth.view.slot_B.device)
+    assert isinstance(growth.state, StepState)
+    first_BK = _log_q(growth.state.root(growth.view))
+    pool = Pool.of(first_BK, min(beam, first_BK.shape[-1]))
+    while pool.num_levels < depth and not (stop is not None and stop(pool)):
+        parent_BF = pool.expansion_parent()
+        logits_BFK = growth.state.expand(growth.target_ids(pool.frontier_row()), parent_BF)
+        pool.grow(_log_q(logits_BFK))
+    return pool.tree(growth, nodes)
+
+
+def _log_q(logits: Tensor) -> Tensor:
+    """log softmax; rows with nothing to draft stay -inf everywhere."""
+    silent = logits.amax(-1, keepdim=True) == -torch.inf
+    return logits.float().log_softmax(-1).masked_fill(silent, -torch.inf)
+
+
+class Pool:
+    """All scored candidates of one growth and the frontier chosen among the newest."""
+
+    def __init__(self, row_BC: Tensor, score_BC: Tensor, beam: int) -> None:
+        self.row_BC, self.score_BC, self.beam = row_BC, score_BC, beam
+        self.num_levels, self.num_expanded = 1, 0
+        self.parent_BC = torch.full_like(row_BC, -1)
+        self.expanded_BC = torch.full_like(row_BC, -1)
+        self.rank_BC = torch.arange(row_BC.shape[1], device=row_BC.device).expand_as(row_BC)
+        self.frontier_BF = self.rank_BC
+
+    @classmethod
+    def of(cls, first_BK: Tensor, beam: int) -> Pool:
+        best = first_BK.topk(beam, dim=-1)
+        return cls(best.indices, best.values, beam)
+
+    def frontier_row(self) -> Tensor:
+        return self.row_BC.gather(1, self.frontier_BF)
+
+    def expansion_parent(self) -> Tensor:
+        """Expansion index of each frontier node's parent, -1 = the root."""
+        parent_BF = self.parent_BC.gather(1, self.frontier_BF)
+        index_BF = self.expanded_BC.gather(1, parent_BF.clamp(min=0))
+        return torch.where(parent_BF >= 0, index_BF, parent_BF)
+
+    def grow(self, logp_BFK: Tensor) -> None:
+        """Score the children of the frontier, which becomes expanded, and choose the next one."""
+        B, F, _ = logp_BFK.shape
+        at_F = torch.arange(self.num_expanded, self.num_expanded + F, device=logp_BFK.device)
+        self.num_levels, self.num_expanded = self.num_levels + 1, self.num_expanded + F
+        self.expanded_BC = self.expanded_BC.scatter(1, self.frontier_BF, at_F.expand(B, F))
+        best = logp_BFK.topk(self.beam, dim=-1)
+        base_BF1 = self.score_BC.gather(1, self.frontier_BF)[:, :, None]
+        score_BC = (best.values + base_BF1).reshape(B, F * self.beam)
+        offset = self.row_BC.shape[1]
+        rank_C = torch.arange(self.beam, device=logp_BFK.device).repeat(F)
+        self.row_BC = torch.cat([self.row_BC, best.indices.reshape(B, -1)], 1)
+        self.parent_BC = torch.cat(
+            [self.parent_BC, self.frontier_BF.repeat_interleave(self.beam, 1)], 1
+        )
+        self.rank_BC = torch.cat([self.rank_BC, rank_C.expand(B, -1)], 1)
+        self.expanded_BC = torch.cat([self.expanded_BC, torch.full_like(score_BC, -1).long()], 1)
+        self.score_BC = torch.cat([self.score_BC, score_BC], 1)
+        width = min(self.beam, score_BC.shape[1])
+        self.frontier_BF = score_BC.topk(width, dim=-1).indices.sort(-1).values + offset
+
+    def frontier_mass(self) -> Tensor:
+        """[B]: summed path probabilities of the nodes to be expanded next."""
+        return self.score_BC.gather(1, self.frontier_BF).exp().sum(1)
+
+    def value(self, nodes: int) -> Tensor:
+        """[B]: summed path probabilities of the `nodes` best, the expected accepted tokens."""
+        return self.score_BC.topk(min(nodes, self.score_BC.shape[1])).values.exp().sum(1)
+
+    def tree(self, growth: Growth, nodes: int) -> DraftTree:
+        """The best nodes in pool order (parents first), renumbered."""
+        B, C = self.row_BC.shape
+        nodes = min(nodes, C)
+        keep_BN = self.score_BC.topk(nodes, dim=-1).indices.sort(-1).values
+        new_BC = torch.full((B, C), -1, dtype=torch.long, device=keep_BN.device)
+        order_BN = torch.arange(nodes, device=keep_BN.device).expand(B, nodes)
+        new_BC = new_BC.scatter(1, keep_BN, order_BN)
+        parent_BN = self.parent_BC.gather(1, keep_BN)
+        parent_new_BN = torch.where(
+            parent_BN >= 0, new_BC.gather(1, parent_BN.clamp(min=0)), parent_BN
+        )
+        orphan_BN = (parent_BN >= 0) & (parent_new_BN < 0)  # ties only: a parent scored equal
+        score_BN = self.score_BC.gather(1, keep_BN)
+        return DraftTree(
+            growth.target_ids(self.row_BC.gather(1, keep_BN)),
+            parent_new_BN,
+            self.rank_BC.gather(1, keep_BN),
+            ~orphan_BN & (score_BN > -torch.inf),
+            NodeKind.POINT,
+            self.num_levels,
+            estimate_BN=score_BN.exp(),
+            expanded_BN=self.expanded_BC.gather(1, keep_BN),
+        )

@@ -1,0 +1,189 @@
+"""DySpec: a sampled tree grown where the drafter expects acceptance (arXiv 2410.11744).
+
+The drafted token's probability guesses its acceptance. A heap holds draws that could be made: the
+next child of a node, worth the node's path probability times the mass that its earlier children
+left. The best draw is made, the token kept whatever it is, and two new draws enter the heap: its
+first child and its next sibling. What is drawn where follows from kept tokens only, so recursive
+rejection and traversal are exact (kind WITHOUT_REPLACEMENT). Growth ends at `nodes` nodes, or when
+no draw is worth `threshold`.
+
+A child needs the drafter's law behind its parent. Nodes that a growth may still want are expanded
+together, `beam` a call, before they reach the top of the heap: the tree is that of expanding one at
+a time, in about as many calls as it is deep. Where nothing is sampled, "draws" are the best tokens
+in turn and the result is the tree of largest expected acceptance.
+
+Letters: B rows, M nodes of one call, C candidates of each, K draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from specctl.drafters.parts.base import StepState
+from specctl.drafters.parts.tree import DraftTree, empty_tree
+from specctl.runtime.policies.base import DrawnTree, Growth
+from specctl.runtime.policies.draw import Children, children, log_guess, q_rows
+
+Candidates = list[tuple[int, float]]  # draft row and q of a node's children, in draw order
+
+
+@dataclass(frozen=True, slots=True)
+class DySpec(DrawnTree):
+    """At most `nodes` nodes, `length` levels, and draws worth at least `threshold`."""
+
+    length: int = 8
+    nodes: int = 16
+    beam: int = 4
+    threshold: float = 0.0
+
+    def grow(self, growth: Growth) -> DraftTree:
+        nodes, depth = min(self.nodes, growth.budget.nodes), min(self.length, growth.budget.depth)
+        B = len(growth.view.slots)
+        if min(nodes, depth) <= 0:
+            return empty_tree(B, growth.view.slot_B.device)
+        assert isinstance(growth.state, StepState)
+        rows = [_Tree(nodes, depth, self.threshold) for _ in range(B)]
+        logits_BMK, wanted, laws, num_expanded = (
+            growth.state.root(growth.view)[:, None],
+            None,
+            [],
+            0,
+        )
+        for wave in count():
+            drawn = children(growth, logits_BMK, nodes, wave, self.kind(growth.sampled))
+            laws.append(drawn.law_BMK)
+            for row, found in zip(rows, _candidates(drawn, logits_BMK), strict=True):
+                row.learn(found)
+                row.draw()
+            wanted = [row.wanted(self.beam) for row in rows]
+            M = max(map(len, wanted))
+            if M == 0:
+                break
+            token_BM, parent_BM = _call(growth, rows, wanted, M, num_expanded)
+            logits_BMK = growth.state.expand(token_BM, parent_BM)
+            num_expanded += M
+        return self._tree(growth, rows, laws)
+
+    def _tree(self, growth: Growth, rows: list[_Tree], laws: list[Tensor | None]) -> DraftTree:
+        width = max(len(row.token) for row in rows)
+        device = growth.view.slot_B.device
+        if width == 0:
+            return empty_tree(len(rows), device)
+        table = [[row.padded(values, width) for values in row.columns] for row in rows]
+        token_BN, parent_BN, rank_BN, expanded_BN = torch.tensor(table, device=device).unbind(1)
+        value = [[*row.value, *[0.0] * (width - len(row.value))] for row in rows]
+        at_N = torch.arange(width, device=device)
+        sizes_B1 = torch.tensor([[len(row.token)] for row in rows], device=device)
+        return DraftTree(
+            growth.target_ids(token_BN.clamp(min=0)),
+            parent_BN,
+            rank_BN,
+            at_N < sizes_B1,
+            self.kind(growth.sampled),
+            max(max(row.depth, default=0) for row in rows),
+            q=q_rows(growth, laws, expanded_BN, width),
+            estimate_BN=torch.tensor(value, device=device),
+            expanded_BN=expanded_BN,
+        )
+
+
+@dataclass(slots=True)
+class _Tree:
+    """One row's tree on the host. Node -1 is the root. Heap entries are (-worth, age, node): the
+    next child of that node; `rest[node]` is the mass its children left."""
+
+    nodes: int
+    max_depth: int
+    threshold: float
+    token: list[int] = field(default_factory=list)
+    parent: list[int] = field(default_factory=list)
+    rank: list[int] = field(default_factory=list)
+    value: list[float] = field(default_factory=list)
+    depth: list[int] = field(default_factory=list)
+    expanded: list[int] = field(default_factory=list)
+    found: dict[int, Candidates] = field(default_factory=dict)
+    rest: dict[int, float] = field(default_factory=dict)
+    drawn: dict[int, int] = field(default_factory=dict)
+    asked: list[int] = field(default_factory=lambda: [-1])
+    heap: list[tuple[float, int, int]] = field(default_factory=lambda: [(-1.0, 0, -1)])
+
+    @property
+    def columns(self) -> tuple[list[int], ...]:
+        return self.token, self.parent, self.rank, self.expanded
+
+    def padded(self, values: list[int], width: int) -> list[int]:
+        return [*values, *[-1] * (width - len(values))]
+
+    def learn(self, found: list[Candidates]) -> None:
+        """The candidates of the nodes asked for last."""
+        for node, candidates in zip(self.asked, found, strict=False):
+            self.found[node], self.rest[node], self.drawn[node] = candidates, 1.0, 0
+        self.asked = []
+
+    def draw(self) -> None:
+        """Make the best draws, up to one whose node has no law yet."""
+        while self.heap and len(self.token) < self.nodes:
+            worth, _, node = self.heap[0]
+            if -worth < self.threshold or node not in self.found:
+                return
+            heapq.heappop(self.heap)
+            if self.drawn[node] < len(self.found[node]):
+                self._keep(node)
+
+    def _keep(self, node: int) -> None:
+        rank = self.drawn[node]
+        row, chance = self.found[node][rank]
+        path = 1.0 if node < 0 else self.value[node]
+        new, depth = len(self.token), 1 if node < 0 else self.depth[node] + 1
+        self.token.append(row)
+        self.parent.append(node)
+        self.rank.append(rank)
+        self.value.append(path * chance)
+        self.depth.append(depth)
+        self.expanded.append(-1)
+        self.drawn[node], self.rest[node] = rank + 1, max(0.0, self.rest[node] - chance)
+        heapq.heappush(self.heap, (-path * self.rest[node], 2 * new + 1, node))
+        if depth < self.max_depth:
+            heapq.heappush(self.heap, (-path * chance, 2 * new + 2, new))
+
+    def wanted(self, most: int) -> list[int]:
+        """Nodes to expand: the best `most` that could still be drawn from within the budget."""
+        left = self.nodes - len(self.token)
+        best = [(worth, node) for worth, _, node in heapq.nsmallest(left, self.heap)]
+        asked = [n for worth, n in best if n not in self.found and -worth >= self.threshold]
+        self.asked = asked[:most]
+        return self.asked
+
+
+def _candidates(drawn: Children, logits_BMK: Tensor) -> list[list[Candidates]]:
+    """By row and node: draft rows and their q, read on the host."""
+    law_BMK = log_guess(logits_BMK).exp() if drawn.law_BMK is None else drawn.law_BMK
+    chance_BMC = law_BMK.gather(2, drawn.row_BMC).masked_fill(~drawn.is_drawn_BMC, -1.0)
+    return [
+        [
+            [(row, q) for row, q in zip(rows, chances, strict=True) if q >= 0.0]
+            for rows, chances in zip(rows_MC, chances_MC, strict=True)
+        ]
+        for rows_MC, chances_MC in zip(drawn.row_BMC.tolist(), chance_BMC.tolist(), strict=True)
+    ]
+
+
+def _call(
+    growth: Growth, rows: list[_Tree], wanted: list[list[int]], width: int, first: int
+) -> tuple[Tensor, Tensor]:
+    """Tokens and parents of the next expansion; rows that want fewer nodes repeat the root."""
+    device = growth.view.slot_B.device
+    tokens, parents = [], []
+    for row, nodes in zip(rows, wanted, strict=True):
+        for column, node in enumerate(nodes):
+            row.expanded[node] = first + column
+        above = [row.parent[node] for node in nodes]
+        tokens.append(row.padded([row.token[node] for node in nodes], width))
+        parents.append(row.padded([-1 if up < 0 else row.expanded[up] for up in above], width))
+    row_BM, parent_BM = torch.tensor([tokens, parents], device=device).unbind()
+    return growth.target_ids(row_BM.clamp(min=0)), parent_BM

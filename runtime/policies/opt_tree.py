@@ -1,0 +1,52 @@
+"""OptTree: the tree of a node budget with the largest expected acceptance (arXiv 2406.17276).
+
+If q guesses acceptance, a tree is expected to yield the sum over its nodes of the product of q on
+the path, E[A]. As products fall along a path, the `nodes` best nodes are the best tree, and a beam
+as wide as the budget misses none of them. After each level E[A] is compared with that of the level
+before: once it has grown by no more than `threshold`, another level costs more than it brings. The
+threshold is about the cost of a draft step over the cost of a plain target step; with measured
+costs it is exactly that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from specctl.drafters.parts.tree import DraftTree
+from specctl.runtime.policies.base import Growth, PointTree
+from specctl.runtime.policies.beam import Pool, grow_beam
+from specctl.runtime.policies.hardware import TreeCosts
+
+
+@dataclass(frozen=True, slots=True)
+class OptTree(PointTree):
+    """The best `nodes` nodes; at most `length` levels, fewer where E[A] grows by no more than
+    `threshold` in every row. `beam` nodes are expanded per level (None: as many as are kept)."""
+
+    length: int = 8
+    nodes: int = 24
+    beam: int | None = None
+    threshold: float = 0.2
+
+    def grow(self, growth: Growth) -> DraftTree:
+        width = self.nodes if self.beam is None else self.beam
+        return grow_beam(growth, width, self.nodes, self.length, _Gain(self.nodes, self.threshold))
+
+    def fitted(self, costs: TreeCosts) -> OptTree:
+        """A level must bring more plain target steps than it costs."""
+        return replace(self, threshold=costs.step / costs.verify_seconds(0))
+
+
+class _Gain:
+    """Has E[A] grown by no more than the threshold since it was asked last?"""
+
+    def __init__(self, nodes: int, threshold: float) -> None:
+        self.nodes, self.threshold = nodes, threshold
+        self.value_B: torch.Tensor | float = 0.0
+
+    def __call__(self, pool: Pool) -> bool:
+        value_B = pool.value(self.nodes)
+        grown_B, self.value_B = value_B - self.value_B, value_B
+        return bool((grown_B <= self.threshold).all())

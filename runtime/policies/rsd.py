@@ -1,0 +1,128 @@
+"""StochasticBeam: RSD-S, a beam of sequences sampled without replacement (arXiv 2402.14160).
+
+Stochastic beam search (Kool et al., arXiv 1903.06059): a sequence with log-probability phi has a
+noisy score G. Its continuations get G' = phi' + Gumbel noise, conditioned on their maximum Z being
+the parent's G:
+
+    G~ = -log( exp(-G) - exp(-Z) + exp(-G') ),  stably  G - max(v, 0) - log1p(exp(-|v|))
+    with v = G - G' + log1mexp(G' - Z);
+
+the `beam` largest of a level live on. Siblings stand in the order of G~, a draw order without
+replacement: given the earlier siblings, the value of the next does not depend on which token it is,
+so a cut by value is no selection by token and recursive rejection stays exact. (A later cut by q
+would not be.) Where nothing is sampled this is plain beam search over the best tokens.
+
+Letters: B rows, M beam of a level, C children scored for each, W beam of the next, K draft
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specctl.drafters.parts.base import StepState
+from specctl.drafters.parts.tree import DraftTree, empty_tree
+from specctl.runtime.policies.base import DrawnTree, Growth
+from specctl.runtime.policies.draw import draft_law, log_guess, q_rows
+from specctl.runtime.verify.walk import log_law
+
+
+@dataclass(frozen=True, slots=True)
+class StochasticBeam(DrawnTree):
+    """`beam` nodes on each of `length` levels."""
+
+    length: int = 4
+    beam: int = 4
+
+    @property
+    def nodes(self) -> int:
+        return self.length * self.beam
+
+    def grow(self, growth: Growth) -> DraftTree:
+        depth = min(growth.budget.depth, self.length, growth.budget.nodes // self.beam)
+        device, B = growth.view.slot_B.device, len(growth.view.slots)
+        if depth <= 0:
+            return empty_tree(B, device)
+        assert isinstance(growth.state, StepState)
+        logits_BMK, beams = growth.state.root(growth.view)[:, None], [_Beam.root(B, device)]
+        laws: list[Tensor | None] = []
+        for level in range(depth):
+            beam, law_BMK = _next(growth, beams[-1], logits_BMK, self.beam, level)
+            beams.append(beam)
+            laws.append(law_BMK)
+            if level + 1 < depth:
+                logits_BMK = growth.state.expand(growth.target_ids(beam.row_BW), beam.parent_BW)
+        return self._tree(growth, beams[1:], laws)
+
+    def _tree(self, growth: Growth, beams: list[_Beam], laws: list[Tensor | None]) -> DraftTree:
+        row_BN = torch.cat([beam.row_BW for beam in beams], 1)
+        return DraftTree(
+            growth.target_ids(row_BN),
+            torch.cat([beam.parent_BW for beam in beams], 1),
+            torch.cat([beam.rank_BW for beam in beams], 1),
+            torch.cat([beam.score_BW > -torch.inf for beam in beams], 1),
+            self.kind(growth.sampled),
+            len(beams),
+            q=q_rows(growth, laws, None, row_BN.shape[1]),
+            estimate_BN=torch.cat([beam.phi_BW.exp() for beam in beams], 1),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Beam:
+    """One level: draft rows, parents (node indices), ranks among siblings, log-probabilities phi
+    and noisy scores (-inf: no such sequence); `first` is the index of its first node."""
+
+    row_BW: Tensor
+    parent_BW: Tensor
+    rank_BW: Tensor
+    phi_BW: Tensor
+    score_BW: Tensor
+    first: int
+
+    @classmethod
+    def root(cls, num_rows: int, device: torch.device) -> _Beam:
+        """The empty sequence, of log-probability 0; its noisy score may be anything, say 0."""
+        none_B1 = torch.full((num_rows, 1), -1, dtype=torch.long, device=device)
+        zero_B1 = torch.zeros(num_rows, 1, device=device)
+        return cls(none_B1, none_B1, none_B1, zero_B1, zero_B1, -1)
+
+
+def _next(
+    growth: Growth, beam: _Beam, logits_BMK: Tensor, width: int, level: int
+) -> tuple[_Beam, Tensor | None]:
+    B, M, K = logits_BMK.shape
+    count = min(width, K)
+    law_BMK = draft_law(growth, logits_BMK) if growth.sampled else None
+    logq_BMK = log_guess(logits_BMK) if law_BMK is None else log_law(law_BMK)
+    phi_BMK = beam.phi_BW[:, :, None] + logq_BMK
+    if law_BMK is None:
+        best = phi_BMK.topk(count, dim=-1)
+        score_BMC, row_BMC = best.values, best.indices
+    else:
+        best = (phi_BMK + growth.noise.draft_BMK(level, M, K)).topk(count, dim=-1)
+        score_BMC, row_BMC = conditioned(best.values, beam.score_BW), best.indices
+    score_BMC = score_BMC.masked_fill(beam.score_BW[:, :, None] == -torch.inf, -torch.inf)
+    kept_BW = score_BMC.flatten(1).topk(min(width, M * count), dim=1).indices.sort(1).values
+    phi_BMC = phi_BMK.gather(2, row_BMC)
+    found = _Beam(
+        row_BMC.flatten(1).gather(1, kept_BW),
+        kept_BW // count + beam.first,
+        kept_BW % count,
+        phi_BMC.flatten(1).gather(1, kept_BW),
+        score_BMC.flatten(1).gather(1, kept_BW),
+        beam.first + M,
+    )
+    return found, law_BMK
+
+
+def conditioned(noisy_BMC: Tensor, parent_BM: Tensor) -> Tensor:
+    """Decreasing noisy scores of children, conditioned on the largest being the parent's."""
+    top_BM1, parent_BM1 = noisy_BMC[:, :, :1], parent_BM[:, :, None]
+    below_BMC = noisy_BMC - top_BM1  # <= 0, nan where a node has no child at all
+    v_BMC = parent_BM1 - noisy_BMC + torch.log(-torch.expm1(below_BMC))
+    score_BMC = parent_BM1 - v_BMC.clamp(min=0.0) - torch.log1p(torch.exp(-v_BMC.abs()))
+    return torch.where(noisy_BMC > -torch.inf, score_BMC, -torch.inf)
