@@ -148,7 +148,7 @@ def test_sampled_pairs_follow_the_targets_law(
         drafter.bind(small.borrowed())
     if drafter.trainable():
         train_a_little(small, drafter, 12)
-    prompt, count, temperature = [1, 2, 3, 1, 2], 1500, 1.3
+    prompt, count, temperature = [1, 2, 3, 1, 2, 3, 1, 2], 1500, 1.3
     fields = {"branch": (2, 1)} if policy == "static-tree" else {}
     recorder = Recorder(CostTable({0: 1.0}, {0: 1.0}, "", "", 1))
     engine = Engine(
@@ -351,12 +351,12 @@ def test_a_family_describes_itself(name: str) -> None:
     assert found.paper.startswith("https://")
     assert len(found.summary) > 100
     assert found.options.__dataclass_params__.frozen
-    assert set(found.policies) <= {"chain", "static-tree", "dynamic-tree", "direct"}
+    assert set(found.policies) <= {"chain", "static-tree", "dynamic-tree", "direct", "switch"}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_stepwise_families_and_only_they_are_grown_by_policies(target: Target, name: str) -> None:
     found = families()[name]
     state = new_drafter(target, name).open(Space(1, 16, 8, torch.device("cpu"), torch.float32))
-    grown = set(found.policies) - {"direct"}
+    grown = set(found.policies) - {"direct", "switch"}
     assert bool(grown) == isinstance(state, StepState)

@@ -1,0 +1,142 @@
+"""SAM-Decoding (arXiv 2411.10666): draft what followed the longest repeat of the newest tokens.
+
+A suffix automaton of the row's own text finds, in amortised constant time per token, the longest
+suffix of any length that occurred before; a second, static one over given texts is kept up with
+likewise, and is believed where its match is longer by `bias` tokens. How far to copy follows the
+length of the match (SuffixDecoding, arXiv 2411.04975). Having matched m tokens, the k-th further
+one is guessed to come true with chance (m + 1) / (m + k + 1), the rule of succession.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import Tensor
+
+from specctl.drafters.parts.automaton import Match, SuffixAutomaton
+from specctl.drafters.parts.base import Budget, Family, Needs, Space
+from specctl.drafters.parts.corpus import BREAK, CorpusDrafter
+from specctl.drafters.parts.occurrences import copied
+from specctl.drafters.parts.spec import ModelSpec
+from specctl.drafters.parts.trie import Trie, TrieState
+from specctl.drafters.parts.vocab import VocabMap
+from specctl.recipes.errors import RecipeError
+
+
+@dataclass(frozen=True, slots=True)
+class SuffixAutomatonOptions:
+    """A match of at least `min_match` tokens is continued by `factor` times its length plus
+    `offset` tokens; given texts win with a match longer by `bias`."""
+
+    min_match: int = 1
+    factor: float = 2.0
+    offset: int = 1
+    bias: int = 5
+
+    def __post_init__(self) -> None:
+        is_mute = self.factor < 0 or self.offset < 0 or self.factor + self.offset == 0
+        if self.min_match < 1 or is_mute:
+            raise RecipeError(
+                "the suffix automaton would never draft",
+                where="drafter.options",
+                found=f"min_match {self.min_match}, factor {self.factor}, offset {self.offset}",
+                expected="min_match at least 1, and factor or offset above 0",
+                do="leave them out to take the defaults",
+            )
+
+
+class SuffixAutomatonDrafter(CorpusDrafter):
+    """No weights; a package may hold the texts of the static automaton."""
+
+    family: ClassVar[str] = "suffix-automaton"
+    max_tokens: ClassVar[int] = 2_000_000  # an automaton takes about half a kilobyte per token
+    options: SuffixAutomatonOptions
+
+    def index(self) -> None:
+        self.static = SuffixAutomaton()
+        self.static.extend(self.corpus_N.tolist())
+
+    def needs(self) -> Needs:
+        return Needs()
+
+    def open(self, space: Space) -> SuffixAutomatonState:
+        return SuffixAutomatonState(self, space)
+
+
+@dataclass(slots=True)
+class _Row:
+    """One row's automaton and its place in the static one. One writer: the DraftState."""
+
+    own: SuffixAutomaton = field(default_factory=SuffixAutomaton)
+    there: Match = field(default_factory=Match)
+
+
+class SuffixAutomatonState(TrieState):
+    """One automaton per slot."""
+
+    def __init__(self, drafter: SuffixAutomatonDrafter, space: Space) -> None:
+        self.drafter, self.device = drafter, space.device
+        self.rows = [_Row() for _ in range(space.num_slots)]
+
+    def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
+        del taps
+        self.rows[slot] = _Row()
+        self._read(slot, tokens)
+
+    def end(self, slot: int) -> None:
+        self.rows[slot] = _Row()
+
+    def _read(self, slot: int, tokens: Sequence[int]) -> None:
+        row = self.rows[slot]
+        new = tokens[row.own.num_read :]
+        row.own.extend(new)
+        if self.drafter.static.num_read:
+            for token in new:
+                self.drafter.static.advance(row.there, token)
+
+    def sprout(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:
+        self._read(slot, tokens)
+        options, row, trie = self.drafter.options, self.rows[slot], Trie()
+        own = row.own.repeat()
+        is_static = row.there.length > own.length + options.bias
+        match = row.there if is_static else own
+        if match.length < options.min_match:
+            return trie
+        wanted = int(options.factor * match.length) + options.offset
+        length = min(wanted, budget.depth, budget.nodes)
+        if is_static:
+            draft = self._static(match, length)
+        else:
+            draft = copied(tokens, row.own.end[match.state], length)
+        chance = [(match.length + 1) / (match.length + k + 1) for k in range(1, length + 1)]
+        trie.add_path(draft, chance)
+        return trie
+
+    def _static(self, match: Match, length: int) -> list[int]:
+        after = self.drafter.static.end[match.state] + 1
+        ids = self.drafter.corpus_N[after : after + length].tolist()
+        return ids[: ids.index(BREAK)] if BREAK in ids else ids
+
+
+def build(
+    options: SuffixAutomatonOptions, spec: ModelSpec, vocab: VocabMap | None
+) -> SuffixAutomatonDrafter:
+    return SuffixAutomatonDrafter(options, spec, vocab)
+
+
+FAMILY = Family(
+    name="suffix-automaton",
+    summary=(
+        "No training: finds the longest repeat of the newest tokens, however long, in the text so "
+        "far (and in texts given to it), and copies the further the longer the repeat is. Prompt "
+        "lookup without a limit on the n-gram, at constant cost per token; the choice for long "
+        "contexts that repeat themselves."
+    ),
+    paper="https://arxiv.org/abs/2411.10666",
+    options=SuffixAutomatonOptions,
+    build=build,
+    trainable=False,
+    policies=("direct",),
+)
