@@ -123,6 +123,15 @@ RuleFlag = Annotated[
         rich_help_panel=DRAFTING,
     ),
 ]
+TranslateFlag = Annotated[
+    str,
+    typer.Option(
+        "--translate",
+        help="A draft model of another tokenizer: tli (shared tokens), slem (strings), auto, or "
+        "none to refuse it.",
+        rich_help_panel=DRAFTING,
+    ),
+]
 AdaptiveFlag = Annotated[
     bool | None,
     typer.Option(

@@ -73,6 +73,7 @@ def generate(
     settings = sampling.sampling()
     model = target.load(console, compiled)
     loaded = draft.load(model)
+    loaded.announce(console)
     tokens = [p.tokens(model, chat) for p in prompts]
     costs = loaded.costs(model, tokens, min(batch, len(tokens)))
     job = Job(model, loaded, settings, tokens, prompts, batch, costs)
@@ -129,6 +130,7 @@ class Job:
             "stats": run.made.stats.to_json(),
             "target": target_json(self.target),
             "draft": self.draft.name,
+            "note": "" if self.draft.drafter is None else self.draft.drafter.note,
             "adaptive": run.adaptive_json(),
         }
 

@@ -23,6 +23,7 @@ from specctl.cli.flags import (
     Revision,
     RuleFlag,
     TargetName,
+    TranslateFlag,
 )
 from specctl.recipes.errors import RecipeError, SpecctlError, nearest
 
@@ -120,6 +121,7 @@ class DraftingFlags:
     rule: RuleFlag = None
     adaptive: AdaptiveFlag = None
     allow: Allow = None
+    translate: TranslateFlag = "auto"
 
     def of(self, draft: str) -> DraftChoice:
         """The same settings for the drafter of that name."""
@@ -141,8 +143,11 @@ class DraftChoice(DraftingFlags):
         from specctl.drafters import family
         from specctl.export.folder import load_drafter
 
-        drafter = load_drafter(self.draft, target, allow=tuple(self.allow or ()))
-        serve = self._serve(packaged_serve(self.draft), family(drafter.family).policies)
+        allow = tuple(self.allow or ())
+        how = None if self.translate == "none" else self.translate
+        drafter = load_drafter(self.draft, target, allow=allow, translate=how)
+        policies = drafter.policies or family(drafter.family).policies
+        serve = self._serve({} if drafter.policies else packaged_serve(self.draft), policies)
         from specctl.runtime.policies import make_policy
 
         rule = str(serve.get("rule") or "auto")
@@ -202,6 +207,11 @@ class LoadedDraft:
     policy: Policy | None
     rule: str
     is_adaptive: bool | None  # None: where the costs are known
+
+    def announce(self, console: Console) -> None:
+        """Say what a user should know before this drafter is used."""
+        if self.drafter is not None and self.drafter.note:
+            console.say(self.drafter.note)
 
     def costs(
         self,

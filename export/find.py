@@ -1,6 +1,7 @@
-"""What a drafter's name means: a folder, a training-free family, an alias or a hub repository.
+"""What a drafter's name means: a folder, a training-free family or recipe, an alias or a hub
+repository.
 
-A plain word is a family or an alias first; `./word` is always a folder.
+A plain word is a family, a recipe or an alias first; `./word` is always a folder.
 """
 
 from __future__ import annotations
@@ -64,8 +65,10 @@ def locate(path_or_name: str | Path) -> Found:
     return _hub(repo, revision or None)
 
 
-def load_found(found: Found, target: Target, allow: Sequence[str]) -> Drafter:
-    """The drafter behind a resolved name."""
+def load_found(
+    found: Found, target: Target, allow: Sequence[str], translate: str | None = None
+) -> Drafter:
+    """The drafter behind a resolved name; with `translate` one of another tokenizer, too."""
     from specctl.export.load import load_package
     from specctl.export.pretrained import load_pretrained
 
@@ -78,9 +81,18 @@ def load_found(found: Found, target: Target, allow: Sequence[str]) -> Drafter:
         family = families()[found.name]
         return family.build(family.options(), target.spec, None).to(target.device, target.dtype)
     with reading(found.folder):
+        foreign = None if translate is None else _foreign(found.folder, target, translate, allow)
+        if foreign is not None:
+            return foreign
         if found.kind is Kind.PACKAGE:
             return load_package(found.folder, target, allow)
         return load_pretrained(found.folder, target, allow)
+
+
+def _foreign(folder: Path, target: Target, translate: str, allow: Sequence[str]) -> Drafter | None:
+    from specctl.export.foreign import load_foreign
+
+    return load_foreign(open_folder(folder), target, translate, allow)
 
 
 def free_recipe(name: str) -> Recipe | None:

@@ -110,7 +110,7 @@ def describe(drafter: Drafter, target: Target, tensors: Mapping[str, Tensor]) ->
     return {
         "format_version": FORMAT_VERSION,
         "format": "specctl",
-        "created": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "created": utc_now(),
         "family": drafter.family,
         "options": asdict(drafter.options),
         "spec": spec.to_json(),
@@ -147,6 +147,11 @@ def _repo(name: str) -> str | None:
         return resolve(name).repo
     except SpecctlError:
         return None
+
+
+def utc_now() -> str:
+    """The present second, as packages write it."""
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 @cache
@@ -259,13 +264,21 @@ def redacted(command: Sequence[str]) -> list[str]:
     return shown
 
 
-def load_drafter(path_or_name: str | Path, target: Target, *, allow: Sequence[str] = ()) -> Drafter:
+def load_drafter(
+    path_or_name: str | Path,
+    target: Target,
+    *,
+    allow: Sequence[str] = (),
+    translate: str | None = None,
+) -> Drafter:
     """A drafter from a package folder, a transformers folder or hub id, or a family's name.
 
     Every file is verified and every mismatch with `target` refused; `allow` lets named soft
-    mismatches pass ("target", "tokenizer", "template", "eos", ...).
+    mismatches pass ("target", "tokenizer", "template", "eos", ...). A language model of another
+    tokenizer is refused, too, unless `translate` says how its tokens become the target's: "tli",
+    "slem" or "auto" (docs/verification.md).
     """
     from specctl.export.find import load_found, locate
 
     check_allow(allow)
-    return load_found(locate(path_or_name), target, allow)
+    return load_found(locate(path_or_name), target, allow, translate)

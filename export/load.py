@@ -29,15 +29,18 @@ def load_package(path: Path, target: Target, allow: Sequence[str] = ()) -> Draft
     return read_package(path, target, allow).to(target.device, target.dtype)
 
 
-def read_package(path: Path, target: Target, allow: Sequence[str] = ()) -> Drafter:
-    """The drafter of a package folder, after every check; on the CPU, in the dtype it is stored."""
+def read_package(path: Path, target: Target | None, allow: Sequence[str] = ()) -> Drafter:
+    """The drafter of a package folder, after every check; on the CPU, in the dtype it is stored.
+    Without a target the package is read as it is, fitting or not."""
     folder = open_folder(path)
     manifest = check_files(folder)
-    check_compatible(manifest, target, allow)
+    if target is not None:
+        check_compatible(manifest, target, allow)
     family = _family(manifest)
     tensors = _tensors(manifest, folder)
     vocab = _vocab(manifest, tensors)
-    _check_eos(manifest, vocab, target, allow)
+    if target is not None:
+        _check_eos(manifest, vocab, target, allow)
     _check_modest(manifest)
     options = parse_options(family, manifest.options)
     own = {name: t for name, t in tensors.items() if name not in MAP_NAMES}

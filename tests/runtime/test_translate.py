@@ -1,0 +1,281 @@
+"""Drafts of another tokenizer: the law stays the target's, and the ids are the right ones."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from specctl.drafters.parts.tree import QRows
+from specctl.export.folder import load_drafter
+from specctl.recipes.errors import IncompatibleError, RecipeError
+from specctl.runtime.engine import Engine
+from specctl.runtime.lexicon import Lexicon, Shared
+from specctl.runtime.oracle import Joint, Watched
+from specctl.runtime.policies import make_policy
+from specctl.runtime.sampling import Sampling
+from specctl.runtime.session import Request
+from specctl.runtime.target import Target
+from specctl.runtime.translate import translated
+
+LETTERS = "abcde"
+CHAIN, TREE = {"policy": "chain", "length": 3}, {"policy": "static-tree", "branch": (2, 2)}
+PROMPTS = ["abcab dab", "eeab cad", "d", "ab ab ab ab ab cde"]
+
+
+def words(seed):
+    """Words of one language: both tokenizers learn common merges and merges of their own."""
+    rng = np.random.default_rng(seed)
+    common = ["ab", "cad", "dee", "abc"]
+    own = ["".join(rng.choice(list(LETTERS), 4)) for _ in range(6)]
+    return " ".join(rng.choice(common + own, 400))
+
+
+def make_tokenizer(seed, size, specials=("<eos>",)):
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = [*LETTERS, *pre_tokenizers.ByteLevel.alphabet()[:0], "\u0120"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=list(specials),
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    bpe.train_from_iterator([words(seed)], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=specials[0])
+
+
+def renumbered(tokenizer, seed):
+    """The same tokenizer with other ids, and new id by old id."""
+    order = np.random.default_rng(seed).permutation(len(tokenizer)).tolist()
+    parts = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocab = {token: order[i] for token, i in parts["model"]["vocab"].items()}
+    parts["model"]["vocab"] = dict(sorted(vocab.items(), key=lambda item: item[1]))
+    for token in parts["added_tokens"]:
+        token["id"] = order[token["id"]]
+    other = Tokenizer.from_str(json.dumps(parts))
+    return PreTrainedTokenizerFast(tokenizer_object=other, eos_token=tokenizer.eos_token), order
+
+
+@pytest.fixture(scope="module")
+def target(make_model):
+    tokenizer = make_tokenizer(1, 24)
+    return Target.from_model(make_model(num_layers=2, vocab=len(tokenizer)), tokenizer)
+
+
+@pytest.fixture(scope="module")
+def draft(make_model):
+    tokenizer = make_tokenizer(2, 28)
+    model = make_model(num_layers=1, vocab=len(tokenizer), seed=3)
+    return Target.from_model(model, tokenizer, "draft")
+
+
+@pytest.fixture(scope="module")
+def twin(make_model, target):
+    """The target itself, behind a renumbered tokenizer."""
+    tokenizer, order = renumbered(target.tokenizer, 4)
+    model = make_model(num_layers=2, vocab=len(tokenizer))
+    with torch.no_grad():
+        for weight in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
+            old = weight.clone()
+            weight[torch.tensor(order)] = old
+    return Target.from_model(model, tokenizer, "twin")
+
+
+def drafter_of(draft, target, method):
+    eos = draft.tokenizer.eos_token_id
+    return translated(draft.lm, draft.tokenizer, eos, target, method)
+
+
+def run(target, drafter, serve, samplings, prompts, rule="auto", slots=3):
+    policy = Watched(make_policy(serve))
+    engine = Engine(target, drafter, policy, rule, num_slots=slots)
+    requests = [Request(p, s) for p, s in zip(prompts, samplings, strict=True)]
+    return engine.run(requests), policy.draws
+
+
+def encoded(target):
+    return [tuple(target.encode(text)) for text in PROMPTS]
+
+
+# -- what tokens stand for ------------------------------------------------------------------------
+
+
+def test_shared_tokens_stand_for_the_same_text(target, draft):
+    ours, theirs = (
+        Lexicon.of(t.tokenizer, t.spec.vocab_size, t.eos_ids[0]) for t in (target, draft)
+    )
+    shared = Shared.of(theirs, ours)
+    assert list(shared.target_ids) == sorted(set(shared.target_ids))
+    assert len(LETTERS) < len(shared.target_ids) < min(len(ours.text_of), len(theirs.text_of))
+    for t, d in zip(shared.target_ids, shared.draft_ids, strict=True):
+        assert target.tokenizer.decode([t]) == draft.tokenizer.decode([d])
+    assert any(t != d for t, d in zip(shared.target_ids, shared.draft_ids, strict=True))
+
+
+def test_reading_and_spelling_keep_every_byte(tiny_target):
+    lexicon = Lexicon.of(tiny_target.tokenizer, tiny_target.spec.vocab_size, None)
+    for text in ("def f(x):\n    return x", "na\u00efve \u2713 \U0001f600\n\n\t", " ", "'s 123"):
+        whole = text.encode()
+        for cut in (whole, whole[:-1], whole[1:]):  # the cuts may part a character
+            assert lexicon.bytes_of(lexicon.read(cut)) == cut
+            assert lexicon.bytes_of(lexicon.spell(cut)) == cut
+        assert lexicon.read(whole) == tiny_target.tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_spaces_and_bytes_of_other_alphabets_are_understood():
+    vocab = {"\u2581the": 0, "<0x0A>": 1, "s": 2, "\u2581": 3}
+    bpe = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    lexicon = Lexicon.of(PreTrainedTokenizerFast(tokenizer_object=bpe), 4, None)
+    assert [lexicon.text_of[i] for i in range(4)] == [b" the", b"\n", b"s", b" "]
+    assert lexicon.spell(b" the\ns") == [0, 1, 2]
+
+
+# -- the law --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "serve"),
+    [
+        ("tli", CHAIN),
+        ("tli", TREE),
+        ("tli", {"policy": "dynamic-tree", "length": 3}),
+        ("slem", {"policy": "direct", "length": 4}),
+    ],
+)
+def test_greedy_output_is_the_targets(target, draft, twin, method, serve):
+    sampling = Sampling(max_new_tokens=24, ignore_eos=True)
+    prompts = encoded(target)
+    plain, _ = run(target, None, {"policy": "direct"}, [sampling] * 4, prompts)
+    for other in (draft, twin):
+        drafter = drafter_of(other, target, method)
+        found, _ = run(target, drafter, serve, [sampling] * 4, prompts)
+        assert [c.tokens for c in found] == [c.tokens for c in plain]
+
+
+@pytest.mark.parametrize(("method", "serve"), [("tli", CHAIN), ("slem", {"policy": "direct"})])
+def test_a_renumbered_twin_is_accepted_greedily(target, twin, method, serve):
+    sampling = Sampling(max_new_tokens=40, ignore_eos=True)
+    found, _ = run(
+        target, drafter_of(twin, target, method), serve, [sampling] * 4, encoded(target), slots=2
+    )
+    accepted = sum(c.stats.accepted for c in found)
+    assert accepted > (0.9 if method == "tli" else 0.5) * sum(c.stats.drafted for c in found)
+
+
+@pytest.mark.parametrize(
+    ("method", "serve"), [("tli", CHAIN), ("tli", TREE), ("slem", {"policy": "direct"})]
+)
+def test_sampled_output_has_the_targets_law(target, draft, method, serve):
+    found, draws = law(target, drafter_of(draft, target, method), make_policy(serve))
+    assert found.p_value > 1e-3
+    assert found.cells > 30
+    if method == "tli":
+        assert abs(draws.z) < 4
+        assert not draws.impossible
+        assert draws.worst_sum < 1e-5
+
+
+def law(target, drafter, policy, count=2_500):
+    prompt, watched = tuple(target.encode("abcab")), Watched(policy)
+    sampling = Sampling(temperature=1.0, max_new_tokens=3, ignore_eos=True)
+    engine = Engine(target, drafter, watched, num_slots=100)
+    done = engine.run([Request(prompt, replace(sampling, seed=i)) for i in range(count)])
+    assert sum(c.stats.accepted for c in done) > 0.02 * count
+    return Joint(target, prompt, sampling, count).test([c.tokens for c in done]), watched.draws
+
+
+class Misread:
+    """A chain whose law is told to the verifier wrongly."""
+
+    nodes, depth, is_chain = 3, 3, True
+
+    def __init__(self, spoil):
+        self.policy, self.spoil = make_policy(CHAIN), spoil
+
+    def kind(self, sampled):
+        return self.policy.kind(sampled)
+
+    def grow(self, growth):
+        tree = self.policy.grow(growth)
+        return replace(tree, q=self.spoil(tree.q)) if tree.q is not None else tree
+
+
+def in_order_of_the_vocabulary(target):
+    """The head is pruned in the order of get_vocab(), the result scattered by ascending id: the
+    permuted law that transformers 5.23 tells its verifier."""
+    order = list(dict(sorted(target.tokenizer.get_vocab().items())).values())
+
+    def spoil(q):
+        place = {int(i): k for k, i in enumerate(q.ids_K)}
+        return QRows(q.prob_BTK[..., [place[i] for i in order if i in place]], q.ids_K)
+
+    return spoil
+
+
+def masked_afterwards(q):
+    """The law before it was renormalised on the shared tokens."""
+    return QRows(q.prob_BTK * 0.6, q.ids_K)
+
+
+@pytest.mark.parametrize("wrong", ["permuted", "not renormalised"])
+def test_the_law_of_naive_masking_is_not_the_targets(target, draft, wrong):
+    spoil = in_order_of_the_vocabulary(target) if wrong == "permuted" else masked_afterwards
+    found, _ = law(target, drafter_of(draft, target, "tli"), Misread(spoil))
+    assert found.p_value < 1e-9
+
+
+# -- texts longer than the draft's context --------------------------------------------------------
+
+
+@pytest.mark.parametrize(("method", "serve"), [("tli", TREE), ("slem", {"policy": "direct"})])
+def test_a_draft_with_a_short_context_reads_the_newest_part(make_model, target, method, serve):
+    tokenizer = make_tokenizer(2, 12)
+    model = make_model(num_layers=1, vocab=len(tokenizer), max_position_embeddings=64)
+    drafter = drafter_of(Target.from_model(model, tokenizer), target, method)
+    sampling = Sampling(max_new_tokens=90, ignore_eos=True)
+    prompts = encoded(target)[:2]
+    plain, _ = run(target, None, {"policy": "direct"}, [sampling] * 2, prompts)
+    found, _ = run(target, drafter, serve, [sampling] * 2, prompts)
+    assert [c.tokens for c in found] == [c.tokens for c in plain]
+
+
+# -- how it is asked for --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(draft, make_model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("draft")
+    make_model(num_layers=1, vocab=len(draft.tokenizer), seed=3).save_pretrained(path)
+    draft.tokenizer.save_pretrained(path)
+    return path
+
+
+def test_a_foreign_folder_is_refused_or_translated_as_asked(target, folder):
+    with pytest.raises(IncompatibleError):
+        load_drafter(folder, target)
+    found = load_drafter(folder, target, translate="auto")
+    assert "token-level intersection (tli)" in found.note
+    assert found.vocab is not None
+    assert load_drafter(folder, target, translate="slem").policies == ("direct",)
+    with pytest.raises(RecipeError, match="auto, tli, slem"):
+        load_drafter(folder, target, translate="tly")
+
+
+def test_where_little_is_shared_strings_are_matched(make_model, target):
+    alien = make_tokenizer(2, 28)
+    parts = json.loads(alien.backend_tokenizer.to_str())
+    swap = str.maketrans("abcde", "vwxyz")
+    parts["model"]["vocab"] = {t.translate(swap): i for t, i in parts["model"]["vocab"].items()}
+    parts["model"]["merges"] = [
+        [one.translate(swap) for one in pair] for pair in parts["model"]["merges"]
+    ]
+    other = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(parts)), eos_token="<eos>"
+    )
+    lm = Target.from_model(make_model(num_layers=1, vocab=len(other)), other).lm
+    assert translated(lm, other, other.eos_token_id, target).policies == ("direct",)
