@@ -140,10 +140,10 @@ class GooseState(TrieState):
         return trie
 
     def observe(self, outcome: Outcome) -> None:
-        if outcome.tree.num_nodes:
-            slots = outcome.view.slots
-            drafted, rates = [self._drafted[s] for s in slots], [self.rates[s] for s in slots]
-            record_round(outcome, drafted, rates)
+        slots = outcome.view.slots
+        record_round(outcome, [self._drafted[s] for s in slots], [self.rates[s] for s in slots])
+        for slot in slots:
+            self._drafted[slot] = Trie()
         learn_round(self.stores, outcome, LAST, keep=0.0)
 
 
@@ -175,7 +175,7 @@ class _Sources:
                 guesses.append(Guess(branch, chance, (-1, branch), first + rank))
         if options.shape == "balanced":
             return [
-                Guess(guess.token, chance, guess.place, guess.source)
+                Guess(guess.token, chance, guess.place, guess.tag)
                 for guess, chance in zip(guesses, options.branches, strict=False)
             ]
         return guesses

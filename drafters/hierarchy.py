@@ -121,8 +121,8 @@ class Hierarchy(Drafter):
 
 
 class HierarchyState(TrieState):
-    """Per slot: the context database and how much of the text it has read. `accepted` counts the
-    accepted tokens by the first database that proposed them."""
+    """Per slot: the context database and how much of the text it has read. `right` counts the
+    right guesses by the first database that made them."""
 
     def __init__(self, drafter: Hierarchy, space: Space) -> None:
         self.options, self.device, self.offline = drafter.options, space.device, drafter.offline
@@ -131,8 +131,8 @@ class HierarchyState(TrieState):
         self.context = [NgramStore(self.newest) for _ in range(space.num_slots)]
         self.num_read = [0] * space.num_slots
         self.prompt_end = [0] * space.num_slots
-        self.accepted = dict.fromkeys(self.options.order, 0)
-        self._tags: list[list[int]] = [[] for _ in range(space.num_slots)]
+        self.right = dict.fromkeys(self.options.order, 0)
+        self._drafted = [Trie() for _ in range(space.num_slots)]
 
     def join(self, slot: int, conversation: str | None) -> None:
         self.stores.join(slot, conversation)
@@ -152,7 +152,7 @@ class HierarchyState(TrieState):
         trie = Trie()
         for source, span in self.spans(slot, tokens):
             trie.add_path(span, [1.0] * len(span), 1 << source)
-        self._tags[slot] = [trie.tags[node] for node in trie.best(budget.nodes, budget.depth)]
+        self._drafted[slot] = trie
         return trie
 
     def _read(self, slot: int, tokens: Sequence[int]) -> None:
@@ -172,18 +172,29 @@ class HierarchyState(TrieState):
             store = level_of.get(level)
             for length in range(min(self.options.previous, len(tokens)), 0, -1):
                 key = tuple(tokens[len(tokens) - length :])
-                for found in store.get(key) if store is not None else ():
+                found = [each.ids for each in store.get(key)] if store is not None else []
+                if level == "W":
+                    found = [*self._unfinished(slot, tokens, key), *found]
+                for span in found:
                     if len(seen) == self.options.guesses:
                         return
-                    if found.ids not in seen:
-                        seen.add(found.ids)
-                        yield source, found.ids
+                    if span not in seen:
+                        seen.add(span)
+                        yield source, span
+
+    def _unfinished(self, slot: int, tokens: Sequence[int], key: Ids) -> Iterator[Ids]:
+        """What followed the key where the text ends before the span does, the newest first."""
+        for at in range(len(tokens) - 1, max(self.num_read[slot], len(key)) - 1, -1):
+            if tuple(tokens[at - len(key) : at]) == key:
+                yield tuple(tokens[at:])
 
     def observe(self, outcome: Outcome) -> None:
-        if outcome.tree.num_nodes:
-            for slot, path in zip(outcome.view.slots, outcome.path_BP.tolist(), strict=True):
-                for tag in (self._tags[slot][fed - 1] for fed in path[1:] if fed > 0):
-                    self.accepted[self.options.order[(tag & -tag).bit_length() - 1]] += 1
+        for slot, text in zip(outcome.view.slots, outcome.emitted, strict=True):
+            trie, self._drafted[slot] = self._drafted[slot], Trie()
+            for _, right in trie.walk(text):
+                if right is not None:
+                    tag = trie.tags[right]
+                    self.right[self.options.order[(tag & -tag).bit_length() - 1]] += 1
 
 
 def read_spans(

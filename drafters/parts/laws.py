@@ -72,11 +72,10 @@ def learn(
 ) -> None:
     """The target has thought `chances` of `tokens` after `context`; keep None: summed."""
     share, fade = 1.0, 1.0
-    if keep is not None and store.get(context):
+    if keep is not None and context in store:
         share, fade = 1.0 - keep, keep
-    for token, chance in zip(tokens, chances, strict=True):
-        store.add(context, (token,), share * chance, fade)
-        fade = 1.0
+    laws = zip(tokens, chances, strict=True)
+    store.update(context, (((token,), share * chance) for token, chance in laws), fade)
 
 
 def learn_text(

@@ -1,7 +1,8 @@
 """How often each source of guesses has been right lately.
 
-A node is tested when the path reaches its parent: then the token that the target chose there says
-whether it was right. Nodes that the path never reached say nothing, nor does a round that was cut.
+A guess is tested when the text reaches its parent: then the token that the target chose there says
+whether it was right. Guesses that the text never reached say nothing, nor does a round that was
+cut.
 """
 
 from __future__ import annotations
@@ -32,14 +33,10 @@ class Rates:
 
 
 def record_round(outcome: Outcome, drafted: Sequence[Trie], rates: Sequence[Rates]) -> None:
-    """Test every drafted node whose parent was reached: the tries hold the nodes of the tree, in
-    its order, tagged with their source. Tries and rates by row."""
-    paths, last = outcome.path_BP.tolist(), outcome.next_token_B.tolist()
+    """Test every guess whose parent was reached. The tries (guesses tagged with their source) and
+    rates are by row; they are held against the text that came out, whoever drafted it."""
     for b, trie in enumerate(drafted):
-        if outcome.finished[b] is not None:
-            continue
-        path = [fed - 1 for fed in paths[b] if fed >= 0]
-        chosen = dict(zip(path, [*(trie.tokens[n] for n in path[1:]), last[b]], strict=True))
-        for node, parent in enumerate(trie.parents):
-            if parent in chosen:
-                rates[b].record(trie.tags[node], trie.tokens[node] == chosen[parent])
+        if outcome.finished[b] is None:
+            for children, right in trie.walk(outcome.emitted[b]):
+                for child in children:
+                    rates[b].record(trie.tags[child], child == right)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from threading import Lock
@@ -81,9 +81,16 @@ class NgramStore:
     def __len__(self) -> int:
         return len(self._of)
 
+    def __contains__(self, key: Ids) -> bool:
+        return key in self._of
+
     def add(self, key: Ids, ids: Ids, weight: float = 1.0, fade: float = 1.0) -> None:
         """Add `weight` to a continuation of `key`, which becomes its newest; `fade` multiplies what
         the key's continuations weighed before (1: plain counting)."""
+        self.update(key, ((ids, weight),), fade)
+
+    def update(self, key: Ids, entries: Iterable[tuple[Ids, float]], fade: float = 1.0) -> None:
+        """`add` for several continuations of one key at once; too many are dropped at the end."""
         if self.is_frozen:
             return
         with self._lock:
@@ -95,13 +102,15 @@ class NgramStore:
             if fade != 1.0:
                 for other in found:
                     found[other] *= fade
-            before = found.pop(ids, None)
-            found[ids] = weight + (before or 0.0)
-            if before is None:
-                self.num_bytes += _entry_bytes(ids)
-                if len(found) > self.limits.per_key:
-                    del found[dropped := self._ranked(found)[-1].ids]
-                    self.num_bytes -= _entry_bytes(dropped)
+            for ids, weight in entries:
+                before = found.pop(ids, None)
+                found[ids] = weight + (before or 0.0)
+                if before is None:
+                    self.num_bytes += _entry_bytes(ids)
+            if len(found) > self.limits.per_key:
+                for dropped in self._ranked(found)[self.limits.per_key :]:
+                    del found[dropped.ids]
+                    self.num_bytes -= _entry_bytes(dropped.ids)
             self._shrink()
 
     def get(self, key: Ids) -> tuple[Continuation, ...]:

@@ -9,7 +9,7 @@ Letters: B rows, N nodes.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -61,6 +61,16 @@ class Trie:
         """Nodes under `parent`, in order of insertion."""
         return [node for node, above in enumerate(self.parents) if above == parent]
 
+    def walk(self, tokens: Iterable[int]) -> Iterator[tuple[list[int], int | None]]:
+        """From the root along `tokens`: the children of each node that is reached, and which of
+        them carries the next token (None: none does, and the walk ends)."""
+        node: int | None = -1
+        for token in tokens:
+            if node is None:
+                return
+            children, node = self.children(node), self._child.get((node, token))
+            yield children, node
+
     def best(self, nodes: int, depth: int) -> list[int]:
         """The `nodes` nodes of largest estimate no deeper than `depth`, parents first."""
         fitting = [node for node, at in enumerate(self.depths) if at <= depth]
@@ -101,14 +111,16 @@ def pack(tries: Sequence[Trie], budget: Budget, device: torch.device) -> DraftTr
     estimate_BN = torch.tensor([c[3] for c in columns], device=device)
     filled_B1 = torch.tensor([[len(nodes)] for nodes in chosen], device=device)
     valid_BN = torch.arange(most, device=device) < filled_B1
+    is_chain = all(c[1] == list(range(-1, most - 1)) for c in columns)
+    parent_BN = ints[:, 1] if is_chain else ints[:, 1].masked_fill(~valid_BN, -1)
     return DraftTree(
         ints[:, 0],
-        ints[:, 1],
+        parent_BN,
         ints[:, 2],
         valid_BN,
         NodeKind.POINT,
         depth,
-        is_chain=all(c[1] == list(range(-1, most - 1)) for c in columns),
+        is_chain=is_chain,
         estimate_BN=estimate_BN,
     )
 

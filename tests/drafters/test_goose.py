@@ -71,7 +71,9 @@ def test_without_a_match_the_branches_are_the_tree(make_target: Any, round_view:
     assert tree.token_BN[0].tolist() == [30, 31]
 
 
-def test_only_nodes_whose_parent_was_reached_are_tested(make_target: Any, round_view: Any) -> None:
+def test_only_guesses_whose_parent_was_reached_are_tested(
+    make_target: Any, round_view: Any
+) -> None:
     state = make_state(make_target())
     view = round_view({0: TEXT})
     tree = state.propose(view, Budget(12, 8))
@@ -91,6 +93,7 @@ def test_only_nodes_whose_parent_was_reached_are_tested(make_target: Any, round_
     )
     state.observe(replace(outcome, finished=("eos",)))
     assert rates_of(state) == before
+    state.propose(view, Budget(12, 8))
     state.observe(outcome)
     after = rates_of(state)
     assert after[2] > before[2]  # a match of three, right

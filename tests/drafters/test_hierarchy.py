@@ -50,6 +50,11 @@ def test_databases_are_asked_in_order_until_enough_is_found(make_target: Any) ->
     assert letters == ["L", "L", "L", "W"]
 
 
+def test_a_span_that_has_only_begun_is_drafted_as_far_as_it_goes(make_target: Any) -> None:
+    text = [7, 5, 1, 2, 7, 5]
+    assert asked(open_one(make(make_target(), span=6), text), text) == [("W", (1, 2, 7, 5))]
+
+
 def test_longer_keys_are_asked_before_shorter_ones(make_target: Any) -> None:
     text = [6, 5, 1, 2, 8, 5, 3, 4, 9, 6, 5]
     assert asked(open_one(make(make_target(), span=2), text), text)[0] == ("W", (1, 2))
@@ -110,7 +115,7 @@ def world(make_target: Any) -> tuple[Target, list[Request], list[list[int]], lis
 
 
 def served(world: Any, order: str, guesses: int = 3) -> tuple[float, dict[str, int]]:
-    """tau and the accepted tokens of each database."""
+    """tau and the right guesses of each database."""
     target, requests, answers, corpus = world
     drafter = make(target, order=order, guesses=guesses)
     drafter.count_spans("S", answers)
@@ -119,17 +124,16 @@ def served(world: Any, order: str, guesses: int = 3) -> tuple[float, dict[str, i
     done = engine.run(requests)
     assert isinstance(engine._state, HierarchyState)
     tau = sum(c.stats.tokens for c in done) / sum(c.stats.rounds for c in done)
-    return tau, engine._state.accepted
+    return tau, engine._state.right
 
 
 def test_near_memories_first_beats_the_reversed_order(world: Any) -> None:
     assert served(world, "WSL")[0] > served(world, "LSW")[0] + 0.1
 
 
-def test_every_database_contributes_and_the_context_most(world: Any) -> None:
-    tau, accepted = served(world, "WSL", guesses=7)
-    assert accepted["W"] > accepted["S"] > 0
-    assert accepted["L"] > 0
+def test_every_database_contributes(world: Any) -> None:
+    tau, right = served(world, "WSL", guesses=7)
+    assert min(right.values()) > 0
     assert tau > served(world, "SL", guesses=7)[0] + 0.1
     assert tau > served(world, "W", guesses=7)[0]
 

@@ -60,10 +60,16 @@ def test_the_prompt_is_read_as_laws_of_one_token(make_target: Any, round_view: A
 
 
 def run(
-    target: Target, drafter: Stand, samples: int, temperature: float, new: int, **serve: Any
+    target: Target,
+    drafter: Stand,
+    samples: int,
+    temperature: float,
+    new: int,
+    slots: int,
+    **serve: Any,
 ) -> list[Completion]:
-    """`samples` answers to one prompt, one after another, each with a seed of its own."""
-    engine = Engine(target, drafter, make_policy(serve), num_slots=1)
+    """`samples` answers to one prompt, each with a seed of its own; `slots` of them at once."""
+    engine = Engine(target, drafter, make_policy(serve), num_slots=slots)
     seeds = [
         Sampling(temperature, seed=i, max_new_tokens=new, ignore_eos=True) for i in range(samples)
     ]
@@ -91,7 +97,7 @@ def test_drawn_drafts_are_accepted_more_often_than_the_best_token(make_target: A
     """The same memory, the same number of nodes: sum min(p, q) against p(best)."""
     target = make_target(num_layers=2, vocab=24)
     taus = [
-        tau(run(target, Stand(StandOptions(scope="process"), target.spec), 24, 1.0, 40, **serve))
+        tau(run(target, Stand(StandOptions(scope="process"), target.spec), 24, 1.0, 40, 8, **serve))
         for serve in (
             {"policy": "chain", "length": 3},
             {"policy": "dynamic-tree", "length": 3, "nodes": 3, "beam": 1},
@@ -104,7 +110,7 @@ def test_later_samples_of_a_prompt_profit_from_earlier_ones(make_target: Any) ->
     target = make_target(num_layers=2, vocab=96)
     serve = {"policy": "static-tree", "branch": (3, 2, 1)}
     shared, alone = (
-        run(target, Stand(StandOptions(scope=scope), target.spec), 30, 0.7, 12, **serve)
+        run(target, Stand(StandOptions(scope=scope), target.spec), 30, 0.7, 12, 1, **serve)
         for scope in ("process", "request")
     )
     assert tau(shared[10:]) > tau(shared[:5]) + 0.1
