@@ -1,0 +1,77 @@
+"""REST (arXiv 2311.08252): draft a tree of the commonest continuations found in a store of texts.
+
+The store is a suffix array over token ids of a corpus, or of text that the target wrote. The
+longest suffix of the row's text that occurs there is looked up, its continuations are counted, and
+the most frequent prefixes among them become the tree. A package holds the texts; `specctl
+datastore` builds one. The row's own text is searched in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from torch import Tensor
+
+from specctl.drafters.parts.base import Budget, Family, Needs, Space
+from specctl.drafters.parts.corpus import CorpusDrafter
+from specctl.drafters.parts.retrieve import Reach, Retriever
+from specctl.drafters.parts.spec import ModelSpec
+from specctl.drafters.parts.suffix_array import SuffixArray
+from specctl.drafters.parts.trie import Trie, TrieState
+from specctl.drafters.parts.vocab import VocabMap
+
+
+class Rest(CorpusDrafter):
+    """No weights; a package may hold the texts of the store."""
+
+    family: ClassVar[str] = "rest"
+    options: Reach
+
+    def index(self) -> None:
+        reach = self.options.max_match + self.options.span
+        self.store = SuffixArray(self.corpus_N, reach) if len(self.corpus_N) else None
+
+    def needs(self) -> Needs:
+        return Needs()
+
+    def open(self, space: Space) -> RestState:
+        return RestState(self, space)
+
+
+class RestState(TrieState):
+    """Where each slot's own text repeats itself; the store is the drafter's and read only."""
+
+    def __init__(self, drafter: Rest, space: Space) -> None:
+        self.device = space.device
+        self.retriever = Retriever(drafter.options, space.num_slots, drafter.store)
+
+    def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
+        del taps
+        self.retriever.start(slot, tokens)
+
+    def end(self, slot: int) -> None:
+        self.retriever.end(slot)
+
+    def sprout(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:
+        return self.retriever.trie(slot, tokens, budget.nodes, budget.depth)
+
+
+def build(options: Reach, spec: ModelSpec, vocab: VocabMap | None) -> Rest:
+    return Rest(options, spec, vocab)
+
+
+FAMILY = Family(
+    name="rest",
+    summary=(
+        "No training: looks the newest tokens up in a store of texts and drafts a tree of what "
+        "followed them there most often. Worth its disk space where users ask for what others "
+        "have written before (code, boilerplate, an in-house corpus); without a store it searches "
+        "the row's own text, as a prompt lookup that drafts trees."
+    ),
+    paper="https://arxiv.org/abs/2311.08252",
+    options=Reach,
+    build=build,
+    trainable=False,
+    policies=("direct",),
+)
