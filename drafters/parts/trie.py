@@ -79,7 +79,8 @@ class Trie:
         for token in tokens:
             if node is None:
                 return
-            children, node = self.children(node), self._child.get((node, token))
+            children = [n for n, parent in enumerate(self.parents) if parent == node]
+            node = self._child.get((node, token))
             yield children, node
 
     def best(self, nodes: int, depth: int) -> list[int]:
