@@ -59,7 +59,9 @@ def laws(seed: int) -> Tensor:
     return torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(seed)) * 1.5
 
 
-def growth_of(state: StepState, rows: int, temperature: float, length: int, turn: int = 0) -> Growth:
+def growth_of(
+    state: StepState, rows: int, temperature: float, length: int, turn: int = 0
+) -> Growth:
     zeros_B = torch.zeros(rows, dtype=torch.long)
     texts = ((0,),) * rows
     view = RoundView(tuple(range(rows)), torch.arange(rows), zeros_B, zeros_B, texts)
