@@ -70,6 +70,8 @@ class TargetChoice:
         from specctl.runtime.target import load_target
 
         console.detail(f"target {self.name} = {resolved.path or resolved.repo}")
+        if self.revision is not None and resolved.path is not None:
+            console.warn(f"--revision is ignored: target {self.name} is a folder of this machine")
         target = load_target(
             self.name,
             revision=self.revision,
@@ -146,10 +148,10 @@ class DraftChoice(DraftingFlags):
         allow = tuple(self.allow or ())
         how = None if self.translate == "none" else self.translate
         drafter = load_drafter(self.draft, target, allow=allow, translate=how)
-        policies = drafter.policies or family(drafter.family).policies
-        serve = self._serve({} if drafter.policies else packaged_serve(self.draft), policies)
-        from specctl.runtime.policies import make_policy
+        from specctl.runtime.policies import make_policy, policies_of
 
+        policies = drafter.policies or policies_of(family(drafter.family))
+        serve = self._serve({} if drafter.policies else packaged_serve(self.draft), policies)
         rule = str(serve.get("rule") or "auto")
         adaptive = True if serve.get("adaptive") else self.adaptive
         return LoadedDraft(self.draft, drafter, make_policy(serve), rule, adaptive)

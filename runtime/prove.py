@@ -261,7 +261,7 @@ class _Battery:
         """The served policy first, then at their defaults the family's others; at the full level
         every policy that may grow it."""
         found = {type(self.policy).__name__: self.policy}
-        names = self.drafter.policies
+        names = self.drafter.policies if self.level.all_rules else self.drafter.policies[:3]
         entry = families().get(self.drafter.family)
         if not names and entry is not None:
             names = policies_of(entry) if self.level.all_rules else entry.policies

@@ -20,9 +20,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from specctl.drafters import family
 from specctl.drafters.parts.base import (
     Drafter,
-    DraftState,
     Needs,
     Outcome,
     RoundView,
@@ -35,6 +35,7 @@ from specctl.drafters.parts.vocab import VocabMap
 from specctl.drafters.small_lm import SmallLm, SmallLmState
 from specctl.recipes.errors import IncompatibleError, RecipeError, nearest
 from specctl.runtime.lexicon import Lexicon, Reader, Shared
+from specctl.runtime.policies import policies_of
 from specctl.runtime.target import Target
 
 METHODS = ("auto", "tli", "slem")
@@ -100,7 +101,7 @@ def translated(
 class Translated(Drafter):
     """What both methods share: a small language model with a vocabulary of its own."""
 
-    family: ClassVar[str] = "small-lm"
+    family: ClassVar[str] = "translated"
 
     def __init__(
         self,
@@ -128,6 +129,7 @@ class Intersection(Translated):
         device = inner.lm.device
         ids_K = torch.tensor(shared.target_ids, device=device)
         super().__init__(inner, spec, reader, about, VocabMap(ids_K, spec.vocab_size))
+        self.policies = policies_of(family(inner.family))
         self.draft_ids_K = torch.tensor(shared.draft_ids, device=device)
         self.draft_id_V = torch.zeros(spec.vocab_size, dtype=torch.long, device=device)
         self.draft_id_V[ids_K] = self.draft_ids_K
@@ -204,6 +206,3 @@ class IntersectionState(StepState):
 
     def end(self, slot: int) -> None:
         self.texts.end(slot)
-
-
-__all__ = ["METHODS", "DraftState", "Intersection", "Translated", "Translation", "translated"]
