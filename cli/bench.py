@@ -103,6 +103,8 @@ def bench(
     prompt_ids = [p.ids for p in heldout_prompts(model, num_prompts, domain, prompts)]
     names = [*(draft or DEFAULT_DRAFTS), *(["prompt-lookup"] if "ngram" in baselines else [])]
     drafts = [drafting.of(n).load(model) for n in dict.fromkeys(names) if n != NO_DRAFTER]
+    for loaded in drafts:
+        loaded.announce(console)
     contenders = [engine_contender("plain", model, batch=batch)]
     contenders += [_contender(loaded, model, batch, prompt_ids) for loaded in drafts]
     samplings = [

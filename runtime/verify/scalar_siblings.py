@@ -85,7 +85,7 @@ def spectr(tree: Drafted, chooser: Chooser) -> Ended:
 def smallest_rho(p: Law, q: Law, num: int) -> float:
     """The root of 1 - (1 - beta(rho))^num = rho beta(rho) in [1, num], from above."""
     low, high = 1.0, float(max(num, 1))
-    for _ in range(40):
+    for _ in range(32):
         middle = (low + high) / 2
         beta = min(float(np.minimum(p / middle, q).sum()), 1.0)
         is_valid = 1 - (1 - beta) ** num <= middle * beta
