@@ -30,9 +30,10 @@ from specctl.drafters.parts.base import (
     StepState,
 )
 from specctl.drafters.parts.lm import LanguageModel
+from specctl.drafters.parts.lm_state import LmState
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.vocab import VocabMap
-from specctl.drafters.small_lm import SmallLm, SmallLmState
+from specctl.drafters.small_lm import SmallLm
 from specctl.recipes.errors import IncompatibleError, RecipeError, nearest
 from specctl.runtime.lexicon import Lexicon, Reader, Shared
 from specctl.runtime.policies import policies_of
@@ -146,7 +147,7 @@ class Texts:
         room = drafter.inner.lm.spec.max_positions - space.max_nodes - CATCH_UP
         self.longest = max(2, min(2 * space.max_len + CATCH_UP, room))
         inner = replace(space, max_len=self.longest + CATCH_UP)
-        self.state = SmallLmState(drafter.inner, inner)
+        self.state = LmState(drafter.inner, inner)
         self.ids: dict[int, list[int]] = {}
         self.num_read = [0] * space.num_slots
 
