@@ -44,8 +44,8 @@ class Alternates(LogitsProcessor):
     """A grammar: even and odd tokens take turns."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        parity = torch.arange(scores.shape[-1]) % 2
-        return scores.masked_fill(parity == input_ids[0, -1] % 2, -torch.inf)
+        parity = torch.arange(scores.shape[-1], device=scores.device) % 2
+        return scores.masked_fill(parity == input_ids[:, -1:] % 2, -torch.inf)
 
 
 SAMPLINGS: dict[str, dict[str, Any]] = {

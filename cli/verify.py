@@ -14,7 +14,7 @@ from specctl.cli.loading import DraftChoice, TargetChoice, target_json
 from specctl.recipes.errors import GateError, RecipeError, nearest
 
 if TYPE_CHECKING:
-    from specctl.runtime.prove import Proof
+    from specctl.runtime.findings import Proof
 
 OWN_TARGET = TargetChoice(name="", dtype="float32")  # no name: what the package was made for
 APPROXIMATE = "approximate"

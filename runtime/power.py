@@ -1,8 +1,8 @@
 """How many samples a chi-square test needs to see a law that is wrong by so much.
 
 If the law is off by total variation d, Pearson's statistic is noncentral with parameter at least
-4 n d^2 (as sum (f - p)^2 / p >= 4 d^2). Its distribution is taken as normal, which is accurate to a
-few percent of n for the cell counts used here.
+4 n d^2 (as sum (f - p)^2 / p >= 4 d^2). Its distribution is taken as normal, which asks for a few
+percent more samples than are needed where cells are few.
 """
 
 from __future__ import annotations

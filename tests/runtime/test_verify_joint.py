@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-from specctl.runtime import verify
 from specctl.runtime.joint import TextLaw
 from specctl.runtime.sampling import Sampling
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SLICE = [
-    ("chain, block", "top-p"),
     ("i.i.d. tree, spectr", "T=1"),
     ("refilled tree, sequoia", "top-k"),
     ("top plus one", "grammar"),
@@ -42,18 +40,17 @@ def test_the_proof_has_sixty_configurations_of_every_drafter_and_setting(proof: 
 
 
 def test_a_slice_of_the_configurations_has_the_targets_law(proof: ModuleType) -> None:
-    checks = proof.prove(1_500, SLICE)
+    checks = proof.prove(1_000, SLICE)
     assert len(checks) == len(SLICE)
     assert all(check.ok for check in checks), [check for check in checks if not check.ok]
 
 
-def test_a_rule_that_ignores_the_siblings_is_caught(
+def test_a_selection_that_accepts_too_readily_is_caught(
     proof: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rule = verify.RULES["multi-round"]
-    wrong = replace(rule, run=verify.RULES["recursive"].run)  # treats duplicates as distinct
-    monkeypatch.setitem(verify.RULES, "multi-round", wrong)
-    (check,) = proof.prove(3_000, [("i.i.d. tree, multi-round", "T=0.7")])
+    spectr = sys.modules["specctl.runtime.verify.spectr"]
+    monkeypatch.setattr(spectr, "smallest_rho", lambda p_BK, q_BK, num_B1: torch.ones_like(num_B1))
+    (check,) = proof.prove(2_500, [("i.i.d. tree, spectr", "T=1")])
     assert not check.ok
 
 
