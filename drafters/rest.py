@@ -9,28 +9,48 @@ datastore` builds one. The row's own text is searched in the same way.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
 from specctl.drafters.parts.base import Budget, Family, Needs, Space
 from specctl.drafters.parts.corpus import CorpusDrafter
-from specctl.drafters.parts.retrieve import Reach, Retriever
+from specctl.drafters.parts.retrieve import Reach, Retriever, indexed
 from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.suffix_array import SuffixArray
 from specctl.drafters.parts.trie import Trie, TrieState
 from specctl.drafters.parts.vocab import VocabMap
+
+
+@dataclass(frozen=True, slots=True)
+class RestOptions:
+    """Suffixes of `min_match` to `max_match` tokens are looked up and `span` tokens behind them
+    drafted; of more than `most` places in the store so many are counted. `own`: search the row's
+    own text, too."""
+
+    min_match: int = 2
+    max_match: int = 16
+    span: int = 10
+    most: int = 5000
+    own: bool = True
+
+    def __post_init__(self) -> None:
+        assert self.reach
+
+    @property
+    def reach(self) -> Reach:
+        """The same, checked."""
+        return Reach(self.min_match, self.max_match, self.span, self.most, self.own)
 
 
 class Rest(CorpusDrafter):
     """No weights; a package may hold the texts of the store."""
 
     family: ClassVar[str] = "rest"
-    options: Reach
+    options: RestOptions
 
     def index(self) -> None:
-        reach = self.options.max_match + self.options.span
-        self.store = SuffixArray(self.corpus_N, reach) if len(self.corpus_N) else None
+        self.store = indexed(self.corpus_N, self.options.reach)
 
     def needs(self) -> Needs:
         return Needs()
@@ -44,7 +64,7 @@ class RestState(TrieState):
 
     def __init__(self, drafter: Rest, space: Space) -> None:
         self.device = space.device
-        self.retriever = Retriever(drafter.options, space.num_slots, drafter.store)
+        self.retriever = Retriever(drafter.options.reach, space.num_slots, drafter.store)
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
         del taps
@@ -57,7 +77,7 @@ class RestState(TrieState):
         return self.retriever.trie(slot, tokens, budget.nodes, budget.depth)
 
 
-def build(options: Reach, spec: ModelSpec, vocab: VocabMap | None) -> Rest:
+def build(options: RestOptions, spec: ModelSpec, vocab: VocabMap | None) -> Rest:
     return Rest(options, spec, vocab)
 
 
@@ -70,7 +90,7 @@ FAMILY = Family(
         "the row's own text, as a prompt lookup that drafts trees."
     ),
     paper="https://arxiv.org/abs/2311.08252",
-    options=Reach,
+    options=RestOptions,
     build=build,
     trainable=False,
     policies=("direct",),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from specctl.drafters.parts.corpus import Ids32
 from specctl.drafters.parts.occurrences import Occurrences, copied, matched
 from specctl.drafters.parts.suffix_array import SuffixArray
 from specctl.drafters.parts.trie import Trie, counted
@@ -44,6 +45,11 @@ class Reach:
     @property
     def lengths(self) -> range:
         return range(self.min_match, self.max_match + 1)
+
+
+def indexed(corpus_N: Ids32, reach: Reach) -> SuffixArray | None:
+    """A corpus ready for that retrieval; None of an empty one."""
+    return SuffixArray(corpus_N, reach.max_match + reach.span) if len(corpus_N) else None
 
 
 class Retriever:

@@ -16,13 +16,16 @@ from hypothesis import strategies as st
 
 from specctl.drafters.parts.base import Budget
 from specctl.drafters.parts.corpus import BREAK, joined
-from specctl.drafters.parts.retrieve import Reach
 from specctl.drafters.parts.suffix_array import SuffixArray, suffix_order
 from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
-from specctl.drafters.rest import Rest
+from specctl.drafters.rest import Rest, RestOptions
 from specctl.export.folder import load_drafter, save_package
 from specctl.recipes.errors import IncompatibleError, IntegrityError, RecipeError
+from specctl.recipes.load import load_recipe
+from specctl.runtime.generate import generate
+from specctl.runtime.sampling import Sampling
 from specctl.runtime.target import Target
+from specctl.train.datastore import fill
 
 texts_of = st.lists(st.lists(st.integers(0, 2), max_size=12), min_size=1, max_size=4)
 
@@ -85,7 +88,7 @@ def target(make_target: Any) -> Target:
 
 
 def rest_of(target: Target, texts: list[list[int]], **options: Any) -> Rest:
-    drafter = Rest(Reach(**options), target.spec)
+    drafter = Rest(RestOptions(**options), target.spec)
     if texts:
         drafter.learn(texts)
     return drafter
@@ -123,7 +126,7 @@ def test_a_tree_of_counts_beats_the_commonest_chain_at_the_same_depth(
     heads = [[7, 8, 9, *part] for part in parts]  # one opening, four ways to go on
     store = [text_of(heads, seed, 30) for seed in range(30, 36)]
     text = text_of(heads, 6, 30)
-    drafter = rest_of(target, store, own=False)
+    drafter = rest_of(target, store, own=False, max_match=3)
     wide = follow(drafter, round_view, text, 20, Budget(24, 6)).tau
     assert wide > 1.1 * follow(drafter, round_view, text, 20, Budget(6, 6)).tau
 
@@ -166,4 +169,29 @@ def test_a_package_carries_the_store_and_belongs_to_its_target(
 
 def test_options_that_retrieve_nothing_are_refused() -> None:
     with pytest.raises(RecipeError, match="retrieved"):
-        Reach(min_match=3, max_match=2)
+        RestOptions(min_match=3, max_match=2)
+
+
+def test_a_store_filled_by_the_datastore_code_serves_the_embedded_target(
+    tiny_target: Target, tmp_path: Path, round_view: Any
+) -> None:
+    (tmp_path / "texts.txt").write_text("def main(path):\n    return path\n\n" * 40)
+    recipe = load_recipe("rest", [f"data.source={tmp_path / 'texts.txt'}"])
+    drafter = Rest(RestOptions(), tiny_target.spec)
+    num_tokens = fill(drafter, recipe, tiny_target, tmp_path / "out")
+    held = drafter.tensors()["corpus"]
+    assert int((held != BREAK).sum()) == num_tokens
+    assert 200 < num_tokens < 2000
+    text = held[:100].tolist()
+    assert follow(drafter, round_view, text, 10, Budget(24, 8)).tau > 4
+    plain = generate(tiny_target, ["def main("], sampling=Sampling(max_new_tokens=16))
+    drafted = generate(
+        tiny_target, ["def main("], drafter=drafter, sampling=Sampling(max_new_tokens=16)
+    )
+    assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
+
+
+def test_a_family_without_texts_has_no_store_to_fill(target: Target, tmp_path: Path) -> None:
+    lookup = PromptLookup(PromptLookupOptions(), target.spec)
+    with pytest.raises(RecipeError, match="retrieves from no texts"):
+        fill(lookup, load_recipe("rest", []), target, tmp_path)
