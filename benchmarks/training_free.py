@@ -28,7 +28,7 @@ from specctl.recipes.errors import SpecctlError
 from specctl.recipes.load import load_recipe, recipe_names
 from specctl.recipes.schema import Recipe
 from specctl.runtime.bench import BenchReport, Contender, Prompts, Timed, bench, engine_contender
-from specctl.runtime.cost import equip, measure_costs
+from specctl.runtime.cost import measure_costs
 from specctl.runtime.policies import make_policy
 from specctl.runtime.target import Target
 from specctl.train.assemble import family_options
@@ -62,14 +62,13 @@ def contender(target: Target, name: str, texts: list[list[int]], prompts: Prompt
 
     def run(prompts: Prompts, sampling: Sampling) -> Timed:
         torch.manual_seed(0)
-        ready = equip(policy, costs)
         return engine_contender(
             name,
             target,
             build(recipe, target, texts),
-            ready.policy,
+            policy,
             rule=recipe.serve.rule,
-            chooser=lambda: ready.chooser,
+            costs=lambda sampling: costs,
         ).run(prompts, sampling)
 
     return Contender(name, run)
