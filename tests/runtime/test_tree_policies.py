@@ -15,10 +15,12 @@ from specctl.drafters.parts.tree import NodeKind
 from specctl.recipes.errors import RecipeError
 from specctl.recipes.schema import POLICY_FIELDS, PolicyName, ServePart
 from specctl.runtime import prove
+from specctl.runtime.cost import equip, measure_costs
 from specctl.runtime.oracle import Replay, chi_square
 from specctl.runtime.policies import POLICIES, TREES, make_policy, policies_of
 from specctl.runtime.policies.base import Policy
-from specctl.runtime.policies.hardware import Fitting, TreeCosts
+from specctl.runtime.policies.hardware import Fitting
+from specctl.runtime.policies.length import CostTable
 from specctl.runtime.sampling import Sampling
 from specctl.runtime.verify import RULES, default_rule, legal
 
@@ -176,11 +178,25 @@ def test_a_family_that_one_tree_grows_is_grown_by_all() -> None:
     assert policies_of(families()["prompt-lookup"]) == ("direct",)
 
 
+def chain_costs(step: float, node: float) -> CostTable:
+    lengths = (0, 1, 4, 16, 64)
+    verify = {k: 1.0 + node * k for k in lengths}
+    return CostTable({k: step * k for k in lengths}, verify, "cpu", "float32", 1)
+
+
+def test_what_is_measured_for_a_fitted_tree_are_chains_of_its_drafter(battery: Any) -> None:
+    one = battery(small("sequoia", nodes=8))
+    costs = measure_costs(one.target, one.drafter, one.policy, [[1, 2]], rounds=2)
+    assert set(costs.verify) == {0, 1, 2, 4, 8}
+    assert equip(one.policy, costs).policy.nodes <= 8
+
+
 @pytest.mark.parametrize(
     "name", [name for name in TREES if isinstance(make_policy({"policy": name}), Fitting)]
 )
 def test_fitted_to_a_slow_device_it_asks_for_less(pair: Pair, name: str) -> None:
-    fast, slow = TreeCosts(0.02, {0: 1.0, 64: 1.1}), TreeCosts(0.6, {0: 1.0, 1: 1.2, 64: 30.0})
+    """The costs of a chain, as the command line measures them, shape the tree."""
+    fast, slow = chain_costs(0.02, 0.002), chain_costs(0.6, 0.4)
     policy: Any = make_policy({"policy": name})
-    large, little = (pair.run(policy.fitted(costs)) for costs in (fast, slow))
+    large, little = (pair.run(equip(policy, costs).policy) for costs in (fast, slow))
     assert little.calls < large.calls or little.mean_nodes < large.mean_nodes
