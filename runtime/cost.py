@@ -22,8 +22,8 @@ from specctl.drafters.parts.base import (
 from specctl.drafters.parts.tree import DraftTree, NodeKind, chain_tree
 from specctl.runtime.engine import Engine
 from specctl.runtime.policies.base import Policy
-from specctl.runtime.policies.direct import Direct
 from specctl.runtime.policies.chain import Chain
+from specctl.runtime.policies.direct import Direct
 from specctl.runtime.policies.hardware import Fitting, TreeCosts
 from specctl.runtime.policies.length import CostTable, FixedLength, LengthChooser
 from specctl.runtime.policies.switch import Switch
