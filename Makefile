@@ -23,7 +23,7 @@ BUILD_LOG := $(VENV)/install.log
 
 .PHONY: help install dev quickstart test lint types check proof bench clean proof-training \
   proof-kill proof-faults proof-resume proof-order proof-nan proof-damage proof-term proof-changed \
-  proof-shards proof-lock proof-answers
+  proof-shards proof-lock proof-answers proof-joint
 
 help:
 	@sed -n '1,5s/^# \{0,1\}//p' Makefile
@@ -101,8 +101,12 @@ proof-answers: $(VENV)/.dev
 proof-training: proof-kill proof-faults proof-resume proof-order proof-nan proof-damage proof-term \
   proof-changed proof-shards proof-lock proof-answers
 
+# Every drafter under every kind of sampling against the exact law of whole short texts.
+proof-joint: $(VENV)/.dev
+	$(PROOF)/proof_joint.py --samples 20000
+
 # Long: the drafters are trained first where runs/bench lacks them.
-proof: $(VENV)/.dev proof-training
+proof: $(VENV)/.dev proof-training proof-joint
 	$(BIN)/python benchmarks/proof_enumeration.py
 	$(BIN)/python benchmarks/drafters.py --out $(BENCH) --recipes $(RECIPES)
 	$(BIN)/python benchmarks/greedy_identity.py --drafts $(PACKAGES) --prompts 200 --tokens 64

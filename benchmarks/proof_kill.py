@@ -151,6 +151,8 @@ def end_once(trainer: Trainer, seconds: float, number: signal.Signals) -> Ended:
     mid_save = is_ahead or any(name.startswith(".tmp-step") for name in fresh)
     wrong = damage(folder / step_name(last)) if last else None
     failed = None if code == expected and took < GRACE else f"exit {code} after {took:.1f} s"
+    if failed is not None and (trace := trainer.out.with_suffix(".failed")).exists():
+        failed += f": {trace.read_text()[-300:]}"
     return Ended(mid_save, wrong and f"step {last}: {wrong}", failed, took)
 
 

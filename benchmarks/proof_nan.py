@@ -112,7 +112,7 @@ def train_with(
     recipe = small_recipe(kind, text, train__steps=STEPS, train__keep=STEPS)
 
     def body() -> None:
-        build: Callable[..., Job] = run_module._job
+        build: Callable[..., Job] = run_module.make_job
         count = [0]
 
         def building(*given: Any, **named: Any) -> Job:
@@ -128,7 +128,7 @@ def train_with(
             job.drafter.loss = losing  # type: ignore[method-assign]
             return job
 
-        run_module._job = building
+        run_module.make_job = building
         train_draft(recipe, out, target=target)
 
     return wait(start_child(body, out.with_suffix(".trace")))

@@ -73,7 +73,7 @@ class Part:
     def __call__(self) -> None:
         seed_everything(self.seed)
         notes = self.out.with_suffix(".notes").open("a")
-        save, measure, build = Checkpoints.save, loop_module.measure, run_module._job
+        save, measure, build = Checkpoints.save, loop_module.measure, run_module.make_job
         jobs: list[Job] = []
 
         def building(*given: Any, **named: Any) -> Job:
@@ -107,7 +107,7 @@ class Part:
             return found
 
         Checkpoints.save = noting  # type: ignore[method-assign]
-        run_module._job, loop_module.measure = building, measuring
+        run_module.make_job, loop_module.measure = building, measuring
         result = train_draft(self.recipe, self.out, target=self.target)
         ending = {"steps": result.steps, "tau": result.tau, "best": str(result.best_checkpoint)}
         self.out.with_suffix(".end").write_text(json.dumps(ending))

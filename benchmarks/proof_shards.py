@@ -34,6 +34,7 @@ from proof_common import (
     write_text,
 )
 
+from specctl.recipes.errors import SpecctlError
 from specctl.recipes.schema import Recipe
 from specctl.runtime.report import SilentReporter
 from specctl.runtime.target import Target
@@ -91,6 +92,15 @@ def final(out: Path) -> str:
     return state_digest(Checkpoints(out / "checkpoints", SilentReporter()).load(STEPS))
 
 
+def odd_end(out: Path, whole: Path) -> str | None:
+    """What is different about a run's end; None if it is that of the uninterrupted one."""
+    try:
+        same = final(out) == final(whole)
+    except SpecctlError as error:
+        return f"{out.name} never ended: {error}"
+    return None if same else f"{out.name} ended differently"
+
+
 def killed_run(
     recipe: Recipe, out: Path, target: Target, whole: Path, kills: int, chance: random.Random,
     seconds: float,
@@ -139,7 +149,7 @@ def prove(kills: int, seed: int = 0, shard_bytes: int = 6000) -> list[Check]:
             count, wrong = killed_run(recipe, out, target, whole, kills - made, chance, seconds)
             made += count
             found += wrong
-            ends.append(None if final(out) == final(whole) else f"{out.name} ended differently")
+            ends.append(odd_end(out, whole))
             shutil.rmtree(out)
     killed: list[str | None] = [None] * made
     several: list[str | None] = [None] * num_shards

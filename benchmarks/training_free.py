@@ -1,8 +1,8 @@
 """The table of drafters that need no training: every one of them on every workload.
 
-The drafters are found in the registry (families that have nothing to train), each is built and
-served as its recipe of the same name says. All contenders run interleaved in one process; rows are
-medians. A drafter that cannot be built without something of the user's own is listed with its
+Every recipe whose family has nothing to train is built and served as it says; those that retrieve
+from texts are given the held-out prompts that are not asked. All contenders run interleaved in one
+process; rows are medians. What cannot run without something of the user's own is listed with its
 reason. Text generated greedily or under rule target-only does not depend on the drafter, so that
 taus compare over the same text; the repetition rate says how much of it repeats.
 
@@ -18,41 +18,69 @@ import json
 import sys
 from typing import Any
 
+import torch
 from workloads import WORKLOADS
 
 from specctl import Sampling, load_target
 from specctl.drafters import families
-from specctl.drafters.parts.base import Family
+from specctl.drafters.parts.base import Drafter
 from specctl.recipes.errors import SpecctlError
-from specctl.recipes.load import load_recipe
-from specctl.runtime.bench import BenchReport, Contender, bench, engine_contender
+from specctl.recipes.load import load_recipe, recipe_names
+from specctl.recipes.schema import Recipe
+from specctl.runtime.bench import BenchReport, Contender, Prompts, Timed, bench, engine_contender
+from specctl.runtime.cost import measure_costs
 from specctl.runtime.policies import make_policy
 from specctl.runtime.target import Target
+from specctl.train.assemble import family_options
+from specctl.train.data.heldout import heldout_prompts
+from specctl.train.datastore import TextStore
+
+CORPUS_PROMPTS = 240
 
 
-def contender(target: Target, found: Family) -> Contender:
-    """The family as its recipe builds and serves it; a fresh drafter for each run."""
-    recipe = load_recipe(found.name)
-    options = found.options(**recipe.drafter.options)
-    serve = recipe.serve.model_dump()
-    found.build(options, target.spec, None)
+def free_recipes() -> list[str]:
+    """Recipes whose family has nothing to train, in alphabetical order."""
+    return [n for n in recipe_names() if not families()[load_recipe(n).drafter.family].trainable]
 
-    def run(prompts: Any, sampling: Sampling) -> Any:
-        drafter = found.build(options, target.spec, None)
-        once = engine_contender(
-            found.name, target, drafter, make_policy(serve), rule=recipe.serve.rule
-        )
-        return once.run(prompts, sampling)
 
-    return Contender(found.name, run)
+def build(recipe: Recipe, target: Target, texts: list[list[int]]) -> Drafter:
+    """A fresh drafter of the recipe; one that retrieves from texts gets them."""
+    found = families()[recipe.drafter.family]
+    drafter = found.build(family_options(found, recipe), target.spec, None)
+    if isinstance(drafter, TextStore):
+        drafter.learn(texts)
+    return drafter.to(target.device, target.dtype)
+
+
+def contender(target: Target, name: str, texts: list[list[int]], prompts: Prompts) -> Contender:
+    """The recipe as it is served, with a memory that is empty at the start of every run."""
+    recipe = load_recipe(name)
+    policy = make_policy(recipe.serve.model_dump())
+    costs = None
+    if recipe.serve.adaptive:
+        costs = measure_costs(target, build(recipe, target, texts), policy, prompts)
+
+    def run(prompts: Prompts, sampling: Sampling) -> Timed:
+        torch.manual_seed(0)
+        return engine_contender(
+            name,
+            target,
+            build(recipe, target, texts),
+            policy,
+            rule=recipe.serve.rule,
+            costs=lambda sampling: costs,
+        ).run(prompts, sampling)
+
+    return Contender(name, run)
 
 
 def contenders(target: Target, names: list[str]) -> tuple[list[Contender], dict[str, str]]:
     """Plain decoding first, then the drafters; and those that cannot run here, with the reason."""
     ways, missing = [engine_contender("plain", target)], dict[str, str]()
+    texts = [list(p.ids) for p in heldout_prompts(target, 10_000)[-CORPUS_PROMPTS:]]
     for name in names:
         try:
-            way = contender(target, families()[name])
+            way = contender(target, name, texts, WORKLOADS["prose"](target, 2))
             way.run([[1, 2, 3]], Sampling(max_new_tokens=2, ignore_eos=True))
             ways.append(way)
         except SpecctlError as error:
@@ -80,8 +108,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    free = [name for name, found in families().items() if not found.trainable]
-    parser.add_argument("--drafters", default=",".join(free))
+    parser.add_argument("--drafters", default=",".join(free_recipes()), help="recipes")
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--temperatures", default="0,0.8")
     parser.add_argument("--prompts", type=int, default=8)

@@ -103,11 +103,13 @@ def bench(
     prompt_ids = [p.ids for p in heldout_prompts(model, num_prompts, domain, prompts)]
     names = [*(draft or DEFAULT_DRAFTS), *(["prompt-lookup"] if "ngram" in baselines else [])]
     drafts = [drafting.of(n).load(model) for n in dict.fromkeys(names) if n != NO_DRAFTER]
+    for loaded in drafts:
+        loaded.announce(console)
+    heats = tuple(temperature or (0.0, 0.8))
     contenders = [engine_contender("plain", model, batch=batch)]
-    contenders += [_contender(loaded, model, batch, prompt_ids) for loaded in drafts]
+    contenders += [_contender(loaded, model, batch, prompt_ids, heats) for loaded in drafts]
     samplings = [
-        Sampling(temperature=heat, seed=seed, max_new_tokens=max_new_tokens)
-        for heat in temperature or (0.0, 0.8)
+        Sampling(temperature=heat, seed=seed, max_new_tokens=max_new_tokens) for heat in heats
     ]
     with tempfile.TemporaryDirectory(prefix="specctl-") as folder:
         if "hf" in baselines:
@@ -136,22 +138,29 @@ def _transformers(
 
 
 def _contender(
-    loaded: LoadedDraft, model: Target, batch: int, prompts: Sequence[Sequence[int]]
+    loaded: LoadedDraft,
+    model: Target,
+    batch: int,
+    prompts: Sequence[Sequence[int]],
+    heats: Sequence[float],
 ) -> Contender:
     """The drafter as it is served. Its costs are measured anew, for whoever generates later."""
     from specctl.runtime.bench import engine_contender
-    from specctl.runtime.cost import equip
 
-    costs = loaded.costs(model, prompts, min(batch, len(prompts)), measure=True)
-    used = costs if loaded.is_adaptive else None
+    size = min(batch, len(prompts))
+    measured = {
+        sampled: loaded.costs(model, prompts, size, sampled=sampled, measure=True)
+        for sampled in {heat > 0 for heat in heats}
+    }
     return engine_contender(
         loaded.name,
         model,
         loaded.drafter,
-        equip(loaded.policy, used).policy,
+        loaded.policy,
         rule=loaded.rule,
         batch=batch,
-        chooser=lambda: equip(loaded.policy, used).chooser,
+        costs=lambda one: measured[one.temperature > 0] if loaded.is_adaptive else None,
+        parallel=loaded.parallel,
     )
 
 

@@ -16,6 +16,7 @@ from specctl.recipes.errors import FileError
 
 if TYPE_CHECKING:
     from specctl.drafters.parts.llama import LlamaShape
+    from specctl.drafters.parts.spec import ModelSpec
     from specctl.drafters.small_lm import SmallLm
     from specctl.recipes.schema import Recipe
     from specctl.runtime.target import Target
@@ -32,7 +33,7 @@ class Job:
     the steps. `request` is what decides the cut."""
 
     recipe: Recipe
-    wanted: Callable[[LlamaShape], Wanted]
+    wanted: Callable[[LlamaShape | ModelSpec], Wanted]
     request: Mapping[str, Any]
     out: Path
     steps: int

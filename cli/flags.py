@@ -132,6 +132,31 @@ TranslateFlag = Annotated[
         rich_help_panel=DRAFTING,
     ),
 ]
+StopRuleFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--stop-rule",
+        metavar="NAME|FILE",
+        help="End chains early: svip, confidence, heuristic, ..., or a file of train-stop.",
+        rich_help_panel=DRAFTING,
+    ),
+]
+ControllerFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--controller",
+        help="Who drafts in a team: auto, ucb, exp3, thompson, hedge or cascade.",
+        rich_help_panel=DRAFTING,
+    ),
+]
+ParallelFlag = Annotated[
+    bool | None,
+    typer.Option(
+        "--parallel/--no-parallel",
+        help="Draft while the target verifies (PEARL), one prompt at a time.",
+        rich_help_panel=DRAFTING,
+    ),
+]
 AdaptiveFlag = Annotated[
     bool | None,
     typer.Option(

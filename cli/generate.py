@@ -75,7 +75,10 @@ def generate(
     loaded = draft.load(model)
     loaded.announce(console)
     tokens = [p.tokens(model, chat) for p in prompts]
-    costs = loaded.costs(model, tokens, min(batch, len(tokens)))
+    if loaded.parallel and batch > 1:
+        console.warn("--batch is ignored: drafting in parallel serves one prompt at a time")
+    sampled = settings.temperature > 0
+    costs = loaded.costs(model, tokens, min(batch, len(tokens)), sampled=sampled)
     job = Job(model, loaded, settings, tokens, prompts, batch, costs)
     if compare:
         result = _compare(console, job)
@@ -117,6 +120,7 @@ class Job:
             batch=self.batch,
             chooser=chosen.chooser,
             on_tokens=on_tokens,
+            parallel=draft.parallel,
         )
         return Run(made, chosen.chooser)
 
@@ -164,15 +168,23 @@ def _stream(console: Console, job: Job) -> Run:
     streams = [TextStream(job.target.decode, job.sampling.stop) for _ in job.prompts]
     is_live = job.batch == 1 or len(job.prompts) == 1
     current = -1
+    heard: list[list[int]] = [[] for _ in job.prompts]
 
     def show(index: int, new: tuple[int, ...]) -> None:
         nonlocal current
+        heard[index] += new
+        if not is_live:
+            return
         if index != current:
             _open_output(console, job, index, after=current >= 0)
             current = index
         console.write(streams[index].feed(new))
 
-    run = job.run(job.draft, show if is_live else None)
+    try:
+        run = job.run(job.draft, show)
+    except KeyboardInterrupt:
+        _keep(console, job, heard, is_live)
+        raise
     for index, (stream, output) in enumerate(zip(streams, run.made.outputs, strict=True)):
         if index < current:
             continue
@@ -181,6 +193,23 @@ def _stream(console: Console, job: Job) -> Run:
         console.write(stream.finish(output.text))
     console.out()
     return run
+
+
+def _keep(console: Console, job: Job, heard: Sequence[Sequence[int]], is_live: bool) -> None:
+    """What was generated until Ctrl-C: written where it is not yet, and in the answer of --json.
+    Whether a text was at its end is not known any more."""
+    outputs = []
+    for index, (prompt, ids) in enumerate(zip(job.prompts, heard, strict=True)):
+        if not ids:
+            continue
+        text = job.target.decode(ids)
+        if not is_live:
+            _open_output(console, job, index, after=bool(outputs))
+            console.write(text)
+        entry = {"prompt": prompt.text, "text": text, "token_ids": [*ids]}
+        outputs.append({**entry, "finish_reason": None})
+    console.out()
+    console.result = {"outputs": outputs}
 
 
 def _open_output(console: Console, job: Job, index: int, after: bool) -> None:

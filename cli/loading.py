@@ -12,6 +12,7 @@ from specctl.cli.console import Console
 from specctl.cli.flags import (
     AdaptiveFlag,
     Allow,
+    ControllerFlag,
     Device,
     Draft,
     Dtype,
@@ -19,9 +20,11 @@ from specctl.cli.flags import (
     LengthFlag,
     NodesFlag,
     Offline,
+    ParallelFlag,
     PolicyFlag,
     Revision,
     RuleFlag,
+    StopRuleFlag,
     TargetName,
     TranslateFlag,
 )
@@ -70,6 +73,8 @@ class TargetChoice:
         from specctl.runtime.target import load_target
 
         console.detail(f"target {self.name} = {resolved.path or resolved.repo}")
+        if self.revision is not None and resolved.path is not None:
+            console.warn(f"--revision is ignored: target {self.name} is a folder of this machine")
         target = load_target(
             self.name,
             revision=self.revision,
@@ -119,6 +124,9 @@ class DraftingFlags:
     length: LengthFlag = None
     nodes: NodesFlag = None
     rule: RuleFlag = None
+    stop_rule: StopRuleFlag = None
+    controller: ControllerFlag = None
+    parallel: ParallelFlag = None
     adaptive: AdaptiveFlag = None
     allow: Allow = None
     translate: TranslateFlag = "auto"
@@ -146,13 +154,14 @@ class DraftChoice(DraftingFlags):
         allow = tuple(self.allow or ())
         how = None if self.translate == "none" else self.translate
         drafter = load_drafter(self.draft, target, allow=allow, translate=how)
-        policies = drafter.policies or family(drafter.family).policies
-        serve = self._serve({} if drafter.policies else packaged_serve(self.draft), policies)
-        from specctl.runtime.policies import make_policy
+        from specctl.runtime.policies import make_policy, policies_of
 
+        policies = drafter.policies or policies_of(family(drafter.family))
+        serve = self._serve({} if drafter.policies else packaged_serve(self.draft), policies)
         rule = str(serve.get("rule") or "auto")
         adaptive = True if serve.get("adaptive") else self.adaptive
-        return LoadedDraft(self.draft, drafter, make_policy(serve), rule, adaptive)
+        parallel = bool(serve.get("parallel"))
+        return LoadedDraft(self.draft, drafter, make_policy(serve), rule, adaptive, parallel)
 
     def _serve(self, packaged: dict[str, Any], policies: Sequence[str]) -> dict[str, Any]:
         flags = {
@@ -160,11 +169,15 @@ class DraftChoice(DraftingFlags):
             "length": self.length,
             "nodes": self.nodes,
             "rule": self.rule,
+            "controller": self.controller,
+            "parallel": self.parallel,
             "adaptive": self.adaptive,
+            **_stop_settings(self.stop_rule),
         }
         serve = dict(packaged)
         if self.policy is not None and self.policy != packaged.get("policy"):
-            serve = {k: v for k, v in serve.items() if k in ("length", "rule", "adaptive")}
+            kept = ("length", "rule", "adaptive", "parallel")
+            serve = {k: v for k, v in serve.items() if k in kept}
         serve |= {k: v for k, v in flags.items() if v is not None}
         serve.setdefault("policy", policies[0])
         if serve["policy"] not in policies:
@@ -175,19 +188,18 @@ class DraftChoice(DraftingFlags):
                 expected="one of " + ", ".join(policies),
                 do=f"--policy {nearest(str(serve['policy']), policies, 1)}",
             )
-        if self.nodes is not None and serve["policy"] == "chain":
-            raise RecipeError(
-                "--nodes is ignored by policy chain",
-                where="--nodes",
-                found=str(self.nodes),
-                expected="a tree policy",
-                do="--policy dynamic-tree, or --length instead of --nodes",
-            )
+        from specctl.recipes.schema import POLICY_FIELDS
+
+        given = {"nodes": self.nodes, "stop": self.stop_rule, "controller": self.controller}
+        for key, value in given.items():
+            if value is not None and key not in POLICY_FIELDS[serve["policy"]]:
+                raise _ignored(key, str(value), serve["policy"])
         return serve
 
     def _refuse_settings(self) -> None:
-        names = ("policy", "length", "nodes", "rule", "adaptive")
-        given = [f"--{name}" for name in names if getattr(self, name) is not None]
+        settings = {field.name for field in fields(DraftingFlags)} - {"allow", "translate"}
+        names = [field.name for field in fields(DraftingFlags) if field.name in settings]
+        given = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
         if given:
             raise SpecctlError(
                 f"{', '.join(given)} says how to draft, but there is no drafter",
@@ -207,11 +219,18 @@ class LoadedDraft:
     policy: Policy | None
     rule: str
     is_adaptive: bool | None  # None: where the costs are known
+    parallel: bool = False
 
     def announce(self, console: Console) -> None:
         """Say what a user should know before this drafter is used."""
-        if self.drafter is not None and self.drafter.note:
+        if self.drafter is None:
+            return
+        if self.drafter.note:
             console.say(self.drafter.note)
+        if not self.drafter.lossless:
+            console.warn(
+                f"{self.drafter.family} is approximate: it changes the target's answers by design"
+            )
 
     def costs(
         self,
@@ -219,27 +238,62 @@ class LoadedDraft:
         prompts: Sequence[Sequence[int]],
         batch: int = 1,
         *,
+        sampled: bool = False,
         measure: bool = False,
     ) -> CostTable | None:
         """The costs that choose each round's draft length; None when the length is fixed.
 
         They are kept between commands. `measure` takes them anew, an adaptive drafter only where
         they are not known yet; for any other the length stays fixed where they are not known.
+        `sampled` rounds have prices of their own.
         """
         if self.is_adaptive is False or self.drafter is None or self.policy is None:
+            return None
+        if self.parallel:
             return None
         from specctl.cli.cost_cache import describe, read_costs, write_costs
 
         about = describe(target, self.drafter, self.policy, _source(self.name), batch)
+        about["sampled"] = sampled
         found = None if measure else read_costs(about)
         if found is None and (measure or self.is_adaptive):
             from specctl.runtime.cost import measure_costs
+            from specctl.runtime.sampling import Sampling
 
             found = measure_costs(
-                target, self.drafter, self.policy, prompts, batch=batch, rounds=COST_ROUNDS
+                target,
+                self.drafter,
+                self.policy,
+                prompts,
+                batch=batch,
+                rounds=COST_ROUNDS,
+                sampling=Sampling(temperature=1.0 if sampled else 0.0),
             )
             write_costs(about, found)
         return found
+
+
+def _stop_settings(word: str | None) -> dict[str, Any]:
+    """What --stop-rule stands for: a rule, or a file with the weights of one."""
+    if word is None or not Path(word).is_file():
+        return {"stop": word}
+    from specctl.runtime.policies.stops.learned import read_stop
+
+    return {"stop": read_stop(Path(word))[0], "stop_file": word}
+
+
+def _ignored(key: str, value: str, policy: str) -> RecipeError:
+    from specctl.recipes.schema import POLICY_FIELDS
+
+    flag = "--stop-rule" if key == "stop" else f"--{key}"
+    other = next(name for name, fields in POLICY_FIELDS.items() if key in fields)
+    return RecipeError(
+        f"{flag} is ignored by policy {policy}",
+        where=flag,
+        found=value,
+        expected="a policy that has it, such as " + other,
+        do=f"--policy {other}, or leave {flag} out",
+    )
 
 
 def _source(name: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +20,7 @@ from specctl.recipes.errors import SpecctlError
 if TYPE_CHECKING:
     from specctl.recipes.schema import Recipe
     from specctl.train.plan import Plan
+    from specctl.train.work import Part
 
 
 def plan(
@@ -67,14 +70,45 @@ def show_plans(
     made = plans(recipe, out)
     if is_rehearsed:
         made = [(recipe, _rehearsed(console, recipe))]
+    return shown(console, recipe, made)
+
+
+def shown(console: Console, recipe: Recipe, made: Sequence[tuple[Recipe, Plan]]) -> dict[str, Any]:
+    """One plan, or those of several stages and what they come to."""
     for part, plan in made:
         show_plan(console, part, plan)
     answer: dict[str, Any] = {"recipe": recipe.to_json(), "origin": recipe.origin}
-    if not recipe.stages:
+    if len(made) == 1:
         return answer | {"plan": made[0][1].to_json()}
-    low, high = (sum(plan.seconds_range[i] for _, plan in made) for i in (0, 1))
-    console.out(f"all {len(made)} stages: {duration(low)} to {duration(high)}")
-    return answer | {"plans": {part.name: plan.to_json() for part, plan in made}}
+    named = _named(made)
+    low, high = (sum(plan.seconds_range[i] for plan in named.values()) for i in (0, 1))
+    disk = sum(plan.disk_bytes for plan in named.values())
+    console.out(
+        f"all {len(made)} stages: {duration(low)} to {duration(high)}, {size_text(disk)} on disk"
+    )
+    return answer | {
+        "plans": {name: plan.to_json() for name, plan in named.items()},
+        "total": {
+            "steps": sum(plan.steps for plan in named.values()),
+            "seconds_range": [low, high],
+            "disk_bytes": disk,
+            "memory_bytes": max(plan.memory_bytes for plan in named.values()),
+        },
+    }
+
+
+def without_dry_run() -> str:
+    """The command that was given, as the one that does it."""
+    left_out = ("--dry-run", "--json", "--jsonl")
+    return shlex.join(["specctl", *(word for word in sys.argv[1:] if word not in left_out)])
+
+
+def _named(made: Sequence[tuple[Recipe, Plan]]) -> dict[str, Plan]:
+    """Plans by the name of their recipe; of one recipe several times, numbered."""
+    names = [part.name for part, _ in made]
+    if len({*names}) < len(names):
+        names = [f"{name}-{number}" for number, name in enumerate(names, 1)]
+    return dict(zip(names, (plan for _, plan in made), strict=True))
 
 
 def _rehearsed(console: Console, recipe: Recipe) -> Plan:
@@ -106,8 +140,14 @@ def show_plan(console: Console, recipe: Recipe, plan: Plan) -> None:
         ("memory", _parts_text(plan.memory_bytes, plan.memory)),
         ("disk", _parts_text(plan.disk_bytes, plan.disk)),
         ("time", f"{duration(low)} to {duration(high)} ({plan.basis})"),
+        *((f"  {part.name}", _part_text(part)) for part in plan.parts),
     ]
     console.table(("what", "how much"), rows)
+
+
+def _part_text(part: Part) -> str:
+    low, high = part.seconds_range
+    return f"{part.amount}: {duration(low)} to {duration(high)}"
 
 
 def _parts_text(total: int, parts: Mapping[str, int]) -> str:

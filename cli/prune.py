@@ -10,12 +10,14 @@ import typer
 
 from specctl.cli.console import Console
 from specctl.cli.cutting import Job, cut_and_heal
-from specctl.cli.recipe_flags import RecipeFlags
+from specctl.cli.plan import shown, without_dry_run
+from specctl.cli.recipe_flags import DryRun, RecipeFlags
 from specctl.cli.shapes import SearchFlags, search_shapes
 from specctl.recipes.errors import RecipeError
 
 if TYPE_CHECKING:
     from specctl.drafters.parts.llama import LlamaShape
+    from specctl.drafters.parts.spec import ModelSpec
     from specctl.recipes.schema import Recipe
     from specctl.train.prune.cut import Wanted
 
@@ -70,6 +72,7 @@ def prune(
     run: RecipeFlags = PRUNE,
     cut: CutFlags = CutFlags(),
     search: SearchFlags = NO_SEARCH,
+    dry_run: DryRun = False,
 ) -> None:
     """Cut a drafter out of the target itself, and heal it by distillation.
 
@@ -81,7 +84,7 @@ def prune(
     Examples:
 
       specctl prune --target tiny --layers 2 --out runs/prune
-      specctl prune --target qwen3-8b --layers 4 --importance alpha --heal-steps 2000
+      specctl prune --target qwen3-8b --layers 4 --importance alpha --heal-steps 2000 --dry-run
       specctl prune --target tiny --layers 4 --width 0.75,mlp=0.5 --heads 2 --heal-steps 0
       specctl prune --target tiny --search --depths 1,2,4 --widths 128,256 --heal-steps 60
     """
@@ -89,11 +92,38 @@ def prune(
     _check(cut, recipe)
     out = run.folder(recipe)
     if search.search:
+        if dry_run:
+            raise _search_unplanned()
         search_shapes(console, recipe, out, search, cut.heal_steps)
         return
     steps = recipe.train.steps if cut.heal_steps is None else cut.heal_steps
     wanted = partial(wanted_of, cut, recipe)
-    cut_and_heal(console, Job(recipe, wanted, _request(cut, recipe), out, steps, cut.two_step))
+    job = Job(recipe, wanted, _request(cut, recipe), out, steps, cut.two_step)
+    if dry_run:
+        _show_plans(console, job)
+    else:
+        cut_and_heal(console, job)
+
+
+def _show_plans(console: Console, job: Job) -> None:
+    """What the cut and its healing will take; nothing is loaded."""
+    from specctl.train.prune.plan import prune_plans
+    from specctl.train.target_shape import target_shape
+
+    recipe = job.data_recipe()
+    wanted = job.wanted(target_shape(recipe.target).spec)
+    plans = prune_plans(recipe, wanted, job.steps, job.two_step)
+    console.done(shown(console, recipe, plans), next=[without_dry_run()])
+
+
+def _search_unplanned() -> RecipeError:
+    return RecipeError(
+        "a search is not planned beforehand: it heals every shape",
+        where="--dry-run",
+        found="--search --dry-run",
+        expected="one of the two",
+        do="leave out --dry-run; or plan one shape: specctl prune --layers 2 --dry-run",
+    )
 
 
 def _request(flags: CutFlags, recipe: Recipe) -> dict[str, object]:
@@ -131,7 +161,7 @@ def _check(flags: CutFlags, recipe: Recipe) -> None:
         )
 
 
-def wanted_of(flags: CutFlags, recipe: Recipe, shape: LlamaShape) -> Wanted:
+def wanted_of(flags: CutFlags, recipe: Recipe, shape: LlamaShape | ModelSpec) -> Wanted:
     """The flags, then the recipe's options, as numbers."""
     from specctl.train.prune.cut import Wanted
 

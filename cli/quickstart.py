@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +21,12 @@ from specctl.cli.progress import duration
 from specctl.recipes.errors import Exit, SpecctlError
 
 if TYPE_CHECKING:
+    from specctl.cli.loading import LoadedDraft
     from specctl.recipes.schema import Recipe
     from specctl.runtime.generate import Generated
+    from specctl.runtime.policies.length import CostTable
     from specctl.runtime.report import Advance
+    from specctl.runtime.sampling import Sampling
     from specctl.runtime.target import Target
 
 FULL_MINUTES = 10.0  # the budget for which the recipe's own sizes are meant, on two CPU cores
@@ -252,17 +255,40 @@ def _pairs(
     draft = DraftChoice(str(package)).load(target)
     prompts = [p.ids for p in heldout_prompts(target, count)]
     name = target.name + (f" as {target.inflated}" if target.inflated else "")
-    with_drafter = {"drafter": draft.drafter, "policy": draft.policy, "rule": draft.rule}
     for heat in heats:
         setting = f"T={heat:g}" if heat else "greedy"
+        costs = draft.costs(target, prompts, sampled=heat > 0, measure=True)
         sampling = Sampling(temperature=heat, max_new_tokens=COMPARE_TOKENS)
         generate(target, prompts[:1], sampling=sampling)  # pays for allocations
         plain = generate(target, prompts, sampling=sampling)
         advance(1, f"{name} {setting} plain")
-        generate(target, prompts[:1], sampling=sampling, **with_drafter)  # type: ignore[arg-type]
-        fast = generate(target, prompts, sampling=sampling, **with_drafter)  # type: ignore[arg-type]
+        _speculate(target, draft, prompts[:1], sampling, costs)
+        fast = _speculate(target, draft, prompts, sampling, costs)
         advance(1, f"{name} {setting} speculative")
         yield Pair(setting, name, plain, fast)
+
+
+def _speculate(
+    target: Target,
+    draft: LoadedDraft,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    costs: CostTable | None,
+) -> Generated:
+    """With the drafter, its lengths chosen by what a round was measured to cost."""
+    from specctl.runtime.cost import equip
+    from specctl.runtime.generate import generate
+
+    chosen = equip(draft.policy, costs)
+    return generate(
+        target,
+        prompts,
+        drafter=draft.drafter,
+        sampling=sampling,
+        policy=chosen.policy,
+        rule=draft.rule,
+        chooser=chosen.chooser,
+    )
 
 
 def _show(console: Console, pairs: list[Pair]) -> None:

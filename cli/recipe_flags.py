@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 RUN, HARDWARE = "Run", "Hardware"
 
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Show the plan and stop.", rich_help_panel=RUN)
+]
+
 
 @dataclass(frozen=True, slots=True)
 class RecipeFlags:
@@ -92,9 +96,7 @@ class TrainingFlags(RecipeFlags):
             rich_help_panel=RUN,
         ),
     ] = True
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the plan and stop.", rich_help_panel=RUN)
-    ] = False
+    dry_run: DryRun = False
     allow: Annotated[
         list[str] | None,
         typer.Option(

@@ -53,8 +53,9 @@ def show(
 
 def _package(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
     from specctl.export.manifest import read_manifest
+    from specctl.export.proof_record import read_record
 
-    manifest = read_manifest(path)
+    manifest, record = read_manifest(path), read_record(path)
     vocab, accepted = manifest.vocabulary, manifest.acceptance
     size = sum(record.bytes for record in manifest.files.values())
     rows: list[tuple[str, object]] = [
@@ -64,6 +65,7 @@ def _package(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
         ("target", _target_text(manifest.target)),
         ("vocabulary", f"{vocab.draft_size:,} of {vocab.target_size:,} tokens"),
         ("verification", manifest.verification),
+        ("proof", _proof_text(record)),
         ("served as", _pairs(manifest.serve)),
         ("options", _pairs(manifest.options)),
         ("acceptance", _acceptance_text(accepted)),
@@ -76,7 +78,8 @@ def _package(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
         f"specctl verify {path} --target {manifest.target.name}",
         f'specctl generate --target {manifest.target.name} --draft {path} --compare "..."',
     ]
-    return {"kind": "package", "path": str(path), "manifest": manifest.to_json()}, following
+    result = {"kind": "package", "path": str(path), "manifest": manifest.to_json()}
+    return {**result, "proof": record}, following
 
 
 def _target_text(target: Any) -> str:
@@ -86,6 +89,14 @@ def _target_text(target: Any) -> str:
     if target.inflated:
         text += f" inflated to {target.inflated}"
     return f"{text} (fingerprint {target.fingerprint[:12]})"
+
+
+def _proof_text(record: dict[str, Any] | None) -> str:
+    if record is None:
+        return "none kept (specctl verify)"
+    proof = record.get("proof", {})
+    word = "passed" if proof.get("passed") else "FAILED"
+    return f"{word}, level {record.get('level')}, {record.get('created')}"
 
 
 def _acceptance_text(accepted: Any) -> str:

@@ -13,7 +13,7 @@ from specctl.cli.console import Console
 from specctl.cli.launch import check_gpus, is_launched, relaunch
 from specctl.cli.loading import go_offline
 from specctl.cli.memory import peak_memory, peak_text
-from specctl.cli.plan import show_plans
+from specctl.cli.plan import show_plans, without_dry_run
 from specctl.cli.progress import duration
 from specctl.cli.recipe_flags import TrainingFlags
 from specctl.recipes.errors import RecipeError, SpecctlError
@@ -42,7 +42,7 @@ def run_training(
     if flags.offline:
         go_offline()
     if flags.dry_run:
-        _dry_run(console, recipe, out)
+        console.done(show_plans(console, recipe, out), next=[without_dry_run()])
         return
     processes, is_cpu = _processes(flags)
     if processes > 1 and not is_launched():
@@ -209,9 +209,3 @@ def finish(
         f'specctl generate --target {target} --draft {package} --compare "..."',
     ]
     console.done(answer | dict(more or {}), next=following)
-
-
-def _dry_run(console: Console, recipe: Recipe, out: Path) -> None:
-    arguments = [word for word in sys.argv[1:] if word not in ("--dry-run", "--json", "--jsonl")]
-    answer = show_plans(console, recipe, out)
-    console.done(answer, next=[" ".join(["specctl", *arguments])])

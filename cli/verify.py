@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specctl.cli.console import Console
-from specctl.cli.flags import Allow
+from specctl.cli.flags import Allow, TranslateFlag
 from specctl.cli.loading import DraftChoice, TargetChoice, target_json
 from specctl.recipes.errors import GateError, RecipeError, nearest
 
 if TYPE_CHECKING:
-    from specctl.runtime.prove import Proof
+    from specctl.runtime.findings import Proof
 
 OWN_TARGET = TargetChoice(name="", dtype="float32")  # no name: what the package was made for
+APPROXIMATE = "approximate"
 LEVELS = ("files", "compat", "lossless", "full")
 
 
@@ -32,18 +33,23 @@ def verify(
         Path | None, typer.Option("--out", "-o", help="Write the report as JSON, too.")
     ] = None,
     allow: Allow = None,
+    translate: TranslateFlag = "auto",
     target: TargetChoice = OWN_TARGET,
 ) -> None:
     """Verify a drafter against its target (without --target, the one it was made for).
 
-    Prints counts and p-values.
+    Prints counts and p-values, and keeps them in the package (.verification/, which changes no
+    digest). Exits with 8 if anything contradicts losslessness.
 
     files: every byte is what was written.
 
     compat: target, tokenizer, template, taps and vocabulary fit.
 
     lossless: greedy output is token-identical, sampled output has the target's law, caches roll
-    back exactly, the rules pass enumeration. full: the same with more cases and every rule.
+    back exactly, the rules pass enumeration. full: the same with more samples, every rule and
+    every policy that may grow the drafter.
+
+    A family that is approximate by design is refused; --allow approximate measures it instead.
 
     Examples:
 
@@ -63,7 +69,9 @@ def verify(
     proof = None
     if level != "files":
         model = target.or_packaged(draft).load(console)
-        loaded = DraftChoice(draft, allow=allow).load(model)
+        names = [name for name in allow or () if name != APPROXIMATE]
+        loaded = DraftChoice(draft, allow=names or None, translate=translate).load(model)
+        loaded.announce(console)
         result["target"] = target_json(model)
         _passed(console, result, "compat", f"fits target {model.name}")
         if level in ("lossless", "full"):
@@ -77,13 +85,32 @@ def verify(
                 policy=loaded.policy,
                 rule=loaded.rule,
                 reporter=console,
+                approximate=APPROXIMATE in (allow or ()),
             )
             result["proof"] = proof.to_json()
+            result["kept"] = _keep(console, draft, result, proof)
     _finish(console, result, proof, out)
 
 
 def _is_package(draft: str) -> bool:
     return Path(draft).is_dir()
+
+
+def _keep(console: Console, draft: str, result: dict[str, Any], proof: Proof) -> str | None:
+    """Record the proof inside the package; a package that cannot be written stays as it is."""
+    from specctl.export.manifest import MANIFEST
+
+    if not (Path(draft) / MANIFEST).is_file():
+        return None
+    from specctl.export.proof_record import write_record
+
+    body = {name: result[name] for name in ("level", "target", "proof")}
+    command = ["specctl", "verify", draft, "--level", proof.level]
+    try:
+        return str(write_record(Path(draft), body, proof.lines(), command))
+    except OSError as error:
+        console.warn(f"the report could not be kept in the package: {error}")
+        return None
 
 
 def _check_files(console: Console, result: dict[str, Any], draft: str) -> None:

@@ -49,7 +49,7 @@ class AdedOptions:
     text may help whom (request, conversation, process), `max_bytes` caps each store."""
 
     topk: int = 8
-    keep: float = 0.5
+    keep: float = 0.25
     maker: str = "best-first"
     simulations: int = 64
     scope: str = Scope.REQUEST

@@ -8,15 +8,16 @@ A span is `span` tokens and its key the `previous` tokens in front of it, or few
 are asked in `order` until `guesses` distinct spans are found, so a lower one is asked only where a
 higher one comes up short; shorter answers are left short. Spans with equal beginnings become one
 path of the tree. The paper fills W with the by-products of a Jacobi window as well; here it holds
-what was really written. S and L come with the drafter (`count_spans` builds them, a package holds
-them) and are never written; without an S, the answers of the rows are counted, as `scope` allows.
+what was really written. S and L come with the drafter (`specctl datastore` or `count_spans` build
+them, a package holds them) and are not written while drafting; without an S, the answers of the
+rows are counted, as `scope` allows.
 Letters: B rows, N nodes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -44,14 +45,18 @@ FILES = {"S": "model.", "L": "statistics."}
 class HierarchyOptions:
     """`guesses` spans of `span` tokens, looked up by up to `previous` tokens, from the databases in
     `order` (some letters of WSL). `scope` says whose answers S counts where it did not come with
-    the drafter (request, conversation, process); W is the row's own in every scope."""
+    the drafter (request, conversation, process); W is the row's own in every scope. `learns`: which
+    database `specctl datastore` fills, L or S. `max_bytes` caps each database that is written while
+    drafting, `built_bytes` S and L as built."""
 
     span: int = 4
     guesses: int = 7
     previous: int = 2
     order: str = LEVELS
     scope: str = Scope.REQUEST
+    learns: str = "L"
     max_bytes: int = 32 << 20
+    built_bytes: int = 512 << 20
 
     def __post_init__(self) -> None:
         known = set(self.order) <= set(LEVELS) and len(set(self.order)) == len(self.order)
@@ -62,6 +67,14 @@ class HierarchyOptions:
                 found=self.order,
                 expected="some of the letters W (context), S (model), L (statistics), each once",
                 do="write order: WSL",
+            )
+        if self.learns not in FILES:
+            raise RecipeError(
+                "this database is not built beforehand",
+                where="drafter.options.learns",
+                found=self.learns,
+                expected="S (answers of the target) or L (a corpus)",
+                do="write learns: L",
             )
         if min(self.span, self.guesses, self.previous) < 1:
             raise RecipeError(
@@ -85,6 +98,7 @@ class Hierarchy(Drafter):
         super().__init__(options, spec, vocab)
         self.offline: dict[str, NgramStore] = {}
         self.limits = StoreLimits(options.max_bytes, options.guesses)
+        self.built = replace(self.limits, max_bytes=options.built_bytes)
         self.room = StoreRoom(learning_scope(options.scope), self.limits)
 
     def needs(self) -> Needs:
@@ -96,9 +110,17 @@ class Hierarchy(Drafter):
     def count_spans(self, level: str, texts: Iterable[Sequence[int]]) -> None:
         """Fill S (with answers of the target) or L (with a corpus) from token ids."""
         assert level in FILES, level
-        store = self.offline.setdefault(level, NgramStore(self.limits))
+        store = self.offline.setdefault(level, NgramStore(self.built))
         for text in texts:
             read_spans(store, text, 0, self.options)
+
+    def learn(
+        self, texts: Iterable[Sequence[int]], taps: Iterable[Mapping[int, Tensor]] = ()
+    ) -> None:
+        """Build the database that `learns` names from these texts alone."""
+        del taps
+        self.offline.pop(self.options.learns, None)
+        self.count_spans(self.options.learns, texts)
 
     def tensors(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -117,7 +139,7 @@ class Hierarchy(Drafter):
                 do="use a package made by this family",
             )
         for level, prefix in known.items():
-            self.offline[level] = NgramStore.from_tensors(tensors, self.limits, prefix)
+            self.offline[level] = NgramStore.from_tensors(tensors, self.built, prefix)
 
 
 class HierarchyState(TrieState):

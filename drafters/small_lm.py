@@ -3,13 +3,13 @@
 An ordinary Llama of few layers over the target's tokenizer; it reads tokens only, never features,
 so it works with any target of that tokenizer and as `assistant_model` in transformers. Row t
 predicts token t + 1 (A0). Depth costs latency and width hardly does, hence few and wide layers
-(arXiv 2402.01528). Letters: B rows, S sequence, M nodes, W catch-up tokens, P path, K draft
-vocabulary, V target vocabulary.
+(arXiv 2402.01528). Letters: B rows, S sequence, T tokens of a forward, R loss rows, D width,
+K draft vocabulary, V target vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -22,16 +22,13 @@ from specctl.drafters.parts.base import (
     Drafter,
     Family,
     Needs,
-    Outcome,
-    RoundView,
     Space,
-    StepState,
 )
 from specctl.drafters.parts.batch import LossOut, TrainBatch
-from specctl.drafters.parts.growth import Growth, aim_cache, expansions
 from specctl.drafters.parts.heads import cut_rows, fitting_rows, head_rows
 from specctl.drafters.parts.lean import LeanLlama, LeanLM, LlamaShape
-from specctl.drafters.parts.lm import LanguageModel, Masks
+from specctl.drafters.parts.lm import LanguageModel
+from specctl.drafters.parts.lm_state import LmState
 from specctl.drafters.parts.losses import (
     LinearHead,
     LossOptions,
@@ -41,7 +38,6 @@ from specctl.drafters.parts.losses import (
 )
 from specctl.drafters.parts.rope import rope_of
 from specctl.drafters.parts.routed import (
-    RoutedHead,
     add_router,
     check_routing,
     cut_router,
@@ -51,8 +47,6 @@ from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.spoken import Spoken
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.recipes.errors import IncompatibleError, RecipeError
-
-PREFILL_CHUNK = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +223,8 @@ class SmallLm(Drafter):
         super().load_tensors(tensors)
         self._is_fresh = False
 
-    def open(self, space: Space) -> SmallLmState:
-        return SmallLmState(self, space)
+    def open(self, space: Space) -> LmState:
+        return LmState(self, space)
 
     def trimmed(self, vocab: VocabMap) -> SmallLm:
         if not isinstance(self.module, LeanLlama):
@@ -289,121 +283,6 @@ class SmallLm(Drafter):
         """Logits over the draft vocabulary; surplus rows of a padded draft model are dropped."""
         size = self.spec.vocab_size if self.vocab is None else self.vocab.size
         return logits if logits.shape[-1] == size else logits[..., :size]
-
-
-class SmallLmState(StepState):
-    """Per slot: the draft's own keys and values, of which the first `num_cached` are true.
-
-    A round's root feeds every token the cache lacks (one, or two after full acceptance); nodes are
-    written behind. Of a chain the accepted nodes stay where they are, of a tree the accepted path
-    is moved up, all but its last node, which may never have been expanded.
-    """
-
-    def __init__(self, drafter: SmallLm, space: Space) -> None:
-        self.drafter, self.lm = drafter, drafter.lm
-        self.kv = self.lm.new_kv(space.num_slots, space.max_len + space.max_nodes + 2)
-        self.num_cached = [0] * space.num_slots
-        self._growth: Growth | None = None
-        self._kept: list[int] = []
-        self._routed: RoutedHead | None = None
-        self._newest_BTD = torch.empty(0)
-        self._version = -1
-
-    def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
-        del taps
-        self._refresh()
-        device = self.lm.device
-        slot_1 = torch.full((1,), slot, device=device)
-        for first in range(0, len(tokens) - 1, PREFILL_CHUNK):
-            part = list(tokens[first : min(first + PREFILL_CHUNK, len(tokens) - 1)])
-            start_1 = torch.full((1,), first, device=device)
-            span = first + len(part)
-            self.kv.begin((slot,), slot_1, start_1, len(part), span, first)
-            self._feed(torch.tensor([part], device=device), start_1, span, logits=False)
-        self.num_cached[slot] = len(tokens) - 1
-
-    def _refresh(self) -> None:
-        """Lay out a routed head again when its weights have changed."""
-        router, module = self.drafter.router, self.drafter.module
-        if router is None or not isinstance(module, LeanLlama):
-            return
-        version = module.head_weight._version + router.weight._version
-        if version != self._version:
-            self._version, self._routed = version, RoutedHead.of(router, module.head_weight)
-
-    def _read(self, ids: Tensor, position: Tensor, masks: Masks, logits: bool = True) -> Any:
-        """Logits of one forward; the states in front of a routed head, which `_speak` applies."""
-        ids, position = self.drafter.readable(ids), self._within(position)
-        last, logits = self.lm.spec.num_layers, logits and self._routed is None
-        out = self.lm.forward(ids, position, masks, self.kv, (last,), logits=logits)
-        self._newest_BTD = out.taps[last]
-        return out.logits_BTV if self._routed is None else self._newest_BTD
-
-    def _speak(self, read: Tensor) -> Tensor:
-        return self.drafter.spoken(read) if self._routed is None else self._routed(read)
-
-    def _feed(self, ids_BW: Tensor, start_B: Tensor, span: int, logits: bool = True) -> Any:
-        """A causal run of tokens per row, each row from its own position on."""
-        W = ids_BW.shape[1]
-        position_BW = start_B[:, None] + torch.arange(W, device=ids_BW.device)
-        masks = self.lm.chain_masks(start_B, W, span)
-        return self._read(ids_BW, position_BW, masks, logits)
-
-    def _within(self, position: Tensor) -> Tensor:
-        last = self.lm.spec.max_positions - 1
-        return position if self.kv.max_len <= last else position.clamp(max=last)
-
-    def root(self, view: RoundView) -> Tensor:
-        missing = [
-            list(tokens[self.num_cached[slot] :])
-            for slot, tokens in zip(view.slots, view.tokens, strict=True)
-        ]
-        counts = [len(tokens) for tokens in missing]
-        W, B = max(counts), len(counts)
-        device = view.slot_B.device
-        starts = [self.num_cached[slot] for slot in view.slots]
-        is_uniform = min(counts) == W
-        if is_uniform and W == 1:
-            ids_BW, start_B = view.root_B[:, None], view.kept_len_B
-        else:
-            ids_BW = torch.tensor([t + [0] * (W - len(t)) for t in missing], device=device)
-            start_B = torch.tensor(starts, device=device)
-        uniform = starts[0] if min(starts) == max(starts) else None
-        span = max(starts) + W
-        aim_cache(self.kv, view, start_B, W, span, uniform)
-        logits_BWK = self._feed(ids_BW, start_B, span)
-        self._kept = [start + count for start, count in zip(starts, counts, strict=True)]
-        self._growth = Growth(view, self.kv, self._kept, view.kept_len_B + 1)
-        if is_uniform:
-            return self._speak(logits_BWK[:, -1])
-        row_B, at_B = torch.arange(B, device=device), torch.tensor(counts, device=device) - 1
-        self._newest_BTD = self._newest_BTD[row_B, at_B][:, None]
-        return self._speak(logits_BWK[row_B, at_B])
-
-    def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
-        assert self._growth is not None, "root() begins a round"
-        place = self._growth.place(parent_BM)
-        mask = place.mask
-        if mask is None:
-            shape = (token_BM.shape[0], 1, 1, place.span)
-            mask = torch.ones(shape, dtype=torch.bool, device=token_BM.device)
-        windows = {w: mask & self._growth.near(place, w) for w in self.lm.windows}
-        return self._speak(self._read(token_BM, place.position_BM, Masks(mask, windows)))
-
-    def hidden(self) -> Tensor:
-        return self._newest_BTD[:, -1]
-
-    def observe(self, outcome: Outcome) -> None:
-        growth, view = self._growth, outcome.view
-        if growth is None:
-            return  # nothing was fed; the next root catches up from the tokens
-        self._growth = None
-        is_chain = outcome.tree.is_chain and growth.is_chain
-        if not is_chain and outcome.path_BP.shape[1] > 2:
-            self.kv.keep(view.slot_B, growth.kept_B, expansions(outcome, growth.num_nodes))
-        for slot, kept, accepted in zip(view.slots, self._kept, outcome.num_accepted, strict=True):
-            stays = min(accepted, growth.num_nodes) if is_chain else max(accepted - 1, 0)
-            self.num_cached[slot] = kept + stays
 
 
 def build(options: SmallLmOptions, spec: ModelSpec, vocab: VocabMap | None) -> SmallLm:

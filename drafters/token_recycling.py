@@ -61,6 +61,7 @@ class TokenRecycling(Drafter):
     """No weights; `matrix_VR` is an optional warm start, the one tensor a package may hold."""
 
     family: ClassVar[str] = "token-recycling"
+    holds_data = True
 
     def __init__(
         self, options: TokenRecyclingOptions, spec: ModelSpec, vocab: VocabMap | None = None

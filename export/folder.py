@@ -204,7 +204,9 @@ def _shown(tensor: Tensor | None) -> str:
 
 def refuse_unbuildable(drafter: Drafter) -> None:
     """A loader builds from family, options and target shape alone: they must describe this drafter
-    (those of a model taken from elsewhere may not)."""
+    (those of a model taken from elsewhere may not). A memory of any length is no part of that."""
+    if drafter.holds_data:
+        return
     with torch.device("meta"):  # shapes only, and no random numbers are drawn
         again = families()[drafter.family].build(drafter.options, drafter.spec, drafter.vocab)
     if _layout(again) != _layout(drafter):

@@ -178,12 +178,31 @@ def explain(problem: Mapping[str, Any], where: str, sets: Sequence[str] = ()) ->
             do=f"write {close.split(', ')[0]} instead of {path[-1]}  (nearest: {close})",
         )
     message = str(problem["msg"]).removeprefix("Value error, ")
+    if problem["type"] == "value_error" and isinstance(problem.get("input"), Mapping):
+        otherwise = _remedy(field, owner, path)
+        return _disagreement(message, problem["input"], f"{where}:{field}", otherwise)
     return RecipeError(
         f"{field or 'recipe'} is not valid",
         where=f"{where}:{field}",
         found=repr(problem.get("input"))[:120],
         expected=message[0].lower() + message[1:],
         do=_remedy(field, owner, path),
+    )
+
+
+def _disagreement(
+    message: str, given: Mapping[str, Any], where: str, otherwise: str
+) -> RecipeError:
+    """Values of a section that do not go together. The message of a section's own check is
+    "what is wrong; what to do", and names the fields that it is about."""
+    rule, _, remedy = message.partition("; ")
+    about = {key: given[key] for key in given if re.search(rf"\b{key}\b", message)}
+    return RecipeError(
+        rule,
+        where=where,
+        found=", ".join(f"{key}: {value}" for key, value in about.items())[:200] or "the defaults",
+        expected="values that go together",
+        do=remedy or otherwise,
     )
 
 

@@ -20,7 +20,8 @@ StageName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$")]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 PolicyName = Literal[
     "chain", "static-tree", "dynamic-tree", "sequoia", "rsd", "dyspec", "opt-tree", "ddd", "cape",
-    "mcsd", "top-plus-one", "paths", "hardware-tree", "direct", "switch",
+    "mcsd", "top-plus-one", "paths", "hardware-tree", "propd", "fused", "direct",
+    "switch",
 ]  # fmt: skip
 StopName = Literal[
     "confidence", "roc", "svip", "specdec-pp", "disco", "ada-eagle", "draft-verify", "heuristic",
@@ -38,6 +39,7 @@ POLICY_FIELDS: dict[PolicyName, tuple[str, ...]] = {
     "chain": ("length", "confidence", "stop", "threshold", "stop_file"),
     "static-tree": ("branch",),
     "dynamic-tree": ("length", "nodes", "beam"),
+    "fused": ("length", "nodes", "beam"),
     "sequoia": ("length", "nodes", "acceptance"),
     "rsd": ("length", "beam"),
     "dyspec": ("length", "nodes", "beam", "threshold"),
@@ -48,10 +50,11 @@ POLICY_FIELDS: dict[PolicyName, tuple[str, ...]] = {
     "top-plus-one": ("branch",),
     "paths": ("length", "beam"),
     "hardware-tree": ("length", "nodes", "profile"),
+    "propd": ("length", "nodes", "early_layer", "early_top", "refresh"),
     "direct": ("length", "nodes"),
     "switch": ("length", "nodes", "lengths", "controller"),
 }
-_ALWAYS = {"policy", "length", "rule", "adaptive"}  # length has a default and is never refused
+_ALWAYS = {"policy", "length", "rule", "adaptive", "parallel"}  # length has a default and is never refused
 
 
 class Section(BaseModel):
@@ -260,6 +263,15 @@ class ServePart(Section):
     widths: tuple[Annotated[int, Field(ge=1, le=64)], ...] | None = Field(
         default=None, description="cape: tokens of a position, from unsure to sure"
     )
+    early_layer: Positive | None = Field(
+        default=None, description="propd: layers of the target that prune the tree; null: none"
+    )
+    early_top: Positive | None = Field(
+        default=None, description="propd: best tokens there whose nodes survive"
+    )
+    refresh: Annotated[int, Field(ge=4)] | None = Field(
+        default=None, description="propd: rounds between choices of the tree's size"
+    )
     check: tuple[Positive, ...] | None = Field(
         default=None, description="ddd: depths after which it may stop; null: all"
     )
@@ -284,6 +296,9 @@ class ServePart(Section):
     rule: RuleName = "auto"
     adaptive: bool = Field(
         default=False, description="choose the length from the measured cost table"
+    )
+    parallel: bool = Field(
+        default=False, description="draft while the target verifies (PEARL); one prompt at a time"
     )
 
     @model_validator(mode="after")

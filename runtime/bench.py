@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from specctl.drafters.parts.base import Drafter
+from specctl.runtime.cost import equip
 from specctl.runtime.generate import generate
 from specctl.runtime.policies.base import Policy
-from specctl.runtime.policies.length import LengthChooser
+from specctl.runtime.policies.length import CostTable
 from specctl.runtime.report import Reporter, SilentReporter
 from specctl.runtime.sampling import Sampling
 from specctl.runtime.stats import repetition_rate
@@ -109,20 +110,23 @@ def engine_contender(
     *,
     rule: str = "auto",
     batch: int = 1,
-    chooser: Callable[[], LengthChooser | None] | None = None,
+    costs: Callable[[Sampling], CostTable | None] = lambda sampling: None,
+    parallel: bool = False,
 ) -> Contender:
-    """specctl's own runtime; `chooser` makes a fresh length chooser for each run."""
+    """specctl's own runtime; `costs` are the prices by which lengths are chosen (None: fixed)."""
 
     def run(prompts: Prompts, sampling: Sampling) -> Timed:
+        chosen = equip(policy, costs(sampling))
         result = generate(
             target,
             prompts,
             drafter=drafter,
             sampling=sampling,
-            policy=policy,
+            policy=chosen.policy,
             rule=rule,
             batch=batch,
-            chooser=chooser() if chooser is not None else None,
+            chooser=chosen.chooser,
+            parallel=parallel,
         )
         stats = result.stats
         return Timed(

@@ -22,7 +22,9 @@ from specctl.drafters.parts.base import (
 from specctl.drafters.parts.tree import DraftTree, NodeKind, chain_tree
 from specctl.runtime.engine import Engine
 from specctl.runtime.policies.base import Policy
+from specctl.runtime.policies.chain import Chain
 from specctl.runtime.policies.direct import Direct
+from specctl.runtime.policies.hardware import Fitting, TreeCosts
 from specctl.runtime.policies.length import CostTable, FixedLength, LengthChooser
 from specctl.runtime.policies.switch import Switch
 from specctl.runtime.sampling import Sampling
@@ -30,6 +32,7 @@ from specctl.runtime.session import Request
 from specctl.runtime.target import Target
 
 DEFAULT_LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8)
+TREE_SIZES = (0, 1, 2, 4, 8, 16, 32, 64)
 
 
 def measure_costs(
@@ -44,11 +47,14 @@ def measure_costs(
     sampling: Sampling | None = None,
 ) -> CostTable:
     """Medians over `rounds` rounds per length in the real engine, lengths interleaved twice. Of a
-    switch, what is measured is how dear verification is: with a drafter that is never silent."""
+    switch, what is measured is how dear verification is: with a drafter that is never silent. Of a
+    tree that is fitted to the device, chains of its drafter: steps and nodes have their prices."""
     if isinstance(policy, Switch):
         size = max(policy.nodes, policy.depth)
         drafter, policy = Repeater(drafter.options, target.spec), Direct(size, size)
         lengths = (0, 1, 2, 4, 8, size)
+    if isinstance(policy, Fitting):
+        policy, lengths = Chain(length=min(policy.nodes, TREE_SIZES[-1])), TREE_SIZES
     base = sampling if sampling is not None else Sampling()
     lengths = sorted({0, *(k for k in lengths if k <= policy.depth), policy.depth})
     probes = {k: FixedLength(CostTable({}, {}, "", "", batch), fixed=k) for k in lengths}
@@ -89,11 +95,14 @@ class Equipped:
 
 
 def equip(policy: Policy | None, costs: CostTable | None) -> Equipped:
-    """Let measured costs decide: a switch takes them itself, others get a chooser of lengths."""
+    """Let measured costs decide: a switch takes them itself, trees that can be are fitted to them,
+    others get a chooser of lengths."""
     if costs is None or policy is None:
         return Equipped(policy, None)
     if isinstance(policy, Switch):
         return Equipped(replace(policy, costs=costs), None)
+    if isinstance(policy, Fitting):
+        return Equipped(policy.fitted(TreeCosts.of(costs)), None)
     return Equipped(policy, LengthChooser(costs))
 
 

@@ -27,11 +27,12 @@ from specctl.drafters.parts.base import (
     RoundView,
     Space,
 )
-from specctl.drafters.parts.lm import LmOut
+from specctl.drafters.parts.lm import Feed, LmOut
 from specctl.drafters.parts.slots import SlotKV
 from specctl.drafters.parts.tree import DraftTree, NodeKind, empty_tree, fitted
 from specctl.recipes.errors import SpecctlError
 from specctl.runtime.cut import cut
+from specctl.runtime.early import pruning_of
 from specctl.runtime.noise import RoundNoise
 from specctl.runtime.policies.base import Growth, Learner, Policy, fresh
 from specctl.runtime.policies.direct import Direct
@@ -65,6 +66,7 @@ class Engine:
         self.target, self.drafter, self.rule, self.chooser = target, drafter, rule, chooser
         self.device, self.context = target.device, target.spec.max_positions
         self.policy: Policy = fresh(policy) if policy is not None else Direct()
+        self._early = pruning_of(target.lm, self.policy)
         self._learners = [each for each in (chooser, self.policy) if isinstance(each, Learner)]
         self.needs = drafter.needs() if drafter is not None else Needs()
         self.num_slots, self.max_len = num_slots, max_len
@@ -156,7 +158,7 @@ class Engine:
         noise = self._noise(sampling)
         tree = self._draft(view, sampling, noise)
         drafted = time.perf_counter()
-        out = self._forward(view, tree)
+        tree, out = self._forward(view, tree)
         assert out.logits_BTV is not None
         scores_BTV = with_forced(sampling.scores(out.logits_BTV, tree, view), tree)
         verdict = run_rule(self._rule_for(tree, sampling), tree, scores_BTV, noise)
@@ -182,11 +184,12 @@ class Engine:
         )
         return fitted(tree)
 
-    def _forward(self, view: RoundView, tree: DraftTree) -> LmOut:
-        """Feed root and nodes: fed token i is written at kept_len + i, its position is by depth."""
+    def _forward(self, view: RoundView, tree: DraftTree) -> tuple[DraftTree, LmOut]:
+        """Feed root and nodes: fed token i is written at kept_len + i, its position is by depth.
+        Early pruning may hand back a tree of which fewer nodes are valid."""
         if self._ahead is not None:  # the prefill has read the roots
             out, self._ahead = self._ahead, None
-            return out
+            return tree, out
         num_fed = tree.num_nodes + 1
         lengths = [len(tokens) - 1 for tokens in view.tokens]
         span = max(lengths) + num_fed
@@ -196,9 +199,10 @@ class Engine:
         if span > self.context:  # padding beyond the context: cut at commit
             position_BT = position_BT.clamp(max=self.context - 1)
         masks = self.target.lm.tree_masks(tree, view.kept_len_B, span)
-        return self.target.lm.forward(
-            tree.fed_token_BT(view.root_B), position_BT, masks, self._cache(), self.needs.taps
-        )
+        feed = Feed(tree.fed_token_BT(view.root_B), position_BT, masks, self.needs.taps)
+        if self._early is not None and tree.num_nodes:
+            return self._early.forward(feed, tree, self._cache())
+        return tree, self.target.lm.run(feed, self._cache())
 
     def _commit(self, tree: DraftTree, verdict: Verdict) -> tuple[list[int], list[tuple[int, ...]]]:
         """The round's one host read; EOS, stop strings and limits cut here, in token order."""

@@ -12,6 +12,7 @@ from specctl.drafters.parts.base import Drafter
 from specctl.recipes.errors import RecipeError, SpecctlError
 from specctl.runtime.cut import trim_stop
 from specctl.runtime.engine import Engine, verification_of
+from specctl.runtime.pearl import Pearl
 from specctl.runtime.policies import Policy, make_policy
 from specctl.runtime.policies.length import LengthChooser
 from specctl.runtime.policies.switch import Switch
@@ -72,12 +73,14 @@ def generate(
     batch: int = 1,
     chooser: LengthChooser | None = None,
     on_tokens: OnTokens | None = None,
+    parallel: bool = False,
 ) -> Generated:
     """Continue every prompt (text or token ids). Prompt i uses seed `sampling.seed + i`.
 
     Lossless for every drafter of a lossless family: greedy output is token-identical in float32,
-    sampled output follows the target's law. Raises SpecctlError for an empty or too long prompt
-    and for a rule that is illegal with the policy.
+    sampled output follows the target's law. `parallel`: the drafter goes on while the target
+    verifies (PEARL), one prompt at a time. Raises SpecctlError for an empty or too long prompt and
+    for a rule that is illegal with the policy.
     """
     sampling = sampling if sampling is not None else Sampling()
     if rule == "greedy" and sampling.temperature > 0:
@@ -93,7 +96,11 @@ def generate(
         for i, prompt in enumerate(prompts)
     ]
     slots = max(1, min(batch, len(requests)))
-    engine = Engine(target, drafter, policy, rule, num_slots=slots, chooser=chooser)
+    engine: Engine | Pearl
+    if parallel and drafter is not None:
+        engine = Pearl(target, drafter, policy)
+    else:
+        engine = Engine(target, drafter, policy, rule, num_slots=slots, chooser=chooser)
     started = time.perf_counter()
 
     def report(row: Row, new: tuple[int, ...]) -> None:
@@ -104,6 +111,7 @@ def generate(
     seconds = time.perf_counter() - started
     texts = [p if isinstance(p, str) else _text(target, p) for p in prompts]
     outputs = tuple(_output(target, t, c) for t, c in zip(texts, completions, strict=True))
+    rule = "chain" if parallel and sampling.temperature > 0 else rule
     mark = verification_of(rule, drafter, policy, sampled=sampling.temperature > 0)
     return Generated(
         outputs, summarize(completions, engine, seconds, f"{mark['class']}:{mark['rule']}")
@@ -111,7 +119,7 @@ def generate(
 
 
 def summarize(
-    completions: Sequence[Completion], engine: Engine, seconds: float, verification: str
+    completions: Sequence[Completion], engine: Engine | Pearl, seconds: float, verification: str
 ) -> Stats:
     """Statistics of a finished run."""
     rows = [c.stats for c in completions]

@@ -7,24 +7,25 @@ Warnings are about speed, not about answers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
-import torch
 
 from specctl.drafters import families
 from specctl.drafters.parts.base import Drafter
 from specctl.drafters.parts.tree import NodeKind
 from specctl.recipes.errors import RecipeError
 from specctl.runtime.engine import Engine
+from specctl.runtime.findings import LEVELS, Check, Level, Proof, Step
 from specctl.runtime.generate import default_policy
 from specctl.runtime.oracle import Joint, Replay, Watched, dense_logits, tolerance
-from specctl.runtime.policies import make_policy
+from specctl.runtime.policies import make_policy, policies_of
 from specctl.runtime.policies.base import Policy
-from specctl.runtime.report import Reporter, SilentReporter
+from specctl.runtime.power import ALARM, visible
+from specctl.runtime.proof_prompts import cached_logits, proof_prompts
+from specctl.runtime.report import Advance, Reporter, SilentReporter
 from specctl.runtime.sampling import Sampling
 from specctl.runtime.session import Completion, Request, Row
 from specctl.runtime.target import Target
@@ -33,83 +34,10 @@ from specctl.runtime.verify.cases import proof_cases
 from specctl.runtime.verify.compare import differences, random_round
 from specctl.runtime.verify.enumerate import enumerate_case
 
-ALARM = 1e-5  # false alarm rate of each statistical check
 MAX_Z = 4.5
-TEXTS = (
-    "def main():\n    ",
-    "The capital of France is",
-    "import os\nimport sys\n\n",
-    "Once upon a time there was",
-    "1, 2, 3, 4, 5,",
-    "class Node:\n    def __init__(self, value):\n        self.value = value\n",
-    "In order to understand this, we first have to",
-    "if x > 0:\n    return x\nelse:\n    return",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Level:
-    """How much is run: prompts and tokens of identity checks, samples of the law and their length
-    (a draft is one token shorter), cases."""
-
-    prompts: int
-    tokens: int
-    samples: int
-    length: int
-    all_rules: bool
-    enumeration: str
-
-
-LEVELS = {
-    "lossless": Level(8, 40, samples=1_000, length=3, all_rules=False, enumeration="slice"),
-    "full": Level(32, 96, samples=20_000, length=4, all_rules=True, enumeration="full"),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One finding: how many things were looked at, the worst, a p-value where there is one."""
-
-    name: str
-    passed: bool
-    count: int
-    worst: float = 0.0
-    p_value: float | None = None
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Proof:
-    """All findings on a pair. `passed`: nothing contradicts that the drafter is lossless."""
-
-    target: str
-    family: str
-    level: str
-    checks: tuple[Check, ...]
-    warnings: tuple[str, ...] = ()
-
-    @property
-    def passed(self) -> bool:
-        return all(check.passed for check in self.checks)
-
-    def lines(self) -> list[str]:
-        """For people: one line per check, then warnings."""
-        found = []
-        for check in self.checks:
-            word = "passed" if check.passed else "FAILED"
-            p = "" if check.p_value is None else f", p = {check.p_value:.2g}"
-            found.append(f"{check.name:28s} {word}  {check.count:,} {check.note}{p}")
-        return found + [f"warning: {text}" for text in self.warnings]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "target": self.target,
-            "family": self.family,
-            "level": self.level,
-            "passed": self.passed,
-            "checks": [asdict(check) for check in self.checks],
-            "warnings": list(self.warnings),
-        }
+SHORT = 3  # tokens of a short text, the unit of progress
+LAW_ROWS = 64  # rows sampled at once
+CASES = {"quick": 500, "slice": 2_500, "full": 10_000}  # cost of an enumeration in short texts
 
 
 def verify(
@@ -122,17 +50,28 @@ def verify(
     rule: str = "auto",
     sampling: Sampling | None = None,
     reporter: Reporter | None = None,
+    approximate: bool = False,
 ) -> Proof:
     """Run the battery. `sampling` is the law to test (default: temperature 1); `policy` and `rule`
-    are how the drafter will be served (default: its family's first policy, the best legal rule).
+    are how the drafter will be served (default: its family's first policy, the best legal rule). A
+    drafter that is not lossless by construction is refused unless `approximate` asks for a
+    measurement of its distance instead of a proof.
     """
     if level not in LEVELS:
         raise RecipeError("unknown level of proof", found=level, expected=", ".join(LEVELS))
+    if not drafter.lossless and not approximate:
+        raise RecipeError(
+            f"family {drafter.family} is approximate: it changes the target's answers by design",
+            where="--allow",
+            found="verification: approximate",
+            expected="a lossless family",
+            do="specctl verify ... --allow approximate   (measures by how much)",
+        )
     battery = _Battery(
         target,
         drafter,
         LEVELS[level],
-        [tuple(p) for p in _prompts(target, prompts, LEVELS[level].prompts)],
+        [tuple(p) for p in proof_prompts(target, prompts, LEVELS[level].prompts)],
         policy or default_policy(drafter),
         rule,
         sampling or Sampling(temperature=1.0),
@@ -140,33 +79,14 @@ def verify(
     steps = battery.steps()
     reporter = reporter or SilentReporter()
     checks: list[Check] = []
-    with reporter.task("verify", len(steps), "checks") as advance:
+    with reporter.task("verify", sum(step.texts for step in steps), "texts") as advance:
         for step in steps:
-            checks.extend(step())
-            advance(1, checks[-1].name)
+            checks.extend(step.run(advance))
     warnings = tuple(battery.warnings())
     for text in warnings:
         reporter.warn(text)
-    return Proof(target.name, drafter.family, level, tuple(checks), warnings)
-
-
-def _prompts(
-    target: Target, prompts: Sequence[str | Sequence[int]] | None, count: int
-) -> Iterator[list[int]]:
-    """Given prompts as ids, else short built-in texts (random ids without a tokenizer)."""
-    longest = max(1, target.spec.max_positions // 4)
-    if prompts is not None:
-        for prompt in prompts:
-            ids = target.encode(prompt) if isinstance(prompt, str) else list(prompt)
-            yield ids[-longest:]
-        return
-    rng = np.random.default_rng(0)
-    for i in range(count):
-        if target.tokenizer is not None and i < len(TEXTS):
-            yield target.encode(TEXTS[i])[-longest:]
-        else:
-            size = int(rng.integers(1, min(longest, 24) + 1))
-            yield rng.integers(0, target.spec.vocab_size, size).tolist()
+    mark = "lossless" if drafter.lossless else "approximate"
+    return Proof(target.name, drafter.family, level, tuple(checks), warnings, mark)
 
 
 @dataclass(slots=True)
@@ -185,24 +105,36 @@ class _Battery:
     accepted: int = 0
     sane: bool | None = None
 
-    def steps(self) -> list[Callable[[], list[Check]]]:
-        found = [self.rules, self.greedy, self.seeded, self.caches]
-        return found + [partial(self.law, policy, rule) for policy, rule in self._sampled()]
+    def steps(self) -> list[Step]:
+        written = len(self.prompts) * self._tokens() // SHORT
+        found = [
+            Step.whole(CASES[self.level.enumeration], self.rules),
+            Step.whole(written * len(self._policies()), self.greedy),
+            Step.whole(written, self.seeded),
+            Step.whole(written, self.caches),
+        ]
+        return found + [self._law_step(*each) for each in self._sampled()]
 
-    def _sampled(self) -> Iterator[tuple[Policy, str]]:
-        """What is tested against the exact law: as served; at the full level every legal rule of
-        that policy, and the family's other policies too."""
-        for policy in self._policies().values() if self.level.all_rules else [self.policy]:
-            kind = policy.kind(sampled=True)
-            served = policy is self.policy
-            if self.level.all_rules and served:
-                for rule in legal_rules(kind, policy.is_chain):
-                    if rule != "greedy":
-                        yield policy, rule
-            elif served and self.rule not in ("auto", "greedy"):
-                yield policy, self.rule
-            else:
-                yield policy, default_rule(kind, policy.is_chain)
+    def _law_step(self, policy: Policy, rule: str, count: int) -> Step:
+        return Step(count, lambda advance: self.law(policy, rule, count, advance))
+
+    def _sampled(self) -> Iterator[tuple[Policy, str, int]]:
+        """What is tested against the exact law, and with how many samples: as served; at the full
+        level every legal rule of that policy, and every other policy that may grow the drafter."""
+        kind = self.policy.kind(sampled=True)
+        rule = self.rule if self.rule not in ("auto", "greedy") else ""
+        served = rule or default_rule(kind, self.policy.is_chain)
+        yield self.policy, served, self.level.samples
+        if not self.level.all_rules:
+            return
+        others = self.level.other_samples or self.level.samples
+        for name in legal_rules(kind, self.policy.is_chain):
+            if name not in ("greedy", served):
+                yield self.policy, name, others
+        for policy in self._policies().values():
+            if policy is not self.policy:
+                own = default_rule(policy.kind(sampled=True), policy.is_chain)
+                yield policy, own, others
 
     # -- the rules themselves ---------------------------------------------------------------------
 
@@ -261,7 +193,7 @@ class _Battery:
             nonlocal worst, bound, count
             if row.finished is None and new:
                 fresh_V = dense_logits(self.target, [row.tokens])[0, -1]
-                gap = (_cached_logits(engine, row) - fresh_V).abs().max()
+                gap = (cached_logits(engine, row) - fresh_V).abs().max()
                 bound = tolerance(self.target, fresh_V) if bound == 0.0 else bound
                 worst, count = max(worst, float(gap)), count + 1
 
@@ -275,18 +207,27 @@ class _Battery:
 
     # -- the law ----------------------------------------------------------------------------------
 
-    def law(self, policy: Policy, rule: str) -> list[Check]:
+    def law(
+        self, policy: Policy, rule: str, count: int | None = None, advance: Advance | None = None
+    ) -> list[Check]:
         """The first two tokens against the target's exact joint law, and drafts against their q."""
         prompt, name = max(self.prompts, key=len)[:8], f"{type(policy).__name__} {rule}"
         watched = Watched(policy)
-        count = self.level.samples
+        count = count or self.level.samples
         size = max(2, min(policy.depth + 1, self.level.length))
         sampling = replace(self.sampling, max_new_tokens=size, ignore_eos=True, stop=())
-        engine = self._engine(watched, rule, 64)
-        done = engine.run([Request(prompt, replace(sampling, seed=i)) for i in range(count)])
+        engine = self._engine(watched, rule, LAW_ROWS)
+
+        def tell(row: Row, new: tuple[int, ...]) -> None:
+            if advance is not None and row.finished is not None:
+                advance(1, f"law, {name}")
+
+        requests = [Request(prompt, replace(sampling, seed=i)) for i in range(count)]
+        done = engine.run(requests, tell)
         self._count(done)
         found = Joint(self.target, prompt, sampling, count).test([c.tokens for c in done])
-        note = f"samples of two tokens, {found.cells} cells, TV {found.total_variation:.3f}"
+        note = f"samples of two tokens, {found.cells} cells, TV {found.total_variation:.3f} (wrong "
+        note += f"by {visible(count, found.cells):.2f} is seen)"
         passed = found.p_value > ALARM
         checks = [Check(f"law, {name}", passed, count, found.total_variation, found.p_value, note)]
         draws = watched.draws
@@ -317,10 +258,14 @@ class _Battery:
         return max(2, min(self.level.tokens, room))
 
     def _policies(self) -> dict[str, Policy]:
-        """The served policy first, then the family's others at their defaults."""
+        """The served policy first, then at their defaults the family's others; at the full level
+        every policy that may grow it."""
         found = {type(self.policy).__name__: self.policy}
+        names = self.drafter.policies if self.level.all_rules else self.drafter.policies[:3]
         entry = families().get(self.drafter.family)
-        for name in entry.policies if entry is not None else ():
+        if not names and entry is not None:
+            names = policies_of(entry) if self.level.all_rules else entry.policies
+        for name in names:
             policy = make_policy({"policy": name})
             found.setdefault(type(policy).__name__, policy)
         return found
@@ -352,18 +297,3 @@ def _replayed(name: str, replay: Replay) -> Check:
     if replay.first:
         note += f" ({replay.first})"
     return Check(name, replay.unexplained == 0, replay.tokens, replay.worst, None, note)
-
-
-@torch.inference_mode()
-def _cached_logits(engine: Engine, row: Row) -> torch.Tensor:
-    """Logits after a row's last token, read through the engine's cache. The entry it writes lies
-    where the next round writes anyway."""
-    cache, device = engine._cache(), engine.target.device
-    slot_B = torch.tensor([row.slot], device=device)
-    kept_B = torch.tensor([row.kept_len], device=device)
-    cache.begin((row.slot,), slot_B, kept_B, 1, row.kept_len + 1)
-    masks = engine.target.lm.chain_masks(kept_B, 1, row.kept_len + 1)
-    ids_BT = torch.tensor([[row.tokens[-1]]], device=device)
-    out = engine.target.lm.forward(ids_BT, kept_B[:, None], masks, cache)
-    assert out.logits_BTV is not None
-    return out.logits_BTV[0, 0].float()

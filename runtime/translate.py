@@ -20,9 +20,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from specctl.drafters import family
 from specctl.drafters.parts.base import (
     Drafter,
-    DraftState,
     Needs,
     Outcome,
     RoundView,
@@ -30,11 +30,13 @@ from specctl.drafters.parts.base import (
     StepState,
 )
 from specctl.drafters.parts.lm import LanguageModel
+from specctl.drafters.parts.lm_state import LmState
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.vocab import VocabMap
-from specctl.drafters.small_lm import SmallLm, SmallLmState
+from specctl.drafters.small_lm import SmallLm
 from specctl.recipes.errors import IncompatibleError, RecipeError, nearest
 from specctl.runtime.lexicon import Lexicon, Reader, Shared
+from specctl.runtime.policies import policies_of
 from specctl.runtime.target import Target
 
 METHODS = ("auto", "tli", "slem")
@@ -100,7 +102,7 @@ def translated(
 class Translated(Drafter):
     """What both methods share: a small language model with a vocabulary of its own."""
 
-    family: ClassVar[str] = "small-lm"
+    family: ClassVar[str] = "translated"
 
     def __init__(
         self,
@@ -128,6 +130,7 @@ class Intersection(Translated):
         device = inner.lm.device
         ids_K = torch.tensor(shared.target_ids, device=device)
         super().__init__(inner, spec, reader, about, VocabMap(ids_K, spec.vocab_size))
+        self.policies = policies_of(family(inner.family))
         self.draft_ids_K = torch.tensor(shared.draft_ids, device=device)
         self.draft_id_V = torch.zeros(spec.vocab_size, dtype=torch.long, device=device)
         self.draft_id_V[ids_K] = self.draft_ids_K
@@ -144,7 +147,7 @@ class Texts:
         room = drafter.inner.lm.spec.max_positions - space.max_nodes - CATCH_UP
         self.longest = max(2, min(2 * space.max_len + CATCH_UP, room))
         inner = replace(space, max_len=self.longest + CATCH_UP)
-        self.state = SmallLmState(drafter.inner, inner)
+        self.state = LmState(drafter.inner, inner)
         self.ids: dict[int, list[int]] = {}
         self.num_read = [0] * space.num_slots
 
@@ -204,6 +207,3 @@ class IntersectionState(StepState):
 
     def end(self, slot: int) -> None:
         self.texts.end(slot)
-
-
-__all__ = ["METHODS", "DraftState", "Intersection", "Translated", "Translation", "translated"]

@@ -16,7 +16,7 @@ from specctl.drafters.parts.vocab import VocabMap
 from specctl.recipes.errors import RecipeError, nearest
 from specctl.recipes.schema import Recipe
 from specctl.runtime.generate import generate
-from specctl.runtime.policies import make_policy
+from specctl.runtime.policies import make_policy, policies_of
 from specctl.runtime.report import Reporter
 from specctl.runtime.sampling import Sampling
 from specctl.runtime.target import Target
@@ -40,10 +40,10 @@ def trainable_family(recipe: Recipe) -> Family:
             do=f"use it as it is: specctl generate --draft {family.name}",
             where="drafter.family",
         )
-    if recipe.serve.policy not in family.policies:
+    if recipe.serve.policy not in policies_of(family):
         raise RecipeError(
             f"{family.name} cannot be grown by policy {recipe.serve.policy}",
-            expected=", ".join(family.policies),
+            expected=", ".join(policies_of(family)),
             do=f"--set serve.policy={family.policies[0]}",
             where="serve.policy",
         )

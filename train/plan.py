@@ -9,22 +9,17 @@ tokens the source holds and how far the rows fill.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from specctl.drafters.parts.base import Drafter, Family, Needs
-from specctl.drafters.parts.hf_spec import spec_of
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import NetworkError
-from specctl.recipes.schema import Recipe, TargetPart
-from specctl.recipes.targets import ResolvedTarget, aliases, resolve
-from specctl.runtime.hf import check_config
+from specctl.recipes.schema import Recipe
 from specctl.train.adapt import attach
 from specctl.train.assemble import family_options, trainable_family
 from specctl.train.features.kept import Form
@@ -32,21 +27,24 @@ from specctl.train.initial import completed
 from specctl.train.metrics import read_log
 from specctl.train.optim import is_hidden_matrix
 from specctl.train.rehearsal import Rehearsal, num_saves, small
+from specctl.train.selective import COMPARING, reference_stage
+from specctl.train.target_shape import TargetShape, parameters_of, target_shape
+from specctl.train.work import Part, Sizes, Work, num_parameters, passes, work_of
 
 ROW_BYTES = 13  # of a prepared token: id, document, position (4 each) and its loss mask
 ANSWER_BYTES = 3  # more for a token that the target wrote, kept as it was drawn
 SAMPLE_TOKENS = 4_700  # of a file of the corpus, on average
 FILL = 0.98  # share of a row that holds tokens
 STATE_BYTES = 20_000  # of a checkpoint beside its tensors: generators, progress, manifest
-EFFICIENCY = (1.1, 0.25)  # FLOPs as counted here per matrix FLOP of training: best, worst
-DECODE_EFFICIENCY = (0.3, 0.02)  # the same while the target writes answers
 MEASURED_STEPS = 20
 PROCESS_BYTES = 500_000_000  # python, torch, transformers and the text being read
+
+Before = Callable[[Sizes], Sequence[Work]]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Counts, bytes by purpose, and a range of seconds with its basis."""
+    """Counts, bytes by purpose, and the parts of the run with the basis of their seconds."""
 
     parameters: int
     trainable: int
@@ -54,8 +52,13 @@ class Plan:
     disk: Mapping[str, int]
     memory: Mapping[str, int]
     steps: int
-    seconds_range: tuple[float, float]
+    parts: tuple[Part, ...]
     basis: str
+
+    @property
+    def seconds_range(self) -> tuple[float, float]:
+        low, high = (sum(part.seconds_range[i] for part in self.parts) for i in (0, 1))
+        return low, high
 
     @property
     def disk_bytes(self) -> int:
@@ -76,6 +79,7 @@ class Plan:
             "memory": dict(self.memory),
             "steps": self.steps,
             "seconds_range": list(self.seconds_range),
+            "parts": [part.to_json() for part in self.parts],
             "basis": self.basis,
         }
 
@@ -87,14 +91,15 @@ def plan(
     out: Path | None = None,
     flops_per_second: float | None = None,
     rehearsal: Rehearsal | None = None,
+    before: Before = lambda sizes: (),
 ) -> Plan:
     """The plan of a recipe for a target of shape `spec` (None: looked up by the target's name). If
     `out` holds a run of this recipe with enough steps behind it, the time is measured; so is all
-    that a rehearsal has measured."""
+    that a rehearsal has measured. `before`: the work between the text and the first step."""
     shape = target_shape(recipe.target) if spec is None else TargetShape(spec, parameters_of(spec))
     family = trainable_family(recipe)
     drafter = build_shape(family, recipe, shape.spec)
-    parameters = _count(drafter)
+    parameters = num_parameters(drafter)
     if recipe.train.lora is not None:
         with torch.device("meta"):
             attach(drafter, recipe.train.lora)
@@ -110,63 +115,14 @@ def plan(
             shape,
             drafter,
             4 * parameters + optimizer + STATE_BYTES,
-            _data_tokens(recipe, rehearsal),
+            data_tokens(recipe, rehearsal),
         ),
         memory=_memory(recipe, shape, drafter, 4 * num_trainable + optimizer)
         if rehearsal is None
         else _measured_memory(recipe, rehearsal),
         steps=recipe.train.steps,
-        **_time(recipe, shape, drafter, out, flops_per_second, rehearsal),
+        **_time(recipe, shape, drafter, out, flops_per_second, rehearsal, before),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class TargetShape:
-    """What a plan needs to know of a target."""
-
-    spec: ModelSpec
-    parameters: int
-
-
-def target_shape(part: TargetPart) -> TargetShape:
-    """The shape of a recipe's target by alias, folder or hub id; weights are not needed."""
-    resolved = resolve(part.name, part.revision)
-    if resolved.shape is not None:
-        known = resolved.shape
-        spec = ModelSpec(
-            model_type=known.model_type,
-            num_layers=known.layers,
-            hidden_size=known.hidden,
-            vocab_size=known.vocab,
-            num_heads=known.heads,
-            num_kv_heads=known.kv_heads,
-            head_dim=known.head_dim,
-            intermediate_size=known.intermediate,
-            norm_eps=1e-5,
-            rope_theta=1e4,
-            max_positions=2**17,
-        )
-        shape = TargetShape(spec, known.parameters)
-    else:
-        spec = spec_of(check_config(resolved.path) if resolved.path else _hub_config(resolved))
-        shape = TargetShape(spec, parameters_of(spec))
-    if part.inflate is not None:
-        unit = 10**9 if part.inflate[-1] in "bB" else 10**6
-        shape = TargetShape(shape.spec, round(float(part.inflate[:-1]) * unit))
-    return shape
-
-
-def _hub_config(resolved: ResolvedTarget) -> Any:
-    """The configuration alone, from the hub."""
-    try:
-        return AutoConfig.from_pretrained(resolved.repo, revision=resolved.revision)
-    except (OSError, ValueError) as error:
-        raise NetworkError(
-            f"cannot read the configuration of {resolved.name}",
-            found=str(error).splitlines()[0],
-            expected="a hub repository that can be reached",
-            do="plan for an alias of the same size: specctl plan --target " + aliases()[1],
-        ) from error
 
 
 def build_shape(family: Family, recipe: Recipe, spec: ModelSpec) -> Drafter:
@@ -178,14 +134,6 @@ def build_shape(family: Family, recipe: Recipe, spec: ModelSpec) -> Drafter:
         return family.build(options, spec, vocab)
 
 
-def parameters_of(spec: ModelSpec) -> int:
-    """Parameters of a gated decoder of that shape, embedding and head counted apart."""
-    query = spec.hidden_size * spec.num_heads * spec.head_dim
-    keys = spec.hidden_size * spec.num_kv_heads * spec.head_dim
-    layer = 2 * query + 2 * keys + 3 * spec.hidden_size * spec.intermediate_size
-    return spec.num_layers * layer + 2 * spec.vocab_size * spec.hidden_size
-
-
 def _states(recipe: Recipe, parameter: torch.Tensor, drafter: Drafter) -> int:
     """Numbers that the optimizer keeps per number of a parameter."""
     sizes = {drafter.spec.vocab_size} | ({drafter.vocab.size} if drafter.vocab else set())
@@ -193,7 +141,7 @@ def _states(recipe: Recipe, parameter: torch.Tensor, drafter: Drafter) -> int:
     return 1 if is_muon else 2
 
 
-def _data_tokens(recipe: Recipe, rehearsal: Rehearsal | None = None) -> int:
+def data_tokens(recipe: Recipe, rehearsal: Rehearsal | None = None) -> int:
     """Tokens of the rows. Text is read from the samples that gave the prompts; what those hold is
     known from a rehearsal, or guessed."""
     data = recipe.data
@@ -214,7 +162,7 @@ def _disk(
 ) -> dict[str, int]:
     """Bytes at the fullest moment: while the last checkpoint is written and none is dropped yet, or
     when the package is written. One checkpoint more where the best is an old one."""
-    data, train, package = recipe.data, recipe.train, 4 * _count(drafter)
+    data, train, package = recipe.data, recipe.train, 4 * num_parameters(drafter)
     answers = data.prompts * data.new_tokens if data.regenerate else 0
     saves = num_saves(recipe)
     found = {
@@ -223,6 +171,9 @@ def _disk(
         "package": package,
         "while saving": max(0, checkpoint - package) if saves > train.keep else 0,
     }
+    first = reference_stage(recipe)
+    if first is not None:
+        found["reference"] = min(num_saves(first), train.keep) * checkpoint
     if data.features == "offline":
         found["features"] = _feature_bytes(recipe, shape, drafter.needs()) * tokens
         if data.features_gb is not None:
@@ -242,7 +193,7 @@ def _feature_bytes(recipe: Recipe, shape: TargetShape, needs: Needs) -> int:
 
 def _measured_memory(recipe: Recipe, rehearsal: Rehearsal) -> dict[str, int]:
     """The rehearsal's peak, and the rows that it did without."""
-    more = max(0, _data_tokens(recipe, rehearsal) - rehearsal.tokens)
+    more = max(0, data_tokens(recipe, rehearsal) - rehearsal.tokens)
     found = {"measured in a rehearsal": rehearsal.memory, "more rows": more * ROW_BYTES}
     return found | ({"on the GPU": rehearsal.gpu} if rehearsal.gpu else {})
 
@@ -251,33 +202,22 @@ def _memory(recipe: Recipe, shape: TargetShape, drafter: Drafter, training: int)
     """Bytes on one device while training; `training` = those of gradient and optimizer."""
     spec, tokens, needs = shape.spec, recipe.train.rows * recipe.train.seq_len, drafter.needs()
     wide = 4 if recipe.target.dtype in ("auto", "float32") else 2
-    width, parameters = spec.hidden_size, _count(drafter)
-    matrices = sum(p.numel() for p in _parameters(drafter) if spec.vocab_size not in p.shape)
+    width, parameters = spec.hidden_size, num_parameters(drafter)
+    assert drafter.module is not None
+    matrices = sum(p.numel() for p in drafter.module.parameters() if spec.vocab_size not in p.shape)
     features = tokens * wide * (len(needs.taps) * width + 4 * width + spec.intermediate_size)
     features += tokens * wide * spec.vocab_size if needs.teacher else 0
     head = min(tokens, max(64, 2**24 // spec.vocab_size)) * spec.vocab_size * 4 * 6
-    body = tokens * 4 * _passes(drafter) * 2 * matrices // width
+    body = tokens * 4 * passes(drafter) * 2 * matrices // width
+    compared = recipe.train.select in COMPARING
     return {
         "process": PROCESS_BYTES,
         "target": wide * shape.parameters,
         "drafter, gradient, optimizer": 4 * parameters + training,
+        **({"reference": 4 * parameters} if compared else {}),
         "features of a batch": features,
         "activations": head + body,
     }
-
-
-def _parameters(drafter: Drafter) -> list[torch.nn.Parameter]:
-    assert drafter.module is not None
-    return list(drafter.module.parameters())
-
-
-def _count(drafter: Drafter) -> int:
-    return sum(p.numel() for p in _parameters(drafter))
-
-
-def _passes(drafter: Drafter) -> int:
-    """Times that the drafter's layers run over a batch."""
-    return int(getattr(drafter.options, "ttt_steps", 1))
 
 
 def _time(
@@ -287,42 +227,30 @@ def _time(
     out: Path | None,
     flops_per_second: float | None,
     rehearsal: Rehearsal | None,
+    before: Before,
 ) -> dict[str, Any]:
-    steps = recipe.train.steps
     if rehearsal is not None:
-        seconds = rehearsal.seconds(recipe)
         return {
-            "seconds_range": (0.85 * seconds, 1.15 * seconds),
+            "parts": tuple(rehearsal.parts(recipe)),
             "basis": f"a rehearsal: {rehearsal.step:.3g} s a step, {rehearsal.answer:.3g} s a "
             f"prompt, {rehearsal.once:.3g} s once",
         }
     measured = measured_step_seconds(out) if out is not None else None
     if measured is not None:
         seconds, behind = measured
-        left = max(0, steps - behind) * seconds
+        left = max(0, recipe.train.steps - behind)
+        within = (0.9 * left * seconds, 1.2 * left * seconds)
         return {
-            "seconds_range": (0.9 * left, 1.2 * left),
+            "parts": (Part("training", f"{left:,} steps", within),),
             "basis": f"measured {behind} steps in {out}, for the steps that are left",
         }
     speed = flops_per_second or matrix_speed()
-    tokens = recipe.train.rows * recipe.train.seq_len * recipe.train.accumulate
-    answers = recipe.data.prompts * (recipe.data.prompt_tokens + recipe.data.new_tokens)
-    writing = 2 * shape.parameters * answers if recipe.data.regenerate else 0
-    reading = 2 * shape.parameters * tokens * steps if _reads_target(drafter) else 0
-    learning = 6 * _count(drafter) * _passes(drafter) * tokens * steps
-    low, high = (
-        (reading + learning) / (share * speed) + writing / (decode * speed)
-        for share, decode in zip(EFFICIENCY, DECODE_EFFICIENCY, strict=True)
-    )
+    sizes = Sizes.of(drafter, shape.parameters)
+    work = work_of(recipe, sizes, data_tokens(recipe), before(sizes))
     return {
-        "seconds_range": (low, high),
+        "parts": tuple(part.timed(speed) for part in work),
         "basis": f"estimate from FLOPs at {speed / 1e9:,.0f} GFLOP/s measured in 1 s here",
     }
-
-
-def _reads_target(drafter: Drafter) -> bool:
-    needs = drafter.needs()
-    return bool(needs.taps) or needs.teacher
 
 
 def measured_step_seconds(out: Path) -> tuple[float, int] | None:

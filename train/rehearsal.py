@@ -23,15 +23,19 @@ from typing import Any
 from specctl.recipes.schema import Recipe
 from specctl.runtime.report import Advance, SilentReporter
 from specctl.train.data.rows import read_manifest
+from specctl.train.selective import reference_stage
+from specctl.train.work import ANSWERS, Part, num_measures
 
 PROMPTS, STEPS = 64, 5  # one shard of answers; the first step is slower and is left out
-ANSWERS, TRAIN = "the target writes answers", "train"
+TRAIN = "train"
+WITHIN = (0.85, 1.15)  # of the seconds that a rehearsal promises
 
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
     """What a small run took. Seconds: `once` whatever the size, `answer` a prompt, `step`, `tau` a
-    measurement, `save` a checkpoint. Bytes at most: `memory`, `gpu`. `tokens` of its rows."""
+    measurement, `save` a checkpoint, `write` a time that the drafter writes. Bytes at most:
+    `memory`, `gpu`. `tokens` of its rows."""
 
     once: float
     answer: float
@@ -41,6 +45,7 @@ class Rehearsal:
     memory: int
     gpu: int
     tokens: int
+    write: float = 0.0
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Rehearsal:
@@ -48,15 +53,34 @@ class Rehearsal:
 
     def seconds(self, recipe: Recipe) -> float:
         """Of the whole run."""
-        train = recipe.train
+        return sum(seconds for _, _, seconds in self._spent(recipe))
+
+    def parts(self, recipe: Recipe) -> list[Part]:
+        """The parts of the whole run."""
+        return [
+            Part(name, amount, (WITHIN[0] * seconds, WITHIN[1] * seconds))
+            for name, amount, seconds in self._spent(recipe)
+            if seconds
+        ]
+
+    def _spent(self, recipe: Recipe) -> Iterator[tuple[str, str, float]]:
         prompts = recipe.data.prompts if recipe.data.regenerate else 0
-        return (
-            self.once
-            + prompts * self.answer
-            + train.steps * self.step
-            + math.ceil(train.steps / train.tau_every) * self.tau
-            + num_saves(recipe) * self.save
-        )
+        yield "start, text, package", "once", self.once
+        yield ANSWERS, f"{prompts:,} prompts", prompts * self.answer
+        first = reference_stage(recipe)
+        if first is not None:
+            yield from ((f"reference: {name}", *rest) for name, *rest in self._training(first))
+        yield from self._training(recipe)
+
+    def _training(self, recipe: Recipe) -> Iterator[tuple[str, str, float]]:
+        train, writes = recipe.train, 0
+        if recipe.data.on_policy:
+            writes = math.ceil(train.steps / recipe.data.on_policy_every)
+        yield "the drafter writes", f"{writes:,} times", writes * self.write
+        yield "training", f"{train.steps:,} steps", train.steps * self.step
+        measures = num_measures(recipe)
+        yield "measuring tau", f"{measures:,} times", measures * self.tau
+        yield "saving", f"{num_saves(recipe):,} times", num_saves(recipe) * self.save
 
 
 def num_saves(recipe: Recipe) -> int:
@@ -69,7 +93,7 @@ def small(recipe: Recipe) -> Recipe:
     train = recipe.train.model_copy(
         update={
             "steps": STEPS, "tau_every": STEPS, "save_every": STEPS, "log_every": 1,
-            "trackers": (),
+            "trackers": (), "reference_steps": None,
         }
     )  # fmt: skip
     data = recipe.data.model_copy(update={"prompts": min(recipe.data.prompts, PROMPTS)})
@@ -83,6 +107,7 @@ class Stopwatch(SilentReporter):
     warnings: list[str] = field(default_factory=list)
     began: dict[str, float] = field(default_factory=dict)
     ended: dict[str, float] = field(default_factory=dict)
+    all_spent: dict[str, float] = field(default_factory=dict)
     steps: list[float] = field(default_factory=list)
     measured: float = 0.0
 
@@ -94,6 +119,8 @@ class Stopwatch(SilentReporter):
     def task(self, label: str, total: int, unit: str) -> Iterator[Advance]:
         del total, unit
         self.began[label] = time.perf_counter()
+        if label == TRAIN:
+            self.steps.clear()  # those of a reference
 
         def advance(amount: int, note: str = "") -> None:
             del note
@@ -102,9 +129,12 @@ class Stopwatch(SilentReporter):
 
         yield advance
         self.ended[label] = time.perf_counter()
+        spent = self.ended[label] - self.began[label]
+        self.all_spent[label] = self.all_spent.get(label, 0.0) + spent
 
     def spent(self, label: str) -> float:
-        return self.ended.get(label, 0.0) - self.began.get(label, 0.0)
+        """Seconds in all tasks of that name."""
+        return self.all_spent.get(label, 0.0)
 
 
 def summary(recipe: Recipe, out: Path, watch: Stopwatch, whole: float, gpu: int) -> Rehearsal:
@@ -112,17 +142,19 @@ def summary(recipe: Recipe, out: Path, watch: Stopwatch, whole: float, gpu: int)
     ends = [watch.began[TRAIN], *watch.steps]
     each = [after - before for before, after in itertools.pairwise(ends)]
     answers, training = watch.spent(ANSWERS), watch.spent(TRAIN)
+    step = statistics.median(each[1:])
     manifest = read_manifest(out / "data")
     assert manifest is not None, "a finished run has its data"
     return Rehearsal(
         once=whole - answers - training,
         answer=answers / recipe.data.prompts,
-        step=statistics.median(each[1:]),
+        step=step,
         tau=watch.measured - watch.steps[-1],
         save=watch.ended[TRAIN] - watch.measured,
         memory=peak_bytes(),
         gpu=gpu,
         tokens=manifest.tokens,
+        write=max(0.0, each[0] - step) if recipe.data.on_policy else 0.0,
     )
 
 

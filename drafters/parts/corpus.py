@@ -42,8 +42,11 @@ class CorpusDrafter(Drafter):
     def index(self) -> None:
         """Make ready to be searched what `corpus_N` holds."""
 
-    def learn(self, texts: Iterable[Sequence[int]]) -> None:
-        """Retrieve from these texts (token ids) from now on."""
+    def learn(
+        self, texts: Iterable[Sequence[int]], taps: Iterable[Mapping[int, Tensor]] = ()
+    ) -> None:
+        """Retrieve from these texts (token ids) from now on; states of the target are not kept."""
+        del taps
         self.load_tensors({"corpus": torch.from_numpy(joined(texts))})
 
     def tensors(self) -> dict[str, Tensor]:

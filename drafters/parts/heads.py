@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from specctl.drafters.parts.base import Borrowed
 from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import IncompatibleError
+from specctl.recipes.errors import IncompatibleError, RecipeError
 
 
 class ResBlock(nn.Module):
@@ -25,6 +25,18 @@ class ResBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + F.silu(self.linear(x))
+
+
+def check_count(name: str, number: int) -> None:
+    """An option that counts layers, heads or steps is at least one."""
+    if number < 1:
+        raise RecipeError(
+            f"{name} of a drafter must be positive",
+            where=f"drafter.options.{name}",
+            found=str(number),
+            expected="1 or more",
+            do=f"write {name}: 1",
+        )
 
 
 def draft_size(vocab: VocabMap | None, target_size: int) -> int:

@@ -35,7 +35,7 @@ from specctl.recipes.errors import RecipeError, nearest
 
 __all__ = [
     "KINDS", "Judge", "LinearHead", "LossOptions", "acceptance", "check_kind", "head_loss",
-    "judge_of", "laws", "weighted_sum",
+    "joined", "judge_of", "laws", "weighted_sum",
 ]  # fmt: skip
 
 KINDS = ("ce", "kl", "rkl", "jsd", "tv", "lk_alpha", "lk_hybrid")
@@ -258,6 +258,12 @@ def _law_loss(of: Laws, learnable_N: Tensor, kind: str) -> tuple[Tensor, Tensor]
     """Sum and count of a divergence over the rows that can be learned."""
     loss_N = _DIVERGENCES[kind](of)
     return (loss_N * learnable_N).sum(), learnable_N.sum().to(loss_N.dtype)
+
+
+def joined(out: LossOut, term: LossOut) -> LossOut:
+    """A loss with the mean of another added to its own mean, though they count other rows."""
+    scale = out.count / term.count.clamp(min=1.0)
+    return LossOut(out.sum + term.sum * scale, out.count, {**out.metrics, **term.metrics})
 
 
 def weighted_sum(parts: list[tuple[float, LossOut]]) -> LossOut:

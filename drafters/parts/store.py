@@ -107,16 +107,21 @@ class NgramStore:
                 found[ids] = weight + (before or 0.0)
                 if before is None:
                     self.num_bytes += _entry_bytes(ids)
-            if len(found) > self.limits.per_key:
-                for dropped in self._ranked(found)[self.limits.per_key :]:
-                    del found[dropped.ids]
-                    self.num_bytes -= _entry_bytes(dropped.ids)
+            if (excess := len(found) - self.limits.per_key) > 0:
+                worst = found if self.limits.newest_first else sorted(found, key=found.__getitem__)
+                for dropped in list(worst)[:excess]:
+                    del found[dropped]
+                    self.num_bytes -= _entry_bytes(dropped)
             self._shrink()
 
     def get(self, key: Ids) -> tuple[Continuation, ...]:
         """What followed the key, best first: heaviest (of equals the newest), or newest."""
         found = self._of.get(key)
         return () if found is None else tuple(self._ranked(found))
+
+    def weights(self, key: Ids) -> Mapping[Ids, float]:
+        """What followed the key and what it weighs, oldest first; to be read at once."""
+        return self._of.get(key, {})
 
     def longest(self, tokens: Sequence[int], lengths: range) -> tuple[Continuation, ...]:
         """What followed the first of these suffix lengths of `tokens` that is a key."""

@@ -57,9 +57,20 @@ class Trie:
         for token, estimate in zip(tokens, estimates, strict=False):
             node = self.add(node, token, estimate, tag)
 
-    def children(self, parent: int) -> list[int]:
-        """Nodes under `parent`, in order of insertion."""
-        return [node for node, above in enumerate(self.parents) if above == parent]
+    def absorb(self, other: Trie, trust: float = 1.0, tag: int = 0) -> None:
+        """Merge another trie into this one, its estimates times `trust`."""
+        at: dict[int, int] = {-1: -1}
+        for node in range(len(other)):
+            parent, estimate = at[other.parents[node]], trust * other.estimates[node]
+            at[node] = self.add(parent, other.tokens[node], estimate, tag | other.tags[node])
+
+    def part(self, nodes: Sequence[int]) -> Trie:
+        """Only these nodes, which come with their parents, and parents first."""
+        small, at = Trie(), {-1: -1}
+        for node in nodes:
+            parent = at[self.parents[node]]
+            at[node] = small.add(parent, self.tokens[node], self.estimates[node], self.tags[node])
+        return small
 
     def walk(self, tokens: Iterable[int]) -> Iterator[tuple[list[int], int | None]]:
         """From the root along `tokens`: the children of each node that is reached, and which of
@@ -68,7 +79,8 @@ class Trie:
         for token in tokens:
             if node is None:
                 return
-            children, node = self.children(node), self._child.get((node, token))
+            children = [n for n, parent in enumerate(self.parents) if parent == node]
+            node = self._child.get((node, token))
             yield children, node
 
     def best(self, nodes: int, depth: int) -> list[int]:

@@ -81,25 +81,38 @@ class Ucb(Controller):
 
 @dataclass
 class Exp3(Controller):
-    """`mix` is the share of uniform exploration, `rate` the step of the log-weights; `share` lets
-    weights drift back (fixed-share), so that no arm is lost for good."""
+    """The share of uniform exploration falls with the root of the rounds, down to `least`; `share`
+    lets weights drift back (fixed-share), so that no arm is lost for good."""
 
-    mix: float = 0.1
-    rate: float = 0.1
-    share: float = 1e-3
+    least: float = 0.02
+    share: float = 1e-4
+    slowest: float = 0.03
     seed: int = 0
     weights: list[float] = field(default_factory=list, init=False)
     fastest: float = field(default=0.0, init=False)
+    rounds: int = field(default=0, init=False)
 
     def open(self, arms: Sequence[Arm], prices: Prices) -> None:
         super().open(arms, prices)
         self.weights = [1.0] * len(arms)
         self.coins = random.Random(self.seed)
 
+    @property
+    def mix(self) -> float:
+        """The share of uniform exploration now."""
+        count = len(self.weights)
+        return max(self.least, min(0.5, math.sqrt(count * math.log(count) / (self.rounds + 1.0))))
+
+    @property
+    def step(self) -> float:
+        """How far an estimated gain moves a log-weight now."""
+        count = len(self.weights)
+        return max(self.slowest, math.sqrt(math.log(count) / (count * (self.rounds + 1.0))))
+
     def chances(self) -> list[float]:
         """The law from which arms are drawn."""
-        total, count = sum(self.weights), len(self.weights)
-        return [(1 - self.mix) * w / total + self.mix / count for w in self.weights]
+        total, count, mix = sum(self.weights), len(self.weights), self.mix
+        return [(1 - mix) * w / total + mix / count for w in self.weights]
 
     def order(self, contexts: Sequence[int]) -> Sequence[int]:
         del contexts
@@ -109,8 +122,9 @@ class Exp3(Controller):
     def reward(self, arm: int, tokens: float, seconds: float) -> None:
         speed = tokens / max(seconds, 1e-9)
         self.fastest = max(0.999 * self.fastest, speed)
-        chance = self.chances()[arm]
-        self.weights[arm] *= math.exp(self.rate * speed / self.fastest / chance / len(self.weights))
+        gain = speed / self.fastest / self.chances()[arm]
+        self.weights[arm] *= math.exp(min(self.step * gain, 1.0))
+        self.rounds += 1
         total = sum(self.weights)
         even = self.share * total / len(self.weights)
         self.weights = [((1 - self.share) * w + even) / total for w in self.weights]

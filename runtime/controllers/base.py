@@ -44,12 +44,14 @@ class Arm:
 @dataclass(frozen=True, slots=True)
 class Score:
     """A draft of `member` held against the text: `matched` tokens agreed, of the `known` that could
-    be compared; `context` is the length of the repeated suffix in front of it."""
+    be compared; `context` is the length of the repeated suffix in front of it, `depth` how deep the
+    draft went (None: as deep as any arm wants)."""
 
     member: int
     matched: int
     known: int
     context: int = 0
+    depth: int | None = None
 
     @property
     def is_whole(self) -> bool:

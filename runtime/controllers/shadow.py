@@ -35,11 +35,11 @@ class Shadow:
         for token in self.text[self.start : self.start + known]:
             child = self._child(at, token)
             if child is None:
-                return Score(self.member, matched, matched + 1, self.context)
+                return Score(self.member, matched, matched + 1, self.context, self.depth)
             at, matched = child, matched + 1
         if known < self.depth:
             return None
-        return Score(self.member, matched, matched, self.context)
+        return Score(self.member, matched, matched, self.context, self.depth)
 
     def _child(self, parent: int, token: int) -> int | None:
         for node in range(parent + 1, len(self.tokens)):

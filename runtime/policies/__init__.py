@@ -14,10 +14,12 @@ from specctl.runtime.policies.ddd import DynamicDepth
 from specctl.runtime.policies.direct import Direct
 from specctl.runtime.policies.dynamic_tree import DynamicTree
 from specctl.runtime.policies.dyspec import DySpec
+from specctl.runtime.policies.fused import Fused
 from specctl.runtime.policies.hardware_tree import HardwareTree
 from specctl.runtime.policies.mcsd import Candidates
 from specctl.runtime.policies.opt_tree import OptTree
 from specctl.runtime.policies.paths import Paths
+from specctl.runtime.policies.propd import Progressive
 from specctl.runtime.policies.rsd import StochasticBeam
 from specctl.runtime.policies.sequoia import Sequoia
 from specctl.runtime.policies.static_tree import StaticTree
@@ -38,10 +40,12 @@ POLICIES: Mapping[str, type[Any]] = {
     "top-plus-one": TopPlusOne,
     "paths": Paths,
     "hardware-tree": HardwareTree,
+    "propd": Progressive,
+    "fused": Fused,
     "direct": Direct,
     "switch": Switch,
 }
-TREES = tuple(name for name in POLICIES if name not in ("chain", "direct", "switch"))
+TREES = tuple(name for name in POLICIES if name not in ("chain", "fused", "direct", "switch"))
 
 
 def policies_of(family: Family) -> tuple[str, ...]:

@@ -65,6 +65,18 @@ class Learner(Protocol):
     def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None: ...
 
 
+@runtime_checkable
+class Pruning(Protocol):
+    """A policy whose nodes the target may drop behind its first `early_layer` layers (None: never)
+    unless they are among the `early_top` best there. Its nodes are POINT."""
+
+    @property
+    def early_layer(self) -> int | None: ...
+
+    @property
+    def early_top(self) -> int: ...
+
+
 def fresh(policy: Policy) -> Policy:
     """The same policy without what it has learned: each engine begins with its own memory."""
     return cast(Policy, replace(cast(Any, policy))) if isinstance(policy, Learner) else policy

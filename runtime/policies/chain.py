@@ -83,7 +83,7 @@ class Chain:
         tokens, laws, valids = [], [], []
         alive_B = torch.ones_like(growth.view.slot_B, dtype=torch.bool)
         for step in range(depth):
-            row_B, law_BK = self._pick(growth, logits_BK, step)
+            row_B, law_BK = self.pick(growth, logits_BK, step)
             if growth.state.may_be_silent:
                 alive_B = alive_B & (logits_BK.amax(-1) > -torch.inf)
             tokens.append(growth.target_ids(row_B))
@@ -105,7 +105,7 @@ class Chain:
         if self.stopper is not None:
             self.stopper.observe(outcome, seconds)
 
-    def _pick(self, growth: Growth, logits_BK: Tensor, step: int) -> tuple[Tensor, Tensor | None]:
+    def pick(self, growth: Growth, logits_BK: Tensor, step: int) -> tuple[Tensor, Tensor | None]:
         """Draft-vocabulary row of the next token, and the law it was drawn from (sampled only)."""
         if growth.sampling.all_greedy:
             return best_token(logits_BK), None

@@ -47,7 +47,7 @@ class DySpec(DrawnTree):
         if min(nodes, depth) <= 0:
             return empty_tree(B, growth.view.slot_B.device)
         assert isinstance(growth.state, StepState)
-        rows = [_Tree(nodes, depth, self.threshold) for _ in range(B)]
+        rows = [_Tree(nodes, depth, self.threshold, growth.sampled) for _ in range(B)]
         logits_BMK, wanted, laws, num_expanded = (
             growth.state.root(growth.view)[:, None],
             None,
@@ -100,6 +100,7 @@ class _Tree:
     nodes: int
     max_depth: int
     threshold: float
+    is_sampled: bool
     token: list[int] = field(default_factory=list)
     parent: list[int] = field(default_factory=list)
     rank: list[int] = field(default_factory=list)
@@ -131,9 +132,22 @@ class _Tree:
             worth, _, node = self.heap[0]
             if -worth < self.threshold or node not in self.found:
                 return
-            heapq.heappop(self.heap)
-            if self.drawn[node] < len(self.found[node]):
+            age = heapq.heappop(self.heap)[1]
+            if self.drawn[node] >= len(self.found[node]):
+                continue
+            exact = self._worth(node)
+            if exact < -worth:
+                heapq.heappush(self.heap, (-exact, age, node))
+            else:
                 self._keep(node)
+
+    def _worth(self, node: int) -> float:
+        """Of the next child. A sample's own chance may not be looked at, a best token's may: then
+        what stands in the heap is a bound, which becomes exact when it reaches the top."""
+        path = 1.0 if node < 0 else self.value[node]
+        if self.is_sampled:
+            return path * self.rest[node]
+        return path * self.found[node][self.drawn[node]][1]
 
     def _keep(self, node: int) -> None:
         rank = self.drawn[node]

@@ -94,7 +94,7 @@ class _Beam:
 def _next(
     growth: Growth, beam: _Beam, logits_BMK: Tensor, width: int, level: int
 ) -> tuple[_Beam, Tensor | None]:
-    B, M, K = logits_BMK.shape
+    _, M, K = logits_BMK.shape
     count = min(width, K)
     law_BMK = draft_law(growth, logits_BMK) if growth.sampled else None
     logq_BMK = log_guess(logits_BMK) if law_BMK is None else log_law(law_BMK)

@@ -7,8 +7,8 @@ b children, yields
     T[m, l, b] = max_y  T[y, l, b - 1] + p_b max_b' T[m - y, l - 1, b']        T[1, l, 0] = 1
 
 tokens a round. Size and depth are chosen by the largest T[m, l] / (l t_draft + t_verify(m)) over
-measured times. Children are drawn without replacement, and uniformly over the untried tokens where the draft
-law has run out (kind REFILLED), so that no node of the tree is wasted at low temperature.
+measured times. Children are drawn without replacement, and uniformly over the untried tokens where
+the draft law has run out (kind REFILLED), so that no node is wasted at low temperature.
 Letters: M fed tokens.
 """
 

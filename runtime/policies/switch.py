@@ -43,7 +43,7 @@ class Switch:
     member, none above `length`; `arms` replaces this choice. `costs`
     are prices measured beforehand. One writer: the engine."""
 
-    controller: str = "auto"
+    controller: str = "cascade"
     length: int = 8
     nodes: int = 12
     lengths: tuple[int, ...] = (2, 4, 8)
@@ -151,7 +151,8 @@ class Switch:
         for b, (accepted, depth) in enumerate(zip(outcome.num_accepted, depths, strict=True)):
             if depth > 0:
                 context = self.contexts[b] if self.contexts else 0
-                self.brain.scored(Score(member, accepted, min(accepted + 1, depth), context))
+                known = min(accepted + 1, depth)
+                self.brain.scored(Score(member, accepted, known, context, depth))
 
     def _note_shape(self, member: int, tree: DraftTree) -> None:
         if tree.num_nodes > tree.depth:

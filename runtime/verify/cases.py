@@ -1,7 +1,7 @@
 """The exact experiments of the proof: rules x tree shapes x families of (p, q).
 
-`proof_cases("slice")` is what `make test` and `specctl verify` enumerate, `proof_cases("full")`
-what benchmarks/proof_enumeration.py does.
+`specctl verify` enumerates `proof_cases("quick")`, at its full level and in `make test`
+`proof_cases("slice")`, and benchmarks/proof_enumeration.py `proof_cases("full")`.
 """
 
 from __future__ import annotations
@@ -140,19 +140,28 @@ def make_case(
     return Case(name, rule, kind, shape, p, q, size)
 
 
-# In the slice a rule of one kind of tree is enumerated there only, not on kinds it also fits.
+_PLANS: dict[str, list[tuple[str, int]]] = {
+    "quick": [(name, 3) for name in ("chain-2", "two", "three", "two-uneven", "two-paths")],
+    "slice": [
+        *((name, size) for name in CHAINS for size in (2, 3)),
+        ("chain-1", 4),
+        *((name, 3) for name in TREES),
+    ],
+    "full": [
+        *((name, size) for name in (*CHAINS, *TREES) for size in (2, 3, 4)),
+        *((name, 3) for name in BIG_TREES),
+    ],
+}
+# Below "full" a rule made for one kind of tree is enumerated there only, not on kinds it also fits.
 _OWN_RULE = {NodeKind.PATHS: "multi-path", NodeKind.REFILLED: "sequoia"}
 
 
 def proof_cases(level: str) -> Iterator[Case]:
-    """Every legal combination; "slice" keeps the small ones (a few seconds)."""
+    """Every legal combination of a level: "quick" (about a second), "slice" (some seconds), "full"
+    (minutes)."""
     full = level == "full"
-    plans = [(name, size) for name in CHAINS for size in ((2, 3, 4) if full else (2, 3))]
-    plans += [("chain-1", 4)] if not full else []
-    plans += [(name, size) for name in TREES for size in ((2, 3, 4) if full else (3,))]
-    plans += [(name, 3) for name in BIG_TREES] if full else []
     shapes = {**CHAINS, **TREES, **BIG_TREES}
-    for rule, kind, (shape, size), family in product(RULES, NodeKind, plans, FAMILIES):
+    for rule, kind, (shape, size), family in product(RULES, NodeKind, _PLANS[level], FAMILIES):
         greedy_like = rule == "greedy" and (kind is not NodeKind.POINT or family != "random")
         fillers = kind is not NodeKind.POINT and rule == "target-only" and not full
         repeats = not full and rule != _OWN_RULE.get(kind, rule)

@@ -68,18 +68,32 @@ def random_round(
     scores_BTV[:, :, 0] = np.maximum(scores_BTV[:, :, 0], -3.0)
     q = None if kind is NodeKind.POINT else _random_q(rng, B, N, V, kept)
     target_BTV = rng.gumbel(size=(B, N + 1, V))
-    for n in range(1, N, 2) if q is not None and forks_once else ():
-        same_B = (token_BN[:, 1 : n + 1 : 2] == token_BN[:, 0:n:2]).all(1)
-        for rows_BTX in (scores_BTV, target_BTV, q.prob_BTK.numpy()):
-            rows_BTX[same_B, n + 1] = rows_BTX[same_B, n]  # one prefix has one law
-    nodes = [torch.from_numpy(each) for each in (token_BN, parent_BN, rank_BN, valid_BN)]
-    tree = DraftTree(*nodes, kind, _depth(parent_BN), is_chain=is_chain, q=q)
+    if q is not None and forks_once:
+        _alike(token_BN, [scores_BTV, target_BTV, q.prob_BTK.numpy()])
+    tree = DraftTree(
+        torch.from_numpy(token_BN),
+        torch.from_numpy(parent_BN),
+        torch.from_numpy(rank_BN),
+        torch.from_numpy(valid_BN),
+        kind,
+        _depth(parent_BN),
+        is_chain=is_chain,
+        q=q,
+    )
     noise = FixedNoise(
         torch.from_numpy(rng.random((B, N + 1))),
         torch.from_numpy(rng.gumbel(size=(B, V))),
         torch.from_numpy(target_BTV),
     )
     return Round(tree, torch.from_numpy(scores_BTV), noise)
+
+
+def _alike(token_BN: np.ndarray, laws: list[np.ndarray]) -> None:
+    """In place: where both paths have read the same tokens, their rows are equal."""
+    for n in range(1, token_BN.shape[1], 2):
+        same_B = (token_BN[:, 1 : n + 1 : 2] == token_BN[:, 0:n:2]).all(1)
+        for rows_BTX in laws:
+            rows_BTX[same_B, n + 1] = rows_BTX[same_B, n]
 
 
 def _random_tree(

@@ -24,17 +24,17 @@ NextLaw = Callable[[Law, list[int]], Law]
 
 def recursive(tree: Drafted, chooser: Chooser) -> Ended:
     """Recursive rejection over siblings drawn without replacement."""
-    return _rounds(tree, chooser, lambda s, tried: without(s, tried[-1]))
+    return rounds(tree, chooser, lambda s, tried: without(s, tried[-1]))
 
 
 def multi_round(tree: Drafted, chooser: Chooser) -> Ended:
     """Rejection over i.i.d. siblings."""
-    return _rounds(tree, chooser, lambda s, tried: s)
+    return rounds(tree, chooser, lambda s, tried: s)
 
 
 def sequoia(tree: Drafted, chooser: Chooser) -> Ended:
     """Recursive rejection whose draft law turns uniform once it is used up."""
-    return _rounds(tree, chooser, rest_or_uniform)
+    return rounds(tree, chooser, rest_or_uniform)
 
 
 def rest_or_uniform(law: Law, tried: list[int]) -> Law:
@@ -47,7 +47,8 @@ def rest_or_uniform(law: Law, tried: list[int]) -> Law:
     return norm(untried, untried)
 
 
-def _rounds(tree: Drafted, chooser: Chooser, next_law: NextLaw) -> Ended:
+def rounds(tree: Drafted, chooser: Chooser, next_law: NextLaw) -> Ended:
+    """Test siblings in draw order, each against what the earlier ones left of p and q."""
     assert tree.q is not None
     at, r, s, tried = 0, tree.p[0], tree.q[0], list[int]()
     while True:
@@ -68,7 +69,7 @@ def spectr(tree: Drafted, chooser: Chooser) -> Ended:
     at = 0
     while True:
         p, q, num = tree.p[at], tree.q[at], len(tree.children[at])
-        rho = _smallest_rho(p, q, num)
+        rho = smallest_rho(p, q, num)
         for child in tree.children[at]:
             token = tree.token[child]
             if chooser.flip(child, ratio(p[token], rho * q[token])):
@@ -81,9 +82,10 @@ def spectr(tree: Drafted, chooser: Chooser) -> Ended:
             return at, norm(positive(p - taken * share), p)
 
 
-def _smallest_rho(p: Law, q: Law, num: int) -> float:
+def smallest_rho(p: Law, q: Law, num: int) -> float:
+    """The root of 1 - (1 - beta(rho))^num = rho beta(rho) in [1, num], from above."""
     low, high = 1.0, float(max(num, 1))
-    for _ in range(40):
+    for _ in range(32):
         middle = (low + high) / 2
         beta = min(float(np.minimum(p / middle, q).sum()), 1.0)
         is_valid = 1 - (1 - beta) ** num <= middle * beta

@@ -17,7 +17,7 @@ from specctl.runtime.noise import Noise
 from specctl.runtime.verify.chain import bonus_only
 from specctl.runtime.verify.walk import DraftLaw, Verdict, children_of, draw, row, tree_verdict
 
-HALVINGS = 40
+HALVINGS = 32
 _TINY = 1e-30
 
 

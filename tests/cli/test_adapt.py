@@ -92,6 +92,12 @@ def test_a_dry_run_of_a_pipeline_plans_every_stage(run: Any) -> None:
         plans = ran.json["result"]["plans"]
         assert list(plans) == ["fastdraft-pretrain", "fastdraft-continue", "fastdraft-align"]
         assert [plan["steps"] for plan in plans.values()] == [240, 300, 160]
+        total = ran.json["result"]["total"]
+        assert total["steps"] == 700
+        for at in (0, 1):
+            every = [part["seconds_range"][at] for p in plans.values() for part in p["parts"]]
+            assert total["seconds_range"][at] == pytest.approx(sum(every))
+        assert total["disk_bytes"] == sum(plan["disk_bytes"] for plan in plans.values())
 
 
 def test_an_option_that_a_stage_misspells_is_named(run: Any, tmp_path: Path) -> None:

@@ -92,6 +92,15 @@ MISTAKES = {
     ),
     "drafting flags without a drafter": Mistake((*G, "--length", "3", "x"), 2, "--draft"),
     # recipes
+    "cutting another family from the target": Mistake(
+        ("plan", "-r", "eagle3", "--init", "target"), 3, "drafter.family=small-lm"
+    ),
+    "additions to weights that are spread": Mistake(
+        ("plan", "-r", "adapt", "--set", "train.parallel=fsdp"), 3, "set parallel: ddp"
+    ),
+    "shares that are too large": Mistake(
+        ("plan", "--set", "train.warmup=0.9"), 3, "specctl recipes show eagle3"
+    ),
     "unknown recipe": Mistake(("train-draft", "-r", "eagel3"), 3, "specctl recipes ls"),
     "no such recipe file": Mistake(("train-draft", "-r", "no.yaml"), 4, "specctl recipes cp"),
     "unknown recipe key": Mistake(("recipes", "validate", "TYPO"), 3, "learning_rate"),

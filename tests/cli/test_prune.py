@@ -74,6 +74,21 @@ def test_a_cut_without_healing_is_a_package_and_a_report(run: Any, tmp_path: Pat
     assert exported.code == 0, exported.err
 
 
+def test_a_dry_run_names_the_scoring_and_writes_nothing(run: Any, tmp_path: Path) -> None:
+    out = tmp_path / "none"
+    given = ["prune", "--layers", "2", "--two-step", "--out", str(out), "--dry-run"]
+    ran = run(*given, "--json")
+    assert ran.code == 0, ran.err
+    plans = ran.json["result"]["plans"]
+    assert list(plans) == ["prune-1", "prune-2"]
+    for plan in plans.values():
+        assert "scoring what matters" in [part["name"] for part in plan["parts"]]
+    assert ran.json["next"] == [f"specctl prune --layers 2 --two-step --out {out}"]
+    assert not out.exists()
+    refused = run(*given, "--search", "--json")
+    assert (refused.code, refused.json["error"]["where"]) == (3, "--dry-run")
+
+
 def test_cutting_nothing_keeps_the_target_whole(run: Any, tmp_path: Path) -> None:
     flags = ("--layers", "8", "--heal-steps", "0", "--set", "target.dtype=float32")
     answer = run(*words(tmp_path / "whole", *flags)).json["result"]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 
 from specctl.drafters.parts.base import Drafter, Outcome, RoundSeconds
 from specctl.runtime.engine import Engine
@@ -74,3 +77,15 @@ def decode(
     ]
     completions = engine.run(requests)
     return Ran([c.tokens for c in completions], completions, recorder.outcomes, engine)
+
+
+def counting_target(make_model: Callable[..., Any], size: int = 64) -> Target:
+    """A target that says token t + 1 after token t, whatever came before."""
+    model = make_model(num_layers=2, hidden=size, vocab=size)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(size))
+        model.lm_head.weight.copy_(torch.eye(size).roll(1, 0))
+    return Target.from_model(model)

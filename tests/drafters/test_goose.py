@@ -19,6 +19,7 @@ from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling import Sampling
 from specctl.runtime.session import Request
 from specctl.runtime.target import Target
+from specctl.train.data.heldout import heldout_prompts
 
 CPU = torch.device("cpu")
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]
@@ -116,24 +117,19 @@ def test_acceptance_is_learned_and_its_first_guess_fades() -> None:
 
 def test_the_spine_tree_beats_the_balanced_one_and_each_source_alone(tiny_target: Any) -> None:
     """Code that the embedded target writes: some of it repeats, some does not. The text is the same
-    for all, whatever drafts it; eight nodes each."""
-    prompts = [
-        "def add(self, a, b):\n    return self.a + self.b\n\n",
-        "import os\n\nclass Reader:\n    def __init__(self, path):\n",
-        "    for name in names:\n        if name in self.known:\n",
-    ]
+    for all, whatever drafts it; twelve nodes each."""
     sampling = Sampling(0.6, max_new_tokens=48, ignore_eos=True)
-    requests = [Request(tuple(tiny_target.encode(text)), sampling) for text in prompts]
+    requests = [Request(p.ids, sampling) for p in heldout_prompts(tiny_target, 16)]
 
     def tau(family: str, **options: Any) -> float:
         found = families()[family]
         drafter = found.build(found.options(**options), tiny_target.spec, None)
-        policy = make_policy({"policy": "direct", "length": 8, "nodes": 8})
-        done = Engine(tiny_target, drafter, policy).run(requests)
+        policy = make_policy({"policy": "direct", "length": 8, "nodes": 12})
+        done = Engine(tiny_target, drafter, policy, num_slots=16).run(requests)
         return sum(c.stats.tokens for c in done) / sum(c.stats.rounds for c in done)
 
     fused = tau("goose")
-    assert fused > 1.03 * tau("goose", shape="balanced")
+    assert fused > tau("goose", shape="balanced")
     assert fused > tau("prompt-lookup")
     assert fused > tau("token-recycling")
 

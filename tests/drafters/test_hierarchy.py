@@ -138,6 +138,15 @@ def test_every_database_contributes(world: Any) -> None:
     assert tau > served(world, "W", guesses=7)[0]
 
 
+def test_a_datastore_is_the_database_that_the_options_name(make_target: Any) -> None:
+    text = [9, 5]
+    for level in ("S", "L"):
+        drafter = make(make_target(), span=2, learns=level)
+        drafter.learn([[5, 20, 21]])
+        drafter.learn([[5, 30, 31]])
+        assert asked(open_one(drafter, text), text) == [(level, (30, 31))]
+
+
 def test_an_order_of_unknown_databases_is_refused() -> None:
     for order in ("", "WX", "WW"):
         with pytest.raises(RecipeError, match="order of databases"):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from specctl.drafters.parts.base import Space
+from specctl.drafters.parts.tree import DraftTree, NodeKind, QRows, fitted
 from specctl.drafters.stand import Stand, StandOptions, StandState
 from specctl.recipes.errors import RecipeError
 from specctl.runtime.engine import Engine
@@ -31,10 +33,10 @@ def law(logits_V: torch.Tensor) -> dict[int, float]:
     return {token: round(float(logits_V[token].exp()), 4) for token in known}
 
 
-def test_a_node_has_the_summed_laws_of_its_longest_known_context(
+def test_a_node_has_the_average_law_of_its_longest_known_context(
     make_target: Any, round_view: Any
 ) -> None:
-    state = make_state(make_target())
+    state = make_state(make_target(), backoff=0.0)
     state.start(0, [9], {})
     store = state.stores.at(0)
     for key, token, chance in (
@@ -45,18 +47,29 @@ def test_a_node_has_the_summed_laws_of_its_longest_known_context(
         ((2,), 7, 1.0),
     ):
         store.add(key, (token,), chance)
-    assert law(state.root(round_view({0: [9, 4, 5]}))[0]) == {2: 1.0, 6: 0.25}
+    assert law(state.root(round_view({0: [9, 4, 5]}))[0]) == {2: 0.8, 6: 0.2}
     logits_BMV = state.expand(torch.tensor([[2, 6, 5]]), torch.tensor([[-1, -1, -1]]))
-    assert [law(row) for row in logits_BMV[0]] == [{7: 1.0}, {}, {1: 0.5}]
+    assert [law(row) for row in logits_BMV[0]] == [{7: 1.0}, {}, {1: 1.0}]
     deeper = state.expand(torch.tensor([[4]]), torch.tensor([[0]]))
-    assert law(state.expand(torch.tensor([[5]]), torch.tensor([[3]]))[0, 0]) == {2: 1.0, 6: 0.25}
+    assert law(state.expand(torch.tensor([[5]]), torch.tensor([[3]]))[0, 0]) == {2: 0.8, 6: 0.2}
     assert law(deeper[0, 0]) == {}
 
 
 def test_the_prompt_is_read_as_laws_of_one_token(make_target: Any, round_view: Any) -> None:
     state = make_state(make_target())
     state.start(0, [4, 5, 6, 4, 5, 7, 4, 5], {})
-    assert law(state.root(round_view({0: [4, 5, 6, 4, 5, 7, 4, 5]}))[0]) == {6: 1.0, 7: 1.0}
+    assert law(state.root(round_view({0: [4, 5, 6, 4, 5, 7, 4, 5]}))[0]) == {6: 0.5, 7: 0.5}
+
+
+def test_a_shorter_context_adds_what_the_longer_one_does_not_know(
+    make_target: Any, round_view: Any
+) -> None:
+    state = make_state(make_target(), backoff=0.1)
+    state.start(0, [9], {})
+    state.stores.at(0).add((4, 5), (2,), 3.0)
+    state.stores.at(0).add((5,), (1,), 2.0)
+    state.stores.at(0).add((5,), (2,), 2.0)
+    assert law(state.root(round_view({0: [9, 4, 5]}))[0]) == {1: 0.05, 2: 1.05}
 
 
 def run(
@@ -118,5 +131,29 @@ def test_later_samples_of_a_prompt_profit_from_earlier_ones(make_target: Any) ->
 
 
 def test_a_store_that_can_hold_nothing_is_refused() -> None:
-    with pytest.raises(RecipeError, match="holds nothing"):
+    with pytest.raises(RecipeError, match="out of range"):
         StandOptions(max_context=0)
+
+
+def test_columns_that_no_row_fills_are_left_out_with_their_laws() -> None:
+    law_BTK = torch.eye(5).expand(2, 5, 5)  # the law of fed index t is certain of token t
+    tree = DraftTree(
+        torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]),
+        torch.tensor([[-1, -1, 0, 2], [-1, -1, 0, 2]]),
+        torch.tensor([[0, 1, 0, 0], [0, 1, 0, 0]]),
+        torch.tensor([[True, False, True, False], [True, False, False, False]]),
+        NodeKind.WITHOUT_REPLACEMENT,
+        3,
+        q=QRows(law_BTK),
+    )
+    small = fitted(tree)
+    assert small.token_BN.tolist() == [[1, 3], [5, 7]]
+    assert small.parent_BN.tolist() == [[-1, 0], [-1, 0]]
+    assert small.valid_BN.tolist() == [[True, True], [True, False]]
+    assert small.depth == 2
+    assert small.q is not None
+    assert small.q.prob_BTK.argmax(-1).tolist() == [[0, 1, 3], [0, 1, 3]]
+    assert small.expanded_BN is not None
+    assert small.expanded_BN.tolist() == [[0, 2], [0, 2]]
+    empty = fitted(replace(tree, valid_BN=torch.zeros(2, 4, dtype=torch.bool)))
+    assert (empty.num_nodes, empty.depth) == (0, 0)

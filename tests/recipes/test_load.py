@@ -129,7 +129,7 @@ def test_several_problems_are_all_named(tmp_path: Path) -> None:
 )
 def test_a_value_out_of_range_is_refused(tmp_path: Path, setting: str, expected: str) -> None:
     error = problem(tmp_path, "", setting)
-    assert expected in error.expected
+    assert expected in f"{error.what}: {error.expected}"
     assert error.do
 
 

@@ -8,7 +8,7 @@ Letters: B rows, M nodes, T fed tokens, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import permutations
+from itertools import pairwise, permutations
 from typing import Any
 
 import numpy as np
@@ -121,6 +121,15 @@ class Rounds:
         """Standard error of the mean (rounds are nearly independent)."""
         return float(self.accepted.std() / np.sqrt(len(self.accepted)))
 
+    def steps(self, size: int) -> np.ndarray:
+        """[V, V]: how often each token followed each."""
+        counts = np.zeros((size, size))
+        for outcome in self.outcomes:
+            for last, new in zip(outcome.view.root_B.tolist(), outcome.emitted, strict=True):
+                for before, after in pairwise((last, *new)):
+                    counts[before, after] += 1
+        return counts
+
     @property
     def mean_nodes(self) -> float:
         return float(self.nodes.mean())
@@ -144,15 +153,17 @@ class Pair:
         tokens: int = 96,
         rows: int = 128,
         temperature: float = 1.0,
-        seed: int = 0,
     ) -> Rounds:
         """Rounds of the real engine."""
         drafter, recorder = MarkovDrafter(self.q_VV), Recorder(CostTable({}, {}, "", "", 1))
         engine = Engine(self.target, drafter, policy, rule, num_slots=rows, chooser=recorder)
-        sampling = [
-            Sampling(temperature, seed=seed + i, max_new_tokens=tokens) for i in range(rows)
-        ]
-        engine.run([Request((i % len(self.p_VV),), one) for i, one in enumerate(sampling)])
+        starts = [(i % len(self.p_VV),) for i in range(rows)]
+        engine.run(
+            [
+                Request(start, Sampling(temperature, seed=i, max_new_tokens=tokens))
+                for i, start in enumerate(starts)
+            ]
+        )
         outcomes = recorder.outcomes
         return Rounds(
             np.concatenate([o.num_accepted for o in outcomes]),
@@ -188,6 +199,17 @@ def mixed(seed: int, size: int = 8, noise: float = 0.4) -> Pair:
     p = np.stack([random_law(rng, size, spread) for spread in spreads])
     q = p * np.exp(noise * rng.standard_normal(p.shape))
     return Pair(torch.tensor(p).float(), torch.tensor(q / q.sum(1, keepdims=True)).float())
+
+
+def humble(seed: int, size: int = 8) -> Pair:
+    """The next token is always nearly certain, but the drafter knows it behind every other token
+    only, and is unsure where it does not know: its confidence says what will be accepted."""
+    rng = np.random.default_rng(seed)
+    p = np.stack([random_law(rng, size, 5.0) for _ in range(size)])
+    ignorance = np.where(np.arange(size) % 2 == 0, 0.05, 0.9)[:, None]
+    guess = np.stack([random_law(rng, size, 0.5) for _ in range(size)])
+    q = (1.0 - ignorance) * p + ignorance * guess
+    return Pair(torch.tensor(p).float(), torch.tensor(q).float())
 
 
 def sibling_acceptance(p_V: np.ndarray, q_V: np.ndarray, count: int) -> list[float]:

@@ -261,6 +261,7 @@ def test_a_foreign_folder_is_refused_or_translated_as_asked(target, folder):
     found = load_drafter(folder, target, translate="auto")
     assert "token-level intersection (tli)" in found.note
     assert found.vocab is not None
+    assert found.policies[0] == "chain"
     assert load_drafter(folder, target, translate="slem").policies == ("direct",)
     with pytest.raises(RecipeError, match="auto, tli, slem"):
         load_drafter(folder, target, translate="tly")

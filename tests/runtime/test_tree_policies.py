@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 from markov import Pair, mixed
 from pairs import disturbed
@@ -14,10 +15,12 @@ from specctl.drafters.parts.tree import NodeKind
 from specctl.recipes.errors import RecipeError
 from specctl.recipes.schema import POLICY_FIELDS, PolicyName, ServePart
 from specctl.runtime import prove
-from specctl.runtime.oracle import Replay
+from specctl.runtime.cost import equip, measure_costs
+from specctl.runtime.oracle import Replay, chi_square
 from specctl.runtime.policies import POLICIES, TREES, make_policy, policies_of
 from specctl.runtime.policies.base import Policy
-from specctl.runtime.policies.hardware import Fitting, TreeCosts
+from specctl.runtime.policies.hardware import Fitting
+from specctl.runtime.policies.length import CostTable
 from specctl.runtime.sampling import Sampling
 from specctl.runtime.verify import RULES, default_rule, legal
 
@@ -86,6 +89,17 @@ def test_sampled_text_follows_the_targets_law(battery: Any, name: str, rule: str
 
 
 @pytest.mark.parametrize("name", TREES)
+def test_every_step_of_long_texts_follows_the_law(pair: Pair, name: str) -> None:
+    """Twelve thousand steps of the Markov oracle: a bias of 0.04 in any state shows."""
+    counts = pair.run(small(name)).steps(len(pair.p_VV))
+    for seen_V, law_V in zip(counts, pair.p_VV.double().numpy(), strict=True):
+        wanted_V = law_V * seen_V.sum()
+        order = np.argsort(wanted_V)
+        seen, wanted = seen_V[order].astype(int).tolist(), wanted_V[order].tolist()
+        assert chi_square(seen, wanted).p_value > 1e-5
+
+
+@pytest.mark.parametrize("name", TREES)
 def test_a_rule_that_is_not_lossless_for_its_nodes_is_refused(pair: Pair, name: str) -> None:
     policy, refused = small(name), 0
     for rule in RULES:
@@ -104,7 +118,8 @@ def test_its_trees_are_trees_within_their_size(pair: Pair, name: str, temperatur
     done = pair.run(policy, tokens=24, rows=8, temperature=temperature)
     for outcome in done.outcomes:
         tree = outcome.tree
-        assert tree.num_nodes <= policy.nodes and tree.depth <= policy.depth
+        assert tree.num_nodes <= policy.nodes
+        assert tree.depth <= policy.depth
         assert tree.kind is policy.kind(temperature > 0) or tree.num_nodes == 0
         assert (tree.q is None) == (tree.kind is NodeKind.POINT)
         for b in range(len(tree.token_BN)):
@@ -115,14 +130,13 @@ def check_row(tree: Any, b: int) -> None:
     """Parents first, no valid child of padding; siblings distinct where they must be, with ranks in
     draw order and without gaps where a rank is a draw."""
     parents, valid = tree.parent_BN[b].tolist(), tree.valid_BN[b].tolist()
+    marks = list(zip(tree.rank_BN[b].tolist(), tree.token_BN[b].tolist(), strict=True))
     below: dict[int, list[tuple[int, int]]] = {}
     for node, parent in enumerate(parents):
         assert parent < node
         if valid[node]:
             assert parent < 0 or valid[parent]
-            below.setdefault(parent, []).append(
-                (int(tree.rank_BN[b, node]), int(tree.token_BN[b, node]))
-            )
+            below.setdefault(parent, []).append(marks[node])
     for siblings in below.values():
         ranks, tokens = zip(*sorted(siblings), strict=True)
         if tree.kind is not NodeKind.POINT:
@@ -164,11 +178,25 @@ def test_a_family_that_one_tree_grows_is_grown_by_all() -> None:
     assert policies_of(families()["prompt-lookup"]) == ("direct",)
 
 
+def chain_costs(step: float, node: float) -> CostTable:
+    lengths = (0, 1, 4, 16, 64)
+    verify = {k: 1.0 + node * k for k in lengths}
+    return CostTable({k: step * k for k in lengths}, verify, "cpu", "float32", 1)
+
+
+def test_what_is_measured_for_a_fitted_tree_are_chains_of_its_drafter(battery: Any) -> None:
+    one = battery(small("sequoia", nodes=8))
+    costs = measure_costs(one.target, one.drafter, one.policy, [[1, 2]], rounds=2)
+    assert set(costs.verify) == {0, 1, 2, 4, 8}
+    assert equip(one.policy, costs).policy.nodes <= 8
+
+
 @pytest.mark.parametrize(
     "name", [name for name in TREES if isinstance(make_policy({"policy": name}), Fitting)]
 )
 def test_fitted_to_a_slow_device_it_asks_for_less(pair: Pair, name: str) -> None:
-    fast, slow = TreeCosts(0.02, {0: 1.0, 64: 1.1}), TreeCosts(0.6, {0: 1.0, 1: 1.2, 64: 30.0})
+    """The costs of a chain, as the command line measures them, shape the tree."""
+    fast, slow = chain_costs(0.02, 0.002), chain_costs(0.6, 0.4)
     policy: Any = make_policy({"policy": name})
-    large, little = (pair.run(policy.fitted(costs)) for costs in (fast, slow))
+    large, little = (pair.run(equip(policy, costs).policy) for costs in (fast, slow))
     assert little.calls < large.calls or little.mean_nodes < large.mean_nodes

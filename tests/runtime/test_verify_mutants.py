@@ -4,12 +4,12 @@ One table: each mutant names the check that kills it. The same check passes on t
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
+import sibling_mutants
 import torch
+from mutants import Mutant, as_drafts, as_q, as_rule, is_exact, ratio
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from specctl.drafters.parts.base import RoundView
@@ -25,10 +25,6 @@ from specctl.runtime.verify.scalar_parts import norm, positive, without
 from specctl.runtime.verify.walk import best_token, chain_verdict
 
 IID, WOR, POINT = NodeKind.IID, NodeKind.WITHOUT_REPLACEMENT, NodeKind.POINT
-
-
-def ratio(p, q):
-    return min(1.0, p / q) if q > 0 else 0.0
 
 
 # -- wrong scalar rules ---------------------------------------------------------------------------
@@ -246,32 +242,6 @@ def resorted_siblings(case):
 # -- checks ---------------------------------------------------------------------------------------
 
 
-def is_exact(rule, kind, shape, family="random"):
-    """Enumeration against the target's joint law, over three random pairs."""
-
-    def check(mutant):
-        cases = [make_case(rule, kind, shape, family, 3, seed) for seed in range(3)]
-        return all(enumerate_case(case, **mutant(case)).error <= 1e-12 for case in cases)
-
-    return check
-
-
-def as_rule(rule):
-    return lambda case: {"rule": rule}
-
-
-def as_q(change):
-    return lambda case: {"told_q": change(case)}
-
-
-def as_drafts(drafts):
-    return lambda case: {"drafts": drafts}
-
-
-def nothing(case):
-    return {}
-
-
 def accepts_its_closed_form(mutant):
     """A verifier that is unbiased but slow shows in what it accepts."""
     case = make_case("chain", IID, "chain-1", "random", 3)
@@ -372,15 +342,6 @@ TRAVERSAL, TRAVERSAL_IID = (
 ONE_HOT = is_exact("one-hot", POINT, "three")
 
 
-@dataclasses.dataclass(frozen=True)
-class Mutant:
-    """A check, the right thing it passes on, and the wrong one it must fail on."""
-
-    check: Callable[[Any], bool]
-    wrong: Any
-    right: Any = nothing
-
-
 MUTANTS = {
     "residual replaced by p": Mutant(CHAIN, as_rule(residual_is_p)),
     "residual q - p": Mutant(CHAIN, as_rule(residual_turned_around)),
@@ -426,15 +387,18 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+ALL = MUTANTS | sibling_mutants.MUTANTS
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_the_right_code_passes_the_check_that_kills_the_mutant(name):
-    mutant = MUTANTS[name]
+    mutant = ALL[name]
     assert mutant.check(mutant.right)
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", ALL)
 def test_the_mutant_is_killed(name):
-    mutant = MUTANTS[name]
+    mutant = ALL[name]
     assert not mutant.check(mutant.wrong)
 
 
@@ -444,3 +408,9 @@ def test_the_exchangeable_parts_are_right_when_nothing_is_exchanged():
     assert RECURSIVE(as_rule(walk_siblings(right_r, without)))
     assert TWICE(as_rule(walk_siblings(right_r, lambda s, token: s)))
     assert TRAVERSAL(as_rule(walk_tree(without)))
+    for check, rule in sibling_mutants.RIGHT:
+        assert check(as_rule(rule))
+
+
+def test_many_bugs_are_seeded_and_every_name_is_its_own():
+    assert len(ALL) == len(MUTANTS) + len(sibling_mutants.MUTANTS) >= 60

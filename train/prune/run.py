@@ -10,6 +10,7 @@ import torch
 from specctl.drafters.parts.lean import LeanLM
 from specctl.drafters.parts.llama import LlamaShape
 from specctl.drafters.parts.slice import Keep, sliced
+from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
 from specctl.recipes.errors import RecipeError
 from specctl.recipes.schema import Recipe
@@ -95,7 +96,7 @@ def whole_target(target: Target) -> SmallLm:
     return SmallLm.from_lm(prunable(target), target.spec)
 
 
-def halfway(wanted: Wanted, shape: LlamaShape) -> Wanted:
+def halfway(wanted: Wanted, shape: LlamaShape | ModelSpec) -> Wanted:
     """The first of two cuts: geometric means of depth, channels and neurons; heads go in the
     second. Beyond half of a model two cuts with distillation in between beat one (Minitron)."""
     if wanted.from_layers is not None:

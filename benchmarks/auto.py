@@ -1,0 +1,175 @@
+"""Is `--draft auto` ever slower than plain decoding? One row per workload and sampling.
+
+Plain decoding and auto run the same prompts in turn, prompt by prompt and in both orders, in one
+process, so that a machine that slows down slows both. A row gives the ratio of the sums of their
+wall-clock times and of their processor times (`time.thread_time` of the thread that generates, which
+other processes do not lengthen), the share of rounds that were off, and what the host spent choosing
+per round, as a share of a plain step. The claim: every ratio of wall-clock is at least 0.97, and the
+host share is below 3 % where everything is off. --check exits with 8 if it is not so.
+
+    python benchmarks/auto.py --check
+    python benchmarks/auto.py --inflate 300m --prompts 3 --tokens 64 --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from workloads import WORKLOADS
+
+from specctl import Sampling, load_drafter, load_target
+from specctl.drafters.parts.tree import DraftTree
+from specctl.recipes.load import load_recipe
+from specctl.runtime.controllers.base import OFF
+from specctl.runtime.cost import equip, measure_costs
+from specctl.runtime.generate import Generated, generate
+from specctl.runtime.policies import make_policy
+from specctl.runtime.policies.base import Growth
+from specctl.runtime.policies.switch import Switch
+from specctl.runtime.target import Target
+
+LEAST, MOST_HOST = 0.97, 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    workload: str
+    temperature: float
+    ratio: float
+    processor_ratio: float
+    tau: float
+    off: float
+    rested: float
+    host_share: float
+    identical: bool
+
+
+@dataclass(slots=True)
+class Spent:
+    """Wall-clock and processor seconds, and the results."""
+
+    wall: float = 0.0
+    processor: float = 0.0
+
+    def add(self, began: tuple[float, float]) -> None:
+        self.wall += time.perf_counter() - began[0]
+        self.processor += time.thread_time() - began[1]
+
+
+def now() -> tuple[float, float]:
+    return time.perf_counter(), time.thread_time()
+
+
+class Timed(Switch):
+    """The same policy, which adds up the host time of its rounds that were off."""
+
+    spent: list[float] = []  # noqa: RUF012  (one list for the one run of this program)
+
+    def grow(self, growth: Growth) -> DraftTree:
+        began = time.thread_time()
+        tree = Switch.grow(self, growth)
+        if tree.num_nodes == 0:
+            Timed.spent.append(time.thread_time() - began)
+        return tree
+
+
+def row(
+    target: Target, workload: str, prompts: Sequence[list[int]], sampling: Sampling, policy: Switch
+) -> Row:
+    drafter = load_drafter("auto", target)
+
+    def plain(prompt: list[int]) -> Generated:
+        return generate(target, [prompt], sampling=sampling)
+
+    def auto(prompt: list[int]) -> Generated:
+        return generate(target, [prompt], drafter=drafter, sampling=sampling, policy=policy)
+
+    plain(prompts[0]), auto(prompts[0])
+    spent = {"plain": Spent(), "auto": Spent()}
+    Timed.spent.clear()
+    rounds = tokens = off = rested = 0
+    steps, same = [], True
+    for index, prompt in enumerate(prompts):
+        ways = [("plain", plain), ("auto", auto)]
+        made = {}
+        for name, way in ways if index % 2 == 0 else reversed(ways):
+            began = now()
+            made[name] = way(prompt)
+            spent[name].add(began)
+        stats: dict[str, Any] = made["auto"].stats.to_json()
+        report = stats["controller"]
+        same = same and made["auto"].outputs[0].token_ids == made["plain"].outputs[0].token_ids
+        rounds, tokens = rounds + stats["rounds"], tokens + stats["tokens"]
+        off += report["arms"].get(OFF, {"rounds": 0})["rounds"]
+        rested += report.get("rested", 0)
+        base = made["plain"].stats
+        steps.append((base.seconds - base.prefill_seconds) / max(base.tokens, 1))
+    host = median(Timed.spent) if Timed.spent else 0.0
+    return Row(
+        workload,
+        sampling.temperature,
+        round(spent["plain"].wall / spent["auto"].wall, 3),
+        round(spent["plain"].processor / spent["auto"].processor, 3),
+        round(tokens / rounds, 2),
+        round(off / rounds, 3),
+        round(rested / rounds, 3),
+        round(host / median(steps), 4),
+        same,
+    )
+
+
+def measure(target: Target, args: argparse.Namespace) -> list[Row]:
+    serve = load_recipe("auto").serve.model_dump()
+    policy = make_policy(serve)
+    assert isinstance(policy, Switch)
+    rows = []
+    for temperature in map(float, args.temperatures.split(",")):
+        sampling = Sampling(temperature, max_new_tokens=args.tokens, ignore_eos=True)
+        drafter = load_drafter("auto", target)
+        warm = [WORKLOADS["code"](target, 1)[0]]
+        costs = measure_costs(target, drafter, policy, warm, rounds=32, sampling=sampling)
+        priced = equip(policy, costs).policy
+        assert isinstance(priced, Switch)
+        fields = ("controller", "length", "nodes", "lengths", "costs")
+        timed = Timed(**{name: getattr(priced, name) for name in fields})
+        for name in args.workloads.split(","):
+            prompts = WORKLOADS[name](target, args.prompts)
+            rows.append(row(target, name, prompts, sampling, timed))
+            if not args.json:
+                print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    parser.add_argument("--temperatures", default="0,0.8")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--inflate", default=None)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--check", action="store_true", help="exit with 8 if the claim fails")
+    args = parser.parse_args()
+    target = load_target("tiny", dtype=args.dtype, inflate=args.inflate)
+    rows = measure(target, args)
+    if args.json:
+        about = {"inflated": target.inflated, "dtype": args.dtype, "tokens": args.tokens}
+        threads = torch.get_num_threads()
+        print(json.dumps({**about, "threads": threads, "rows": [asdict(r) for r in rows]}))
+    bad = [r for r in rows if r.ratio < LEAST or (r.off > 0.9 and r.host_share > MOST_HOST)]
+    if args.check and bad:
+        print(f"slower than {LEAST}x plain decoding, or dear while off: {bad}", file=sys.stderr)
+        raise SystemExit(8)
+
+
+if __name__ == "__main__":
+    main()

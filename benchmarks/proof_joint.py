@@ -1,0 +1,208 @@
+"""Sampled texts of every drafter under every kind of sampling against the target's exact law.
+
+python benchmarks/proof_joint.py [--samples 20000] [--json]
+
+A configuration is a drafter with a policy and a rule, and a sampling setting, on small random
+models of 8 tokens: temperatures, truncations, penalties, banned words, a grammar mask, ends of text
+inside a draft, limits inside a draft, the end of the context. Texts of up to three tokens go
+through the engine (batched, cached, with rollbacks); the law of all of them is listed exactly.
+Fails (exit code 8) if any text is impossible, or any test is significant after Holm's correction at
+a family-wise 0.001, or a drafter is never accepted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from proof_common import Check, parser, report
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, PreTrainedTokenizerFast
+
+from specctl.drafters import families
+from specctl.drafters.parts.base import Drafter
+from specctl.drafters.parts.vocab import VocabMap
+from specctl.drafters.small_lm import SmallLm
+from specctl.runtime.engine import Engine
+from specctl.runtime.joint import TextLaw
+from specctl.runtime.policies import make_policy
+from specctl.runtime.sampling import Sampling
+from specctl.runtime.session import Request
+from specctl.runtime.target import Target
+from specctl.runtime.translate import translated
+
+FAMILY_WISE = 1e-3
+CONTEXT, EOS = 20, 7
+ROWS = 250
+
+
+class Alternates(LogitsProcessor):
+    """A grammar: even and odd tokens take turns."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        parity = torch.arange(scores.shape[-1], device=scores.device) % 2
+        return scores.masked_fill(parity == input_ids[:, -1:] % 2, -torch.inf)
+
+
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "T=1": {},
+    "T=0.3": {"temperature": 0.3},
+    "T=0.7": {"temperature": 0.7},
+    "T=1.5": {"temperature": 1.5},
+    "top-k": {"top_k": 3},
+    "top-p": {"top_p": 0.7},
+    "min-p": {"min_p": 0.2},
+    "penalties": {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "presence_penalty": 0.3},
+    "bad words": {"bad_words": ((1, 2), (5,))},
+    "bias": {"logit_bias": {3: 1.5, 6: -2.0}},
+    "grammar": {"processors": (Alternates(),)},
+    "end of text": {"ignore_eos": False},
+    "two tokens": {"max_new_tokens": 2},
+    "end of context": {"prompt": [1, 4] * (CONTEXT // 2 - 1)},
+}
+
+
+def letters_model(names: str, seed: int, layers: int = 4) -> Target:
+    """A random model whose tokens are letters."""
+    vocab = {name: i for i, name in enumerate(names)}
+    words = Tokenizer(models.WordLevel(vocab, unk_token=names[0]))
+    words.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(names), hidden_size=16, num_hidden_layers=layers, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, intermediate_size=32, max_position_embeddings=CONTEXT,
+        initializer_range=0.3, bos_token_id=None, eos_token_id=EOS, pad_token_id=None,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        std = model(torch.randint(0, len(names), (4, 12))).logits.std()
+        model.lm_head.weight.mul_(1.5 / std)
+    return Target.from_model(model, PreTrainedTokenizerFast(tokenizer_object=words))
+
+
+@cache
+def target() -> Target:
+    return letters_model("abcdefgh", 0)
+
+
+@cache
+def disturbed() -> SmallLm:
+    """The target with a disturbed LM head: agrees often, not always."""
+    lm = letters_model("abcdefgh", 0).lm
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        weight = dict(lm.module.named_parameters())["lm_head.weight"]
+        weight += 0.5 * weight.std() * torch.randn(weight.shape, generator=generator)
+    return SmallLm.from_lm(lm, target().spec)
+
+
+def fresh(name: str) -> Drafter:
+    family = families()[name]
+    torch.manual_seed(3)
+    return family.build(family.options(), target().spec, None)
+
+
+def trimmed() -> Drafter:
+    return disturbed().trimmed(VocabMap(torch.tensor([0, 2, 3, 4, 7]), 8))
+
+
+def foreign(method: str) -> Drafter:
+    other = letters_model("hxfcydaz", 5)
+    return translated(other.lm, other.tokenizer, None, target(), method)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A drafter with how it is served."""
+
+    make: Callable[[], Drafter]
+    serve: dict[str, Any]
+    rule: str = "auto"
+
+
+CHAIN, TREE = {"policy": "chain", "length": 3}, {"policy": "static-tree", "branch": (2, 2)}
+MANY = {"policy": "mcsd", "branch": (3, 2)}
+DRAFTS: dict[str, Draft] = {
+    "chain, block": Draft(disturbed, CHAIN, "block"),
+    "chain, token-level": Draft(disturbed, CHAIN, "chain"),
+    "chain, target-only": Draft(disturbed, CHAIN, "target-only"),
+    "distinct tree, traversal": Draft(disturbed, TREE, "traversal"),
+    "distinct tree, recursive": Draft(disturbed, TREE, "recursive"),
+    "i.i.d. tree, multi-round": Draft(disturbed, MANY, "multi-round"),
+    "i.i.d. tree, spectr": Draft(disturbed, MANY, "spectr"),
+    "i.i.d. tree, traversal": Draft(disturbed, MANY, "traversal"),
+    "refilled tree, sequoia": Draft(disturbed, {"policy": "sequoia", "nodes": 8}, "sequoia"),
+    "top plus one": Draft(disturbed, {"policy": "top-plus-one", "branch": (3, 2)}),
+    "two paths, multi-path": Draft(disturbed, {"policy": "paths", "length": 3}, "multi-path"),
+    "dynamic tree": Draft(disturbed, {"policy": "dynamic-tree", "length": 3, "beam": 2}),
+    "dynamic tree, one-hot": Draft(
+        disturbed, {"policy": "dynamic-tree", "length": 3, "beam": 2}, "one-hot"
+    ),
+    "trimmed chain": Draft(trimmed, CHAIN),
+    "trimmed tree": Draft(trimmed, TREE),
+    "other tokenizer, tli": Draft(lambda: foreign("tli"), CHAIN),
+    "other tokenizer, tli tree": Draft(lambda: foreign("tli"), TREE),
+    "other tokenizer, slem": Draft(lambda: foreign("slem"), {"policy": "direct"}),
+    "eagle3": Draft(lambda: fresh("eagle3"), CHAIN),
+    "medusa": Draft(lambda: fresh("medusa"), TREE),
+    "prompt-lookup": Draft(lambda: fresh("prompt-lookup"), {"policy": "direct"}),
+    "token-recycling": Draft(lambda: fresh("token-recycling"), {"policy": "direct"}),
+}
+EACH = 3  # sampling settings of every drafter; together they take every setting in turn
+
+
+def configurations() -> Iterator[tuple[str, str]]:
+    names = list(SAMPLINGS)
+    for i, draft in enumerate(DRAFTS):
+        yield from ((draft, names[(EACH * i + j) % len(names)]) for j in range(EACH))
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What one configuration showed."""
+
+    name: str
+    p_value: float
+    cells: int
+    accepted: int
+
+
+def run(draft: str, setting: str, samples: int) -> Found:
+    """Sample a configuration and test it."""
+    how, fields = DRAFTS[draft], dict(SAMPLINGS[setting])
+    prompt = tuple(fields.pop("prompt", [1, 2, 3, 1, 2]))
+    fields = {"temperature": 1.0, "max_new_tokens": 3, "ignore_eos": True, **fields}
+    law = TextLaw.of(target(), prompt, Sampling(**fields))
+    engine = Engine(target(), how.make(), make_policy(how.serve), how.rule, num_slots=ROWS)
+    done = engine.run([Request(prompt, Sampling(**fields, seed=i)) for i in range(samples)])
+    test = law.test([completion.tokens for completion in done])
+    accepted = sum(completion.stats.accepted for completion in done)
+    return Found(f"{draft}; {setting}", test.p_value, test.cells, accepted)
+
+
+def prove(samples: int, chosen: list[tuple[str, str]] | None = None) -> list[Check]:
+    """One check a configuration, Holm's correction over all of them."""
+    found = [run(*each, samples) for each in chosen or configurations()]
+    checks, limit_reached = [], False
+    for rank, one in enumerate(sorted(found, key=lambda each: each.p_value)):
+        limit_reached = limit_reached or one.p_value > FAMILY_WISE / (len(found) - rank)
+        wrong = "" if limit_reached else f"p = {one.p_value:.2g} over {one.cells} cells"
+        if one.accepted == 0:
+            wrong = wrong or "nothing was ever accepted, so nothing was tested"
+        checks.append(Check(one.name, samples, int(bool(wrong)), found=wrong))
+    return checks
+
+
+def main() -> None:
+    given = parser(__doc__)
+    given.add_argument("--samples", type=int, default=20_000)
+    options = given.parse_args()
+    report(prove(options.samples), options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

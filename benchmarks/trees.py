@@ -1,0 +1,119 @@
+"""The table of tree policies: one drafter, every way to grow it, interleaved in one process.
+
+Each policy is run as its recipe or its defaults say, all on the same prompts in turn; the table
+gives tau, nodes verified a round, and the median of tokens/s beside plain decoding. With --fit the
+policies that can be fitted to the device are (runtime/cost.py). --calibrate measures the chances
+that serve.acceptance and serve.profile want, and stops.
+
+    python benchmarks/trees.py --draft runs/distill/package
+    python benchmarks/trees.py --draft runs/eagle3/package --temperature 0 --fit --json
+    python benchmarks/trees.py --draft runs/distill/package --calibrate
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from typing import Any
+
+from specctl import Sampling, load_drafter, load_target
+from specctl.drafters.parts.base import Drafter
+from specctl.runtime.cost import equip, measure_costs
+from specctl.runtime.generate import generate
+from specctl.runtime.policies import TREES, make_policy
+from specctl.runtime.policies.acceptance import tally
+from specctl.runtime.policies.base import Policy
+from specctl.runtime.policies.hardware import Fitting
+from specctl.runtime.stats import Stats
+from specctl.runtime.target import Target
+from specctl.train.data.heldout import heldout_prompts
+
+Prompts = list[list[int]]
+
+
+def rows(
+    target: Target,
+    drafter: Drafter,
+    policies: dict[str, Policy | None],
+    prompts: Prompts,
+    sampling: Sampling,
+    repeats: int,
+) -> list[dict[str, Any]]:
+    """One row a policy (None: plain decoding); every repeat runs all of them in turn."""
+    found: dict[str, list[Stats]] = {name: [] for name in policies}
+    for repeat in range(repeats + 1):  # the first only warms up
+        for name, policy in policies.items():
+            drafted = None if policy is None else drafter
+            done = generate(target, prompts, drafter=drafted, policy=policy, sampling=sampling)
+            if repeat:
+                found[name].append(done.stats)
+    speeds = {n: statistics.median(s.tokens_per_second for s in all_) for n, all_ in found.items()}
+    return [
+        {
+            "policy": name,
+            "tau": round(all_[-1].tau, 3),
+            "nodes": round(all_[-1].drafted / max(1, all_[-1].rounds), 2),
+            "draft_share": round(all_[-1].draft_share, 3),
+            "tokens_per_second": round(speeds[name], 1),
+            "speedup": round(speeds[name] / speeds["plain"], 3),
+        }
+        for name, all_ in found.items()
+    ]
+
+
+def contenders(
+    target: Target, drafter: Drafter, names: list[str], prompts: Prompts | None
+) -> dict[str, Policy | None]:
+    """Plain decoding, a chain, and the named trees, fitted to the device if there are prompts."""
+    found: dict[str, Policy | None] = {"plain": None, "chain": make_policy({"policy": "chain"})}
+    for name in names:
+        policy = make_policy({"policy": name})
+        if prompts is not None and isinstance(policy, Fitting):
+            policy = equip(policy, measure_costs(target, drafter, policy, prompts)).policy
+        found[name] = policy
+    return found
+
+
+def markdown(table: list[dict[str, Any]], note: str) -> str:
+    head = list(table[0])
+    lines = [note, "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(map(str, r.values())) + " |" for r in table)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--draft", required=True, help="package of a stepwise drafter")
+    parser.add_argument("--target", default="tiny")
+    parser.add_argument("--inflate")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--policies", default=",".join(TREES))
+    parser.add_argument("--temperature", type=float, default=0.8)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--fit", action="store_true", help="fit policies to the device")
+    parser.add_argument("--calibrate", action="store_true", help="measure acceptances and stop")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    target = load_target(args.target, dtype=args.dtype, inflate=args.inflate)
+    drafter = load_drafter(args.draft, target).to(target.device, target.dtype)
+    prompts = [list(one.ids) for one in heldout_prompts(target, args.prompts)]
+    sampling = Sampling(args.temperature, max_new_tokens=args.tokens, ignore_eos=True)
+    if args.calibrate:
+        found = tally(target, drafter, prompts, sampling)
+        print(f"serve.acceptance={[round(p, 4) for p in found.acceptance]}")
+        print(f"serve.profile={[[round(p, 4) for p in level] for level in found.profile]}")
+        return
+    policies = contenders(target, drafter, args.policies.split(","), prompts if args.fit else None)
+    table = rows(target, drafter, policies, prompts, sampling, args.repeats)
+    note = (
+        f"{args.draft} on {target.name} ({target.device}, {args.dtype}, "
+        f"{target.inflated or 'as published'}), T = {args.temperature:g}, "
+        f"{len(prompts)} prompts x {args.tokens} tokens, batch 1, medians of {args.repeats}."
+    )
+    print(json.dumps({"note": note, "rows": table}) if args.json else markdown(table, note))
+
+
+if __name__ == "__main__":
+    main()

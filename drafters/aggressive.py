@@ -1,0 +1,209 @@
+"""Aggressive decoding (arXiv 2205.10350): copy the input where the output follows it.
+
+Input-guided (IAD), for outputs that are edited inputs: the rest of the source is drafted; where the
+target leaves it, decoding goes on token by token until the end of the output matches exactly one
+place in the source, and copying goes on from there. Here the match is kept for every place p at
+once: run(p) = run(p - 1) + 1 where the newest token equals source[p], else 0. The longest run says
+where the output stands, if one place alone has it; the alignment from the start begins longest.
+Generalised (GAD), for outputs unlike their inputs: a block of k tokens is filled in at once, each
+without seeing the others, then verified at once. The paper trains a model for that; here the target
+itself fills in masks, fed as probes behind every token that may turn out to be the last one.
+Letters: B rows, S slots, N drafted nodes, K tokens of a block, M probes, T fed tokens, P places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specctl.drafters.parts.base import (
+    Budget,
+    Drafter,
+    DraftState,
+    Family,
+    Needs,
+    Outcome,
+    RoundView,
+    Space,
+)
+from specctl.drafters.parts.iterate import blank_token
+from specctl.drafters.parts.probes import with_probes
+from specctl.drafters.parts.spec import ModelSpec
+from specctl.drafters.parts.tree import DraftTree, NodeKind, chain_tree, empty_tree
+from specctl.drafters.parts.trie import Trie, TrieState
+from specctl.drafters.parts.vocab import VocabMap
+from specctl.recipes.errors import RecipeError
+
+MODES = ("input", "generalised")
+
+
+@dataclass(frozen=True, slots=True)
+class AggressiveOptions:
+    """`mode` input copies the source, generalised fills in blocks. The source is the prompt without
+    its first `skip` and its last `tail` tokens (an instruction around it); a match has `match`
+    tokens or more. A `block` has so many tokens; None: what the round's nodes allow."""
+
+    mode: str = "input"
+    match: int = 1
+    skip: int = 0
+    tail: int = 0
+    block: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise RecipeError(
+                f"unknown mode {self.mode!r}",
+                where="drafter.options.mode",
+                expected="one of " + ", ".join(MODES),
+                do="write mode: input",
+            )
+        block = 1 if self.block is None else self.block
+        if self.match < 1 or self.skip < 0 or self.tail < 0 or block < 1:
+            raise RecipeError(
+                "an option of aggressive decoding is out of range",
+                where="drafter.options",
+                found=f"match {self.match}, skip {self.skip}, tail {self.tail}, block {self.block}",
+                expected="match and block 1 or more, skip and tail 0 or more",
+                do="leave them out to take the defaults",
+            )
+
+
+class Aggressive(Drafter):
+    """No weights; everything is in the state."""
+
+    family: ClassVar[str] = "aggressive"
+
+    def needs(self) -> Needs:
+        return Needs(topk=0 if self.options.mode == "input" else 1)
+
+    def open(self, space: Space) -> DraftState:
+        if self.options.mode == "input":
+            return InputState(self.options, space)
+        return BlockState(self.options.block, blank_token(self.spec), space)
+
+
+@dataclass(slots=True)
+class Alignment:
+    """Where an output stands in its source. `run_P[p]` tokens of its end equal those in front of
+    place p; place 0, the start, begins longer than any match. One writer: the row's DraftState."""
+
+    source: np.ndarray
+    run_P: np.ndarray
+    num_read: int
+
+    @classmethod
+    def of(cls, source: Sequence[int], written: int) -> Alignment:
+        run_P = np.zeros(len(source) + 1, dtype=np.int64)
+        run_P[0] = len(source) + 1
+        return cls(np.array(source, dtype=np.int64), run_P, written)
+
+    def read(self, tokens: Sequence[int]) -> None:
+        for token in tokens[self.num_read :]:
+            self.run_P[1:] = np.where(self.source == token, self.run_P[:-1] + 1, 0)
+            self.run_P[0] = 0
+        self.num_read = len(tokens)
+
+    def rest(self, match: int, length: int) -> list[int]:
+        """What follows in the source, if a single place has the longest run."""
+        longest = int(self.run_P.max())
+        if longest < match or int((self.run_P == longest).sum()) > 1:
+            return []
+        place = int(self.run_P.argmax())
+        rest: list[int] = self.source[place : place + length].tolist()
+        return rest
+
+
+class InputState(TrieState):
+    """IAD: the alignment of each slot."""
+
+    def __init__(self, options: AggressiveOptions, space: Space) -> None:
+        self.options, self.device = options, space.device
+        self.alignments = [Alignment.of((), 0) for _ in range(space.num_slots)]
+
+    def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
+        del taps
+        source = tokens[self.options.skip : len(tokens) - self.options.tail]
+        self.alignments[slot] = Alignment.of(source, len(tokens))
+
+    def sprout(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:
+        alignment, trie = self.alignments[slot], Trie()
+        alignment.read(tokens)
+        rest = alignment.rest(self.options.match, min(budget.nodes, budget.depth))
+        trie.add_path(rest, [1.0] * len(rest))
+        return trie
+
+    def end(self, slot: int) -> None:
+        self.alignments[slot] = Alignment.of((), 0)
+
+
+class BlockState(DraftState):
+    """GAD: the block that the target has filled in for each slot. A block of masks hangs behind the
+    root and behind every drafted token; the one behind the last accepted token is kept."""
+
+    def __init__(self, block: int | None, blank: int, space: Space) -> None:
+        K = 1
+        while space.max_nodes >= (K + 1) * (K + 3):
+            K += 1
+        self.K, self.blank, self.device = block or K, blank, space.device
+        if block is not None and block * (block + 2) > space.max_nodes:
+            raise RecipeError(
+                "the block and its masks do not fit a round",
+                where="serve.nodes",
+                found=f"{space.max_nodes} nodes for a block of {block}",
+                expected=f"{block * (block + 2)} nodes",
+                do=f"--nodes {block * (block + 2)}, or leave block out",
+            )
+        self.guess_SK = torch.full((space.num_slots, self.K), blank, device=space.device)
+
+    def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
+        del tokens, taps
+        self.guess_SK[slot] = self.blank
+
+    def propose(self, view: RoundView, budget: Budget) -> DraftTree:
+        N, K = min(self.K, budget.nodes, budget.depth), self.K
+        if N <= 0:
+            return empty_tree(len(view.slots), self.device)
+        token_BN = self.guess_SK[view.slot_B, :N]
+        tree = chain_tree(token_BN, torch.ones_like(token_BN).bool(), NodeKind.POINT)
+        if budget.nodes < N + (N + 1) * K:
+            return tree
+        index_M = torch.arange((N + 1) * K, device=self.device)
+        parent_M = torch.where(index_M % K == 0, index_M // K - 1, index_M + N - 1)
+        token_BM = torch.full((len(token_BN), len(index_M)), self.blank, device=self.device)
+        return with_probes(tree, token_BM, parent_M, N + K)
+
+    def observe(self, outcome: Outcome) -> None:
+        slot_B, num_probes = outcome.view.slot_B, outcome.tree.num_probes
+        if num_probes == 0:
+            self.guess_SK[slot_B] = self.blank
+            return
+        assert outcome.topk_BTK is not None
+        best_BM = outcome.topk_BTK[:, -num_probes:, 0]
+        accepted_B1 = (outcome.path_BP >= 0).sum(1, keepdim=True) - 1
+        at_BK = accepted_B1 * self.K + torch.arange(self.K, device=self.device)
+        self.guess_SK[slot_B] = best_BM.gather(1, at_BK)
+
+
+def build(options: AggressiveOptions, spec: ModelSpec, vocab: VocabMap | None) -> Aggressive:
+    return Aggressive(options, spec, vocab)
+
+
+FAMILY = Family(
+    name="aggressive",
+    summary=(
+        "No training: drafts the rest of the input wherever the output follows it, leaves it at an "
+        "edit, and finds the one place where it goes on. For rewriting: corrections, code edits, "
+        "simplification. Mode generalised lets the target fill in a block of masks instead, for "
+        "outputs unlike their input; without a model trained for that it gains little."
+    ),
+    paper="https://arxiv.org/abs/2205.10350",
+    options=AggressiveOptions,
+    build=build,
+    trainable=False,
+    policies=("direct",),
+)

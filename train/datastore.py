@@ -1,0 +1,69 @@
+"""Fill a drafter's store with texts: the source's own, or what the target writes to its prompts.
+
+The rows are those a training would use (`data` of the recipe), so that regeneration, chat templates
+and resumption are the same. States are captured only where the drafter keeps them (DReSD).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from specctl.drafters.parts.base import Drafter
+from specctl.recipes.errors import RecipeError
+from specctl.recipes.schema import Recipe
+from specctl.runtime.report import Reporter, SilentReporter
+from specctl.runtime.target import Target
+from specctl.train.capture import capture
+from specctl.train.data.prepare import prepare
+from specctl.train.data.rows import TokenData
+
+
+@runtime_checkable
+class TextStore(Protocol):
+    """A drafter that retrieves from texts. `taps`: for each text what `needs().taps` asks for,
+    [n, D] each; nothing where it asks for none."""
+
+    def learn(
+        self, texts: Iterable[Sequence[int]], taps: Iterable[Mapping[int, Tensor]] = ()
+    ) -> None: ...
+
+
+def fill(
+    drafter: Drafter, recipe: Recipe, target: Target, out: Path, console: Reporter | None = None
+) -> int:
+    """Store the recipe's texts in the drafter, which forgets what it held; returns their tokens."""
+    console = console if console is not None else SilentReporter()
+    if not isinstance(drafter, TextStore):
+        raise RecipeError(
+            f"family {drafter.family} retrieves from no texts",
+            where="drafter.family",
+            found=drafter.family,
+            expected="a family with a store, such as rest, suffix-automaton, dresd or rasd",
+            do="specctl datastore --recipe rest",
+        )
+    data = prepare(recipe, target, out, console)
+    found = list(_documents(drafter, data, target))
+    drafter.learn([ids for ids, _ in found], [taps for _, taps in found])
+    num_tokens = sum(len(ids) for ids, _ in found)
+    console.say(f"store: {len(found):,} texts, {num_tokens:,} tokens")
+    return num_tokens
+
+
+def _documents(
+    drafter: Drafter, data: TokenData, target: Target
+) -> Iterator[tuple[list[int], dict[int, Tensor]]]:
+    """Token ids and taps of each document of the rows."""
+    needs = drafter.needs()
+    for row in range(data.num_rows):
+        batch = data.batch([row])
+        taps = capture(target, batch, needs).taps if needs.taps else {}
+        document_S = batch.document_BS[0]
+        for number in document_S.unique().tolist():
+            if number >= 0:
+                here_S = document_S == number
+                states = {tap: value[0, here_S.to(value.device)] for tap, value in taps.items()}
+                yield batch.ids_BS[0, here_S].tolist(), states
