@@ -81,6 +81,20 @@ def test_a_failed_proof_exits_with_8_and_is_kept_as_failed(
     assert "FAILED" in (package / ".verification" / "report.md").read_text()
 
 
+def test_an_approximate_drafter_is_announced_and_refused_by_verify(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specctl.drafters.prompt_lookup import PromptLookup
+
+    monkeypatch.setattr(PromptLookup, "lossless", False)
+    answer = run(*GENERATE, "--draft", "prompt-lookup", "--json")
+    assert answer.json["result"]["stats"]["verification"].startswith("approximate")
+    assert any("approximate" in text for text in answer.json["warnings"])
+    refused = run("verify", "prompt-lookup", "--target", "tiny")
+    assert refused.code != 0
+    assert "--allow approximate" in refused.err
+
+
 @pytest.fixture
 def foreign(make_model: Any, tmp_path: Path) -> Path:
     """A draft model with a small tokenizer of its own."""

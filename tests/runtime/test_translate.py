@@ -173,14 +173,14 @@ def test_a_renumbered_twin_is_accepted_greedily(target, twin, method, serve):
 def test_sampled_output_has_the_targets_law(target, draft, method, serve):
     found, draws = law(target, drafter_of(draft, target, method), make_policy(serve))
     assert found.p_value > 1e-3
-    assert found.cells > 30
+    assert found.cells > 25
     if method == "tli":
         assert abs(draws.z) < 4
         assert not draws.impossible
         assert draws.worst_sum < 1e-5
 
 
-def law(target, drafter, policy, count=2_500):
+def law(target, drafter, policy, count=1_800):
     prompt, watched = tuple(target.encode("abcab")), Watched(policy)
     sampling = Sampling(temperature=1.0, max_new_tokens=3, ignore_eos=True)
     engine = Engine(target, drafter, watched, num_slots=100)
