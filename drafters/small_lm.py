@@ -245,7 +245,7 @@ class SmallLm(Drafter):
         embedding_VD = weights["model.embed_tokens.weight"]
         weights["model.embed_tokens.weight"] = fitting_rows(embedding_VD, self.spec.vocab_size)
         lm_spec = replace(self.lm.spec, vocab_size=self.spec.vocab_size)
-        cut = SmallLm(replace(options, tied=False), self.spec, vocab, LeanLM(small, lm_spec))
+        cut = type(self)(replace(options, tied=False), self.spec, vocab, LeanLM(small, lm_spec))
         small.to(device=head_KD.device, dtype=head_KD.dtype)
         small.load_state_dict(weights)
         cut._is_fresh = self._is_fresh

@@ -19,8 +19,8 @@ Positive = Annotated[int, Field(ge=1)]
 StageName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$")]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 PolicyName = Literal[
-    "chain", "static-tree", "dynamic-tree", "sequoia", "rsd", "dyspec", "opt-tree", "ddd", "cape",
-    "mcsd", "top-plus-one", "paths", "hardware-tree", "propd", "fused", "direct",
+    "chain", "static-tree", "dynamic-tree", "merged-beams", "sequoia", "rsd", "dyspec", "opt-tree",
+    "ddd", "cape", "mcsd", "top-plus-one", "paths", "hardware-tree", "propd", "fused", "direct",
     "switch",
 ]  # fmt: skip
 StopName = Literal[
@@ -39,6 +39,7 @@ POLICY_FIELDS: dict[PolicyName, tuple[str, ...]] = {
     "chain": ("length", "confidence", "stop", "threshold", "stop_file"),
     "static-tree": ("branch",),
     "dynamic-tree": ("length", "nodes", "beam"),
+    "merged-beams": ("length", "beam"),
     "fused": ("length", "nodes", "beam"),
     "sequoia": ("length", "nodes", "acceptance"),
     "rsd": ("length", "beam"),
@@ -54,7 +55,13 @@ POLICY_FIELDS: dict[PolicyName, tuple[str, ...]] = {
     "direct": ("length", "nodes"),
     "switch": ("length", "nodes", "lengths", "controller"),
 }
-_ALWAYS = {"policy", "length", "rule", "adaptive", "parallel"}  # length has a default and is never refused
+_ALWAYS = {
+    "policy",
+    "length",
+    "rule",
+    "adaptive",
+    "parallel",
+}  # length has a default and is never refused
 
 
 class Section(BaseModel):

@@ -17,6 +17,7 @@ from specctl.runtime.policies.dyspec import DySpec
 from specctl.runtime.policies.fused import Fused
 from specctl.runtime.policies.hardware_tree import HardwareTree
 from specctl.runtime.policies.mcsd import Candidates
+from specctl.runtime.policies.merged_beams import MergedBeams
 from specctl.runtime.policies.opt_tree import OptTree
 from specctl.runtime.policies.paths import Paths
 from specctl.runtime.policies.propd import Progressive
@@ -30,6 +31,7 @@ POLICIES: Mapping[str, type[Any]] = {
     "chain": Chain,
     "static-tree": StaticTree,
     "dynamic-tree": DynamicTree,
+    "merged-beams": MergedBeams,
     "sequoia": Sequoia,
     "rsd": StochasticBeam,
     "dyspec": DySpec,
