@@ -2,10 +2,10 @@
 
 Plain decoding and auto run the same prompts in turn, prompt by prompt and in both orders, in one
 process, so that a machine that slows down slows both. A row gives the ratio of the sums of their
-wall-clock times and of their processor times (`time.thread_time` of the thread that generates, which
-other processes do not lengthen), the share of rounds that were off, and what the host spent choosing
-per round, as a share of a plain step. The claim: every ratio of wall-clock is at least 0.97, and the
-host share is below 3 % where everything is off. --check exits with 8 if it is not so.
+wall-clock times and of their processor times (`time.thread_time` of the thread that generates,
+which other processes do not lengthen), the share of rounds that were off, and what the host spent
+choosing per round, as a share of a plain step. The claim: every ratio of wall-clock is at least
+0.97, and the host share is below 3 % where everything is off. --check exits with 8 otherwise.
 
     python benchmarks/auto.py --check
     python benchmarks/auto.py --inflate 300m --prompts 3 --tokens 64 --json

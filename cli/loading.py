@@ -197,8 +197,8 @@ class DraftChoice(DraftingFlags):
         return serve
 
     def _refuse_settings(self) -> None:
-        settings = {field.name for field in fields(DraftingFlags)} - {"allow", "translate"}
-        names = [field.name for field in fields(DraftingFlags) if field.name in settings]
+        others = ("allow", "translate")
+        names = [field.name for field in fields(DraftingFlags) if field.name not in others]
         given = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
         if given:
             raise SpecctlError(

@@ -43,6 +43,7 @@ COMMANDS = {
     "distill": Entry("distill", TRAIN, "Train an independent small model on the target's law."),
     "prune": Entry("prune", TRAIN, "Cut a drafter out of the target itself, and heal it."),
     "adapt": Entry("adapt", TRAIN, "Refresh a drafter for a tuned target or a new domain."),
+    "train-stop": Entry("train_stop", TRAIN, "Train when to stop drafting, for a drafter."),
     "datastore": Entry("datastore", TRAIN, "Fill the store that a drafter retrieves from."),
     "vocab-trim": Entry("vocab_trim", TRAIN, "Cut a drafter's vocabulary to what pays."),
     "pretrain": Entry("pretrain", TRAIN, "Train the embedded target from nothing."),

@@ -33,6 +33,7 @@ PROVEN_ELSEWHERE = {
     "specctl quickstart": "make quickstart",
     "specctl plan --recipe eagle3 --target tiny --rehearse": "tests/cli/test_rehearse.py, small",
     "specctl pretrain": "made recipes/tiny; tests/train/test_pretrain.py runs it small",
+    "specctl train-stop": "tests/train/test_stop_rules.py, small",
     "specctl train-draft": "tests/cli/test_commands.py, small",
     "specctl distill": "tests/cli/test_commands.py, small",
     "specctl vocab-trim": "tests/cli/test_commands.py, small",

@@ -7,8 +7,8 @@ per second by measured prices is played; if that is plain decoding, nothing is.
 
 While plain decoding wins, members go on drafting for a while without being verified (which costs
 host time only). When nothing came of a whole such window, all of it rests, members that live on the
-top-k asleep, for ever longer stretches; a suffix of eight tokens that occurred before ends a rest at
-once. So a text that never repeats pays for one look at its newest token per round.
+top-k asleep, for ever longer stretches; a suffix of eight tokens that occurred before ends a rest
+at once. So a text that never repeats pays for one look at its newest token per round.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cascade by match length: the longer the repeated suffix, the longer the draft of the first member;
+"""Cascade by match length: the longer the repeated suffix, the longer the first member's draft;
 where nothing repeats, later members draft, and where they have nothing either, nobody does.
 
 (The order of Hierarchy Drafting and of suffix decoding before a model; no statistics, no clock.)

@@ -1,11 +1,11 @@
 """Hedge over configurations with full information (HedgeSpec, arXiv 2510.20064).
 
 After a verification every drafter can be scored on the text, not only the one that played: its own
-draft is compared with the tokens that were emitted. A draft that agreed in L tokens would have given
-each arm of its member min(L, k) + 1 tokens at that arm's price. Weights grow exponentially with the
-gain; plain decoding gains what it costs. Scores of drafts longer than the text known so far arrive
-late, and not every round needs one. A draft that agreed to its end says nothing about longer ones:
-for their arms it is continued by the member's rate of agreement.
+draft is compared with the tokens that were emitted. A draft that agreed in L tokens would have
+given each arm of its member min(L, k) + 1 tokens at that arm's price. Weights grow exponentially
+with the gain; plain decoding gains what it costs. Scores of drafts longer than the text known so
+far arrive late, and not every round needs one. A draft that agreed to its end says nothing about
+longer ones: for their arms it is continued by the member's rate of agreement.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Switch: the policy that plays arms. A controller says in which order, the first with a draft plays.
+"""Switch: the policy that plays arms. A controller orders them, the first with a draft plays.
 
 The arms are whole configurations of a team's members; plain decoding is one of them. Choices follow
 from earlier rounds and from the text only, so every arm keeps its own guarantee.

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.drafters.team import Team, TeamOptions
 from specctl.drafters.parts.base import RoundView
 from specctl.drafters.parts.tree import NodeKind, chain_tree
+from specctl.drafters.team import Team, TeamOptions
 from specctl.runtime.controllers.auto import Auto, Survival
 from specctl.runtime.controllers.base import OFF, Arm, Prices, Score
 from specctl.runtime.controllers.match import Matches

@@ -21,6 +21,7 @@ class AdaEagle(Learned):
     """Drafts the predicted length plus `threshold`, rounded, at least one token."""
 
     name: ClassVar[str] = "ada-eagle"
+    lengths: ClassVar[bool] = True
     threshold: float = 0.5
     wanted_B: Tensor | None = field(default=None, init=False, repr=False)
 

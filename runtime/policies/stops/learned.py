@@ -6,7 +6,7 @@ Letters: R rows of any batch, D width of the drafter's states, F features.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,10 +43,15 @@ def residual_net(num_inputs: int, num_blocks: int) -> nn.Module:
 
 
 @dataclass(slots=True)
-class Learned(StopRule):
-    """A rule with a network. `net` is None until weights are given."""
+class Learned(StopRule, ABC):
+    """A rule with a network. `net` is None until weights are given. What it is trained on: the
+    features at a step speak of the token drafted `lag` steps before; a rule of `lengths` reads the
+    first step only and predicts how many tokens are accepted. Rejected tokens weigh `rejected`."""
 
     name: ClassVar[str] = ""
+    lag: ClassVar[int] = 0
+    lengths: ClassVar[bool] = False
+    rejected: ClassVar[float] = 1.0
     net: nn.Module | None = field(default=None, repr=False)
 
     @abstractmethod

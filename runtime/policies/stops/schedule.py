@@ -1,6 +1,6 @@
-"""The heuristic schedule of transformers' assisted generation: two more after a round in which every
-token was accepted, one fewer (never below one) after any other. The length is common to all rows
-and lives as long as the engine.
+"""The heuristic schedule of transformers' assisted generation: two more after a round in which
+every token was accepted, one fewer (never below one) after any other. The length is common to all
+rows and lives as long as the engine.
 """
 
 from __future__ import annotations

@@ -23,6 +23,8 @@ class SpecDecPp(Learned):
     """Stops behind a token when 1 - prod a > `threshold`, never before `least` tokens."""
 
     name: ClassVar[str] = "specdec-pp"
+    lag: ClassVar[int] = 1
+    rejected: ClassVar[float] = 6.0
     threshold: float = 0.3
     least: int = 2
     kept_B: Tensor | None = field(default=None, init=False, repr=False)

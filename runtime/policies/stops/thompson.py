@@ -20,8 +20,8 @@ from specctl.runtime.policies.stops.base import Step, StopRule, tested_rows
 
 @dataclass(slots=True)
 class Thompson(StopRule):
-    """Beta(`accepted`, `rejected`), faded by `memory` each round. Its own seeded coins decide, which
-    no drafted token can influence."""
+    """Beta(`accepted`, `rejected`), faded by `memory` each round. Its own seeded coins decide,
+    which no drafted token can influence."""
 
     memory: float = 0.98
     calibrated: float = 2.0

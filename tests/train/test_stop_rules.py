@@ -1,0 +1,130 @@
+"""Training of stop rules: what is collected, and that it tells accepted from rejected tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specctl.drafters.parts.base import Drafter, Needs, Outcome, Space, StepState
+from specctl.recipes.errors import RecipeError, SpecctlError
+from specctl.runtime.engine import Engine
+from specctl.runtime.policies.chain import Chain
+from specctl.runtime.policies.stops import trained_stops
+from specctl.runtime.policies.stops.learned import write_stop
+from specctl.runtime.sampling import Sampling
+from specctl.runtime.session import Request
+from specctl.runtime.target import Target
+from specctl.train.stop_rules import Collector, collect, fit, learned_rule, roc_area
+
+SIZE = 12
+PROMPTS = [[i % SIZE] for i in range(24)]
+
+
+class Half(StepState):
+    """Drafts the target's own law of the newest token after an even one, noise after an odd one."""
+
+    def __init__(self, logits_VV: Tensor) -> None:
+        self.logits_VV, self.newest_B = logits_VV, torch.empty(0)
+
+    def start(self, slot: int, tokens: Any, taps: Any) -> None: ...
+
+    def observe(self, outcome: Outcome) -> None: ...
+
+    def root(self, view: Any) -> Tensor:
+        self.newest_B = view.root_B
+        return self.logits_VV[view.root_B]
+
+    def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
+        self.newest_B = token_BM[:, 0]
+        return self.logits_VV[token_BM]
+
+    def hidden(self) -> Tensor:
+        return torch.nn.functional.one_hot(self.newest_B, SIZE).float()
+
+
+class HalfDrafter(Drafter):
+    family = "small-lm"
+
+    def __init__(self, logits_VV: Tensor) -> None:
+        self.logits_VV = logits_VV
+
+    def needs(self) -> Needs:
+        return Needs()
+
+    def open(self, space: Space) -> Half:
+        return Half(self.logits_VV)
+
+
+@pytest.fixture(scope="module")
+def pair(make_target: Any) -> tuple[Target, HalfDrafter]:
+    target = make_target(num_layers=1, vocab=SIZE)
+    ids = torch.arange(SIZE)[:, None]
+    masks = target.lm.document_masks(torch.zeros_like(ids))
+    with torch.no_grad():
+        logits_VV = target.lm.dense(ids, torch.zeros_like(ids), masks).logits_BTV[:, 0].clone()
+    generator = torch.Generator().manual_seed(1)
+    noise_VV = 3.0 * torch.randn(SIZE, SIZE, generator=generator)
+    logits_VV[1::2] = noise_VV[1::2]
+    return target, HalfDrafter(logits_VV)
+
+
+@pytest.mark.parametrize("name", trained_stops())
+def test_what_is_learned_beats_a_constant_and_scrambled_labels_do_not(
+    pair: tuple[Target, HalfDrafter], name: str
+) -> None:
+    rule = learned_rule(name)
+    found = collect(*pair, rule, PROMPTS, length=4, new_tokens=24)
+    learned = fit(rule, found, steps=250)
+    assert learned.loss < 0.97 * learned.constant
+    if learned.auc is not None:
+        assert learned.auc > 0.6
+    order = torch.randperm(len(found.labels), generator=torch.Generator().manual_seed(0)).tolist()
+    scrambled = Collector(rule, features=found.features, labels=[found.labels[i] for i in order])
+    ablated = fit(rule, scrambled, steps=250)
+    assert ablated.loss > learned.loss
+    if learned.auc is not None and ablated.auc is not None:
+        assert ablated.auc < learned.auc - 0.1
+
+
+def test_a_learned_rule_accepts_more_of_what_it_drafts(
+    pair: tuple[Target, HalfDrafter], tmp_path: Path
+) -> None:
+    target, drafter = pair
+    rule = learned_rule("disco")
+    learned = fit(rule, collect(target, drafter, rule, PROMPTS, length=4, new_tokens=24), steps=250)
+    path = tmp_path / "disco.safetensors"
+    write_stop(path, "disco", learned.net, {})
+    shares = []
+    for policy in (Chain(length=4), Chain(length=4, stop="disco", stop_file=str(path))):
+        engine = Engine(target, drafter, policy, num_slots=8)
+        sampling = Sampling(max_new_tokens=40, ignore_eos=True)
+        made = engine.run([Request(tuple(prompt), sampling) for prompt in PROMPTS])
+        drafted, accepted = (
+            sum(getattr(c.stats, name) for c in made) for name in ("drafted", "accepted")
+        )
+        shares.append(accepted / drafted)
+    assert shares[1] > 1.1 * shares[0]
+
+
+def test_specdec_pp_is_taught_about_the_token_before(pair: tuple[Target, HalfDrafter]) -> None:
+    """Its features are the state behind a token and the label is that token's own fate."""
+    found = collect(*pair, learned_rule("specdec-pp"), PROMPTS[:4], length=3, new_tokens=12)
+    assert set(found.labels) == {0.0, 1.0}
+    assert len(found.labels) == len(found.features)
+    assert found.features[0].shape == (SIZE,)
+
+
+def test_the_area_under_the_curve_is_a_chance() -> None:
+    score, label = torch.tensor([3.0, 2.0, 1.0, 1.0]), torch.tensor([1.0, 0.0, 1.0, 0.0])
+    assert roc_area(score, label) == pytest.approx((1 + 1 + 0 + 0.5) / 4)
+
+
+def test_what_cannot_be_trained_is_refused() -> None:
+    with pytest.raises(RecipeError, match="not a stop rule that is trained"):
+        learned_rule("svip")
+    with pytest.raises(SpecctlError, match="too few"):
+        fit(learned_rule("disco"), Collector(learned_rule("disco")))

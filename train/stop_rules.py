@@ -1,0 +1,191 @@
+"""Training of stop rules: SpecDec++'s acceptance head, DISCO's classifier, AdaEAGLE's predictor.
+
+The drafter decodes prompts with chains of full length, half of them greedily and half sampled; what
+a rule would have read at every step is noted beside what became of the token. Only tokens that were
+tested count, the accepted ones and the first rejected one: those behind it were never looked at.
+Labels are these outcomes themselves, whose mean is the acceptance probability; every prefix of a
+tested token is the target's own text, so none has to be mixed in. Rejected tokens weigh more where
+the paper says so (six times in SpecDec++). One row in five is kept to measure what was learned.
+Letters: B rows, N examples, F features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specctl.drafters.parts.base import Drafter, Outcome, RoundSeconds
+from specctl.recipes.errors import RecipeError, SpecctlError
+from specctl.runtime.engine import Engine
+from specctl.runtime.policies.chain import Chain
+from specctl.runtime.policies.stops import STOPS, Learned, Step, StopRule, tested_rows
+from specctl.runtime.policies.stops import trained_stops as names_of_trained
+from specctl.runtime.report import Reporter
+from specctl.runtime.sampling import Sampling
+from specctl.runtime.session import Request
+from specctl.runtime.target import Target
+
+HELD = 5  # one example in so many measures
+
+
+@dataclass(slots=True)
+class Collector(StopRule):
+    """Never stops; notes what `rule` reads, and what became of the tokens. One writer: the engine
+    that decodes for it."""
+
+    rule: Learned
+    seen: list[Tensor] = field(default_factory=list)
+    features: list[Tensor] = field(default_factory=list)
+    labels: list[float] = field(default_factory=list)
+
+    def stops(self, step: Step) -> None:
+        if step.index == 0:
+            self.seen = []
+        self.seen.append(self.rule.features(step).cpu())
+
+    def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:
+        del seconds
+        for tested in tested_rows(outcome):
+            if self.rule.lengths:
+                if self.seen:  # a full draft counts as its length, the most that will be asked for
+                    self._add(0, tested.row, float(tested.accepted))
+                continue
+            for token in range(tested.num_tested):
+                if token + self.rule.lag < len(self.seen):
+                    is_kept = float(token < tested.accepted)
+                    self._add(token + self.rule.lag, tested.row, is_kept)
+        self.seen = []
+
+    def _add(self, step: int, row: int, label: float) -> None:
+        self.features.append(self.seen[step][row])
+        self.labels.append(label)
+
+
+@dataclass(frozen=True, slots=True)
+class Watched(Chain):
+    """A chain whose every step is shown to a collector."""
+
+    collector: Collector | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stopper", self.collector)
+
+
+@dataclass(frozen=True, slots=True)
+class Learning:
+    """A trained network and what it is worth on kept-back examples: `loss` beside `constant`, the
+    loss of always saying the mean; of classifiers also the area under the ROC curve."""
+
+    net: nn.Module
+    examples: int
+    loss: float
+    constant: float
+    auc: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        auc = None if self.auc is None else round(self.auc, 4)
+        figures = {"loss": round(self.loss, 4), "loss_of_the_mean": round(self.constant, 4)}
+        return {"examples": self.examples, **figures, "auc": auc}
+
+
+def learned_rule(name: str) -> Learned:
+    """A rule of that name that can be trained."""
+    rule = STOPS[name]() if name in STOPS else None
+    if not isinstance(rule, Learned):
+        raise RecipeError(
+            f"{name} is not a stop rule that is trained",
+            where="--stop-rule",
+            expected="one of " + ", ".join(names_of_trained()),
+            do="use it as it is: --stop-rule " + name if name in STOPS else "correct the name",
+        )
+    return rule
+
+
+def collect(
+    target: Target,
+    drafter: Drafter,
+    rule: Learned,
+    prompts: Sequence[Sequence[int]],
+    length: int = 8,
+    new_tokens: int = 64,
+    batch: int = 8,
+) -> Collector:
+    """Decode the prompts greedily and once more sampled, noting every step."""
+    collector = Collector(rule)
+    for temperature in (0.0, 0.8):
+        settings = Sampling(temperature, max_new_tokens=new_tokens, ignore_eos=True)
+        engine = Engine(
+            target, drafter, Watched(length=length, collector=collector), num_slots=batch
+        )
+        engine.run([Request(tuple(prompt), settings) for prompt in prompts])
+    return collector
+
+
+def fit(
+    rule: Learned,
+    collector: Collector,
+    steps: int = 600,
+    rate: float = 3e-3,
+    seed: int = 0,
+    reporter: Reporter | None = None,
+) -> Learning:
+    """A network of the rule that tells the collected labels from the features."""
+    if len(collector.labels) < 10 * HELD:
+        raise SpecctlError(
+            "too few tested tokens to learn from",
+            found=f"{len(collector.labels)}",
+            expected=f"at least {10 * HELD}",
+            do="give more prompts",
+        )
+    torch.manual_seed(seed)
+    features_NF, label_N = torch.stack(collector.features), torch.tensor(collector.labels)
+    held_N = torch.arange(len(label_N)) % HELD == 0
+    net = rule.new_net(features_NF.shape[1]).float()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=rate, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    train_NF, train_N = features_NF[~held_N], label_N[~held_N]
+    for step in range(steps):
+        pick = torch.randint(0, len(train_N), (min(256, len(train_N)),))
+        loss = _loss(rule, net(train_NF[pick])[:, 0], train_N[pick]).mean()
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        schedule.step()
+        if reporter is not None and step + 1 == steps:
+            reporter.say(f"{rule.name}: {len(train_N):,} examples, loss {float(loss):.3f}")
+    with torch.no_grad():
+        out_N, wanted_N = net.eval()(features_NF[held_N])[:, 0], label_N[held_N]
+        constant = torch.full_like(out_N, _constant(rule, train_N))
+        losses = [float(_loss(rule, each, wanted_N).mean()) for each in (out_N, constant)]
+    auc = None if rule.lengths else roc_area(out_N, wanted_N)
+    return Learning(net, len(label_N), losses[0], losses[1], auc)
+
+
+def _loss(rule: Learned, out_N: Tensor, label_N: Tensor) -> Tensor:
+    """Absolute error of lengths; weighted cross-entropy of acceptance."""
+    if rule.lengths:
+        return (out_N - label_N).abs()
+    weight_N = torch.where(label_N > 0, 1.0, rule.rejected)
+    return weight_N * F.binary_cross_entropy_with_logits(out_N, label_N, reduction="none")
+
+
+def _constant(rule: Learned, label_N: Tensor) -> float:
+    """The best answer that looks at nothing."""
+    if rule.lengths:
+        return float(label_N.median())
+    weight_N = torch.where(label_N > 0, 1.0, rule.rejected)
+    return float(torch.logit((weight_N * label_N).sum() / weight_N.sum(), eps=1e-4))
+
+
+def roc_area(score_N: Tensor, label_N: Tensor) -> float:
+    """Chance that an accepted token scores above a rejected one (ties count half)."""
+    yes, no = score_N[label_N > 0], score_N[label_N == 0]
+    if not len(yes) or not len(no):
+        return 0.5
+    above = (yes[:, None] > no).float() + 0.5 * (yes[:, None] == no).float()
+    return float(above.mean())
