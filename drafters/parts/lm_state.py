@@ -1,7 +1,7 @@
 """LmState: the memory of an independent language model that drafts, and its steps.
 
-Letters: B rows, M nodes, W catch-up tokens, G guesses, T tokens of a forward, P path, K draft vocabulary,
-V target vocabulary, D width.
+Letters: B rows, M nodes, W catch-up tokens, G guesses, T tokens of a forward, P path, D width,
+K draft vocabulary, V target vocabulary.
 """
 
 from __future__ import annotations

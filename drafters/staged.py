@@ -1,0 +1,262 @@
+"""Staged speculation (arXiv 2308.04623): the draft model is itself drafted for.
+
+A cheap second drafter guesses what the draft model is about to say; one forward of the draft model
+reads the root and these guesses. Where growth then asks for a guessed token, what the draft model
+thinks after it is known already; where it asks for another one, the draft model reads that one, and
+new guesses behind it. Whatever grows the tree is given the draft model's own logits in every case,
+so that drafts, and the laws they are drawn from, are those of the draft model alone: only its
+forwards get fewer. The second stage is an n-gram model of the draft model's own best tokens, newest
+first with back-off, as in the paper, or a look-up in the text. Letters: B rows, G guesses, M nodes,
+K draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from specctl.drafters.parts.base import Family, RoundView, Space
+from specctl.drafters.parts.growth import aim_cache
+from specctl.drafters.parts.laws import learning_scope, tail
+from specctl.drafters.parts.lm_state import LmState
+from specctl.drafters.parts.spec import ModelSpec
+from specctl.drafters.parts.store import Scope, StoreLimits, StoreRoom
+from specctl.drafters.parts.vocab import VocabMap
+from specctl.drafters.prompt_lookup import NgramIndex
+from specctl.drafters.small_lm import SmallLm, SmallLmOptions
+from specctl.recipes.errors import RecipeError
+
+INNER = ("ngram", "prompt-lookup")
+
+
+@dataclass(frozen=True, slots=True)
+class StagedOptions(SmallLmOptions):
+    """Those of small-lm and: `inner`, who drafts for it (ngram: its own best tokens after the last
+    `order` tokens or fewer; prompt-lookup: what followed them in the text), and how many guesses,
+    `inner_length`, each of its forwards reads. `scope`: whose n-grams may help whom."""
+
+    inner: str = "ngram"
+    inner_length: int = 4
+    order: int = 2
+    scope: str = Scope.REQUEST
+    max_bytes: int = 32 << 20
+
+    def __post_init__(self) -> None:
+        SmallLmOptions.__post_init__(self)
+        if self.inner not in INNER:
+            raise RecipeError(
+                f"unknown second stage {self.inner!r}",
+                where="drafter.options.inner",
+                expected="one of " + ", ".join(INNER),
+                do="write inner: ngram",
+            )
+        if self.inner_length < 1 or self.order < 1:
+            raise RecipeError(
+                "the second stage drafts nothing",
+                where="drafter.options",
+                found=f"inner_length {self.inner_length}, order {self.order}",
+                expected="1 or more",
+                do="leave both out, or take family small-lm",
+            )
+
+
+class Staged(SmallLm):
+    """A small-lm with a drafter of its own."""
+
+    family: ClassVar[str] = "staged"
+
+    def open(self, space: Space) -> StagedState:
+        return StagedState(self, space)
+
+    def trimmed(self, vocab: VocabMap) -> Staged:
+        small = super().trimmed(vocab)
+        cut = Staged(small.options, self.spec, vocab, small.lm)
+        cut._is_fresh = small._is_fresh
+        return cut
+
+
+class Inner(Protocol):
+    """The second stage. A text is what the row has written, then what has been drafted for it."""
+
+    def join(self, slot: int, conversation: str | None) -> None: ...
+
+    def start(self, slot: int) -> None: ...
+
+    def read(self, slot: int, tokens: Sequence[int]) -> None:
+        """Learn from the row's text, as far as it is final."""
+
+    def learn(self, slot: int, text: Sequence[int], token: int) -> None:
+        """The draft model's best token after a text."""
+
+    def guess(self, slot: int, text: Sequence[int], length: int) -> list[int]: ...
+
+
+class OwnNgrams:
+    """The draft model's newest best token after the last `order` tokens, or after fewer."""
+
+    def __init__(self, options: StagedOptions, space: Space) -> None:
+        limits = StoreLimits(options.max_bytes, per_key=1, newest_first=True)
+        room = StoreRoom(learning_scope(options.scope), limits)
+        self.stores = room.rows(space.identity, space.num_slots)
+        self.lengths = range(options.order, 0, -1)
+
+    def join(self, slot: int, conversation: str | None) -> None:
+        self.stores.join(slot, conversation)
+
+    def start(self, slot: int) -> None:
+        self.stores.start(slot)
+
+    def read(self, slot: int, tokens: Sequence[int]) -> None:
+        del slot, tokens  # it learns from the draft model, not from the text
+
+    def learn(self, slot: int, text: Sequence[int], token: int) -> None:
+        for length in self.lengths:
+            if length <= len(text):
+                self.stores.at(slot).add(tail(text, length), (token,))
+
+    def guess(self, slot: int, text: Sequence[int], length: int) -> list[int]:
+        context, found = list(tail(text, self.lengths.start)), list[int]()
+        while len(found) < length:
+            best = self.stores.at(slot).longest(context, self.lengths)
+            if not best:
+                break
+            found.append(best[0].ids[0])
+            context.append(found[-1])
+        return found
+
+
+class TextLookup:
+    """What followed the newest tokens of a text where they last occurred in what was written."""
+
+    def __init__(self, space: Space) -> None:
+        self.indices = [NgramIndex(range(4, 0, -1)) for _ in range(space.num_slots)]
+
+    def join(self, slot: int, conversation: str | None) -> None:
+        del slot, conversation  # every row reads its own text
+
+    def start(self, slot: int) -> None:
+        self.indices[slot] = NgramIndex(range(4, 0, -1))
+
+    def read(self, slot: int, tokens: Sequence[int]) -> None:
+        self.indices[slot].read(tokens)
+
+    def learn(self, slot: int, text: Sequence[int], token: int) -> None:
+        del slot, text, token
+
+    def guess(self, slot: int, text: Sequence[int], length: int) -> list[int]:
+        return self.indices[slot].continuation(text, length)
+
+
+class StagedState(LmState):
+    """Per row: the guesses whose logits have been read but not been asked for. As long as growth is
+    a chain the guesses stand in the cache where its nodes will stand. `num_asked` counts the states
+    that growth wanted, `num_forwards` the forwards it took."""
+
+    def __init__(self, drafter: Staged, space: Space) -> None:
+        super().__init__(drafter, space)
+        self.options: StagedOptions = drafter.options
+        self.vocab = drafter.vocab
+        own = self.options.inner == "ngram"
+        self.inner: Inner = OwnNgrams(self.options, space) if own else TextLookup(space)
+        self.num_asked = self.num_forwards = 0
+        self._is_line, self._slots = True, tuple[int, ...]()
+        self._texts: list[list[int]] = []  # per row: its text and the nodes drafted so far
+        self._guesses: list[list[int]] = []  # per row: those not asked for yet
+        self._ahead_BGK = self._states_BGD = torch.empty(0)
+
+    def join(self, slot: int, conversation: str | None) -> None:
+        self.inner.join(slot, conversation)
+
+    def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
+        super().start(slot, tokens, taps)
+        self.inner.start(slot)
+
+    def root(self, view: RoundView) -> Tensor:
+        self._is_line, self._slots = True, view.slots
+        self._texts = [list(tokens) for tokens in view.tokens]
+        for slot, tokens in zip(view.slots, view.tokens, strict=True):
+            self.inner.read(slot, tokens)
+        self._guess()
+        return self._known(self._catch_up(view, self._guesses))
+
+    def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
+        growth = self._growth
+        assert growth is not None, "root() begins a round"
+        newest = growth.num_nodes - 1
+        self._is_line = self._is_line and token_BM.shape[1] == 1
+        if not self._is_line or bool((parent_BM != newest).any()):
+            self._is_line = False
+            self.num_asked, self.num_forwards = self.num_asked + 1, self.num_forwards + 1
+            return super().expand(token_BM, parent_BM)
+        wanted = token_BM[:, 0].tolist()
+        for text, token in zip(self._texts, wanted, strict=True):
+            text.append(token)
+        growth.num_nodes += 1
+        if [guess[:1] for guess in self._guesses] == [[token] for token in wanted]:
+            self._guesses = [guess[1:] for guess in self._guesses]
+            self._states_BGD = self._states_BGD[:, 1:]
+            self._ahead_BGK = self._ahead_BGK[:, 1:]
+            return self._first()[:, None]
+        return self._reread(wanted)[:, None]
+
+    def _reread(self, tokens: list[int]) -> Tensor:
+        """The newest nodes and new guesses behind them, in one forward."""
+        growth = self._growth
+        assert growth is not None
+        self._guess()
+        rows = [[token, *guess] for token, guess in zip(tokens, self._guesses, strict=True)]
+        W, node = max(map(len, rows)), growth.num_nodes - 1
+        ids_BW = torch.tensor([r + [0] * (W - len(r)) for r in rows], device=self.lm.device)
+        span = growth.longest + node + W
+        uniform = None if growth.uniform is None else growth.uniform + node
+        aim_cache(self.kv, growth.view, growth.kept_B + node, W, span, uniform)
+        return self._known(self._feed(ids_BW, growth.kept_B + node, span))
+
+    def _guess(self) -> None:
+        """Ask the second stage what comes next in every row."""
+        length = self.options.inner_length
+        self._guesses = [
+            self.inner.guess(slot, text, length)
+            for slot, text in zip(self._slots, self._texts, strict=True)
+        ]
+
+    def _known(self, read_BGX: Tensor) -> Tensor:
+        """Keep what a forward has read; the second stage learns from all of it."""
+        self.num_forwards += 1
+        self._ahead_BGK, self._states_BGD = self._speak(read_BGX), self._newest_BTD
+        best_BG = self._ahead_BGK.argmax(-1)
+        best_BG = best_BG if self.vocab is None else self.vocab.ids_K[best_BG]
+        rows = zip(self._slots, self._texts, self._guesses, best_BG.tolist(), strict=True)
+        for slot, text, guess, said in rows:
+            for count in range(len(guess) + 1):
+                self.inner.learn(slot, [*text[-self.options.order :], *guess[:count]], said[count])
+        return self._first()
+
+    def _first(self) -> Tensor:
+        self.num_asked += 1
+        self._newest_BTD = self._states_BGD[:, :1]
+        return self._ahead_BGK[:, 0]
+
+
+def build(options: StagedOptions, spec: ModelSpec, vocab: VocabMap | None) -> Staged:
+    return Staged(options, spec, vocab)
+
+
+FAMILY = Family(
+    name="staged",
+    summary=(
+        "A small language model that drafts for the target and is drafted for itself: an n-gram "
+        "model of its own words, or a look-up in the text, guesses what it will say, and one of "
+        "its forwards confirms several tokens. Its drafts are exactly those of small-lm, for fewer "
+        "forwards; it pays where the draft model is large enough to be worth drafting for."
+    ),
+    paper="https://arxiv.org/abs/2308.04623",
+    options=StagedOptions,
+    build=build,
+    trainable=True,
+    policies=("chain", "dynamic-tree", "static-tree"),
+)

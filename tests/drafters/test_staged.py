@@ -1,0 +1,110 @@
+"""Staged speculation: the draft model's own drafts, for fewer of its forwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from parallel_runs import Ran, decode
+
+from specctl.drafters.small_lm import SmallLm, SmallLmOptions
+from specctl.drafters.staged import INNER, Staged, StagedOptions, StagedState
+from specctl.recipes.errors import RecipeError
+from specctl.runtime.target import Target
+
+
+@pytest.fixture(scope="module")
+def target(make_target: Any) -> Target:
+    found: Target = make_target(num_layers=3, vocab=24)
+    return found
+
+
+@pytest.fixture(scope="module")
+def small(target: Target) -> SmallLm:
+    torch.manual_seed(5)
+    return SmallLm(SmallLmOptions(), target.spec)
+
+
+def staged(small: SmallLm, **options: Any) -> Staged:
+    drafter = Staged(StagedOptions(**options), small.spec)
+    drafter.load_tensors(small.tensors())
+    return drafter
+
+
+def state_of(ran: Ran) -> StagedState:
+    state = ran.engine._state
+    assert isinstance(state, StagedState)
+    return state
+
+
+def same_drafts(one: Ran, other: Ran) -> bool:
+    rounds = zip(one.outcomes, other.outcomes, strict=True)
+    return all(torch.equal(a.tree.token_BN, b.tree.token_BN) for a, b in rounds)
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_drafts_are_those_of_the_draft_model_alone_for_fewer_forwards(
+    target: Target, small: SmallLm, inner: str, temperature: float
+) -> None:
+    how = {"policy": "chain", "length": 6, "temperature": temperature}
+    alone = decode(target, small, **how)
+    found = decode(target, staged(small, inner=inner), **how)
+    assert found.answers == alone.answers
+    assert same_drafts(found, alone)
+    state = state_of(found)
+    assert state.num_asked == sum(outcome.tree.num_nodes for outcome in alone.outcomes)
+    most = 0.6 if (inner, temperature) == ("ngram", 0.0) else 0.99
+    assert state.num_forwards < most * state.num_asked
+
+
+def test_laws_handed_to_verification_are_the_draft_models_own(
+    target: Target, small: SmallLm
+) -> None:
+    how = {"policy": "chain", "length": 4, "temperature": 1.0, "tokens": 16}
+    alone, found = decode(target, small, **how), decode(target, staged(small), **how)
+    laws = [
+        (a.tree.q, b.tree.q)
+        for a, b in zip(alone.outcomes, found.outcomes, strict=True)
+        if a.tree.num_nodes
+    ]
+    assert len(laws) > 10
+    for mine, theirs in laws:
+        assert mine is not None
+        assert theirs is not None
+        torch.testing.assert_close(mine.prob_BTK, theirs.prob_BTK, rtol=1e-4, atol=1e-6)
+
+
+def test_more_guesses_save_more_forwards(target: Target, small: SmallLm) -> None:
+    forwards = [
+        state_of(
+            decode(target, staged(small, inner_length=n), policy="chain", length=6)
+        ).num_forwards
+        for n in (1, 2, 5)
+    ]
+    assert forwards[0] > forwards[1] > forwards[2]
+
+
+@pytest.mark.parametrize("policy", ["dynamic-tree", "static-tree"])
+def test_trees_are_grown_from_the_same_logits(target: Target, small: SmallLm, policy: str) -> None:
+    how = {"policy": policy, "length": 4, "tokens": 16}
+    alone, found = decode(target, small, **how), decode(target, staged(small), **how)
+    assert found.answers == alone.answers
+    assert same_drafts(found, alone)
+
+
+def test_rows_of_a_batch_are_guessed_for_one_by_one(target: Target, small: SmallLm) -> None:
+    prompts = [(3, 1, 4, 1, 5), (20, 2, 20), (7,)]
+    how = {"policy": "chain", "length": 5, "tokens": 16}
+    alone = decode(target, small, prompts, slots=3, **how)
+    found = decode(target, staged(small), prompts, slots=3, **how)
+    assert found.answers == alone.answers
+    assert same_drafts(found, alone)
+    assert state_of(found).num_forwards < state_of(found).num_asked
+
+
+@pytest.mark.parametrize("fields", [{"inner": "medusa"}, {"inner_length": 0}, {"order": 0}])
+def test_a_second_stage_that_drafts_nothing_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError, match="second stage"):
+        StagedOptions(**fields)
