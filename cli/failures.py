@@ -32,7 +32,7 @@ from specctl.recipes.errors import (
 # typer may carry its own copy of click; its BadParameter is the one public way to the base class.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 INTERRUPTED, PIPE_CLOSED, TERMINATED = 130, 141, 143
-ALIKE = 0.6  # a flag less alike than this is not suggested
+ALIKE = 0.75  # a flag less alike than this is not suggested
 _FILE_ERRORS = {
     errno.ENOENT,
     errno.EACCES,
@@ -107,10 +107,11 @@ def handle(error: BaseException, console: Console) -> int:
 
 def _interrupted(error: BaseException, console: Console) -> int:
     """Ctrl-C where there is no state to save: say so, and how to begin again."""
+    kept = "what was done until then is written; " if console.result else ""
     is_terminated = Terminated in (type(error), type(error.__cause__))
     told = SpecctlError(
         "terminated" if is_terminated else "interrupted",
-        found="nothing was saved",
+        found=f"{kept}nothing was saved",
         do=shlex.join(["specctl", *sys.argv[1:]]),
     )
     code = TERMINATED if is_terminated else INTERRUPTED

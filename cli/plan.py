@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specctl.cli.console import Console
+from specctl.cli.flags import Offline
+from specctl.cli.loading import go_offline
 from specctl.cli.memory import size_text
 from specctl.cli.progress import duration
 from specctl.cli.recipe_flags import RecipeFlags
@@ -34,6 +36,7 @@ def plan(
         bool,
         typer.Option("--scaling", help="Train the recipe's grid, and price the next 0.1 of tau."),
     ] = False,
+    offline: Offline = False,
 ) -> None:
     """Show parameters, memory, disk and time of a training run. Nothing is loaded or written.
 
@@ -51,6 +54,8 @@ def plan(
       specctl plan --recipe medusa --set train.steps=2000 --json
     """
     loaded = run.load()
+    if offline:
+        go_offline()
     if scaling:
         plan_scaling(console, loaded, run.folder(loaded))
         return

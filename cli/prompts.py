@@ -80,7 +80,7 @@ def _check_text(text: str, file: Path | None) -> None:
 
 def _read_file(file: Path) -> list[PromptText]:
     try:
-        text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+        text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
         raise FileError(
             f"the file of prompts {file} does not exist",
@@ -117,7 +117,8 @@ def _record(line: str, where: str) -> PromptText:
         return PromptText(messages[-1]["content"], tuple(messages))
     text = record.get("prompt", record.get("text"))
     if not isinstance(text, str):
-        raise _bad_line(where, "keys " + ", ".join(map(str, record)))
+        shown = (f"{key}: {ascii(value)[:40]}" for key, value in record.items())
+        raise _bad_line(where, ", ".join(shown)[:200] or "{}")
     return PromptText(text)
 
 

@@ -10,6 +10,8 @@ import typer
 
 from specctl.cli.console import Console
 from specctl.cli.cutting import Job, cut_and_heal
+from specctl.cli.flags import Offline
+from specctl.cli.loading import go_offline
 from specctl.cli.plan import shown, without_dry_run
 from specctl.cli.recipe_flags import DryRun, RecipeFlags
 from specctl.cli.shapes import SearchFlags, search_shapes
@@ -73,6 +75,7 @@ def prune(
     cut: CutFlags = CutFlags(),
     search: SearchFlags = NO_SEARCH,
     dry_run: DryRun = False,
+    offline: Offline = False,
 ) -> None:
     """Cut a drafter out of the target itself, and heal it by distillation.
 
@@ -90,6 +93,8 @@ def prune(
     """
     recipe = run.load()
     _check(cut, recipe)
+    if offline:
+        go_offline()
     out = run.folder(recipe)
     if search.search:
         if dry_run:

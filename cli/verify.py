@@ -10,7 +10,7 @@ import typer
 
 from specctl.cli.console import Console
 from specctl.cli.flags import Allow, TranslateFlag
-from specctl.cli.loading import DraftChoice, TargetChoice, target_json
+from specctl.cli.loading import DraftChoice, TargetChoice, go_offline, target_json
 from specctl.recipes.errors import GateError, RecipeError, nearest
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ def verify(
             expected="one of " + ", ".join(LEVELS),
             do=f"--level {nearest(level, LEVELS, 1)}",
         )
+    if target.offline:
+        go_offline()
     result: dict[str, Any] = {"path": draft, "level": level, "checks": []}
     _check_files(console, result, draft)
     proof = None
@@ -114,12 +116,17 @@ def _keep(console: Console, draft: str, result: dict[str, Any], proof: Proof) ->
 
 
 def _check_files(console: Console, result: dict[str, Any], draft: str) -> None:
-    if not _is_package(draft):
-        _passed(console, result, "files", "nothing stored")
-        return
+    from specctl.export.find import Kind, locate
     from specctl.export.manifest import check_files
 
-    manifest = check_files(Path(draft))
+    folder: Path | None = Path(draft)
+    if not _is_package(draft):
+        found = locate(draft)  # refuses what is nowhere
+        folder = found.folder if found.kind is Kind.PACKAGE else None
+    if folder is None:
+        _passed(console, result, "files", "nothing stored")
+        return
+    manifest = check_files(folder)
     count = len(manifest.files)
     _passed(console, result, "files", f"{count} files, digest {manifest.digest[:12]}")
 

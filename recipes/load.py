@@ -91,7 +91,7 @@ def read_source(name_or_path: str) -> tuple[str, str]:
         close = nearest(name_or_path, known)
         raise RecipeError(
             f"unknown recipe {name_or_path!r}",
-            found=name_or_path,
+            found=ascii(name_or_path),
             expected="a YAML file, or one of " + ", ".join(known),
             do=f"specctl recipes ls  (nearest: {close})",
         )
@@ -155,8 +155,10 @@ def build_recipe(tree: Mapping[str, Any], where: str, sets: Sequence[str] = ()) 
         problems = [explain(dict(problem), where, sets) for problem in found]
         first = problems[0]
         if len(problems) > 1:
-            also = "; ".join(p.where.rsplit(":", 1)[-1] + ": " + p.what for p in problems[1:])
-            first.found += f" (also wrong: {also})"
+            fields = {p.where.rsplit(":", 1)[-1]: p.what for p in problems[1:]}
+            fields.pop(first.where.rsplit(":", 1)[-1], None)  # a union tells every branch's problem
+            also = "; ".join(f"{field}: {what}" for field, what in fields.items())
+            first.found += f" (also wrong: {also})" if also else ""
         raise first from error
 
 

@@ -71,6 +71,8 @@ def resolve(name: str, revision: str | None = None) -> ResolvedTarget:
     if name in _table():
         return _resolve_alias(name, revision)
     path = Path(name).expanduser()
+    if not name.strip():
+        raise _unknown(name, path)
     if path.is_dir():
         return ResolvedTarget(name, None, revision, path)
     if path.exists():

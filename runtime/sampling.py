@@ -70,9 +70,10 @@ class Sampling:
         if not ok:
             raise SpecctlError(
                 f"sampling setting {name} is out of range",
+                where=f"Sampling.{name}",
                 found=repr(getattr(self, name)),
                 expected=expected,
-                do=f"change {name}",
+                do=f"give {name} another value, or leave it out",
             )
 
     @property

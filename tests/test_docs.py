@@ -3,7 +3,6 @@ every Python example runs, every link leads somewhere."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shlex
@@ -11,8 +10,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
+import commands
 import pytest
 import yaml
 
@@ -47,19 +46,6 @@ PROVEN_ELSEWHERE = {
     "specctl adapt --draft runs/": "tests/cli/test_adapt.py",
     "specctl plan --scaling": "tests/cli/test_scaling.py",
 }
-
-
-def load(name: str) -> ModuleType:
-    path = ROOT / "tests" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"specctl_docs_{name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-commands = load("commands")
 
 
 @dataclass(frozen=True, slots=True)

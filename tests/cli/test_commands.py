@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from specctl.cli.launch import launch_command
+from specctl.cli.prompts import read_prompts
 from specctl.cli.vocab_trim import parse_size
 from specctl.recipes.errors import Exit, RecipeError
 
@@ -75,6 +76,20 @@ def test_jsonl_prompts_may_be_texts_or_conversations(run: Any, tmp_path: Path) -
     file.write_text("\n".join(json.dumps(line) for line in lines))
     outputs = run(*GENERATE, "-f", file, "--json").json["result"]["outputs"]
     assert [o["prompt"] for o in outputs] == ["import os", "write a loop", "class A:"]
+
+
+def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path: Path) -> None:
+    for name in ("x.jsonl", "x.txt"):
+        (tmp_path / name).write_bytes(b'\xef\xbb\xbf"def"\r\n')
+    (record,) = read_prompts(None, tmp_path / "x.jsonl", None)
+    (line,) = read_prompts(None, tmp_path / "x.txt", None)
+    assert (record.text, line.text) == ("def", '"def"')
+
+
+def test_a_revision_of_a_folder_is_not_ignored_silently(run: Any) -> None:
+    ran = run("generate", "--revision", "nope", "--max-new-tokens", "2", "--json", "x")
+    assert ran.code == 0
+    assert any("--revision is ignored" in warning for warning in ran.json["warnings"])
 
 
 def test_text_ends_before_a_stop_string(run: Any) -> None:

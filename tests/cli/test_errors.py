@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import commands
 import pytest
 
 from specctl.recipes.errors import Exit
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "recipes" / "tiny"
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        f"specctl_tests_{name}", ROOT / f"tests/{name}.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-commands = load("commands")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +38,8 @@ MISTAKES = {
     "flag of another program": Mistake(("generate", "--prompt-file", "x"), 2, "use --file "),
     "word left out of a flag": Mistake((*G, "--max-tokens", "4", "x"), 2, "use --max-new-tokens "),
     "flag like no other": Mistake((*G, "--xyzzy", "x"), 2, "specctl generate --help"),
+    "flag of another command": Mistake(("runs", "ls", "--in", "x"), 2, "specctl runs ls --help"),
+    "a plan without the hub": Mistake(("plan", "-t", "some/model", "--offline"), 9, "specctl plan"),
     "not a number": Mistake(("generate", "--seed", "one", "x"), 2, "specctl generate --help"),
     "out of range": Mistake((*G, "--top-p", "2", "x"), 2, "specctl generate --help"),
     "missing argument": Mistake(("recipes", "show"), 2, "specctl recipes show --help"),
@@ -65,6 +52,11 @@ MISTAKES = {
     "empty prompt file": Mistake((*G, "-f", "EMPTY"), 2, 'specctl generate "def main("'),
     "prompts that are not text": Mistake((*G, "-f", "BINARY"), 4, "iconv"),
     "prompts that are not JSON": Mistake((*G, "-f", "BROKEN"), 4, "correct that line"),
+    "a prompt that is a number": Mistake((*G, "-f", "NUMBER"), 4, "correct that line"),
+    "an infinite temperature": Mistake(
+        (*G, "--temperature", "inf", "x"), 2, "give temperature another value"
+    ),
+    "no target's name": Mistake((*G, "-t", "", "x"), 2, "tiny"),
     "prompt lines without a prompt": Mistake((*G, "-f", "WRONG"), 4, "correct that line"),
     # targets
     "unknown target": Mistake((*G, "-t", "tinny", "x"), 2, "tiny"),
@@ -135,6 +127,7 @@ MISTAKES = {
     "unknown export format": Mistake(("export", "-d", "x", "-o", "NEW", "--to", "h"), 3, "--to hf"),
     "export of no package": Mistake(("export", "-d", "FOLDER", "-o", "NEW"), 4, ""),
     "unknown level": Mistake(("verify", "x", "--level", "all"), 3, "--level"),
+    "verify what is nowhere": Mistake(("verify", "./absent"), 4, "specctl train-draft"),
     "verify no package": Mistake(("verify", "FOLDER"), 4, ""),
     "unknown baseline": Mistake(("bench", "--against", "hg"), 3, "--against hf"),
     "format that cannot hold the family": Mistake(
@@ -164,6 +157,7 @@ def place(tmp_path: Path) -> Callable[[str], str]:
         "BINARY": ("binary.txt", b"\xff\xfe\x00"),
         "BROKEN": ("broken.jsonl", b'{"prompt": "x"}\n{"prompt": \n'),
         "WRONG": ("wrong.jsonl", b'{"question": "x"}\n'),
+        "NUMBER": ("number.jsonl", b'{"prompt": 3}\n'),
         "TYPO": ("typo.yaml", b"train: {lerning_rate: 0.1}\n"),
         "OPTION": ("option.yaml", b"drafter: {family: eagle3, options: {ttt_step: 3}}\n"),
         "FAMILY": ("family.yaml", b"drafter: {family: eagle}\n"),

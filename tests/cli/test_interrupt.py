@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-import importlib.util
+import itertools
+import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from terminal import Terminal
 
 from specctl.cli import failures, quickstart
 from specctl.recipes.errors import Exit
+from specctl.runtime.engine import Engine
 
-
-def load(name: str) -> ModuleType:
-    path = Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"specctl_tests_{name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-Terminal = load("terminal").Terminal
 LONG = ["generate", "--max-new-tokens", "900", "--ignore-eos", "import os"]
 TRAINING = (
     "data.text_tokens=0", "data.prompts=8", "data.prompt_tokens=16", "data.new_tokens=16",
     "train.steps=5000", "train.rows=4", "train.seq_len=32", "train.tau_every=5000",
 )  # fmt: skip
+
+
+def stopping(step: Callable[[Engine], Any], after: int) -> Callable[[Engine], Any]:
+    """Engine.step that is met by Ctrl-C after so many rounds."""
+    rounds = itertools.count()
+
+    def step_(engine: Engine) -> Any:
+        if next(rounds) == after:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(engine)
+
+    return step_
 
 
 def test_one_ctrl_c_ends_a_stream_with_130_and_a_word() -> None:
@@ -41,6 +44,23 @@ def test_one_ctrl_c_ends_a_stream_with_130_and_a_word() -> None:
         assert "nothing was saved" in terminal.shown
         assert "specctl generate" in terminal.shown
         assert terminal.cursor_is_shown
+
+
+def test_texts_that_were_generated_before_ctrl_c_are_in_the_answer(
+    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "prompts.txt").write_text("def main(\nimport os\n")
+    monkeypatch.setattr(Engine, "step", stopping(Engine.step, after=5))
+    words = ["generate", "-f", str(tmp_path / "prompts.txt"), "--batch", "2", "--ignore-eos"]
+    ran = run(*words, "--json")
+    assert ran.code == failures.INTERRUPTED
+    outputs = ran.json["result"]["outputs"]
+    assert [output["prompt"] for output in outputs] == ["def main(", "import os"]
+    assert all(output["token_ids"] and output["finish_reason"] is None for output in outputs)
+    assert "is written" in ran.json["error"]["found"]
+    monkeypatch.setattr(Engine, "step", stopping(Engine.step, after=5))
+    shown = run(*words)
+    assert all(output["text"] in shown.out for output in outputs)
 
 
 def test_training_stops_with_75_and_a_second_ctrl_c_leaves_at_once(tmp_path: Path) -> None:
@@ -61,6 +81,25 @@ def test_training_stops_with_75_and_a_second_ctrl_c_leaves_at_once(tmp_path: Pat
         assert terminal.wait() in (failures.INTERRUPTED, Exit.INTERRUPTED)
         assert "Traceback" not in terminal.shown
         assert terminal.cursor_is_shown
+
+
+def test_answers_written_before_ctrl_c_are_kept_and_the_run_goes_on_from_them(
+    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("specctl.train.data.regenerate.SHARD", 2)
+    settings = {**dict(s.split("=") for s in TRAINING), "train.steps": 2, "train.tau_every": 2}
+    words = ["distill", "--out", str(tmp_path / "run"), "--set", "train.tau_tokens=4"]
+    words += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "step", stopping(Engine.step, after=40))
+        ran = run(*words)
+    assert ran.code == Exit.INTERRUPTED, ran.err
+    assert "finished parts are kept" in ran.err
+    assert "do:       specctl distill --out" in ran.err
+    shards = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("shard-*")}
+    assert shards
+    assert run(*words).code == 0
+    assert {path: path.stat().st_mtime_ns for path in shards} == shards
 
 
 def test_sigterm_ends_with_143(start: Any) -> None:

@@ -105,6 +105,10 @@ def test_several_problems_are_all_named(tmp_path: Path) -> None:
     assert "train.rows" in error.found
 
 
+def test_one_wrong_value_is_told_once(tmp_path: Path) -> None:
+    assert problem(tmp_path, "", "vocab.size=1").found == "1"
+
+
 @pytest.mark.parametrize(
     ("setting", "expected"),
     [

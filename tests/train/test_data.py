@@ -174,6 +174,19 @@ def test_a_folder_of_text_is_one_document_per_file(tmp_path: Path) -> None:
     assert "c.bin" in defects.lines()[0]
 
 
+def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "x.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(FileError, match=r"after 0 rows") as caught:
+        read(tmp_path / "x.parquet")
+    assert caught.value.where.endswith("x.parquet")
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_bytes(b"\xef\xbb\xbfdef")
+    assert [sample.text for sample in read(tmp_path / "x.txt")] == ["def"]
+
+
 def test_parquet_rows_are_read(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     table = pytest.importorskip("pyarrow").Table.from_pylist(

@@ -108,7 +108,8 @@ def _files(path: Path, kind: str) -> list[Path]:
         raise FileError(
             f"the data folder holds no {kind} files",
             found=str(path),
-            expected="at least one file " + " or ".join(f"*{suffix}" for suffix in suffixes),
+            expected=" or ".join(f"at least one file *{suffix}" for suffix in suffixes)
+            or "at least one file",
             do="give another folder, or set data.format",
         )
     return found
@@ -145,7 +146,7 @@ def _corpus(name: str, seed: int) -> Iterator[Sample]:
 def _text(path: Path, defects: Defects) -> Iterator[Sample]:
     """One file is one document; its domain is its folder."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         defects.note("file is not UTF-8 text", f"{path}: byte {error.start}")
         return
@@ -172,13 +173,23 @@ def _jsonl(path: Path, defects: Defects) -> Iterator[Sample]:
 def _parquet(path: Path, defects: Defects) -> Iterator[Sample]:
     try:
         import pyarrow.parquet as parquet
+        from pyarrow.lib import ArrowException
     except ImportError as error:
         raise _no_extra("pyarrow") from error
     row = 0
-    for batch in parquet.ParquetFile(path).iter_batches(batch_size=1024):
-        for record in batch.to_pylist():
-            row += 1
-            yield from _usable(record, f"{path}: row {row}", path.stem, defects)
+    try:
+        for batch in parquet.ParquetFile(path).iter_batches(batch_size=1024):
+            for record in batch.to_pylist():
+                row += 1
+                yield from _usable(record, f"{path}: row {row}", path.stem, defects)
+    except (OSError, ArrowException) as error:
+        raise FileError(
+            "a parquet file cannot be read",
+            where=str(path),
+            found=f"after {row:,} rows: {str(error).splitlines()[0][:200]}",
+            expected="a whole parquet file",
+            do="write or download the file again",
+        ) from error
 
 
 def _hub(source: str, split: str, defects: Defects) -> Iterator[Sample]:
