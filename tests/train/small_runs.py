@@ -27,7 +27,16 @@ from specctl.runtime.report import SilentReporter
 from specctl.runtime.target import Target
 from specctl.train.run import RunResult, train_draft
 
-__all__ = ["Ran", "parts", "random_target", "replace", "run", "small_recipe", "stopped_before"]
+__all__ = [
+    "Ran",
+    "Talk",
+    "parts",
+    "random_target",
+    "replace",
+    "run",
+    "small_recipe",
+    "stopped_before",
+]
 
 SMALL = {
     "data.text_tokens": 0, "data.prompts": 24, "data.new_tokens": 16, "data.prompt_tokens": 8,
@@ -46,7 +55,9 @@ class Ran:
     said: list[str]
 
 
-class _Talk(SilentReporter):
+class Talk(SilentReporter):
+    """Keeps what was said."""
+
     def __init__(self) -> None:
         super().__init__()
         self.said: list[str] = []
@@ -82,7 +93,7 @@ def small_recipe(name: str, text: Path, **sets: Any) -> Recipe:
 
 
 def run(recipe: Recipe, out: Path, target: Target, **fields: Any) -> Ran:
-    talk, digests = _Talk(), [""]
+    talk, digests = Talk(), [""]
 
     def package(
         drafter: Drafter, target: Target, out: Path, acceptance: Mapping[str, Any] | None

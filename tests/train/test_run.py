@@ -16,6 +16,7 @@ import small_runs
 import torch
 import toy
 import yaml
+from small_runs import Talk
 
 import specctl.recipes
 from specctl.drafters.parts.base import Drafter
@@ -74,15 +75,6 @@ class Package:
         assert not drafter.module.training
         self.digest, self.acceptance = toy.digest(drafter.tensors()), dict(acceptance or {})
         out.mkdir(exist_ok=True)
-
-
-class Talk(SilentReporter):
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
 
 
 def run(

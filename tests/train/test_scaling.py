@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from small_runs import Talk
 
 from specctl.recipes.errors import IncompatibleError, RecipeError
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
-from specctl.runtime.report import SilentReporter
 from specctl.runtime.target import Target
 from specctl.train.scaling import Law, Point, fit, grid, report, run_grid, save_picture
 
@@ -92,15 +92,6 @@ def recipe(tmp_path: Path) -> Recipe:
         "drafter.options={head_dim: 8}",
     ]  # fmt: skip
     return load_recipe("scaling", sets)
-
-
-class Talk(SilentReporter):
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
 
 
 def test_a_grid_runs_once_shares_its_data_and_resumes(

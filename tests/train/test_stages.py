@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_runs import Talk
 from torch import Tensor
 
 from specctl.drafters.parts.base import Drafter
@@ -66,15 +67,6 @@ def read(folder: str, target: Target) -> Drafter:
     drafter = SmallLm(options, target.spec, VocabMap(tensors.pop("ids"), target.spec.vocab_size))
     drafter.load_tensors(tensors)
     return drafter
-
-
-class Talk(SilentReporter):
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
 
 
 def run(recipe: Recipe, out: Path, target: Target, **given: Any) -> Any:
