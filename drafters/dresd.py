@@ -1,0 +1,206 @@
+"""DReSD (arXiv 2502.15572): retrieve by meaning, drafting what followed similar target states.
+
+The key of a place is the target's last state there, standardised, reduced and of unit length; the
+query is the target's own newest state, which costs nothing. Of the nearest places those stay whose
+next token is the one the target has just emitted, and what followed them is counted into a tree.
+The row's own places are searched exactly; a store of texts (`specctl datastore --recipe dresd`)
+through an approximate index. States are those of one target: a package is refused by any other.
+Letters: B rows, P path, N places, D target width, C reduced width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specctl.drafters.parts.base import Budget, Drafter, Family, Needs, Outcome, Space
+from specctl.drafters.parts.corpus import BREAK, joined
+from specctl.drafters.parts.dense import KINDS, DenseIndex, Projection
+from specctl.drafters.parts.occurrences import copied
+from specctl.drafters.parts.spec import ModelSpec
+from specctl.drafters.parts.trie import Trie, TrieState, counted
+from specctl.drafters.parts.vocab import VocabMap
+from specctl.recipes.errors import IntegrityError, RecipeError
+
+TRUST = 0.7  # guessed chance that a neighbour goes on alike; policies read it, no verifier
+
+
+@dataclass(frozen=True, slots=True)
+class DresdOptions:
+    """`neighbours` places are asked for, `span` tokens behind them drafted; states are reduced to
+    `dims` numbers. `index`: hnsw (library usearch) or exact. `own`: search the row's own text."""
+
+    neighbours: int = 32
+    span: int = 10
+    dims: int = 64
+    index: str = "hnsw"
+    own: bool = True
+
+    def __post_init__(self) -> None:
+        if min(self.neighbours, self.span, self.dims) < 1 or self.index not in KINDS:
+            raise RecipeError(
+                "nothing would be retrieved",
+                where="drafter.options",
+                found=f"neighbours {self.neighbours}, span {self.span}, dims {self.dims}, "
+                f"index {self.index}",
+                expected="positive numbers, and index one of " + ", ".join(KINDS),
+                do="leave them out to take the defaults",
+            )
+
+
+class Dresd(Drafter):
+    """No weights; a package may hold texts, their keys and the projection that made them."""
+
+    family: ClassVar[str] = "dresd"
+    holds_data = True
+    options: DresdOptions
+
+    def __init__(
+        self, options: DresdOptions, spec: ModelSpec, vocab: VocabMap | None = None
+    ) -> None:
+        super().__init__(options, spec, vocab)
+        self._tensors: dict[str, Tensor] = {}
+        self.corpus_N = joined([])
+        self.projection: Projection | None = None
+        self.index: DenseIndex | None = None
+
+    def needs(self) -> Needs:
+        return Needs(taps=(self.spec.num_layers,))
+
+    def open(self, space: Space) -> DresdState:
+        return DresdState(self, space)
+
+    def learn(
+        self, texts: Iterable[Sequence[int]], taps: Iterable[Mapping[int, Tensor]] = ()
+    ) -> None:
+        """Retrieve from these texts from now on; `taps` are the target's last states of each."""
+        pairs = [(ids, tap[self.spec.num_layers]) for ids, tap in zip(texts, taps, strict=True)]
+        state_ND = torch.cat([state.float().cpu() for ids, state in pairs if len(ids)])
+        projection = Projection.fit(state_ND, self.options.dims)
+        keys = {"corpus": torch.from_numpy(joined([ids for ids, _ in pairs]))}
+        self.load_tensors({**keys, **projection.tensors(), "keys": projection(state_ND).half()})
+
+    def tensors(self) -> dict[str, Tensor]:
+        return dict(self._tensors)
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        if not tensors:
+            return
+        if set(tensors) != {"corpus", "keys", "mean", "basis"}:
+            raise _damaged(", ".join(sorted(tensors)), "corpus, keys, mean and basis")
+        corpus_N = tensors["corpus"].cpu().numpy()
+        place_N = np.flatnonzero(corpus_N != BREAK)
+        shapes = {name: tuple(tensors[name].shape) for name in ("keys", "mean", "basis")}
+        width = shapes["keys"][-1]
+        size = self.spec.hidden_size
+        wanted = {"keys": (len(place_N), width), "mean": (size,), "basis": (size, width)}
+        if shapes != wanted or not BREAK <= corpus_N.min() <= corpus_N.max() < self.spec.vocab_size:
+            raise _damaged(str(shapes), f"{wanted}, ids below {self.spec.vocab_size}")
+        self._tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
+        self.corpus_N, self.projection = corpus_N, Projection.of(self._tensors)
+        self.index = DenseIndex(self._tensors["keys"], place_N, self.options.index)
+
+
+def _damaged(found: str, expected: str) -> IntegrityError:
+    return IntegrityError(
+        "this is no dense store of this target",
+        found=found,
+        expected=expected,
+        do="build the store again with `specctl datastore --recipe dresd`",
+    )
+
+
+@dataclass(slots=True)
+class _Row:
+    """The target's last states of one row, in order. One writer: the DraftState."""
+
+    states: list[Tensor] = field(default_factory=list)
+
+
+class DresdState(TrieState):
+    """Per slot, the states of the row's own places; the newest is the query."""
+
+    def __init__(self, drafter: Dresd, space: Space) -> None:
+        self.drafter, self.device = drafter, space.device
+        self.tap = drafter.spec.num_layers
+        self.rows = [_Row() for _ in range(space.num_slots)]
+
+    def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
+        del tokens
+        self.end(slot)
+        if self.tap in taps:
+            self.rows[slot].states.append(taps[self.tap].float().cpu())
+
+    def end(self, slot: int) -> None:
+        self.rows[slot] = _Row()
+
+    def observe(self, outcome: Outcome) -> None:
+        """States of the root and of the accepted nodes: the last one predicts the new root."""
+        state_BPD = outcome.taps[self.tap].float().cpu()
+        for b, (slot, accepted) in enumerate(
+            zip(outcome.view.slots, outcome.num_accepted, strict=True)
+        ):
+            self.rows[slot].states.append(state_BPD[b, : accepted + 1])
+
+    def sprout(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:
+        options, row = self.drafter.options, self.rows[slot]
+        span, trie = min(options.span, budget.depth), Trie()
+        row.states[:] = [torch.cat(row.states)] if row.states else []
+        if span < 1 or not row.states or not len(row.states[0]):
+            return trie
+        state_ND, root = row.states[0], tokens[-1]
+        if options.own:
+            ends = self._own(state_ND, tokens)
+            trie = counted([copied(tokens, end, span) for end in ends], TRUST)
+        if self.drafter.index is not None and self.drafter.projection is not None:
+            query_C = self.drafter.projection(state_ND[-1:])[0]
+            places = self.drafter.index.nearest(query_C, options.neighbours)
+            trie.absorb(counted(self._continuations(places, root, span), TRUST))
+        return trie
+
+    def _own(self, state_ND: Tensor, tokens: Sequence[int]) -> list[int]:
+        """Where the root stood before, after the states most similar to the newest one."""
+        last, root = len(state_ND) - 1, tokens[-1]
+        before = [i for i in range(last) if tokens[i + 1] == root]
+        if not before:
+            return []
+        unit_ND = F.normalize(state_ND - state_ND.mean(0), dim=-1)
+        alike_N = unit_ND[before] @ unit_ND[last]
+        best = alike_N.topk(min(self.drafter.options.neighbours, len(before))).indices.tolist()
+        good = [n for n in best if alike_N[n] >= 0.5 * alike_N[best[0]]]
+        return [before[n] + 1 for n in good]
+
+    def _continuations(self, places: list[int], root: int, span: int) -> list[list[int]]:
+        corpus_N = self.drafter.corpus_N
+        found = []
+        for place in places:
+            if int(corpus_N[place + 1]) == root:
+                ids = corpus_N[place + 2 : place + 2 + span].tolist()
+                found.append(ids[: ids.index(BREAK)] if BREAK in ids else ids)
+        return found
+
+
+def build(options: DresdOptions, spec: ModelSpec, vocab: VocabMap | None) -> Dresd:
+    return Dresd(options, spec, vocab)
+
+
+FAMILY = Family(
+    name="dresd",
+    summary=(
+        "No training: looks for places in a store of texts, and in the text so far, where the "
+        "target was in a similar state, and drafts what followed them. Finds contexts that mean "
+        "the same in other words, which exact matching misses; the store keeps a vector per token "
+        "and belongs to one target."
+    ),
+    paper="https://arxiv.org/abs/2502.15572",
+    options=DresdOptions,
+    build=build,
+    trainable=False,
+    policies=("direct",),
+)
