@@ -25,7 +25,7 @@ class Level:
     other_samples: int | None = None
 
 
-# Samples are as many as show a law that far (total variation) from the target's: 10 % in less than a
+# Samples are as many as show a law that far (total variation) from the target's: 10 % in under a
 # minute on one core and the embedded target; 7 % as served and 15 % for all other ways in minutes.
 LEVELS = {
     "lossless": Level(8, 40, samples_for(0.1), length=3, all_rules=False, enumeration="quick"),
