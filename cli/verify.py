@@ -109,7 +109,7 @@ def _keep(console: Console, draft: str, result: dict[str, Any], proof: Proof) ->
     body = {name: result[name] for name in ("level", "target", "proof")}
     command = ["specctl", "verify", draft, "--level", proof.level]
     try:
-        return str(write_record(Path(draft), body, proof.lines(), command))
+        return str(write_record(Path(draft), body, proof.rows(), command))
     except OSError as error:
         console.warn(f"the report could not be kept in the package: {error}")
         return None

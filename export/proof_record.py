@@ -25,7 +25,10 @@ FOLDER, REPORT, PROSE = ".verification", "report.json", "report.md"
 
 
 def write_record(
-    package: Path, body: Mapping[str, Any], lines: Sequence[str], command: Sequence[str]
+    package: Path,
+    body: Mapping[str, Any],
+    rows: Sequence[tuple[str, str]],
+    command: Sequence[str],
 ) -> Path:
     """Write both files and return the folder; a record of before is replaced."""
     from specctl.export.folder import redacted, utc_now, versions
@@ -43,7 +46,11 @@ def write_record(
     _replace(folder / REPORT, report + "\n")
     title = f"# Verification of {manifest.family} for {manifest.target.name}"
     facts = [f"- package {manifest.digest}", f"- {about['created']}: {' '.join(about['command'])}"]
-    table = ["| check | result |", "|---|---|", *(f"| {_cells(line)} |" for line in lines)]
+    table = [
+        "| check | result |",
+        "|---|---|",
+        *(f"| {name} | {' '.join(found.split())} |" for name, found in rows),
+    ]
     _replace(folder / PROSE, scrub("\n".join([title, "", *facts, "", *table])) + "\n")
     return folder
 
@@ -59,11 +66,6 @@ def read_record(package: Path) -> dict[str, Any] | None:
         return None
     is_ours = body.get("package_digest") == read_manifest(package).digest
     return dict(body) if is_ours else None
-
-
-def _cells(line: str) -> str:
-    name, gap, rest = line.partition("  ")
-    return f"{name} | {' '.join(rest.split())}" if gap else line
 
 
 def _replace(path: Path, text: str) -> None:

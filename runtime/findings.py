@@ -97,15 +97,22 @@ class Proof:
     def _is_judged(self, check: Check) -> bool:
         return self.verification == "lossless" or not check.is_about_law
 
-    def lines(self) -> list[str]:
-        """For people: one line per check, then warnings."""
+    def rows(self) -> list[tuple[str, str]]:
+        """Each check and what it found, then warnings."""
         found = []
         for check in self.checks:
             failed = "FAILED" if self._is_judged(check) else "differs"
             word = "passed" if check.passed else failed
             p = "" if check.p_value is None else f", p = {check.p_value:.2g}"
-            found.append(f"{check.name:28s} {word}  {check.count:,} {check.note}{p}")
-        return found + [f"warning: {text}" for text in self.warnings]
+            found.append((check.name, f"{word}  {check.count:,} {check.note}{p}"))
+        return found + [("warning:", text) for text in self.warnings]
+
+    def lines(self) -> list[str]:
+        """The rows for people."""
+        rows = self.rows()
+        checks = [name for name, _ in rows if name != "warning:"]
+        width = max(map(len, checks), default=0)
+        return [f"{name:{0 if name == 'warning:' else width}s} {found}" for name, found in rows]
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 
 from specctl.runtime.engine import Engine
+from specctl.runtime.oracle import target_law
+from specctl.runtime.sampling import Sampling
 from specctl.runtime.session import Row
 from specctl.runtime.target import Target
 
@@ -40,6 +42,17 @@ def proof_prompts(
         else:
             size = int(rng.integers(1, min(longest, 24) + 1))
             yield rng.integers(0, target.spec.vocab_size, size).tolist()
+
+
+def open_prompt(
+    target: Target, prompts: Sequence[tuple[int, ...]], sampling: Sampling, size: int = 8
+) -> tuple[int, ...]:
+    """The beginning of that prompt after which most is open: a law of one likely token would hide
+    what is wrong with the others."""
+    starts = [prompt[:size] for prompt in prompts]
+    laws = [target_law(target, [start], sampling)[0] for start in starts]
+    entropy = [float(torch.special.entr(law_V).sum()) for law_V in laws]
+    return starts[entropy.index(max(entropy))]
 
 
 @torch.inference_mode()

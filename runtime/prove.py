@@ -24,7 +24,7 @@ from specctl.runtime.oracle import Joint, Replay, Watched, dense_logits, toleran
 from specctl.runtime.policies import make_policy, policies_of
 from specctl.runtime.policies.base import Policy
 from specctl.runtime.power import ALARM, visible
-from specctl.runtime.proof_prompts import cached_logits, proof_prompts
+from specctl.runtime.proof_prompts import cached_logits, open_prompt, proof_prompts
 from specctl.runtime.report import Advance, Reporter, SilentReporter
 from specctl.runtime.sampling import Sampling
 from specctl.runtime.session import Completion, Request, Row
@@ -104,6 +104,7 @@ class _Battery:
     drafted: int = 0
     accepted: int = 0
     sane: bool | None = None
+    asked: tuple[int, ...] | None = None
 
     def steps(self) -> list[Step]:
         written = len(self.prompts) * self._tokens() // SHORT
@@ -211,7 +212,8 @@ class _Battery:
         self, policy: Policy, rule: str, count: int | None = None, advance: Advance | None = None
     ) -> list[Check]:
         """The first two tokens against the target's exact joint law, and drafts against their q."""
-        prompt, name = max(self.prompts, key=len)[:8], f"{type(policy).__name__} {rule}"
+        self.asked = self.asked or open_prompt(self.target, self.prompts, self.sampling)
+        prompt, name = self.asked, f"{type(policy).__name__} {rule}"
         watched = Watched(policy)
         count = count or self.level.samples
         size = max(2, min(policy.depth + 1, self.level.length))

@@ -10,7 +10,7 @@ from specctl.export.manifest import check_files, is_package
 from specctl.export.proof_record import FOLDER, PROSE, REPORT, read_record, write_record
 
 BODY = {"level": "lossless", "proof": {"passed": True}}
-LINES = ["rules, exact law             passed  500 cases", "cache rollback  passed  12 rounds"]
+ROWS = [("rules, exact law", "passed  500 cases"), ("cache rollback", "passed  12 rounds")]
 
 
 def test_a_record_changes_no_digest_and_no_package(
@@ -18,7 +18,7 @@ def test_a_record_changes_no_digest_and_no_package(
 ) -> None:
     package = save(make_toy())
     before = check_files(package)
-    folder = write_record(package, BODY, LINES, ["specctl", "verify", str(package)])
+    folder = write_record(package, BODY, ROWS, ["specctl", "verify", str(package)])
     assert folder == package / FOLDER
     assert check_files(package) == before
     assert is_package(package)
@@ -35,7 +35,7 @@ def test_a_record_changes_no_digest_and_no_package(
 def test_a_record_is_replaced_and_leaves_nothing_behind(save: Any, make_toy: Any) -> None:
     package = save(make_toy())
     for level in ("lossless", "full"):
-        write_record(package, {**BODY, "level": level}, LINES, ["specctl"])
+        write_record(package, {**BODY, "level": level}, ROWS, ["specctl"])
     assert sorted(p.name for p in (package / FOLDER).iterdir()) == sorted([PROSE, REPORT])
     found = read_record(package)
     assert found is not None
@@ -45,7 +45,7 @@ def test_a_record_is_replaced_and_leaves_nothing_behind(save: Any, make_toy: Any
 def test_a_record_of_another_package_or_a_broken_one_says_nothing(save: Any, make_toy: Any) -> None:
     package = save(make_toy())
     assert read_record(package) is None
-    write_record(package, BODY, LINES, ["specctl"])
+    write_record(package, BODY, ROWS, ["specctl"])
     file = package / FOLDER / REPORT
     body = json.loads(file.read_text())
     file.write_text(json.dumps({**body, "package_digest": "0" * 64}))
@@ -56,6 +56,6 @@ def test_a_record_of_another_package_or_a_broken_one_says_nothing(save: Any, mak
 
 def test_secrets_in_the_command_are_not_kept(save: Any, make_toy: Any) -> None:
     package = save(make_toy())
-    write_record(package, BODY, LINES, ["specctl", "verify", "--token", "hf_abcdefghijkl"])
+    write_record(package, BODY, ROWS, ["specctl", "verify", "--token", "hf_abcdefghijkl"])
     kept = "".join(p.read_text() for p in (package / FOLDER).iterdir())
     assert "hf_abcdefghijkl" not in kept
