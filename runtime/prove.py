@@ -228,10 +228,9 @@ class _Battery:
         done = engine.run(requests, tell)
         self._count(done)
         found = Joint(self.target, prompt, sampling, count).test([c.tokens for c in done])
-        note = f"samples of two tokens, {found.cells} cells, TV {found.total_variation:.3f} (wrong "
-        note += f"by {visible(count, found.cells):.2f} is seen)"
-        passed = found.p_value > ALARM
-        checks = [Check(f"law, {name}", passed, count, found.total_variation, found.p_value, note)]
+        far, seen = found.total_variation, visible(count, found.cells)
+        note = f"samples, {found.cells} cells, TV {far:.3f} (wrong by {seen:.2f} is seen)"
+        checks = [Check(f"law, {name}", found.p_value > ALARM, count, far, found.p_value, note)]
         draws = watched.draws
         if draws.nodes:
             self.sane = draws.is_sane
