@@ -3,8 +3,7 @@
 For the last 1 .. `max_context` tokens in front of every token that the target was fed, accepted or
 not, a store holds the target's `topk` best tokens with the sum of their probabilities: after k
 visits the average law, times k. Drafting is stepwise: the law m of a node is that of its longest
-known context, with a share `backoff` of the next shorter one's (0 is the paper's choice, but a
-context that was seen once may know but one token), and its logits are log m, so that
+known context, and its logits are log m, so that
 
     q = softmax(log m / T) = m^(1/T), normalised,
 
@@ -35,30 +34,28 @@ from specctl.drafters.parts.base import (
 )
 from specctl.drafters.parts.laws import learn_round, learn_text, learning_scope, step, tail
 from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.store import Ids, NgramStore, Scope, StoreLimits, StoreRoom
+from specctl.drafters.parts.store import Ids, Scope, StoreLimits, StoreRoom
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.recipes.errors import RecipeError
 
 
 @dataclass(frozen=True, slots=True)
 class StandOptions:
-    """`max_context` tokens are looked up, then fewer, each shorter context with a share `backoff`;
-    `topk` tokens are kept of each law; `scope` says whose text may help whom (request,
-    conversation, process), `max_bytes` caps each store."""
+    """`max_context` tokens are looked up, then fewer; `topk` tokens are kept of each law; `scope`
+    says whose text may help whom (request, conversation, process), `max_bytes` caps each store."""
 
     max_context: int = 3
     topk: int = 10
-    backoff: float = 0.2
     scope: str = Scope.REQUEST
     max_bytes: int = 32 << 20
 
     def __post_init__(self) -> None:
-        if self.max_context < 1 or self.topk < 1 or not 0.0 <= self.backoff < 1.0:
+        if self.max_context < 1 or self.topk < 1:
             raise RecipeError(
                 "an option of stand is out of range",
                 where="drafter.options",
-                found=f"max_context {self.max_context}, topk {self.topk}, backoff {self.backoff}",
-                expected="positive counts, and a backoff from 0 to below 1",
+                found=f"max_context {self.max_context}, topk {self.topk}",
+                expected="positive counts",
                 do="leave them out to take the defaults",
             )
 
@@ -90,7 +87,6 @@ class StandState(StepState):
     def __init__(self, drafter: Stand, space: Space) -> None:
         self.V, self.device = drafter.spec.vocab_size, space.device
         self.lengths = range(drafter.options.max_context, 0, -1)
-        self.backoff = drafter.options.backoff
         self.stores = drafter.room.rows(space.identity, space.num_slots)
         self._slots: tuple[int, ...] = ()
         self._contexts: list[list[Ids]] = []  # per row: the root's, then those of its expansions
@@ -123,35 +119,22 @@ class StandState(StepState):
         return self._logits(added)
 
     def _logits(self, contexts: Sequence[Sequence[Ids]]) -> Tensor:
-        """[B, M, V]: logs of the remembered laws, -inf elsewhere."""
+        """[B, M, V]: log weights of the longest known contexts, -inf elsewhere."""
         at: list[int] = []
         chances: list[float] = []
         first = 0
         for slot, row in zip(self._slots, contexts, strict=True):
             store = self.stores.at(slot)
             for context in row:
-                law = self._law(store, context)
-                at.extend(first + token for token in law)
-                chances.extend(law.values())
+                for length in range(len(context), 0, -1):
+                    if law := store.weights(context[-length:]):
+                        at.extend(first + token for (token,) in law)
+                        chances.extend(law.values())
+                        break
                 first += self.V
         logits = torch.full((first,), -torch.inf)
         logits[torch.tensor(at, dtype=torch.long)] = torch.tensor(chances).log()
         return logits.to(self.device).view(len(contexts), -1, self.V)
-
-    def _law(self, store: NgramStore, context: Ids) -> dict[int, float]:
-        """Of the known suffixes of the context: the longest, then ever smaller shares."""
-        law: dict[int, float] = {}
-        share = 1.0
-        for length in range(len(context), 0, -1):
-            found = store.weights(context[-length:])
-            scale = share / sum(found.values()) if found else 0.0
-            for (token,), weight in found.items():
-                law[token] = law.get(token, 0.0) + scale * weight
-            if found:
-                share *= self.backoff
-            if share == 0.0:
-                break
-        return law
 
     def observe(self, outcome: Outcome) -> None:
         learn_round(self.stores, outcome, self.lengths, keep=None)

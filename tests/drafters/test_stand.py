@@ -33,10 +33,10 @@ def law(logits_V: torch.Tensor) -> dict[int, float]:
     return {token: round(float(logits_V[token].exp()), 4) for token in known}
 
 
-def test_a_node_has_the_average_law_of_its_longest_known_context(
+def test_a_node_has_the_summed_law_of_its_longest_known_context(
     make_target: Any, round_view: Any
 ) -> None:
-    state = make_state(make_target(), backoff=0.0)
+    state = make_state(make_target())
     state.start(0, [9], {})
     store = state.stores.at(0)
     for key, token, chance in (
@@ -47,29 +47,18 @@ def test_a_node_has_the_average_law_of_its_longest_known_context(
         ((2,), 7, 1.0),
     ):
         store.add(key, (token,), chance)
-    assert law(state.root(round_view({0: [9, 4, 5]}))[0]) == {2: 0.8, 6: 0.2}
+    assert law(state.root(round_view({0: [9, 4, 5]}))[0]) == {2: 1.0, 6: 0.25}
     logits_BMV = state.expand(torch.tensor([[2, 6, 5]]), torch.tensor([[-1, -1, -1]]))
-    assert [law(row) for row in logits_BMV[0]] == [{7: 1.0}, {}, {1: 1.0}]
+    assert [law(row) for row in logits_BMV[0]] == [{7: 1.0}, {}, {1: 0.5}]
     deeper = state.expand(torch.tensor([[4]]), torch.tensor([[0]]))
-    assert law(state.expand(torch.tensor([[5]]), torch.tensor([[3]]))[0, 0]) == {2: 0.8, 6: 0.2}
+    assert law(state.expand(torch.tensor([[5]]), torch.tensor([[3]]))[0, 0]) == {2: 1.0, 6: 0.25}
     assert law(deeper[0, 0]) == {}
 
 
 def test_the_prompt_is_read_as_laws_of_one_token(make_target: Any, round_view: Any) -> None:
     state = make_state(make_target())
     state.start(0, [4, 5, 6, 4, 5, 7, 4, 5], {})
-    assert law(state.root(round_view({0: [4, 5, 6, 4, 5, 7, 4, 5]}))[0]) == {6: 0.5, 7: 0.5}
-
-
-def test_a_shorter_context_adds_what_the_longer_one_does_not_know(
-    make_target: Any, round_view: Any
-) -> None:
-    state = make_state(make_target(), backoff=0.1)
-    state.start(0, [9], {})
-    state.stores.at(0).add((4, 5), (2,), 3.0)
-    state.stores.at(0).add((5,), (1,), 2.0)
-    state.stores.at(0).add((5,), (2,), 2.0)
-    assert law(state.root(round_view({0: [9, 4, 5]}))[0]) == {1: 0.05, 2: 1.05}
+    assert law(state.root(round_view({0: [4, 5, 6, 4, 5, 7, 4, 5]}))[0]) == {6: 1.0, 7: 1.0}
 
 
 def run(
