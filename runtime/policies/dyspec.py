@@ -7,10 +7,12 @@ first child and its next sibling. What is drawn where follows from kept tokens o
 rejection and traversal are exact (kind WITHOUT_REPLACEMENT). Growth ends at `nodes` nodes, or when
 no draw is worth `threshold`.
 
-A child needs the drafter's law behind its parent. Nodes that a growth may still want are expanded
-together, `beam` a call, before they reach the top of the heap: the tree is that of expanding one at
-a time, in about as many calls as it is deep. Where nothing is sampled, "draws" are the best tokens
-in turn and the result is the tree of largest expected acceptance.
+A child needs the drafter's law behind its parent. With `threshold` 0 the best draw always comes
+first, and growth waits for one expansion after another (the paper's greedy construction: few nodes,
+many draft calls). Otherwise every draw worth `threshold` is made as soon as its law is there, and
+all new nodes are expanded together, so that there are as many calls as levels (the layered one).
+Where nothing is sampled, "draws" are the best tokens in turn, and the greedy construction gives the
+tree of largest expected acceptance.
 
 Letters: B rows, M nodes of one call, C candidates of each, K draft vocabulary.
 """
@@ -34,12 +36,13 @@ Candidates = list[tuple[int, float]]  # draft row and q of a node's children, in
 
 @dataclass(frozen=True, slots=True)
 class DySpec(DrawnTree):
-    """At most `nodes` nodes, `length` levels, and draws worth at least `threshold`."""
+    """At most `nodes` nodes, `length` levels, draws worth at least `threshold`, and `beam` nodes
+    expanded by one call."""
 
     length: int = 8
     nodes: int = 16
-    beam: int = 4
-    threshold: float = 0.0
+    beam: int = 16
+    threshold: float = 0.1
 
     def grow(self, growth: Growth) -> DraftTree:
         nodes, depth = min(self.nodes, growth.budget.nodes), min(self.length, growth.budget.depth)
@@ -127,19 +130,23 @@ class _Tree:
         self.asked = []
 
     def draw(self) -> None:
-        """Make the best draws, up to one whose node has no law yet."""
-        while self.heap and len(self.token) < self.nodes:
-            worth, _, node = self.heap[0]
-            if -worth < self.threshold or node not in self.found:
-                return
-            age = heapq.heappop(self.heap)[1]
-            if self.drawn[node] >= len(self.found[node]):
-                continue
-            exact = self._worth(node)
-            if exact < -worth:
-                heapq.heappush(self.heap, (-exact, age, node))
-            else:
-                self._keep(node)
+        """Make the best draws of those whose law is there; none behind one that waits for its law,
+        if draws must come in order."""
+        waiting: list[tuple[float, int, int]] = []
+        while self.heap and len(self.token) < self.nodes and -self.heap[0][0] >= self.threshold:
+            worth, age, node = heapq.heappop(self.heap)
+            if node not in self.found:
+                waiting.append((worth, age, node))
+                if self.threshold == 0.0:
+                    break
+            elif self.drawn[node] < len(self.found[node]):
+                exact = self._worth(node)
+                if exact < -worth:
+                    heapq.heappush(self.heap, (-exact, age, node))
+                else:
+                    self._keep(node)
+        for entry in waiting:
+            heapq.heappush(self.heap, entry)
 
     def _worth(self, node: int) -> float:
         """Of the next child. A sample's own chance may not be looked at, a best token's may: then

@@ -53,7 +53,7 @@ def values(done: Rounds) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "policy", [OptTree(3, 5, threshold=0.0), DySpec(3, 5), DynamicTree(3, 5, 8)]
+    "policy", [OptTree(3, 5, threshold=0.0), DySpec(3, 5, threshold=0.0), DynamicTree(3, 5, 8)]
 )
 def test_no_tree_of_that_size_is_worth_more(pair: Pair, policy: Policy) -> None:
     q_VV = pair.q_VV.double().numpy()
