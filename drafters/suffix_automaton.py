@@ -116,7 +116,7 @@ class SuffixAutomatonState(TrieState):
 
     def _static(self, match: Match, length: int) -> list[int]:
         after = self.drafter.static.end[match.state] + 1
-        ids = self.drafter.corpus_N[after : after + length].tolist()
+        ids: list[int] = self.drafter.corpus_N[after : after + length].tolist()
         return ids[: ids.index(BREAK)] if BREAK in ids else ids
 
 

@@ -62,7 +62,7 @@ def _documents(
         batch = data.batch([row])
         taps = capture(target, batch, needs).taps if needs.taps else {}
         document_S = batch.document_BS[0]
-        for number in document_S.unique().tolist():
+        for number in sorted(set(document_S.tolist())):
             if number >= 0:
                 here_S = document_S == number
                 states = {tap: value[0, here_S.to(value.device)] for tap, value in taps.items()}

@@ -51,11 +51,11 @@ def fuse(trees: Sequence[DraftTree], budget: Budget, trust: Sequence[float] | No
     tree = pack(tries, budget, device)
     chosen = [trie.best(budget.nodes, budget.depth) for trie in tries]
     expanded = [[o.get(n, -1) for n in ns] for o, ns in zip(origins, chosen, strict=True)]
-    source = [[trie.tags[n] for n in ns] for trie, ns in zip(tries, chosen, strict=True)]
+    tags = [[trie.tags[n] for n in ns] for trie, ns in zip(tries, chosen, strict=True)]
     size = tree.num_nodes
     if size:
         tree = replace(tree, expanded_BN=_padded(expanded, size, -1, device))
-    return Fused(tree, _padded(source, size, 0, device))
+    return Fused(tree, _padded(tags, size, 0, device))
 
 
 @dataclass(frozen=True, slots=True)
