@@ -116,6 +116,15 @@ class Console:
         """A line of the result for people."""
         self.write(text + "\n")
 
+    def prose(self, text: str) -> None:
+        """A paragraph of the result for people, wrapped between words at the terminal's edge."""
+        width = self._width(self.stdout)
+        if width is not None:
+            text = textwrap.fill(
+                text, max(20, width), break_long_words=False, break_on_hyphens=False
+            )
+        self.out(text)
+
     def table(
         self, columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = ""
     ) -> None:

@@ -50,7 +50,7 @@ def show(console: Console, name: Name, set_: Sets = None) -> None:
     recipe = load_recipe(name, set_ or ())
     text, source = read_source(name)
     values = flatten(recipe.to_json())
-    console.out(f"{recipe.name}: {recipe.summary}")
+    console.prose(f"{recipe.name}: {recipe.summary}")
     if recipe.paper:
         console.out(f"Paper: {recipe.paper}")
     console.out(f"Digest: {recipe.digest}")

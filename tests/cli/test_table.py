@@ -50,6 +50,16 @@ def test_a_table_without_room_becomes_records() -> None:
     assert lines == ["plain", "  tau       1.00", "  tokens/s  81.0"]
 
 
+@pytest.mark.parametrize("width", [24, 40, 160])
+def test_a_paragraph_wraps_between_words(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    text, shown = " ".join(["some words of a self-made summary"] * 8), io.StringIO()
+    Console(shown, io.StringIO()).prose(text)
+    lines = shown.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert " ".join(lines) == text
+
+
 @pytest.mark.parametrize("width", [40, 60, 200])
 def test_the_list_of_recipes_fits(width: int, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
