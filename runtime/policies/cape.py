@@ -82,7 +82,10 @@ class Caterpillar(PointTree):
 
 def _tree(token_BN: Tensor, valid_BN: Tensor, counts: list[int]) -> DraftTree:
     """Positions one after another, the extended token in front of its siblings."""
-    parents, ranks, expanded, spine = [], [], [], -1
+    parents: list[int] = []
+    ranks: list[int] = []
+    expanded: list[int] = []
+    spine = -1
     for step, width in enumerate(counts):
         first = len(parents)
         parents += [spine] * width

@@ -46,7 +46,7 @@ def battery(make_target: Any) -> Any:
     shape = {"num_layers": 2, "vocab": 32}
     target = make_target(**shape)
     drafter = disturbed(make_target, target, **shape)
-    level = prove.Level(3, 12, samples=500, length=4, all_rules=False, enumeration="slice")
+    level = prove.Level(3, 12, samples=320, length=4, all_rules=False, enumeration="slice")
     prompts = [(1, 2, 3), (9,), (4, 4, 8, 15, 16, 23, 31)]
 
     def make(policy: Policy) -> prove._Battery:
@@ -90,8 +90,8 @@ def test_sampled_text_follows_the_targets_law(battery: Any, name: str, rule: str
 
 @pytest.mark.parametrize("name", TREES)
 def test_every_step_of_long_texts_follows_the_law(pair: Pair, name: str) -> None:
-    """Twelve thousand steps of the Markov oracle: a bias of 0.04 in any state shows."""
-    counts = pair.run(small(name)).steps(len(pair.p_VV))
+    """Six thousand steps of the Markov oracle: a bias of 0.06 in any state shows."""
+    counts = pair.run(small(name), tokens=48).steps(len(pair.p_VV))
     for seen_V, law_V in zip(counts, pair.p_VV.double().numpy(), strict=True):
         wanted_V = law_V * seen_V.sum()
         order = np.argsort(wanted_V)
