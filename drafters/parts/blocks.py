@@ -9,7 +9,7 @@ D width, E width of one head.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specctl.drafters.parts.routed import Router
+
+Store = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,28 @@ class WideLayer(nn.Module):
     def finish(self, state_BTD: Tensor, attended_BTI: Tensor) -> Tensor:
         """Output state: both residual additions."""
         h_BTD = state_BTD + self.self_attn.o_proj(attended_BTI)
+        out: Tensor = h_BTD + self.mlp(self.post_attention_layernorm(h_BTD))
+        return out
+
+
+class DecoderLayer(nn.Module):
+    """A Llama layer of its own: norm, attention, norm, MLP. Fresh, it is the identity."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        self.input_layernorm = RmsNorm(shape.hidden_size, shape.norm_eps)
+        self.self_attn = WideAttention(shape, shape.hidden_size, qk_norm=False)
+        self.post_attention_layernorm = RmsNorm(shape.hidden_size, shape.norm_eps)
+        self.mlp = Mlp(shape.hidden_size, shape.intermediate_size)
+        nn.init.zeros_(self.self_attn.o_proj.weight)
+        nn.init.zeros_(self.mlp.down_proj.weight)
+
+    def forward(self, x_BTD: Tensor, turn_BT2E: Tensor, mask: Tensor, store: Store) -> Tensor:
+        """`store` turns the keys and values of these tokens into those that they attend to."""
+        attention, normed = self.self_attn, self.input_layernorm(x_BTD)
+        key, value = store(*attention.key_value(normed, turn_BT2E))
+        attended = attend(attention.query(normed, turn_BT2E), key, value, mask)
+        h_BTD = x_BTD + attention.o_proj(attended)
         out: Tensor = h_BTD + self.mlp(self.post_attention_layernorm(h_BTD))
         return out
 

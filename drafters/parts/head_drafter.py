@@ -12,14 +12,15 @@ the LM head, K draft vocabulary.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specctl.drafters.parts.align import Aim, aim, shifted
+from specctl.drafters.parts.align import aim, shifted
 from specctl.drafters.parts.base import Borrowed, Drafter, DraftState, Needs, Space
 from specctl.drafters.parts.batch import LossOut, TrainBatch
 from specctl.drafters.parts.head_state import GroundedState
@@ -28,11 +29,13 @@ from specctl.drafters.parts.last_state import Features, LastState
 from specctl.drafters.parts.losses import (
     LinearHead,
     LossOptions,
+    feature_loss,
     head_loss,
     joined,
     judge_of,
     weighted_sum,
 )
+from specctl.drafters.parts.prefix import PrefixNet, PrefixState
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.vocab import VocabMap
 
@@ -42,6 +45,7 @@ class HeadDrafter(Drafter):
     options have `num_heads`, `loss`, `temperature`, `decay` and `chunk`."""
 
     module: nn.Module
+    feature_weight: float = 0.0  # of the distance between what heads read and the target's state
 
     def __init__(self, options: Any, spec: ModelSpec, vocab: VocabMap | None = None) -> None:
         super().__init__(options, spec, vocab)
@@ -54,6 +58,10 @@ class HeadDrafter(Drafter):
     @abstractmethod
     def own_heads(self) -> list[nn.Linear]:
         """LM heads of its own, by head (the last serves later ones); none = the target's."""
+
+    def vocab_layers(self) -> list[nn.Linear]:
+        """All layers with one row per id of the draft vocabulary."""
+        return self.own_heads()
 
     @abstractmethod
     def ready(self, depth: int, carry_XC: Tensor) -> Tensor:
@@ -78,25 +86,39 @@ class HeadDrafter(Drafter):
         for head in self.own_heads():
             head.weight.copy_(rows_KD)
 
-    def context(self, batch: TrainBatch) -> Tensor:
-        """[B, S, D]: the states that drafting begins from, at every position."""
-        return batch.taps[self.spec.num_layers].to(self.dtype)
+    def prefix(self) -> PrefixNet | None:
+        """Layers of its own between the target's states and the heads, if it has any."""
+        return None
 
-    def features(self, space: Space) -> Features:
-        """The same while serving."""
-        like = next(self.module.parameters())
-        return LastState(self.spec.num_layers, space.num_slots, self.spec.hidden_size, like)
+    def rows(self, state_BTD: Tensor, next_ids_BT: Tensor) -> Tensor:
+        """[B, T, D]: what those layers read: the state at t, in the light of token t + 1."""
+        del next_ids_BT
+        return state_BTD
 
-    def own_terms(self, ready_RE: Tensor, rows: Aim, batch: TrainBatch) -> list[LossOut]:
-        """More losses of one head over those rows, each as a sum with its count."""
-        del ready_RE, rows, batch
-        return []
+    def heads_now(self) -> Collection[int]:
+        """The heads that learn from this batch."""
+        return range(self.options.num_heads)
 
     # -- the frame ------------------------------------------------------------------------------
 
     @property
     def dtype(self) -> torch.dtype:
         return next(self.module.parameters()).dtype
+
+    def context(self, batch: TrainBatch) -> Tensor:
+        """[B, S, D]: the states that drafting begins from, at every position."""
+        state_BSD, prefix = batch.taps[self.spec.num_layers].to(self.dtype), self.prefix()
+        if prefix is None:
+            return state_BSD
+        x_BSD = self.rows(state_BSD, shifted(batch.ids_BS, 1))
+        return prefix.over(x_BSD, batch.position_BS, batch.document_BS)
+
+    def features(self, space: Space) -> Features:
+        """The same while serving."""
+        like, prefix = next(self.module.parameters()), self.prefix()
+        if prefix is None:
+            return LastState(self.spec.num_layers, space.num_slots, self.spec.hidden_size, like)
+        return PrefixState(prefix, self.rows, self.spec.num_layers, space, like)
 
     def needs(self) -> Needs:
         return Needs((self.spec.num_layers,), teacher=self.options.loss != "ce", borrow=True)
@@ -116,7 +138,7 @@ class HeadDrafter(Drafter):
 
     def trimmed(self, vocab: VocabMap) -> Self:
         small = type(self)(self.options, self.spec, vocab)
-        weights, own = dict(self.module.state_dict()), {id(head) for head in self.own_heads()}
+        weights, own = dict(self.module.state_dict()), {id(head) for head in self.vocab_layers()}
         for name, part in self.module.named_modules():
             if id(part) in own:
                 weights[f"{name}.weight"] = cut_rows(weights[f"{name}.weight"], self.vocab, vocab)
@@ -150,18 +172,28 @@ class HeadDrafter(Drafter):
         """Changes whenever a weight does."""
         return sum(parameter._version for parameter in self.module.parameters())
 
+    def unroll(self, batch: TrainBatch) -> Iterator[Tensor]:
+        """[B, S, E] per head: what its LM head reads, at every position."""
+        carry_BSC = self.begin(self.context(batch))
+        for i in range(self.options.num_heads):
+            carry_BSC = self.read(i, carry_BSC, shifted(batch.ids_BS, 1 + i))
+            yield self.ready(i, carry_BSC)
+
     def loss(self, batch: TrainBatch) -> LossOut:
         """Sum over heads of decay^i times the loss of predicting 2 + i ahead."""
         options = self.options
         how = LossOptions(options.loss, options.temperature, options.chunk)
-        judge, weights, parts = judge_of(batch, how), self.head_weights(), []
-        carry_BSC = self.begin(self.context(batch))
-        for i in range(options.num_heads):
-            carry_BSC = self.read(i, carry_BSC, shifted(batch.ids_BS, 1 + i))
-            ready_RE = self.ready(i, carry_BSC).flatten(0, 1)
+        judge, weights, now = judge_of(batch, how), self.head_weights(), self.heads_now()
+        parts = []
+        for i, ready_BSE in enumerate(self.unroll(batch)):
+            if i not in now:
+                continue
             rows, head = aim(batch, 2 + i), LinearHead(weights[min(i, len(weights) - 1)])
+            ready_RE = ready_BSE.flatten(0, 1)
             out = head_loss(ready_RE, head, rows, self.vocab, how, judge)
-            for term in self.own_terms(ready_RE, rows, batch):
-                out = joined(out, term)
+            if self.feature_weight > 0:
+                state_RD = batch.taps[self.spec.num_layers].flatten(0, 1)
+                out = joined(out, feature_loss(ready_RE, rows, state_RD), self.feature_weight)
             parts.append((options.decay**i, out))
-        return weighted_sum(parts)
+        total = weighted_sum(parts)
+        return total if len(parts) == options.num_heads else replace(total, metrics={})

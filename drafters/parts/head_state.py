@@ -38,15 +38,15 @@ class HeadState(StepState):
 
     def __init__(self, drafter: Heads, features: Features) -> None:
         self.drafter, self.features = drafter, features
-        self._version, self._heads = drafter.version(), self._laid_out()
+        self._version, self._laid = drafter.version(), self._lay()
 
-    def _laid_out(self) -> list[Weight]:
+    def _lay(self) -> list[Weight]:
         weights = self.drafter.head_weights()
         return [pack(weight) if can_pack(weight) else weight.detach() for weight in weights]
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
         if self._version != self.drafter.version():
-            self._version, self._heads = self.drafter.version(), self._laid_out()
+            self._version, self._laid = self.drafter.version(), self._lay()
         self.features.start(slot, tokens, taps)
 
     def observe(self, outcome: Outcome) -> None:
@@ -100,7 +100,7 @@ class GroundedState(HeadState):
     def _speak(self, depth: int, carry_BMC: Tensor) -> Tensor:
         ready_BME = self.drafter.ready(depth, carry_BMC)
         self._ready_BE = ready_BME[:, -1]
-        return linear(ready_BME, self._heads[min(depth, len(self._heads) - 1)])
+        return linear(ready_BME, self._laid[min(depth, len(self._laid) - 1)])
 
     def hidden(self) -> Tensor:
         assert self._ready_BE is not None, "root() begins a round"

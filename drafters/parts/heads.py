@@ -27,15 +27,26 @@ class ResBlock(nn.Module):
         return x + F.silu(self.linear(x))
 
 
-def check_count(name: str, number: int) -> None:
-    """An option that counts layers, heads or steps is at least one."""
-    if number < 1:
+def check_count(name: str, number: int, least: int = 1) -> None:
+    """An option that counts layers, heads or steps is large enough."""
+    if number < least:
         raise RecipeError(
-            f"{name} of a drafter must be positive",
+            f"{name} of a drafter is too small",
             where=f"drafter.options.{name}",
             found=str(number),
-            expected="1 or more",
-            do=f"write {name}: 1",
+            expected=f"{least} or more",
+            do=f"write {name}: {least}",
+        )
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """An option that must be one of a few words."""
+    if value not in choices:
+        raise RecipeError(
+            f"unknown {name} {value!r}",
+            where=f"drafter.options.{name}",
+            expected="one of " + ", ".join(choices),
+            do=f"write {name}: {choices[0]}",
         )
 
 

@@ -34,8 +34,8 @@ from specctl.drafters.parts.vocab import VocabMap
 from specctl.recipes.errors import RecipeError, nearest
 
 __all__ = [
-    "KINDS", "Judge", "LinearHead", "LossOptions", "acceptance", "check_kind", "head_loss",
-    "joined", "judge_of", "laws", "weighted_sum",
+    "KINDS", "Judge", "LinearHead", "LossOptions", "acceptance", "check_kind", "feature_loss",
+    "head_loss", "joined", "judge_of", "laws", "weighted_sum",
 ]  # fmt: skip
 
 KINDS = ("ce", "kl", "rkl", "jsd", "tv", "lk_alpha", "lk_hybrid")
@@ -260,9 +260,19 @@ def _law_loss(of: Laws, learnable_N: Tensor, kind: str) -> tuple[Tensor, Tensor]
     return (loss_N * learnable_N).sum(), learnable_N.sum().to(loss_N.dtype)
 
 
-def joined(out: LossOut, term: LossOut) -> LossOut:
+def feature_loss(state_RD: Tensor, aim: Aim, target_RD: Tensor) -> LossOut:
+    """SmoothL1, the mean over the width, between drafted states and the target's (EAGLE, eq. 3)."""
+    wanted_ND = wide(target_RD[aim.judge_N])
+    loss = F.smooth_l1_loss(wide(state_RD[aim.row_N]), wanted_ND, reduction="sum")
+    count = torch.tensor(float(aim.row_N.numel()), device=state_RD.device)
+    return LossOut(
+        loss / state_RD.shape[-1], count, {"feature": (loss.detach() / state_RD.shape[-1], count)}
+    )
+
+
+def joined(out: LossOut, term: LossOut, weight: float = 1.0) -> LossOut:
     """A loss with the mean of another added to its own mean, though they count other rows."""
-    scale = out.count / term.count.clamp(min=1.0)
+    scale = weight * out.count / term.count.clamp(min=1.0)
     return LossOut(out.sum + term.sum * scale, out.count, {**out.metrics, **term.metrics})
 
 

@@ -71,6 +71,15 @@ def check_paths(paths: Sequence[Path], max_depth: int, max_rank: int, where: str
         )
 
 
+def as_paths(
+    tree: Sequence[Sequence[int]], max_depth: int, max_rank: int, where: str
+) -> tuple[Path, ...]:
+    """The paths of a tree written in a recipe, checked."""
+    paths = tuple(tuple(int(rank) for rank in path) for path in tree)
+    check_paths(paths, max_depth, max_rank, where)
+    return paths
+
+
 def compile_template(
     paths: Sequence[Path], nodes: int, depth: int, device: torch.device
 ) -> Template:

@@ -26,9 +26,18 @@ def grow_beam(
     growth: Growth, beam: int, nodes: int, depth: int, stop: Stop | None = None
 ) -> DraftTree:
     """The `nodes` best of a beam search `depth` levels deep, `beam` wide, ended by `stop`."""
-    depth, nodes = min(growth.budget.depth, depth), min(growth.budget.nodes, nodes)
-    if depth <= 0 or nodes <= 0:
+    nodes = min(growth.budget.nodes, nodes)
+    pool = search_beam(growth, beam, depth, stop) if nodes > 0 else None
+    if pool is None:
         return empty_tree(len(growth.view.slots), growth.view.slot_B.device)
+    return pool.tree(growth, nodes)
+
+
+def search_beam(growth: Growth, beam: int, depth: int, stop: Stop | None = None) -> Pool | None:
+    """All that a beam search has scored; None where no level may be drafted."""
+    depth = min(growth.budget.depth, depth)
+    if depth <= 0:
+        return None
     assert isinstance(growth.state, StepState)
     first_BK = _log_q(growth.state.root(growth.view))
     pool = Pool.of(first_BK, min(beam, first_BK.shape[-1]))
@@ -36,7 +45,7 @@ def grow_beam(
         parent_BF = pool.expansion_parent()
         logits_BFK = growth.state.expand(growth.target_ids(pool.frontier_row()), parent_BF)
         pool.grow(_log_q(logits_BFK))
-    return pool.tree(growth, nodes)
+    return pool
 
 
 def _log_q(logits: Tensor) -> Tensor:
@@ -99,11 +108,25 @@ class Pool:
         """[B]: summed path probabilities of the `nodes` best, the expected accepted tokens."""
         return self.score_BC.topk(min(nodes, self.score_BC.shape[1])).values.exp().sum(1)
 
-    def tree(self, growth: Growth, nodes: int) -> DraftTree:
-        """The best nodes in pool order (parents first), renumbered."""
+    def on_beams(self) -> Tensor:
+        """Bool [B, C]: candidates on the path to a node of the last frontier."""
+        on_BC = torch.zeros_like(self.row_BC, dtype=torch.bool)
+        on_BC = on_BC.scatter(1, self.frontier_BF, torch.ones_like(self.frontier_BF).bool())
+        for _ in range(self.num_levels - 1):
+            parent_BC = torch.where(on_BC, self.parent_BC + 1, 0)  # 0: no candidate
+            above_BC = torch.zeros_like(on_BC[:, :1]).expand(-1, on_BC.shape[1] + 1)
+            above_BC = above_BC.scatter(1, parent_BC, torch.ones_like(on_BC))
+            on_BC = on_BC | above_BC[:, 1:]
+        return on_BC
+
+    def tree(self, growth: Growth, nodes: int, wanted_BC: Tensor | None = None) -> DraftTree:
+        """The best nodes, or the best wanted ones, in pool order (parents first), renumbered."""
         B, C = self.row_BC.shape
         nodes = min(nodes, C)
-        keep_BN = self.score_BC.topk(nodes, dim=-1).indices.sort(-1).values
+        score_BC = self.score_BC
+        if wanted_BC is not None:
+            score_BC = score_BC.masked_fill(~wanted_BC, -torch.inf)
+        keep_BN = score_BC.topk(nodes, dim=-1).indices.sort(-1).values
         new_BC = torch.full((B, C), -1, dtype=torch.long, device=keep_BN.device)
         order_BN = torch.arange(nodes, device=keep_BN.device).expand(B, nodes)
         new_BC = new_BC.scatter(1, keep_BN, order_BN)
@@ -112,7 +135,7 @@ class Pool:
             parent_BN >= 0, new_BC.gather(1, parent_BN.clamp(min=0)), parent_BN
         )
         orphan_BN = (parent_BN >= 0) & (parent_new_BN < 0)  # ties only: a parent scored equal
-        score_BN = self.score_BC.gather(1, keep_BN)
+        score_BN = score_BC.gather(1, keep_BN)
         return DraftTree(
             growth.target_ids(self.row_BC.gather(1, keep_BN)),
             parent_new_BN,

@@ -62,10 +62,11 @@ def decode(
     slots: int = 1,
     policy: str = "direct",
     temperature: float = 0.0,
+    beam: int | None = None,
 ) -> Ran:
     """Answers of exactly `tokens` tokens under one policy."""
     recorder = Recorder(CostTable({0: 1.0}, {0: 1.0}, "", "", 1))
-    serve = {"policy": policy, "length": length, "nodes": nodes}
+    serve = {"policy": policy, "length": length, "nodes": nodes, "beam": beam}
     grown = None if drafter is None else make_policy(serve)
     engine = Engine(target, drafter, grown, num_slots=slots, chooser=recorder)
     requests = [

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.drafters.medusa import MAX_RANK, Medusa, MedusaOptions, default_tree
+from specctl.drafters.medusa import Medusa, MedusaOptions
 from specctl.drafters.parts.align import aim
 from specctl.drafters.parts.base import Budget, Space
+from specctl.drafters.parts.parallel_heads import MAX_RANK, default_tree
 from specctl.drafters.parts.template import compile_template
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.recipes.errors import RecipeError

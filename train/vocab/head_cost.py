@@ -21,7 +21,7 @@ from specctl.runtime.policies import Policy
 from specctl.runtime.target import Target
 from specctl.train.data.heldout import Prompt
 
-PARALLEL_FAMILIES = frozenset({"medusa"})  # one draft call gives every position
+PARALLEL_FAMILIES = frozenset({"medusa", "blockwise"})  # one draft call gives every position
 
 
 @dataclass(frozen=True, slots=True)

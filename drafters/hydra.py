@@ -1,0 +1,146 @@
+"""Hydra and Hydra++ (arXiv 2402.05109): Medusa's heads, grounded in the tokens drafted before.
+
+Head i reads cat(f_t, e_{t+1}, ..., e_{t+1+i}) and predicts token t + 2 + i (section 3): its first
+block maps those i + 2 vectors to one, by a linear skip that begins as "take f_t" beside a branch
+that begins as zero; more blocks and an LM head of its own follow. Past the last head the newest
+embeddings are taken. Hydra++ (section 4) deepens the heads, learns from the target's law alone and
+puts a decoder layer over the states of the whole text in front (`prefix`).
+Letters: X any leading axes, C carry ((k + 1) D), D width, I input width of a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specctl.drafters.parts.base import Family
+from specctl.drafters.parts.head_drafter import HeadDrafter
+from specctl.drafters.parts.heads import ResBlock, check_count, draft_size
+from specctl.drafters.parts.losses import check_kind
+from specctl.drafters.parts.prefix import PrefixNet
+from specctl.drafters.parts.spec import ModelSpec
+from specctl.drafters.parts.vocab import VocabMap
+
+
+@dataclass(frozen=True, slots=True)
+class HydraOptions:
+    """`num_heads` heads of `num_blocks` blocks, LM heads begun as the target's. `prefix` decoder
+    layers stand in front (Hydra++: 1, with 4 blocks). `grounded` False hides drafted tokens from
+    the heads (an ablation: Medusa). `feature_weight` times SmoothL1 to the target's state is added.
+    Head i weighs decay^i."""
+
+    num_heads: int = 4
+    num_blocks: int = 1
+    prefix: int = 0
+    grounded: bool = True
+    loss: str = "kl"
+    temperature: float = 1.0
+    decay: float = 0.8
+    feature_weight: float = 0.0
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        check_kind(self.loss, "drafter.options.loss")
+        for name in ("num_heads", "num_blocks"):
+            check_count(name, getattr(self, name))
+        check_count("prefix", self.prefix, least=0)
+
+
+class GroundedBlock(nn.Module):
+    """skip(x) + SiLU(branch(x)), from `num_inputs` vectors side by side to one."""
+
+    def __init__(self, num_inputs: int, width: int) -> None:
+        super().__init__()
+        self.skip = nn.Linear(num_inputs * width, width, bias=False)
+        self.branch = nn.Linear(num_inputs * width, width)
+        nn.init.zeros_(self.branch.weight)
+        nn.init.zeros_(self.branch.bias)
+        with torch.no_grad():
+            self.skip.weight.zero_()[:, :width] = torch.eye(width)
+
+    def forward(self, x_XI: Tensor) -> Tensor:
+        out: Tensor = self.skip(x_XI) + F.silu(self.branch(x_XI))
+        return out
+
+
+class HydraNet(nn.Module):
+    """Heads by number; `prefix` only where there are such layers."""
+
+    def __init__(self, options: HydraOptions, spec: ModelSpec, rows: int) -> None:
+        super().__init__()
+        width = spec.hidden_size
+        self.heads = nn.ModuleList()
+        for i in range(options.num_heads):
+            blocks = [ResBlock(width) for _ in range(options.num_blocks - 1)]
+            head = nn.Linear(width, rows, bias=False)
+            self.heads.append(nn.Sequential(GroundedBlock(i + 2, width), *blocks, head))
+        self.prefix = PrefixNet(spec, options.prefix) if options.prefix else None
+
+
+class Hydra(HeadDrafter):
+    """The carry is f_t and the newest embeddings, in order, zero where there is none yet."""
+
+    family: ClassVar[str] = "hydra"
+    module: HydraNet
+
+    def __init__(
+        self, options: HydraOptions, spec: ModelSpec, vocab: VocabMap | None = None
+    ) -> None:
+        super().__init__(options, spec, vocab)
+        self.module = HydraNet(options, spec, draft_size(vocab, spec.vocab_size))
+        self.feature_weight = options.feature_weight
+
+    def own_heads(self) -> list[nn.Linear]:
+        return [cast(nn.Linear, cast(nn.Sequential, head)[-1]) for head in self.module.heads]
+
+    def prefix(self) -> PrefixNet | None:
+        return self.module.prefix
+
+    @property
+    def num_stages(self) -> int:
+        """One more than heads: from there on the oldest embedding is dropped."""
+        return int(self.options.num_heads) + 1
+
+    def begin(self, state_XD: Tensor) -> Tensor:
+        return F.pad(state_XD, (0, self.options.num_heads * state_XD.shape[-1]))
+
+    def read(self, depth: int, carry_XC: Tensor, ids_X: Tensor) -> Tensor:
+        if not self.options.grounded:
+            return carry_XC
+        width, heads = self.spec.hidden_size, self.options.num_heads
+        vectors = list(carry_XC.split(width, dim=-1))
+        if depth >= heads:
+            vectors = [vectors[0], *vectors[2:], vectors[1]]
+        vectors[1 + min(depth, heads - 1)] = self.embed(ids_X)
+        return torch.cat(vectors, dim=-1)
+
+    def ready(self, depth: int, carry_XC: Tensor) -> Tensor:
+        at = min(depth, self.options.num_heads - 1)
+        x: Tensor = carry_XC[..., : (at + 2) * self.spec.hidden_size]
+        for block in list(cast(nn.Sequential, self.module.heads[at]))[:-1]:
+            x = block(x)
+        return x
+
+
+def build(options: HydraOptions, spec: ModelSpec, vocab: VocabMap | None) -> Hydra:
+    return Hydra(options, spec, vocab)
+
+
+FAMILY = Family(
+    name="hydra",
+    summary=(
+        "Medusa's heads with the tokens drafted before them as input: later heads no longer guess "
+        "blindly, so longer drafts survive. Each level of the tree needs a pass of one small head "
+        "instead of one pass for all. Hydra++ (prefix: 1, num_blocks: 4) adds a decoder layer over "
+        "the states of the whole text."
+    ),
+    paper="https://arxiv.org/abs/2402.05109",
+    options=HydraOptions,
+    build=build,
+    trainable=True,
+    policies=("hardware-tree", "chain", "dynamic-tree", "static-tree"),
+)

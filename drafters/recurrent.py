@@ -1,0 +1,112 @@
+"""Recurrent Drafter (arXiv 2403.09919): one head with a recurrent state instead of many heads.
+
+s_{i+1} = SiLU(W e_{t+1+i} + b + U s_i) from s_0 = 0 (section 3.1); what the LM head reads is
+cat(f_t, s_{i+1}) after residual blocks, where f_t, the target's last state, stays the same for the
+whole draft. Embeddings are the target's. Every step uses the same weights, so a draft may be longer
+than any seen in training. The paper drafts by beam search and verifies the beams merged by their
+common prefixes (policy merged-beams). Letters: X any leading axes, C carry (2 D), D width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from specctl.drafters.parts.base import Family
+from specctl.drafters.parts.cells import ElmanCell, SumCell
+from specctl.drafters.parts.head_drafter import HeadDrafter
+from specctl.drafters.parts.heads import ResBlock, check_choice, check_count, draft_size
+from specctl.drafters.parts.losses import check_kind
+from specctl.drafters.parts.spec import ModelSpec
+from specctl.drafters.parts.vocab import VocabMap
+
+CELLS = ("rnn", "sum")
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentOptions:
+    """Trained `num_heads` steps deep; `num_blocks` residual blocks stand before the LM head, which
+    starts from the target's rows. `cell`: "rnn", or "sum" without a recurrence (an ablation): the
+    embeddings are only added up. Step i weighs decay^i."""
+
+    num_heads: int = 4
+    num_blocks: int = 2
+    cell: str = "rnn"
+    loss: str = "kl"
+    temperature: float = 1.0
+    decay: float = 1.0
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        check_kind(self.loss, "drafter.options.loss")
+        check_choice("cell", self.cell, CELLS)
+        check_count("num_heads", self.num_heads)
+
+
+class RecurrentNet(nn.Module):
+    """The cell, the blocks, the head."""
+
+    def __init__(self, options: RecurrentOptions, width: int, rows: int) -> None:
+        super().__init__()
+        self.cell: nn.Module = ElmanCell(width) if options.cell == "rnn" else SumCell()
+        self.blocks = nn.Sequential(*(ResBlock(2 * width) for _ in range(options.num_blocks)))
+        self.lm_head = nn.Linear(2 * width, rows, bias=False)
+
+
+class Recurrent(HeadDrafter):
+    """The carry is cat(f_t, s)."""
+
+    family: ClassVar[str] = "recurrent"
+    module: RecurrentNet
+
+    def __init__(
+        self, options: RecurrentOptions, spec: ModelSpec, vocab: VocabMap | None = None
+    ) -> None:
+        super().__init__(options, spec, vocab)
+        size = draft_size(vocab, spec.vocab_size)
+        self.module = RecurrentNet(options, spec.hidden_size, size)
+
+    def own_heads(self) -> list[nn.Linear]:
+        return [self.module.lm_head]
+
+    def start_heads(self, rows_KD: Tensor) -> None:
+        """The target's rows for f_t, nothing yet for s."""
+        self.module.lm_head.weight.copy_(torch.cat([rows_KD, torch.zeros_like(rows_KD)], dim=1))
+
+    @property
+    def num_stages(self) -> int:
+        return 1
+
+    def begin(self, state_XD: Tensor) -> Tensor:
+        return torch.cat([state_XD, torch.zeros_like(state_XD)], dim=-1)
+
+    def read(self, depth: int, carry_XC: Tensor, ids_X: Tensor) -> Tensor:
+        state_XD, memory_XD = carry_XC.chunk(2, dim=-1)
+        return torch.cat([state_XD, self.module.cell(memory_XD, self.embed(ids_X))], dim=-1)
+
+    def ready(self, depth: int, carry_XC: Tensor) -> Tensor:
+        ready_XC: Tensor = self.module.blocks(carry_XC)
+        return ready_XC
+
+
+def build(options: RecurrentOptions, spec: ModelSpec, vocab: VocabMap | None) -> Recurrent:
+    return Recurrent(options, spec, vocab)
+
+
+FAMILY = Family(
+    name="recurrent",
+    summary=(
+        "One head with a small recurrent state: the target's last state stays fixed, a recurrence "
+        "takes in each drafted token. As light as a single Medusa head, aware of what it has "
+        "drafted, and of any length. Drafts beams and verifies them as one tree without their "
+        "common beginnings."
+    ),
+    paper="https://arxiv.org/abs/2403.09919",
+    options=RecurrentOptions,
+    build=build,
+    trainable=True,
+    policies=("merged-beams", "chain", "dynamic-tree", "static-tree"),
+)
