@@ -143,7 +143,8 @@ class _Session:
         self.now = Run()
 
         self.learning: Future[None] | None = None
-        self.lane = torch.cuda.Stream(device) if device.type == "cuda" else None
+        is_cuda = device.type == "cuda"
+        self.lane = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
 
     def rounds(self) -> Iterator[tuple[int, ...]]:
         """The tokens of each round, until the row ends."""
