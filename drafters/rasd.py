@@ -20,7 +20,7 @@ from specctl.drafters.parts.base import Budget, Family, Outcome, RoundView, Spac
 from specctl.drafters.parts.growth import expansions
 from specctl.drafters.parts.lm import LanguageModel
 from specctl.drafters.parts.lm_state import LmState
-from specctl.drafters.parts.retrieve import Reach, Retriever
+from specctl.drafters.parts.retrieve import Retriever
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.tree import DraftTree
 from specctl.drafters.parts.trie import Trie, pack
@@ -44,7 +44,7 @@ class RasdOptions(SmallLmOptions):
 
     def __post_init__(self) -> None:
         SmallLmOptions.__post_init__(self)
-        Reach(self.min_match, self.max_match, self.span)
+        assert self.retrieval.reach
         if self.keep is not None and self.keep < 1:
             raise RecipeError(
                 "every retrieved branch would be cut",
@@ -53,6 +53,11 @@ class RasdOptions(SmallLmOptions):
                 expected="a positive number, or null to cut none",
                 do="write keep: 16",
             )
+
+    @property
+    def retrieval(self) -> RestOptions:
+        """The options of the source, checked."""
+        return RestOptions(self.min_match, self.max_match, self.span)
 
 
 class Rasd(SmallLm):
@@ -69,7 +74,7 @@ class Rasd(SmallLm):
         lm: LanguageModel | None = None,
     ) -> None:
         super().__init__(options, spec, vocab, lm)
-        self.source = Rest(RestOptions(options.min_match, options.max_match, options.span), spec)
+        self.source = Rest(options.retrieval, spec)
 
     def open(self, space: Space) -> RasdState:
         return RasdState(self, space)

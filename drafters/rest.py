@@ -40,7 +40,7 @@ class RestOptions:
     @property
     def reach(self) -> Reach:
         """The same, checked."""
-        return Reach(self.min_match, self.max_match, self.span, self.most, self.own)
+        return Reach(range(self.min_match, self.max_match + 1), self.span, self.most, self.own)
 
 
 class Rest(CorpusDrafter):

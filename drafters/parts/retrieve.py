@@ -21,35 +21,33 @@ OWN, STORE = 1, 2  # tags of nodes
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Suffixes of `min_match` to `max_match` tokens are looked for, `span` tokens behind them are
-    drafted; of more than `most` places in the store so many are counted. `own`: the row's own text
-    is searched, too."""
+    """Which suffixes are looked for (their lengths, ascending), how much behind them is drafted,
+    how many places are counted at most, and whether the row's own text is searched, too."""
 
-    min_match: int = 2
-    max_match: int = 16
-    span: int = 10
-    most: int = 5000
-    own: bool = True
+    lengths: range
+    span: int
+    most: int
+    own: bool
 
     def __post_init__(self) -> None:
-        if not 1 <= self.min_match <= self.max_match or self.span < 1 or self.most < 1:
+        if not self.lengths or self.lengths.start < 1 or self.span < 1 or self.most < 1:
             raise RecipeError(
                 "nothing would be retrieved",
                 where="drafter.options",
-                found=f"matches of {self.min_match} to {self.max_match}, span {self.span}, "
+                found=f"matches of {self.lengths.start} to {self.longest}, span {self.span}, "
                 f"most {self.most}",
                 expected="1 <= min_match <= max_match, span and most at least 1",
                 do="leave them out to take the defaults",
             )
 
     @property
-    def lengths(self) -> range:
-        return range(self.min_match, self.max_match + 1)
+    def longest(self) -> int:
+        return self.lengths.stop - 1
 
 
 def indexed(corpus_N: Ids32, reach: Reach) -> SuffixArray | None:
     """A corpus ready for that retrieval; None of an empty one."""
-    return SuffixArray(corpus_N, reach.max_match + reach.span) if len(corpus_N) else None
+    return SuffixArray(corpus_N, reach.longest + reach.span) if len(corpus_N) else None
 
 
 class Retriever:
@@ -57,7 +55,7 @@ class Retriever:
 
     def __init__(self, reach: Reach, num_slots: int, store: SuffixArray | None) -> None:
         self.reach, self.store = reach, store
-        self._own = [Occurrences(reach.min_match) for _ in range(num_slots)]
+        self._own = [Occurrences(reach.lengths.start) for _ in range(num_slots)]
 
     def start(self, slot: int, tokens: Sequence[int]) -> None:
         """A row starts: nothing is left of the one before it."""
@@ -66,7 +64,7 @@ class Retriever:
             self._own[slot].read(tokens)
 
     def end(self, slot: int) -> None:
-        self._own[slot] = Occurrences(self.reach.min_match)
+        self._own[slot] = Occurrences(self.reach.lengths.start)
 
     def trie(self, slot: int, tokens: Sequence[int], nodes: int, depth: int) -> Trie:
         """What followed the newest tokens of that row elsewhere, with the chances of it."""
@@ -86,7 +84,7 @@ class Retriever:
         places = index.of_suffix(tokens)
         if not places:
             return Trie()
-        lengths = [matched(tokens, end, self.reach.max_match) for end in places]
+        lengths = [matched(tokens, end, self.reach.longest) for end in places]
         longest = max(lengths)
         ends = [end for end, length in zip(places, lengths, strict=True) if length == longest]
         return counted([copied(tokens, end, span) for end in ends], _trust(longest), OWN)
