@@ -22,17 +22,15 @@ from torch import Tensor
 
 from specctl.drafters.parts.base import (
     Budget,
-    Drafter,
     Family,
-    Needs,
     Outcome,
     Space,
 )
 from specctl.drafters.parts.best_first import Guess, best_first
-from specctl.drafters.parts.laws import learn_round, learn_text, learning_scope, step, tail
+from specctl.drafters.parts.laws import LawDrafter, learn_round, learn_text, step, tail
 from specctl.drafters.parts.mcts import Puct, most_visited
 from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.store import Ids, Scope, StoreLimits, StoreRoom
+from specctl.drafters.parts.store import Ids, Scope
 from specctl.drafters.parts.trie import Trie, TrieState
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.recipes.errors import RecipeError, nearest
@@ -73,20 +71,10 @@ class AdedOptions:
             )
 
 
-class Aded(Drafter):
+class Aded(LawDrafter):
     """No weights; the tri-grams are in stores."""
 
     family: ClassVar[str] = "aded"
-
-    def __init__(
-        self, options: AdedOptions, spec: ModelSpec, vocab: VocabMap | None = None
-    ) -> None:
-        super().__init__(options, spec, vocab)
-        limits = StoreLimits(options.max_bytes, options.topk)
-        self.room = StoreRoom(learning_scope(options.scope), limits)
-
-    def needs(self) -> Needs:
-        return Needs(topk=min(self.options.topk, self.spec.vocab_size), topk_logp=True)
 
     def open(self, space: Space) -> AdedState:
         return AdedState(self, space)

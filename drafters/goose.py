@@ -25,17 +25,15 @@ from torch import Tensor
 
 from specctl.drafters.parts.base import (
     Budget,
-    Drafter,
     Family,
-    Needs,
     Outcome,
     Space,
 )
 from specctl.drafters.parts.best_first import Guess, best_first
-from specctl.drafters.parts.laws import learn_round, learning_scope
+from specctl.drafters.parts.laws import LawDrafter, learn_round
 from specctl.drafters.parts.rates import Rates, record_round
 from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.store import NgramStore, Scope, StoreLimits, StoreRoom
+from specctl.drafters.parts.store import NgramStore, Scope
 from specctl.drafters.parts.trie import Trie, TrieState
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.drafters.prompt_lookup import NgramIndex
@@ -79,20 +77,14 @@ class GooseOptions:
             )
 
 
-class Goose(Drafter):
+class Goose(LawDrafter):
     """No weights; branches are in stores, matches and acceptances with their row."""
 
     family: ClassVar[str] = "goose"
 
-    def __init__(
-        self, options: GooseOptions, spec: ModelSpec, vocab: VocabMap | None = None
-    ) -> None:
-        super().__init__(options, spec, vocab)
-        limits = StoreLimits(options.max_bytes, len(options.branches))
-        self.room = StoreRoom(learning_scope(options.scope), limits)
-
-    def needs(self) -> Needs:
-        return Needs(topk=min(len(self.options.branches), self.spec.vocab_size), topk_logp=True)
+    @property
+    def num_kept(self) -> int:
+        return len(self.options.branches)
 
     def open(self, space: Space) -> GooseState:
         return GooseState(self, space)

@@ -24,17 +24,15 @@ import torch
 from torch import Tensor
 
 from specctl.drafters.parts.base import (
-    Drafter,
     Family,
-    Needs,
     Outcome,
     RoundView,
     Space,
     StepState,
 )
-from specctl.drafters.parts.laws import learn_round, learn_text, learning_scope, step, tail
+from specctl.drafters.parts.laws import LawDrafter, learn_round, learn_text, step, tail
 from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.store import Ids, Scope, StoreLimits, StoreRoom
+from specctl.drafters.parts.store import Ids, Scope
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.recipes.errors import RecipeError
 
@@ -60,20 +58,10 @@ class StandOptions:
             )
 
 
-class Stand(Drafter):
+class Stand(LawDrafter):
     """No weights; the laws are in stores."""
 
     family: ClassVar[str] = "stand"
-
-    def __init__(
-        self, options: StandOptions, spec: ModelSpec, vocab: VocabMap | None = None
-    ) -> None:
-        super().__init__(options, spec, vocab)
-        limits = StoreLimits(options.max_bytes, self.needs().topk)
-        self.room = StoreRoom(learning_scope(options.scope), limits)
-
-    def needs(self) -> Needs:
-        return Needs(topk=min(self.options.topk, self.spec.vocab_size), topk_logp=True)
 
     def open(self, space: Space) -> StandState:
         return StandState(self, space)

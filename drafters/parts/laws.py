@@ -14,9 +14,19 @@ Letters: B rows, T fed tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from specctl.drafters.parts.base import Outcome
-from specctl.drafters.parts.store import Ids, NgramStore, RowStores, Scope
+from specctl.drafters.parts.base import Drafter, Needs, Outcome
+from specctl.drafters.parts.spec import ModelSpec
+from specctl.drafters.parts.store import (
+    Ids,
+    NgramStore,
+    RowStores,
+    Scope,
+    StoreLimits,
+    StoreRoom,
+)
+from specctl.drafters.parts.vocab import VocabMap
 from specctl.recipes.errors import RecipeError, nearest
 
 LEARNING = tuple(str(scope) for scope in Scope if scope is not Scope.DISK)
@@ -33,6 +43,23 @@ def learning_scope(name: str) -> Scope:
             do=f"write scope: {nearest(name, LEARNING, 1)}",
         )
     return Scope(name)
+
+
+class LawDrafter(Drafter):
+    """A drafter without weights whose memory is what the target thought. Its options have `scope`
+    and `max_bytes`; `num_kept` tokens of each law are kept."""
+
+    def __init__(self, options: Any, spec: ModelSpec, vocab: VocabMap | None = None) -> None:
+        super().__init__(options, spec, vocab)
+        limits = StoreLimits(options.max_bytes, self.num_kept)
+        self.room = StoreRoom(learning_scope(options.scope), limits)
+
+    @property
+    def num_kept(self) -> int:
+        return int(self.options.topk)
+
+    def needs(self) -> Needs:
+        return Needs(topk=min(self.num_kept, self.spec.vocab_size), topk_logp=True)
 
 
 def tail(tokens: Sequence[int], length: int, end: int | None = None) -> Ids:

@@ -122,9 +122,20 @@ def test_a_model_that_adapts_beats_one_that_only_read_the_prompt(make_target: An
     assert tau(target) > tau(target, keep=1.0) + 0.1
 
 
-def test_a_stream_of_requests_helps_the_next_one(make_target: Any) -> None:
+def test_a_request_profits_from_earlier_ones_of_its_kind_if_they_are_shared(
+    make_target: Any,
+) -> None:
     target = make_target(num_layers=2, vocab=48)
-    assert tau(target, scope="process") > tau(target) + 0.05
+    request = Request((3, 1, 4, 1, 5), Sampling(max_new_tokens=48, ignore_eos=True))
+    first, second = [], []
+    for scope in ("process", "request"):
+        policy = make_policy({"policy": "direct", "length": 6, "nodes": 12})
+        engine = Engine(target, Aded(AdedOptions(scope=scope), target.spec), policy)
+        rounds = [done.stats.rounds for done in engine.run([request, request])]
+        first.append(rounds[0])
+        second.append(rounds[1])
+    assert second[0] < 0.9 * first[0]
+    assert second[1] == first[1] == first[0]
 
 
 def test_unknown_makers_and_scopes_are_refused(make_target: Any) -> None:
