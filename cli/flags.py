@@ -97,7 +97,7 @@ PolicyFlag = Annotated[
     str | None,
     typer.Option(
         "--policy",
-        help="chain, static-tree, dynamic-tree or direct.",
+        help="How drafts grow: chain, direct, or a tree (docs/trees.md lists them).",
         rich_help_panel=DRAFTING,
     ),
 ]
