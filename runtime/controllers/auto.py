@@ -5,6 +5,11 @@ share of drafts that survive each depth is counted from drafts held against the 
 so E[min(L, k)] of every length k is known without playing it. The arm with the most expected tokens
 per second by measured prices is played; if that is plain decoding, nothing is.
 
+Estimates can be wrong, so losses are bounded as well. Each round played is booked at its measured
+cost (trees are dearer than the table of chains says) against the tokens it brought; an arm that
+could bring the account further down than a small part of the time spent is not played, whatever
+is expected of it.
+
 While plain decoding wins, members go on drafting for a while without being verified (which costs
 host time only). When nothing came of a whole such window, all of it rests, members that live on the
 top-k asleep, for ever longer stretches; a suffix of eight tokens that occurred before ends a rest
@@ -20,8 +25,8 @@ from typing import Any
 from specctl.runtime.controllers.base import Arm, Controller, Prices, Score
 from specctl.runtime.controllers.match import SUFFIXES
 
-PRIOR = (0.03, 0.1, 0.35, 0.6, 0.85)  # chance that a first token survives, by context
-GOING_ON = 0.75  # chance that a further one does
+PRIOR = (0.03, 0.1, 0.25, 0.5, 0.8)  # chance that a first token survives, by context
+GOING_ON = 0.7  # chance that a further one does
 
 
 @dataclass(slots=True)
@@ -62,13 +67,20 @@ class Survival:
 @dataclass
 class Auto(Controller):
     """`window` rounds of looking, `rest` to `longest_rest` rounds of not looking; the gain that an
-    arm must promise over plain decoding is `margin`."""
+    arm must promise over plain decoding is `margin`. The account may be overdrawn by `allowance`
+    plain rounds and an `overdraft` of all rounds so far; it holds at most `most_credit` rounds."""
 
     window: int = 16
     rest: int = 32
     longest_rest: int = 256
     margin: float = 0.03
     every: int = 8
+    overdraft: float = 0.01
+    allowance: float = 0.3
+    most_credit: float = 8.0
+    credit: float = field(default=0.0, init=False)
+    plain: float = field(default=0.0, init=False)
+    found: dict[int, float] = field(default_factory=dict, init=False)
     survival: dict[tuple[int, int], Survival] = field(default_factory=dict, init=False)
     round: int = field(default=0, init=False)
     idle: int = field(default=0, init=False)
@@ -102,14 +114,15 @@ class Auto(Controller):
 
     def _worth(self, contexts: Sequence[int]) -> list[int]:
         """Arms that promise more than plain decoding, best first."""
-        bound = (1.0 + self.margin) / self.prices.seconds(0)
+        affordable = self.credit + self.allowance + self.overdraft * self.round
         rates = {}
         for i, arm in enumerate(self.arms):
-            if arm.member is None:
+            cost = self._cost(i)
+            if arm.member is None or cost - 1.0 > affordable:
                 continue
             tokens = 1.0 + self._mean(arm.member, contexts, arm.length)
-            rate = tokens / self.prices.of(arm)
-            if rate > bound:
+            rate = tokens / cost
+            if rate > 1.0 + self.margin:
                 rates[i] = rate
         return sorted(rates, key=lambda i: -rates[i])
 
@@ -132,6 +145,21 @@ class Auto(Controller):
 
     def looks(self) -> bool:
         return self.is_looking
+
+    def reward(self, arm: int, tokens: float, seconds: float) -> None:
+        if arm == self.off:
+            self.plain = seconds if self.plain == 0.0 else 0.9 * self.plain + 0.1 * seconds
+            return
+        priced = self.prices.of(self.arms[arm]) / self.prices.seconds(0)
+        found = seconds / (self.plain or self.prices.seconds(0))
+        found = min(max(found, priced), 3.0 * priced)  # one slow moment of the machine is no price
+        self.found[arm] = 0.8 * self.found.get(arm, found) + 0.2 * found
+        self.credit = min(self.credit + tokens - found, self.most_credit)
+
+    def _cost(self, index: int) -> float:
+        """Plain rounds that a round with that arm costs: by the table, or what was seen if more."""
+        priced = self.prices.of(self.arms[index]) / self.prices.seconds(0)
+        return max(priced, self.found.get(index, 0.0))
 
     def scored(self, score: Score) -> None:
         self.survival[score.member, score.context].add(score.matched, score.known)

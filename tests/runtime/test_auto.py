@@ -98,8 +98,23 @@ def test_a_context_that_failed_is_left_alone_and_others_are_not() -> None:
     for _ in range(40):
         auto.scored(Score(0, 0, 1, 4))
         auto.scored(Score(0, 8, 8, 2))
+    assert [ARMS[i].length for i in auto.order([2])] == [2, 1, 0], "no credit for long drafts yet"
+    auto.reward(4, 9.0, 1.8)
     assert ARMS[auto.order([4])[0]].is_off
     assert ARMS[auto.order([2])[0]].name == "copy 8"
+
+
+def test_losses_are_bounded_whatever_is_expected() -> None:
+    """Drafts that are scored well and played badly: the account ends it, not the estimate."""
+    auto, lost = opened(), 0.0
+    for round_ in range(300):
+        for _ in range(3):
+            auto.scored(Score(0, 8, 8, 3))
+        played = ARMS[auto.order([3])[0]]
+        auto.reward(ARMS.index(played), 1.0, 1.0)
+        lost += 0.1 * played.length
+        assert lost <= 0.3 + 0.01 * (round_ + 1) + 1e-9
+    assert lost > 1.0, "it tries now and then"
 
 
 def test_survival_counts_only_depths_that_were_tested() -> None:
