@@ -73,7 +73,7 @@ def test_merged_beams_are_whole_candidates_in_fewer_tokens(target: Any, drafter:
 def test_tau_grows_with_the_beam(target: Any, drafter: Any) -> None:
     prompts = [[a, b, a] for a, b in ((3, 7), (9, 2), (14, 20), (23, 1), (5, 11), (18, 6))]
     taus = [
-        decode(target, drafter, prompts, length=4, beam=beam, policy="merged-beams").tau
+        decode(target, drafter, prompts, length=4, beam=beam, slots=6, policy="merged-beams").tau
         for beam in (1, 3, 8)
     ]
     assert taus[0] < taus[1] <= taus[2], taus
