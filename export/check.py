@@ -6,6 +6,7 @@ else would notice. This gate does.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +86,8 @@ def check_package(
             _as_loaded(package_tensors(reference), target), package_tensors(drafter)
         )
         if prompts:
-            before = measure(target, reference, manifest, prompts, new_tokens, temperature)
+            twin = _served(reference, target)
+            before = measure(target, twin, manifest, prompts, new_tokens, temperature)
     recorded = manifest.acceptance.tau if manifest.acceptance is not None else None
     if loaded is not None and before is not None:
         agree("the drafter in memory", before.tau, loaded.tau, tolerance)
@@ -97,6 +99,11 @@ def check_package(
 def _as_loaded(tensors: Mapping[str, Tensor], target: Target) -> dict[str, Tensor]:
     """Tensors in the dtype that loading for this target gives them."""
     return {n: t.to(target.dtype) if t.is_floating_point() else t for n, t in tensors.items()}
+
+
+def _served(drafter: Drafter, target: Target) -> Drafter:
+    """A copy in the dtype that loading gives, so that rounding does not pass for damage."""
+    return copy.deepcopy(drafter).to(target.device, target.dtype)
 
 
 def agree(origin: str, expected: float, found: float, tolerance: float) -> None:

@@ -324,6 +324,19 @@ def test_acceptance_agrees_before_and_after_loading(
         check_package(folder, plain_target, prompts=prompts, against_recorded=True)
 
 
+def test_rounding_to_the_target_is_no_difference_in_acceptance(
+    make_small: Any, save: Any, make_target: Any, plain_target: Target
+) -> None:
+    drafter = make_small()
+    folder = save(drafter, serve={"policy": "chain", "length": 3})
+    rounded = make_target(num_layers=4, hidden=16, vocab=48, dtype=torch.bfloat16)
+    target = replace(plain_target, lm=rounded.lm)
+    prompts = [[1 + i, 5, 9, 4 + i] for i in range(12)]
+    report = check_package(folder, target, reference=drafter, prompts=prompts, tolerance=0.0)
+    assert report.before == report.loaded
+    assert next(drafter.module.parameters()).dtype is torch.float32
+
+
 def test_a_drafter_that_lost_something_on_disk_does_not_pass(
     make_small: Any, save: Any, plain_target: Target
 ) -> None:
