@@ -198,7 +198,7 @@ def _stream(console: Console, job: Job) -> Run:
 def _keep(console: Console, job: Job, heard: Sequence[Sequence[int]], is_live: bool) -> None:
     """What was generated until Ctrl-C: written where it is not yet, and in the answer of --json.
     Whether a text was at its end is not known any more."""
-    outputs = []
+    outputs: list[dict[str, Any]] = []
     for index, (prompt, ids) in enumerate(zip(job.prompts, heard, strict=True)):
         if not ids:
             continue

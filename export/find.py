@@ -75,7 +75,7 @@ def load_found(
     recipe = free_recipe(found.name) if found.kind is Kind.RECIPE else None
     if recipe is not None:
         family = families()[recipe.drafter.family]
-        options = TypeAdapter(family.options).validate_python(dict(recipe.drafter.options))
+        options: Any = TypeAdapter(family.options).validate_python(dict(recipe.drafter.options))
         return family.build(options, target.spec, None).to(target.device, target.dtype)
     if found.folder is None:
         family = families()[found.name]

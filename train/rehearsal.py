@@ -69,7 +69,8 @@ class Rehearsal:
         yield ANSWERS, f"{prompts:,} prompts", prompts * self.answer
         first = reference_stage(recipe)
         if first is not None:
-            yield from ((f"reference: {name}", *rest) for name, *rest in self._training(first))
+            for name, amount, seconds in self._training(first):
+                yield f"reference: {name}", amount, seconds
         yield from self._training(recipe)
 
     def _training(self, recipe: Recipe) -> Iterator[tuple[str, str, float]]:

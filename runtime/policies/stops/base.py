@@ -80,4 +80,5 @@ def tested_rows(outcome: Outcome) -> Iterator[Tested]:
 
 def entropy_B(law_BK: Tensor) -> Tensor:
     """Entropy in nat of each row."""
-    return -torch.special.xlogy(law_BK, law_BK).sum(-1)
+    share_BK: Tensor = torch.special.xlogy(law_BK, law_BK)
+    return -share_BK.sum(-1)
