@@ -21,7 +21,6 @@ from specctl.drafters.parts.align import aim, shifted
 from specctl.drafters.parts.base import Borrowed, Drafter, Family, Needs, Space
 from specctl.drafters.parts.batch import LossOut, TrainBatch
 from specctl.drafters.parts.blocks import FeatureNet, LayerShape, attend_chains
-from specctl.drafters.parts.feature_state import FeatureState
 from specctl.drafters.parts.heads import cut_rows, draft_size, head_rows
 from specctl.drafters.parts.losses import (
     LossOptions,
@@ -33,7 +32,9 @@ from specctl.drafters.parts.losses import (
 from specctl.drafters.parts.masks import document_mask
 from specctl.drafters.parts.routed import add_router, check_routing, cut_router, with_router
 from specctl.drafters.parts.spec import ModelSpec
+from specctl.drafters.parts.taps import taps_of
 from specctl.drafters.parts.vocab import VocabMap
+from specctl.drafters.parts.wide_state import WideState
 from specctl.recipes.errors import RecipeError
 
 LM_HEADS = ("init", "frozen", "scratch")
@@ -88,18 +89,6 @@ class Eagle3Options:
             )
 
 
-def default_taps(num_layers: int) -> tuple[int, ...]:
-    """(2, L // 2, L - 3) of the paper; spread over the depth when those are not distinct."""
-    paper = (2, num_layers // 2, num_layers - 3)
-    if 2 < paper[1] < paper[2]:
-        return paper
-    spread = {min(1, num_layers - 1), num_layers // 2, num_layers - 1}
-    spare = (tap for tap in range(num_layers + 1) if tap not in spread)
-    while len(spread) < min(3, num_layers + 1):
-        spread.add(next(spare))
-    return tuple(sorted(spread))
-
-
 class Eagle3(Drafter):
     """EAGLE-3 and 3.1."""
 
@@ -109,15 +98,7 @@ class Eagle3(Drafter):
     def __init__(
         self, options: Eagle3Options, spec: ModelSpec, vocab: VocabMap | None = None
     ) -> None:
-        taps = options.taps if options.taps is not None else default_taps(spec.num_layers)
-        if not taps or min(taps) < 0 or max(taps) > spec.num_layers:
-            raise RecipeError(
-                "a tap is not a layer of this target",
-                where="drafter.options.taps",
-                found=str(taps),
-                expected=f"hidden_states indices 0 to {spec.num_layers}",
-                do=f"write taps: {list(default_taps(spec.num_layers))}",
-            )
+        taps = taps_of(options.taps, spec)
         options = replace(options, taps=taps)
         super().__init__(options, spec, vocab)
         shape = LayerShape(
@@ -174,8 +155,8 @@ class Eagle3(Drafter):
         small._embedding_VD, small._embed_scale = self._embedding_VD, self._embed_scale
         return small
 
-    def open(self, space: Space) -> FeatureState:
-        return FeatureState(self.module, self.embed, space)
+    def open(self, space: Space) -> WideState:
+        return WideState(self.module, self.embed, space)
 
     def embed(self, ids: Tensor) -> Tensor:
         assert self._embedding_VD is not None, "bind() the target's embedding first"

@@ -18,8 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specctl.drafters.parts.routed import Router
+from specctl.drafters.parts.slots import SlotKV
+from specctl.drafters.parts.spec import ModelSpec
 
-Store = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Attending = Callable[[Tensor, Tensor, Tensor], Tensor]  # query, key, value -> attended
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,19 @@ class LayerShape:
     intermediate_size: int
     norm_eps: float
     rope_theta: float
+
+    @classmethod
+    def of(cls, spec: ModelSpec, intermediate: int | None = None) -> LayerShape:
+        """A layer of the target's own shape, or with another MLP."""
+        return cls(
+            spec.hidden_size,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            intermediate or spec.intermediate_size,
+            spec.norm_eps,
+            spec.rope_theta,
+        )
 
 
 class RmsNorm(nn.Module):
@@ -162,24 +177,39 @@ class WideLayer(nn.Module):
         return out
 
 
-class DecoderLayer(nn.Module):
-    """A Llama layer of its own: norm, attention, norm, MLP. Fresh, it is the identity."""
+def attending(mask: Tensor | None, kv: SlotKV | None = None, layer: int = 0) -> Attending:
+    """Under that mask, to each other or to all that stands in the aimed cache of that layer."""
 
-    def __init__(self, shape: LayerShape) -> None:
+    def look(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if kv is not None:
+            key, value = kv.update(layer, key, value)
+        return attend(query, key, value, mask)
+
+    return look
+
+
+class DecoderLayer(nn.Module):
+    """A Llama layer of its own: norm (or none), attention, norm, MLP. Fresh, it is the identity."""
+
+    def __init__(self, shape: LayerShape, input_norm: bool = True) -> None:
         super().__init__()
-        self.input_layernorm = RmsNorm(shape.hidden_size, shape.norm_eps)
-        self.self_attn = WideAttention(shape, shape.hidden_size, qk_norm=False)
-        self.post_attention_layernorm = RmsNorm(shape.hidden_size, shape.norm_eps)
-        self.mlp = Mlp(shape.hidden_size, shape.intermediate_size)
+        width, eps = shape.hidden_size, shape.norm_eps
+        self.input_layernorm = RmsNorm(width, eps) if input_norm else nn.Identity()
+        self.self_attn = WideAttention(shape, width, qk_norm=False)
+        self.post_attention_layernorm = RmsNorm(width, eps)
+        self.mlp = Mlp(width, shape.intermediate_size)
         nn.init.zeros_(self.self_attn.o_proj.weight)
         nn.init.zeros_(self.mlp.down_proj.weight)
 
-    def forward(self, x_BTD: Tensor, turn_BT2E: Tensor, mask: Tensor, store: Store) -> Tensor:
-        """`store` turns the keys and values of these tokens into those that they attend to."""
+    def forward(self, x_BTD: Tensor, turn_BT2E: Tensor, attending: Attending) -> Tensor:
+        """`attending` decides what these tokens attend to: each other, or a cache as well."""
         attention, normed = self.self_attn, self.input_layernorm(x_BTD)
-        key, value = store(*attention.key_value(normed, turn_BT2E))
-        attended = attend(attention.query(normed, turn_BT2E), key, value, mask)
-        h_BTD = x_BTD + attention.o_proj(attended)
+        key, value = attention.key_value(normed, turn_BT2E)
+        attended = attending(attention.query(normed, turn_BT2E), key, value)
+        return self.finish(x_BTD + attention.o_proj(attended))
+
+    def finish(self, h_BTD: Tensor) -> Tensor:
+        """The layer behind its attention."""
         out: Tensor = h_BTD + self.mlp(self.post_attention_layernorm(h_BTD))
         return out
 

@@ -13,20 +13,21 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specctl.drafters.parts.align import aim, shifted
+from specctl.drafters.parts.align import Aim, aim, shifted
 from specctl.drafters.parts.base import Borrowed, Drafter, DraftState, Needs, Space
 from specctl.drafters.parts.batch import LossOut, TrainBatch
 from specctl.drafters.parts.head_state import GroundedState
 from specctl.drafters.parts.heads import cut_rows, head_rows
 from specctl.drafters.parts.last_state import Features, LastState
 from specctl.drafters.parts.losses import (
+    Judge,
     LinearHead,
     LossOptions,
     feature_loss,
@@ -38,6 +39,17 @@ from specctl.drafters.parts.losses import (
 from specctl.drafters.parts.prefix import PrefixNet, PrefixState
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.vocab import VocabMap
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What a head has just learned from: the states its LM head read, which rows of them, the LM
+    head, and the target's laws (None: it learned from the text)."""
+
+    ready_RE: Tensor
+    rows: Aim
+    head: LinearHead
+    judge: Judge | None
 
 
 class HeadDrafter(Drafter):
@@ -90,6 +102,14 @@ class HeadDrafter(Drafter):
         """Layers of its own between the target's states and the heads, if it has any."""
         return None
 
+    def beside(self, out: LossOut, learned: Learned, batch: TrainBatch) -> LossOut:
+        """A head's loss with whatever else is learned from its rows."""
+        if self.feature_weight == 0:
+            return out
+        state_RD = batch.taps[self.spec.num_layers].flatten(0, 1)
+        term = feature_loss(learned.ready_RE, learned.rows, state_RD)
+        return joined(out, term, self.feature_weight)
+
     def rows(self, state_BTD: Tensor, next_ids_BT: Tensor) -> Tensor:
         """[B, T, D]: what those layers read: the state at t, in the light of token t + 1."""
         del next_ids_BT
@@ -99,6 +119,16 @@ class HeadDrafter(Drafter):
         """The heads that learn from this batch."""
         return range(self.options.num_heads)
 
+    def anchors(self, batch: TrainBatch) -> Tensor | None:
+        """[B, A]: the positions that drafts begin from while training; None = all."""
+        del batch
+        return None
+
+    def aimed(self, index: int, batch: TrainBatch, anchor_BA: Tensor | None) -> Aim:
+        """What head `index` learns from."""
+        del anchor_BA
+        return aim(batch, 2 + index)
+
     # -- the frame ------------------------------------------------------------------------------
 
     @property
@@ -107,18 +137,22 @@ class HeadDrafter(Drafter):
 
     def context(self, batch: TrainBatch) -> Tensor:
         """[B, S, D]: the states that drafting begins from, at every position."""
-        state_BSD, prefix = batch.taps[self.spec.num_layers].to(self.dtype), self.prefix()
+        state_BSD, prefix = self.gathered(batch.taps), self.prefix()
         if prefix is None:
             return state_BSD
         x_BSD = self.rows(state_BSD, shifted(batch.ids_BS, 1))
         return prefix.over(x_BSD, batch.position_BS, batch.document_BS)
+
+    def gathered(self, taps: Mapping[int, Tensor]) -> Tensor:
+        """[..., I]: what is read of the target; its last state."""
+        return taps[self.spec.num_layers].to(self.dtype)
 
     def features(self, space: Space) -> Features:
         """The same while serving."""
         like, prefix = next(self.module.parameters()), self.prefix()
         if prefix is None:
             return LastState(self.spec.num_layers, space.num_slots, self.spec.hidden_size, like)
-        return PrefixState(prefix, self.rows, self.spec.num_layers, space, like)
+        return PrefixState(prefix, self.rows, self.gathered, space, like)
 
     def needs(self) -> Needs:
         return Needs((self.spec.num_layers,), teacher=self.options.loss != "ce", borrow=True)
@@ -172,8 +206,9 @@ class HeadDrafter(Drafter):
         """Changes whenever a weight does."""
         return sum(parameter._version for parameter in self.module.parameters())
 
-    def unroll(self, batch: TrainBatch) -> Iterator[Tensor]:
-        """[B, S, E] per head: what its LM head reads, at every position."""
+    def unroll(self, batch: TrainBatch, anchor_BA: Tensor | None = None) -> Iterator[Tensor]:
+        """[B, S, E] per head: what its LM head reads, at every position (or the anchors)."""
+        del anchor_BA
         carry_BSC = self.begin(self.context(batch))
         for i in range(self.options.num_heads):
             carry_BSC = self.read(i, carry_BSC, shifted(batch.ids_BS, 1 + i))
@@ -184,16 +219,15 @@ class HeadDrafter(Drafter):
         options = self.options
         how = LossOptions(options.loss, options.temperature, options.chunk)
         judge, weights, now = judge_of(batch, how), self.head_weights(), self.heads_now()
-        parts = []
-        for i, ready_BSE in enumerate(self.unroll(batch)):
+        anchor_BA, parts = self.anchors(batch), []
+        for i, ready_BSE in enumerate(self.unroll(batch, anchor_BA)):
             if i not in now:
                 continue
-            rows, head = aim(batch, 2 + i), LinearHead(weights[min(i, len(weights) - 1)])
+            rows = self.aimed(i, batch, anchor_BA)
+            head = LinearHead(weights[min(i, len(weights) - 1)])
             ready_RE = ready_BSE.flatten(0, 1)
             out = head_loss(ready_RE, head, rows, self.vocab, how, judge)
-            if self.feature_weight > 0:
-                state_RD = batch.taps[self.spec.num_layers].flatten(0, 1)
-                out = joined(out, feature_loss(ready_RE, rows, state_RD), self.feature_weight)
+            out = self.beside(out, Learned(ready_RE, rows, head, judge), batch)
             parts.append((options.decay**i, out))
         total = weighted_sum(parts)
         return total if len(parts) == options.num_heads else replace(total, metrics={})

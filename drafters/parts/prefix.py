@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from specctl.drafters.parts.base import Outcome, RoundView, Space
-from specctl.drafters.parts.blocks import DecoderLayer, LayerShape, Store, rotary
+from specctl.drafters.parts.blocks import DecoderLayer, LayerShape, attending, rotary
 from specctl.drafters.parts.masks import chain_mask, document_mask
 from specctl.drafters.parts.slots import SlotKV
 from specctl.drafters.parts.spec import ModelSpec
 
-Rows = Callable[[Tensor, Tensor], Tensor]  # (states [B, T, D], next ids [B, T]) -> [B, T, D]
+Gather = Callable[[Mapping[int, Tensor]], Tensor]  # taps -> states [..., I]
+Rows = Callable[[Tensor, Tensor], Tensor]  # (states [B, T, I], next ids [B, T]) -> [B, T, D]
 
 
 class PrefixNet(nn.Module):
@@ -27,15 +28,7 @@ class PrefixNet(nn.Module):
 
     def __init__(self, spec: ModelSpec, num_layers: int) -> None:
         super().__init__()
-        self.shape = LayerShape(
-            spec.hidden_size,
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            spec.intermediate_size,
-            spec.norm_eps,
-            spec.rope_theta,
-        )
+        self.shape = LayerShape.of(spec)
         self.layers = nn.ModuleList(DecoderLayer(self.shape) for _ in range(num_layers))
 
     def forward(
@@ -44,7 +37,7 @@ class PrefixNet(nn.Module):
         """[B, T, D]: the rows after all layers, against the aimed cache or among themselves."""
         turn_BT2E = rotary(position_BT, self.shape.head_dim, self.shape.rope_theta)
         for index, layer in enumerate(self.layers):
-            x_BTD = layer(x_BTD, turn_BT2E, mask, _store(kv, index))
+            x_BTD = layer(x_BTD, turn_BT2E, attending(mask, kv, index))
         return x_BTD
 
     def over(self, x_BSD: Tensor, position_BS: Tensor, document_BS: Tensor) -> Tensor:
@@ -53,24 +46,20 @@ class PrefixNet(nn.Module):
         return out_BSD
 
 
-def _store(kv: SlotKV | None, layer: int) -> Store:
-    if kv is None:
-        return lambda key, value: (key, value)
-    return lambda key, value: kv.update(layer, key, value)
-
-
 class PrefixState:
     """Features of live rows: the output of the newest true row, and the cache of those before it.
     One writer: the DraftState that owns it. Rows cached = kept length, as the newest token has no
-    state of the target yet."""
+    state of the target yet; `room` more fit behind them."""
 
-    def __init__(self, net: PrefixNet, rows: Rows, tap: int, space: Space, like: Tensor) -> None:
-        self.net, self.rows, self.tap = net, rows, tap
+    def __init__(
+        self, net: PrefixNet, rows: Rows, gather: Gather, space: Space, like: Tensor, room: int = 0
+    ) -> None:
+        self.net, self.rows, self.gather = net, rows, gather
         self.kv = SlotKV(
             len(net.layers),
             space.num_slots,
             net.shape.num_kv_heads,
-            space.max_len + space.max_nodes + 2,
+            space.max_len + max(space.max_nodes, room) + 2,
             net.shape.head_dim,
             like.dtype,
             like.device,
@@ -89,7 +78,7 @@ class PrefixState:
             slot_1 = torch.full((1,), slot, device=self.state_SD.device)
             ids_1T = torch.tensor([list(tokens[1:])], device=self.state_SD.device)
             self.kv.begin((slot,), slot_1, slot_1 * 0, count, count, 0)
-            out_1TD = self._run(taps[self.tap][None], ids_1T, slot_1 * 0, count)
+            out_1TD = self._run(self.gather(taps)[None], ids_1T, slot_1 * 0, count)
             self.state_SD[slot] = out_1TD[0, -1]
 
     def observe(self, outcome: Outcome) -> None:
@@ -101,7 +90,7 @@ class PrefixState:
         ids_BW = torch.tensor(ids, device=self.state_SD.device)
         span = max(self.num_rows[slot] for slot in view.slots) + W
         self.kv.begin(view.slots, view.slot_B, view.kept_len_B, W, span)
-        out_BWD = self._run(outcome.taps[self.tap][:, :W], ids_BW, view.kept_len_B, span)
+        out_BWD = self._run(self.gather(outcome.taps)[:, :W], ids_BW, view.kept_len_B, span)
         row_B = torch.arange(len(counts), device=ids_BW.device)
         at_B = torch.tensor(counts, device=ids_BW.device) - 1
         self.state_SD[view.slot_B] = out_BWD[row_B, at_B]
@@ -113,7 +102,11 @@ class PrefixState:
         W = ids_BW.shape[1]
         x_BWD = self.rows(state_BWD.to(self.state_SD.dtype), ids_BW)
         position_BW = start_B[:, None] + torch.arange(W, device=start_B.device)
-        out_BWD: Tensor = self.net(x_BWD, position_BW, chain_mask(start_B, W, span), self.kv)
+        return self._take(x_BWD, position_BW, chain_mask(start_B, W, span))
+
+    def _take(self, x_BWD: Tensor, position_BW: Tensor, mask: Tensor) -> Tensor:
+        """[B, W, D]: true rows through the layers, and into the aimed cache."""
+        out_BWD: Tensor = self.net(x_BWD, position_BW, mask, self.kv)
         return out_BWD
 
     def at(self, view: RoundView) -> Tensor:

@@ -275,8 +275,10 @@ def test_training_scores_a_token_as_serving_does(
     trained = make_drafter(name, trimmed)
     options = {n: getattr(trained.options, n) for n in trained.options.__dataclass_fields__}
     options["loss"] = "ce"
-    if "feature_weight" in options:  # a distance of states is no law
-        options["feature_weight"] = 0.0
+    # a distance of states is no law; serving adds no noise; heads follow the first pass in training
+    for name_of, plain in (("feature_weight", 0.0), ("noise", 0.0), ("passes", 1)):
+        if name_of in options:
+            options[name_of] = plain
     drafter = families()[name].build(type(trained.options)(**options), target.spec, trained.vocab)
     drafter.load_tensors(trained.tensors())
     if drafter.needs().borrow:
@@ -288,7 +290,7 @@ def test_training_scores_a_token_as_serving_does(
     batch = TrainBatch(ids, mask, torch.zeros_like(ids), torch.arange(len(text))[None])
     assert int(ahead_mask(batch, 1).sum()) == 1
     out = drafter.loss(capture_batch(target, drafter, batch))
-    steps = getattr(drafter.options, "ttt_steps", getattr(drafter.options, "num_heads", 1))
+    steps = getattr(drafter.options, "num_heads", getattr(drafter.options, "ttt_steps", 1))
     decay = getattr(drafter.options, "decay", 1.0)
     label = text[-1] if drafter.vocab is None else int(drafter.vocab.to_draft()[text[-1]])
     served = 0.0

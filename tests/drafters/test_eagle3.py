@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from specctl.drafters.eagle3 import Eagle3, Eagle3Options, default_taps
+from specctl.drafters.eagle3 import Eagle3, Eagle3Options
 from specctl.drafters.parts.align import ahead_mask
 from specctl.drafters.parts.base import Outcome
 from specctl.drafters.parts.batch import TrainBatch
+from specctl.drafters.parts.taps import default_taps
 from specctl.drafters.parts.tree import NodeKind, chain_tree, empty_tree
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.recipes.errors import RecipeError

@@ -1,0 +1,131 @@
+"""DFlash (arXiv 2602.06036): a block of masked slots, filled in one pass of a few layers.
+
+Features of several depths of the target, joined by a matrix and a norm, are *injected*: every layer
+attends from the block to keys and values that it makes of them itself. Slot 0 holds the root, every
+other slot the same mask; inside the block attention goes both ways, and slot k predicts the token
+that stands there. One denoising step, so a draft of any length costs one pass. The embedding and
+the LM head are the target's; the mask is a learned vector rather than the row of a reserved id.
+Letters: X any leading axes, D width, I width of the joined features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from specctl.drafters.parts.base import Family
+from specctl.drafters.parts.block_drafter import BlockDrafter
+from specctl.drafters.parts.block_net import BlockNet
+from specctl.drafters.parts.blocks import RmsNorm
+from specctl.drafters.parts.heads import check_count
+from specctl.drafters.parts.losses import check_kind
+from specctl.drafters.parts.taps import taps_of
+from specctl.drafters.parts.spec import ModelSpec
+from specctl.drafters.parts.vocab import VocabMap
+
+
+@dataclass(frozen=True, slots=True)
+class DFlashOptions:
+    """`num_heads` tokens are drafted by `layers` layers. `taps` are hidden_states indices, None
+    chooses them. `anchors`: blocks per row of a training batch. Head i weighs decay^i."""
+
+    num_heads: int = 5
+    layers: int = 2
+    taps: tuple[int, ...] | None = None
+    anchors: int = 64
+    loss: str = "kl"
+    temperature: float = 1.0
+    decay: float = 0.78
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        check_kind(self.loss, "drafter.options.loss")
+        for name in ("num_heads", "layers", "anchors"):
+            check_count(name, getattr(self, name))
+        if self.taps is not None:
+            object.__setattr__(self, "taps", tuple(int(tap) for tap in self.taps))
+
+
+class InjectedNet(nn.Module):
+    """The joined features, the mask, the layers, the last norm."""
+
+    def __init__(self, spec: ModelSpec, num_taps: int, layers: int) -> None:
+        super().__init__()
+        width = spec.hidden_size
+        self.fc = nn.Linear(num_taps * width, width, bias=False)
+        self.fc_norm = RmsNorm(width, spec.norm_eps)
+        self.mask = nn.Parameter(torch.randn(width) * 0.02)
+        self.net = BlockNet(spec, layers, is_injected=True, qk_norm=True)
+        self.norm = RmsNorm(width, spec.norm_eps)
+        for parameter in self.net.parameters():  # no slot says anything before it has attended
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+
+
+class InjectedBlocks(BlockDrafter):
+    """Blocks whose layers read injected features."""
+
+    module: InjectedNet
+
+    def __init__(
+        self, options: DFlashOptions, spec: ModelSpec, vocab: VocabMap | None = None
+    ) -> None:
+        self.own_taps = taps_of(options.taps, spec)
+        super().__init__(replace(options, taps=self.own_taps), spec, vocab)
+
+    def own_heads(self) -> list[nn.Linear]:
+        return []
+
+    @property
+    def net(self) -> BlockNet:
+        return self.module.net
+
+    @property
+    def norm(self) -> nn.Module:
+        return self.module.norm
+
+    def rows(self, state_BTD: Tensor, next_ids_BT: Tensor) -> Tensor:
+        del next_ids_BT
+        rows_BTD: Tensor = self.module.fc_norm(self.module.fc(state_BTD))
+        return rows_BTD
+
+    def slot(self, index: int, token_X: Tensor) -> Tensor:
+        if index == 0:
+            return self.embed(token_X)
+        return self.module.mask.expand(*token_X.shape, -1)
+
+
+class DFlash(InjectedBlocks):
+    """Slot 0 is the root, whose output nobody reads."""
+
+    family: ClassVar[str] = "dflash"
+    first_slot = 1
+
+    def __init__(
+        self, options: DFlashOptions, spec: ModelSpec, vocab: VocabMap | None = None
+    ) -> None:
+        super().__init__(options, spec, vocab)
+        self.module = InjectedNet(spec, len(self.own_taps), options.layers)
+
+
+def build(options: DFlashOptions, spec: ModelSpec, vocab: VocabMap | None) -> DFlash:
+    return DFlash(options, spec, vocab)
+
+
+FAMILY = Family(
+    name="dflash",
+    summary=(
+        "A few layers fill a block of masked places in one pass: the whole draft costs one drafter "
+        "call, however long it is. Features of several depths of the target stand as keys and "
+        "values in every layer. The places do not see each other's tokens, so take it where a "
+        "drafter call is dear, and a drafter that drafts token by token where it is cheap."
+    ),
+    paper="https://arxiv.org/abs/2602.06036",
+    options=DFlashOptions,
+    build=build,
+    trainable=True,
+    policies=("direct", "chain", "static-tree"),
+)
