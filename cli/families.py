@@ -53,7 +53,7 @@ def _read(tree: ast.Module) -> FamilyInfo | None:
 
 
 def _fields(node: ast.ClassDef | None, tree: ast.Module) -> tuple[str, ...]:
-    """The fields of an options class, those it inherits from another family's first."""
+    """The fields of an options class, those that it inherits first."""
     if node is None:
         return ()
     bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
@@ -67,11 +67,13 @@ def _fields(node: ast.ClassDef | None, tree: ast.Module) -> tuple[str, ...]:
 
 
 def _imported(name: str, tree: ast.Module) -> tuple[ast.ClassDef | None, ast.Module]:
-    """A class that `tree` imports from another module of drafters/, and that module."""
+    """A class that `tree` imports from another module of drafters/ or of its parts/, and
+    that module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
-            file = resources.files("specctl.drafters") / f"{(node.module or '').split('.')[-1]}.py"
-            if (node.module or "").startswith("specctl.drafters.") and file.is_file():
+            parts = (node.module or "").split(".")
+            file = resources.files("specctl.drafters").joinpath(*parts[2:-1], f"{parts[-1]}.py")
+            if parts[:2] == ["specctl", "drafters"] and file.is_file():
                 other = ast.parse(file.read_text(encoding="utf-8"))
                 classes = (item for item in other.body if isinstance(item, ast.ClassDef))
                 return next((item for item in classes if item.name == name), None), other

@@ -113,7 +113,7 @@ class Blockwise(ParallelHeads):
         return carry_XC
 
     def ready(self, depth: int, carry_XC: Tensor) -> Tensor:
-        return carry_XC.unflatten(-1, (self.options.num_heads, -1))[..., depth, :]
+        return torch.chunk(carry_XC, self.options.num_heads, dim=-1)[depth]
 
     @property
     def rescoring(self) -> Rescoring | None:

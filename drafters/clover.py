@@ -88,7 +88,7 @@ class Clover(HeadDrafter):
 
     @property
     def num_stages(self) -> int:
-        return min(2, self.options.num_heads)
+        return min(2, int(self.options.num_heads))
 
     def prefix(self) -> PrefixNet | None:
         return self.module.augment

@@ -112,7 +112,7 @@ class Hydra(HeadDrafter):
         if not self.options.grounded:
             return carry_XC
         width, heads = self.spec.hidden_size, self.options.num_heads
-        vectors = list(carry_XC.split(width, dim=-1))
+        vectors = list(torch.split(carry_XC, width, dim=-1))
         if depth >= heads:
             vectors = [vectors[0], *vectors[2:], vectors[1]]
         vectors[1 + min(depth, heads - 1)] = self.embed(ids_X)

@@ -94,7 +94,7 @@ class GroundedState(HeadState):
         read; else the host reads the depths, as weights cannot be chosen on the device."""
         if self.drafter.num_stages <= 2:
             return [1]
-        found: list[int] = depth_BM.unique().tolist()
+        found: list[int] = torch.unique(depth_BM).tolist()
         return found
 
     def _speak(self, depth: int, carry_BMC: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ class NgramCounts(nn.Module):
         r_XJ = (single_XJ + 1.0) / (count_OT[0].sum() + self.vocab_size)
         for n in range(1, self.order):
             key_X1, is_known_X1 = zero_X1, torch.ones_like(zero_X1, dtype=torch.bool)
-            for token_X1 in context_XN[..., self.reach - n :].split(1, dim=-1):
+            for token_X1 in torch.split(context_XN[..., self.reach - n :], 1, dim=-1):
                 key_X1 = _mixed(key_X1, token_X1)
                 is_known_X1 = is_known_X1 & (token_X1 != NONE)
             before_X1 = count_OT[n - 1][self._slot(key_X1)]
@@ -103,7 +103,7 @@ class NgramNet(nn.Module):
 
     def score(self, context_XN: Tensor, ids_XJ: Tensor, rows_XJ: Tensor) -> Tensor:
         del ids_XJ
-        logr_XK = self.out(self.state(context_XN)).float().log_softmax(-1)
+        logr_XK: Tensor = self.out(self.state(context_XN)).float().log_softmax(-1)
         return logr_XK.gather(-1, rows_XJ)
 
 

@@ -1,0 +1,74 @@
+"""HASS (arXiv 2408.15766): EAGLE's layer, trained on what it will meet when it drafts.
+
+Harmonised context alignment: training is unrolled over `ttt_steps` forwards. In forward j the layer
+reads its own output of forward j - 1 (no gradient goes through it), and attends to true features
+far back but to its own outputs of forwards 1 .. j nearest by, as after j drafted tokens.
+Harmonised objective: besides the loss over the whole law, -sum p log q over the target's `top`
+likeliest tokens, since nothing else will be drafted. The disallowed keys are masked before the
+softmax. Letters: R flat rows, D width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from specctl.drafters.parts.align import Aim
+from specctl.drafters.parts.base import Family
+from specctl.drafters.parts.batch import LossOut
+from specctl.drafters.parts.feature_drafter import FeatureDrafter, FeatureOptions
+from specctl.drafters.parts.heads import check_count
+from specctl.drafters.parts.judge import Judge
+from specctl.drafters.parts.losses import LinearHead, joined
+from specctl.drafters.parts.spec import ModelSpec
+from specctl.drafters.parts.step_losses import topk_loss
+from specctl.drafters.parts.vocab import VocabMap
+
+
+@dataclass(frozen=True, slots=True)
+class HassOptions(FeatureOptions):
+    """`top_weight` times the loss over the target's `top` likeliest tokens is added."""
+
+    ttt_steps: int = 3
+    top: int = 10
+    top_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        FeatureOptions.__post_init__(self)
+        check_count("top", self.top)
+
+
+class Hass(FeatureDrafter):
+    """EAGLE's module, HASS's training."""
+
+    family: ClassVar[str] = "hass"
+    options: HassOptions
+
+    def term(self, out: LossOut, ready_RD: Tensor, rows: Aim, judge: Judge | None) -> LossOut:
+        if judge is None or self.options.top_weight == 0.0:
+            return out
+        head = LinearHead(self.head_weight())
+        likely = topk_loss(ready_RD, head, rows, self.vocab, judge, self.options.top)
+        return joined(out, likely, self.options.top_weight)
+
+
+def build(options: HassOptions, spec: ModelSpec, vocab: VocabMap | None) -> Hass:
+    return Hass(options, spec, vocab)
+
+
+FAMILY = Family(
+    name="hass",
+    summary=(
+        "EAGLE's decoder layer, but trained on its own outputs for several steps and with weight "
+        "on the target's likeliest tokens, so that acceptance holds up deeper into a draft. Costs "
+        "the same to serve as EAGLE and a few times more to train; take it where drafts of three "
+        "and more tokens pay."
+    ),
+    paper="https://arxiv.org/abs/2408.15766",
+    options=HassOptions,
+    build=build,
+    trainable=True,
+    policies=("dynamic-tree", "chain"),
+)

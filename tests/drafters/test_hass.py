@@ -1,0 +1,56 @@
+"""HASS: what unrolling and the weight on likely tokens do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from head_cases import fit, make_heads, nearly_markov
+
+from specctl.drafters.parts.align import aim
+from specctl.drafters.parts.judge import Judge
+from specctl.drafters.parts.losses import LinearHead
+from specctl.drafters.parts.step_losses import topk_loss
+
+
+def deep_alpha(drafter: Any, batch: Any) -> list[float]:
+    """Acceptance of three drafting steps, however many it was trained on."""
+    steps = drafter.unroll(batch)
+    assert len(steps) == 3
+    metrics = drafter.loss(batch).metrics
+    return [float(a / n) for a, n in (metrics[f"alpha{end}"] for end in ("", "/1", "/2"))]
+
+
+def test_unrolled_training_keeps_acceptance_from_fading_with_depth(
+    make_model: Any, make_batch: Any
+) -> None:
+    target, found = nearly_markov(make_model), {}
+    for steps in (1, 3):
+        trained = make_heads(target, "hass", ttt_steps=steps, feature_weight=1.0, top_weight=0.0)
+        fit(trained, make_batch(target, trained, rows=16, seq_len=40), 40)
+        judged = make_heads(target, "hass", feature_weight=0.0)
+        judged.load_tensors(trained.tensors())
+        found[steps] = deep_alpha(judged, make_batch(target, judged, rows=16, seq_len=40, seed=1))
+    fades = {steps: alphas[0] - alphas[2] for steps, alphas in found.items()}
+    assert fades[3] < fades[1] - 0.02, found
+    assert found[3][2] > found[1][2] + 0.05, found
+
+
+def test_the_top_k_loss_is_the_sum_over_the_likeliest_tokens(
+    make_target: Any, make_batch: Any
+) -> None:
+    target = make_target(num_layers=2, vocab=24)
+    drafter = make_heads(target, "hass")
+    batch = make_batch(target, drafter)
+    rows, ready_RD = aim(batch, 2), torch.randn(4 * 24, 32)
+    assert rows.teacher_RV is not None
+    head = LinearHead(drafter.head_weight())
+    out = topk_loss(ready_RD, head, rows, None, Judge(rows.teacher_RV), 3)
+    p_NV = rows.teacher_RV[rows.judge_N].softmax(-1)
+    log_q_NV = F.log_softmax(head(ready_RD[rows.row_N]), -1)
+    best_NK, at_NK = p_NV.topk(3)
+    expected = -(best_NK * log_q_NV.gather(1, at_NK)).sum()
+    torch.testing.assert_close(out.sum, expected)
+    whole = topk_loss(ready_RD, head, rows, None, Judge(rows.teacher_RV), 99)
+    torch.testing.assert_close(whole.sum, -(p_NV * log_q_NV).sum())
