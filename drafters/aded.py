@@ -44,14 +44,14 @@ RANK_CHANCES = (0.5, 0.13, 0.07, 0.045, 0.03, 0.022, 0.017, 0.013)  # those of t
 class AdedOptions:
     """`topk` continuations of a pair; `keep`: how much an old estimate weighs against a new one
     (1 = never learn again); `maker` of the tree, `simulations` of maker mcts; `scope` says whose
-    text may help whom (request, conversation, process), `max_bytes` caps each store."""
+    text may help whom (request, conversation, process), `max_mib` caps each store."""
 
     topk: int = 8
     keep: float = 0.25
     maker: str = "best-first"
     simulations: int = 64
     scope: str = Scope.REQUEST
-    max_bytes: int = 32 << 20
+    max_mib: int = 32
 
     def __post_init__(self) -> None:
         if self.maker not in MAKERS:

@@ -54,7 +54,7 @@ class GooseOptions:
     branches: tuple[float, ...] = (0.4, 0.13, 0.07, 0.045, 0.03, 0.022, 0.017, 0.013)
     shape: str = "spine"
     scope: str = Scope.REQUEST
-    max_bytes: int = 32 << 20
+    max_mib: int = 32
 
     def __post_init__(self) -> None:
         for name in ("spine", "branches"):

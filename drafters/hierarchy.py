@@ -46,8 +46,8 @@ class HierarchyOptions:
     """`guesses` spans of `span` tokens, looked up by up to `previous` tokens, from the databases in
     `order` (some letters of WSL). `scope` says whose answers S counts where it did not come with
     the drafter (request, conversation, process); W is the row's own in every scope. `learns`: which
-    database `specctl datastore` fills, L or S. `max_bytes` caps each database that is written while
-    drafting, `built_bytes` S and L as built."""
+    database `specctl datastore` fills, L or S. `max_mib` caps each database that is written while
+    drafting, `built_mib` S and L as built."""
 
     span: int = 4
     guesses: int = 7
@@ -55,8 +55,8 @@ class HierarchyOptions:
     order: str = LEVELS
     scope: str = Scope.REQUEST
     learns: str = "L"
-    max_bytes: int = 32 << 20
-    built_bytes: int = 512 << 20
+    max_mib: int = 32
+    built_mib: int = 512
 
     def __post_init__(self) -> None:
         known = set(self.order) <= set(LEVELS) and len(set(self.order)) == len(self.order)
@@ -97,8 +97,8 @@ class Hierarchy(Drafter):
     ) -> None:
         super().__init__(options, spec, vocab)
         self.offline: dict[str, NgramStore] = {}
-        self.limits = StoreLimits(options.max_bytes, options.guesses)
-        self.built = replace(self.limits, max_bytes=options.built_bytes)
+        self.limits = StoreLimits(options.max_mib << 20, options.guesses)
+        self.built = replace(self.limits, max_bytes=options.built_mib << 20)
         self.room = StoreRoom(learning_scope(options.scope), self.limits)
 
     def needs(self) -> Needs:

@@ -50,7 +50,7 @@ class LookaheadOptions:
     guesses: int = 7
     from_text: bool = True
     scope: str = Scope.REQUEST
-    max_bytes: int = 32 << 20
+    max_mib: int = 32
 
     def __post_init__(self) -> None:
         window = 1 if self.window is None else self.window
@@ -88,7 +88,7 @@ class Lookahead(Drafter):
         self, options: LookaheadOptions, spec: ModelSpec, vocab: VocabMap | None = None
     ) -> None:
         super().__init__(options, spec, vocab)
-        limits = StoreLimits(options.max_bytes, options.guesses, newest_first=True)
+        limits = StoreLimits(options.max_mib << 20, options.guesses, newest_first=True)
         self.room = StoreRoom(learning_scope(options.scope), limits)
 
     def needs(self) -> Needs:

@@ -43,7 +43,7 @@ class StagedOptions(SmallLmOptions):
     inner_length: int = 4
     order: int = 2
     scope: str = Scope.REQUEST
-    max_bytes: int = 32 << 20
+    max_mib: int = 32
 
     def __post_init__(self) -> None:
         SmallLmOptions.__post_init__(self)
@@ -99,7 +99,7 @@ class OwnNgrams:
     """The draft model's newest best token after the last `order` tokens, or after fewer."""
 
     def __init__(self, options: StagedOptions, space: Space) -> None:
-        limits = StoreLimits(options.max_bytes, per_key=1, newest_first=True)
+        limits = StoreLimits(options.max_mib << 20, per_key=1, newest_first=True)
         room = StoreRoom(learning_scope(options.scope), limits)
         self.stores = room.rows(space.identity, space.num_slots)
         self.lengths = range(options.order, 0, -1)

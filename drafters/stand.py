@@ -40,12 +40,12 @@ from specctl.recipes.errors import RecipeError
 @dataclass(frozen=True, slots=True)
 class StandOptions:
     """`max_context` tokens are looked up, then fewer; `topk` tokens are kept of each law; `scope`
-    says whose text may help whom (request, conversation, process), `max_bytes` caps each store."""
+    says whose text may help whom (request, conversation, process), `max_mib` caps each store."""
 
     max_context: int = 3
     topk: int = 10
     scope: str = Scope.REQUEST
-    max_bytes: int = 32 << 20
+    max_mib: int = 32
 
     def __post_init__(self) -> None:
         if self.max_context < 1 or self.topk < 1:

@@ -54,7 +54,7 @@ class SuperposedOptions(SmallLmOptions):
     weights: tuple[float, ...] = (0.01, 0.04, 0.15, 0.18, 0.12)
     penalty: float = 200.0
     scope: str = Scope.REQUEST
-    max_bytes: int = 32 << 20
+    max_mib: int = 32
 
     def __post_init__(self) -> None:
         SmallLmOptions.__post_init__(self)
@@ -123,7 +123,7 @@ class SuperposedState(LmState):
         self.options: SuperposedOptions = drafter.options
         self.vocab, self.num_forwards = drafter.vocab, 0
         self.lengths = range(len(self.options.weights), 0, -1)
-        limits = StoreLimits(self.options.max_bytes, TOPK)
+        limits = StoreLimits(self.options.max_mib << 20, TOPK)
         room = StoreRoom(learning_scope(self.options.scope), limits)
         self.stores = room.rows(space.identity, space.num_slots)
 

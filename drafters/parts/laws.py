@@ -47,11 +47,11 @@ def learning_scope(name: str) -> Scope:
 
 class LawDrafter(Drafter):
     """A drafter without weights whose memory is what the target thought. Its options have `scope`
-    and `max_bytes`; `num_kept` tokens of each law are kept."""
+    and `max_mib`; `num_kept` tokens of each law are kept."""
 
     def __init__(self, options: Any, spec: ModelSpec, vocab: VocabMap | None = None) -> None:
         super().__init__(options, spec, vocab)
-        limits = StoreLimits(options.max_bytes, self.num_kept)
+        limits = StoreLimits(options.max_mib << 20, self.num_kept)
         self.room = StoreRoom(learning_scope(options.scope), limits)
 
     @property
