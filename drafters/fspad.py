@@ -52,7 +52,8 @@ class Sampler(nn.Module):
 
     def forward(self, embedding_XD: Tensor, state_XD: Tensor) -> Tensor:
         wide_XE = self.up(state_XD) * torch.sigmoid(self.gate(embedding_XD))
-        return state_XD + self.down(wide_XE)
+        out_XD: Tensor = state_XD + self.down(wide_XE)
+        return out_XD
 
 
 class FspadNet(TrunkNet):
