@@ -22,8 +22,8 @@ from specctl.drafters.parts.block_net import BlockNet
 from specctl.drafters.parts.blocks import RmsNorm
 from specctl.drafters.parts.heads import check_count
 from specctl.drafters.parts.losses import check_kind
-from specctl.drafters.parts.taps import taps_of
 from specctl.drafters.parts.spec import ModelSpec
+from specctl.drafters.parts.taps import taps_of
 from specctl.drafters.parts.vocab import VocabMap
 
 

@@ -24,8 +24,8 @@ PolicyName = Literal[
     "switch",
 ]  # fmt: skip
 StopName = Literal[
-    "confidence", "roc", "svip", "specdec-pp", "disco", "ada-eagle", "draft-verify", "heuristic",
-    "thompson",
+    "confidence", "confidence-head", "roc", "svip", "specdec-pp", "disco", "ada-eagle",
+    "draft-verify", "heuristic", "thompson",
 ]  # fmt: skip
 ControllerName = Literal["auto", "ucb", "exp3", "thompson", "hedge", "cascade"]
 RuleName = Literal[

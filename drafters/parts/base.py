@@ -171,6 +171,15 @@ class StepState(DraftState):
             do="choose a stop rule that reads probabilities only, such as disco or svip",
         )
 
+    def confidence(self) -> Tensor:
+        """[B]: how likely the next token is to be accepted, by the drafter's own estimate."""
+        raise RecipeError(
+            "this drafter does not estimate its own acceptance",
+            found=type(self).__name__,
+            expected="a drafter with a confidence head, such as dspark",
+            do="choose another stop rule, such as svip",
+        )
+
     def propose(self, view: RoundView, budget: Budget) -> DraftTree:
         raise AssertionError("a stepwise drafter is grown by a tree policy, not by propose()")
 

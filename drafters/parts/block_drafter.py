@@ -57,6 +57,10 @@ class BlockDrafter(ParallelHeads):
         """[X, D]: what a slot starts from; `token_X` stands there in the text, which only the slots
         that know it while drafting may look at."""
 
+    def slot_of(self, index: int, batch: TrainBatch, anchor_BA: Tensor) -> Tensor:
+        """[B, A, D]: the same behind the anchors of a text."""
+        return self.slot(index, shifted(batch.ids_BS, 1 + index).gather(1, anchor_BA))
+
     def counts(self, num_anchors: int) -> list[int]:
         """Blocks that have each slot while training, of so many."""
         return [num_anchors] * self.num_slots
@@ -85,7 +89,7 @@ class BlockDrafter(ParallelHeads):
         return ready_XD
 
     def anchors(self, batch: TrainBatch) -> Tensor:
-        """At most `options.anchors` of each row, at random; those with something to predict first."""
+        """At most `options.anchors` of a row, at random; those with something to predict first."""
         wanted_BS = ahead_mask(batch, 2).float()
         chance_BS = wanted_BS + torch.rand(wanted_BS.shape, device=wanted_BS.device)
         return chance_BS.topk(min(self.options.anchors, wanted_BS.shape[1]), dim=1).indices
@@ -105,8 +109,7 @@ class BlockDrafter(ParallelHeads):
         block = Block.of(batch, anchor_BA, counts, self.is_causal)
         slots = []
         for index, count in enumerate(counts):
-            token_BA = shifted(batch.ids_BS, 1 + index).gather(1, anchor_BA[:, :count])
-            slots.append(self.slot(index, token_BA))
+            slots.append(self.slot_of(index, batch, anchor_BA[:, :count]))
         x_BSD = self.rows(self.gathered(batch.taps), shifted(batch.ids_BS, 1))
         known_BSD, out_BMD = self.net.spread(x_BSD, torch.cat(slots, dim=1), batch, block)
         outs = torch.split(out_BMD, counts, dim=1)

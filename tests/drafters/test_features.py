@@ -16,6 +16,7 @@ from specctl.drafters.parts.vocab import VocabMap
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("eagle", {"ttt_steps": 3}),
     ("hass", {}),
+    ("fspad", {"ttt_steps": 2}),
 ]
 IDS = [f"{name}-{'-'.join(map(str, options.values()))}" for name, options in FAMILIES]
 EVERY_FAMILY = pytest.mark.parametrize(("name", "options"), FAMILIES, ids=IDS)

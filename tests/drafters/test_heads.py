@@ -27,9 +27,13 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("recurrent", {"cell": "sum"}),
     ("mlp-speculator", {"scale_input": True}),
     ("mlp-speculator", {"tie": True, "inner": 48}),
+    ("dflash", {"layers": 2}),
+    ("p-eagle", {"layers": 2}),
+    ("dspark", {"layers": 1}),
 ]
 IDS = [f"{name}-{'-'.join(map(str, options.values()))}" for name, options in FAMILIES]
-START_AS_BASE = [case for case in FAMILIES if case[0] != "mlp-speculator"]
+FROM_SCRATCH = ("mlp-speculator", "dflash", "p-eagle", "dspark")
+START_AS_BASE = [case for case in FAMILIES if case[0] not in FROM_SCRATCH]
 KEPT = VocabMap(torch.arange(0, 24, 2), 24)
 TEXT = [5, 17, 3, 8, 21, 9, 9, 12, 2]
 
@@ -160,5 +164,5 @@ def test_a_text_of_one_token_is_drafted_from_no_state(target: Any, round_view: A
         state = drafter.open(Space(1, 32, 16, torch.device("cpu"), torch.float32))
         state.start(0, [4], {})
         assert state.root(round_view({0: [4]})).isfinite().all()
-        if name in ("medusa", "blockwise"):
+        if name in ("medusa", "blockwise", "dflash", "p-eagle"):
             assert state.propose(round_view({0: [4]}), Budget(8, 3)).num_nodes == 0

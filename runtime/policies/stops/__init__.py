@@ -9,6 +9,7 @@ from specctl.recipes.errors import RecipeError, nearest
 from specctl.runtime.policies.stops.ada_eagle import AdaEagle
 from specctl.runtime.policies.stops.base import Step, StopRule, Tested, tested_rows
 from specctl.runtime.policies.stops.confidence import Confidence, RocThreshold
+from specctl.runtime.policies.stops.confidence_head import ConfidenceHead
 from specctl.runtime.policies.stops.disco import Disco
 from specctl.runtime.policies.stops.draft_verify import DraftVerify
 from specctl.runtime.policies.stops.learned import Learned, read_stop
@@ -19,6 +20,7 @@ from specctl.runtime.policies.stops.thompson import Thompson
 
 STOPS: Mapping[str, type[StopRule]] = {
     "confidence": Confidence,
+    "confidence-head": ConfidenceHead,
     "roc": RocThreshold,
     "svip": Svip,
     "specdec-pp": SpecDecPp,

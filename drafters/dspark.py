@@ -1,0 +1,147 @@
+"""DSpark (arXiv 2607.05147): DFlash's block, corrected token by token, and cut where it is unsure.
+
+The slots of a block do not see each other's tokens. So the logits of a slot get a bias of low rank
+that depends on the token before it, W2 W1[x], trained on the text's tokens and applied from left to
+right while drafting: the block is still one pass, the correction a small product per token. Slot 0
+predicts the token behind the root (sample from anchor). A confidence head on the same states is
+trained on the analytic acceptance sum_v min(p, q), detached; the stop rule confidence-head ends a
+draft where the product of its estimates falls below a threshold.
+Letters: X any leading axes, B rows, S sequence, N rows that are learned, D width, r rank, C carry,
+E = D + r, K draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specctl.drafters.dflash import DFlashOptions, InjectedBlocks, InjectedNet
+from specctl.drafters.parts.align import shifted
+from specctl.drafters.parts.base import DraftState, Family, Space
+from specctl.drafters.parts.batch import LossOut, TrainBatch
+from specctl.drafters.parts.head_drafter import Learned
+from specctl.drafters.parts.head_state import GroundedState
+from specctl.drafters.parts.heads import check_count, draft_size
+from specctl.drafters.parts.losses import acceptance, joined, laws
+from specctl.drafters.parts.spec import ModelSpec
+from specctl.drafters.parts.vocab import VocabMap
+
+
+@dataclass(frozen=True, slots=True)
+class DSparkOptions(DFlashOptions):
+    """DFlash's options, the rank of the correction (0 = none) and the weight of the confidence
+    head's loss."""
+
+    rank: int = 32
+    confidence_weight: float = 0.1
+
+    def __post_init__(self) -> None:
+        DFlashOptions.__post_init__(self)
+        check_count("rank", self.rank, 0)
+
+
+class SparkNet(InjectedNet):
+    """DFlash's module with the correction and the confidence head."""
+
+    def __init__(self, spec: ModelSpec, num_taps: int, options: DSparkOptions, rows: int) -> None:
+        super().__init__(spec, num_taps, options.layers)
+        self.before = nn.Embedding(spec.vocab_size, options.rank)
+        self.bias = nn.Linear(options.rank, rows, bias=False)
+        self.confidence = nn.Linear(spec.hidden_size + options.rank, 1)
+        nn.init.zeros_(self.bias.weight)
+
+
+class DSpark(InjectedBlocks):
+    """The carry is every slot's state and W1 of the token before the one to predict."""
+
+    family: ClassVar[str] = "dspark"
+    module: SparkNet
+    first_slot = 0
+
+    def __init__(
+        self, options: DSparkOptions, spec: ModelSpec, vocab: VocabMap | None = None
+    ) -> None:
+        super().__init__(options, spec, vocab)
+        size = draft_size(vocab, spec.vocab_size)
+        self.module = SparkNet(spec, len(self.own_taps), options, size)
+
+    def vocab_layers(self) -> list[nn.Linear]:
+        return [self.module.bias]
+
+    def head_weights(self) -> list[Tensor]:
+        """[K, E]: the target's rows beside the correction's."""
+        return [torch.cat([super().head_weights()[0], self.module.bias.weight], dim=1)]
+
+    def open(self, space: Space) -> DraftState:
+        return SparkState(self, self.features(space))
+
+    def begin(self, state_XD: Tensor) -> Tensor:
+        return F.pad(state_XD, (0, self.options.rank))
+
+    def read(self, depth: int, carry_XC: Tensor, ids_X: Tensor) -> Tensor:
+        del depth
+        states_XC = carry_XC[..., : carry_XC.shape[-1] - self.options.rank]
+        return torch.cat([states_XC, self.module.before(ids_X)], dim=-1)
+
+    def ready(self, depth: int, carry_XC: Tensor) -> Tensor:
+        before_Xr = carry_XC[..., carry_XC.shape[-1] - self.options.rank :]
+        slot = min(depth, self.options.num_heads - 1)
+        return torch.cat([super().ready(slot, carry_XC), before_Xr], dim=-1)
+
+    def unroll(self, batch: TrainBatch, anchor_BA: Tensor | None = None) -> Iterator[Tensor]:
+        for index, state_BSD in enumerate(super().unroll(batch, anchor_BA)):
+            before_BSr = self.module.before(shifted(batch.ids_BS, 1 + index))
+            yield torch.cat([state_BSD, before_BSr.to(state_BSD)], dim=-1)
+
+    def beside(self, out: LossOut, learned: Learned, batch: TrainBatch) -> LossOut:
+        """With the confidence head's loss, where the target's law is at hand."""
+        del batch
+        if learned.judge is None:
+            return out
+        rows, ids_K = learned.rows, None if self.vocab is None else self.vocab.ids_K
+        ready_NE = learned.ready_RE[rows.row_N].detach()
+        with torch.no_grad():
+            log_p_NK = learned.judge.law(rows.judge_N, ids_K).log_p_NK
+            draft_NK = learned.head(ready_NE)
+            temperature = self.options.temperature
+            alpha_N = acceptance(laws(draft_NK, log_p_NK, temperature, ids_K is None))
+        guess_N = self.module.confidence(ready_NE)[:, 0].float()
+        loss = F.binary_cross_entropy_with_logits(guess_N, alpha_N.float(), reduction="sum")
+        number = torch.tensor(float(len(alpha_N)), device=loss.device)
+        bias = (guess_N.detach().sigmoid() - alpha_N).sum()
+        term = LossOut(loss, number, {"confidence_bias": (bias, number)})
+        return joined(out, term, self.options.confidence_weight)
+
+
+class SparkState(GroundedState):
+    """Says how sure the drafter is of its newest place."""
+
+    def confidence(self) -> Tensor:
+        assert isinstance(self.drafter, DSpark)
+        guess_B1: Tensor = self.drafter.module.confidence(self.hidden())
+        return guess_B1[:, 0].float().sigmoid()
+
+
+def build(options: DSparkOptions, spec: ModelSpec, vocab: VocabMap | None) -> DSpark:
+    return DSpark(options, spec, vocab)
+
+
+FAMILY = Family(
+    name="dspark",
+    summary=(
+        "DFlash's block of masked places with a small correction for the token before each of "
+        "them, so that late places do not contradict early ones, and a head that says how likely a "
+        "place is to be accepted, by which a draft is cut. Costs one pass of the layers and one "
+        "product with the LM head per token."
+    ),
+    paper="https://arxiv.org/abs/2607.05147",
+    options=DSparkOptions,
+    build=build,
+    trainable=True,
+    policies=("chain", "dynamic-tree", "static-tree"),
+)

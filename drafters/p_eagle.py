@@ -1,0 +1,148 @@
+"""P-EAGLE (arXiv 2602.01469): EAGLE-3's reading of the target, a whole draft in one pass.
+
+True rows are EAGLE-3's: (embedding of token t + 1, features at t), of which the last predicts token
+t + 2. Behind it stand rows for what is not known yet: at position t + d the pair (mask embedding,
+mask features), both learned, which predicts token t + 2 + d from all true rows up to t and from the
+rows before it in the same draft. Training keeps only a share of the drafts at each depth (`keep`^d,
+at least `keep_least`; a draft that has a row at depth d has all before it), so that memory grows
+with the sum of the shares and not with the depth. Embedding and features are joined by a matrix in
+front of ordinary layers, where EAGLE-3 hands both to its first attention.
+Letters: X any leading axes, A anchors, D width, I width of the features.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from specctl.drafters.parts.base import Family
+from specctl.drafters.parts.block_drafter import BlockDrafter
+from specctl.drafters.parts.block_net import BlockNet
+from specctl.drafters.parts.blocks import RmsNorm
+from specctl.drafters.parts.heads import check_count, draft_size
+from specctl.drafters.parts.losses import check_kind
+from specctl.drafters.parts.spec import ModelSpec
+from specctl.drafters.parts.taps import taps_of
+from specctl.drafters.parts.vocab import VocabMap
+
+FEWEST = 16  # drafts of a row of text that are never thinned out
+
+
+@dataclass(frozen=True, slots=True)
+class PEagleOptions:
+    """`num_heads` tokens are drafted by `layers` layers. `taps` are hidden_states indices, None
+    chooses them. `anchors`: drafts per row of a training batch, of which `keep`^d and at least
+    `keep_least` reach depth d. Depth d weighs decay^d."""
+
+    num_heads: int = 5
+    layers: int = 2
+    taps: tuple[int, ...] | None = None
+    anchors: int = 128
+    keep: float = 0.8
+    keep_least: float = 0.2
+    loss: str = "kl"
+    temperature: float = 1.0
+    decay: float = 0.8
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        check_kind(self.loss, "drafter.options.loss")
+        check_count("num_heads", self.num_heads, 2)
+        check_count("layers", self.layers)
+        check_count("anchors", self.anchors)
+        if self.taps is not None:
+            object.__setattr__(self, "taps", tuple(int(tap) for tap in self.taps))
+
+
+class PairNet(nn.Module):
+    """Features and embedding joined, their masks, the layers, the last norm and the LM head. The
+    highest tap passes through at first, as in EAGLE-3."""
+
+    def __init__(self, spec: ModelSpec, num_taps: int, layers: int, rows: int) -> None:
+        super().__init__()
+        width = spec.hidden_size
+        self.fc = nn.Linear(num_taps * width, width, bias=False)
+        self.embedding_norm = RmsNorm(width, spec.norm_eps)
+        self.hidden_norm = RmsNorm(width, spec.norm_eps)
+        self.pair = nn.Linear(2 * width, width, bias=False)
+        self.mask = nn.Parameter(torch.randn(width))
+        self.mask_hidden = nn.Parameter(torch.randn(num_taps * width))
+        self.net = BlockNet(spec, layers, is_injected=False)
+        self.norm = RmsNorm(width, spec.norm_eps)
+        self.lm_head = nn.Linear(width, rows, bias=False)
+        with torch.no_grad():
+            self.fc.weight.normal_(std=0.1 * self.fc.in_features**-0.5)
+            self.fc.weight[:, -width:] += torch.eye(width)
+            self.pair.weight.mul_(0.1)
+
+    def forward(self, embedding_XD: Tensor, features_XI: Tensor) -> Tensor:
+        g_XD = self.fc(features_XI)
+        both = torch.cat([self.embedding_norm(embedding_XD), self.hidden_norm(g_XD)], dim=-1)
+        joined_XD: Tensor = g_XD + self.pair(both)
+        return joined_XD
+
+
+class PEagle(BlockDrafter):
+    """Head 0 reads the newest true row, head d the masked row d behind it."""
+
+    family: ClassVar[str] = "p-eagle"
+    module: PairNet
+    first_slot = -1
+    is_causal = True
+
+    def __init__(
+        self, options: PEagleOptions, spec: ModelSpec, vocab: VocabMap | None = None
+    ) -> None:
+        self.own_taps = taps_of(options.taps, spec)
+        super().__init__(replace(options, taps=self.own_taps), spec, vocab)
+        size = draft_size(vocab, spec.vocab_size)
+        self.module = PairNet(spec, len(self.own_taps), options.layers, size)
+
+    def own_heads(self) -> list[nn.Linear]:
+        return [self.module.lm_head]
+
+    @property
+    def net(self) -> BlockNet:
+        return self.module.net
+
+    @property
+    def norm(self) -> nn.Module:
+        return self.module.norm
+
+    def rows(self, state_BTD: Tensor, next_ids_BT: Tensor) -> Tensor:
+        rows_BTD: Tensor = self.module(self.embed(next_ids_BT), state_BTD)
+        return rows_BTD
+
+    def slot(self, index: int, token_X: Tensor) -> Tensor:
+        del index
+        row_D: Tensor = self.module(self.module.mask, self.module.mask_hidden)
+        return row_D.expand(*token_X.shape, -1)
+
+    def counts(self, num_anchors: int) -> list[int]:
+        options = self.options
+        shares = [max(options.keep**d, options.keep_least) for d in range(1, options.num_heads)]
+        return [min(num_anchors, max(math.ceil(num_anchors * s), FEWEST)) for s in shares]
+
+
+def build(options: PEagleOptions, spec: ModelSpec, vocab: VocabMap | None) -> PEagle:
+    return PEagle(options, spec, vocab)
+
+
+FAMILY = Family(
+    name="p-eagle",
+    summary=(
+        "EAGLE-3's features with learned masks in the places that are not known yet: all tokens of "
+        "a draft come from one pass instead of one pass each. A little less is accepted than of a "
+        "draft made token by token; take it where the drafter's own passes are a good part of a "
+        "round."
+    ),
+    paper="https://arxiv.org/abs/2602.01469",
+    options=PEagleOptions,
+    build=build,
+    trainable=True,
+    policies=("direct", "chain", "static-tree"),
+)
