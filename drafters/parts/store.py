@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from threading import Lock
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,14 +70,28 @@ class Continuation:
     weight: float
 
 
-class NgramStore:
+class Guarded:
+    """Holds a lock, which a copy makes anew."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._lock = Lock()
+
+
+class NgramStore(Guarded):
     """Continuations of keys. Writers of several threads take turns; a frozen one ignores writes."""
 
     def __init__(self, limits: StoreLimits | None = None) -> None:
         self.limits = limits or StoreLimits()
         self.is_frozen, self.num_bytes = False, 0
         self._of: OrderedDict[Ids, dict[Ids, float]] = OrderedDict()
-        self._lock = Lock()
+        super().__init__()
 
     def __len__(self) -> int:
         return len(self._of)
@@ -200,7 +215,7 @@ def _runs(ids: np.ndarray, end: np.ndarray) -> list[Ids]:
     return [tuple(flat[a:b]) for a, b in itertools.pairwise(ends)]
 
 
-class StoreRoom:
+class StoreRoom(Guarded):
     """The stores of one Drafter, for all engines that it serves."""
 
     def __init__(
@@ -208,7 +223,7 @@ class StoreRoom:
     ) -> None:
         self.scope, self.limits, self.disk = Scope(scope), limits or StoreLimits(), disk
         self._shared: OrderedDict[tuple[Identity | None, str | None], NgramStore] = OrderedDict()
-        self._lock = Lock()
+        super().__init__()
 
     def rows(self, identity: Identity | None, num_slots: int) -> RowStores:
         """The stores of one engine's rows."""
