@@ -18,6 +18,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("hass", {}),
     ("fspad", {"ttt_steps": 2}),
     ("coral", {}),
+    ("jakiro", {"passes": 1}),
 ]
 IDS = [f"{name}-{'-'.join(map(str, options.values()))}" for name, options in FAMILIES]
 EVERY_FAMILY = pytest.mark.parametrize(("name", "options"), FAMILIES, ids=IDS)
