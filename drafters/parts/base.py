@@ -162,8 +162,8 @@ class StepState(DraftState):
         root) and return the logits after each. Node indices count up across calls."""
 
     def hidden(self) -> Tensor:
-        """[B, D]: the states that the newest logits were read from (of the last node expanded); what
-        trained stop rules look at."""
+        """[B, D]: the states that the newest logits were read from (of the last node expanded);
+        what trained stop rules look at."""
         raise RecipeError(
             "this drafter shows no states",
             found=type(self).__name__,
