@@ -94,9 +94,13 @@ class SlotKV:
         else:
             keys[self._slot_B1, :, self._at_BT] = key_BHTD.transpose(1, 2)
             values[self._slot_B1, :, self._at_BT] = value_BHTD.transpose(1, 2)
+        return self.read(layer)
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """What attention reads of one layer, [B, H, span, D], where nothing is written to it."""
+        keys, values, slot_B = self.key_SHLD[layer], self.value_SHLD[layer], self._slot_B1[:, 0]
         if self._whole:
-            return keys[:B, :, : self._span], values[:B, :, : self._span]
-        slot_B = self._slot_B1[:, 0]
+            return keys[: len(slot_B), :, : self._span], values[: len(slot_B), :, : self._span]
         return keys[:, :, : self._span][slot_B], values[:, :, : self._span][slot_B]
 
     def keep(self, slot_B: Tensor, kept_len_B: Tensor, path_BP: Tensor) -> None:

@@ -17,6 +17,9 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("eagle", {"ttt_steps": 3}),
     ("hass", {}),
     ("fspad", {"ttt_steps": 2}),
+    ("coral", {}),
+    ("jakiro", {"passes": 1}),
+    ("gumiho", {"mlp_heads": 2}),
 ]
 IDS = [f"{name}-{'-'.join(map(str, options.values()))}" for name, options in FAMILIES]
 EVERY_FAMILY = pytest.mark.parametrize(("name", "options"), FAMILIES, ids=IDS)

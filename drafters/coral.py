@@ -1,0 +1,84 @@
+"""CORAL (arXiv 2502.16880): HASS whose steps agree, with an LM head that is read in parts.
+
+Cross-step representation alignment: over the unrolled steps, states that stand for the same feature
+of the target are drawn together and others apart (InfoNCE over cosines), so that a feature looks
+alike however many drafted tokens stand before it. Routed head: a small router picks the groups of
+the LM head's rows that are multiplied at all (see parts/routed); without them the head is more than
+half of drafting at a vocabulary of 128k. The weight of the first and its temperature are our
+choice. Letters: B rows, S sequence, D width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from specctl.drafters.hass import Hass, HassOptions
+from specctl.drafters.parts.align import aim
+from specctl.drafters.parts.base import Family
+from specctl.drafters.parts.batch import LossOut, TrainBatch
+from specctl.drafters.parts.feature_drafter import Unrolled
+from specctl.drafters.parts.heads import draft_size
+from specctl.drafters.parts.losses import joined
+from specctl.drafters.parts.routed import add_router, check_routing
+from specctl.drafters.parts.spec import ModelSpec
+from specctl.drafters.parts.step_losses import agreement_loss
+from specctl.drafters.parts.vocab import VocabMap
+
+
+@dataclass(frozen=True, slots=True)
+class CoralOptions(HassOptions):
+    """`align_weight` times the alignment at `align_temperature` is added. `head_groups` splits the
+    LM head's rows, of which the `head_top` best groups are read; None reads all."""
+
+    align_weight: float = 0.1
+    align_temperature: float = 0.07
+    head_groups: int | None = None
+    head_top: int = 4
+
+    def __post_init__(self) -> None:
+        HassOptions.__post_init__(self)
+        check_routing(self.head_groups, self.head_top)
+
+
+class Coral(Hass):
+    """HASS's module and loss, the alignment, and the router."""
+
+    family: ClassVar[str] = "coral"
+    options: CoralOptions
+
+    def __init__(
+        self, options: CoralOptions, spec: ModelSpec, vocab: VocabMap | None = None
+    ) -> None:
+        super().__init__(options, spec, vocab)
+        rows = draft_size(vocab, spec.vocab_size)
+        self.router = add_router(
+            self.module, spec.hidden_size, rows, options.head_groups, options.head_top
+        )
+
+    def whole_loss(self, out: LossOut, steps: list[Unrolled], batch: TrainBatch) -> LossOut:
+        deepest = aim(batch, 1 + len(steps)).row_N
+        rows = [deepest + len(steps) - 1 - step for step in range(len(steps))]
+        states = [step.state_BSD.flatten(0, 1) for step in steps]
+        alike = agreement_loss(states, rows, self.options.align_temperature)
+        return joined(out, alike, self.options.align_weight)
+
+
+def build(options: CoralOptions, spec: ModelSpec, vocab: VocabMap | None) -> Coral:
+    return Coral(options, spec, vocab)
+
+
+FAMILY = Family(
+    name="coral",
+    summary=(
+        "HASS with one more aim, that the drafter's states of one feature agree however deep in a "
+        "draft they were made, and with a routed LM head that multiplies only the likely groups of "
+        "its rows. Take it for targets with a large vocabulary, where the LM head is most of what "
+        "drafting costs: a little acceptance is given for a lot of time."
+    ),
+    paper="https://arxiv.org/abs/2502.16880",
+    options=CoralOptions,
+    build=build,
+    trainable=True,
+    policies=("dynamic-tree", "chain"),
+)

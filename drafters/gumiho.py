@@ -1,0 +1,111 @@
+"""Gumiho (arXiv 2503.10135): a serial transformer for the first drafted tokens, parallel MLPs for
+the later ones.
+
+An early wrong token ends the draft, so early tokens deserve the most care: `serial` passes through
+two decoder layers in EAGLE's manner draft them. Head i then guesses the token after them from
+cat(fc(e, f)) of the last two positions, all heads at once: a linear map 2 D -> D, residual blocks,
+the target's LM head. Loss: EAGLE's, step or head j weighing decay^j.
+Our own choices: training feeds the serial outputs back as drafting does, where the published code
+reads them from true features; the heads' map starts as "pass on the newest", and no width of the
+tree is set apart for them. Letters: X any leading axes, D width, C carry (2 D).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from specctl.drafters.parts.base import Family
+from specctl.drafters.parts.blocks import LayerShape
+from specctl.drafters.parts.feature_drafter import FeatureDrafter, FeatureOptions
+from specctl.drafters.parts.heads import ResBlock, check_count
+from specctl.drafters.parts.spec import ModelSpec
+from specctl.drafters.parts.trunk import TrunkNet
+from specctl.drafters.parts.vocab import VocabMap
+
+
+@dataclass(frozen=True, slots=True)
+class GumihoOptions(FeatureOptions):
+    """`ttt_steps` tokens are drafted serially by `layers` layers, `mlp_heads` more in parallel, by
+    `num_blocks` residual blocks each."""
+
+    ttt_steps: int = 2
+    decay: float = 0.8
+    layers: int = 2
+    mlp_heads: int = 5
+    num_blocks: int = 5
+
+    def __post_init__(self) -> None:
+        FeatureOptions.__post_init__(self)
+        for name in ("layers", "mlp_heads", "num_blocks"):
+            check_count(name, getattr(self, name))
+
+    @property
+    def num_heads(self) -> int:
+        """Laws that a row is trained on."""
+        return self.ttt_steps + self.mlp_heads
+
+
+class MlpHead(nn.Sequential):
+    """[X, 2 D] -> [X, D]: fresh, it passes the second half on."""
+
+    def __init__(self, width: int, num_blocks: int) -> None:
+        first = nn.Linear(2 * width, width)
+        with torch.no_grad():
+            first.bias.zero_()
+            first.weight.normal_(std=0.1 * first.in_features**-0.5)
+            first.weight[:, width:] += torch.eye(width)
+        super().__init__(first, *(ResBlock(width) for _ in range(num_blocks)))
+
+
+class GumihoNet(TrunkNet):
+    """Decoder layers, then the heads."""
+
+    def __init__(self, shape: LayerShape, options: GumihoOptions) -> None:
+        super().__init__(shape, options.layers)
+        self.num_parallel, self.passes = options.mlp_heads, options.ttt_steps
+        self.heads = nn.ModuleList(
+            MlpHead(shape.hidden_size, options.num_blocks) for _ in range(options.mlp_heads)
+        )
+
+    def handed(self, before_XD: Tensor, x_XD: Tensor, out_XO: Tensor) -> Tensor:
+        del out_XO
+        return torch.cat([before_XD, x_XD], dim=-1)
+
+    def parallel(self, index: int, carry_XC: Tensor) -> Tensor:
+        out_XD: Tensor = self.heads[index](carry_XC)
+        return out_XD
+
+
+class Gumiho(FeatureDrafter):
+    """Serial steps that learn to serve the heads as well, so gradients pass between them."""
+
+    family: ClassVar[str] = "gumiho"
+    options: GumihoOptions
+    detach = False
+
+    def make_net(self, shape: LayerShape) -> TrunkNet:
+        return GumihoNet(shape, self.options)
+
+
+def build(options: GumihoOptions, spec: ModelSpec, vocab: VocabMap | None) -> Gumiho:
+    return Gumiho(options, spec, vocab)
+
+
+FAMILY = Family(
+    name="gumiho",
+    summary=(
+        "Two decoder layers draft the first two tokens one by one, as EAGLE does; small MLP heads "
+        "guess all later ones at once from what those layers saw. Early tokens decide how much of "
+        "a draft is kept, so they get the transformer, and depth beyond them is nearly free. Take "
+        "it for deep drafts where passes of the drafter are dear."
+    ),
+    paper="https://arxiv.org/abs/2503.10135",
+    options=GumihoOptions,
+    build=build,
+    trainable=True,
+    policies=("dynamic-tree", "chain"),
+)

@@ -1,0 +1,136 @@
+"""Jakiro (arXiv 2502.06282): EAGLE's layer with a mixture of two experts, whose contrast drafts the
+last token for free.
+
+The MLP of the layer is two experts X; a router gives weights w and v, a softmax of a pair of scores
+each, and a is the expert with the larger w:
+  mixture   m = w_a X_a + w_b X_b    added to the residual stream: the next feature, as in EAGLE
+  contrast  c = v_a X_a - v_b X_b    added to it, too: the feature after that one
+so where drafting ends, one pass gives two tokens. Loss: mixture + `decay` times contrast.
+After `passes` tokens the contrast speaks; drafts are best `passes` + 1 tokens deep.
+Letters: X any leading axes, B rows, T tokens, D width, O = 2 D, C carry (D), E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from specctl.drafters.parts.base import Family
+from specctl.drafters.parts.blocks import DecoderLayer, LayerShape, Mlp
+from specctl.drafters.parts.feature_drafter import FeatureDrafter, FeatureOptions
+from specctl.drafters.parts.heads import check_count
+from specctl.drafters.parts.spec import ModelSpec
+from specctl.drafters.parts.trunk import TrunkNet
+from specctl.drafters.parts.vocab import VocabMap
+
+
+@dataclass(frozen=True, slots=True)
+class JakiroOptions(FeatureOptions):
+    """`decay` is the weight of the contrast. `contrast` False drafts every token by a pass."""
+
+    decay: float = 0.5
+    noise: float = 0.1
+    passes: int = 4
+    contrast: bool = True
+
+    def __post_init__(self) -> None:
+        FeatureOptions.__post_init__(self)
+        check_count("passes", self.passes)
+
+    @property
+    def num_heads(self) -> int:
+        """Laws that a row is trained on."""
+        return self.ttt_steps + self.contrast
+
+
+class Experts(nn.Module):
+    """Two MLPs and a router. [X, O]: mixture and contrast side by side."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        width, inner = shape.hidden_size, shape.intermediate_size
+        experts = [Mlp(width, inner) for _ in range(2)]
+        for expert in experts:
+            nn.init.zeros_(expert.down_proj.weight)
+        self.experts = nn.ModuleList(experts)
+        self.router = nn.Linear(width, 4, bias=False)
+
+    def forward(self, x_XD: Tensor) -> Tensor:
+        mixing_X2, contrasting_X2 = (s.softmax(-1) for s in self.router(x_XD).chunk(2, dim=-1))
+        first_XD, second_XD = (expert(x_XD) for expert in self.experts)
+        sign_X1 = torch.where(mixing_X2[..., :1] >= mixing_X2[..., 1:], 1.0, -1.0).to(x_XD.dtype)
+        mixture_XD = mixing_X2[..., :1] * first_XD + mixing_X2[..., 1:] * second_XD
+        contrast_XD = contrasting_X2[..., :1] * first_XD - contrasting_X2[..., 1:] * second_XD
+        return torch.cat([mixture_XD, sign_X1 * contrast_XD], dim=-1)
+
+
+class ExpertLayer(DecoderLayer):
+    """A decoder layer whose MLP is the experts; its output is two states."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__(shape, input_norm=False)
+        del self.mlp
+        self.moe = Experts(shape)
+
+    def finish(self, h_BTD: Tensor) -> Tensor:
+        added_BTO: Tensor = self.moe(self.post_attention_layernorm(h_BTD))
+        return torch.cat([h_BTD, h_BTD], dim=-1) + added_BTO
+
+
+class JakiroNet(TrunkNet):
+    """The layers' output is mixture and contrast; the contrast is the parallel head."""
+
+    def __init__(self, shape: LayerShape, options: JakiroOptions) -> None:
+        super().__init__(shape)
+        if options.contrast:
+            self.num_parallel, self.passes = 1, options.passes
+
+    def make_layer(self, index: int) -> DecoderLayer:
+        del index
+        return ExpertLayer(self.shape)
+
+    def fed_back(self, out_XO: Tensor) -> Tensor:
+        return out_XO.chunk(2, dim=-1)[0]
+
+    def ready(self, out_XO: Tensor) -> Tensor:
+        return out_XO.chunk(2, dim=-1)[0]
+
+    def handed(self, before_XD: Tensor, x_XD: Tensor, out_XO: Tensor) -> Tensor:
+        del before_XD, x_XD
+        return out_XO.chunk(2, dim=-1)[1]
+
+    def parallel(self, index: int, carry_XC: Tensor) -> Tensor:
+        del index
+        return carry_XC
+
+
+class Jakiro(FeatureDrafter):
+    """EAGLE's loss on both branches."""
+
+    family: ClassVar[str] = "jakiro"
+    options: JakiroOptions
+
+    def make_net(self, shape: LayerShape) -> TrunkNet:
+        return JakiroNet(shape, self.options)
+
+
+def build(options: JakiroOptions, spec: ModelSpec, vocab: VocabMap | None) -> Jakiro:
+    return Jakiro(options, spec, vocab)
+
+
+FAMILY = Family(
+    name="jakiro",
+    summary=(
+        "EAGLE's decoder layer with two experts in place of its MLP. Their weighted sum drafts the "
+        "next token, their contrast the one after it, so the last level of a tree costs no pass "
+        "through the layer. Take it where a pass of the drafter is dear beside its LM head."
+    ),
+    paper="https://arxiv.org/abs/2502.06282",
+    options=JakiroOptions,
+    build=build,
+    trainable=True,
+    policies=("dynamic-tree", "chain"),
+)
