@@ -18,31 +18,20 @@ from torch import Tensor, nn
 
 from specctl.drafters.parts.base import Family, Needs
 from specctl.drafters.parts.blocks import LayerShape
-from specctl.drafters.parts.cross_drafter import AttentionLayer, CrossDrafter, CrossNet
-from specctl.drafters.parts.heads import check_count, draft_size
-from specctl.drafters.parts.losses import check_kind
+from specctl.drafters.parts.cross_drafter import (
+    AttentionLayer,
+    CrossDrafter,
+    CrossNet,
+    CrossOptions,
+)
+from specctl.drafters.parts.heads import draft_size
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.vocab import VocabMap
 
 
 @dataclass(frozen=True, slots=True)
-class GlideOptions:
-    """Trained `num_heads` tokens deep behind `anchors` positions of each row. `strict`: False shows
-    every token all features before it while training, which no draft has (an ablation). Depth i
-    weighs decay^i."""
-
-    num_heads: int = 5
-    anchors: int = 64
-    strict: bool = True
-    loss: str = "kl"
-    temperature: float = 1.0
-    decay: float = 1.0
-    chunk: int | None = None
-
-    def __post_init__(self) -> None:
-        check_kind(self.loss, "drafter.options.loss")
-        check_count("num_heads", self.num_heads)
-        check_count("anchors", self.anchors)
+class GlideOptions(CrossOptions):
+    """`strict`: False is the ablation without the paper's block mask."""
 
 
 class GlideNet(CrossNet):

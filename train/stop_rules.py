@@ -167,9 +167,9 @@ def fit(
 
 
 def _loss(rule: Learned, out_N: Tensor, label_N: Tensor) -> Tensor:
-    """Absolute error of lengths; weighted cross-entropy of acceptance."""
+    """Absolute error of lengths, more for those too short; weighted cross-entropy of acceptance."""
     if rule.lengths:
-        return (out_N - label_N).abs()
+        return torch.where(out_N < label_N, rule.too_short, 1.0) * (out_N - label_N).abs()
     weight_N = torch.where(label_N > 0, 1.0, rule.rejected)
     return weight_N * F.binary_cross_entropy_with_logits(out_N, label_N, reduction="none")
 
@@ -177,7 +177,7 @@ def _loss(rule: Learned, out_N: Tensor, label_N: Tensor) -> Tensor:
 def _constant(rule: Learned, label_N: Tensor) -> float:
     """The best answer that looks at nothing."""
     if rule.lengths:
-        return float(label_N.median())
+        return float(label_N.quantile(rule.too_short / (1.0 + rule.too_short)))
     weight_N = torch.where(label_N > 0, 1.0, rule.rejected)
     return float(torch.logit((weight_N * label_N).sum() / weight_N.sum(), eps=1e-4))
 

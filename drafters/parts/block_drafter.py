@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specctl.drafters.parts.align import Aim, ahead_mask, aim, shifted
+from specctl.drafters.parts.align import Aim, aim, shifted
+from specctl.drafters.parts.anchors import behind, random_anchors
 from specctl.drafters.parts.base import Needs, RoundView, Space
 from specctl.drafters.parts.batch import TrainBatch
 from specctl.drafters.parts.block_net import Block, BlockNet
@@ -89,18 +90,13 @@ class BlockDrafter(ParallelHeads):
         return ready_XD
 
     def anchors(self, batch: TrainBatch) -> Tensor:
-        """At most `options.anchors` of a row, at random; those with something to predict first."""
-        wanted_BS = ahead_mask(batch, 2).float()
-        chance_BS = wanted_BS + torch.rand(wanted_BS.shape, device=wanted_BS.device)
-        return chance_BS.topk(min(self.options.anchors, wanted_BS.shape[1]), dim=1).indices
+        return random_anchors(batch, self.options.anchors)
 
     def aimed(self, index: int, batch: TrainBatch, anchor_BA: Tensor | None) -> Aim:
         rows, slot = aim(batch, 2 + index), index + self.first_slot
         if slot < 0 or anchor_BA is None:
             return rows
-        stands_BS = torch.zeros_like(batch.ids_BS, dtype=torch.bool)
-        stands_BS.scatter_(1, anchor_BA[:, : self.counts(anchor_BA.shape[1])[slot]], True)
-        return rows.only(stands_BS.flatten()[rows.row_N])
+        return behind(rows, batch, anchor_BA[:, : self.counts(anchor_BA.shape[1])[slot]])
 
     def unroll(self, batch: TrainBatch, anchor_BA: Tensor | None = None) -> Iterator[Tensor]:
         """[B, S, D] per head, zero where no block stands."""

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from specctl.drafters.parts.align import Aim, ahead_mask, aim
+from specctl.drafters.parts.align import Aim, aim
+from specctl.drafters.parts.anchors import behind, random_anchors
 from specctl.drafters.parts.base import DraftState, Space
 from specctl.drafters.parts.batch import TrainBatch
 from specctl.drafters.parts.blocks import (
@@ -28,9 +30,31 @@ from specctl.drafters.parts.blocks import (
     rotary,
 )
 from specctl.drafters.parts.head_drafter import HeadDrafter
+from specctl.drafters.parts.heads import check_count
+from specctl.drafters.parts.losses import check_kind
 from specctl.drafters.parts.masks import document_mask
 from specctl.drafters.parts.path_state import Nodes, PathState
 from specctl.drafters.parts.slots import SlotKV
+
+
+@dataclass(frozen=True, slots=True)
+class CrossOptions:
+    """Trained `num_heads` tokens deep behind `anchors` positions of each row. `strict`: False shows
+    every token all features before it while training, which no draft has (an ablation). Depth i
+    weighs decay^i."""
+
+    num_heads: int = 5
+    anchors: int = 64
+    strict: bool = True
+    loss: str = "kl"
+    temperature: float = 1.0
+    decay: float = 1.0
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        check_kind(self.loss, "drafter.options.loss")
+        check_count("num_heads", self.num_heads)
+        check_count("anchors", self.anchors)
 
 
 class AttentionLayer(DecoderLayer):
@@ -124,17 +148,11 @@ class CrossDrafter(HeadDrafter):
     # -- training -------------------------------------------------------------------------------
 
     def anchors(self, batch: TrainBatch) -> Tensor:
-        """At most `options.anchors` of a row, at random; those with something to predict first."""
-        wanted_BS = ahead_mask(batch, 2).float()
-        chance_BS = wanted_BS + torch.rand(wanted_BS.shape, device=wanted_BS.device)
-        return chance_BS.topk(min(self.options.anchors, wanted_BS.shape[1]), dim=1).indices
+        return random_anchors(batch, self.options.anchors)
 
     def aimed(self, index: int, batch: TrainBatch, anchor_BA: Tensor | None) -> Aim:
         rows = aim(batch, 2 + index)
-        if anchor_BA is None:
-            return rows
-        stands_BS = torch.zeros_like(batch.ids_BS, dtype=torch.bool).scatter_(1, anchor_BA, True)
-        return rows.only(stands_BS.flatten()[rows.row_N])
+        return rows if anchor_BA is None else behind(rows, batch, anchor_BA)
 
     def unroll(self, batch: TrainBatch, anchor_BA: Tensor | None = None) -> Iterator[Tensor]:
         """[B, S, D] per depth of a draft, zero where none begins."""

@@ -30,9 +30,12 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("dflash", {"layers": 2}),
     ("p-eagle", {"layers": 2}),
     ("dspark", {"layers": 1}),
+    ("glide", {}),
+    ("moa", {}),
+    ("chimera", {}),
 ]
 IDS = [f"{name}-{'-'.join(map(str, options.values()))}" for name, options in FAMILIES]
-FROM_SCRATCH = ("mlp-speculator", "dflash", "p-eagle", "dspark")
+FROM_SCRATCH = ("mlp-speculator", "dflash", "p-eagle", "dspark", "glide", "moa", "chimera")
 START_AS_BASE = [case for case in FAMILIES if case[0] not in FROM_SCRATCH]
 KEPT = VocabMap(torch.arange(0, 24, 2), 24)
 TEXT = [5, 17, 3, 8, 21, 9, 9, 12, 2]

@@ -128,3 +128,13 @@ def test_what_cannot_be_trained_is_refused() -> None:
         learned_rule("svip")
     with pytest.raises(SpecctlError, match="too few"):
         fit(learned_rule("disco"), Collector(learned_rule("disco")))
+
+
+def test_a_predicted_length_errs_towards_drafting_too_much() -> None:
+    """Where a state leaves two lengths open, equally often, asymmetric L1 settles on the longer."""
+    rule = learned_rule("ada-eagle")
+    labels = [1.0, 5.0] * 60
+    found = Collector(rule, features=[torch.ones(SIZE)] * len(labels), labels=labels)
+    learned = fit(rule, found, steps=120)
+    with torch.no_grad():
+        assert float(learned.net(torch.ones(1, SIZE))) > 4.0

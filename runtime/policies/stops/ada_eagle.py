@@ -2,7 +2,9 @@
 
 A small network reads the state behind the root and predicts how many tokens will be accepted; that
 many are drafted, with no decision per token. It reads the drafter's state there, which of feature
-drafters is a function of the target's own features.
+drafters is a function of the target's own features. What is drafted in vain costs a pass of the
+drafter, what is not drafted a pass of the target; so training makes a length that is too short
+weigh `too_short` times as much (asymmetric L1; how much is our choice).
 """
 
 from __future__ import annotations
@@ -22,12 +24,13 @@ class AdaEagle(Learned):
 
     name: ClassVar[str] = "ada-eagle"
     lengths: ClassVar[bool] = True
+    too_short: ClassVar[float] = 2.0
     threshold: float = 0.5
     wanted_B: Tensor | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def new_net(cls, num_inputs: int) -> nn.Module:
-        return residual_net(num_inputs, num_blocks=1)
+        return residual_net(num_inputs, num_blocks=3)
 
     def features(self, step: Step) -> Tensor:
         return step.state.hidden().float()

@@ -46,12 +46,14 @@ def residual_net(num_inputs: int, num_blocks: int) -> nn.Module:
 class Learned(StopRule, ABC):
     """A rule with a network. `net` is None until weights are given. What it is trained on: the
     features at a step speak of the token drafted `lag` steps before; a rule of `lengths` reads the
-    first step only and predicts how many tokens are accepted. Rejected tokens weigh `rejected`."""
+    first step only and predicts how many tokens are accepted. Rejected tokens weigh `rejected`, a
+    length that is predicted too short weighs `too_short` per token."""
 
     name: ClassVar[str] = ""
     lag: ClassVar[int] = 0
     lengths: ClassVar[bool] = False
     rejected: ClassVar[float] = 1.0
+    too_short: ClassVar[float] = 1.0
     net: nn.Module | None = field(default=None, repr=False)
 
     @abstractmethod

@@ -1,0 +1,193 @@
+"""Chimera (arXiv 2402.15758): trigrams below, the target's states of the whole text above.
+
+A drafted token enters as a trigram: the embeddings of the two tokens before it and its own, through
+a residual block of that width and a projection. One decoder layer then lets it attend to the states
+of the target up to the newest known one, t, and to the drafted tokens before it, nothing else of
+the text. The LM head reads cat(f_t, output), twice as wide, both halves started from the target's
+rows. Training reads the text's tokens where the paper feeds its own argmax, so that a token is
+scored as while drafting.
+Letters: X any leading axes, B rows, S sequence, A anchors, M nodes, W known rows, D width, G = 3
+tokens, K draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from specctl.drafters.parts.base import DraftState, Family, Space
+from specctl.drafters.parts.batch import TrainBatch
+from specctl.drafters.parts.block_drafter import BlockDrafter
+from specctl.drafters.parts.block_net import BlockNet
+from specctl.drafters.parts.blocks import DecoderLayer, LayerShape, RmsNorm, attending, rotary
+from specctl.drafters.parts.heads import ResBlock, check_count, draft_size
+from specctl.drafters.parts.losses import check_kind
+from specctl.drafters.parts.path_state import REACH, Nodes, PathState
+from specctl.drafters.parts.slots import SlotKV
+from specctl.drafters.parts.spec import ModelSpec
+from specctl.drafters.parts.vocab import VocabMap
+
+
+@dataclass(frozen=True, slots=True)
+class ChimeraOptions:
+    """Trained `num_heads` tokens deep behind `anchors` positions of each row. `trigrams`: False
+    shows the layer only a token's own embedding; `context`: False hides the target's states from
+    it (two ablations). Depth i weighs decay^i."""
+
+    num_heads: int = 4
+    anchors: int = 64
+    trigrams: bool = True
+    context: bool = True
+    loss: str = "kl"
+    temperature: float = 1.0
+    decay: float = 0.8
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        check_kind(self.loss, "drafter.options.loss")
+        check_count("num_heads", self.num_heads)
+        check_count("anchors", self.anchors)
+
+
+class ChimeraNet(nn.Module):
+    """The trigram encoder, the layer, the wide LM head."""
+
+    def __init__(self, spec: ModelSpec, rows: int) -> None:
+        super().__init__()
+        width = spec.hidden_size
+        self.trigram = nn.Sequential(
+            ResBlock(REACH * width), nn.Linear(REACH * width, width, bias=False)
+        )
+        self.feature_norm = RmsNorm(width, spec.norm_eps)
+        self.net = BlockNet(spec, 1, is_injected=True)
+        self.norm = RmsNorm(width, spec.norm_eps)
+        self.lm_head = nn.Linear(2 * width, rows, bias=False)
+
+
+class Chimera(BlockDrafter):
+    """A block whose slots are the drafted tokens themselves."""
+
+    family: ClassVar[str] = "chimera"
+    module: ChimeraNet
+    is_causal = True
+    num_stores = 1
+
+    def __init__(
+        self, options: ChimeraOptions, spec: ModelSpec, vocab: VocabMap | None = None
+    ) -> None:
+        self.own_taps = (spec.num_layers,)
+        super().__init__(options, spec, vocab)
+        self.module = ChimeraNet(spec, draft_size(vocab, spec.vocab_size))
+
+    @property
+    def net(self) -> BlockNet:
+        return self.module.net
+
+    @property
+    def norm(self) -> nn.Module:
+        return self.module.norm
+
+    @property
+    def shape(self) -> LayerShape:
+        return self.net.shape
+
+    @property
+    def num_features(self) -> int:
+        return self.spec.hidden_size
+
+    def own_heads(self) -> list[nn.Linear]:
+        return [self.module.lm_head]
+
+    def start_heads(self, rows_KD: Tensor) -> None:
+        self.module.lm_head.weight.copy_(torch.cat([rows_KD, rows_KD], dim=1))
+
+    def encode(self, path_XG: Tensor) -> Tensor:
+        """[X, D]: three tokens in a row, the newest last."""
+        three_XGD = self.embed(path_XG)
+        if not self.options.trigrams:
+            three_XGD = torch.cat(
+                [torch.zeros_like(three_XGD[..., :-1, :]), three_XGD[..., -1:, :]], dim=-2
+            )
+        encoded_XD: Tensor = self.module.trigram(three_XGD.flatten(-2))
+        return encoded_XD
+
+    def read_of(self, feature_XD: Tensor) -> Tensor:
+        """[X, D]: what the layer attends to of the target's states."""
+        normed_XD: Tensor = self.module.feature_norm(feature_XD)
+        return normed_XD if self.options.context else torch.zeros_like(normed_XD)
+
+    def rows(self, state_BTD: Tensor, next_ids_BT: Tensor) -> Tensor:
+        del next_ids_BT
+        return self.read_of(state_BTD)
+
+    # -- training -------------------------------------------------------------------------------
+
+    def slot(self, index: int, token_X: Tensor) -> Tensor:
+        raise AssertionError("a slot is a path of tokens: see slot_of and grown")
+
+    def slot_of(self, index: int, batch: TrainBatch, anchor_BA: Tensor) -> Tensor:
+        at_BA = (anchor_BA + 1 + index).clamp(max=batch.ids_BS.shape[1] - 1)
+        depth_BA = batch.position_BS.gather(1, at_BA)
+        path = [batch.ids_BS.gather(1, at_BA - depth_BA.clamp(max=k)) for k in (2, 1, 0)]
+        return self.encode(torch.stack(path, dim=-1))
+
+    def unroll(self, batch: TrainBatch, anchor_BA: Tensor | None = None) -> Iterator[Tensor]:
+        feature_BSD = self.gathered(batch.taps)
+        for out_BSD in super().unroll(batch, anchor_BA):
+            yield torch.cat([feature_BSD, out_BSD.to(feature_BSD)], dim=-1)
+
+    # -- serving --------------------------------------------------------------------------------
+
+    def open(self, space: Space) -> DraftState:
+        return PathState(self, space)
+
+    def turn(self, position: Tensor) -> Tensor:
+        return rotary(position, self.shape.head_dim, self.shape.rope_theta)
+
+    @property
+    def layer(self) -> DecoderLayer:
+        layer = self.net.layers[0]
+        assert isinstance(layer, DecoderLayer)
+        return layer
+
+    def gathered(self, taps: Mapping[int, Tensor]) -> Tensor:
+        return taps[self.spec.num_layers].to(self.dtype)
+
+    def stored(
+        self, ids_BW: Tensor, features_BWI: Tensor, position_BW: Tensor
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of the target's states."""
+        del ids_BW
+        seen_BWD = self.read_of(features_BWI)
+        return [self.layer.self_attn.key_value(seen_BWD, self.turn(position_BW))]
+
+    def grown(self, nodes: Nodes, kv: SlotKV) -> Tensor:
+        """[B, M, 2 D]: what the LM head reads behind nodes."""
+        turn = self.turn(nodes.place.position_BM)
+        x_BMD = self.layer(self.encode(nodes.path_BMG), turn, attending(nodes.place.mask, kv, 0))
+        newest_BMD = nodes.newest_BI[:, None].expand_as(x_BMD)
+        return torch.cat([newest_BMD, self.norm(x_BMD)], dim=-1)
+
+
+def build(options: ChimeraOptions, spec: ModelSpec, vocab: VocabMap | None) -> Chimera:
+    return Chimera(options, spec, vocab)
+
+
+FAMILY = Family(
+    name="chimera",
+    summary=(
+        "Each drafted token enters with the two before it, and one layer lets it look at the "
+        "target's states of the whole text; the LM head reads the newest of those states beside "
+        "the result. What is near is cheap and what is far comes from the target, so a draft costs "
+        "one small layer per token and needs nothing of its own fed back."
+    ),
+    paper="https://arxiv.org/abs/2402.15758",
+    options=ChimeraOptions,
+    build=build,
+    trainable=True,
+    policies=("static-tree", "chain", "dynamic-tree"),
+)

@@ -1,0 +1,101 @@
+"""Mixture of Attentions (arXiv 2410.03804): attention over layers, over the text, and across.
+
+What the target made of a token is summed up once per verification: its states at all depths attend
+to each other along the depth, in both directions, and their mean is what cross-attention reads
+(layer self-attention; the paper takes keys and values of every layer, of which the states are what
+engines hand out). Drafted tokens go through a causal layer over the text, then through a layer that
+attends to those summaries, of which a draft sees the ones up to its beginning (`strict`, the T-step
+bound). The last state is pulled towards the target's own and read by the target's LM head.
+Letters: X any leading axes, N rows, J taps, D width, I = J D, E head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from specctl.drafters.parts.base import Family, Needs
+from specctl.drafters.parts.blocks import DecoderLayer, LayerShape, attending
+from specctl.drafters.parts.cross_drafter import CrossDrafter, CrossNet, CrossOptions
+from specctl.drafters.parts.spec import ModelSpec
+from specctl.drafters.parts.vocab import VocabMap
+
+
+@dataclass(frozen=True, slots=True)
+class MoaOptions(CrossOptions):
+    """`layer_attention`: False takes the mean of the states as they are (an ablation).
+    `feature_weight`: of the distance to the target's last state (10 in the paper)."""
+
+    layer_attention: bool = True
+    feature_weight: float = 1.0
+
+
+class MoaNet(CrossNet):
+    """The three attentions."""
+
+    def __init__(self, spec: ModelSpec, has_layer_attention: bool) -> None:
+        shape = LayerShape.of(spec)
+        super().__init__(DecoderLayer(shape), shape)
+        self.along = DecoderLayer(shape) if has_layer_attention else None
+
+
+class Moa(CrossDrafter):
+    """Reads every depth of the target behind its embedding."""
+
+    family: ClassVar[str] = "moa"
+    module: MoaNet
+
+    def __init__(self, options: MoaOptions, spec: ModelSpec, vocab: VocabMap | None = None) -> None:
+        super().__init__(options, spec, vocab)
+        self.feature_weight = options.feature_weight
+        self.module = MoaNet(spec, options.layer_attention)
+        self.own_taps = tuple(range(1, spec.num_layers + 1))
+
+    def needs(self) -> Needs:
+        return Needs(self.own_taps, teacher=self.options.loss != "ce", borrow=True)
+
+    def gathered(self, taps: Mapping[int, Tensor]) -> Tensor:
+        return torch.cat([taps[tap].to(self.dtype) for tap in self.own_taps], dim=-1)
+
+    def summary(self, features_XI: Tensor) -> Tensor:
+        depth_NJD = features_XI.reshape(-1, len(self.own_taps), self.spec.hidden_size)
+        if self.module.along is not None:
+            at_J = torch.arange(len(self.own_taps), device=depth_NJD.device)
+            turn = self.turn(at_J[None]).expand(len(depth_NJD), -1, -1, -1)
+            depth_NJD = self.module.along(depth_NJD, turn, attending(None))
+        return depth_NJD.mean(1).view(*features_XI.shape[:-1], -1)
+
+    @property
+    def num_features(self) -> int:
+        return len(self.own_taps) * self.spec.hidden_size
+
+    def own_heads(self) -> list[nn.Linear]:
+        return []
+
+    @property
+    def net(self) -> MoaNet:
+        return self.module
+
+
+def build(options: MoaOptions, spec: ModelSpec, vocab: VocabMap | None) -> Moa:
+    return Moa(options, spec, vocab)
+
+
+FAMILY = Family(
+    name="moa",
+    summary=(
+        "A small causal layer over the text, and beside it a layer that attends to what the target "
+        "made of every token at all of its depths, summed up by attention along the depth once per "
+        "round. Sees more of the target than drafters that read a few depths, and costs no more "
+        "per drafted token."
+    ),
+    paper="https://arxiv.org/abs/2410.03804",
+    options=MoaOptions,
+    build=build,
+    trainable=True,
+    policies=("dynamic-tree", "chain", "static-tree"),
+)
