@@ -142,7 +142,7 @@ class BlockState(PrefixState):
         if not drafter.is_causal:
             mask = mask[:, :, -1:].expand_as(mask)
         self.kv.begin(view.slots, view.slot_B, kept_B, N, span)
-        out_BND = self.net(x_BND, position_BN, mask, self.kv)
+        out_BND: Tensor = self.net(x_BND, position_BN, mask, self.kv)
         if drafter.first_slot < 0:
             out_BND = torch.cat([self.state_SD[view.slot_B][:, None], out_BND], dim=1)
         return out_BND[:, max(drafter.first_slot, 0) :].flatten(1)
