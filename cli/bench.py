@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +12,9 @@ import typer
 
 from specctl.cli.against import cannot_assist, parse_against, transformers_contenders
 from specctl.cli.console import Console
-from specctl.cli.flags import DRAFTING, Compile, Seed
+from specctl.cli.families_bench import Budget, bench_families
+from specctl.cli.families_table import Heat
+from specctl.cli.flags import DRAFTING, Compile, Seed, Sets
 from specctl.cli.loading import (
     NO_DRAFTER,
     DraftingFlags,
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from specctl.runtime.bench import BenchReport, BenchRow, Contender
     from specctl.runtime.target import Target
 
+FAMILIES = "Families"
+FAMILIES_OUT = Path("runs/families")
 DEFAULT_DRAFTS = ("prompt-lookup", "token-recycling")
 COMPARISONS = {">=": float.__ge__, "<=": float.__le__, ">": float.__gt__, "<": float.__lt__}
 
@@ -55,7 +59,7 @@ def bench(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 64,
     temperature: Annotated[
         list[float] | None,
-        typer.Option(min=0.0, help="Repeatable; greedy and 0.8 if left out."),
+        typer.Option(min=0.0, help="Repeatable; else greedy and 0.8, of --families greedy."),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each; medians are shown.")] = 3,
     batch: Annotated[int, typer.Option(min=1, max=256, help="Prompts decoded at once.")] = 1,
@@ -73,8 +77,30 @@ def bench(
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Write the result as JSON, too.")
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="Write the result as JSON, too; the folder of --families."
+        ),
     ] = None,
+    families: Annotated[
+        str | None,
+        typer.Option(
+            "--families",
+            metavar="all|LIST",
+            help="Train these families alike and compare them.",
+            rich_help_panel=FAMILIES,
+        ),
+    ] = None,
+    budget_steps: Annotated[
+        int | None,
+        typer.Option(
+            "--budget-steps",
+            min=1,
+            help="Training steps of every family.",
+            rich_help_panel=FAMILIES,
+        ),
+    ] = None,
+    sets: Sets = None,
     seed: Seed = 0,
     compiled: Compile = False,
 ) -> None:
@@ -85,15 +111,35 @@ def bench(
 
     What a round costs here is measured and kept: generate then chooses its draft lengths by it.
 
+    With --families: trains each family's recipe for target tiny on the same data for the same
+    steps in OUT/NAME (what is finished is kept), and measures all as a chain and as a tree, on the
+    target and on its --inflate.
+
     Examples:
 
       specctl bench --target tiny --draft runs/quickstart/package
       specctl bench --draft runs/distill/package --against hf --dtype float32
       specctl bench --draft prompt-lookup --inflate 300m --num-prompts 4 --temperature 0
       specctl bench --draft runs/quickstart/package --gate "speedup>=1.2" --json
+      specctl bench --families medusa,eagle3 --budget-steps 200 --inflate 300m
     """
     gates = [parse_gate(text) for text in gate or ()]
     baselines = parse_against(against or "")
+    refuse_ignored(
+        families,
+        {"--draft": draft, "--gate": gate, "how to draft": drafting != DraftingFlags() or None,
+         "--against ngram": "ngram" in baselines or None},
+        {"--budget-steps": budget_steps, "--set": sets},
+    )  # fmt: skip
+    if families is not None:
+        budget = Budget(families, target, budget_steps, tuple(sets or ()), out or FAMILIES_OUT)
+        heats = tuple(temperature or (0.0,))
+        heat = Heat(
+            prompts, num_prompts, domain, max_new_tokens, heats, repeats, batch, seed, compiled,
+            "hf" in baselines,
+        )  # fmt: skip
+        bench_families(console, budget, heat)
+        return
     from specctl.runtime.bench import bench as bench_
     from specctl.runtime.bench import engine_contender
     from specctl.runtime.sampling import Sampling
@@ -125,6 +171,22 @@ def bench(
         out.write_text(json.dumps(result, indent=1) + "\n")
     check_gates(report.rows, gates)
     console.done(result, next=_next(report.rows, target.name))
+
+
+def refuse_ignored(
+    families: str | None, without: Mapping[str, object], only_with: Mapping[str, object]
+) -> None:
+    """Flags that say nothing beside --families, or nothing without it."""
+    wrong, word = (only_with, "only goes with") if families is None else (without, "is ignored by")
+    for flag, value in wrong.items():
+        if value is not None:
+            raise RecipeError(
+                f"{flag} {word} --families",
+                where="the command line",
+                found=flag,
+                expected="flags that change what is measured",
+                do=f"leave {flag} out" if families else "add --families all",
+            )
 
 
 def _transformers(

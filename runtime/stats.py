@@ -73,6 +73,12 @@ class Stats:
         return tuple(n / self.rounds for n in self.accepted_at) if self.rounds else ()
 
     @property
+    def alpha_per_position(self) -> tuple[float, ...]:
+        """alpha of each position by itself: accepted / tested there."""
+        pairs = zip(self.accepted_at, self.tested_at, strict=True)
+        return tuple(accepted / tested if tested else 0.0 for accepted, tested in pairs)
+
+    @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
 

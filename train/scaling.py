@@ -148,7 +148,8 @@ def run_grid(
         tau = _measured(cell)
         if tau is None:
             talker.say(f"run {number} of {len(cells)}: {cell.folder.name}")
-            _share_data(cells, cell)
+            done = [c.folder for c in cells if (c.folder / MARK).exists()]
+            share_data(done, cell.folder)
             result = train_draft(
                 cell.recipe, cell.folder, reporter=reporter, command=command, target=target
             )
@@ -173,14 +174,15 @@ def _measured(cell: Cell) -> float | None:
     return float(mark["tau"])
 
 
-def _share_data(cells: Sequence[Cell], cell: Cell) -> None:
-    done = [c.folder / "data" for c in cells if (c.folder / MARK).exists()]
-    if not done or (cell.folder / "data").exists():
+def share_data(done: Sequence[Path], folder: Path) -> None:
+    """Give a run folder without data the rows of a finished one; the run makes its own where these
+    are not the rows of its recipe."""
+    if not done or (folder / "data").exists():
         return
-    part = cell.folder / ".tmp-data"
+    part = folder / ".tmp-data"
     shutil.rmtree(part, ignore_errors=True)
-    shutil.copytree(done[0], part)
-    part.rename(cell.folder / "data")
+    shutil.copytree(done[0] / "data", part)
+    part.rename(folder / "data")
 
 
 def report(points: Sequence[Point], law: Law) -> dict[str, Any]:

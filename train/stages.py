@@ -100,7 +100,7 @@ def train_recipe(
         if is_last and package is not None:
             result = replace(result, package=out / "package")
         if is_main:
-            _mark(stage, result)
+            mark_finished(stage, result)
         results.append(result)
     return replace(
         results[-1],
@@ -126,7 +126,8 @@ def finished(stage: Stage, allow: Collection[str] = ()) -> RunResult | None:
     )
 
 
-def _mark(stage: Stage, result: RunResult) -> None:
+def mark_finished(stage: Stage, result: RunResult) -> None:
+    """Write down that a stage is finished, and with what; `finished` reads it."""
     best, package = result.best_checkpoint, result.package
     write_json(
         stage.folder / MARK,
