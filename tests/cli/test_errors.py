@@ -160,7 +160,7 @@ def place(tmp_path: Path) -> Callable[[str], str]:
         "NUMBER": ("number.jsonl", b'{"prompt": 3}\n'),
         "TYPO": ("typo.yaml", b"train: {lerning_rate: 0.1}\n"),
         "OPTION": ("option.yaml", b"drafter: {family: eagle3, options: {ttt_step: 3}}\n"),
-        "FAMILY": ("family.yaml", b"drafter: {family: eagle}\n"),
+        "FAMILY": ("family.yaml", b"drafter: {family: eagl3}\n"),
         "YAML": ("yaml.yaml", b"train: [\n"),
     }
     paths = {"NEW": tmp_path / "new", "FOLDER": tmp_path / "folder", "PLAIN": tmp_path / "plain"}

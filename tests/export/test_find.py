@@ -77,7 +77,7 @@ def test_the_folder_of_a_run_stands_for_its_package(package: Path, plain_target:
     [
         ("prompt-lokup", "prompt-lookup"),
         ("token_recycling", "token-recycling"),
-        ("eagle", "eagle3"),
+        ("eagl3", "eagle3"),
         ("packag", "package"),
         ("", "small-lm"),
         ("\x00", "small-lm"),

@@ -54,6 +54,9 @@ class Table(StepState):
     def hidden(self) -> Tensor:
         return torch.nn.functional.one_hot(self.newest_B, len(self.logits_VV)).float()
 
+    def confidence(self) -> Tensor:
+        return self.logits_VV[self.newest_B].softmax(-1).amax(-1)
+
 
 def laws(seed: int) -> Tensor:
     return torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(seed)) * 1.5
@@ -87,6 +90,7 @@ def with_weights(name: str, threshold: float, tmp_path: Path, width: int) -> Cha
 THRESHOLDS = {
     "confidence": 0.7, "roc": 0.4, "svip": 0.32, "specdec-pp": 0.55, "disco": 0.5,
     "ada-eagle": 1.6, "draft-verify": 0.4, "heuristic": 0.0, "thompson": 0.0,
+    "confidence-head": 0.45,
 }  # fmt: skip
 
 

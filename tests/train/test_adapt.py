@@ -30,6 +30,7 @@ def target(make_target: Any) -> Target:
 
 
 def learn(drafter: Drafter, batch: Any) -> float:
+    torch.manual_seed(5)  # of noise and anchors
     out = drafter.loss(batch)
     mean = out.sum / out.count
     if mean.requires_grad:
@@ -108,7 +109,7 @@ def test_an_adapted_drafter_is_saved_and_restored_with_its_additions(
             parameter.add_(torch.randn_like(parameter) * 0.1)
     second.load_tensors(first.tensors())
     batch = batch_of(target, first)
-    assert learn(second, batch) == learn(first, batch)
+    assert learn(second, batch) == pytest.approx(learn(first, batch), abs=1e-5)
 
 
 def test_targets_name_the_weights_that_are_adapted(target: Target) -> None:
