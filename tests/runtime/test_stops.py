@@ -90,7 +90,7 @@ def with_weights(name: str, threshold: float, tmp_path: Path, width: int) -> Cha
 THRESHOLDS = {
     "confidence": 0.7, "roc": 0.4, "svip": 0.32, "specdec-pp": 0.55, "disco": 0.5,
     "ada-eagle": 1.6, "draft-verify": 0.4, "heuristic": 0.0, "thompson": 0.0,
-    "confidence-head": 0.45,
+    "confidence-head": 0.5,
 }  # fmt: skip
 
 
