@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specctl.drafters import family
 from specctl.drafters.parts.base import Drafter
 from specctl.drafters.parts.lean import LeanLlama
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.vocab import VocabMap
-from specctl.drafters.small_lm import SmallLm, options_of
+from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
 from specctl.recipes.errors import FileError, IncompatibleError, RecipeError
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
@@ -134,12 +135,13 @@ def _refuse_ignored(recipe: Recipe) -> None:
 
 
 def _only_small_lm(recipe: Recipe) -> None:
-    if recipe.drafter.family != SmallLm.family:
+    """small-lm, or a family that is one and drafts with it in its own way."""
+    if not issubclass(family(recipe.drafter.family).options, SmallLmOptions):
         raise RecipeError(
             f"a drafter of family {recipe.drafter.family} cannot be cut from the target",
             where="drafter.init",
             found=TARGET,
-            expected=f"family {SmallLm.family}",
+            expected=f"family {SmallLm.family}, or one built on it",
             do=f"--set drafter.family={SmallLm.family}, or leave drafter.init out",
         )
 
