@@ -88,17 +88,11 @@ def parse_options(family: Family, options: Mapping[str, Any]) -> Any:
         ) from error
 
 
-# Bounds of memories that begin empty and grow with the text: nothing is reserved for them.
-BOUNDS = frozenset({"max_bytes"})
-
-
 def _check_modest(manifest: Manifest) -> None:
     """No size among the options may exceed what the weights could fill."""
     stored = manifest.files.get(WEIGHTS)
     limit = max(1 << 20, 0 if stored is None else stored.bytes)
     for name, value in manifest.options.items():
-        if name in BOUNDS:
-            continue
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int) and abs(number) > limit:
                 raise IntegrityError(
