@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from proof_common import Check, checked, parser, report, small_target, start_child, wait
@@ -81,7 +82,11 @@ def killed_job(
 def prove(kills: int, count: int = 40, seed: int = 0) -> list[Check]:
     """At least `kills` kills, over as many jobs as that takes."""
     torch.set_num_threads(1)
-    module.SHARD = SHARD
+    with patch.object(module, "SHARD", SHARD):  # forked children have it too
+        return _prove(kills, count, seed)
+
+
+def _prove(kills: int, count: int, seed: int) -> list[Check]:
     chance, target = random.Random(seed), small_target()
     made, found, ends = 0, list[str | None](), list[str | None]()
     while made < kills:

@@ -19,6 +19,7 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from proof_common import (
@@ -128,7 +129,11 @@ def killed_run(
 def prove(kills: int, seed: int = 0, shard_bytes: int = 6000) -> list[Check]:
     """At least `kills` kills, over as many runs as that takes."""
     torch.set_num_threads(1)
-    module.SHARD_BYTES = shard_bytes
+    with patch.object(module, "SHARD_BYTES", shard_bytes):  # forked children have it too
+        return _prove(kills, seed)
+
+
+def _prove(kills: int, seed: int) -> list[Check]:
     chance, made = random.Random(seed), 0
     found, ends = list[str | None](), list[str | None]()
     with tempfile.TemporaryDirectory() as name:

@@ -46,6 +46,9 @@ _FILE_ERRORS = {
 }
 
 
+_HEARD: list[int] = []  # the signal that unwinds this command
+
+
 class Terminated(KeyboardInterrupt):
     """SIGTERM; whatever unwinds for Ctrl-C unwinds for it."""
 
@@ -65,6 +68,7 @@ def listen() -> None:
         del frame
         for other in (signal.SIGINT, signal.SIGTERM):
             signal.signal(other, end)
+        _HEARD.append(number)
         raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -97,6 +101,8 @@ def handle(error: BaseException, console: Console) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     told = as_told(error, console.command)
+    if _HEARD and (told is None or told.exit != Exit.INTERRUPTED):
+        return _interrupted(error, console)  # a library put its own error in the place of ours
     if told is None:
         return _bug(error, console)
     console.fail(told)
@@ -108,7 +114,7 @@ def handle(error: BaseException, console: Console) -> int:
 def _interrupted(error: BaseException, console: Console) -> int:
     """Ctrl-C where there is no state to save: say so, and how to begin again."""
     kept = "what was done until then is written; " if console.result else ""
-    is_terminated = Terminated in (type(error), type(error.__cause__))
+    is_terminated = Terminated in (type(error), type(error.__cause__)) or signal.SIGTERM in _HEARD
     told = SpecctlError(
         "terminated" if is_terminated else "interrupted",
         found=f"{kept}nothing was saved",

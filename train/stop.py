@@ -11,6 +11,8 @@ from types import FrameType
 
 from specctl.recipes.errors import Exit, SpecctlError
 
+KEPT = "finished parts are kept"
+
 
 class Interrupted(SpecctlError):
     """The run was asked to stop; its state is saved and `command` continues it."""
@@ -33,6 +35,7 @@ class Stop:
         self.command = command
         self.is_requested = False
         self.is_deferred = False
+        self._has_raised = False
 
     def interrupted(self, saved: str) -> Interrupted:
         """The error to raise; `saved` says what was kept."""
@@ -45,17 +48,25 @@ class Stop:
             os._exit(128 + number)
         self.is_requested = True
         if not self.is_deferred:
-            raise self.interrupted("finished parts are kept")
+            self._has_raised = True
+            raise self.interrupted(KEPT)
 
     @contextmanager
     def listening(self) -> Iterator[Stop]:
-        """Take SIGINT and SIGTERM until the block ends (main thread only; elsewhere do nothing)."""
+        """Take SIGINT and SIGTERM until the block ends (main thread only; elsewhere do nothing).
+
+        A library may put an error of its own in the place of ours, when the signal finds it at
+        work (safetensors does while it reads); that ends as what it is, a stop."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
         previous = {n: signal.signal(n, self._handle) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield self
+        except Exception as error:
+            if not self._has_raised or isinstance(error, Interrupted):
+                raise
+            raise self.interrupted(KEPT) from error
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)

@@ -113,6 +113,28 @@ def test_sigterm_ends_with_143(start: Any) -> None:
     assert "Traceback" not in errors
 
 
+def test_sigterm_that_a_library_reports_as_its_own_error_is_still_sigterm(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except KeyboardInterrupt:
+            raise ValueError("could not determine the shape") from None
+
+    monkeypatch.setattr(failures, "_HEARD", [])
+    monkeypatch.setattr("specctl.recipes.load.list_recipes", read)
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        failures.listen()
+        ran = run("recipes", "ls", "--json")
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert ran.code == ran.json["error"]["code"] == failures.TERMINATED
+    assert ran.json["error"]["what"] == "terminated"
+
+
 def test_an_interrupt_is_an_object_with_json(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop() -> None:
         raise KeyboardInterrupt

@@ -263,6 +263,34 @@ def test_a_stop_before_the_loop_raises_at_once_and_inside_it_is_only_noted() -> 
     assert late.is_requested
 
 
+def unclear_about_signals() -> None:
+    """A library that reports whatever stops it as an error of its own."""
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    except Interrupted:
+        raise ValueError("could not determine the shape") from None
+
+
+def test_a_stop_that_a_library_reports_as_its_own_error_is_still_a_stop() -> None:
+    with pytest.raises(Interrupted) as caught, Stop("again").listening():
+        unclear_about_signals()
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize("is_signalled", [False, True])
+def test_an_error_that_no_signal_caused_stays_what_it_is(is_signalled: bool) -> None:
+    stop = Stop("again")
+    stop.is_deferred = True
+
+    def step() -> None:
+        if is_signalled:
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise ValueError("of its own")
+
+    with pytest.raises(ValueError, match="of its own"), stop.listening():
+        step()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_ends_the_process_at_once(number: int) -> None:
     child = os.fork()
