@@ -231,7 +231,8 @@ class Engine:
         slots, texts = tuple(row.slot for row in self.rows), tuple(row.tokens for row in self.rows)
         host = [slots, [text[-1] for text in texts], [row.kept_len for row in self.rows]]
         slot_B, root_B, kept_len_B = torch.tensor(host, device=self.device).unbind()
-        return RoundView(slots, slot_B, root_B, kept_len_B, texts)
+        prompts = tuple(row.prompt_len for row in self.rows)
+        return RoundView(slots, slot_B, root_B, kept_len_B, texts, prompts)
 
     def _samplings(self) -> SamplingBatch:
         if self._sampling is None:
