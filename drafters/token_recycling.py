@@ -28,7 +28,7 @@ from specctl.drafters.parts.base import (
 )
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.template import Template, compile_template, greedy_paths
-from specctl.drafters.parts.tree import DraftTree, NodeKind, empty_tree, fitted
+from specctl.drafters.parts.tree import DraftTree, empty_tree, fitted
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.recipes.errors import FileError, RecipeError
 
@@ -137,17 +137,7 @@ class TokenRecyclingState(DraftState):
             levels.append(flat[parent_BM * self.R + template.rank_N[first:last]].long())
         token_BN = torch.cat(levels, dim=1)
         valid_BN = token_BN < self.V
-        return fitted(
-            DraftTree(
-                token_BN.masked_fill(~valid_BN, 0),
-                template.parent_N.expand_as(token_BN),
-                template.rank_N.expand_as(token_BN),
-                valid_BN,
-                NodeKind.POINT,
-                len(template.levels),
-                is_chain=template.is_chain,
-            )
-        )
+        return fitted(template.point_tree(token_BN.masked_fill(~valid_BN, 0), valid_BN))
 
     def _template(self, budget: Budget) -> Template:
         key = budget.nodes, budget.depth
