@@ -71,6 +71,10 @@ class Target:
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Token ids of a conversation, up to where the assistant speaks next."""
+        return list(self._tokenizer().encode(self.chat_text(messages), add_special_tokens=False))
+
+    def chat_text(self, messages: Sequence[dict[str, str]]) -> str:
+        """A conversation as its template writes it, up to where the assistant speaks next."""
         tokenizer = self._tokenizer()
         if self.template_digest is None:
             raise IncompatibleError(
@@ -79,10 +83,11 @@ class Target:
                 expected="a chat template",
                 do="give plain prompts, or choose an instruction-tuned target",
             )
-        text = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=False
+        return str(
+            tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=False
+            )
         )
-        return list(tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; end-of-text markers are left out."""
