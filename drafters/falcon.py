@@ -141,7 +141,7 @@ class Falcon(FeatureDrafter):
 def first_choice(ready_BSD: Tensor, head_KD: Tensor, wanted_BS: Tensor) -> Tensor:
     """[B, S]: the draft row of largest logit where it is wanted, a few rows at a time; else 0."""
     best_BS = torch.zeros_like(wanted_BS, dtype=torch.long)
-    parts = [(x_ND @ head_KD.t()).argmax(-1) for x_ND in ready_BSD[wanted_BS].split(AT_ONCE)]
+    parts = [(x_ND @ head_KD.t()).argmax(-1) for x_ND in torch.split(ready_BSD[wanted_BS], AT_ONCE)]
     best_BS[wanted_BS] = torch.cat(parts)
     return best_BS
 

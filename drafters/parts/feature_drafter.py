@@ -22,6 +22,7 @@ from specctl.drafters.parts.align import Aim, aim, shifted
 from specctl.drafters.parts.base import Borrowed, Drafter, Needs, Space
 from specctl.drafters.parts.batch import LossOut, TrainBatch
 from specctl.drafters.parts.blocks import LayerShape
+from specctl.drafters.parts.feature_state import FeatureState
 from specctl.drafters.parts.heads import check_count, cut_rows, head_rows
 from specctl.drafters.parts.judge import Judge
 from specctl.drafters.parts.losses import (
@@ -139,7 +140,7 @@ class FeatureDrafter(Drafter):
             small._head_KD = cut_rows(self._head_KD, self.vocab, vocab)
         return small
 
-    def open(self, space: Space) -> TrunkState:
+    def open(self, space: Space) -> FeatureState:
         return TrunkState(self, space)
 
     def version(self) -> int:

@@ -91,7 +91,7 @@ class StrideState(FeatureState):
         )
         self._write(x_BTD, fed.turn_BT2E)
         D = x_BTD.shape[-1]
-        rows_BUD = torch.cat([self.tail_SO[slot_B].unflatten(1, (-1, D)), x_BTD], dim=1)
+        rows_BUD = torch.cat([self.tail_SO[slot_B].view(len(slot_B), -1, D), x_BTD], dim=1)
         at_J = torch.arange(self.net.stride, device=x_BTD.device)
         at_BJ = torch.tensor(fed.counts, device=x_BTD.device)[:, None] + at_J
         tail_BJD = rows_BUD.gather(1, at_BJ[:, :, None].expand(-1, -1, D))
@@ -159,7 +159,7 @@ class StrideState(FeatureState):
 
     def _taken(self, block_BMO: Tensor, depth_BM: Tensor) -> Tensor:
         """[B, M, D]: the state of that depth in each block."""
-        block_BMJD = block_BMO.unflatten(-1, (self.net.stride, -1))
+        block_BMJD = block_BMO.view(*depth_BM.shape, self.net.stride, -1)
         at_BM11 = (depth_BM % self.net.stride)[:, :, None, None]
         return block_BMJD.gather(2, at_BM11.expand(-1, -1, 1, block_BMJD.shape[-1]))[:, :, 0]
 
