@@ -11,7 +11,7 @@ from specctl.drafters import family
 from specctl.drafters.parts.base import Drafter
 from specctl.recipes.errors import RecipeError, SpecctlError
 from specctl.runtime.cut import trim_stop
-from specctl.runtime.engine import Engine, verification_of
+from specctl.runtime.engine import Engine
 from specctl.runtime.pearl import Pearl
 from specctl.runtime.policies import Policy, make_policy
 from specctl.runtime.policies.length import LengthChooser
@@ -20,6 +20,7 @@ from specctl.runtime.sampling import Sampling
 from specctl.runtime.session import Completion, Request, Row
 from specctl.runtime.stats import Stats, add_counts, repetition_rate
 from specctl.runtime.target import Target
+from specctl.runtime.verify.choice import verification_of
 
 OnTokens = Callable[[int, tuple[int, ...]], None]
 

@@ -157,8 +157,8 @@ class _Session:
 
     @torch.inference_mode()
     def _start(self) -> None:
-        found = prefill(self.pearl.target, self.kv, [self.row], self.pearl.needs.taps)
-        self.state.start(0, self.row.tokens, found.taps[0])
+        taps = prefill(self.pearl.target, self.kv, self.row, self.pearl.needs.taps)
+        self.state.start(0, self.row.tokens, taps)
         if self.lane is not None:
             self.lane.wait_stream(torch.cuda.current_stream(self.slot_B.device))
 
