@@ -71,7 +71,18 @@ class Target:
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Token ids of a conversation, up to where the assistant speaks next."""
-        return list(self._tokenizer().encode(self.chat_text(messages), add_special_tokens=False))
+        from jinja2 import TemplateError
+
+        try:
+            text = self.chat_text(messages)
+        except TemplateError as error:
+            raise IncompatibleError(
+                f"the chat template of target {self.name} does not take this conversation",
+                found=str(error)[:200],
+                expected="roles in an order that it knows",
+                do="leave the system message out, or put it in front of the first user's",
+            ) from error
+        return list(self._tokenizer().encode(text, add_special_tokens=False))
 
     def chat_text(self, messages: Sequence[dict[str, str]]) -> str:
         """A conversation as its template writes it, up to where the assistant speaks next."""
