@@ -30,8 +30,9 @@ from specctl.drafters.parts.best_first import Guess, best_first
 from specctl.drafters.parts.heads import check_choice
 from specctl.drafters.parts.laws import LawDrafter, learn_round, learn_text, step, tail
 from specctl.drafters.parts.mcts import Puct, most_visited
+from specctl.drafters.parts.room import Scope
 from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.store import Ids, Scope
+from specctl.drafters.parts.store import Ids
 from specctl.drafters.parts.trie import Trie, TrieState
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.recipes.errors import RecipeError

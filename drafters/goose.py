@@ -33,8 +33,9 @@ from specctl.drafters.parts.best_first import Guess, best_first
 from specctl.drafters.parts.heads import check_choice
 from specctl.drafters.parts.laws import LawDrafter, learn_round
 from specctl.drafters.parts.rates import Rates, record_round
+from specctl.drafters.parts.room import Scope
 from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.store import NgramStore, Scope
+from specctl.drafters.parts.store import NgramStore
 from specctl.drafters.parts.trie import Trie, TrieState
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.drafters.prompt_lookup import NgramIndex

@@ -24,8 +24,9 @@ from specctl.drafters.parts.growth import aim_cache
 from specctl.drafters.parts.heads import check_choice, check_count
 from specctl.drafters.parts.laws import learning_scope, tail
 from specctl.drafters.parts.lm_state import LmState
+from specctl.drafters.parts.room import Scope
 from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.store import Scope, StoreLimits, StoreRoom
+from specctl.drafters.parts.store import StoreLimits, StoreRoom
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.drafters.prompt_lookup import NgramIndex
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
