@@ -96,7 +96,8 @@ class Door:
     """What a request must show. `hosts`: the names that may stand in its Host header beside this
     machine's own; None lets any name in. A page of another site whose name points here (DNS
     rebinding) sends that site's name, so a server on loopback names its own. `browsed`: paths that
-    people open by hand; a browser asks for the key there (as the password of HTTP Basic)."""
+    people open by hand; a browser asks for the key there (as the password of HTTP Basic), and the
+    page that it then shows may use it: `Sec-Fetch-Site` is a header that no script can write."""
 
     keys: Keys = Keys()
     hosts: tuple[str, ...] | None = None
@@ -118,11 +119,12 @@ class Door:
 
     def _offered(self, path: str, headers: Headers) -> list[str]:
         offered = headers.getlist("x-api-key")
+        is_ours = path in self.browsed or headers.get("sec-fetch-site") == "same-origin"
         for value in headers.getlist("authorization"):
             scheme, _, key = value.partition(" ")
             if scheme.lower() == "bearer":
                 offered.append(key.strip())
-            elif scheme.lower() == "basic" and path in self.browsed:
+            elif scheme.lower() == "basic" and is_ours:
                 offered.append(_password(key))
         return offered
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import scripts
+from serving import StubService
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
+from specctl.runtime.server.app import create_app
+from specctl.runtime.server.auth import Keys
 from specctl.runtime.server.page import FOLDER, TYPES, page_routes
 
 FILES = sorted(FOLDER.iterdir())
@@ -102,6 +106,27 @@ def test_a_file_that_is_known_is_not_sent_again(client: TestClient, address: str
 @pytest.mark.parametrize("address", ["/page/", "/page/../page.py", "/page/%2e%2e/page.py", "/x"])
 def test_nothing_but_the_page_is_served(client: TestClient, address: str) -> None:
     assert client.get(address).status_code == 404
+
+
+def test_with_keys_a_browser_asks_once_and_only_the_page_may_use_the_answer() -> None:
+    """HTTP Basic opens the page and what the page itself asks, and nothing else."""
+    client = TestClient(create_app(StubService(), "tiny", keys=Keys.of(["sesame"])))
+    basic = {"Authorization": "Basic " + base64.b64encode(b"me:sesame").decode()}
+    for address in addresses():
+        refused = client.get(address)
+        assert refused.status_code == 401
+        assert refused.headers["www-authenticate"].startswith("Basic ")
+        assert client.get(address, headers=basic).status_code == 200
+    answers = {
+        site: client.get("/v1/models", headers={**basic, **site_header(site)}).status_code
+        for site in (None, "same-origin", "same-site", "cross-site", "none")
+    }
+    assert answers.pop("same-origin") == 200
+    assert set(answers.values()) == {401}
+
+
+def site_header(site: str | None) -> dict[str, str]:
+    return {} if site is None else {"Sec-Fetch-Site": site}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

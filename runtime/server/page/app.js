@@ -9,16 +9,23 @@ const PATHS = { chat: "v1/chat/completions", completion: "v1/completions" };
 
 const form = element("ask");
 const prompt = element("prompt");
-let messages = []; // of the chat so far
+let talk = newTalk(); // the chat so far
 let running = null; // the AbortController of the request that runs
 let model = null;
+let refused = null; // the key that the server did not take
 
 const mode = () => form.elements.mode.value;
 const number = (id) => element(id).valueAsNumber;
 const key = () => element("key").value.trim();
 
+/** A conversation: its messages, and a name under which the server may keep what it read. */
+function newTalk() {
+  const name = Array.from(crypto.getRandomValues(new Uint32Array(4)), (n) => n.toString(36));
+  return { messages: [], name: name.join("-") };
+}
+
 /** The body of a request, from the form. */
-function body(text) {
+function body(asked, text) {
   const seed = number("seed");
   const sampling = {
     model,
@@ -27,27 +34,28 @@ function body(text) {
     max_tokens: number("max-tokens"),
     ...(Number.isNaN(seed) ? {} : { seed }),
   };
-  if (mode() === "completion") return { ...sampling, prompt: text };
-  return { ...sampling, messages: [...messages, { role: "user", content: text }] };
+  if (asked === "completion") return { ...sampling, prompt: text };
+  const messages = [...talk.messages, { role: "user", content: text }];
+  return { ...sampling, messages, prompt_cache_key: talk.name };
 }
 
 async function generate(text) {
   const asked = mode();
-  const talk = messages;
+  const spoken = talk;
   const turn = new Turn(asked, text);
   const counts = new Counts(performance.now());
   begin();
   let reason = "stopped";
   try {
     await ready();
-    for await (const event of stream(PATHS[asked], key(), body(text), running.signal)) {
+    for await (const event of stream(PATHS[asked], key(), body(asked, text), running.signal)) {
       reason = take(event, turn, counts) ?? reason;
     }
-    if (asked === "chat") remember(talk, text, turn.text);
+    if (asked === "chat") remember(spoken, text, turn.text);
   } catch (error) {
     reason = error.name === "AbortError" ? "stopped" : "failed";
     if (reason === "failed") fail(error);
-    if (asked === "chat" && turn.text) remember(talk, text, turn.text);
+    if (asked === "chat" && turn.text) remember(spoken, text, turn.text);
   }
   turn.end(reason, counts.figures());
   finish(reason, turn);
@@ -65,8 +73,8 @@ function take(event, turn, counts) {
   return choice?.finish_reason;
 }
 
-function remember(talk, text, answer) {
-  talk.push({ role: "user", content: text }, { role: "assistant", content: answer });
+function remember({ messages }, text, answer) {
+  messages.push({ role: "user", content: text }, { role: "assistant", content: answer });
 }
 
 /** Ask for the name of the model, once. */
@@ -111,11 +119,13 @@ function fail(error) {
 
 /** The server's state, as long as somebody looks at the page. */
 async function look() {
-  if (document.hidden) return;
+  if (document.hidden || key() === refused) return;
   try {
     await ready();
     showServer(await read("v1/status", key()));
+    refused = null;
   } catch (error) {
+    if (error.status === 401) refused = key();
     showState(error.status === 401 ? "needs an API key" : "out of reach", "bad");
   }
 }
@@ -145,7 +155,7 @@ element("stop").addEventListener("click", () => {
 
 element("clear").addEventListener("click", () => {
   running?.abort();
-  messages = [];
+  talk = newTalk();
   for (const turn of document.querySelectorAll(".turn")) turn.remove();
   element("welcome").hidden = false;
   showError(null);

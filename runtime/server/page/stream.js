@@ -1,6 +1,6 @@
 // The client of the API: one request, its events as they come, and errors as people can read them.
 
-const BASE = document.baseURI;
+const BASE = location.origin + location.pathname; // without a name and password in front
 
 /** What went wrong, in one sentence, and what to do about it. */
 export class ApiError extends Error {
@@ -29,7 +29,7 @@ export async function* stream(path, key, body, signal) {
   for await (const data of events(response.body)) {
     if (data === "[DONE]") return;
     const event = JSON.parse(data);
-    if (event.error) throw new ApiError(event.error.message, "Send the prompt again.");
+    if (event.error) throw new ApiError(sentences(event.error.message));
     yield event;
   }
   throw new ApiError("The connection ended before the answer did.", "Send the prompt again.");
@@ -71,9 +71,15 @@ async function ask(path, options) {
 
 async function refusal(response) {
   const body = await response.json().catch(() => ({}));
-  const said = body.error?.message ?? `The server answered ${response.status}.`;
-  const seconds = response.headers.get("Retry-After");
-  const later = seconds ? `Try again in ${seconds} s.` : "Try again in a moment.";
-  const remedies = { 401: "Enter the API key under Settings.", 429: later, 503: later };
-  return new ApiError(said, remedies[response.status] ?? "", response.status);
+  const said = body.error?.message ?? `the server answered ${response.status}`;
+  if (response.status === 401) {
+    return new ApiError("This server wants an API key.", "Enter one under Settings.", 401);
+  }
+  return new ApiError(sentences(said), "", response.status);
+}
+
+/** "what; found: this; do: that" as sentences. */
+export function sentences(message) {
+  const parts = message.split("; ").map((part) => part.replace(/^do: /, ""));
+  return parts.map((part) => `${part[0].toUpperCase()}${part.slice(1)}.`).join(" ");
 }

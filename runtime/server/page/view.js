@@ -7,8 +7,8 @@ const ENDS = {
   stop: "the answer ended",
   length: "the limit of tokens was reached",
   content_filter: "the answer was cut",
-  error: "the server could not go on",
   stopped: "stopped",
+  failed: "broken off",
 };
 
 /** A question and its answer in the transcript. */
