@@ -94,8 +94,8 @@ class Admission:
         return bool(found)
 
     def read(self, kv: SlotKV, roots: bool) -> list[Reading]:
-        """Seat who can be seated, read on, and return the rows whose prompts are read. `roots`:
-        read the last tokens too (then prompts are read whole)."""
+        """Seat who can be seated, read on, and return the rows whose prompts are read, until they
+        are said to have `joined`. `roots`: read the last tokens too, and prompts whole."""
         while self.waiting and self.free:
             self.readings.append(self._seat(*self.waiting.popleft(), roots))
         while not all(reading.is_done for reading in self.readings):
@@ -105,8 +105,11 @@ class Admission:
             if self.chunk is not None:
                 break
         done = [reading for reading in self.readings if reading.is_done]
-        self.readings = [reading for reading in self.readings if not reading.is_done]
         return sorted(done, key=lambda reading: reading.row.slot)
+
+    def joined(self) -> None:
+        """The rows whose prompts are read take part in rounds now."""
+        self.readings = [reading for reading in self.readings if not reading.is_done]
 
     def _seat(self, index: int, request: Request, roots: bool) -> Reading:
         """The slot that holds most of the request; else the first that holds nothing; else the one

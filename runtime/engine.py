@@ -161,6 +161,7 @@ class Engine:
         for reading in joined:
             self._greet(reading.row, reading.prompt_taps())
         self.live.join([reading.row for reading in joined])
+        self.admission.joined()
         self.prefill_seconds += time.perf_counter() - started
 
     # -- the round ------------------------------------------------------------------------------

@@ -10,8 +10,10 @@ B rows, M nodes, K draft vocabulary.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,7 +51,12 @@ class GuardedEngine(Engine):
         except Exception as error:
             if self._kv is None:
                 raise  # the target's own caches do not fit
-            self._end_drafting(f"it could not be opened: {error!r}")
+            self.lose_all(f"{place_of(error)} when it was opened")
+
+    def lose_all(self, why: str) -> None:
+        """Nothing is drafted: the drafter could not even be taken on."""
+        self.num_disabled += 1
+        self._end_drafting(why)
 
     # -- a round --------------------------------------------------------------------------------
 
@@ -69,7 +76,7 @@ class GuardedEngine(Engine):
             tree = super()._draft(view_of_rows(view, at, at_B), sampling, noise, part)
             return self._spread(self._checked(tree, len(at)))
         except Exception as error:
-            self._lose(rows, f"it raised {error!r} while drafting")
+            self._lose(rows, f"{place_of(error)} while it drafted")
             self._at, self._bad_B = [], None
             return empty_tree(len(view.slots), self.device)
 
@@ -130,7 +137,7 @@ class GuardedEngine(Engine):
                 outcome = of_rows(outcome, at, torch.tensor(at, device=self.device))
             return super()._learn(state, outcome, draft_seconds, verify_seconds)
         except Exception as error:
-            self._lose([self.rows[b] for b in at], f"it raised {error!r} while learning")
+            self._lose([self.rows[b] for b in at], f"{place_of(error)} while it learned")
             return seconds
 
     # -- rows -----------------------------------------------------------------------------------
@@ -139,13 +146,13 @@ class GuardedEngine(Engine):
         try:
             super()._greet(row, taps)
         except Exception as error:
-            self._lose([row], f"it raised {error!r} while reading a prompt")
+            self._lose([row], f"{place_of(error)} while it read a prompt")
 
     def _end(self, row: Row) -> None:
         try:
             super()._end(row)
         except Exception as error:
-            self._lose([], f"it raised {error!r} when a row left")
+            self._lose([], f"{place_of(error)} when a row left")
 
     def _lose(self, rows: Sequence[Row], why: str) -> None:
         """These rows go on without drafts."""
@@ -165,3 +172,10 @@ class GuardedEngine(Engine):
         for row in self.rows:
             row.speculates = False
         self.say(f"nothing is drafted any more: {why}")
+
+
+def place_of(error: BaseException) -> str:
+    """The type of an error and where it was raised; not its text, which may quote a prompt."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}{where}"
