@@ -129,7 +129,6 @@ def invalid_field(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     if unsupported is not None:
         return ApiError(400, unsupported, param=where, code="unsupported_parameter")
     if first["type"] == "extra_forbidden":
-        known = first.get("ctx", {}).get("known", ())
         told = f"unknown field {where!r}"
         return ApiError(400, told, param=where, code="unknown_parameter")
     return ApiError(400, f"{where}: {message}", param=where, code="invalid_value")

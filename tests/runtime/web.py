@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+import signal
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -12,6 +17,7 @@ from fastapi import FastAPI
 from serving import StubService
 
 from specctl.runtime.server.app import create_app
+from specctl.runtime.server.listen import Listener, bind, url_of
 
 BASE = "http://127.0.0.1"
 
@@ -58,3 +64,42 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     assert set(body["error"]) == {"message", "type", "param", "code"}, body
     assert body["error"]["message"], body
     return body["error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A server on a port of its own, in a thread; `codes` gets its exit code."""
+
+    url: str
+    listener: Listener
+    codes: list[int]
+    thread: threading.Thread
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=10)
+
+
+@contextmanager
+def running(service: StubService, drain: float = 5.0, **options: Any) -> Iterator[Running]:
+    """A real server over `service`; it is drained at the end, unless that was done before."""
+    app = create_app(service, "tiny", **options)
+    bound, ready, codes = bind("127.0.0.1", 0), threading.Event(), []
+    listener = Listener(app, service, bound, drain)
+    url = url_of(bound)
+
+    def serve() -> None:
+        codes.append(asyncio.run(listener.run(ready.set)))
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    assert ready.wait(20), "the server did not start"
+    yield Running(url, listener, codes, thread)
+    if thread.is_alive():
+        with suppress(RuntimeError):  # its loop has just ended
+            listener.end(signal.SIGTERM)
+        thread.join(20)
+    assert not thread.is_alive(), "the server did not end"
