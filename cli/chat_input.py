@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from specctl.cli.console import Console
@@ -67,7 +67,6 @@ class Lines:
                 "the input is not UTF-8 text",
                 where="standard input",
                 found=str(error),
-                expected="UTF-8",
                 do="iconv -t utf-8 turns.txt | specctl chat",
             ) from error
         check_text(line, None)
@@ -103,12 +102,7 @@ class Interrupts:
             self._before = signal.signal(signal.SIGINT, self._heard)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *about: object) -> None:
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
 

@@ -105,11 +105,11 @@ class Room:
         colour = False
         with interrupts.answering():
             try:
-                for piece in self.talk.answer(text, interrupts.is_stopped):
-                    if self.look.colours and piece.text and piece.accepted != colour:
-                        colour = piece.accepted
+                for new, accepted in self.talk.answer(text, interrupts.is_stopped):
+                    if self.look.colours and new and accepted != colour:
+                        colour = accepted
                         self.console.write(ACCEPTED if colour else PLAIN)
-                    self.console.write(piece.text)
+                    self.console.write(new)
             finally:
                 self.console.write(PLAIN if colour else "")
         self.console.out()

@@ -18,15 +18,8 @@ if TYPE_CHECKING:
     from specctl.runtime.stats import Stats
     from specctl.runtime.target import Target
 
+Piece = tuple[str, bool]
 LEAST_ROOM = 2048  # positions that are reserved at first; they double when a talk outgrows them
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Text that came with one token; `accepted`: the token was drafted and accepted."""
-
-    text: str
-    accepted: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +71,8 @@ class Talk:
         return self.target.template_digest is not None
 
     def answer(self, text: str, is_stopped: Callable[[], bool]) -> Iterator[Piece]:
-        """The answer as it comes; `is_stopped` is asked between rounds. Then `turns` has it."""
+        """The answer as it comes, by tokens: text, and whether the token was drafted and accepted.
+        `is_stopped` is asked between rounds. Then `turns` has it."""
         tokens = self._tokens(text)
         engine = self._ready(tokens)
         number = len(self.past) + len(self.turns)
@@ -96,7 +90,7 @@ class Talk:
                 yield from _pieces(stream, last)
         seconds = time.perf_counter() - started
         turn = self._turn(text, request, last, seconds)
-        yield Piece(stream.finish(turn.answer), False)
+        yield stream.finish(turn.answer), False
         self.turns.append(turn)
 
     def reset(self) -> None:
@@ -185,4 +179,4 @@ def _pieces(stream: TextStream, emission: Emission) -> Iterator[Piece]:
     for place, token in enumerate(emission.tokens):
         text = stream.feed((token,))
         if text:
-            yield Piece(text, place < emission.num_accepted)
+            yield text, place < emission.num_accepted

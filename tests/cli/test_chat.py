@@ -40,7 +40,7 @@ def never() -> bool:
 
 def say(talk: Talk, *texts: str) -> list[str]:
     """The answers, as they were streamed."""
-    return ["".join(piece.text for piece in talk.answer(text, never)) for text in texts]
+    return ["".join(new for new, _ in talk.answer(text, never)) for text in texts]
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +173,7 @@ def test_a_stopped_answer_is_kept_as_far_as_it_came(
 ) -> None:
     talk = Talk(tiny_target, loaded, Sampling(max_new_tokens=64, ignore_eos=True))
     polls = iter(range(100))
-    heard = "".join(p.text for p in talk.answer("write a loop", lambda: next(polls) >= 4))
+    heard = "".join(new for new, _ in talk.answer("write a loop", lambda: next(polls) >= 4))
     turn = talk.turns[0]
     assert turn.completion.finish_reason == "stopped"
     assert 0 < len(turn.completion.tokens) < 64
@@ -187,7 +187,7 @@ def test_accepted_tokens_are_those_that_the_statistics_count(
 ) -> None:
     talk = Talk(tiny_target, loaded, Sampling(max_new_tokens=48, ignore_eos=True))
     pieces = list(talk.answer("def a():\n    return 1\n" * 3, never))
-    shown = sum(piece.accepted for piece in pieces)
+    shown = sum(accepted for _, accepted in pieces)
     assert 0 < shown <= talk.turns[0].completion.stats.accepted
 
 
