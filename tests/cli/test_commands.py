@@ -182,6 +182,23 @@ def test_a_dry_run_plans_and_writes_nothing(run: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)], ids=["run", "dry run"])
+@pytest.mark.parametrize(
+    "words", [("train-draft", "-r", "medusa"), ("distill",), ("prune", "--layers", "2")]
+)
+@pytest.mark.parametrize("key", ["train.seq_len", "data.new_tokens"])
+def test_rows_and_answers_beyond_the_targets_context_are_refused_before_any_is_written(
+    run: Any, tmp_path: Path, words: tuple[str, ...], dry: tuple[str, ...], key: str
+) -> None:
+    ran = run(*words, "-o", tmp_path / "run", "--set", f"{key}=1000000", *dry, "--json")
+    error = ran.json["error"]
+    assert (ran.code, error["where"], error["found"]) == (3, key, "1,000,000 tokens")
+    assert "1,024" in error["expected"]
+    assert key in error["do"]
+    assert not list(tmp_path.rglob("*answers*"))
+    assert not list(tmp_path.rglob("data/*"))
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four steps: its folder."""
