@@ -90,7 +90,7 @@ def measure_batch_costs(
 ) -> BatchCosts:
     """The cost table of the pair at 1, 2, 4, ... and `most` rows, for batch policies. Lengths that
     a drafter was too silent to reach are as dear as those of one that is never silent."""
-    sizes = sorted({*(2**i for i in range(most.bit_length()) if 2**i <= most), most})
+    sizes = batch_sizes(most)
     repeater = Repeater(drafter.options, target.spec)
     chain = Direct(policy.depth, policy.depth)
 
@@ -103,6 +103,11 @@ def measure_batch_costs(
     silent = [size for size, table in tables.items() if inf in table.verify.values()]
     loud = {size: measure(size, (repeater, chain)) for size in silent}
     return BatchCosts({size: _filled(tables[size], loud.get(size)) for size in sizes})
+
+
+def batch_sizes(most: int) -> list[int]:
+    """1, 2, 4, ... and `most`: the batches that are measured."""
+    return sorted({*(2**i for i in range(most.bit_length()) if 2**i <= most), most})
 
 
 def _filled(table: CostTable, other: CostTable | None) -> CostTable:

@@ -163,7 +163,7 @@ def create_app(
     _watch(app, service, metrics)
     _api(app, front)
     app.router.routes.extend(pages)
-    errors.install(app)
+    errors.install(app, [*CompletionRequest.model_fields, *ChatRequest.model_fields])
     app.add_middleware(Guard, door=door)
     app.add_middleware(RequestLog, on_answered=metrics.answered)
     return app

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -89,8 +90,8 @@ def broken() -> ApiError:
     return ApiError(500, "the server failed on this request", code="internal_error")
 
 
-def install(app: FastAPI) -> None:
-    """Answer every error of `app` in that shape."""
+def install(app: FastAPI, fields: Sequence[str] = ()) -> None:
+    """Answer every error of `app` in that shape; `fields`: names that requests may have."""
 
     def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
@@ -104,7 +105,7 @@ def install(app: FastAPI) -> None:
     def invalid(request: Request, error: Exception) -> JSONResponse:
         del request
         assert isinstance(error, RequestValidationError)
-        return invalid_field(error.errors(), error.body).response()
+        return invalid_field(error.errors(), error.body, fields).response()
 
     def refused(request: Request, error: Exception) -> JSONResponse:
         del request
@@ -116,7 +117,9 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(SpecctlError, refused)
 
 
-def invalid_field(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
+def invalid_field(
+    errors: Sequence[Mapping[str, Any]], body: Any, fields: Sequence[str]
+) -> ApiError:
     """What is wrong with a request, naming its field: of several errors (a field may be one type or
     another) the one that follows the body deepest."""
     first = max(errors, key=lambda error: len(_path(error, body)))
@@ -129,7 +132,8 @@ def invalid_field(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     if unsupported is not None:
         return ApiError(400, unsupported, param=where, code="unsupported_parameter")
     if first["type"] == "extra_forbidden":
-        told = f"unknown field {where!r}"
+        close = get_close_matches(names[-1], fields, 1) if len(path) == 1 else []
+        told = f"unknown field {where!r}" + "".join(f"; did you mean {name!r}?" for name in close)
         return ApiError(400, told, param=where, code="unknown_parameter")
     return ApiError(400, f"{where}: {message}", param=where, code="invalid_value")
 

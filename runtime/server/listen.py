@@ -146,15 +146,14 @@ class Listener:
         with self._listening(), contextlib.closing(self.sock):
             serving = asyncio.create_task(self._server.serve([self.sock]))
             watching = asyncio.create_task(self._watch(on_ready))
-            await asyncio.wait(
-                {serving, watching, self._ended}, return_when=asyncio.FIRST_COMPLETED
-            )
+            ends: set[asyncio.Future[Any]] = {serving, watching, self._ended}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             number = self._ended.result() if self._ended.done() else 0
             was_cut = not await self._finish() if number else False
             watching.cancel()
             self._server.should_exit = True
             await serving
-            self.service.stop()
+            await asyncio.to_thread(self.service.stop)
             if not number:
                 await watching  # raises why the engine failed
         return 128 + number if was_cut else 0
@@ -189,7 +188,7 @@ class Listener:
         deadline = loop.time() + self.drain
         is_finished = await self.service.drain(self.drain)
         if not is_finished:
-            self.service.stop()
+            await asyncio.to_thread(self.service.stop)  # waits for the round that runs
             deadline = loop.time() + LEAVE_SECONDS
         while self._server.server_state.tasks and loop.time() < deadline:
             await asyncio.sleep(0.01)

@@ -195,6 +195,12 @@ def test_a_chat_that_is_not_served_is_refused_in_words(body: Any, words: str) ->
     assert words in error_of(response)["message"]
 
 
+def test_an_unknown_field_is_told_the_known_one_that_is_nearest() -> None:
+    error = error_of(post(plain(), CHAT, {**HELLO, "max_token": 3}))
+    assert error["message"] == "unknown field 'max_token'; did you mean 'max_tokens'?"
+    assert error["code"] == "unknown_parameter"
+
+
 def test_fields_that_clients_send_out_of_habit_are_accepted() -> None:
     habits = {"user": "u", "store": False, "metadata": {"a": "b"}, "service_tier": "auto"}
     neutral = {"tools": [], "tool_choice": "none", "modalities": ["text"], "temperature": None}
