@@ -11,7 +11,7 @@ from typing import Any
 from specctl.cli.chat_input import Interrupts, Lines
 from specctl.cli.chat_talk import Talk, Turn
 from specctl.cli.console import Console
-from specctl.cli.generate import stats_lines
+from specctl.cli.generated import stats_lines
 from specctl.cli.loading import target_json
 from specctl.recipes.errors import FileError, SpecctlError, nearest
 

@@ -11,6 +11,8 @@ import typer
 
 from specctl.cli.console import Console
 from specctl.cli.flags import Compile
+from specctl.cli.generated import show_stats, tell_ends
+from specctl.cli.grammar import GrammarFlags
 from specctl.cli.loading import (
     NO_DRAFTER,
     DraftChoice,
@@ -34,6 +36,7 @@ def generate(
     console: Console,
     draft: DraftChoice,
     sampling: SamplingFlags,
+    grammar: GrammarFlags,
     target: TargetChoice,
     prompt: Annotated[
         str | None, typer.Argument(help="The text to continue; - reads standard input.")
@@ -65,6 +68,7 @@ def generate(
       specctl generate --draft prompt-lookup --compare "import os"
       specctl generate --draft runs/quickstart/package --temperature 0.8 --stats "class Tree:"
       specctl generate -f prompts.txt --batch 4 --json
+      specctl generate --draft prompt-lookup --json-schema person.json "data = "
     """
     prompts = read_prompts(prompt, file, limit)
     if compare and draft.draft == NO_DRAFTER:
@@ -72,6 +76,7 @@ def generate(
         console.warn("--compare without --draft compares with prompt-lookup")
     settings = sampling.sampling()
     model = target.load(console, compiled)
+    settings = replace(settings, grammar=grammar.load(model))
     loaded = draft.load(model)
     loaded.announce(console)
     tokens = [p.tokens(model, chat) for p in prompts]
@@ -87,6 +92,7 @@ def generate(
         if stats:
             show_stats(console, run.made.stats)
         run.tell(console)
+        tell_ends(console, run.made.outputs, settings, model)
         result = job.to_json(run)
     where = f"--target {target.name}"
     where += f" --draft {draft.draft}" if draft.draft != NO_DRAFTER else ""
@@ -245,6 +251,7 @@ def _compare(console: Console, job: Job) -> dict[str, Any]:
     console.table(columns, rows)
     show_stats(console, fast.stats)
     runs[1].tell(console)
+    tell_ends(console, fast.outputs, job.sampling, job.target)
     if identical is False:
         _explain_difference(console, job)
     comparison = {
@@ -270,24 +277,6 @@ def _explain_difference(console: Console, job: Job) -> None:
     console.warn(
         f"outputs differ in {str(job.target.dtype).removeprefix('torch.')}: several rows at once "
         "round differently from one row, so near-ties may flip; --dtype float32 gives identity"
-    )
-
-
-def show_stats(console: Console, stats: Stats) -> None:
-    """The counts of a run, in the words that every report uses."""
-    for line in stats_lines(stats):
-        console.out(line)
-
-
-def stats_lines(stats: Stats) -> tuple[str, str]:
-    """What speculation did, and how fast it was."""
-    per_position = " ".join(f"{share:.2f}" for share in stats.accepted_per_position) or "-"
-    return (
-        f"tau {stats.tau:.2f} | rounds {stats.rounds:,} | drafted {stats.drafted:,} | "
-        f"accepted {stats.accepted:,} | accepted per position {per_position}",
-        f"{stats.tokens:,} tokens in {stats.seconds:.2f} s | "
-        f"{stats.tokens_per_second:.1f} tokens/s | drafting {stats.draft_share:.0%} of the time | "
-        f"repetition {stats.repetition_rate:.2f} | verification {stats.verification}",
     )
 
 

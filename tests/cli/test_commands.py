@@ -102,6 +102,40 @@ def test_text_ends_before_a_stop_string(run: Any) -> None:
     assert run(*words, "-q").out == output["text"] + "\n"
 
 
+@pytest.mark.parametrize("batch", ["1", "2"])
+def test_a_full_context_is_said_and_what_ended_the_others(
+    run: Any, tmp_path: Path, batch: str
+) -> None:
+    long = "x = 1; " * 200
+    (tmp_path / "two.txt").write_text(f"{long}\ndef main(\n")
+    words = ("generate", "-f", tmp_path / "two.txt", "--ignore-eos", "--batch", batch)
+    room = 1024 - tokens_of(long)
+    ran = run(*words, "--max-new-tokens", str(room + 5))
+    assert "ended by the full context of tiny (1), --max-new-tokens" in " ".join(ran.err.split())
+    assert f"after {room} of {room + 5} new tokens" in " ".join(ran.err.split())
+    ran = run(*words, "--max-new-tokens", str(room + 5), "--json")
+    outputs = ran.json["result"]["outputs"]
+    assert [o["finish_reason"] for o in outputs] == ["context", "length"]
+    assert [len(o["token_ids"]) for o in outputs] == [room, room + 5]
+    assert "1,024" in ran.json["warnings"][0]
+
+
+def tokens_of(text: str) -> int:
+    """How many tokens the embedded target reads of a text."""
+    from specctl.runtime.target import load_target
+
+    return len(load_target("tiny").encode(text))
+
+
+def test_text_that_ends_as_asked_is_no_warning(run: Any) -> None:
+    ran = run(*GENERATE, "def main(")
+    assert "ended by --max-new-tokens 12" in ran.err
+    assert "warning" not in ran.err
+    stopped = run("generate", "def main(", "--stop", ":", "--max-new-tokens", "40")
+    assert "ended by a stop string" in stopped.err
+    assert run(*GENERATE, "-q", "def main(").err == ""
+
+
 def test_compare_shows_both_ways_and_that_they_agree(run: Any) -> None:
     words = (*GENERATE, "import os\nimport ", "--draft", "prompt-lookup", "--compare")
     shown = run(*words, "--dtype", "float32")
