@@ -217,7 +217,9 @@ def _watch(app: FastAPI, service: Serving, metrics: Metrics) -> None:
         """Rows, queue and speculation."""
         return service.status()
 
-    @app.get("/metrics", responses=REFUSALS)
+    text: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}}}}
+
+    @app.get("/metrics", responses={**REFUSALS, **text}, response_class=Response)
     async def scrape() -> Response:
         """Prometheus."""
         return Response(metrics.text(), media_type=TYPE)

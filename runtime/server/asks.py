@@ -47,6 +47,8 @@ class Desk:
     def __init__(self, service: Serving) -> None:
         self.service = service
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="specctl-prompts")
+        tokenizer = service.target.tokenizer
+        self._longest = max(map(len, tokenizer.get_vocab()), default=1) if tokenizer else 1
 
     async def plan(self, body: ChatRequest | CompletionRequest, owner: str) -> Plan:
         """The asks of a request; raises ApiError and SpecctlError for what cannot be served."""
@@ -105,9 +107,13 @@ class Desk:
         """Token ids of every prompt; runs in the thread."""
         target = self.service.target
         if isinstance(body, ChatRequest):
+            self._check_chars(sum(len(message.text) for message in body.messages), "messages")
             return [chat_tokens(target, body.messages)]
         given = body.prompt
         texts = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+        self._check_chars(
+            max((len(one) for one in texts if isinstance(one, str)), default=0), "prompt"
+        )
         found = [target.encode(one) if isinstance(one, str) else list(one) for one in texts]
         size = target.spec.vocab_size
         for tokens in found:
@@ -115,6 +121,17 @@ class Desk:
                 why = f"token ids are below {size:,}" if tokens else "it holds no token"
                 raise ApiError(400, f"prompt: {why}", param="prompt", code="invalid_value")
         return found
+
+    def _check_chars(self, num_chars: int, field: str) -> None:
+        """Refuse a text that cannot fit however it is split, before it is: that would take seconds,
+        and nobody else's prompt would be read."""
+        least, context = -(-num_chars // self._longest), self.service.status().context
+        if least > context:
+            message = (
+                f"{field}: {num_chars:,} characters are at least {least:,} tokens; prompt and "
+            )
+            message += f"answer together have at most {context:,}"
+            raise ApiError(400, message, param=field, code="context_length_exceeded")
 
     def _room(self, body: ChatRequest | CompletionRequest, num_prompt: int) -> int:
         """How many tokens a choice may have; TooLong if what was asked for cannot fit."""

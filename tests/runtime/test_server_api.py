@@ -221,6 +221,21 @@ def test_a_prompt_that_cannot_fit_is_refused_with_counts_and_never_cut() -> None
     assert len(service.asks) == 1
 
 
+def test_a_text_that_cannot_fit_is_refused_before_it_is_read() -> None:
+    text = "ab " * 300_000  # reading it would keep everybody else's prompt waiting for seconds
+    chat = {"messages": [{"role": "user", "content": text[: len(text) // 2]}] * 2}
+    for path, body in ((TEXT, {"prompt": text}), (TEXT, {"prompt": ["x", text]}), (CHAT, chat)):
+        error = error_of(post(plain(), path, body))
+        assert error["code"] == "context_length_exceeded"
+        assert "900,000 characters are at least" in error["message"]
+
+
+def test_metrics_are_described_as_the_text_that_they_are() -> None:
+    described = plain().openapi()["paths"]["/metrics"]["get"]["responses"]
+    assert list(described["200"]["content"]) == ["text/plain"]
+    assert list(described["401"]["content"]) == ["application/json"]
+
+
 def test_the_server_may_serve_less_than_the_protocol_allows() -> None:
     app = make_app(StubService(limits=Limits(max_n=2, max_stop=1, max_new_tokens=4)))
     for field, value in (("n", 3), ("stop", ["a", "b"]), ("max_tokens", 5)):
