@@ -136,7 +136,7 @@ class Compiler:
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
         self.vocab_size, self.eos_ids = vocab_size, eos_ids
-        self._about = {
+        self._about: dict[str, Any] = {
             "backend": _backend(tokenizer),
             "vocab_size": vocab_size,
             "eos_ids": list(eos_ids),
