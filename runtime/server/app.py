@@ -37,6 +37,9 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     for status in (400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 503)
 }
 
+EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
+ANSWERS: dict[int | str, dict[str, Any]] = {**REFUSALS, 200: {"content": EVENTS}}
+
 
 @dataclass(frozen=True, slots=True)
 class Front:
@@ -123,7 +126,8 @@ class Front:
 
     def model(self) -> dict[str, Any]:
         about = {"id": self.name, "object": "model", "created": self.started}
-        return {**about, "owned_by": "specctl"}
+        has_template = self.service.target.template_digest is not None
+        return {**about, "owned_by": "specctl", "chat_template": has_template}
 
 
 def create_app(
@@ -183,12 +187,12 @@ def _api(app: FastAPI, front: Front) -> None:
         front._check_model(model)
         return front.model()
 
-    @app.post("/v1/completions", responses=REFUSALS)
+    @app.post("/v1/completions", responses=ANSWERS)
     async def completions(request: Request, body: CompletionRequest) -> Response:
         """Continue a text."""
         return await front.answer(request, body)
 
-    @app.post("/v1/chat/completions", responses=REFUSALS)
+    @app.post("/v1/chat/completions", responses=ANSWERS)
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         """Continue a conversation."""
         return await front.answer(request, body)

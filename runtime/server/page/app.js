@@ -2,7 +2,9 @@
 
 import { Counts } from "./counts.js";
 import { ApiError, read, stream } from "./stream.js";
-import { Turn, element, say, showError, showFigures, showServer, showState } from "./view.js";
+import {
+  Turn, element, say, showError, showFigures, showMode, showServer, showState,
+} from "./view.js";
 
 const POLL_SECONDS = 2;
 const PATHS = { chat: "v1/chat/completions", completion: "v1/completions" };
@@ -12,6 +14,7 @@ const prompt = element("prompt");
 let talk = newTalk(); // the chat so far
 let running = null; // the AbortController of the request that runs
 let model = null;
+let isChosen = false; // whether somebody has switched between chat and completion
 let refused = null; // the key that the server did not take
 
 const mode = () => form.elements.mode.value;
@@ -80,9 +83,11 @@ function remember({ messages }, text, answer) {
 /** Ask for the name of the model, once. */
 async function ready() {
   if (model !== null) return;
-  const list = await read("v1/models", key());
-  model = list.data[0].id;
+  const [first] = (await read("v1/models", key())).data;
+  model = first.id;
   element("model").textContent = model;
+  if (first.chat_template && !isChosen) form.elements.mode.value = "chat";
+  showMode(mode());
 }
 
 function begin() {
@@ -92,6 +97,7 @@ function begin() {
   element("send").disabled = true;
   element("transcript").setAttribute("aria-busy", "true");
   say("Generating.");
+  setTimeout(look, 200);
 }
 
 function finish(reason, turn) {
@@ -172,10 +178,12 @@ element("settings").addEventListener("invalid", () => { element("settings").open
 element("key").addEventListener("change", look);
 document.addEventListener("visibilitychange", look);
 for (const choice of form.elements.mode) {
-  choice.addEventListener("change", () => { form.dataset.mode = mode(); });
+  choice.addEventListener("change", () => {
+    isChosen = true;
+    showMode(mode());
+  });
 }
 
-form.dataset.mode = mode();
 if (matchMedia("(max-width: 860px)").matches) element("settings").open = false;
 setInterval(look, 1000 * POLL_SECONDS);
 look();

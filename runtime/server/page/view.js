@@ -97,7 +97,14 @@ export function showServer({ state, running, waiting, slots, speculation, why_of
   set("running", `${running} of ${slots}`);
   set("waiting", String(waiting));
   set("speculation", speculation);
-  element("speculation").title = why ?? "";
+  element("why").hidden = !why;
+  set("why", why ? `Nothing is drafted now: ${why}.` : "");
+}
+
+/** Chat or completion: what the prompt is, and how it is set. */
+export function showMode(mode) {
+  element("ask").dataset.mode = mode;
+  element("prompt").placeholder = mode === "chat" ? "Write a message" : "Write a beginning";
 }
 
 export function showState(text, kind) {
