@@ -20,7 +20,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from specctl.recipes.errors import ResourceError
@@ -117,12 +116,7 @@ class Browser:
     def _log(self) -> str:
         return Path(self._profile, "log").read_text(errors="replace")[-2000:]
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *about: object) -> None:
         os.close(self._to)
         os.close(self._from)
         with contextlib.suppress(ProcessLookupError):
