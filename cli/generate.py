@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -112,7 +112,7 @@ class Job:
     costs: CostTable | None = None
 
     def run(self, draft: LoadedDraft, on_tokens: Any = None) -> Run:
-        from specctl.runtime.cost import equip
+        from specctl.runtime.cost import equip, fitted_sizes
         from specctl.runtime.generate import generate as generate_
 
         chosen = equip(draft.policy, self.costs)
@@ -128,7 +128,7 @@ class Job:
             on_tokens=on_tokens,
             parallel=draft.parallel,
         )
-        return Run(made, chosen.chooser)
+        return Run(made, chosen.chooser, fitted_sizes(draft.policy, chosen.policy))
 
     def to_json(self, run: Run) -> dict[str, Any]:
         outputs = [
@@ -147,19 +147,24 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What was generated, and what chose the draft lengths (None: they were fixed)."""
+    """What was generated, what chose the draft lengths (None: they were fixed), and what of the
+    policy was fitted to measured costs."""
 
     made: Generated
     chooser: LengthChooser | None
+    fitted: Mapping[str, Any]
 
     def adaptive_json(self) -> dict[str, Any] | None:
         if self.chooser is None:
-            return None
+            return {"fitted": dict(self.fitted)} if self.fitted else None
         figures = {"rounds": self.chooser.rounds, "rounds_off": self.chooser.rounds_off}
         return {**figures, "acceptance": round(self.chooser.estimate(), 3)}
 
     def tell(self, console: Console) -> None:
-        """Where speculation was switched off: how often, and why."""
+        """What was fitted; where speculation was switched off, how often and why."""
+        if self.fitted:
+            sizes = ", ".join(f"{name} {_short(value)}" for name, value in self.fitted.items())
+            console.say(f"the tree was fitted to the measured costs: {sizes}")
         if self.chooser is None or self.chooser.rounds_off == 0:
             return
         console.say(
@@ -167,6 +172,10 @@ class Run:
             f"rounds: with about {self.chooser.estimate():.0%} of drafted tokens accepted, plain "
             "decoding is faster here by the measured costs (--no-adaptive drafts all the same)"
         )
+
+
+def _short(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _stream(console: Console, job: Job) -> Run:

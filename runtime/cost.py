@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -147,6 +147,15 @@ def equip(policy: Policy | None, costs: CostTable | None) -> Equipped:
     if isinstance(policy, Fitting):
         return Equipped(policy.fitted(TreeCosts.of(costs)), None)
     return Equipped(policy, LengthChooser(costs))
+
+
+def fitted_sizes(policy: Policy | None, equipped: Policy | None) -> dict[str, Any]:
+    """The sizes, depths or thresholds of the policy that `equip` sets by measured costs, as they
+    are now; empty where it sets none."""
+    if equipped is policy or not isinstance(policy, Fitting):
+        return {}
+    names = ("nodes", "length", "threshold")
+    return {name: getattr(equipped, name) for name in names if hasattr(equipped, name)}
 
 
 class Repeater(Drafter):

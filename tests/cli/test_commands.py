@@ -399,6 +399,23 @@ def test_quickstart_goes_from_nothing_to_a_table(
     assert "trimmed before; kept" in again.err
 
 
+def test_a_tree_that_is_fitted_to_the_device_says_to_what(run: Any) -> None:
+    words = (*GENERATE, "def main(", "--draft", "stand", "--policy", "sequoia", "--adaptive")
+    ran = run(*words, "--json")
+    fitted = ran.json["result"]["adaptive"]["fitted"]
+    assert 1 <= fitted["nodes"] <= 24
+    assert ran.json["result"]["outputs"][0]["finish_reason"] == "length"
+    again = run(*words)  # by the same costs, which were kept
+    assert f"fitted to the measured costs: nodes {fitted['nodes']}, " in " ".join(again.err.split())
+
+
+@pytest.mark.parametrize("draft", ["prompt-lookup", "token-recycling"])
+def test_a_drafter_of_whole_trees_refuses_a_policy_that_grows_them(run: Any, draft: str) -> None:
+    ran = run(*GENERATE, "x", "--draft", draft, "--policy", "sequoia", "--adaptive", "--json")
+    assert (ran.code, ran.json["error"]["where"]) == (3, "--policy")
+    assert "direct" in ran.json["error"]["do"]
+
+
 def test_an_adaptive_length_changes_no_greedy_answer(trained: Path, run: Any) -> None:
     words = (*GENERATE, "--dtype", "float32", "import os", "--json")
     plain = run(*words).json["result"]
