@@ -37,7 +37,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     for status in (400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 503)
 }
 
-EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
+EVENTS: dict[str, Any] = {"text/event-stream": {}}
 ANSWERS: dict[int | str, dict[str, Any]] = {**REFUSALS, 200: {"content": EVENTS}}
 
 

@@ -20,6 +20,7 @@ from specctl.runtime.server.errors import ApiError
 
 BODY_SECONDS = 30.0  # a body that takes longer is given up
 MAX_DEPTH = 64  # of nested arrays and objects
+MAX_KEYS = 4096  # of one object; what is told about each unknown one takes time
 DRAINED = 16  # bodies' worth of bytes read and dropped, so that a client hears why it was refused
 _STRING = re.compile(rb'"(?:[^"\\]+|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 _BRACKET = re.compile(rb"[\[\]{}]")
@@ -126,6 +127,8 @@ def _check_depth(body: bytes) -> None:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > MAX_KEYS:
+        raise ValueError(f"an object has more than {MAX_KEYS:,} keys")
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

@@ -66,6 +66,7 @@ GARBAGE = {
     "a key that occurs twice": (request(b'{"prompt": "x", "prompt": "y"}'), b"400"),
     "half a surrogate pair": (request(b'{"prompt": "\\ud83d"}'), b"400"),
     "a NUL in the prompt": (request(b'{"prompt": "a\\u0000b"}'), b"200"),
+    "endless keys": (request(json.dumps({f"k{i}": 0 for i in range(60_000)}).encode()), b"400"),
     "deep nesting": (request(b"[" * 500_000 + b"]" * 500_000), b"400"),
     "quotes that never close": (request(b'{"p": "' + b'\\"' * 400_000), b"400"),
     "brackets in a string": (request(b'{"prompt": "' + b"[" * 1000 + b'"}'), b"200"),
