@@ -109,6 +109,11 @@ proof-joint: $(VENV)/.dev
 proof-page: $(VENV)/.dev
 	$(PROOF)/proof_page.py
 
+# Serving; the options of every script make it shorter.
+proof-serve-fuzz: $(VENV)/.dev
+	$(PROOF)/proof_serve_fuzz.py
+proof-serving: proof-serve-fuzz
+
 # Long: the drafters are trained first where runs/bench lacks them.
 proof: $(VENV)/.dev proof-training proof-joint proof-page
 	$(BIN)/python benchmarks/proof_enumeration.py
