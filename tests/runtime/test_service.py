@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -108,6 +109,27 @@ def test_every_answer_is_what_it_would_be_alone(target, name):
     assert service.counters.requests == {"length": 12}
     assert service.counters.tokens == sum(len(tokens_of(p)) for p in answers)
     assert service.counters.rounds == service.counters.drafts + service.counters.spec_off
+
+
+def test_a_stop_string_is_cut_wherever_drafts_and_tokens_end(tiny_target):
+    """Of a text that repeats itself, so that stop strings end inside accepted drafts."""
+    prompt = tuple(tiny_target.encode("def one():\n    return 1\n\ndef two():\n    return 2\n"))
+    free = Ask(prompt, Sampling(max_new_tokens=48))
+    text = alone(tiny_target, free).text
+    stops = [(text[at : at + size],) for at, size in ((2, 1), (9, 5), (20, 12), (35, 3))]
+    asks = [replace(free, sampling=replace(free.sampling, stop=stop)) for stop in stops]
+
+    async def run():
+        async with served(tiny_target, drafter_of(tiny_target), max_batch=4) as service:
+            return await asyncio.gather(*(collect(service, ask) for ask in asks))
+
+    answers = asyncio.run(run())
+    assert any(sum(piece.accepted) > 1 for pieces in answers for piece in pieces)
+    for ask, pieces in zip(asks, answers, strict=True):
+        wanted = alone(tiny_target, ask)
+        assert text_of(pieces) == wanted.text == text[: text.index(ask.sampling.stop[0])]
+        assert pieces[-1].finish_reason == "stop"
+        assert "".join(span for piece in pieces for span in piece.spans) == wanted.text
 
 
 def test_an_ask_that_can_never_fit_is_refused_and_the_others_live_on(target):
@@ -350,3 +372,83 @@ def test_a_fixed_length_service_answers_as_one_that_decides_by_load(target):
 
     for ask, pieces in zip(asks, asyncio.run(run()), strict=True):
         assert tokens_of(pieces) == alone(target, ask).token_ids
+
+
+@pytest.mark.parametrize("where", ["needs", "open", "propose", "observe"])
+def test_a_broken_drafter_is_counted_and_said_and_the_answers_stay_right(
+    target, where, monkeypatch
+):
+    drafter, said, asks = drafter_of(target), [], asks_of(5)
+
+    def fails(*args):
+        raise ZeroDivisionError
+
+    if where in ("needs", "open"):
+        monkeypatch.setattr(drafter, where, fails)
+    else:
+        opened = drafter.open
+        monkeypatch.setattr(drafter, "open", lambda space: with_fault(opened(space)))
+
+    def with_fault(state):
+        monkeypatch.setattr(state, where, fails)
+        return state
+
+    async def run():
+        service = Service(target, drafter, limits=Limits(max_batch=2), say=said.append)
+        service.start()
+        while service.status().state == "loading":
+            await asyncio.sleep(0.005)
+        answers = await asyncio.gather(*(collect(service, ask) for ask in asks))
+        status = service.status()
+        service.stop()
+        return answers, status, service.counters
+
+    answers, status, counters = asyncio.run(run())
+    for ask, pieces in zip(asks, answers, strict=True):
+        assert tokens_of(pieces) == alone(target, ask).token_ids
+    assert counters.spec_disabled >= 1
+    assert any("ZeroDivisionError" in line for line in said)
+    assert (status.speculation, "ZeroDivisionError" in status.why_off) == ("off", True)
+
+
+def test_several_event_loops_may_ask_and_one_that_dies_holds_no_slot(target):
+    asks = asks_of(6)
+    service = Service(target, limits=Limits(max_batch=2))
+    service.start()
+
+    async def ready():
+        while service.status().state == "loading":
+            await asyncio.sleep(0.005)
+
+    async def abandon():
+        ticket = await service.submit(Ask((10,), Sampling(max_new_tokens=450, ignore_eos=True)))
+        await anext(ticket)  # and the loop is closed with the row running
+
+    asyncio.run(ready())
+    asyncio.run(abandon())
+    with ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(lambda ask: asyncio.run(collect(service, ask)), asks))
+    service.stop()
+    for ask, pieces in zip(asks, answers, strict=True):
+        assert tokens_of(pieces) == alone(target, ask).token_ids
+    assert service.counters.requests == {"length": 6, "cancelled": 1}
+
+
+def test_code_that_raises_inside_a_round_fails_its_own_row_only(target):
+    class Faulty:
+        """A logits processor that gives up at the third token."""
+
+        def __call__(self, ids, scores):
+            if ids.shape[1] > 3:
+                raise RuntimeError("no more")
+            return scores
+
+    async def run():
+        async with served(target, max_batch=2) as service:
+            good = asyncio.create_task(collect(service, replace(asks_of(2)[1])))
+            bad = Ask((10, 11), Sampling(max_new_tokens=9, processors=(Faulty(),)))
+            return await collect(service, bad), await good
+
+    failed, good = asyncio.run(run())
+    assert [piece.finish_reason for piece in failed] == [None, None, "error"]
+    assert tokens_of(good) == alone(target, asks_of(2)[1]).token_ids
