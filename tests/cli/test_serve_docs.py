@@ -1,15 +1,11 @@
-"""docs/serve.md: its clients get answers from the server that its first command starts."""
+"""docs/serve.md: its clients get answers, its flags and metrics exist."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shlex
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +13,11 @@ from typing import Any
 import commands
 import httpx
 import pytest
+from web import running
+
+from specctl.cli.loading import DraftChoice
+from specctl.runtime.server.service import Service
+from specctl.runtime.target import Target
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")
@@ -28,36 +29,16 @@ def blocks(language: str) -> list[str]:
 
 
 CLIENTS = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("curl")]
-FIRST = blocks("console")[0].removeprefix("$ ").strip()
 STARTS = re.findall(r"specctl serve [^\n`]*", "".join(blocks("ini") + blocks("dockerfile")))
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The server of the page's first command, on a free port."""
-    words = shlex.split(FIRST)[1:]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "specctl", *words, "--batching", "fixed", "--port", "0", "--jsonl"],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT / "src"),
-            "OMP_NUM_THREADS": "1",
-            "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")),
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    assert process.stdout is not None
-    events = (json.loads(line) for line in process.stdout)
-    try:
-        yield next(event["url"] for event in events if event["event"] == "ready")
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0, "SIGTERM ends it gently"
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+def address(tiny_target: Target) -> Iterator[str]:
+    """A server like that of the page's first command, in this process."""
+    loaded = DraftChoice("prompt-lookup").load(tiny_target)
+    service = Service(tiny_target, loaded.drafter, loaded.policy)
+    with running(service) as server:
+        yield server.url
 
 
 def curl(command: str, address: str) -> httpx.Response:
