@@ -13,11 +13,12 @@ import typer
 from specctl.cli.console import Console
 from specctl.cli.flags import Compile
 from specctl.cli.loading import NO_DRAFTER, DraftChoice, LoadedDraft, TargetChoice
-from specctl.cli.serving import AccessFlags, LimitFlags, make_batching, priced
+from specctl.cli.serving import AccessFlags, LimitFlags, check_batching, make_batching, priced
 from specctl.recipes.errors import SpecctlError
 
 if TYPE_CHECKING:
-    from specctl.runtime.server.contract import Serving
+    from specctl.runtime.server.limits import Limits
+    from specctl.runtime.server.service import Service
     from specctl.runtime.target import Target
 
 RULE = "target-only"  # seeded answers do not depend on who else is served
@@ -58,6 +59,7 @@ def serve(
       specctl serve --host 0.0.0.0 --api-key-file keys.txt --record traffic.jsonl
     """
     _check_extra()
+    check_batching(batching, draft.draft != NO_DRAFTER)
     from specctl.runtime.server.listen import Listener, bind, url_of
     from specctl.runtime.server.logs import send_logs
     from specctl.runtime.server.record import Recorder
@@ -107,8 +109,8 @@ def _check_extra() -> None:
 
 
 def _service(
-    console: Console, target: Target, draft: LoadedDraft, batching: str, limits: Any
-) -> tuple[Serving, str]:
+    console: Console, target: Target, draft: LoadedDraft, batching: str, limits: Limits
+) -> tuple[Service, str]:
     """The service, and what kind of verification its answers have."""
     from specctl.runtime.server.service import Service
     from specctl.runtime.verify.choice import verification_of
@@ -134,21 +136,26 @@ def _service(
     return service, str(mark["class"])
 
 
-def _serving_json(service: Serving, draft: LoadedDraft) -> dict[str, Any]:
+def _serving_json(service: Service, draft: LoadedDraft) -> dict[str, Any]:
     now = service.status()
-    room = {"slots": now.slots, "context": now.context}
+    room = {"slots": now.slots, "context": now.context, "cache_bytes": _reserved(service)}
     return {"draft": draft.name, **room, "speculation": now.speculation}
 
 
-def _serving_line(service: Serving, draft: LoadedDraft) -> str:
+def _reserved(service: Service) -> int:
+    return service.room.slots * service.room.slot_bytes
+
+
+def _serving_line(service: Service, draft: LoadedDraft) -> str:
     now = service.status()
     drafts = "plain decoding, nothing is drafted (--draft auto drafts without training)"
     if draft.drafter is not None and draft.policy is not None:
         drafts = f"{draft.name} drafts up to {draft.policy.depth} tokens ahead"
-    return f"{drafts}; {now.slots} rows of {now.context:,} tokens"
+    size = f"{_reserved(service) / (1 << 20):,.0f} MiB of caches"
+    return f"{drafts}; {now.slots} rows of {now.context:,} tokens at once, {size} reserved"
 
 
-def _totals(service: Serving) -> dict[str, Any]:
+def _totals(service: Service) -> dict[str, Any]:
     """What was served."""
     found = service.counters
     return {

@@ -152,10 +152,8 @@ class AccessFlags:
         return Door(keys, names if is_local or names else None)
 
 
-def make_batching(
-    console: Console, name: str, target: Target, draft: LoadedDraft, max_batch: int
-) -> Batching | None:
-    """Who decides how long every row drafts; None where nothing is drafted. "auto" is goodput."""
+def check_batching(name: str, drafts: bool) -> None:
+    """Refuse a batch policy that does not exist, or would decide nothing, before anything loads."""
     if name not in BATCHINGS:
         raise SpecctlError(
             f"unknown batch policy {name!r}",
@@ -164,6 +162,20 @@ def make_batching(
             expected="one of " + ", ".join(BATCHINGS),
             do=f"--batching {nearest(name, BATCHINGS, 1)}",
         )
+    if name != "auto" and not drafts:
+        raise SpecctlError(
+            "--batching says how long rows draft, but there is no drafter",
+            where="--batching",
+            found="--draft none",
+            expected="a package folder, auto, or prompt-lookup",
+            do="--draft auto",
+        )
+
+
+def make_batching(
+    console: Console, name: str, target: Target, draft: LoadedDraft, max_batch: int
+) -> Batching | None:
+    """Who decides how long every row drafts; None where nothing is drafted. "auto" is goodput."""
     if draft.drafter is None or draft.policy is None:
         return None
     from specctl.runtime.policies import batch
