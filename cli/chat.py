@@ -58,7 +58,7 @@ def chat(
         room.run(interrupts)
     where = f"--target {target.name}"
     where += f" --draft {draft.draft}" if draft.draft != NO_DRAFTER else ""
-    console.done(room.to_json(), next=[f"specctl bench {where}"])
+    console.done(room.to_json(), next=[f"specctl serve {where}"])
 
 
 def _has_colours(console: Console) -> bool:

@@ -136,9 +136,11 @@ class Talk:
         """The engine, with room for this turn; drafting is fitted to measured prices at first."""
         from specctl.runtime.cost import equip
         from specctl.runtime.engine import Engine
+        from specctl.runtime.generate import check_greedy
         from specctl.runtime.prefill import CHUNK
 
         if self._engine is None:
+            check_greedy(self.draft.rule, self.sampling)
             sampled = self.sampling.temperature > 0
             costs = self.draft.costs(self.target, [tokens], sampled=sampled)
             chosen = equip(self.draft.policy, costs)

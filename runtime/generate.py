@@ -55,6 +55,17 @@ class Generated:
         return {"outputs": [o.to_json() for o in self.outputs], "stats": self.stats.to_json()}
 
 
+def check_greedy(rule: str, sampling: Sampling) -> None:
+    """Refuses to sample where nothing but the target's best token is accepted."""
+    if rule == "greedy" and sampling.temperature > 0:
+        raise RecipeError(
+            "rule greedy cannot verify sampled text",
+            found=f"temperature {sampling.temperature:g}",
+            expected="temperature 0, or a rule for sampling",
+            do="leave the rule at auto, or set the temperature to 0",
+        )
+
+
 def default_policy(drafter: Drafter | None) -> Policy:
     """What the drafter's family asks for first."""
     if drafter is None:
@@ -84,13 +95,7 @@ def generate(
     for a rule that is illegal with the policy.
     """
     sampling = sampling if sampling is not None else Sampling()
-    if rule == "greedy" and sampling.temperature > 0:
-        raise RecipeError(
-            "rule greedy cannot verify sampled text",
-            found=f"temperature {sampling.temperature:g}",
-            expected="temperature 0, or a rule for sampling",
-            do="leave the rule at auto, or set the temperature to 0",
-        )
+    check_greedy(rule, sampling)
     policy = policy if policy is not None else default_policy(drafter)
     requests = [
         Request(_tokens(target, prompt, i), replace(sampling, seed=sampling.seed + i))

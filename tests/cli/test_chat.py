@@ -112,6 +112,12 @@ def test_colours_without_a_terminal_are_ignored_aloud(chat: Any) -> None:
     assert "\x1b" not in ran.out
 
 
+def test_a_rule_that_cannot_sample_is_refused(chat: Any) -> None:
+    flags = ("--draft", "prompt-lookup", "--rule", "greedy", "--temperature", "1")
+    ran = chat(*flags, "--json", stdin="hello\n")
+    assert (ran.code, ran.json["error"]["found"]) == (Exit.RECIPE, "temperature 1")
+
+
 def test_a_context_that_is_full_is_said(chat: Any, tiny_target: Target) -> None:
     long = "word " * tiny_target.spec.max_positions
     ran = chat("--json", stdin=long + "\n")
