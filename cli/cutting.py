@@ -107,11 +107,12 @@ def _make(
     """Score, cut, package and report one stage."""
     from specctl.drafters.small_lm import SmallLm
     from specctl.train.data.prepare import prepare
-    from specctl.train.prune.cut import prunable
+    from specctl.train.prune.cut import check_cut, prunable
     from specctl.train.prune.run import cut_drafter, halfway, whole_target
 
     shape = prunable(target).module.shape
     wanted = job.wanted(shape)
+    check_cut(wanted, shape)  # before the target writes its answers
     if half:
         wanted = halfway(wanted, shape)
     origin = whole_target(target) if source is None else load_initial(str(source), target)

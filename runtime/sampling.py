@@ -53,7 +53,8 @@ class Sampling:
     def __post_init__(self) -> None:
         finite = math.isfinite(self.temperature)
         self._check("temperature", finite and self.temperature >= 0, "a finite number >= 0")
-        self._check("top_k", self.top_k is None or self.top_k >= 1, "None or a count >= 1")
+        is_count = self.top_k is None or 1 <= self.top_k < 2**31
+        self._check("top_k", is_count, "None or a count in [1, 2^31)")
         self._check("top_p", self.top_p is None or 0 < self.top_p <= 1, "None or in (0, 1]")
         self._check("min_p", self.min_p is None or 0 <= self.min_p <= 1, "None or in [0, 1]")
         positive = self.repetition_penalty is None or 0 < self.repetition_penalty < math.inf
