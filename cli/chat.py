@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -11,6 +12,7 @@ from specctl.cli.chat_room import Look, Room
 from specctl.cli.chat_talk import Talk
 from specctl.cli.console import Console
 from specctl.cli.flags import Compile
+from specctl.cli.grammar import GrammarFlags
 from specctl.cli.loading import NO_DRAFTER, DraftChoice, TargetChoice
 from specctl.cli.sampling import SamplingFlags
 
@@ -21,6 +23,7 @@ def chat(
     console: Console,
     draft: DraftChoice,
     target: TargetChoice,
+    grammar: GrammarFlags,
     sampling: SamplingFlags = LONG_ANSWERS,
     system: Annotated[
         str | None, typer.Option("--system", help="Told to the model before everything else.")
@@ -44,6 +47,7 @@ def chat(
     """
     settings = sampling.sampling()
     model = target.load(console, compiled)
+    settings = replace(settings, grammar=grammar.load(model))
     loaded = draft.load(model)
     loaded.announce(console)
     if loaded.parallel:

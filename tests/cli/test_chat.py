@@ -112,6 +112,13 @@ def test_colours_without_a_terminal_are_ignored_aloud(chat: Any) -> None:
     assert "\x1b" not in ran.out
 
 
+def test_every_answer_is_held_to_a_grammar(chat: Any, tmp_path: Path) -> None:
+    (tmp_path / "word.regex").write_text("(yes|no)")
+    flags = ("--draft", "prompt-lookup", "--grammar", tmp_path / "word.regex", "--json")
+    turns = chat(*flags, stdin="is it?\nand now?\n").json["result"]["turns"]
+    assert [turn["answer"] in ("yes", "no") for turn in turns] == [True, True]
+
+
 def test_a_rule_that_cannot_sample_is_refused(chat: Any) -> None:
     flags = ("--draft", "prompt-lookup", "--rule", "greedy", "--temperature", "1")
     ran = chat(*flags, "--json", stdin="hello\n")
