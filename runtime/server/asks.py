@@ -1,7 +1,6 @@
 """From a checked request to what the service is asked: tokens, sampling, one ask per choice.
 
-Reading a prompt and compiling a grammar take time, so both run in a thread of their own, and the
-event loop goes on.
+Reading a long prompt takes time, so it runs in a thread of its own, and the event loop goes on.
 """
 
 from __future__ import annotations
@@ -17,16 +16,8 @@ from specctl.runtime.sampling import Sampling
 from specctl.runtime.server.chat_template import chat_tokens
 from specctl.runtime.server.contract import Ask, Serving, TooLong, Unavailable
 from specctl.runtime.server.errors import ApiError
-from specctl.runtime.server.protocol import (
-    ChatRequest,
-    Common,
-    CompletionRequest,
-    JsonObjectFormat,
-    JsonSchemaFormat,
-    LarkGrammar,
-    RegexGrammar,
-    SchemaGrammar,
-)
+from specctl.runtime.server.forms import Forms
+from specctl.runtime.server.protocol import ChatRequest, Common, CompletionRequest
 
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI's API has it
 LEAST_TEMPERATURE = 1e-3  # below: greedy; logits divided by less would leave float32
@@ -42,11 +33,12 @@ class Plan:
 
 
 class Desk:
-    """Makes plans. Stateless but for its thread."""
+    """Makes plans. Stateless but for its threads."""
 
     def __init__(self, service: Serving) -> None:
         self.service = service
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="specctl-prompts")
+        self._forms = Forms(service.target)
         tokenizer = service.target.tokenizer
         self._longest = max(map(len, tokenizer.get_vocab()), default=1) if tokenizer else 1
 
@@ -57,9 +49,7 @@ class Desk:
         self._check_counts(body)
         loop = asyncio.get_running_loop()
         prompts = await loop.run_in_executor(self._thread, self._prompts, body)
-        sampling = self._sampling(body)
-        if body.grammar is not None or body.response_format is not None:
-            sampling = await loop.run_in_executor(self._thread, self._held, body, sampling)
+        sampling = await self._forms.hold(body, self._sampling(body))
         return self._plan(body, prompts, sampling, owner)
 
     def _plan(
@@ -166,32 +156,6 @@ class Desk:
             seed=secrets.randbelow(SEEDS) if body.seed is None else body.seed % SEEDS,
             stop=body.stops,
         )
-
-    def _held(self, body: Common, sampling: Sampling) -> Sampling:
-        """The sampling held to the request's grammar; runs in the thread."""
-        from specctl.runtime.grammar import GrammarError, GrammarSpec, compile_grammar
-
-        spec: GrammarSpec | None = None
-        field = "response_format" if body.grammar is None else "grammar"
-        try:
-            match body.grammar or body.response_format:
-                case JsonObjectFormat():
-                    spec = GrammarSpec("json_object")
-                case JsonSchemaFormat(json_schema=found):
-                    spec = GrammarSpec.of_schema(found.schema_)
-                case SchemaGrammar(schema_=schema):
-                    spec = GrammarSpec.of_schema(schema)
-                case RegexGrammar(pattern=pattern):
-                    spec = GrammarSpec("regex", pattern)
-                case LarkGrammar(grammar=text):
-                    spec = GrammarSpec("lark", text)
-            if spec is None:
-                return sampling
-            return replace(sampling, grammar=compile_grammar(spec, self.service.target))
-        except GrammarError as error:
-            why = "; ".join(part for part in (error.what, error.found, error.expected) if part)
-            message = f"{field}: {why}"
-            raise ApiError(400, message, param=field, code="invalid_grammar") from error
 
 
 def _wanted(body: ChatRequest | CompletionRequest) -> int | None:

@@ -24,6 +24,7 @@ from specctl.runtime.server.errors import ApiError, api_error, broken
 T = TypeVar("T")
 Pieces = AsyncGenerator[tuple[Choice, Piece], None]
 DONE = b"data: [DONE]\n\n"
+ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
 async def pieces_of(answer: Answer) -> Pieces:
@@ -109,7 +110,7 @@ async def events_of(answer: Answer, includes_usage: bool) -> AsyncGenerator[byte
 
 
 def _event(body: Json) -> bytes:
-    return b"data: " + json.dumps(body, separators=(",", ":"), allow_nan=False).encode() + b"\n\n"
+    return f"data: {ENCODER.encode(body)}\n\n".encode("ascii")
 
 
 async def unless_gone(work: Awaitable[T], receive: Receive) -> T:
