@@ -114,7 +114,7 @@ class Engine:
         needed = longest + self.policy.nodes + 2
         if self.max_len is not None and self._kv is not None and self.max_len >= needed:
             return
-        assert not self.rows, "caches cannot grow while rows are live"
+        assert not self.live.rows, "caches cannot grow while rows are live"
         self.max_len = max(needed, self.max_len or 0)
         self._kv = self.target.new_kv(self.num_slots, self.max_len)
         self.admission.forget()
@@ -129,7 +129,7 @@ class Engine:
 
     @property
     def is_busy(self) -> bool:
-        return bool(self.rows) or self.admission.is_busy
+        return bool(self.live.rows) or self.admission.is_busy
 
     def submit(self, index: int, request: Request) -> None:
         """Put a request in the queue; `index` names it for as long as it lives."""
@@ -144,7 +144,7 @@ class Engine:
     @torch.inference_mode()
     def cancel(self, index: int) -> bool:
         """Forget a request wherever it stands, between rounds; the other rows notice nothing."""
-        for row in self.rows:
+        for row in self.live.rows:
             if row.index == index:
                 self._part([row])
                 return True
@@ -155,7 +155,7 @@ class Engine:
         """Rows join whose prompts are read, up to the last token: the root of the first round. If
         nothing can be drafted, that round's forward is part of the reading."""
         started = time.perf_counter()
-        alone = self._state is None and not self.rows and self.admission.chunk is None
+        alone = self._state is None and not self.live.rows and self.admission.chunk is None
         joined = self.admission.read(self._cache(), roots=alone)
         self._ahead = roots_of(joined) if alone else None
         for reading in joined:
@@ -169,11 +169,11 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Emission]:
         """One round of every live row: what each of them emitted."""
-        if not self.rows:
+        if not self.live.rows:
             return []
         started = time.perf_counter()
         view, sampling, noise = self.live.view(), self.live.sampling(), self.live.noise()
-        plan = self._planner.plan(self.rows)
+        plan = self._planner.plan(self.live.rows)
         tree = self._draft(view, sampling, noise, plan)
         drafted = time.perf_counter()
         tree, out = self._forward(view, tree)
@@ -185,20 +185,20 @@ class Engine:
         if not tree.is_chain:
             self._cache().keep(view.slot_B, view.kept_len_B, verdict.path_BP)
         accepted, emitted = self._commit(tree, verdict, plan)
-        logprobs = logprobs_of(logits_BTV, verdict.path_BP, self.rows, emitted)
+        logprobs = logprobs_of(logits_BTV, verdict.path_BP, self.live.rows, emitted)
         verified = time.perf_counter()
         self.draft_seconds += drafted - started
         self.verify_seconds += verified - drafted
         if self._state is not None:
-            outcome = outcome_of(view, tree, verdict, out, self.rows, accepted, emitted)
+            outcome = outcome_of(view, tree, verdict, out, self.live.rows, accepted, emitted)
             if self._state.is_listening:
                 outcome = with_topk(outcome, self.needs, out.logits_BTV)
             seconds = self._learn(self._state, outcome, drafted - started, verified - drafted)
             if self.batching is not None:
                 self.batching.observe(outcome, seconds)
-        made = zip(self.rows, emitted, accepted, logprobs, strict=True)
+        made = zip(self.live.rows, emitted, accepted, logprobs, strict=True)
         emissions = [Emission(row, new, min(n, len(new)), logp) for row, new, n, logp in made]
-        self._part([row for row in self.rows if row.finished is not None])
+        self._part([row for row in self.live.rows if row.finished is not None])
         return emissions
 
     def _draft(
@@ -209,7 +209,7 @@ class Engine:
         words, coupled, guide = self.drafter.vocab, self.rule == "target-only", sampling.guide(view)
         given = (self._state, view, plan.budget, sampling, noise, words, coupled, guide)
         tree = self.policy.grow(Growth(*given, self._watch))
-        assert tree.forced_BN is None or not self.drafter.lossless, "a lossless drafter forces"
+        assert tree.forced_BN is None or not self.drafter.lossless, "only approximate ones force"
         return fitted(plan.cut(tree))
 
     def _forward(self, view: RoundView, tree: DraftTree) -> tuple[DraftTree, LmOut]:
@@ -244,7 +244,7 @@ class Engine:
             packed = torch.cat([packed, counts_B2, path_BP], dim=1)
         accepted, emitted = [], []
         for b, (next_token, *rest) in enumerate(packed.tolist()):
-            row = self.rows[b]
+            row = self.live.rows[b]
             num_accepted, num_drafted, *path = rest or (0, 0)
             kept, row.finished = cut(row, [*path[:num_accepted], next_token], self.target)
             row.tokens.extend(kept)

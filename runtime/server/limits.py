@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields
 
 from specctl.recipes.errors import RecipeError
 
+_MAY_BE_ZERO = ("max_queue", "max_logprobs", "drain", "queue_timeout")
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -34,11 +36,11 @@ class Limits:
     def __post_init__(self) -> None:
         for one in fields(self):
             value = getattr(self, one.name)
-            least = 0 if one.name in ("max_queue", "drain", "max_logprobs") else 1e-3
+            least = 0 if one.name in _MAY_BE_ZERO else 1
             if value is not None and not least <= value < float("inf"):
                 raise RecipeError(
                     f"server limit {one.name} is out of range",
                     found=repr(value),
-                    expected="a finite number >= 0" if least == 0 else "a finite number > 0",
+                    expected=f"a finite number >= {least}",
                     do=f"give {one.name} another value, or leave it out",
                 )

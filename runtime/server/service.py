@@ -108,21 +108,26 @@ class Service:
         self._thread.start()
 
     def _work(self) -> None:
+        """The engine thread."""
+        timeout = self.limits.queue_timeout
         try:
-            self._worker = worker = Worker(
-                self._engine(),
-                self._desk,
-                self.counters,
-                self.on_finish,
-                self.limits.queue_timeout,
-            )
+            engine = self._engine()
+            worker = Worker(engine, self._desk, self.counters, self.on_finish, timeout)
         except Exception as error:
-            self.failure = str(error) if isinstance(error, SpecctlError) else place_of(error)
-            LOG.error("the engine could not be made: %s", place_of(error), exc_info=error)
-            self._desk.enter("failed")
+            self._fail(error)
             return
+        self._worker = worker
         self._desk.enter("ready", only_from=("loading",))
-        worker.serve()
+        try:
+            worker.serve()
+        except Exception as error:
+            self._fail(error)
+            worker.end()
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = str(error) if isinstance(error, SpecctlError) else place_of(error)
+        LOG.error("the engine thread failed: %s", place_of(error), exc_info=error)
+        self._desk.enter("failed")
 
     def _engine(self) -> GuardedEngine:
         """The engine with its caches; without the drafter if that cannot be had. The tokenizer is

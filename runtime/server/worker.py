@@ -15,7 +15,7 @@ from specctl.runtime.server.contract import Busy, Counters, Finished, Piece, Tic
 from specctl.runtime.server.desk import Desk
 from specctl.runtime.server.job import Job
 from specctl.runtime.server.text import Speech, TextStream
-from specctl.runtime.session import Row
+from specctl.runtime.session import Emission, Row
 
 LOG = logging.getLogger("specctl.server")
 CRASHES = 3  # rounds in a row that fail before the service gives up
@@ -53,10 +53,17 @@ class Worker:
             self._expire()
             self._round()
             self._flush()
+        self.end()
+
+    def end(self) -> None:
+        """Let go of everybody: cancelled, or failed where the service has."""
         for ticket in self.desk.take(wait=False)[0]:
             self._enter(ticket)
         for job in list(self.jobs.values()):
-            self._leave(job, "cancelled", None)
+            if self.desk.state == "failed":
+                self._fail(job, "the service has failed")
+            else:
+                self._leave(job, "cancelled", None)
         self._flush()
 
     @property
@@ -78,15 +85,22 @@ class Worker:
             self._crashes = 0
             self._seat(emission.row)
             job = self.jobs[emission.row.index]
-            piece = job.piece(emission)
-            job.count(self.counters)
-            if piece.finish_reason is None:
-                self._post(job.ticket, piece)
-            else:
-                self._leave(job, piece.finish_reason, piece)
+            try:
+                self._tell(job, emission)
+            except Exception as error:
+                LOG.error("an answer failed: %s", place_of(error), exc_info=error)
+                self._fail(job, place_of(error))
         self.counters.steps += bool(emissions)
         self.counters.seconds += time.monotonic() - began
         self.counters.spec_disabled = self.engine.num_disabled
+
+    def _tell(self, job: Job, emission: Emission) -> None:
+        piece = job.piece(emission)
+        job.count(self.counters)
+        if piece.finish_reason is None:
+            self._post(job.ticket, piece)
+        else:
+            self._leave(job, piece.finish_reason, piece)
 
     def _seat(self, row: Row) -> None:
         job = self.jobs[row.index]
@@ -116,15 +130,16 @@ class Worker:
         inside = [job for job in self.jobs.values() if job.index not in waiting]
         suspects = [job for job in inside if _is_suspect(job, live.get(job.index))]
         for job in suspects or inside:
-            self.engine.cancel(job.index)
-            job.ticket.failure = ResourceError(
-                "the answer could not be finished",
-                found=place_of(error),
-                do="send the request again; if it fails again, tell who runs the server",
-            )
-            self._leave(job, "error", Piece((), (), "", (), None, "error"))
+            self._fail(job, place_of(error))
         if self._crashes >= CRASHES:
             self.desk.enter("failed")
+
+    def _fail(self, job: Job, found: str) -> None:
+        """This answer ends here; its ticket says why."""
+        self.engine.cancel(job.index)
+        do = "send the request again; if it fails again, tell who runs the server"
+        job.ticket.failure = ResourceError("the answer could not be finished", found=found, do=do)
+        self._leave(job, "error", Piece((), (), "", (), None, "error"))
 
     # -- coming and going -----------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from specctl.runtime.server.service import (
     TooLong,
     Unavailable,
 )
+from specctl.runtime.server.text import TextStream
 from specctl.runtime.target import Target
 
 
@@ -452,3 +453,45 @@ def test_code_that_raises_inside_a_round_fails_its_own_row_only(target):
     failed, good = asyncio.run(run())
     assert [piece.finish_reason for piece in failed] == [None, None, "error"]
     assert tokens_of(good) == alone(target, asks_of(2)[1]).token_ids
+
+
+def test_text_that_cannot_be_written_fails_its_own_answer_only(target, monkeypatch):
+    add = TextStream.add
+
+    def picky(self, token):
+        if self._stops == ("never",):
+            raise UnicodeError
+        return add(self, token)
+
+    monkeypatch.setattr(TextStream, "add", picky)
+    good, odd = asks_of(2)
+    odd = replace(odd, sampling=replace(odd.sampling, stop=("never",)))
+
+    async def run():
+        async with served(target, max_batch=2) as service:
+            answers = await asyncio.gather(collect(service, good), collect(service, odd))
+            assert sorted(service._worker.engine.admission.free) == [0, 1]
+            return answers
+
+    answered, failed = asyncio.run(run())
+    assert tokens_of(answered) == alone(target, good).token_ids
+    assert [piece.finish_reason for piece in failed] == ["error"]
+
+
+def test_a_target_that_fails_in_every_round_ends_the_service(target, monkeypatch):
+    def broken(self, feed, kv):
+        raise RuntimeError
+
+    monkeypatch.setattr(type(target.lm), "run", broken)
+
+    async def run():
+        async with served(target, max_batch=1) as service:
+            asks = [collect(service, ask) for ask in asks_of(6)]
+            answers = await asyncio.gather(*asks)
+            assert service.status().state == "failed"
+            with pytest.raises(Unavailable, match="failed"):
+                await service.submit(asks_of(1)[0])
+            return answers
+
+    for pieces in asyncio.run(run()):
+        assert [piece.finish_reason for piece in pieces] == ["error"]
