@@ -59,6 +59,12 @@ MISTAKES = {
     "a top-k beyond all vocabularies": Mistake(
         (*G, "--top-k", "9" * 20, "x"), 2, "give top_k another value"
     ),
+    "a draft of absurdly many layers": Mistake(
+        ("distill", "--dry-run", "--layers", "9" * 20), 2, "specctl distill --help"
+    ),
+    "a draft of absurd width": Mistake(
+        ("distill", "--dry-run", "--width", "9" * 20), 2, "specctl distill --help"
+    ),
     "no dtype's name": Mistake((*G, "--dtype", "", "x"), 2, "--dtype float32"),
     "no device's name": Mistake((*G, "--device", "", "x"), 2, "--device auto"),
     "more layers than the target has": Mistake(
