@@ -72,20 +72,6 @@ def test_a_token_of_a_block_is_guessed_without_the_one_before_it(
     assert not torch.allclose(first[2], second[2])
 
 
-@torch.no_grad()
-def test_siblings_do_not_see_each_other(make_target: Any, drive: Any, round_view: Any) -> None:
-    target = make_target(num_layers=2, vocab=24)
-    one = drive(target, disturbed(target))
-    state = one.open()
-    one.start(state, 0, TEXT[:4])
-    state.root(round_view({0: TEXT[:4]}))
-    state.expand(torch.tensor([[1, 7]]), torch.tensor([[-1, -1]]))
-    tree = state.expand(torch.tensor([[2, 2]]), torch.tensor([[0, 1]]))[0]
-    for row, first in zip(tree, (1, 7), strict=True):
-        alone = one.chain_logits([*TEXT[:4], first, 2], 4)[-1]
-        torch.testing.assert_close(row, alone, atol=1e-4, rtol=1e-4)
-
-
 def test_rows_of_other_lengths_change_no_draft(make_target: Any) -> None:
     target = make_target(num_layers=2, vocab=24)
     drafter = disturbed(target)
