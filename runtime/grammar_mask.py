@@ -33,23 +33,24 @@ class Walk:
 
     def _begin(self) -> None:
         self._matcher = self.grammar.start()
-        self._text: list[int] = []
+        self.text: list[int] = []
         self._below: list[int] = []  # consumed beyond the text
         self._masks: dict[Path, Tensor | None] = {}
         self._is_over = False
 
-    def follow(self, text: Sequence[int]) -> None:
+    def leads_to(self, text: list[int]) -> bool:
+        return text[: len(self.text)] == self.text
+
+    def follow(self, text: list[int]) -> None:
         """The row's text has become this."""
-        known = len(self._text)
-        if list(text[:known]) != self._text:
+        if not self.leads_to(text):
             self._begin()
-            known = 0
-        new = list(text[known:])
+        new = text[len(self.text) :]
         if not new:
             return
         self._climb(0)
         self._is_over = self._is_over or not self._consume(new)
-        self._text += new
+        self.text += new
         self._masks.clear()
 
     def mask_V(self, path: Path) -> Tensor | None:
@@ -105,7 +106,13 @@ class GrammarRows:
     """The grammars of the rows of a batch (None: free). One writer: the engine."""
 
     def __init__(self, grammars: Sequence[Grammar | None]) -> None:
-        self._walks = {b: Walk(grammar) for b, grammar in enumerate(grammars) if grammar}
+        self._grammars = {b: grammar for b, grammar in enumerate(grammars) if grammar is not None}
+        self._walks: dict[int, Walk] = {}
+        self._known: list[Walk] = []
+
+    def inherit(self, before: GrammarRows) -> None:
+        """Rows that were in an earlier batch go on from where its walks are."""
+        self._known = list(before._walks.values())
 
     def apply(self, scores_BTV: Tensor, tree: DraftTree, view: RoundView) -> None:
         """In place: -inf on what the grammar forbids behind root and nodes. Behind a node that is
@@ -129,8 +136,22 @@ class GrammarRows:
 
     def _follow(self, view: RoundView) -> None:
         assert view.prompt_lens, "a grammar begins where the prompt ends"
-        for b, walk in self._walks.items():
-            walk.follow(view.tokens[b][view.prompt_lens[b] :])
+        for b, grammar in self._grammars.items():
+            text = list(view.tokens[b][view.prompt_lens[b] :])
+            if b not in self._walks:
+                self._walks[b] = self._found(grammar, text)
+            self._walks[b].follow(text)
+        self._known = []
+
+    def _found(self, grammar: Grammar, text: list[int]) -> Walk:
+        """The known walk of that grammar that is furthest on the way to this text, or a new one.
+        No two rows share one."""
+        fitting = [w for w in self._known if w.grammar is grammar and w.leads_to(text)]
+        if not fitting:
+            return Walk(grammar)
+        best = max(fitting, key=lambda walk: len(walk.text))
+        self._known.remove(best)
+        return best
 
 
 class Guide:

@@ -12,7 +12,11 @@ import sys
 from typing import Any
 
 MAX_MEMORY = 4 << 30
-LIMITS: dict[str, Any] = {"max_grammar_size": 100_000, "verbose_errors": False}
+LIMITS: dict[str, Any] = {
+    "max_grammar_size": 100_000,
+    "max_items_in_row": 1_000,  # an ambiguous grammar needs more and more time for every token
+    "verbose_errors": False,
+}
 
 
 def make_tokenizer(backend: str, vocab_size: int, eos_ids: list[int]) -> Any:

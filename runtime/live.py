@@ -19,16 +19,17 @@ class Live:
         self.rows: list[Row] = []
         self.vocab_size, self.device = vocab_size, device
         self._sampling: SamplingBatch | None = None
+        self._is_stale = True
         self._unread: RoundNoise | None = None
 
     def join(self, rows: Sequence[Row]) -> None:
         self.rows = sorted([*self.rows, *rows], key=lambda row: row.slot)
-        self._sampling = None
+        self._is_stale = True
 
     def leave(self, rows: Sequence[Row]) -> None:
         gone = {id(row) for row in rows}
         self.rows = [row for row in self.rows if id(row) not in gone]
-        self._sampling = None
+        self._is_stale = True
 
     def view(self) -> RoundView:
         """What drafter and policies see."""
@@ -41,12 +42,16 @@ class Live:
 
     def sampling(self) -> SamplingBatch:
         """The settings of all rows, made anew when rows have joined or left."""
-        if self._sampling is None:
-            self._sampling = self.sampling_of(self.rows)
+        if self._sampling is None or self._is_stale:
+            self._sampling, self._is_stale = self.sampling_of(self.rows), False
         return self._sampling
 
     def sampling_of(self, rows: Sequence[Row]) -> SamplingBatch:
-        return SamplingBatch([row.request.sampling for row in rows], self.vocab_size, self.device)
+        settings = [row.request.sampling for row in rows]
+        made = SamplingBatch(settings, self.vocab_size, self.device)
+        if self._sampling is not None:
+            made.inherit(self._sampling)
+        return made
 
     def noise(self) -> RoundNoise:
         """The random numbers of the coming round; greedy rows read none, so theirs is made once."""

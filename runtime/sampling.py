@@ -122,6 +122,14 @@ class SamplingBatch:
         """Whether the scores depend on the text so far, not on the logits alone."""
         return self._history is not None and self._history.reads_text
 
+    def inherit(self, before: SamplingBatch) -> None:
+        """Take over how far the grammars of an earlier batch were followed: their rows may still be
+        here, and to follow a long text again takes time."""
+        if self._history is not None and before._history is not None:
+            ours, theirs = self._history.grammars, before._history.grammars
+            if ours is not None and theirs is not None:
+                ours.inherit(theirs)
+
     def guide(self, view: RoundView) -> Guide | None:
         """What holds drafts to the grammars of these rows; None if they have none."""
         if self._history is None or self._history.grammars is None:

@@ -18,8 +18,10 @@ from specctl.drafters import family
 from specctl.drafters.parts.base import RoundView
 from specctl.drafters.parts.tree import DraftTree, NodeKind
 from specctl.drafters.small_lm import SmallLm
+from specctl.runtime import grammar_worker
 from specctl.runtime.engine import Engine
 from specctl.runtime.grammar import Compiler, GrammarError, GrammarSpec, Guard, compile_grammar
+from specctl.runtime.grammar_mask import Walk
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling import Sampling, SamplingBatch
 from specctl.runtime.session import Request
@@ -288,6 +290,40 @@ def test_a_text_that_left_its_grammar_can_only_end(grammar):
     batch = SamplingBatch([Sampling(grammar=grammar)], V)
     scores = batch.scores(logits_at(paths, 0), tree, view_of([2, 2], 1))[0]
     assert torch.isfinite(scores[0]).nonzero()[:, 0].tolist() == [EOS]
+
+
+def test_an_ambiguous_grammar_that_needs_ever_more_time_is_given_up(small, monkeypatch):
+    monkeypatch.setitem(grammar_worker.LIMITS, "max_items_in_row", 60)
+    spec = GrammarSpec("lark", 'start: s\ns: s s s | s s | "a" | "b"')
+    walk = Walk(Compiler(small.tokenizer, V, (EOS,)).compile(spec))
+    length = 0
+    while walk.mask_V(())[0] and length < 100:
+        length += 1
+        walk.follow([0] * length)
+    assert 5 < length < 100
+    assert walk.mask_V(()).nonzero()[:, 0].tolist() == [EOS]
+
+
+def test_what_a_batch_has_followed_is_not_followed_again(grammar, monkeypatch):
+    """Rows leave and join, so that settings are made anew; a walk goes on where it was."""
+    paths, tree = bush(1)
+    texts = ([0, 0, 1], [0, 3])
+    view = RoundView(
+        (0, 1),
+        torch.tensor([0, 1]),
+        torch.tensor([1, 3]),
+        torch.tensor([2, 1]),
+        texts,
+        (1, 1),
+    )
+    both = SamplingBatch([Sampling(grammar=grammar), Sampling(grammar=grammar)], V)
+    trees = tree.of_rows(torch.tensor([0, 0]))
+    known = both.scores(logits_at(paths, 0).expand(2, -1, -1), trees, view)
+    monkeypatch.setattr(Walk, "_consume", lambda *_: pytest.fail("followed again"))
+    one = SamplingBatch([Sampling(grammar=grammar)], V)
+    one.inherit(both)
+    guide = one.guide(view_of(texts[0], 1))
+    assert torch.equal(guide.root(logits_at(paths, 0)[:, 0], None), known[:1, 0])
 
 
 def test_a_file_says_by_its_ending_what_it_holds(tmp_path):
