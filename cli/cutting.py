@@ -79,6 +79,7 @@ def _made(console: Console, job: Job, folder: Path, half: bool, source: Path | N
     target = recipe_target(console, job.recipe)
     with locked(folder, console):
         if not (folder / REPORT).exists():
+            _refuse_other_run(folder)
             _make(console, job, target, folder, half, source)
     if _report_of(folder)["request"] != _as_json(job.request):
         raise FileError(
@@ -99,6 +100,18 @@ def recipe_target(console: Console, recipe: Recipe) -> Target:
     part = recipe.target
     choice = TargetChoice(part.name, part.revision, part.dtype, inflate=part.inflate)
     return choice.load(console)
+
+
+def _refuse_other_run(folder: Path) -> None:
+    """Checkpoints without a cut are another command's; its rows must not be made anew."""
+    if (folder / "checkpoints").exists():
+        raise FileError(
+            "the folder holds a run that was not cut from the target",
+            where=str(folder),
+            found="checkpoints, and no " + REPORT,
+            expected="an empty folder, or one of specctl prune",
+            do="choose another --out",
+        )
 
 
 def _make(
