@@ -61,7 +61,7 @@ def serve(
     _check_extra()
     check_batching(batching, draft.draft != NO_DRAFTER)
     from specctl.runtime.server.listen import Listener, bind, url_of
-    from specctl.runtime.server.logs import send_logs
+    from specctl.runtime.server.logs import log, send_logs
     from specctl.runtime.server.record import Recorder
 
     door, limits = access.door(console), limit.limits()
@@ -79,9 +79,13 @@ def serve(
 
     def ready() -> None:
         about = {"url": url, "port": socket.getsockname()[1], "model": called}
-        console.event({"event": "ready", **about, **_serving_json(service, loaded)})
-        console.say(f"serving {called} at {url}  (API {url}/v1, page {url}/, Ctrl-C ends)")
-        console.say(_serving_line(service, loaded))
+        about |= _serving_json(service, loaded)
+        console.event({"event": "ready", **about})
+        if console.stderr.isatty():
+            console.say(f"serving {called} at {url}  (API {url}/v1, page {url}/, Ctrl-C ends)")
+            console.say(_serving_line(service, loaded))
+        else:
+            log("ready", **about)
 
     code = asyncio.run(Listener(app, service, socket, limits.drain).run(ready))
     if recorder is not None:
@@ -112,8 +116,13 @@ def _service(
     console: Console, target: Target, draft: LoadedDraft, batching: str, limits: Limits
 ) -> tuple[Service, str]:
     """The service, and what kind of verification its answers have."""
+    from specctl.runtime.server.logs import log
     from specctl.runtime.server.service import Service
     from specctl.runtime.verify.choice import verification_of
+
+    def say(text: str) -> None:
+        log("engine", logging.WARNING, message=text)
+        console.warnings.append(text)
 
     if draft.parallel:
         console.warn("drafting in parallel is left out: it serves one prompt at a time")
@@ -129,7 +138,7 @@ def _service(
         rule,
         batching=chosen,
         limits=limits,
-        say=console.warn,
+        say=say,
         why_off="no drafter was given" if draft.drafter is None else None,
     )
     mark = verification_of(rule, draft.drafter, service.policy, sampled=True)

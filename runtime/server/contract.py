@@ -180,11 +180,13 @@ class Finished:
 
 
 class Serving(Protocol):
-    """What the HTTP layer is given. `on_finish` callbacks run in the engine thread: be quick."""
+    """What the HTTP layer is given. `on_finish` callbacks run in the engine thread: be quick.
+    `failure` says why the state is "failed", None while it is not."""
 
     target: Target
     limits: Limits
     counters: Counters
+    failure: str | None
     on_finish: list[Callable[[Finished], None]]
 
     def start(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -24,6 +25,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from specctl.recipes.errors import ResourceError, SpecctlError
 from specctl.runtime.server.contract import Serving
 from specctl.runtime.server.errors import ApiError
+from specctl.runtime.server.logs import log
 
 HEAD_SECONDS = 20.0  # for the head of a request; one that dribbles in is hung up on
 HEAD_BYTES = 64 << 10
@@ -179,15 +181,20 @@ class Listener:
                 is_told = True
             await asyncio.sleep(0.2 if is_told else 0.02)
         raise ResourceError(
-            "the engine has failed", do="the log above says why; start the server again"
+            "the engine has failed",
+            found=self.service.failure or "",
+            expected="room for the target, the drafter and their caches",
+            do="the log above says where; then start the server again, smaller where memory ended",
         )
 
     async def _finish(self) -> bool:
         """Let what runs come to its end, last bytes included: True if all of it did."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.drain
+        log("draining", seconds=self.drain, running=self.service.status().running)
         is_finished = await self.service.drain(self.drain)
         if not is_finished:
+            log("cut", logging.WARNING, running=self.service.status().running)
             await asyncio.to_thread(self.service.stop)  # waits for the round that runs
             deadline = loop.time() + LEAVE_SECONDS
         while self._server.server_state.tasks and loop.time() < deadline:

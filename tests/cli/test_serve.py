@@ -135,6 +135,7 @@ def test_a_server_from_its_first_line_to_its_last(start: Start, tmp_path: Path) 
     assert process.stderr is not None
     logs = [json.loads(line) for line in process.stderr.read().splitlines()]
     assert [log["status"] for log in logs if log["event"] == "request"] == [401, 200, 200, 200]
+    assert [log["event"] for log in logs if log["event"] != "request"] == ["ready", "draining"]
 
 
 def test_a_second_signal_ends_it_where_it_stands(start: Start) -> None:

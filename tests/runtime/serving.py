@@ -63,6 +63,7 @@ class StubService:
     asks: list[Ask] = field(default_factory=list)
     state: str = "loading"
     why_off: str | None = None
+    failure: str | None = None
 
     def __post_init__(self) -> None:
         self._tasks: dict[Ticket, asyncio.Task] = {}

@@ -261,6 +261,17 @@ def test_overload_refuses_exactly_what_does_not_fit() -> None:
     assert all(events(r)[-1] == "[DONE]" for r in found if r.status_code == 200)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_ask_that_waited_too_long_is_429_streamed_or_not(stream: bool) -> None:
+    class Slow(StubService):
+        async def _answer(self, ticket: Any) -> None:
+            ticket.deliver(Busy(4, "the request waited too long"))
+
+    response = post(make_app(Slow()), TEXT, {"prompt": "x", "stream": stream})
+    assert (response.status_code, response.headers["retry-after"]) == (429, "4")
+    assert "waited too long" in error_of(response)["message"]
+
+
 def test_of_several_choices_none_is_left_behind_when_one_is_refused() -> None:
     service = StubService(delay=5, limits=Limits(max_batch=1, max_queue=1))
     assert post(make_app(service), TEXT, {"prompt": "x", "n": 3}).status_code == 429

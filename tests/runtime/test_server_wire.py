@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import socket
@@ -203,6 +204,16 @@ def test_what_outlasts_the_drain_is_cut_with_an_error_and_the_exit_code_says_so(
         assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "stopped"
         server.thread.join(10)
         assert server.codes == [128 + signal.SIGTERM]
+
+
+def test_an_engine_that_fails_ends_the_process_and_says_why() -> None:
+    class Failing(StubService):
+        def start(self) -> None:
+            self.state, self.failure = "failed", "no memory for the caches"
+
+    listener = listen.Listener(None, Failing(), listen.bind("127.0.0.1", 0), 1.0)
+    with pytest.raises(ResourceError, match="no memory for the caches"):
+        asyncio.run(listener.run(lambda: None))
 
 
 def test_a_port_in_use_and_an_address_of_others_are_errors_in_words() -> None:
