@@ -23,7 +23,8 @@ BUILD_LOG := $(VENV)/install.log
 
 .PHONY: help install dev quickstart test lint types check proof bench clean proof-training \
   proof-kill proof-faults proof-resume proof-order proof-nan proof-damage proof-term proof-changed \
-  proof-shards proof-lock proof-answers proof-joint
+  proof-shards proof-lock proof-answers proof-joint proof-page proof-serving \
+  proof-serve-fuzz proof-serve-streams proof-serve-load proof-serve-life
 
 help:
 	@sed -n '1,5s/^# \{0,1\}//p' Makefile
@@ -105,8 +106,19 @@ proof-training: proof-kill proof-faults proof-resume proof-order proof-nan proof
 proof-joint: $(VENV)/.dev
 	$(PROOF)/proof_joint.py --samples 20000
 
+# The server's page in a headless Chromium: apt-get install -y chromium-headless-shell
+proof-page: $(VENV)/.dev
+	$(PROOF)/proof_page.py
+
+# Serving; the options of every script make it shorter.
+proof-serve-fuzz: $(VENV)/.dev
+	$(PROOF)/proof_serve_fuzz.py
+proof-serve-streams: $(VENV)/.dev
+	$(PROOF)/proof_serve_streams.py
+proof-serving: proof-serve-fuzz proof-serve-streams
+
 # Long: the drafters are trained first where runs/bench lacks them.
-proof: $(VENV)/.dev proof-training proof-joint
+proof: $(VENV)/.dev proof-training proof-joint proof-page proof-serving
 	$(BIN)/python benchmarks/proof_enumeration.py
 	$(BIN)/python benchmarks/drafters.py --out $(BENCH) --recipes $(RECIPES)
 	$(BIN)/python benchmarks/greedy_identity.py --drafts $(PACKAGES) --prompts 200 --tokens 64

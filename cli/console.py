@@ -97,6 +97,11 @@ class Console:
                 self._progress = PlainProgress(self.stderr)
         return self._progress
 
+    def event(self, body: dict[str, Any]) -> None:
+        """Something that happened, for --jsonl alone."""
+        if self.jsonl and self.is_main:
+            self._event(body)
+
     def _event(self, body: dict[str, Any]) -> None:
         """A line of --jsonl."""
         line = {"schema": f"specctl.{self.command}/1", **body}

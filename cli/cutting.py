@@ -79,6 +79,7 @@ def _made(console: Console, job: Job, folder: Path, half: bool, source: Path | N
     target = recipe_target(console, job.recipe)
     with locked(folder, console):
         if not (folder / REPORT).exists():
+            _refuse_other_run(folder)
             _make(console, job, target, folder, half, source)
     if _report_of(folder)["request"] != _as_json(job.request):
         raise FileError(
@@ -101,17 +102,30 @@ def recipe_target(console: Console, recipe: Recipe) -> Target:
     return choice.load(console)
 
 
+def _refuse_other_run(folder: Path) -> None:
+    """Checkpoints without a cut are another command's; its rows must not be made anew."""
+    if (folder / "checkpoints").exists():
+        raise FileError(
+            "the folder holds a run that was not cut from the target",
+            where=str(folder),
+            found="checkpoints, and no " + REPORT,
+            expected="an empty folder, or one of specctl prune",
+            do="choose another --out",
+        )
+
+
 def _make(
     console: Console, job: Job, target: Target, folder: Path, half: bool, source: Path | None
 ) -> None:
     """Score, cut, package and report one stage."""
     from specctl.drafters.small_lm import SmallLm
     from specctl.train.data.prepare import prepare
-    from specctl.train.prune.cut import prunable
+    from specctl.train.prune.cut import check_cut, prunable
     from specctl.train.prune.run import cut_drafter, halfway, whole_target
 
     shape = prunable(target).module.shape
     wanted = job.wanted(shape)
+    check_cut(wanted, shape)  # before the target writes its answers
     if half:
         wanted = halfway(wanted, shape)
     origin = whole_target(target) if source is None else load_initial(str(source), target)

@@ -13,7 +13,8 @@ REST = RecipeFlags(recipe="rest")
 
 
 def datastore(console: Console, flags: RecipeFlags = REST, offline: Offline = False) -> None:
-    """Build the store of a retrieval drafter (rest, suffix-automaton, dresd, rasd).
+    """Build the store of a drafter that learns from texts (rest, suffix-automaton, dresd, rasd,
+    hierarchy, token-recycling).
 
     The texts are the recipe's data: as they are, or with data.regenerate=true what the target
     answers to them. OUT/package is the drafter; it belongs to this target and tokenizer.

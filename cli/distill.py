@@ -43,11 +43,15 @@ class DistillFlags(TrainingFlags):
     ] = None
     layers: Annotated[
         int | None,
-        typer.Option("--layers", min=1, help="Layers of the draft.", rich_help_panel=METHOD),
+        typer.Option(
+            "--layers", min=1, max=1_000, help="Layers of the draft.", rich_help_panel=METHOD
+        ),
     ] = None
     width: Annotated[
         int | None,
-        typer.Option("--width", min=1, help="Width of the draft.", rich_help_panel=METHOD),
+        typer.Option(
+            "--width", min=1, max=1_000_000, help="Width of the draft.", rich_help_panel=METHOD
+        ),
     ] = None
     loss: Annotated[
         str | None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +11,8 @@ import typer
 
 from specctl.cli.console import Console
 from specctl.cli.flags import Compile
+from specctl.cli.generated import show_stats, tell_ends
+from specctl.cli.grammar import GrammarFlags
 from specctl.cli.loading import (
     NO_DRAFTER,
     DraftChoice,
@@ -34,6 +36,7 @@ def generate(
     console: Console,
     draft: DraftChoice,
     sampling: SamplingFlags,
+    grammar: GrammarFlags,
     target: TargetChoice,
     prompt: Annotated[
         str | None, typer.Argument(help="The text to continue; - reads standard input.")
@@ -65,6 +68,7 @@ def generate(
       specctl generate --draft prompt-lookup --compare "import os"
       specctl generate --draft runs/quickstart/package --temperature 0.8 --stats "class Tree:"
       specctl generate -f prompts.txt --batch 4 --json
+      specctl generate --draft prompt-lookup --json-schema person.json "data = "
     """
     prompts = read_prompts(prompt, file, limit)
     if compare and draft.draft == NO_DRAFTER:
@@ -72,6 +76,7 @@ def generate(
         console.warn("--compare without --draft compares with prompt-lookup")
     settings = sampling.sampling()
     model = target.load(console, compiled)
+    settings = replace(settings, grammar=grammar.load(model))
     loaded = draft.load(model)
     loaded.announce(console)
     tokens = [p.tokens(model, chat) for p in prompts]
@@ -87,6 +92,7 @@ def generate(
         if stats:
             show_stats(console, run.made.stats)
         run.tell(console)
+        tell_ends(console, run.made.outputs, settings, model)
         result = job.to_json(run)
     where = f"--target {target.name}"
     where += f" --draft {draft.draft}" if draft.draft != NO_DRAFTER else ""
@@ -106,7 +112,7 @@ class Job:
     costs: CostTable | None = None
 
     def run(self, draft: LoadedDraft, on_tokens: Any = None) -> Run:
-        from specctl.runtime.cost import equip
+        from specctl.runtime.cost import equip, fitted_sizes
         from specctl.runtime.generate import generate as generate_
 
         chosen = equip(draft.policy, self.costs)
@@ -122,7 +128,7 @@ class Job:
             on_tokens=on_tokens,
             parallel=draft.parallel,
         )
-        return Run(made, chosen.chooser)
+        return Run(made, chosen.chooser, fitted_sizes(draft.policy, chosen.policy))
 
     def to_json(self, run: Run) -> dict[str, Any]:
         outputs = [
@@ -141,19 +147,24 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What was generated, and what chose the draft lengths (None: they were fixed)."""
+    """What was generated, what chose the draft lengths (None: they were fixed), and what of the
+    policy was fitted to measured costs."""
 
     made: Generated
     chooser: LengthChooser | None
+    fitted: Mapping[str, Any]
 
     def adaptive_json(self) -> dict[str, Any] | None:
         if self.chooser is None:
-            return None
+            return {"fitted": dict(self.fitted)} if self.fitted else None
         figures = {"rounds": self.chooser.rounds, "rounds_off": self.chooser.rounds_off}
         return {**figures, "acceptance": round(self.chooser.estimate(), 3)}
 
     def tell(self, console: Console) -> None:
-        """Where speculation was switched off: how often, and why."""
+        """What was fitted; where speculation was switched off, how often and why."""
+        if self.fitted:
+            sizes = ", ".join(f"{name} {_short(value)}" for name, value in self.fitted.items())
+            console.say(f"the tree was fitted to the measured costs: {sizes}")
         if self.chooser is None or self.chooser.rounds_off == 0:
             return
         console.say(
@@ -161,6 +172,10 @@ class Run:
             f"rounds: with about {self.chooser.estimate():.0%} of drafted tokens accepted, plain "
             "decoding is faster here by the measured costs (--no-adaptive drafts all the same)"
         )
+
+
+def _short(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _stream(console: Console, job: Job) -> Run:
@@ -245,6 +260,7 @@ def _compare(console: Console, job: Job) -> dict[str, Any]:
     console.table(columns, rows)
     show_stats(console, fast.stats)
     runs[1].tell(console)
+    tell_ends(console, fast.outputs, job.sampling, job.target)
     if identical is False:
         _explain_difference(console, job)
     comparison = {
@@ -270,20 +286,6 @@ def _explain_difference(console: Console, job: Job) -> None:
     console.warn(
         f"outputs differ in {str(job.target.dtype).removeprefix('torch.')}: several rows at once "
         "round differently from one row, so near-ties may flip; --dtype float32 gives identity"
-    )
-
-
-def show_stats(console: Console, stats: Stats) -> None:
-    """The counts of a run, in the words that every report uses."""
-    per_position = " ".join(f"{share:.2f}" for share in stats.accepted_per_position) or "-"
-    console.out(
-        f"tau {stats.tau:.2f} | rounds {stats.rounds:,} | drafted {stats.drafted:,} | "
-        f"accepted {stats.accepted:,} | accepted per position {per_position}"
-    )
-    console.out(
-        f"{stats.tokens:,} tokens in {stats.seconds:.2f} s | "
-        f"{stats.tokens_per_second:.1f} tokens/s | drafting {stats.draft_share:.0%} of the time | "
-        f"repetition {stats.repetition_rate:.2f} | verification {stats.verification}"
     )
 
 

@@ -221,6 +221,11 @@ class LoadedDraft:
     is_adaptive: bool | None  # None: where the costs are known
     parallel: bool = False
 
+    @property
+    def source(self) -> str:
+        """What tells it from other drafters: the digest of a package, else its name."""
+        return _source(self.name)
+
     def announce(self, console: Console) -> None:
         """Say what a user should know before this drafter is used."""
         if self.drafter is None:
@@ -253,7 +258,7 @@ class LoadedDraft:
             return None
         from specctl.cli.cost_cache import describe, read_costs, write_costs
 
-        about = describe(target, self.drafter, self.policy, _source(self.name), batch)
+        about = describe(target, self.drafter, self.policy, self.source, batch)
         about["sampled"] = sampled
         found = None if measure else read_costs(about)
         if found is None and (measure or self.is_adaptive):

@@ -48,6 +48,8 @@ COMMANDS = {
     "vocab-trim": Entry("vocab_trim", TRAIN, "Cut a drafter's vocabulary to what pays."),
     "pretrain": Entry("pretrain", TRAIN, "Train the embedded target from nothing."),
     "generate": Entry("generate", USE, "Continue prompts, losslessly faster."),
+    "chat": Entry("chat", USE, "Talk with a target, its answers drafted ahead."),
+    "serve": Entry("serve", USE, "An OpenAI-compatible server for many users at once."),
     "bench": Entry("bench", USE, "Compare drafters: tau, tokens per second, speed-up."),
     "verify": Entry("verify", LOOK, "Prove that a package is whole, compatible and lossless."),
     "show": Entry("show", LOOK, "What a package, a run or a model folder contains."),

@@ -62,11 +62,11 @@ def read_prompts(prompt: str | None, file: Path | None, limit: int | None) -> li
             do='specctl generate "def main("',
         )
     for prompt_text in found:
-        _check_text(prompt_text.text, file)
+        check_text(prompt_text.text, file)
     return found[:limit]
 
 
-def _check_text(text: str, file: Path | None) -> None:
+def check_text(text: str, file: Path | None) -> None:
     """Half of a surrogate pair (bytes that are no UTF-8, or a broken escape) is no character."""
     if any("\ud800" <= char <= "\udfff" for char in text):
         raise SpecctlError(

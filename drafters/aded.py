@@ -27,13 +27,15 @@ from specctl.drafters.parts.base import (
     Space,
 )
 from specctl.drafters.parts.best_first import Guess, best_first
+from specctl.drafters.parts.heads import check_choice
 from specctl.drafters.parts.laws import LawDrafter, learn_round, learn_text, step, tail
 from specctl.drafters.parts.mcts import Puct, most_visited
+from specctl.drafters.parts.room import Scope
 from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.store import Ids, Scope
+from specctl.drafters.parts.store import Ids
 from specctl.drafters.parts.trie import Trie, TrieState
 from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import RecipeError, nearest
+from specctl.recipes.errors import RecipeError
 
 MAKERS = ("best-first", "mcts", "ranks")
 LENGTHS = range(2, 0, -1)  # of the contexts: the pair, then its last token
@@ -54,13 +56,7 @@ class AdedOptions:
     max_mib: int = 32
 
     def __post_init__(self) -> None:
-        if self.maker not in MAKERS:
-            raise RecipeError(
-                f"unknown maker of trees {self.maker!r}",
-                where="drafter.options.maker",
-                expected="one of " + ", ".join(MAKERS),
-                do=f"write maker: {nearest(self.maker, MAKERS, 1)}",
-            )
+        check_choice("maker", self.maker, MAKERS)
         if self.topk < 1 or not 0.0 <= self.keep <= 1.0 or self.simulations < 1:
             raise RecipeError(
                 "an option of aded is out of range",

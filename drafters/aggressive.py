@@ -31,6 +31,7 @@ from specctl.drafters.parts.base import (
     RoundView,
     Space,
 )
+from specctl.drafters.parts.heads import check_choice, check_count
 from specctl.drafters.parts.iterate import blank_token
 from specctl.drafters.parts.probes import with_probes
 from specctl.drafters.parts.spec import ModelSpec
@@ -55,22 +56,12 @@ class AggressiveOptions:
     block: int | None = None
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise RecipeError(
-                f"unknown mode {self.mode!r}",
-                where="drafter.options.mode",
-                expected="one of " + ", ".join(MODES),
-                do="write mode: input",
-            )
-        block = 1 if self.block is None else self.block
-        if self.match < 1 or self.skip < 0 or self.tail < 0 or block < 1:
-            raise RecipeError(
-                "an option of aggressive decoding is out of range",
-                where="drafter.options",
-                found=f"match {self.match}, skip {self.skip}, tail {self.tail}, block {self.block}",
-                expected="match and block 1 or more, skip and tail 0 or more",
-                do="leave them out to take the defaults",
-            )
+        check_choice("mode", self.mode, MODES)
+        check_count("match", self.match)
+        check_count("skip", self.skip, least=0)
+        check_count("tail", self.tail, least=0)
+        if self.block is not None:
+            check_count("block", self.block)
 
 
 class Aggressive(Drafter):

@@ -84,14 +84,6 @@ class Chimera(BlockDrafter):
         self.module = ChimeraNet(spec, draft_size(vocab, spec.vocab_size))
 
     @property
-    def net(self) -> BlockNet:
-        return self.module.net
-
-    @property
-    def norm(self) -> nn.Module:
-        return self.module.norm
-
-    @property
     def shape(self) -> LayerShape:
         return self.net.shape
 

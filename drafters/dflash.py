@@ -10,20 +10,19 @@ Letters: X any leading axes, D width, I width of the joined features.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from specctl.drafters.parts.base import Family
-from specctl.drafters.parts.block_drafter import BlockDrafter
+from specctl.drafters.parts.block_drafter import TappedBlocks
 from specctl.drafters.parts.block_net import BlockNet
 from specctl.drafters.parts.blocks import RmsNorm
 from specctl.drafters.parts.heads import check_count
 from specctl.drafters.parts.losses import check_kind
 from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.taps import taps_of
 from specctl.drafters.parts.vocab import VocabMap
 
 
@@ -65,27 +64,13 @@ class InjectedNet(nn.Module):
                 nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
 
 
-class InjectedBlocks(BlockDrafter):
+class InjectedBlocks(TappedBlocks):
     """Blocks whose layers read injected features."""
 
     module: InjectedNet
 
-    def __init__(
-        self, options: DFlashOptions, spec: ModelSpec, vocab: VocabMap | None = None
-    ) -> None:
-        self.own_taps = taps_of(options.taps, spec)
-        super().__init__(replace(options, taps=self.own_taps), spec, vocab)
-
     def own_heads(self) -> list[nn.Linear]:
         return []
-
-    @property
-    def net(self) -> BlockNet:
-        return self.module.net
-
-    @property
-    def norm(self) -> nn.Module:
-        return self.module.norm
 
     def rows(self, state_BTD: Tensor, next_ids_BT: Tensor) -> Tensor:
         del next_ids_BT

@@ -22,11 +22,12 @@ from torch import Tensor
 from specctl.drafters.parts.base import Budget, Drafter, Family, Needs, Outcome, Space
 from specctl.drafters.parts.corpus import BREAK, joined
 from specctl.drafters.parts.dense import KINDS, DenseIndex, Projection
+from specctl.drafters.parts.heads import check_choice, check_count
 from specctl.drafters.parts.occurrences import copied
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.trie import Trie, TrieState, counted
 from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import IntegrityError, RecipeError
+from specctl.recipes.errors import IntegrityError
 
 TRUST = 0.7  # guessed chance that a neighbour goes on alike; policies read it, no verifier
 
@@ -43,15 +44,9 @@ class DresdOptions:
     own: bool = True
 
     def __post_init__(self) -> None:
-        if min(self.neighbours, self.span, self.dims) < 1 or self.index not in KINDS:
-            raise RecipeError(
-                "nothing would be retrieved",
-                where="drafter.options",
-                found=f"neighbours {self.neighbours}, span {self.span}, dims {self.dims}, "
-                f"index {self.index}",
-                expected="positive numbers, and index one of " + ", ".join(KINDS),
-                do="leave them out to take the defaults",
-            )
+        for name in ("neighbours", "span", "dims"):
+            check_count(name, getattr(self, name))
+        check_choice("index", self.index, KINDS)
 
 
 class Dresd(Drafter):

@@ -21,7 +21,7 @@ from specctl.drafters.parts.align import aim, shifted
 from specctl.drafters.parts.base import Borrowed, Drafter, Family, Needs, Space
 from specctl.drafters.parts.batch import LossOut, TrainBatch
 from specctl.drafters.parts.blocks import FeatureNet, LayerShape, attend_chains
-from specctl.drafters.parts.heads import cut_rows, draft_size, head_rows
+from specctl.drafters.parts.heads import check_choice, cut_rows, draft_size, head_rows
 from specctl.drafters.parts.losses import (
     LossOptions,
     check_kind,
@@ -72,13 +72,7 @@ class Eagle3Options:
         if self.taps is not None:
             object.__setattr__(self, "taps", tuple(int(tap) for tap in self.taps))
         check_kind(self.loss, "drafter.options.loss")
-        if self.lm_head not in LM_HEADS:
-            raise RecipeError(
-                f"unknown lm_head {self.lm_head!r}",
-                where="drafter.options.lm_head",
-                expected="one of " + ", ".join(LM_HEADS),
-                do="write lm_head: init",
-            )
+        check_choice("lm_head", self.lm_head, LM_HEADS)
         if self.ttt_steps < 1:
             raise RecipeError(
                 "training-time test needs at least one step",

@@ -30,14 +30,16 @@ from specctl.drafters.parts.base import (
     Space,
 )
 from specctl.drafters.parts.best_first import Guess, best_first
+from specctl.drafters.parts.heads import check_choice
 from specctl.drafters.parts.laws import LawDrafter, learn_round
 from specctl.drafters.parts.rates import Rates, record_round
+from specctl.drafters.parts.room import Scope
 from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.store import NgramStore, Scope
+from specctl.drafters.parts.store import NgramStore
 from specctl.drafters.parts.trie import Trie, TrieState
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.drafters.prompt_lookup import NgramIndex
-from specctl.recipes.errors import RecipeError, nearest
+from specctl.recipes.errors import RecipeError
 
 SHAPES = ("spine", "balanced")
 LAST = range(1, 0, -1)  # branches are keyed by one token
@@ -68,13 +70,7 @@ class GooseOptions:
                     expected="numbers between 0 and 1",
                     do=f"leave {name} out to take the defaults",
                 )
-        if self.shape not in SHAPES:
-            raise RecipeError(
-                f"unknown shape of trees {self.shape!r}",
-                where="drafter.options.shape",
-                expected="one of " + ", ".join(SHAPES),
-                do=f"write shape: {nearest(self.shape, SHAPES, 1)}",
-            )
+        check_choice("shape", self.shape, SHAPES)
 
 
 class Goose(LawDrafter):

@@ -31,8 +31,9 @@ from specctl.drafters.parts.base import (
     Space,
 )
 from specctl.drafters.parts.laws import learning_scope
+from specctl.drafters.parts.room import Scope
 from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.store import Ids, NgramStore, Scope, StoreLimits, StoreRoom
+from specctl.drafters.parts.store import Ids, NgramStore, StoreLimits, StoreRoom
 from specctl.drafters.parts.trie import Trie, TrieState
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.recipes.errors import FileError, RecipeError

@@ -28,11 +28,11 @@ from specctl.drafters.parts.base import (
     RoundView,
     Space,
 )
+from specctl.drafters.parts.heads import check_choice, check_count
 from specctl.drafters.parts.iterate import Iterate, blank_token
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.tree import DraftTree, NodeKind, chain_tree, empty_tree
 from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import RecipeError
 
 SCHEDULES = ("jacobi", "gauss-seidel", "hybrid")
 
@@ -47,21 +47,9 @@ class JacobiOptions:
     assumed_length: int = 128
 
     def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
-            raise RecipeError(
-                f"unknown schedule {self.schedule!r}",
-                where="drafter.options.schedule",
-                expected="one of " + ", ".join(SCHEDULES),
-                do="write schedule: gauss-seidel",
-            )
-        if self.block < 2 or self.assumed_length < 1:
-            raise RecipeError(
-                "nothing is iterated over",
-                where="drafter.options",
-                found=f"block {self.block}, assumed_length {self.assumed_length}",
-                expected="block 2 or more, assumed_length 1 or more",
-                do="leave both out to take the defaults",
-            )
+        check_choice("schedule", self.schedule, SCHEDULES)
+        check_count("block", self.block, least=2)
+        check_count("assumed_length", self.assumed_length)
 
 
 class Jacobi(Drafter):

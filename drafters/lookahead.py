@@ -31,8 +31,9 @@ from specctl.drafters.parts.base import (
 )
 from specctl.drafters.parts.laws import learning_scope
 from specctl.drafters.parts.probes import with_probes
+from specctl.drafters.parts.room import Scope
 from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.store import Scope, StoreLimits, StoreRoom
+from specctl.drafters.parts.store import StoreLimits, StoreRoom
 from specctl.drafters.parts.tree import DraftTree
 from specctl.drafters.parts.trie import merged, pack
 from specctl.drafters.parts.vocab import VocabMap

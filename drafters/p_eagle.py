@@ -13,20 +13,19 @@ Letters: X any leading axes, A anchors, D width, I width of the features.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from specctl.drafters.parts.base import Family
-from specctl.drafters.parts.block_drafter import BlockDrafter
+from specctl.drafters.parts.block_drafter import TappedBlocks
 from specctl.drafters.parts.block_net import BlockNet
 from specctl.drafters.parts.blocks import RmsNorm
 from specctl.drafters.parts.heads import check_count, draft_size
 from specctl.drafters.parts.losses import check_kind
 from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.taps import taps_of
 from specctl.drafters.parts.vocab import VocabMap
 
 FEWEST = 16  # drafts of a row of text that are never thinned out
@@ -86,7 +85,7 @@ class PairNet(nn.Module):
         return joined_XD
 
 
-class PEagle(BlockDrafter):
+class PEagle(TappedBlocks):
     """Head 0 reads the newest true row, head d the masked row d behind it."""
 
     family: ClassVar[str] = "p-eagle"
@@ -97,21 +96,12 @@ class PEagle(BlockDrafter):
     def __init__(
         self, options: PEagleOptions, spec: ModelSpec, vocab: VocabMap | None = None
     ) -> None:
-        self.own_taps = taps_of(options.taps, spec)
-        super().__init__(replace(options, taps=self.own_taps), spec, vocab)
+        super().__init__(options, spec, vocab)
         size = draft_size(vocab, spec.vocab_size)
         self.module = PairNet(spec, len(self.own_taps), options.layers, size)
 
     def own_heads(self) -> list[nn.Linear]:
         return [self.module.lm_head]
-
-    @property
-    def net(self) -> BlockNet:
-        return self.module.net
-
-    @property
-    def norm(self) -> nn.Module:
-        return self.module.norm
 
     def rows(self, state_BTD: Tensor, next_ids_BT: Tensor) -> Tensor:
         rows_BTD: Tensor = self.module(self.embed(next_ids_BT), state_BTD)

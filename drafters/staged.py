@@ -21,14 +21,15 @@ from torch import Tensor
 
 from specctl.drafters.parts.base import Family, RoundView, Space
 from specctl.drafters.parts.growth import aim_cache
+from specctl.drafters.parts.heads import check_choice, check_count
 from specctl.drafters.parts.laws import learning_scope, tail
 from specctl.drafters.parts.lm_state import LmState
+from specctl.drafters.parts.room import Scope
 from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.store import Scope, StoreLimits, StoreRoom
+from specctl.drafters.parts.store import StoreLimits, StoreRoom
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.drafters.prompt_lookup import NgramIndex
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
-from specctl.recipes.errors import RecipeError
 
 INNER = ("ngram", "prompt-lookup")
 
@@ -47,21 +48,9 @@ class StagedOptions(SmallLmOptions):
 
     def __post_init__(self) -> None:
         SmallLmOptions.__post_init__(self)
-        if self.inner not in INNER:
-            raise RecipeError(
-                f"unknown second stage {self.inner!r}",
-                where="drafter.options.inner",
-                expected="one of " + ", ".join(INNER),
-                do="write inner: ngram",
-            )
-        if self.inner_length < 1 or self.order < 1:
-            raise RecipeError(
-                "the second stage drafts nothing",
-                where="drafter.options",
-                found=f"inner_length {self.inner_length}, order {self.order}",
-                expected="1 or more",
-                do="leave both out, or take family small-lm",
-            )
+        check_choice("inner", self.inner, INNER)
+        check_count("inner_length", self.inner_length)
+        check_count("order", self.order)
 
 
 class Staged(SmallLm):

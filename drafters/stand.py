@@ -31,8 +31,9 @@ from specctl.drafters.parts.base import (
     StepState,
 )
 from specctl.drafters.parts.laws import LawDrafter, learn_round, learn_text, step, tail
+from specctl.drafters.parts.room import Scope
 from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.store import Ids, Scope
+from specctl.drafters.parts.store import Ids
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.recipes.errors import RecipeError
 

@@ -32,8 +32,9 @@ from specctl.drafters.parts.growth import aim_cache
 from specctl.drafters.parts.laws import learn_round, learn_text, learning_scope, tail
 from specctl.drafters.parts.lean import LeanLM
 from specctl.drafters.parts.lm_state import LmState
+from specctl.drafters.parts.room import Scope
 from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.store import Ids, Scope, StoreLimits, StoreRoom
+from specctl.drafters.parts.store import Ids, StoreLimits, StoreRoom
 from specctl.drafters.parts.tree import DraftTree, NodeKind, empty_tree
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions

@@ -2,15 +2,17 @@
 
 A matrix holds, for each token, the target's newest top-k continuations of it. Every token fed to
 the target, accepted or not, refreshes its row; the draft reads the matrix breadth first along a
-fixed template of ranks. The matrix belongs to one engine's memory and is shared by its rows, so
-one request's text warms the next one; `freeze` stops all learning from a given warm matrix.
-Letters: B rows, N nodes, F fed tokens of all rows, V target vocabulary, R ranks per token.
+fixed template of ranks. The paper's matrix is one for all requests, so that one's text warms the
+next: that is scope process. By default each request has its own; rows that share one otherwise
+(a conversation) read what those before them had learned when they ended.
+Letters: B rows, N nodes, T fed tokens, V target vocabulary, R ranks per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -26,9 +28,12 @@ from specctl.drafters.parts.base import (
     RoundView,
     Space,
 )
+from specctl.drafters.parts.heads import check_choice, check_count
+from specctl.drafters.parts.recycled import Pages, RecycledStore, followers
+from specctl.drafters.parts.room import Room, Scope
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.template import Template, compile_template, greedy_paths
-from specctl.drafters.parts.tree import DraftTree, NodeKind, empty_tree, fitted
+from specctl.drafters.parts.tree import DraftTree, empty_tree, fitted
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.recipes.errors import FileError, RecipeError
 
@@ -38,12 +43,15 @@ TEMPLATE_NODES = 80
 @dataclass(frozen=True, slots=True)
 class TokenRecyclingOptions:
     """`chances[r]`: how often the token of rank r is the next one; shapes the template tree and
-    sets how many ranks are remembered. `max_depth` levels at most. `freeze`: never learn (needs a
-    warm matrix)."""
+    sets how many ranks are remembered. `max_depth` levels at most. `scope` says whose matrix may
+    help whom; of scope disk, or with `freeze`, nothing is learned (needs a warm matrix). `max_mib`
+    caps what is kept of each conversation, or of the process, between its rows."""
 
     chances: tuple[float, ...] = (0.5, 0.13, 0.07, 0.045, 0.03, 0.022, 0.017, 0.013)
     max_depth: int = 6
     freeze: bool = False
+    scope: str = Scope.REQUEST
+    max_mib: int = 32
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "chances", tuple(float(chance) for chance in self.chances))
@@ -55,6 +63,8 @@ class TokenRecyclingOptions:
                 expected="positive numbers that sum to at most 1",
                 do="leave chances out to take the default",
             )
+        check_choice("scope", self.scope, tuple(Scope))
+        check_count("max_mib", self.max_mib)
 
 
 class TokenRecycling(Drafter):
@@ -68,86 +78,115 @@ class TokenRecycling(Drafter):
     ) -> None:
         super().__init__(options, spec, vocab)
         self.matrix_VR: Tensor | None = None
+        new = partial(RecycledStore, self.needs().topk, options.max_mib << 20)
+        self.room = Room(Scope(options.scope), new)
+
+    @property
+    def is_frozen(self) -> bool:
+        return self.options.freeze or self.room.scope is Scope.DISK
 
     def needs(self) -> Needs:
         return Needs(topk=min(len(self.options.chances), self.spec.vocab_size))
 
     def open(self, space: Space) -> TokenRecyclingState:
-        if self.options.freeze and self.matrix_VR is None:
+        if self.is_frozen and self.matrix_VR is None:
             raise RecipeError(
                 "a frozen token-recycling drafter knows nothing yet",
-                where="drafter.options.freeze",
+                where="drafter.options." + ("freeze" if self.options.freeze else "scope"),
                 expected="a warm matrix",
-                do="leave freeze out, or load a package that holds a warm matrix",
+                do="take scope request without freeze, or load a package that holds a warm matrix",
             )
         return TokenRecyclingState(self, space)
+
+    def learn(
+        self, texts: Iterable[Sequence[int]], taps: Iterable[Mapping[int, Tensor]] = ()
+    ) -> None:
+        """Start from what followed each token in these texts, the commonest first."""
+        del taps
+        matrix_VR = followers(texts, self.spec.vocab_size, self.needs().topk)
+        self.load_tensors({"matrix": matrix_VR})
 
     def tensors(self) -> dict[str, Tensor]:
         return {} if self.matrix_VR is None else {"matrix": self.matrix_VR}
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        expected = (self.spec.vocab_size, self.needs().topk)
+        V, R = self.spec.vocab_size, self.needs().topk
         for name, tensor in tensors.items():
-            if name != "matrix" or tuple(tensor.shape) != expected:
+            if name != "matrix" or tuple(tensor.shape) != (V, R):
                 raise FileError(
                     "this is no token-recycling matrix",
                     found=f"{name} {tuple(tensor.shape)}",
-                    expected=f"matrix {expected}",
+                    expected=f"matrix {(V, R)}",
                     do="use a package made for this target",
                 )
             self.matrix_VR = tensor.to(torch.int32)
+            self.room.disk = RecycledStore.of(self.matrix_VR)
 
 
 class TokenRecyclingState(DraftState):
-    """The adjacency matrix of one engine, int32. Unwritten entries hold the number V, which is also
-    the index of an extra row that stays unwritten: so missing tokens have missing children."""
+    """The matrices of one engine's rows: a page each, or one for all where the scope says so."""
 
     def __init__(self, drafter: TokenRecycling, space: Space) -> None:
-        self.options, self.device = drafter.options, space.device
+        self.options, self.device, self.room = drafter.options, space.device, drafter.room
+        self.is_frozen = drafter.is_frozen
+        self.is_one = self.is_frozen or self.room.scope is Scope.PROCESS
+        self.keeps = not self.is_frozen and self.room.scope is not Scope.REQUEST
         self.V, self.R = drafter.spec.vocab_size, drafter.needs().topk
-        self.matrix_WR = torch.full(
-            (self.V + 1, self.R), self.V, dtype=torch.int32, device=self.device
-        )
-        if drafter.matrix_VR is not None:
-            self.matrix_WR[: self.V] = drafter.matrix_VR.to(self.device)
-        self.is_frozen = self.options.freeze
-        self._newest_W = torch.zeros(self.V + 1, dtype=torch.long, device=self.device)
+        num_pages = 1 if self.is_one else space.num_slots
+        self.pages = Pages(num_pages, self.V, self.R, space.device)
+        page_S = torch.arange(space.num_slots, device=space.device) % num_pages
+        self.first_S1 = (page_S * self.pages.W)[:, None]  # a slot's first cell
+        self.first_rank_S1 = self.first_S1 * self.R
+        self.stores = self.room.rows(space.identity, space.num_slots)
+        self._live: set[int] = set()
         chances = [self.options.chances[: self.R]] * self.options.max_depth
         self.paths = greedy_paths(chances, max(TEMPLATE_NODES, space.max_nodes))
         self._templates: dict[tuple[int, int], Template] = {}
 
-    def snapshot(self) -> Tensor:
-        """[V, R] int32: what has been learned, to be handed to another drafter of this target."""
-        return self.matrix_WR[: self.V].clone()
+    def snapshot(self, slot: int = 0) -> Tensor:
+        """[V, R] int32: what a slot's matrix holds, to be handed to a drafter of this target."""
+        return self.pages.best_PWR[self._page(slot), : self.V].clone()
+
+    def _page(self, slot: int) -> int:
+        return 0 if self.is_one else slot
+
+    def _known(self, slot: int) -> list[RecycledStore]:
+        """What the slot's row is told of: the warm matrix, and what its scope has learned."""
+        store, warm = self.stores.at(slot), self.room.disk
+        return [store] if warm is None or warm is store else [warm, store]
+
+    def join(self, slot: int, conversation: str | None) -> None:
+        self.stores.join(slot, conversation)
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
-        del slot, tokens, taps  # one matrix for all rows; the prompt brings no top-k
+        del tokens, taps  # the prompt brings no top-k
+        self.stores.start(slot)
+        if not (self.is_one and self._live):
+            self.pages.begin(self._page(slot), self._known(slot))
+        self._live.add(slot)
+
+    def end(self, slot: int) -> None:
+        if slot in self._live and self.keeps:
+            self.stores.at(slot).update(*self.pages.learned(self._page(slot)))
+        self._live.discard(slot)
+        self.stores.end(slot)
 
     def propose(self, view: RoundView, budget: Budget) -> DraftTree:
         template = self._template(budget)
         if not template.levels:
             return empty_tree(len(view.slots), self.device)
-        flat = self.matrix_WR.view(-1)
+        flat = self.pages.best_PWR.view(-1)
+        rank_BN = template.rank_N + self.first_rank_S1[view.slot_B]
         parent_BM = view.root_B[:, None]
         levels: list[Tensor] = []
         for first, last in template.levels:
             if levels:
                 before = template.levels[len(levels) - 1][0]
                 parent_BM = levels[-1][:, template.parent_N[first:last] - before]
-            levels.append(flat[parent_BM * self.R + template.rank_N[first:last]].long())
+            levels.append(flat[parent_BM * self.R + rank_BN[:, first:last]].long())
         token_BN = torch.cat(levels, dim=1)
         valid_BN = token_BN < self.V
-        return fitted(
-            DraftTree(
-                token_BN.masked_fill(~valid_BN, 0),
-                template.parent_N.expand_as(token_BN),
-                template.rank_N.expand_as(token_BN),
-                valid_BN,
-                NodeKind.POINT,
-                len(template.levels),
-                is_chain=template.is_chain,
-            )
-        )
+        return fitted(template.point_tree(token_BN.masked_fill(~valid_BN, 0), valid_BN))
 
     def _template(self, budget: Budget) -> Template:
         key = budget.nodes, budget.depth
@@ -162,14 +201,8 @@ class TokenRecyclingState(DraftState):
         fed_BT = tree.fed_token_BT(outcome.view.root_B)
         if tree.num_nodes:
             fed_BT = fed_BT.masked_fill(~tree.fed_valid_BT(), self.V)
-        self.learn(fed_BT.flatten(), outcome.topk_BTK.flatten(0, 1))
-
-    def learn(self, token_F: Tensor, best_FR: Tensor) -> None:
-        """Overwrite the row of each token; of equal tokens the last one wins (V = ignore)."""
-        order_F = torch.arange(token_F.numel(), device=token_F.device)
-        self._newest_W.scatter_reduce_(0, token_F, order_F, "amax", include_self=False)
-        self.matrix_WR[token_F] = best_FR[self._newest_W[token_F]].to(torch.int32)
-        self.matrix_WR[self.V] = self.V
+        cell_BT = fed_BT + self.first_S1[outcome.view.slot_B]
+        self.pages.write(cell_BT.flatten(), outcome.topk_BTK.flatten(0, 1))
 
 
 def build(

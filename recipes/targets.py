@@ -28,6 +28,7 @@ class TargetShape:
     head_dim: int
     intermediate: int
     vocab: int
+    positions: int
     tied: bool
 
     @property

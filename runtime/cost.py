@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from math import inf
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from specctl.drafters.parts.base import (
 from specctl.drafters.parts.tree import DraftTree, NodeKind, chain_tree
 from specctl.runtime.engine import Engine
 from specctl.runtime.policies.base import Policy
+from specctl.runtime.policies.batch.costs import BatchCosts
 from specctl.runtime.policies.chain import Chain
 from specctl.runtime.policies.direct import Direct
 from specctl.runtime.policies.hardware import Fitting, TreeCosts
@@ -56,6 +58,7 @@ def measure_costs(
     if isinstance(policy, Fitting):
         policy, lengths = Chain(length=min(policy.nodes, TREE_SIZES[-1])), TREE_SIZES
     base = sampling if sampling is not None else Sampling()
+    batch = min(batch, len(prompts))
     lengths = sorted({0, *(k for k in lengths if k <= policy.depth), policy.depth})
     probes = {k: FixedLength(CostTable({}, {}, "", "", batch), fixed=k) for k in lengths}
     for _ in range(2):
@@ -75,13 +78,53 @@ def measure_costs(
     )
 
 
+def measure_batch_costs(
+    target: Target,
+    drafter: Drafter,
+    policy: Policy,
+    most: int,
+    *,
+    rounds: int = 8,
+    context: int = 32,
+    sampling: Sampling | None = None,
+) -> BatchCosts:
+    """The cost table of the pair at 1, 2, 4, ... and `most` rows, for batch policies. Lengths that
+    a drafter was too silent to reach are as dear as those of one that is never silent."""
+    sizes = batch_sizes(most)
+    repeater = Repeater(drafter.options, target.spec)
+    chain = Direct(policy.depth, policy.depth)
+
+    def measure(size: int, pair: tuple[Drafter, Policy]) -> CostTable:
+        prompts, lengths = _counting(target, size, context), (0, 1, 2, 4, 6, 8, 12, 16)
+        given = {"lengths": lengths, "batch": size, "rounds": rounds, "sampling": sampling}
+        return measure_costs(target, *pair, prompts, **given)  # type: ignore[arg-type]
+
+    tables = {size: measure(size, (drafter, policy)) for size in sizes}
+    silent = [size for size, table in tables.items() if inf in table.verify.values()]
+    loud = {size: measure(size, (repeater, chain)) for size in silent}
+    return BatchCosts({size: _filled(tables[size], loud.get(size)) for size in sizes})
+
+
+def batch_sizes(most: int) -> list[int]:
+    """1, 2, 4, ... and `most`: the batches that are measured."""
+    return sorted({*(2**i for i in range(most.bit_length()) if 2**i <= most), most})
+
+
+def _filled(table: CostTable, other: CostTable | None) -> CostTable:
+    """The table, and from the other one what is not known there."""
+    if other is None:
+        return table
+    draft = {k: other.draft[k] if v == inf else v for k, v in table.draft.items()}
+    verify = {k: other.verify[k] if v == inf else v for k, v in table.verify.items()}
+    return replace(table, draft=draft, verify=verify)
+
+
 def adaptive(
     target: Target, drafter: Drafter, policy: Policy, *, batch: int = 1, context: int = 32
 ) -> Callable[[], LengthChooser]:
     """Measure the pair on this device once; every call then makes a fresh chooser, which picks the
     draft length of each round and switches speculation off where it does not pay."""
-    steps_N = torch.arange(1, batch + 1)[:, None] * torch.arange(1, context + 1)
-    prompts = (steps_N % target.spec.vocab_size).tolist()
+    prompts = _counting(target, batch, context)
     costs = measure_costs(target, drafter, policy, prompts, batch=batch, rounds=16)
     return partial(LengthChooser, costs)
 
@@ -104,6 +147,15 @@ def equip(policy: Policy | None, costs: CostTable | None) -> Equipped:
     if isinstance(policy, Fitting):
         return Equipped(policy.fitted(TreeCosts.of(costs)), None)
     return Equipped(policy, LengthChooser(costs))
+
+
+def fitted_sizes(policy: Policy | None, equipped: Policy | None) -> dict[str, Any]:
+    """The sizes, depths or thresholds of the policy that `equip` sets by measured costs, as they
+    are now; empty where it sets none."""
+    if equipped is policy or not isinstance(policy, Fitting):
+        return {}
+    names = ("nodes", "length", "threshold")
+    return {name: getattr(equipped, name) for name in names if hasattr(equipped, name)}
 
 
 class Repeater(Drafter):
@@ -129,5 +181,12 @@ class _Repeating(DraftState):
     def observe(self, outcome: Outcome) -> None: ...
 
 
+def _counting(target: Target, rows: int, length: int) -> list[list[int]]:
+    """Prompts that every target can read: ids counted off, by another step in each row."""
+    steps_RN = torch.arange(1, rows + 1)[:, None] * torch.arange(1, length + 1)
+    found: list[list[int]] = (steps_RN % target.spec.vocab_size).tolist()
+    return found
+
+
 def _median(values: Sequence[float]) -> float:
-    return float(torch.tensor(values, dtype=torch.float64).median()) if values else float("inf")
+    return float(torch.tensor(values, dtype=torch.float64).median()) if values else inf

@@ -11,14 +11,12 @@ Letters: B live rows, N drafted nodes, T = N + 1 fed tokens, P path length, D wi
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from specctl.drafters.parts.base import (
-    Budget,
     Drafter,
     DraftState,
     Needs,
@@ -29,19 +27,24 @@ from specctl.drafters.parts.base import (
 )
 from specctl.drafters.parts.lm import Feed, LmOut
 from specctl.drafters.parts.slots import SlotKV
-from specctl.drafters.parts.tree import DraftTree, NodeKind, empty_tree, fitted
-from specctl.recipes.errors import SpecctlError
+from specctl.drafters.parts.tree import DraftTree, empty_tree, fitted
+from specctl.runtime.admission import Admission, roots_of
 from specctl.runtime.cut import cut
 from specctl.runtime.early import pruning_of
+from specctl.runtime.live import Live
+from specctl.runtime.logprobs import logprobs_of
 from specctl.runtime.noise import RoundNoise
+from specctl.runtime.outcome import outcome_of, with_topk
+from specctl.runtime.plan import Plan, Planner
 from specctl.runtime.policies.base import Growth, Learner, Policy, fresh
+from specctl.runtime.policies.batch.base import Batching
 from specctl.runtime.policies.direct import Direct
 from specctl.runtime.policies.length import LengthChooser
-from specctl.runtime.prefill import prefill
 from specctl.runtime.sampling import SamplingBatch
-from specctl.runtime.session import Completion, Request, Row
+from specctl.runtime.session import Completion, Emission, Request, Row
 from specctl.runtime.target import Target
-from specctl.runtime.verify import Verdict, check_legal, default_rule, run_rule
+from specctl.runtime.verify import Verdict, run_rule
+from specctl.runtime.verify.choice import check_rule, rule_for
 from specctl.runtime.verify.forced import with_forced
 
 
@@ -50,7 +53,8 @@ class Engine:
 
     `rule` is a verification rule by name or "auto": greedy rows are verified greedily, sampled
     rows by the rule that fits the policy's node kind. `chooser` picks the draft length of each
-    round from measured costs (None = always the policy's own length).
+    round from measured costs (None = always the policy's own length), `batching` that of every row.
+    With a `prefill_chunk` no round reads more than so many prompt tokens of joining rows.
     """
 
     def __init__(
@@ -62,27 +66,28 @@ class Engine:
         num_slots: int = 1,
         max_len: int | None = None,
         chooser: LengthChooser | None = None,
+        batching: Batching | None = None,
+        prefill_chunk: int | None = None,
     ) -> None:
-        self.target, self.drafter, self.rule, self.chooser = target, drafter, rule, chooser
+        self.target, self.drafter, self.rule = target, drafter, rule
+        self.chooser, self.batching = chooser, batching
         self.device, self.context = target.device, target.spec.max_positions
         self.policy: Policy = fresh(policy) if policy is not None else Direct()
+        self._planner = Planner(self.context, self.policy, chooser, batching)
         self._early = pruning_of(target.lm, self.policy)
         self._learners = [each for each in (chooser, self.policy) if isinstance(each, Learner)]
         self.needs = drafter.needs() if drafter is not None else Needs()
         self.num_slots, self.max_len = num_slots, max_len
-        self.rows: list[Row] = []
-        self.waiting: deque[tuple[int, Request]] = deque()
+        self.live = Live(target.spec.vocab_size, target.device)
+        self.admission = Admission(target, num_slots, self.needs.taps, prefill_chunk)
         self.prefill_seconds = self.draft_seconds = self.verify_seconds = 0.0
-        self._check_rule()
+        check_rule(rule, drafter, self.policy)
         if drafter is not None and self.needs.borrow:
             drafter.bind(target.borrowed())
         self._kv: SlotKV | None = None
         self._state: DraftState | None = None
-        self._sampling: SamplingBatch | None = None
-        self._unread: RoundNoise | None = None
         self._ahead: LmOut | None = None
-
-    # -- requests -------------------------------------------------------------------------------
+        self._watch: Callable[[Tensor], None] | None = None
 
     def run(
         self,
@@ -91,98 +96,121 @@ class Engine:
     ) -> list[Completion]:
         """Completions in the order of the requests; `on_round(row, new)` after each round."""
         longest = max((len(r.tokens) + r.sampling.max_new_tokens for r in requests), default=1)
-        self._open(min(longest, self.context))
-        self.waiting.extend(enumerate(requests))
-        done: list[Completion | None] = [None] * len(requests)
-        while self.rows or self.waiting:
-            if self.waiting and len(self.rows) < self.num_slots:
-                self._admit()
-            for row, new in self.step():
+        self.open(min(longest, self.context))
+        for index, request in enumerate(requests):
+            self.submit(index, request)
+        done: dict[int, Completion] = {}
+        while self.is_busy:
+            for emission in self.advance():
+                row = emission.row
                 if on_round is not None:
-                    on_round(row, new)
+                    on_round(row, emission.tokens)
                 if row.finished is not None:
                     done[row.index] = row.completion()
-        return [completion for completion in done if completion is not None]
+        return [done[index] for index in range(len(requests))]
 
-    def _open(self, longest: int) -> None:
-        """Reserve caches for `longest` positions; kept when they already suffice."""
+    def open(self, longest: int) -> None:
+        """Reserve caches for `longest` positions a row; kept when they already suffice."""
         needed = longest + self.policy.nodes + 2
         if self.max_len is not None and self._kv is not None and self.max_len >= needed:
             return
-        assert not self.rows, "caches cannot grow while rows are live"
+        assert not self.live.rows, "caches cannot grow while rows are live"
         self.max_len = max(needed, self.max_len or 0)
         self._kv = self.target.new_kv(self.num_slots, self.max_len)
+        self.admission.forget()
         if self.drafter is not None:
-            space = Space(
-                self.num_slots,
-                self.max_len,
-                self.policy.nodes,
-                self.device,
-                self.target.dtype,
-                self.target.identity,
-            )
-            self._state = self.drafter.open(space)
+            target, nodes = self.target, self.policy.nodes
+            space = (self.num_slots, self.max_len, nodes, self.device, target.dtype)
+            self._state = self.drafter.open(Space(*space, target.identity))
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        return self.live.rows
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.live.rows) or self.admission.is_busy
+
+    def submit(self, index: int, request: Request) -> None:
+        """Put a request in the queue; `index` names it for as long as it lives."""
+        self.admission.submit(index, request)
+
+    def advance(self) -> list[Emission]:
+        """Seat who waits, read their prompts as far as a round may, and do a round."""
+        if self.admission.is_busy:
+            self._admit()
+        return self.step()
+
+    @torch.inference_mode()
+    def cancel(self, index: int) -> bool:
+        """Forget a request wherever it stands, between rounds; the other rows notice nothing."""
+        for row in self.live.rows:
+            if row.index == index:
+                self._part([row])
+                return True
+        return self.admission.cancel(index)
 
     @torch.inference_mode()
     def _admit(self) -> None:
-        """Give free slots to waiting requests and read their prompts: all but the last token, the
-        root of the first round. If nothing can be drafted, that round's forward is part of it."""
+        """Rows join whose prompts are read, up to the last token: the root of the first round. If
+        nothing can be drafted, that round's forward is part of the reading."""
         started = time.perf_counter()
-        taken = {row.slot for row in self.rows}
-        free = [slot for slot in range(self.num_slots) if slot not in taken]
-        joined = []
-        for slot in free[: len(self.waiting)]:
-            index, request = self.waiting.popleft()
-            self._check_prompt(request)
-            joined.append(Row.of(index, slot, request))
-        whole = self._state is None and not self.rows
-        found = prefill(self.target, self._cache(), joined, self.needs.taps, whole)
-        self._ahead = found.roots
-        if self._state is not None:
-            for row, taps in zip(joined, found.taps, strict=True):
-                self._state.join(row.slot, row.request.conversation)
-                self._state.start(row.slot, row.tokens, taps)
-        self.rows = sorted([*self.rows, *joined], key=lambda row: row.slot)
-        self._sampling = None
+        alone = self._state is None and not self.live.rows and self.admission.chunk is None
+        joined = self.admission.read(self._cache(), roots=alone)
+        self._ahead = roots_of(joined) if alone else None
+        for reading in joined:
+            self._greet(reading.row, reading.prompt_taps())
+        self.live.join([reading.row for reading in joined])
+        self.admission.joined()
         self.prefill_seconds += time.perf_counter() - started
 
     # -- the round ------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def step(self) -> list[tuple[Row, tuple[int, ...]]]:
-        """One round of every live row; returns each row with the tokens it emitted."""
-        if not self.rows:
+    def step(self) -> list[Emission]:
+        """One round of every live row: what each of them emitted."""
+        if not self.live.rows:
             return []
         started = time.perf_counter()
-        view, sampling = self._view(), self._samplings()
-        noise = self._noise(sampling)
-        tree = self._draft(view, sampling, noise)
+        view, sampling, noise = self.live.view(), self.live.sampling(), self.live.noise()
+        plan = self._planner.plan(self.live.rows)
+        tree = self._draft(view, sampling, noise, plan)
         drafted = time.perf_counter()
         tree, out = self._forward(view, tree)
         assert out.logits_BTV is not None
-        scores_BTV = with_forced(sampling.scores(out.logits_BTV, tree, view), tree)
-        verdict = run_rule(self._rule_for(tree, sampling), tree, scores_BTV, noise)
+        logits_BTV = sampling.processed(out.logits_BTV, tree, view)
+        scores_BTV = with_forced(sampling.law(logits_BTV), tree)
+        rule = rule_for(self.rule, tree, sampling.all_greedy)
+        verdict = run_rule(rule, tree, scores_BTV, noise)
         if not tree.is_chain:
             self._cache().keep(view.slot_B, view.kept_len_B, verdict.path_BP)
-        accepted, emitted = self._commit(tree, verdict)
+        accepted, emitted = self._commit(tree, verdict, plan)
+        logprobs = logprobs_of(logits_BTV, verdict.path_BP, self.live.rows, emitted)
         verified = time.perf_counter()
         self.draft_seconds += drafted - started
         self.verify_seconds += verified - drafted
         if self._state is not None:
-            outcome = self._outcome(view, tree, verdict, out, accepted, emitted)
-            self._learn(self._state, outcome, drafted - started, verified - drafted)
-        return self._release(emitted)
+            outcome = outcome_of(view, tree, verdict, out, self.live.rows, accepted, emitted)
+            if self._state.is_listening:
+                outcome = with_topk(outcome, self.needs, out.logits_BTV)
+            seconds = self._learn(self._state, outcome, drafted - started, verified - drafted)
+            if self.batching is not None:
+                self.batching.observe(outcome, seconds)
+        made = zip(self.live.rows, emitted, accepted, logprobs, strict=True)
+        emissions = [Emission(row, new, min(n, len(new)), logp) for row, new, n, logp in made]
+        self._part([row for row in self.live.rows if row.finished is not None])
+        return emissions
 
-    def _draft(self, view: RoundView, sampling: SamplingBatch, noise: RoundNoise) -> DraftTree:
-        if self.drafter is None or self._state is None or (budget := self._budget()).depth <= 0:
+    def _draft(
+        self, view: RoundView, sampling: SamplingBatch, noise: RoundNoise, plan: Plan
+    ) -> DraftTree:
+        if self.drafter is None or self._state is None or plan.budget.depth <= 0:
             return empty_tree(len(view.slots), self.device)
-        coupled = self.rule == "target-only"
-        growth = Growth(self._state, view, budget, sampling, noise, self.drafter.vocab, coupled)
-        tree = self.policy.grow(growth)
-        assert tree.forced_BN is None or not self.drafter.lossless, (
-            "only approximate drafters force"
-        )
-        return fitted(tree)
+        words, coupled, guide = self.drafter.vocab, self.rule == "target-only", sampling.guide(view)
+        given = (self._state, view, plan.budget, sampling, noise, words, coupled, guide)
+        tree = self.policy.grow(Growth(*given, self._watch))
+        assert tree.forced_BN is None or not self.drafter.lossless, "only approximate ones force"
+        return fitted(plan.cut(tree))
 
     def _forward(self, view: RoundView, tree: DraftTree) -> tuple[DraftTree, LmOut]:
         """Feed root and nodes: fed token i is written at kept_len + i, its position is by depth.
@@ -204,7 +232,9 @@ class Engine:
             return self._early.forward(feed, tree, self._cache())
         return tree, self.target.lm.run(feed, self._cache())
 
-    def _commit(self, tree: DraftTree, verdict: Verdict) -> tuple[list[int], list[tuple[int, ...]]]:
+    def _commit(
+        self, tree: DraftTree, verdict: Verdict, plan: Plan
+    ) -> tuple[list[int], list[tuple[int, ...]]]:
         """The round's one host read; EOS, stop strings and limits cut here, in token order."""
         packed = verdict.next_token_B[:, None]
         if tree.num_nodes:
@@ -213,88 +243,24 @@ class Engine:
             counts_B2 = torch.stack([verdict.num_accepted_B, tree.valid_BN.sum(1)], dim=1)
             packed = torch.cat([packed, counts_B2, path_BP], dim=1)
         accepted, emitted = [], []
-        for row, (next_token, *rest) in zip(self.rows, packed.tolist(), strict=True):
+        for b, (next_token, *rest) in enumerate(packed.tolist()):
+            row = self.live.rows[b]
             num_accepted, num_drafted, *path = rest or (0, 0)
             kept, row.finished = cut(row, [*path[:num_accepted], next_token], self.target)
             row.tokens.extend(kept)
             row.kept_len = len(row.tokens) - 1
             row.num_rounds += 1
-            used = min(num_accepted, len(kept))
-            row.stats.count(num_drafted, tree.depth, used, len(kept))
+            depth = plan.depth(b, tree) if num_drafted else 0
+            row.stats.count(num_drafted, depth, min(num_accepted, len(kept)), len(kept))
             accepted.append(num_accepted)
             emitted.append(tuple(kept))
         return accepted, emitted
 
     # -- pieces of a round ----------------------------------------------------------------------
 
-    def _view(self) -> RoundView:
-        slots, texts = tuple(row.slot for row in self.rows), tuple(row.tokens for row in self.rows)
-        host = [slots, [text[-1] for text in texts], [row.kept_len for row in self.rows]]
-        slot_B, root_B, kept_len_B = torch.tensor(host, device=self.device).unbind()
-        return RoundView(slots, slot_B, root_B, kept_len_B, texts)
-
-    def _samplings(self) -> SamplingBatch:
-        if self._sampling is None:
-            samplings = [row.request.sampling for row in self.rows]
-            self._sampling = SamplingBatch(samplings, self.target.spec.vocab_size, self.device)
-        return self._sampling
-
-    def _noise(self, sampling: SamplingBatch) -> RoundNoise:
-        """This round's noise; greedy rows read none, so theirs is made once."""
-        if not sampling.all_greedy:
-            return self._make_noise()
-        if self._unread is None:
-            self._unread = self._make_noise()
-        return self._unread
-
-    def _make_noise(self) -> RoundNoise:
-        return RoundNoise(
-            [row.request.sampling.seed for row in self.rows],
-            [row.num_rounds for row in self.rows],
-            [row.kept_len for row in self.rows],
-            self.device,
-        )
-
-    def _budget(self) -> Budget:
-        """No deeper than the row with the most room can use: its last token is the bonus."""
-        room = max(min(row.room, self.context - len(row.tokens)) for row in self.rows) - 1
-        depth = min(self.policy.depth, room)
-        if self.chooser is not None:
-            depth = min(depth, self.chooser.length(len(self.rows)))
-        return Budget(nodes=self.policy.nodes, depth=max(depth, 0))
-
-    def _outcome(
-        self,
-        view: RoundView,
-        tree: DraftTree,
-        verdict: Verdict,
-        out: LmOut,
-        accepted: list[int],
-        emitted: list[tuple[int, ...]],
-    ) -> Outcome:
-        taps = {tap: _along(value, verdict.path_BP, tree) for tap, value in out.taps.items()}
-        topk_BTK, logp_BTK = None, None
-        listens = self._state is not None and self._state.is_listening
-        if self.needs.topk and listens and out.logits_BTV is not None:
-            logits_BTK, topk_BTK = out.logits_BTV.topk(self.needs.topk, dim=-1)
-            if self.needs.topk_logp:
-                logp_BTK = logits_BTK.float() - out.logits_BTV.float().logsumexp(-1, keepdim=True)
-        return Outcome(
-            view,
-            tree,
-            verdict.path_BP,
-            tuple(accepted),
-            verdict.next_token_B,
-            tuple(emitted),
-            tuple(row.finished for row in self.rows),
-            taps,
-            topk_BTK,
-            logp_BTK,
-        )
-
     def _learn(
         self, state: DraftState, outcome: Outcome, draft_seconds: float, verify_seconds: float
-    ) -> None:
+    ) -> RoundSeconds:
         """Drafter and policies see what the round did; learning counts as drafting."""
         started = time.perf_counter()
         state.observe(outcome)
@@ -303,69 +269,28 @@ class Engine:
         seconds = RoundSeconds(draft_seconds + learned, verify_seconds, learned)
         for learner in self._learners:
             learner.observe(outcome, seconds)
+        return seconds
 
-    def _release(self, emitted: list[tuple[int, ...]]) -> list[tuple[Row, tuple[int, ...]]]:
-        """Hand out the round's tokens; finished rows free their slots."""
-        handed = list(zip(self.rows, emitted, strict=True))
-        if any(row.finished is not None for row in self.rows):
-            for row in self.rows:
-                if row.finished is not None and self._state is not None:
-                    self._state.end(row.slot)
-            self.rows = [row for row in self.rows if row.finished is None]
-            self._sampling = None
-        return handed
+    def _greet(self, row: Row, taps: Mapping[int, Tensor]) -> None:
+        """A row joins: the drafter reads its prompt."""
+        if row.request.conversation is not None:
+            row.prompt_taps = taps
+        if self._state is not None:
+            self._state.join(row.slot, row.request.conversation)
+            self._state.start(row.slot, row.tokens, taps)
 
-    # -- configuration --------------------------------------------------------------------------
+    def _part(self, rows: Sequence[Row]) -> None:
+        """Rows leave: their slots are free."""
+        for row in rows:
+            self._end(row)
+            self.admission.release(row)
+        if rows:
+            self.live.leave(rows)
 
-    def _check_rule(self) -> None:
-        """An illegal pair of rule and node kind is refused before anything is drafted."""
-        if self.rule in ("auto", "greedy") or self.drafter is None:
-            return
-        kind = self.policy.kind(sampled=self.rule != "target-only")
-        check_legal(self.rule, kind, self.policy.is_chain)
-
-    def _rule_for(self, tree: DraftTree, sampling: SamplingBatch) -> str:
-        if sampling.all_greedy:
-            return "greedy"
-        if self.rule in ("auto", "greedy") or tree.num_nodes == 0:
-            return "target-only" if tree.num_nodes == 0 else default_rule(tree.kind, tree.is_chain)
-        return self.rule
-
-    def _check_prompt(self, request: Request) -> None:
-        if not 0 < len(request.tokens) < self.context:
-            raise SpecctlError(
-                "the prompt does not fit the target's context",
-                found=f"{len(request.tokens):,} tokens",
-                expected=f"1 to {self.context - 1:,} tokens",
-                do="shorten the prompt, or choose a target with a longer context",
-            )
+    def _end(self, row: Row) -> None:
+        if self._state is not None:
+            self._state.end(row.slot)
 
     def _cache(self) -> SlotKV:
-        assert self._kv is not None, "run() opens the caches"
+        assert self._kv is not None, "open() reserves the caches"
         return self._kv
-
-
-def _along(value_BTD: Tensor, path_BP: Tensor, tree: DraftTree) -> Tensor:
-    """[B, P, D]: rows of `value` at the path's fed tokens."""
-    if tree.is_chain:
-        return value_BTD[:, : path_BP.shape[1]]
-    index_BP1 = path_BP.clamp(min=0)[:, :, None]
-    return value_BTD.gather(1, index_BP1.expand(-1, -1, value_BTD.shape[-1]))
-
-
-def verification_of(
-    rule: str, drafter: Drafter | None, policy: Policy, sampled: bool
-) -> Mapping[str, str]:
-    """The mark that every result carries: lossless or approximate, and by which rule."""
-    lossless = "lossless" if drafter is None or drafter.lossless else "approximate"
-    if drafter is None:
-        name = "plain"
-    elif not sampled:
-        name = "greedy"
-    else:
-        kind = policy.kind(sampled=rule != "target-only")
-        name = default_rule(kind, policy.is_chain) if rule in ("auto", "greedy") else rule
-    return {"class": lossless, "rule": name}
-
-
-__all__ = ["Engine", "NodeKind", "verification_of"]

@@ -11,7 +11,7 @@ from specctl.drafters import family
 from specctl.drafters.parts.base import Drafter
 from specctl.recipes.errors import RecipeError, SpecctlError
 from specctl.runtime.cut import trim_stop
-from specctl.runtime.engine import Engine, verification_of
+from specctl.runtime.engine import Engine
 from specctl.runtime.pearl import Pearl
 from specctl.runtime.policies import Policy, make_policy
 from specctl.runtime.policies.length import LengthChooser
@@ -20,6 +20,7 @@ from specctl.runtime.sampling import Sampling
 from specctl.runtime.session import Completion, Request, Row
 from specctl.runtime.stats import Stats, add_counts, repetition_rate
 from specctl.runtime.target import Target
+from specctl.runtime.verify.choice import verification_of
 
 OnTokens = Callable[[int, tuple[int, ...]], None]
 
@@ -54,6 +55,17 @@ class Generated:
         return {"outputs": [o.to_json() for o in self.outputs], "stats": self.stats.to_json()}
 
 
+def check_greedy(rule: str, sampling: Sampling) -> None:
+    """Refuses to sample where nothing but the target's best token is accepted."""
+    if rule == "greedy" and sampling.temperature > 0:
+        raise RecipeError(
+            "rule greedy cannot verify sampled text",
+            found=f"temperature {sampling.temperature:g}",
+            expected="temperature 0, or a rule for sampling",
+            do="leave the rule at auto, or set the temperature to 0",
+        )
+
+
 def default_policy(drafter: Drafter | None) -> Policy:
     """What the drafter's family asks for first."""
     if drafter is None:
@@ -83,13 +95,7 @@ def generate(
     for a rule that is illegal with the policy.
     """
     sampling = sampling if sampling is not None else Sampling()
-    if rule == "greedy" and sampling.temperature > 0:
-        raise RecipeError(
-            "rule greedy cannot verify sampled text",
-            found=f"temperature {sampling.temperature:g}",
-            expected="temperature 0, or a rule for sampling",
-            do="leave the rule at auto, or set the temperature to 0",
-        )
+    check_greedy(rule, sampling)
     policy = policy if policy is not None else default_policy(drafter)
     requests = [
         Request(_tokens(target, prompt, i), replace(sampling, seed=sampling.seed + i))

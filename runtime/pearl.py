@@ -157,8 +157,8 @@ class _Session:
 
     @torch.inference_mode()
     def _start(self) -> None:
-        found = prefill(self.pearl.target, self.kv, [self.row], self.pearl.needs.taps)
-        self.state.start(0, self.row.tokens, found.taps[0])
+        taps = prefill(self.pearl.target, self.kv, self.row, self.pearl.needs.taps)
+        self.state.start(0, self.row.tokens, taps)
         if self.lane is not None:
             self.lane.wait_stream(torch.cuda.current_stream(self.slot_B.device))
 
@@ -190,7 +190,7 @@ class _Session:
         row = self.row
         root_B = torch.full_like(self.slot_B, row.tokens[-1])
         kept_B = torch.full_like(self.slot_B, row.kept_len)
-        return RoundView((0,), self.slot_B, root_B, kept_B, (row.tokens,))
+        return RoundView((0,), self.slot_B, root_B, kept_B, (row.tokens,), (row.prompt_len,))
 
     def _count(self) -> int:
         """How many tokens to draft now: none beyond what the row may still emit."""

@@ -32,7 +32,7 @@ def choose_dtype(
         if name not in DTYPES:
             raise SpecctlError(
                 f"unknown dtype {name!r}",
-                found=name,
+                found=repr(name),
                 expected="auto, float32, bfloat16 or float16",
                 do=f"--dtype {nearest(name, DTYPES, 1)}",
             )
@@ -56,7 +56,7 @@ def choose_device(name: str) -> torch.device:
     except RuntimeError:
         raise SpecctlError(
             f"unknown device {name!r}",
-            found=name,
+            found=repr(name),
             expected="auto, cpu, cuda or cuda:N",
             do="--device auto",
         ) from None

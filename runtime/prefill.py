@@ -1,20 +1,21 @@
-"""Prefill: read the prompts of joining rows.
+"""Prefill: read the prompts of joining rows, a chunk at a time.
 
 The last prompt token is the root of the row's first round, so that round may draft already and
 the invariant kept_len == len(tokens) - 1 holds from the start. Where nothing can be drafted the
-roots are read with the prompts, and the first round needs no forward of its own. Letters: B joining
-rows, T tokens of a chunk, D width, V vocabulary.
+roots are read with the prompts, and the first round needs no forward of its own. Rows may stand at
+different positions: what a slot still holds of a conversation is not read again. Letters: B rows,
+T tokens of a chunk, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.lm import Feed, LmOut
+from specctl.drafters.parts.lm import Feed
 from specctl.drafters.parts.slots import SlotKV
 from specctl.runtime.session import Row
 from specctl.runtime.target import Target
@@ -22,56 +23,68 @@ from specctl.runtime.target import Target
 CHUNK = 512
 
 
-@dataclass(frozen=True, slots=True)
-class Prefilled:
-    """Each row's taps, [kept_len, D]; of whole prompts also what a forward of the roots returns."""
+@dataclass(slots=True, eq=False)
+class Reading:
+    """A row whose prompt is being read: positions below `at` are in its slot, those below `end`
+    are wanted. `taps` of what was read; `root_1V`: logits at the last token, where it was read.
+    One writer: whoever calls `read`."""
 
-    taps: list[dict[int, Tensor]]
-    roots: LmOut | None
+    row: Row
+    at: int
+    end: int
+    taps: list[Mapping[int, Tensor]] = field(default_factory=list)
+    root_1V: Tensor | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.at >= self.end
+
+    def prompt_taps(self) -> dict[int, Tensor]:
+        """[kept_len, D] of each tap."""
+        if not self.taps:
+            return {}
+        length, names = self.row.kept_len, self.taps[0]
+        return {tap: torch.cat([part[tap] for part in self.taps])[:length] for tap in names}
 
 
-def prefill(
-    target: Target, kv: SlotKV, rows: Sequence[Row], taps: tuple[int, ...], whole: bool = False
-) -> Prefilled:
-    """Fill the cache with the prompts up to their last tokens, or with those too if `whole`."""
-    ends = [row.kept_len + whole for row in rows]
-    outs = list(_read(target, kv, rows, ends, taps, whole))
-    found = [_taps_of(outs, b, row.kept_len, taps) for b, row in enumerate(rows)]
-    if not whole:
-        return Prefilled(found, None)
-    last = [outs[(end - 1) // CHUNK].logits_BTV for end in ends]
-    logits = [logits_B1V[b] for b, logits_B1V in enumerate(last) if logits_B1V is not None]
-    return Prefilled(found, LmOut(torch.stack(logits)))
+def prefill(target: Target, kv: SlotKV, row: Row, taps: tuple[int, ...] = ()) -> dict[int, Tensor]:
+    """Fill the cache with a prompt up to its last token; its taps, [kept_len, D]."""
+    reading = Reading(row, 0, row.kept_len)
+    while not reading.is_done:
+        read(target, kv, [reading], CHUNK, taps)
+    return reading.prompt_taps()
 
 
-def _read(
+def read(
     target: Target,
     kv: SlotKV,
-    rows: Sequence[Row],
-    ends: Sequence[int],
-    taps: tuple[int, ...],
-    logits: bool,
-) -> Iterator[LmOut]:
-    """One forward per chunk, with logits at a row's last token. Rows are right-padded; what padding
-    writes lies beyond the kept length and is never seen."""
-    slots = tuple(row.slot for row in rows)
-    slot_B = torch.tensor(slots, device=target.device)
-    for start in range(0, max(ends), CHUNK):
-        stop = min(start + CHUNK, max(ends))
-        width = stop - start
-        chunks = [row.tokens[start : min(stop, end)] for row, end in zip(rows, ends, strict=True)]
-        ids_BT = torch.tensor([c + [0] * (width - len(c)) for c in chunks], device=target.device)
-        start_B = torch.full_like(slot_B, start)
-        position_BT = start_B[:, None] + torch.arange(width, device=target.device)
-        kv.begin(slots, slot_B, start_B, width, stop, uniform_start=start)
-        masks = target.lm.chain_masks(start_B, width, stop)
-        only = tuple(max(len(chunk), 1) - 1 for chunk in chunks)
-        yield target.lm.run(Feed(ids_BT, position_BT, masks, taps, logits, only), kv)
-
-
-def _taps_of(
-    outs: Sequence[LmOut], b: int, length: int, taps: tuple[int, ...]
-) -> dict[int, Tensor]:
-    if not outs:
-        return {}
-    return {tap: torch.cat([out.taps[tap][b] for out in outs])[:length] for tap in taps}
+    readings: Sequence[Reading],
+    num_tokens: int,
+    taps: tuple[int, ...] = (),
+    logits: bool = False,
+) -> None:
+    """One forward: up to `num_tokens` more of every row that is not done, with logits at its last
+    one. Rows are right-padded; what padding writes lies beyond the kept length and is never seen,
+    and within the slot: a row close to its end makes the chunk short."""
+    readings = [reading for reading in readings if not reading.is_done]
+    if not readings:
+        return
+    starts = [reading.at for reading in readings]
+    longest = max(reading.end - reading.at for reading in readings)
+    width = min(num_tokens, longest, kv.max_len - max(starts))
+    chunks = [each.row.tokens[each.at : min(each.at + width, each.end)] for each in readings]
+    slots = tuple(reading.row.slot for reading in readings)
+    slot_B, start_B = torch.tensor([slots, starts], device=target.device).unbind()
+    ids_BT = torch.tensor([c + [0] * (width - len(c)) for c in chunks], device=target.device)
+    position_BT = start_B[:, None] + torch.arange(width, device=target.device)
+    position_BT = position_BT.clamp(max=target.spec.max_positions - 1)
+    span, same = max(starts) + width, min(starts) == max(starts)
+    kv.begin(slots, slot_B, start_B, width, span, starts[0] if same else None)
+    masks = target.lm.chain_masks(start_B, width, span)
+    only = tuple(len(chunk) - 1 for chunk in chunks)
+    out = target.lm.run(Feed(ids_BT, position_BT, masks, taps, logits, only), kv)
+    for b, (reading, chunk) in enumerate(zip(readings, chunks, strict=True)):
+        reading.at += len(chunk)
+        reading.taps.append({tap: out.taps[tap][b, : len(chunk)] for tap in taps})
+        if out.logits_BTV is not None and reading.is_done:
+            reading.root_1V = out.logits_BTV[b]

@@ -24,6 +24,7 @@ from specctl.drafters.parts.tree import DraftTree
 from specctl.recipes.errors import SpecctlError
 
 if TYPE_CHECKING:
+    from specctl.runtime.grammar_mask import GrammarRows
     from specctl.runtime.sampling import Sampling
 
 
@@ -60,7 +61,7 @@ def _ascending(scores_BXV: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class HistoryProcessors:
-    """Bias, penalties, bad words and custom processors of the rows of a batch.
+    """Bias, penalties, bad words, custom processors and grammars of the rows of a batch.
 
     `bias_B1V` holds logit biases and one-token bad words. Penalties are [B, 1, 1] or None.
     `words[b]` are the bad words of two tokens or more.
@@ -72,6 +73,7 @@ class HistoryProcessors:
     presence_B11: Tensor | None
     words: tuple[tuple[tuple[int, ...], ...], ...]
     custom: tuple[Sequence[object], ...]
+    grammars: GrammarRows | None = None
 
     @classmethod
     def of(
@@ -93,6 +95,7 @@ class HistoryProcessors:
             column("presence_penalty", 0.0),
             tuple(tuple(w for w in one.bad_words if len(w) > 1) for one in samplings),
             tuple(one.processors for one in samplings),
+            _grammars(samplings),
         )
         return made if made.bias_B1V is not None or made.reads_text else None
 
@@ -103,7 +106,8 @@ class HistoryProcessors:
 
     @property
     def reads_text(self) -> bool:
-        return self._penalises or any(self.words) or any(self.custom)
+        others = any(self.words) or any(self.custom) or self.grammars is not None
+        return self._penalises or others
 
     def apply(self, scores_BTV: Tensor, tree: DraftTree, view: RoundView) -> Tensor:
         """New scores; the argument is left untouched."""
@@ -114,6 +118,8 @@ class HistoryProcessors:
             _ban(scores_BTV, self.words, _context(tree, view, max(map(_reach, self.words))))
         if any(self.custom):
             _run_custom(scores_BTV, self.custom, tree, view)
+        if self.grammars is not None:
+            self.grammars.apply(scores_BTV, tree, view)
         return scores_BTV
 
     def _penalised(self, scores_BTV: Tensor, count_BTV: Tensor) -> Tensor:
@@ -154,6 +160,14 @@ def _bias(samplings: Sequence[Sampling], vocab_size: int, device: torch.device) 
         for token, value in row.items():
             bias_BV[b, token] = value
     return bias_BV[:, None].to(device)
+
+
+def _grammars(samplings: Sequence[Sampling]) -> GrammarRows | None:
+    if all(one.grammar is None for one in samplings):
+        return None
+    from specctl.runtime.grammar_mask import GrammarRows
+
+    return GrammarRows([one.grammar for one in samplings])
 
 
 def _counts(scores_BTV: Tensor, tree: DraftTree, view: RoundView) -> Tensor:

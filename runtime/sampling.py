@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,13 +20,18 @@ from specctl.drafters.parts.tree import DraftTree
 from specctl.recipes.errors import SpecctlError
 from specctl.runtime.processors import HistoryProcessors, min_p, top_k, top_p
 
+if TYPE_CHECKING:
+    from specctl.runtime.grammar import Grammar
+    from specctl.runtime.grammar_mask import Guide
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How one request is sampled and when it ends; None means off, temperature 0 means greedy.
 
     Penalties count prompt and answer alike. `processors` are transformers LogitsProcessor objects;
-    they see one row at a time, at every drafted node with that node's own text.
+    they see one row at a time, at every drafted node with that node's own text. `grammar` is what
+    the answer is held to (`compile_grammar`); it has the last word before the temperature.
     """
 
     temperature: float = 0.0
@@ -43,11 +48,13 @@ class Sampling:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     processors: tuple[Any, ...] = ()
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         finite = math.isfinite(self.temperature)
         self._check("temperature", finite and self.temperature >= 0, "a finite number >= 0")
-        self._check("top_k", self.top_k is None or self.top_k >= 1, "None or a count >= 1")
+        is_count = self.top_k is None or 1 <= self.top_k < 2**31
+        self._check("top_k", is_count, "None or a count in [1, 2^31)")
         self._check("top_p", self.top_p is None or 0 < self.top_p <= 1, "None or in (0, 1]")
         self._check("min_p", self.min_p is None or 0 <= self.min_p <= 1, "None or in [0, 1]")
         positive = self.repetition_penalty is None or 0 < self.repetition_penalty < math.inf
@@ -82,7 +89,8 @@ class Sampling:
 
 
 class SamplingBatch:
-    """The settings of the rows of one round, as tensors. Stateless: safe to keep or to rebuild."""
+    """The settings of the rows of one round, as tensors. Safe to keep or to rebuild: what it keeps
+    of a text (how far a grammar was followed) is found again from the text."""
 
     def __init__(
         self, samplings: Sequence[Sampling], vocab_size: int, device: torch.device | str = "cpu"
@@ -114,19 +122,41 @@ class SamplingBatch:
         """Whether the scores depend on the text so far, not on the logits alone."""
         return self._history is not None and self._history.reads_text
 
+    def inherit(self, before: SamplingBatch) -> None:
+        """Take over how far the grammars of an earlier batch were followed: their rows may still be
+        here, and to follow a long text again takes time."""
+        if self._history is not None and before._history is not None:
+            ours, theirs = self._history.grammars, before._history.grammars
+            if ours is not None and theirs is not None:
+                ours.inherit(theirs)
+
+    def guide(self, view: RoundView) -> Guide | None:
+        """What holds drafts to the grammars of these rows; None if they have none."""
+        if self._history is None or self._history.grammars is None:
+            return None
+        return self._history.grammars.guide(view)
+
     def scores(self, logits_BTV: Tensor, tree: DraftTree, view: RoundView) -> Tensor:
-        """float32 log-scores, the target law is softmax(scores). If every row is greedy they are
-        the processed logits (the logits themselves when nothing is set); a greedy row among sampled
-        ones gets a one-hot law (0 at its argmax, -inf elsewhere)."""
-        scores_BTV = logits_BTV.float()
-        if self._history is not None:
-            scores_BTV = self._history.apply(scores_BTV, tree, view)
-        return scores_BTV if self.all_greedy else self._warp(scores_BTV)
+        """float32 log-scores, the target law is softmax(scores): `law` of what is `processed`."""
+        return self.law(self.processed(logits_BTV, tree, view))
+
+    def processed(self, logits_BTV: Tensor, tree: DraftTree, view: RoundView) -> Tensor:
+        """float32 logits after what reads the text: bias, penalties, bad words, processors. The
+        logits themselves when nothing is set."""
+        logits_BTV = logits_BTV.float()
+        return logits_BTV if self._history is None else self._history.apply(logits_BTV, tree, view)
+
+    def law(self, processed_BTV: Tensor) -> Tensor:
+        """Log-scores after temperature and truncation. If every row is greedy they are the
+        processed logits; a greedy row among sampled ones gets a one-hot law (0 at its argmax, -inf
+        elsewhere)."""
+        return processed_BTV if self.all_greedy else self._warp(processed_BTV)
 
     def draft_law(self, logits_BMK: Tensor, ids_K: Tensor | None = None) -> Tensor:
         """float32 probabilities to draw drafts from: the row's temperature, top-k, top-p, min-p and
         fixed biases applied to draft logits; one-hot on greedy rows. `ids_K`: target ids of the
-        draft vocabulary. What reads the text is left out: any law is legal, if it is the one used.
+        draft vocabulary. What reads the text is left out (but for grammars, which `guide` applies
+        to the logits beforehand): any law is legal, if it is the one used.
         Where nothing can be drafted (all logits -inf) the law is zero."""
         scores_BMK = logits_BMK.float()
         if self._history is not None and self._history.bias_B1V is not None:

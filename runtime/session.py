@@ -1,8 +1,11 @@
-"""Request, Row, Completion: one sequence before, while and after it is generated."""
+"""Request, Row, Emission, Completion: one sequence before, while and after it is generated."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from specctl.runtime.sampling import Sampling
 from specctl.runtime.stats import RowStats
@@ -11,11 +14,14 @@ from specctl.runtime.stats import RowStats
 @dataclass(frozen=True, slots=True)
 class Request:
     """A prompt as token ids, and how to continue it. Requests of one `conversation` (a name that
-    nobody else can guess) may share what a drafter remembers of them; None shares nothing."""
+    nobody else can guess) may share what a drafter remembers of them, and what a slot has cached of
+    their common beginning; None shares nothing. `logprobs`: None for none, k for the drawn token
+    and the k best."""
 
     tokens: tuple[int, ...]
     sampling: Sampling = field(default_factory=Sampling)
     conversation: str | None = None
+    logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +35,13 @@ class Completion:
     stats: RowStats
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Row:
     """A live sequence. One writer: the engine.
 
     Invariant between rounds: kept_len == len(tokens) - 1; the last token has no cache entry yet.
+    `reused_len` positions of the prompt were in the cache already; `prompt_taps` are kept where a
+    later request may reuse them; a row that no longer `speculates` is decoded plainly.
     """
 
     index: int
@@ -44,6 +52,9 @@ class Row:
     stats: RowStats
     num_rounds: int = 0
     finished: str | None = None
+    reused_len: int = 0
+    prompt_taps: Mapping[int, Tensor] = field(default_factory=dict)
+    speculates: bool = True
 
     @classmethod
     def of(cls, index: int, slot: int, request: Request) -> Row:
@@ -68,3 +79,23 @@ class Row:
         assert self.finished is not None, "a live row has no completion"
         new = tuple(self.tokens[self.prompt_len :])
         return Completion(self.request, new, self.finished, self.stats)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of a token before temperature and truncation, after bias, penalties and
+    grammar, not below -9999; `top`: (token, log-probability) of the best ones, best first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """What a round gave one row: its new tokens, of which the first `num_accepted` were drafted."""
+
+    row: Row
+    tokens: tuple[int, ...]
+    num_accepted: int
+    logprobs: tuple[TokenLogprob, ...] | None = None

@@ -71,6 +71,21 @@ class Target:
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Token ids of a conversation, up to where the assistant speaks next."""
+        from jinja2 import TemplateError
+
+        try:
+            text = self.chat_text(messages)
+        except TemplateError as error:
+            raise IncompatibleError(
+                f"the chat template of target {self.name} does not take this conversation",
+                found=str(error)[:200],
+                expected="roles in an order that it knows",
+                do="leave the system message out, or put it in front of the first user's",
+            ) from error
+        return list(self._tokenizer().encode(text, add_special_tokens=False))
+
+    def chat_text(self, messages: Sequence[dict[str, str]]) -> str:
+        """A conversation as its template writes it, up to where the assistant speaks next."""
         tokenizer = self._tokenizer()
         if self.template_digest is None:
             raise IncompatibleError(
@@ -79,10 +94,11 @@ class Target:
                 expected="a chat template",
                 do="give plain prompts, or choose an instruction-tuned target",
             )
-        text = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=False
+        return str(
+            tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=False
+            )
         )
-        return list(tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; end-of-text markers are left out."""

@@ -44,6 +44,11 @@ PROVEN_ELSEWHERE = {
     "specctl generate --target tiny --draft runs/": "tests/cli/test_commands.py",
     "specctl generate --draft runs/": "tests/cli/test_commands.py",
     "specctl adapt --draft runs/": "tests/cli/test_adapt.py",
+    "specctl chat --target tiny --draft auto": "tests/cli/test_chat.py, at a terminal",
+    "specctl serve": "tests/cli/test_serve.py, and benchmarks/proof_page.py",
+    "curl -s": "tests/cli/test_serve_docs.py, against a server",
+    "python3 -c": "any Python; the file of keys that it makes is read by tests/runtime",
+    "chmod 600 keys.txt": "the shell",
     "specctl plan --scaling": "tests/cli/test_scaling.py",
 }
 

@@ -42,7 +42,7 @@ def fill(
             f"family {drafter.family} retrieves from no texts",
             where="drafter.family",
             found=drafter.family,
-            expected="a family with a store, such as rest, suffix-automaton, dresd or rasd",
+            expected="a family with a store, such as rest, suffix-automaton or token-recycling",
             do="specctl datastore --recipe rest",
         )
     data = prepare(recipe, target, out, console)

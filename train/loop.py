@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,7 @@ def take_step(job: Job, progress: Progress, advance: Advance) -> None:
     job.gradient.zero()
     totals = Totals()
     for micro_rows in share(rows, settings.accumulate, job.ranks.rank, job.ranks.size):
-        batch = job.batch(micro_rows)
+        batch = replace(job.batch(micro_rows), progress=progress.step / settings.steps)
         with job.autocast():
             out = job.drafter.loss(batch)
         if out.sum.requires_grad:

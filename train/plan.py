@@ -22,6 +22,7 @@ from specctl.drafters.parts.vocab import VocabMap
 from specctl.recipes.schema import Recipe
 from specctl.train.adapt import attach
 from specctl.train.assemble import family_options, trainable_family
+from specctl.train.data.context import check_context
 from specctl.train.features.kept import Form
 from specctl.train.initial import completed
 from specctl.train.metrics import read_log
@@ -97,6 +98,7 @@ def plan(
     `out` holds a run of this recipe with enough steps behind it, the time is measured; so is all
     that a rehearsal has measured. `before`: the work between the text and the first step."""
     shape = target_shape(recipe.target) if spec is None else TargetShape(spec, parameters_of(spec))
+    check_context(recipe, shape.spec)
     family = trainable_family(recipe)
     drafter = build_shape(family, recipe, shape.spec)
     parameters = num_parameters(drafter)

@@ -24,12 +24,14 @@ from specctl.recipes.schema import Recipe
 from specctl.recipes.stages import resolved, stages_of
 from specctl.runtime.report import Reporter, SilentReporter
 from specctl.runtime.target import Target
+from specctl.train.data.context import check_context
 from specctl.train.initial import Loader
 from specctl.train.plan import Plan, plan
 from specctl.train.run import Packager, RunResult, train_draft
 from specctl.train.saving.fingerprint import check_same_run, config_fields
 from specctl.train.saving.run_file import write_run_file
 from specctl.train.saving.store import write_json
+from specctl.train.target_shape import target_shape
 
 MARK = "stage.json"
 
@@ -77,13 +79,16 @@ def train_recipe(
     given: dict[str, Any] = {"resume": resume, "command": command, "allow": allow, "load": load}
     if not recipe.stages:
         return train_draft(recipe, out, reporter=reporter, package=package, target=target, **given)
+    spec = target_shape(recipe.target).spec if target is None else target.spec
+    todo = stages(recipe, out)
+    for stage in todo:
+        check_context(stage.recipe, spec)
     is_main = PartialState().is_main_process
     talker = (reporter or SilentReporter()) if is_main else SilentReporter()
     if is_main:
         out.mkdir(parents=True, exist_ok=True)
         write_run_file(recipe, out, command)
     results: list[RunResult] = []
-    todo = stages(recipe, out)
     for number, stage in enumerate(todo, start=1):
         is_last = stage is todo[-1]
         done = finished(stage, allow) if resume else None

@@ -39,7 +39,7 @@ def target_shape(part: TargetPart) -> TargetShape:
             intermediate_size=known.intermediate,
             norm_eps=1e-5,
             rope_theta=1e4,
-            max_positions=2**17,
+            max_positions=known.positions,
         )
         shape = TargetShape(spec, known.parameters)
     else:

@@ -79,13 +79,15 @@ class Budget:
 @dataclass(frozen=True, slots=True)
 class RoundView:
     """The live rows at the start of a round. `tokens[b]` is prompt + emitted text on the host;
-    its last entry equals root_B[b], whose position is kept_len_B[b]."""
+    its last entry equals root_B[b], whose position is kept_len_B[b]. `prompt_lens[b]` is where the
+    emitted text begins (empty where nobody asks for it)."""
 
     slots: tuple[int, ...]
     slot_B: Tensor
     root_B: Tensor
     kept_len_B: Tensor
     tokens: tuple[Sequence[int], ...]
+    prompt_lens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

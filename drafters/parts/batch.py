@@ -51,6 +51,7 @@ class TrainBatch:
     teacher_BSV   target logits (raw, before any temperature) or None
     teacher_rows  the same as rows b * S + t, computed when asked; for `Needs.teacher_rows`
     select        which rows the losses over this batch may sum; None: all of them
+    progress      share of the training steps that lie behind, for what changes on the way
     """
 
     ids_BS: Tensor
@@ -61,6 +62,7 @@ class TrainBatch:
     teacher_BSV: Tensor | None = None
     teacher_rows: HeadRows | None = None
     select: Select | None = None
+    progress: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +29,13 @@ from specctl.drafters.parts.masks import chain_mask
 from specctl.drafters.parts.parallel_heads import ParallelHeads, first_ranks
 from specctl.drafters.parts.prefix import PrefixState
 from specctl.drafters.parts.spec import ModelSpec
+from specctl.drafters.parts.taps import taps_of
 from specctl.drafters.parts.vocab import VocabMap
 
 
 class BlockDrafter(ParallelHeads):
-    """What a family leaves to the frame. Its options have `num_heads`, `taps` and `anchors`."""
+    """What a family leaves to the frame. Its options have `num_heads` and `anchors`; its
+    module has the layers `net` and `norm`, the last norm."""
 
     first_slot: int = 0  # the slot that head 0 reads; -1 = the newest true row itself
     is_causal: bool = False  # slots see only those before them
@@ -43,15 +46,6 @@ class BlockDrafter(ParallelHeads):
         self.tree = first_ranks(options.num_heads)
 
     # -- what a family says ---------------------------------------------------------------------
-
-    @property
-    @abstractmethod
-    def net(self) -> BlockNet: ...
-
-    @property
-    @abstractmethod
-    def norm(self) -> nn.Module:
-        """In front of the LM head."""
 
     @abstractmethod
     def slot(self, index: int, token_X: Tensor) -> Tensor:
@@ -67,6 +61,16 @@ class BlockDrafter(ParallelHeads):
         return [num_anchors] * self.num_slots
 
     # -- the frame ------------------------------------------------------------------------------
+
+    @property
+    def net(self) -> BlockNet:
+        """The module's layers."""
+        return cast(BlockNet, self.module.net)
+
+    @property
+    def norm(self) -> nn.Module:
+        """In front of the LM head."""
+        return cast(nn.Module, self.module.norm)
 
     @property
     def num_slots(self) -> int:
@@ -116,6 +120,14 @@ class BlockDrafter(ParallelHeads):
             out_BAD = self.norm(outs[i + self.first_slot])
             at_BAD = anchor_BA[:, : out_BAD.shape[1], None].expand_as(out_BAD)
             yield torch.zeros_like(x_BSD).to(out_BAD).scatter(1, at_BAD, out_BAD)
+
+
+class TappedBlocks(BlockDrafter):
+    """Blocks that read the depths their options name (`taps`; None: those of EAGLE-3)."""
+
+    def __init__(self, options: Any, spec: ModelSpec, vocab: VocabMap | None = None) -> None:
+        self.own_taps = taps_of(options.taps, spec)
+        super().__init__(replace(options, taps=self.own_taps), spec, vocab)
 
 
 class BlockState(PrefixState):

@@ -22,6 +22,7 @@ from specctl.drafters.parts.align import Aim, aim, shifted
 from specctl.drafters.parts.base import Borrowed, Drafter, Needs, Space
 from specctl.drafters.parts.batch import LossOut, TrainBatch
 from specctl.drafters.parts.blocks import LayerShape
+from specctl.drafters.parts.feature_state import FeatureState
 from specctl.drafters.parts.heads import check_count, cut_rows, head_rows
 from specctl.drafters.parts.judge import Judge
 from specctl.drafters.parts.losses import (
@@ -64,10 +65,12 @@ class FeatureOptions:
 
 @dataclass(frozen=True, slots=True)
 class Unrolled:
-    """One step over whole rows: what the LM head reads, and what is compared with the feature."""
+    """One step over whole rows: what the LM head reads, what is compared with the feature, and the
+    rows that have seen what they are to predict (None: none)."""
 
     ready_BSD: Tensor
     state_BSD: Tensor
+    known_BS: Tensor | None = None
 
 
 class FeatureDrafter(Drafter):
@@ -137,7 +140,7 @@ class FeatureDrafter(Drafter):
             small._head_KD = cut_rows(self._head_KD, self.vocab, vocab)
         return small
 
-    def open(self, space: Space) -> TrunkState:
+    def open(self, space: Space) -> FeatureState:
         return TrunkState(self, space)
 
     def version(self) -> int:
@@ -155,11 +158,16 @@ class FeatureDrafter(Drafter):
         scale = self.borrowed.embed_scale
         return (rows_XD if scale == 1.0 else rows_XD * scale).to(self.dtype)
 
-    def unroll(self, batch: TrainBatch) -> list[Unrolled]:
-        """The steps, then the parallel heads, at every position."""
-        net, state_BSD = self.module, batch.taps[self.tap].to(self.dtype)
+    def noisy(self, batch: TrainBatch) -> Tensor:
+        """[B, S, D]: the target's features with the noise of training."""
+        state_BSD = batch.taps[self.tap].to(self.dtype)
         if self.options.noise > 0:
             state_BSD = state_BSD + self.options.noise * (2 * torch.rand_like(state_BSD) - 1)
+        return state_BSD
+
+    def unroll(self, batch: TrainBatch) -> list[Unrolled]:
+        """The steps, then the parallel heads, at every position."""
+        net, state_BSD = self.module, self.noisy(batch)
         mask_B1SS = document_mask(batch.document_BS)
         chains = [Chains(mask_B1SS) for _ in net.layers]
         steps, ahead = [], 0
@@ -187,6 +195,8 @@ class FeatureDrafter(Drafter):
         steps, feature_RD = self.unroll(batch), batch.taps[self.tap].flatten(0, 1)
         for step, unrolled in enumerate(steps):
             rows, ready_RD = aim(batch, 2 + step), unrolled.ready_BSD.flatten(0, 1)
+            if unrolled.known_BS is not None:
+                rows = rows.only(~unrolled.known_BS.flatten()[rows.row_N])
             out = head_loss(ready_RD, head, rows, self.vocab, how, judge)
             if options.feature_weight > 0:
                 near = feature_loss(unrolled.state_BSD.flatten(0, 1), rows, feature_RD)

@@ -25,13 +25,14 @@ from specctl.drafters.parts.slots import SlotKV
 
 @dataclass(frozen=True, slots=True)
 class Fed:
-    """True rows fed at once, right-padded: tokens, the states beside them, their rotations, and the
-    position of the first in each row."""
+    """True rows fed at once, right-padded: tokens, the states beside them, their rotations, the
+    position of the first in each row, and how many are real."""
 
     ids_BT: Tensor
     state_BTD: Tensor
     turn_BT2E: Tensor
     start_B: Tensor
+    counts: tuple[int, ...]
 
 
 class FeatureState(StepState):
@@ -83,8 +84,8 @@ class FeatureState(StepState):
         """Write true rows into the cache, which is aimed at them."""
 
     @abstractmethod
-    def newest(self, fed: Fed, counts: Sequence[int], kept_B: Tensor) -> Tensor:
-        """[B, 1, K]: the same, and the logits after the last of the `counts` rows."""
+    def newest(self, fed: Fed, kept_B: Tensor) -> Tensor:
+        """[B, 1, K]: the same, and the logits after the last real row."""
 
     @abstractmethod
     def nodes(self, token_BM: Tensor, parent_BM: Tensor, place: Place) -> Tensor:
@@ -121,7 +122,7 @@ class FeatureState(StepState):
             slot_1 = torch.full((1,), slot, device=self.device)
             self.kv.begin((slot,), slot_1, slot_1 * 0, num_rows - 1, num_rows - 1, 0)
             turn_1T2E = self._turn_P2E[None, : num_rows - 1]
-            self.fill(Fed(ids_1T, state_TD[None, :-1], turn_1T2E, slot_1 * 0))
+            self.fill(Fed(ids_1T, state_TD[None, :-1], turn_1T2E, slot_1 * 0, (num_rows - 1,)))
 
     # -- a round --------------------------------------------------------------------------------
 
@@ -131,7 +132,7 @@ class FeatureState(StepState):
         fed = self._aim_pending(view, counts, kept, kept_B)
         self._growth = Growth(view, self.kv, kept, kept_B)
         self._states = []
-        return self.newest(fed, counts, kept_B)[:, 0]
+        return self.newest(fed, kept_B)[:, 0]
 
     def _lengths(self, view: RoundView) -> tuple[list[int], list[int]]:
         """Pending rows, and true rows with them; a text without features counts its zero row."""
@@ -153,9 +154,11 @@ class FeatureState(StepState):
         else:
             turn = self._turn_P2E[start_B[:, None] + torch.arange(W, device=self.device)]
         if view.slots == tuple(range(B)):
-            return Fed(self.pending_token_SW[:B, :W], self.pending_SWD[:B, :W], turn, start_B)
-        ids_BW = self.pending_token_SW[view.slot_B, :W]
-        return Fed(ids_BW, self.pending_SWD[view.slot_B, :W], turn, start_B)
+            ids_BW, state_BWD = self.pending_token_SW[:B, :W], self.pending_SWD[:B, :W]
+        else:
+            ids_BW = self.pending_token_SW[view.slot_B, :W]
+            state_BWD = self.pending_SWD[view.slot_B, :W]
+        return Fed(ids_BW, state_BWD, turn, start_B, tuple(counts))
 
     def _aim(
         self, view: RoundView, start_B: Tensor, num_fed: int, span: int, uniform: int | None

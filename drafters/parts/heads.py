@@ -5,13 +5,15 @@ Letters: D width, V target vocabulary, K draft vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specctl.drafters.parts.base import Borrowed
 from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import IncompatibleError, RecipeError
+from specctl.recipes.errors import IncompatibleError, RecipeError, nearest
 
 
 class ResBlock(nn.Module):
@@ -39,14 +41,14 @@ def check_count(name: str, number: int, least: int = 1) -> None:
         )
 
 
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     """An option that must be one of a few words."""
     if value not in choices:
         raise RecipeError(
             f"unknown {name} {value!r}",
             where=f"drafter.options.{name}",
             expected="one of " + ", ".join(choices),
-            do=f"write {name}: {choices[0]}",
+            do=f"write {name}: {nearest(str(value), choices, 1)}",
         )
 
 

@@ -17,15 +17,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from specctl.drafters.parts.base import Drafter, Needs, Outcome
+from specctl.drafters.parts.room import RowStores, Scope
 from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.store import (
-    Ids,
-    NgramStore,
-    RowStores,
-    Scope,
-    StoreLimits,
-    StoreRoom,
-)
+from specctl.drafters.parts.store import Ids, NgramStore, StoreLimits, StoreRoom
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.recipes.errors import RecipeError, nearest
 
@@ -115,7 +109,9 @@ def learn_text(
                 learn(store, tuple(tokens[at - length : at]), (tokens[at],), (1.0,), keep)
 
 
-def learn_round(stores: RowStores, outcome: Outcome, lengths: range, keep: float | None) -> None:
+def learn_round(
+    stores: RowStores[NgramStore], outcome: Outcome, lengths: range, keep: float | None
+) -> None:
     """What the target thought at every token it was fed, accepted or not; nothing, where the round
     brought no top-k."""
     if outcome.topk_BTK is None or outcome.topk_logp_BTK is None:

@@ -23,7 +23,7 @@ from specctl.drafters.parts.kernels import linear
 from specctl.drafters.parts.rescore import Rescoring, extended, last_tokens
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.template import Path, Template, compile_template, greedy_paths
-from specctl.drafters.parts.tree import DraftTree, NodeKind, empty_tree
+from specctl.drafters.parts.tree import DraftTree, empty_tree
 from specctl.drafters.parts.vocab import VocabMap
 
 MAX_RANK = 10
@@ -108,15 +108,7 @@ class ParallelState(HeadState):
         if not all(is_known[slot] for slot in view.slots):
             known = [is_known[slot] for slot in view.slots]
             valid_BN = valid_BN & torch.tensor(known, device=self.device)[:, None]
-        return DraftTree(
-            token_BN,
-            template.parent_N.expand_as(token_BN),
-            template.rank_N.expand_as(token_BN),
-            valid_BN,
-            NodeKind.POINT,
-            len(template.levels),
-            is_chain=template.is_chain,
-        )
+        return template.point_tree(token_BN, valid_BN)
 
     def _best(self, view: RoundView, template: Template) -> Best:
         """Draft rows of the template's nodes. Heads alone are asked at once; where drafts are

@@ -1,16 +1,8 @@
-"""Stores: what drafters remember of token sequences, and who may read it.
+"""Stores: what drafters remember of token sequences.
 
 `NgramStore` maps a key (token ids) to continuations (token ids) with weights: counts, probabilities
 or nothing but recency. It is capped in bytes and per key, may be frozen, and is written as plain
-tensors. `StoreRoom` belongs to a Drafter and says whose text may help whom, by `Scope`:
-
-    request       a row learns from itself alone; forgotten when the row ends (the default)
-    conversation  rows of one `Request.conversation` share; a row without one is alone
-    process       every row that this drafter ever serves shares: only for text that is no secret
-    disk          read from what the drafter was loaded with; never written
-
-A row therefore drafts the same whatever stands beside it in the batch, unless the scope is process.
-Stores of different tokenizers or targets never mix: they are found by `Identity`.
+tensors. Who may read it is said by its room (`parts/room.py`).
 """
 
 from __future__ import annotations
@@ -19,30 +11,18 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
-from threading import Lock
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.spec import Identity
+from specctl.drafters.parts.room import Guarded, Room, Scope
 from specctl.recipes.errors import IntegrityError, RecipeError
 
 Ids = tuple[int, ...]
 
 KEY_BYTES, ENTRY_BYTES, ID_BYTES = 420, 180, 32  # what CPython takes, measured; ids are objects
-MAX_CONVERSATIONS = 256
-
-
-class Scope(StrEnum):
-    """Whose text may help whom."""
-
-    REQUEST = "request"
-    CONVERSATION = "conversation"
-    PROCESS = "process"
-    DISK = "disk"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +48,6 @@ class StoreLimits:
 class Continuation:
     ids: Ids
     weight: float
-
-
-class Guarded:
-    """Holds a lock, which a copy makes anew."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._lock = Lock()
 
 
 class NgramStore(Guarded):
@@ -215,71 +181,10 @@ def _runs(ids: np.ndarray, end: np.ndarray) -> list[Ids]:
     return [tuple(flat[a:b]) for a, b in itertools.pairwise(ends)]
 
 
-class StoreRoom(Guarded):
-    """The stores of one Drafter, for all engines that it serves."""
+class StoreRoom(Room[NgramStore]):
+    """A room of n-gram stores."""
 
     def __init__(
         self, scope: Scope, limits: StoreLimits | None = None, disk: NgramStore | None = None
     ) -> None:
-        self.scope, self.limits, self.disk = Scope(scope), limits or StoreLimits(), disk
-        self._shared: OrderedDict[tuple[Identity | None, str | None], NgramStore] = OrderedDict()
-        super().__init__()
-
-    def rows(self, identity: Identity | None, num_slots: int) -> RowStores:
-        """The stores of one engine's rows."""
-        return RowStores(self, identity, num_slots)
-
-    def store(self, identity: Identity | None, conversation: str | None) -> NgramStore:
-        """The store of a row that begins. Of conversations the least recently begun are dropped."""
-        if self.scope is Scope.DISK:
-            if self.disk is None:
-                raise RecipeError(
-                    "a store of scope disk was not loaded with anything",
-                    where="drafter.options.scope",
-                    expected="a package that holds a store",
-                    do="take scope request, or give the package that holds the store",
-                )
-            self.disk.freeze()
-            return self.disk
-        is_alone = self.scope is Scope.CONVERSATION and conversation is None
-        if self.scope is Scope.REQUEST or is_alone:
-            return NgramStore(self.limits)
-        key = (identity, conversation if self.scope is Scope.CONVERSATION else None)
-        with self._lock:
-            store = self._shared.setdefault(key, NgramStore(self.limits))
-            self._shared.move_to_end(key)
-            while len(self._shared) > MAX_CONVERSATIONS:
-                self._shared.popitem(last=False)
-        return store
-
-    def clear(self) -> None:
-        """Forget all that rows have shared."""
-        with self._lock:
-            self._shared.clear()
-
-
-class RowStores:
-    """Which store each slot reads and writes. One writer: the DraftState that owns it."""
-
-    def __init__(self, room: StoreRoom, identity: Identity | None, num_slots: int) -> None:
-        self.room, self.identity = room, identity
-        self._conversation: list[str | None] = [None] * num_slots
-        self._store: list[NgramStore | None] = [None] * num_slots
-
-    def join(self, slot: int, conversation: str | None) -> None:
-        """The conversation of the row that is about to start in the slot."""
-        self._conversation[slot] = conversation
-
-    def start(self, slot: int) -> NgramStore:
-        """A row starts: its store, which is a new one unless the scope shares it."""
-        store = self.room.store(self.identity, self._conversation[slot])
-        self._store[slot], self._conversation[slot] = store, None
-        return store
-
-    def at(self, slot: int) -> NgramStore:
-        store = self._store[slot]
-        assert store is not None, f"no row has started in slot {slot}"
-        return store
-
-    def end(self, slot: int) -> None:
-        self._store[slot] = None
+        super().__init__(scope, partial(NgramStore, limits or StoreLimits()), disk)

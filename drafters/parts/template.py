@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specctl.drafters.parts.tree import DraftTree, NodeKind
 from specctl.recipes.errors import RecipeError
 
 Path = tuple[int, ...]
@@ -32,6 +33,14 @@ class Template:
     @property
     def is_chain(self) -> bool:
         return all(last - first == 1 for first, last in self.levels)
+
+    def point_tree(self, token_BN: Tensor, valid_BN: Tensor) -> DraftTree:
+        """The tree of these tokens, chosen without chance."""
+        parent_BN, rank_BN = (x_N.expand_as(token_BN) for x_N in (self.parent_N, self.rank_N))
+        depth, is_chain = len(self.levels), self.is_chain
+        return DraftTree(
+            token_BN, parent_BN, rank_BN, valid_BN, NodeKind.POINT, depth, is_chain=is_chain
+        )
 
 
 def greedy_paths(acceptance: Sequence[Sequence[float]], nodes: int) -> tuple[Path, ...]:

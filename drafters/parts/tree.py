@@ -130,6 +130,31 @@ class DraftTree:
             return torch.arange(T, device=self.parent_BN.device).expand(B, T)
         return self.ancestor_BTT().sum(-1) - 1
 
+    def within(self, length_B: Tensor) -> DraftTree:
+        """The tree without the nodes that lie deeper than their row's own length."""
+        depth_BN = self.depth_BT()[:, 1:]
+        return replace(self, valid_BN=self.valid_BN & (depth_BN <= length_B[:, None]))
+
+    def of_rows(self, at_B: Tensor) -> DraftTree:
+        """The tree whose row b is this one's row at_B[b]."""
+        rows = {
+            name: None if (value := getattr(self, name)) is None else value[at_B]
+            for name in _BY_ROW
+        }
+        q = None if self.q is None else QRows(self.q.prob_BTK[at_B], self.q.ids_K)
+        return replace(self, q=q, **rows)
+
+
+_BY_ROW = (
+    "token_BN",
+    "parent_BN",
+    "rank_BN",
+    "valid_BN",
+    "estimate_BN",
+    "expanded_BN",
+    "forced_BN",
+)
+
 
 def _true(like_BN: Tensor) -> Tensor:
     return torch.ones(like_BN.shape[0], 1, dtype=torch.bool, device=like_BN.device)

@@ -7,7 +7,7 @@ Letters: B rows, T true rows, M nodes, D width, O width of the layers' output, C
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -84,8 +84,8 @@ class TrunkState(FeatureState):
         return lambda layer: attending(mask, self.kv, layer)
 
     @torch.no_grad()
-    def newest(self, fed: Fed, counts: Sequence[int], kept_B: Tensor) -> Tensor:
-        x_BTD, out_BTO = self._true_rows(fed)
+    def newest(self, fed: Fed, kept_B: Tensor) -> Tensor:
+        counts, (x_BTD, out_BTO) = fed.counts, self._true_rows(fed)
         if min(counts) == max(counts):
             x_B1D, out_B1O = x_BTD[:, -1:], out_BTO[:, -1:]
         else:

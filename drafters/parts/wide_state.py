@@ -6,7 +6,7 @@ heads or draft vocabulary, E head width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -72,14 +72,14 @@ class WideState(FeatureState):
     def fill(self, fed: Fed) -> None:
         self._project(fed.ids_BT, fed.state_BTD, fed.turn_BT2E)
 
-    def newest(self, fed: Fed, counts: Sequence[int], kept_B: Tensor) -> Tensor:
+    def newest(self, fed: Fed, kept_B: Tensor) -> Tensor:
         query, key, value = self._project(fed.ids_BT, fed.state_BTD, fed.turn_BT2E)
         assert self._growth is not None
         mask = None
         if self._growth.uniform is None:
             at_L = torch.arange(key.shape[2], device=self.device)
             mask = (at_L < kept_B[:, None])[:, None, None]
-        state_BTD = fed.state_BTD
+        state_BTD, counts = fed.state_BTD, fed.counts
         if min(counts) == max(counts):
             query, state_B1D = query[:, :, -1:], state_BTD[:, -1:]
         else:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 from torch import Tensor
 
-from specctl.drafters.parts.base import Budget, DraftState, Outcome, RoundSeconds, RoundView
+from specctl.drafters.parts.base import (
+    Budget,
+    DraftState,
+    Outcome,
+    RoundSeconds,
+    RoundView,
+    StepState,
+)
 from specctl.drafters.parts.tree import DraftTree, NodeKind
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.runtime.noise import RoundNoise
 from specctl.runtime.sampling import SamplingBatch
+
+if TYPE_CHECKING:
+    from specctl.runtime.grammar_mask import Guide
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +30,8 @@ class Growth:
     """One round's growth: who drafts, for which rows, under which sampling, with which noise.
 
     `coupled` asks for drafts drawn with the target's own noise (rule target-only): they are a
-    deterministic function of the past, so their kind is POINT.
+    deterministic function of the past, so their kind is POINT. `guide` keeps drafts of rows with a
+    grammar inside it; `watch` is shown the drafter's logits before anything is made of them.
     """
 
     state: DraftState
@@ -29,6 +41,36 @@ class Growth:
     noise: RoundNoise
     vocab: VocabMap | None = None
     coupled: bool = False
+    guide: Guide | None = None
+    watch: Callable[[Tensor], None] | None = None
+
+    def root(self) -> Tensor:
+        """[B, K]: draft logits behind the root; growth step by step begins here."""
+        logits_BK = self._steps.root(self.view)
+        if self.watch is not None:
+            self.watch(logits_BK)
+        if self.guide is None:
+            return logits_BK
+        return self.guide.root(logits_BK, None if self.vocab is None else self.vocab.ids_K)
+
+    def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
+        """[B, M, K]: draft logits behind M more nodes (see `StepState.expand`)."""
+        logits_BMK = self._steps.expand(token_BM, parent_BM)
+        if self.watch is not None:
+            self.watch(logits_BMK)
+        if self.guide is None:
+            return logits_BMK
+        return self.guide.expand(token_BM, parent_BM, logits_BMK)
+
+    @property
+    def may_be_silent(self) -> bool:
+        """Rows may have nothing to draft: logits that are -inf everywhere."""
+        return self._steps.may_be_silent or self.guide is not None
+
+    @property
+    def _steps(self) -> StepState:
+        assert isinstance(self.state, StepState), "this policy grows stepwise drafters"
+        return self.state
 
     @property
     def sampled(self) -> bool:

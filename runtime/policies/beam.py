@@ -15,7 +15,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import StepState
 from specctl.drafters.parts.tree import DraftTree, NodeKind, empty_tree
 from specctl.runtime.policies.base import Growth
 
@@ -38,12 +37,11 @@ def search_beam(growth: Growth, beam: int, depth: int, stop: Stop | None = None)
     depth = min(growth.budget.depth, depth)
     if depth <= 0:
         return None
-    assert isinstance(growth.state, StepState)
-    first_BK = _log_q(growth.state.root(growth.view))
+    first_BK = _log_q(growth.root())
     pool = Pool.of(first_BK, min(beam, first_BK.shape[-1]))
     while pool.num_levels < depth and not (stop is not None and stop(pool)):
         parent_BF = pool.expansion_parent()
-        logits_BFK = growth.state.expand(growth.target_ids(pool.frontier_row()), parent_BF)
+        logits_BFK = growth.expand(growth.target_ids(pool.frontier_row()), parent_BF)
         pool.grow(_log_q(logits_BFK))
     return pool
 

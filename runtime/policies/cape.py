@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import StepState
 from specctl.drafters.parts.tree import DraftTree, NodeKind, empty_tree
 from specctl.recipes.errors import RecipeError
 from specctl.runtime.policies.base import Growth, PointTree
@@ -54,8 +53,7 @@ class Caterpillar(PointTree):
         B, device = len(growth.view.slots), growth.view.slot_B.device
         if depth <= 0:
             return empty_tree(B, device)
-        assert isinstance(growth.state, StepState)
-        logp_BK = log_guess(growth.state.root(growth.view)[:, None])[:, 0]
+        logp_BK = log_guess(growth.root()[:, None])[:, 0]
         tokens, valids, counts = [], [], []
         alive_B1 = torch.ones(B, 1, dtype=torch.bool, device=device)
         for step in range(depth):
@@ -68,7 +66,7 @@ class Caterpillar(PointTree):
             alive_B1 = valids[-1][:, :1]
             if step + 1 < depth:
                 parent_B1 = torch.full((B, 1), step - 1, dtype=torch.long, device=device)
-                logp_BK = log_guess(growth.state.expand(tokens[-1][:, :1], parent_B1))[:, 0]
+                logp_BK = log_guess(growth.expand(tokens[-1][:, :1], parent_B1))[:, 0]
         return _tree(torch.cat(tokens, 1), torch.cat(valids, 1), counts)
 
     def _position(self, logp_BK: Tensor) -> tuple[torch.return_types.topk, Tensor]:

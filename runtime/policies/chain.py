@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import Outcome, RoundSeconds, StepState
+from specctl.drafters.parts.base import Outcome, RoundSeconds
 from specctl.drafters.parts.tree import DraftTree, NodeKind, QRows, chain_tree, empty_tree
 from specctl.recipes.errors import RecipeError
 from specctl.runtime.policies.base import Growth
@@ -78,13 +78,12 @@ class Chain:
             return empty_tree(len(growth.view.slots), growth.view.slot_B.device)
         if stopper is not None:
             depth = stopper.length(depth)
-        assert isinstance(growth.state, StepState)
-        logits_BK = growth.state.root(growth.view)
+        logits_BK = growth.root()
         tokens, laws, valids = [], [], []
         alive_B = torch.ones_like(growth.view.slot_B, dtype=torch.bool)
         for step in range(depth):
             row_B, law_BK = self.pick(growth, logits_BK, step)
-            if growth.state.may_be_silent:
+            if growth.may_be_silent:
                 alive_B = alive_B & (logits_BK.amax(-1) > -torch.inf)
             tokens.append(growth.target_ids(row_B))
             laws.append(law_BK)
@@ -94,11 +93,11 @@ class Chain:
             if stopper is not None:
                 stop_B = stopper.stops(Step(step, logits_BK, row_B, growth.state))
                 alive_B = alive_B if stop_B is None else alive_B & ~stop_B
-            may_end = growth.state.may_be_silent and not alive_B.is_cuda
+            may_end = growth.may_be_silent and not alive_B.is_cuda
             if (stopper is not None or may_end) and not bool(alive_B.any()):
                 break
             parent_B1 = torch.full_like(row_B[:, None], step - 1)
-            logits_BK = growth.state.expand(tokens[-1][:, None], parent_B1)[:, 0]
+            logits_BK = growth.expand(tokens[-1][:, None], parent_B1)[:, 0]
         return self._tree(growth, tokens, laws, valids)
 
     def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:

@@ -4,27 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specctl.drafters.parts.tree import DraftTree, NodeKind
-from specctl.runtime.policies.base import Growth
+from specctl.drafters.parts.tree import DraftTree
+from specctl.runtime.policies.base import Growth, PointTree
 
 
 @dataclass(frozen=True, slots=True)
-class Direct:
+class Direct(PointTree):
     """At most `nodes` nodes and `length` levels of whatever the drafter proposes."""
 
     length: int = 5
     nodes: int = 24
-
-    @property
-    def depth(self) -> int:
-        return self.length
-
-    @property
-    def is_chain(self) -> bool:
-        return False
-
-    def kind(self, sampled: bool) -> NodeKind:
-        return NodeKind.POINT
 
     def grow(self, growth: Growth) -> DraftTree:
         return growth.state.propose(growth.view, growth.budget)

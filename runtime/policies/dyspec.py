@@ -26,7 +26,6 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import StepState
 from specctl.drafters.parts.tree import DraftTree, empty_tree
 from specctl.runtime.policies.base import DrawnTree, Growth
 from specctl.runtime.policies.draw import Children, children, log_guess, q_rows
@@ -49,10 +48,9 @@ class DySpec(DrawnTree):
         B = len(growth.view.slots)
         if min(nodes, depth) <= 0:
             return empty_tree(B, growth.view.slot_B.device)
-        assert isinstance(growth.state, StepState)
         rows = [_Tree(nodes, depth, self.threshold, growth.sampled) for _ in range(B)]
         logits_BMK, wanted, laws, num_expanded = (
-            growth.state.root(growth.view)[:, None],
+            growth.root()[:, None],
             None,
             [],
             0,
@@ -68,7 +66,7 @@ class DySpec(DrawnTree):
             if M == 0:
                 break
             token_BM, parent_BM = _call(growth, rows, wanted, M, num_expanded)
-            logits_BMK = growth.state.expand(token_BM, parent_BM)
+            logits_BMK = growth.expand(token_BM, parent_BM)
             num_expanded += M
         return self._tree(growth, rows, laws)
 

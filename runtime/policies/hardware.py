@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, Self, runtime_checkable
 
-from specctl.runtime.policies.length import CostTable
+from specctl.runtime.policies.length import CostTable, on_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,7 @@ class TreeCosts:
 
     def verify_seconds(self, nodes: int) -> float:
         """Measured sizes as they are, straight lines between and beyond them."""
-        known = sorted(self.verify)
-        if nodes in self.verify or len(known) == 1:
-            return self.verify.get(nodes, self.verify[known[0]])
-        above = next((k for k in known[1:] if k >= nodes), known[-1])
-        below = known[known.index(above) - 1]
-        slope = (self.verify[above] - self.verify[below]) / (above - below)
-        return self.verify[below] + slope * (nodes - below)
+        return on_line(self.verify, nodes)
 
     def rate(self, tokens: float, nodes: int, depth: int) -> float:
         """Expected tokens per second of such a round."""

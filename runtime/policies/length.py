@@ -15,6 +15,17 @@ from specctl.drafters.parts.base import Outcome, RoundSeconds
 from specctl.runtime.stats import expected_tau
 
 
+def on_line(known: Mapping[int, float], at: int) -> float:
+    """Measured values as they are, straight lines between and beyond them."""
+    sizes = sorted(known)
+    if at in known or len(sizes) == 1:
+        return known.get(at, known[sizes[0]])
+    above = next((k for k in sizes[1:] if k >= at), sizes[-1])
+    below = sizes[sizes.index(above) - 1]
+    slope = (known[above] - known[below]) / (above - below)
+    return known[below] + slope * (at - below)
+
+
 @dataclass(frozen=True, slots=True)
 class CostTable:
     """Seconds per round by draft length: `draft[k]`, `verify[k]`; k = 0 is plain decoding."""
@@ -27,6 +38,11 @@ class CostTable:
 
     def round_seconds(self, length: int) -> float:
         return self.draft[length] + self.verify[length]
+
+    def seconds(self, length: int) -> float:
+        """Of a round of any length: measured, or on a line through measured ones."""
+        known = {k: self.round_seconds(k) for k in self.verify}
+        return on_line(known, length)
 
     def best_length(self, alpha: float) -> int:
         """The draft length with most expected tokens per second; 0 where speculation loses."""
@@ -105,6 +121,7 @@ class FixedLength(LengthChooser):
         return self.fixed
 
     def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:
-        if outcome.tree.depth == self.fixed:
+        is_full = len(outcome.emitted) == self.costs.batch  # rows may have left already
+        if outcome.tree.depth == self.fixed and is_full:
             self.draft_seconds.append(seconds.draft)
             self.verify_seconds.append(seconds.verify)

@@ -21,31 +21,15 @@ from specctl.drafters.parts.tree import DraftTree, NodeKind
 from specctl.runtime.policies.base import Growth
 from specctl.runtime.policies.draw import log_guess
 from specctl.runtime.policies.shaped import grow_shape, shape_of
-from specctl.runtime.policies.static_tree import check_branch, full_paths
+from specctl.runtime.policies.static_tree import BranchTree, full_paths
 
 
 @dataclass(frozen=True, slots=True)
-class Candidates:
-    """Children per node by level, the root's first; another level only where some node's largest
-    probability is at least `confidence` (None: always)."""
+class Candidates(BranchTree):
+    """Another level only where some node's largest probability is at least `confidence` (None:
+    always)."""
 
-    branch: tuple[int, ...] = (3, 2, 1, 1)
     confidence: float | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "branch", check_branch(self.branch))
-
-    @property
-    def nodes(self) -> int:
-        return len(full_paths(self.branch))
-
-    @property
-    def depth(self) -> int:
-        return len(self.branch)
-
-    @property
-    def is_chain(self) -> bool:
-        return max(self.branch) == 1
 
     def kind(self, sampled: bool) -> NodeKind:
         return NodeKind.IID if sampled else NodeKind.POINT

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import StepState
 from specctl.drafters.parts.tree import DraftTree, empty_tree
 from specctl.runtime.policies.base import DrawnTree, Growth
 from specctl.runtime.policies.draw import draft_law, log_guess, q_rows
@@ -46,15 +45,14 @@ class StochasticBeam(DrawnTree):
         device, B = growth.view.slot_B.device, len(growth.view.slots)
         if depth <= 0:
             return empty_tree(B, device)
-        assert isinstance(growth.state, StepState)
-        logits_BMK, beams = growth.state.root(growth.view)[:, None], [_Beam.root(B, device)]
+        logits_BMK, beams = growth.root()[:, None], [_Beam.root(B, device)]
         laws: list[Tensor | None] = []
         for level in range(depth):
             beam, law_BMK = _next(growth, beams[-1], logits_BMK, self.beam, level)
             beams.append(beam)
             laws.append(law_BMK)
             if level + 1 < depth:
-                logits_BMK = growth.state.expand(growth.target_ids(beam.row_BW), beam.parent_BW)
+                logits_BMK = growth.expand(growth.target_ids(beam.row_BW), beam.parent_BW)
         return self._tree(growth, beams[1:], laws)
 
     def _tree(self, growth: Growth, beams: list[_Beam], laws: list[Tensor | None]) -> DraftTree:

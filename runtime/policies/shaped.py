@@ -14,7 +14,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import StepState
 from specctl.drafters.parts.template import Path, Template, compile_template
 from specctl.drafters.parts.tree import DraftTree, NodeKind, empty_tree
 from specctl.runtime.policies.base import Growth
@@ -79,8 +78,7 @@ def grow_shape(
     B, device = len(growth.view.slots), growth.view.slot_B.device
     if not shape.levels:
         return empty_tree(B, device)
-    assert isinstance(growth.state, StepState)
-    logits_BMK = growth.state.root(growth.view)[:, None]
+    logits_BMK = growth.root()[:, None]
     alive_BM = torch.ones(B, 1, dtype=torch.bool, device=device)
     at_M = torch.full((1,), -1, dtype=torch.long, device=device)
     tokens, valids, laws, reached, count = [], [], [], 0, 0
@@ -95,7 +93,7 @@ def grow_shape(
             break
         inner_M = level.inner_M
         parent_M = at_M[level.parent_J[inner_M]]
-        logits_BMK = growth.state.expand(tokens[-1][:, inner_M], parent_M.expand(B, -1))
+        logits_BMK = growth.expand(tokens[-1][:, inner_M], parent_M.expand(B, -1))
         at_M = torch.arange(count, count + len(inner_M), device=device)
         count += len(inner_M)
         alive_BM = valids[-1][:, inner_M]

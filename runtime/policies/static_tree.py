@@ -49,7 +49,7 @@ def grow_whole_levels(growth: Growth, branch: tuple[int, ...], kind: NodeKind) -
 
 
 @dataclass(frozen=True, slots=True)
-class StaticTree:
+class BranchTree:
     """Branching factors by level, the root's first: (3, 2, 1) has 3 + 6 + 6 nodes."""
 
     branch: tuple[int, ...] = (3, 2, 1, 1)
@@ -68,6 +68,11 @@ class StaticTree:
     @property
     def is_chain(self) -> bool:
         return max(self.branch) == 1
+
+
+@dataclass(frozen=True, slots=True)
+class StaticTree(BranchTree):
+    """The best children, or children drawn without replacement; a last level may be cut."""
 
     def kind(self, sampled: bool) -> NodeKind:
         return NodeKind.WITHOUT_REPLACEMENT if sampled else NodeKind.POINT

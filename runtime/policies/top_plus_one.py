@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from specctl.drafters.parts.tree import DraftTree, NodeKind
 from specctl.runtime.policies.base import Growth
-from specctl.runtime.policies.static_tree import StaticTree, grow_whole_levels
+from specctl.runtime.policies.static_tree import BranchTree, grow_whole_levels
 
 
 @dataclass(frozen=True, slots=True)
-class TopPlusOne(StaticTree):
+class TopPlusOne(BranchTree):
     """Children per node by level, the root's first. A level that does not fit whole is left out: a
     missing sibling would change the law of the sample beside it."""
 

@@ -102,6 +102,40 @@ def test_text_ends_before_a_stop_string(run: Any) -> None:
     assert run(*words, "-q").out == output["text"] + "\n"
 
 
+@pytest.mark.parametrize("batch", ["1", "2"])
+def test_a_full_context_is_said_and_what_ended_the_others(
+    run: Any, tmp_path: Path, batch: str
+) -> None:
+    long = "x = 1; " * 200
+    (tmp_path / "two.txt").write_text(f"{long}\ndef main(\n")
+    words = ("generate", "-f", tmp_path / "two.txt", "--ignore-eos", "--batch", batch)
+    room = 1024 - tokens_of(long)
+    ran = run(*words, "--max-new-tokens", str(room + 5))
+    assert "ended by the full context of tiny (1), --max-new-tokens" in " ".join(ran.err.split())
+    assert f"after {room} of {room + 5} new tokens" in " ".join(ran.err.split())
+    ran = run(*words, "--max-new-tokens", str(room + 5), "--json")
+    outputs = ran.json["result"]["outputs"]
+    assert [o["finish_reason"] for o in outputs] == ["context", "length"]
+    assert [len(o["token_ids"]) for o in outputs] == [room, room + 5]
+    assert "1,024" in ran.json["warnings"][0]
+
+
+def tokens_of(text: str) -> int:
+    """How many tokens the embedded target reads of a text."""
+    from specctl.runtime.target import load_target
+
+    return len(load_target("tiny").encode(text))
+
+
+def test_text_that_ends_as_asked_is_no_warning(run: Any) -> None:
+    ran = run(*GENERATE, "def main(")
+    assert "ended by --max-new-tokens 12" in ran.err
+    assert "warning" not in ran.err
+    stopped = run("generate", "def main(", "--stop", ":", "--max-new-tokens", "40")
+    assert "ended by a stop string" in stopped.err
+    assert run(*GENERATE, "-q", "def main(").err == ""
+
+
 def test_compare_shows_both_ways_and_that_they_agree(run: Any) -> None:
     words = (*GENERATE, "import os\nimport ", "--draft", "prompt-lookup", "--compare")
     shown = run(*words, "--dtype", "float32")
@@ -180,6 +214,23 @@ def test_a_dry_run_plans_and_writes_nothing(run: Any, tmp_path: Path) -> None:
     assert ran.json["result"]["plan"]["steps"] == 77
     assert "--dry-run" not in ran.json["next"][0]
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)], ids=["run", "dry run"])
+@pytest.mark.parametrize(
+    "words", [("train-draft", "-r", "medusa"), ("distill",), ("prune", "--layers", "2")]
+)
+@pytest.mark.parametrize("key", ["train.seq_len", "data.new_tokens"])
+def test_rows_and_answers_beyond_the_targets_context_are_refused_before_any_is_written(
+    run: Any, tmp_path: Path, words: tuple[str, ...], dry: tuple[str, ...], key: str
+) -> None:
+    ran = run(*words, "-o", tmp_path / "run", "--set", f"{key}=1000000", *dry, "--json")
+    error = ran.json["error"]
+    assert (ran.code, error["where"], error["found"]) == (3, key, "1,000,000 tokens")
+    assert "1,024" in error["expected"]
+    assert key in error["do"]
+    assert not list(tmp_path.rglob("*answers*"))
+    assert not list(tmp_path.rglob("data/*"))
 
 
 @pytest.fixture(scope="module")
@@ -346,6 +397,23 @@ def test_quickstart_goes_from_nothing_to_a_table(
     assert again.json["result"]["lossless"] is True
     assert [c["target"] for c in again.json["result"]["comparisons"]][-1] == "tiny as 100m"
     assert "trimmed before; kept" in again.err
+
+
+def test_a_tree_that_is_fitted_to_the_device_says_to_what(run: Any) -> None:
+    words = (*GENERATE, "def main(", "--draft", "stand", "--policy", "sequoia", "--adaptive")
+    ran = run(*words, "--json")
+    fitted = ran.json["result"]["adaptive"]["fitted"]
+    assert 1 <= fitted["nodes"] <= 24
+    assert ran.json["result"]["outputs"][0]["finish_reason"] == "length"
+    again = run(*words)  # by the same costs, which were kept
+    assert f"fitted to the measured costs: nodes {fitted['nodes']}, " in " ".join(again.err.split())
+
+
+@pytest.mark.parametrize("draft", ["prompt-lookup", "token-recycling"])
+def test_a_drafter_of_whole_trees_refuses_a_policy_that_grows_them(run: Any, draft: str) -> None:
+    ran = run(*GENERATE, "x", "--draft", draft, "--policy", "sequoia", "--adaptive", "--json")
+    assert (ran.code, ran.json["error"]["where"]) == (3, "--policy")
+    assert "direct" in ran.json["error"]["do"]
 
 
 def test_an_adaptive_length_changes_no_greedy_answer(trained: Path, run: Any) -> None:

@@ -56,6 +56,26 @@ MISTAKES = {
     "an infinite temperature": Mistake(
         (*G, "--temperature", "inf", "x"), 2, "give temperature another value"
     ),
+    "a top-k beyond all vocabularies": Mistake(
+        (*G, "--top-k", "9" * 20, "x"), 2, "give top_k another value"
+    ),
+    "a draft of absurdly many layers": Mistake(
+        ("distill", "--dry-run", "--layers", "9" * 20), 2, "specctl distill --help"
+    ),
+    "a draft of absurd width": Mistake(
+        ("distill", "--dry-run", "--width", "9" * 20), 2, "specctl distill --help"
+    ),
+    "no dtype's name": Mistake((*G, "--dtype", "", "x"), 2, "--dtype float32"),
+    "no device's name": Mistake((*G, "--device", "", "x"), 2, "--device auto"),
+    "more layers than the target has": Mistake(
+        ("prune", "--layers", "99", "-o", "NEW"), 3, "drafter.options.layers"
+    ),
+    "a plan of more layers than the target has": Mistake(
+        ("prune", "--layers", "99", "--dry-run"), 3, "drafter.options.layers"
+    ),
+    "more heads than the target has": Mistake(
+        ("prune", "--heads", "3/2", "--dry-run"), 3, "drafter.options.heads"
+    ),
     "no target's name": Mistake((*G, "-t", "", "x"), 2, "tiny"),
     "prompt lines without a prompt": Mistake((*G, "-f", "WRONG"), 4, "correct that line"),
     # targets

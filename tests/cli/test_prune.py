@@ -74,6 +74,16 @@ def test_a_cut_without_healing_is_a_package_and_a_report(run: Any, tmp_path: Pat
     assert exported.code == 0, exported.err
 
 
+def test_another_commands_run_is_left_as_it_is(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "manifest.json").write_text("{}")
+    ran = run("prune", "--layers", "2", "--out", tmp_path, "--json")
+    assert (ran.code, ran.json["error"]["where"]) == (4, str(tmp_path))
+    assert (tmp_path / "data" / "manifest.json").read_text() == "{}"
+    assert not (tmp_path / "cut").exists()
+
+
 def test_a_dry_run_names_the_scoring_and_writes_nothing(run: Any, tmp_path: Path) -> None:
     out = tmp_path / "none"
     given = ["prune", "--layers", "2", "--two-step", "--out", str(out), "--dry-run"]

@@ -169,5 +169,5 @@ def test_a_block_that_does_not_fit_is_refused(target: Target) -> None:
 
 @pytest.mark.parametrize("fields", [{"mode": "nat"}, {"match": 0}, {"tail": -1}, {"block": 0}])
 def test_impossible_options_are_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(RecipeError, match=r"mode|out of range"):
+    with pytest.raises(RecipeError, match=next(iter(fields))):
         AggressiveOptions(**fields)

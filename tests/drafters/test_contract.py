@@ -275,8 +275,9 @@ def test_training_scores_a_token_as_serving_does(
     trained = make_drafter(name, trimmed)
     options = {n: getattr(trained.options, n) for n in trained.options.__dataclass_fields__}
     options["loss"] = "ce"
-    # a distance of states is no law; serving adds no noise; heads follow the first pass in training
-    for name_of, plain in (("feature_weight", 0.0), ("noise", 0.0), ("passes", 1)):
+    # a distance of states is no law; serving adds no noise and shows no answers; heads follow the
+    # first pass in training
+    for name_of, plain in (("feature_weight", 0.0), ("noise", 0.0), ("glance", 0.0), ("passes", 1)):
         if name_of in options:
             options[name_of] = plain
     drafter = families()[name].build(type(trained.options)(**options), target.spec, trained.vocab)

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from block_cases import passes
-from head_cases import make_heads
+from head_cases import fit, make_heads
 
 from specctl.drafters.dflash import DFlashOptions
+from specctl.drafters.parts.batch import TrainBatch
 from specctl.recipes.errors import RecipeError
 
 
@@ -51,6 +52,36 @@ def test_features_behind_the_anchor_are_invisible(make_target: Any, make_batch: 
     ):
         torch.testing.assert_close(old[:, :5], new[:, :5])
         assert not torch.allclose(old[:, 5], new[:, 5])
+
+
+def repeating(rows: int, seed: int) -> TrainBatch:
+    """Rows of four random tokens, four times over: what comes next was said four tokens ago."""
+    generator = torch.Generator().manual_seed(seed)
+    words = [torch.randperm(24, generator=generator)[:4] for _ in range(rows)]
+    ids_BS = torch.stack(words).repeat(1, 4)
+    at_BS = torch.arange(16).expand_as(ids_BS)
+    return TrainBatch(ids_BS, at_BS >= 7, torch.zeros_like(ids_BS), at_BS)
+
+
+def test_without_the_targets_features_a_block_knows_its_root_only(
+    make_target: Any, capture_batch: Any
+) -> None:
+    """Injected features are all that a block sees of the text; the root alone says nothing here."""
+    target, found = make_target(num_layers=2, vocab=24), {}
+    for share in (1.0, 0.0):
+        drafter = make_heads(target, "dflash", num_heads=2, loss="ce", anchors=8)
+        seen, unseen = (
+            replace(batch, taps={tap: share * x for tap, x in batch.taps.items()})
+            for batch in (
+                capture_batch(target, drafter, repeating(rows, seed))
+                for rows, seed in ((160, 0), (64, 1))
+            )
+        )
+        fit(drafter, seen, 50)
+        with torch.no_grad():
+            metrics = drafter.loss(unseen).metrics
+        found[share] = [float(a / b) for a, b in (metrics["top1"], metrics["top1/1"])]
+    assert min(found[1.0]) > max(found[0.0]) + 0.06, found
 
 
 def test_only_anchors_are_trained(make_target: Any, make_batch: Any) -> None:

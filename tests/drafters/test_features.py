@@ -20,6 +20,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("coral", {}),
     ("jakiro", {"passes": 1}),
     ("gumiho", {"mlp_heads": 2}),
+    ("falcon", {"stride": 3, "glance": 0.0}),
 ]
 IDS = [f"{name}-{'-'.join(map(str, options.values()))}" for name, options in FAMILIES]
 EVERY_FAMILY = pytest.mark.parametrize(("name", "options"), FAMILIES, ids=IDS)

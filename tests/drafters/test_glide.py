@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cross_cases import check_no_depth_sees_a_feature_behind_its_anchor
-from head_cases import make_heads, nearly_markov, train
+from head_cases import fit, make_heads, nearly_markov, train
 from parallel_runs import decode
 
 from specctl.drafters.glide import GlideOptions
@@ -33,6 +33,27 @@ def test_without_the_block_mask_training_sees_what_no_draft_has(
     torch.testing.assert_close(first[0][:, :5], first[1][:, :5])
     for masked, open_to_all in later:
         assert not torch.allclose(masked[:, :5], open_to_all[:, :5])
+
+
+def test_without_the_block_mask_training_looks_better_and_deep_drafts_are_worse(
+    make_target: Any, make_batch: Any
+) -> None:
+    """Measured by what drafting sees, on a target whose states say much of the next token."""
+    target, losses, deep = make_target(num_layers=2, vocab=24), {}, {}
+    for strict in (True, False):
+        drafter = make_heads(target, "glide", num_heads=3, strict=strict)
+        batch, unseen = (
+            make_batch(target, drafter, rows=48, seq_len=24, seed=seed) for seed in (0, 1)
+        )
+        fit(drafter, batch, 40)
+        served = make_heads(target, "glide", num_heads=3)
+        served.load_tensors(drafter.tensors())
+        with torch.no_grad():
+            out, metrics = drafter.loss(batch), served.loss(unseen).metrics
+        losses[strict] = float(out.sum / out.count)
+        deep[strict] = float(metrics["alpha/2"][0] / metrics["alpha/2"][1])
+    assert losses[False] < losses[True], losses
+    assert deep[True] > deep[False] + 0.003, deep
 
 
 def test_more_candidates_where_it_is_unsure_lift_what_a_round_emits(

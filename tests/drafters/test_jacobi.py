@@ -124,5 +124,5 @@ def test_the_first_draft_is_padding(target: Target, round_view: Any) -> None:
 
 @pytest.mark.parametrize("fields", [{"schedule": "sor"}, {"block": 1}, {"assumed_length": 0}])
 def test_an_empty_or_unknown_schedule_is_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(RecipeError, match=r"schedule|iterated"):
+    with pytest.raises(RecipeError, match=next(iter(fields))):
         JacobiOptions(**fields)

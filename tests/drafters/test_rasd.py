@@ -143,11 +143,11 @@ def serve(target: Target, drafter: Rasd, prompts: Sequence[Sequence[int]], round
     """An engine after some rounds with policy fused; the rows still live."""
     engine = Engine(target, drafter, Fused(length=4, nodes=10, beam=2), num_slots=len(prompts))
     sampling = Sampling(max_new_tokens=60, ignore_eos=True)
-    engine._open(len(prompts[0]) + 60)
-    engine.waiting.extend(enumerate(Request(tuple(p), sampling) for p in prompts))
-    engine._admit()
+    engine.open(len(prompts[0]) + 60)
+    for index, prompt in enumerate(prompts):
+        engine.submit(index, Request(tuple(prompt), sampling))
     for _ in range(rounds):
-        engine.step()
+        engine.advance()
     return engine
 
 
@@ -157,7 +157,7 @@ def test_the_models_memory_is_true_after_retrieved_nodes_were_accepted(
 ) -> None:
     drafter = rasd_of(target, keep=None, first=first)
     engine = serve(target, drafter, [repeating(1), repeating(2)], 9)
-    state, view = engine._state, engine._view()
+    state, view = engine._state, engine.live.view()
     assert isinstance(state, RasdState)
     assert any(row.stats.accepted for row in engine.rows), "nothing retrieved was accepted"
     with torch.inference_mode():

@@ -106,5 +106,5 @@ def test_rows_of_a_batch_are_guessed_for_one_by_one(target: Target, small: Small
 
 @pytest.mark.parametrize("fields", [{"inner": "medusa"}, {"inner_length": 0}, {"order": 0}])
 def test_a_second_stage_that_drafts_nothing_is_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(RecipeError, match="second stage"):
+    with pytest.raises(RecipeError, match=next(iter(fields))):
         StagedOptions(**fields)

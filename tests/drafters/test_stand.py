@@ -87,10 +87,9 @@ def test_what_was_never_seen_is_not_drafted_and_costs_no_node(make_target: Any) 
     drafter = Stand(StandOptions(), target.spec)
     for serve in ({"policy": "chain"}, {"policy": "static-tree"}, {"policy": "dynamic-tree"}):
         engine = Engine(target, drafter, make_policy(serve))
-        engine.waiting.append((0, Request((7,), Sampling(0.9, max_new_tokens=3, ignore_eos=True))))
-        engine._open(8)
-        engine._admit()
-        engine.step()
+        engine.open(8)
+        engine.submit(0, Request((7,), Sampling(0.9, max_new_tokens=3, ignore_eos=True)))
+        engine.advance()
         assert engine.rows[0].stats.drafted == 0
         assert engine.rows[0].stats.tested_at == []
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
+from specctl.drafters.parts.room import Scope
 from specctl.drafters.parts.spec import Identity
-from specctl.drafters.parts.store import NgramStore, Scope, StoreLimits, StoreRoom
+from specctl.drafters.parts.store import NgramStore, StoreLimits, StoreRoom
 from specctl.recipes.errors import IntegrityError, RecipeError
 
 HERE = Identity("tokenizer", "target")

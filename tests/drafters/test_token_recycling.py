@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from specctl.drafters.parts.base import Budget, Space
+from specctl.drafters.parts.recycled import RecycledStore
+from specctl.drafters.parts.spec import Identity
 from specctl.drafters.parts.template import greedy_paths
 from specctl.drafters.token_recycling import (
     TokenRecycling,
@@ -32,6 +34,12 @@ def ranks(first: int) -> list[int]:
     return list(range(first, first + 8))
 
 
+def teach(state: TokenRecyclingState, slot: int, known: dict[int, list[int]]) -> None:
+    """Write those continuations into the slot's matrix."""
+    cell_F = torch.tensor(list(known)) + state.first_S1[slot]
+    state.pages.write(cell_F, torch.tensor(list(known.values())))
+
+
 def test_a_cold_matrix_drafts_nothing(make_target: Any, round_view: Any) -> None:
     state = make_state(make_target())
     assert state.propose(round_view({0: [4, 5]}), Budget(16, 4)).num_nodes == 0
@@ -41,7 +49,7 @@ def test_children_are_the_targets_best_after_their_parent(
     make_target: Any, round_view: Any
 ) -> None:
     state = make_state(make_target())
-    state.learn(torch.tensor([5, 40, 41]), torch.tensor([ranks(40), ranks(60), ranks(20)]))
+    teach(state, 0, {5: ranks(40), 40: ranks(60), 41: ranks(20)})
     tree = state.propose(round_view({0: [4, 5]}), Budget(14, 3))
     fitting = [p for p in state.paths if len(p) <= 3][:14]
     paths = sorted(
@@ -62,7 +70,7 @@ def test_unwritten_rows_have_no_children_and_rows_may_differ(
     make_target: Any, round_view: Any
 ) -> None:
     state = make_state(make_target(), num_slots=2)
-    state.learn(torch.tensor([5]), torch.tensor([ranks(40)]))
+    teach(state, 0, {5: ranks(40), 9: ranks(20)})
     tree = state.propose(round_view({0: [4, 5], 1: [9]}), Budget(14, 3))
     assert tree.depth == 1
     assert bool(tree.valid_BN[0].all())
@@ -71,18 +79,127 @@ def test_unwritten_rows_have_no_children_and_rows_may_differ(
 
 def test_of_one_token_fed_twice_the_later_ranking_stays(make_target: Any) -> None:
     state = make_state(make_target())
-    state.learn(torch.tensor([5, 7, 5]), torch.tensor([ranks(1), ranks(2), ranks(3)]))
+    state.pages.write(torch.tensor([5, 7, 5]), torch.tensor([ranks(1), ranks(2), ranks(3)]))
     assert state.snapshot()[5].tolist() == ranks(3)
     assert state.snapshot()[7].tolist() == ranks(2)
 
 
 def test_padding_teaches_nothing(make_target: Any) -> None:
     target = make_target()
-    state = make_state(target)
-    state.learn(torch.tensor([5, target.spec.vocab_size]), torch.tensor([ranks(1), ranks(2)]))
-    written = (state.snapshot() < target.spec.vocab_size).any(-1)
-    assert written.nonzero()[:, 0].tolist() == [5]
-    assert bool((state.matrix_WR[-1] == target.spec.vocab_size).all())
+    state = make_state(target, num_slots=2)
+    for slot in (0, 1):
+        teach(state, slot, {5: ranks(1), target.spec.vocab_size: ranks(2)})
+        written = (state.snapshot(slot) < target.spec.vocab_size).any(-1)
+        assert written.nonzero()[:, 0].tolist() == [5]
+    assert bool((state.pages.best_PWR[:, -1] == target.spec.vocab_size).all())
+
+
+HERE = Identity("tokenizer", "target")
+
+
+def in_scope(target: Any, scope: str) -> TokenRecycling:
+    return TokenRecycling(TokenRecyclingOptions(scope=scope), target.spec)
+
+
+def opened(
+    drafter: TokenRecycling, num_slots: int = 2, identity: Identity | None = HERE
+) -> TokenRecyclingState:
+    return drafter.open(Space(num_slots, 64, 32, CPU, torch.float32, identity))
+
+
+def begin(state: TokenRecyclingState, slot: int, conversation: str | None = None) -> list[int]:
+    """A row starts; which tokens it knows at once."""
+    state.join(slot, conversation)
+    state.start(slot, [5, 6], {})
+    return (state.snapshot(slot) < state.V).any(-1).nonzero()[:, 0].tolist()
+
+
+def test_by_default_no_row_reads_what_another_learned(make_target: Any, round_view: Any) -> None:
+    state = opened(TokenRecycling(TokenRecyclingOptions(), make_target().spec))
+    assert begin(state, 0, "a") == begin(state, 1, "a") == []
+    teach(state, 0, {5: ranks(40)})
+    tree = state.propose(round_view({0: [4, 5], 1: [4, 5]}), Budget(14, 3))
+    assert tree.valid_BN.any(1).tolist() == [True, False]
+    state.end(0)
+    assert begin(state, 0, "a") == []
+
+
+def test_a_conversation_goes_on_with_its_own_matrix_and_no_other(make_target: Any) -> None:
+    drafter = in_scope(make_target(), "conversation")
+    state = opened(drafter)
+    for slot, conversation in ((0, "anna"), (1, "bert")):
+        assert begin(state, slot, conversation) == []
+        teach(state, slot, {5 + slot: ranks(40)})
+    for slot in (0, 1):
+        state.end(slot)
+    assert begin(state, 1, "anna") == [5]
+    assert begin(state, 0) == []
+    assert begin(opened(drafter), 1, "bert") == [6]
+    assert begin(opened(drafter, identity=Identity("tokenizer", "other")), 1, "bert") == []
+
+
+def test_rows_of_one_conversation_that_live_at_once_lose_nothing(make_target: Any) -> None:
+    state = opened(in_scope(make_target(), "conversation"))
+    for slot in (0, 1):
+        begin(state, slot, "anna")
+        teach(state, slot, {5 + slot: ranks(40)})
+    for slot in (0, 1):
+        state.end(slot)
+    assert begin(state, 0, "anna") == [5, 6]
+    begin(state, 1, "anna")
+    teach(state, 0, {5: ranks(20)})
+    for slot in (0, 1):
+        state.end(slot)
+    begin(state, 0, "anna")
+    assert state.snapshot()[5].tolist() == ranks(20), "a row that did not write it took it back"
+
+
+def test_a_process_shares_at_once_and_with_its_next_engine(make_target: Any) -> None:
+    drafter = in_scope(make_target(), "process")
+    state = opened(drafter)
+    begin(state, 0)
+    teach(state, 0, {5: ranks(40)})
+    assert begin(state, 1) == [5]
+    state.end(0)
+    state.end(1)
+    assert begin(state, 0) == [5]
+    assert begin(opened(drafter), 1) == [5]
+    assert begin(opened(drafter, identity=Identity("other", "target")), 1) == []
+
+
+def test_a_matrix_from_disk_is_read_by_all_and_written_by_none(
+    make_target: Any, round_view: Any
+) -> None:
+    target = make_target()
+    drafter = in_scope(target, "disk")
+    drafter.learn([[5, 6, 5, 6, 5, 7], [9]])
+    state = opened(drafter)
+    assert begin(state, 0) == begin(state, 1) == [5, 6]
+    tree = state.propose(round_view({0: [5], 1: [6]}), Budget(2, 1))
+    assert tree.token_BN[0, :2].tolist() == [6, 7], "the commonest follower comes first"
+    assert tree.token_BN[1, 0] == 5
+    before = state.snapshot()
+    engine = Engine(target, drafter, make_policy({"policy": "direct"}), num_slots=1)
+    engine.run([Request((3, 1, 4, 1, 5), Sampling(max_new_tokens=20, ignore_eos=True))])
+    assert isinstance(engine._state, TokenRecyclingState)
+    assert torch.equal(engine._state.snapshot(), before)
+
+
+def test_what_is_kept_is_capped_and_the_oldest_goes_first() -> None:
+    store = RecycledStore(num_ranks=2, max_bytes=3 * 16)
+    for token in (1, 2, 3, 1, 4):
+        store.update(torch.tensor([token]), torch.tensor([[token, 9]], dtype=torch.int32))
+    assert store.token_F.tolist() == [3, 1, 4]
+    assert store.best_FR.tolist() == [[3, 9], [1, 9], [4, 9]]
+    store.freeze()
+    store.update(torch.tensor([7]), torch.tensor([[7, 9]], dtype=torch.int32))
+    assert 7 not in store.token_F
+
+
+@pytest.mark.parametrize("fields", [{"scope": "everyone"}, {"max_mib": 0}])
+def test_impossible_scopes_and_sizes_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError, match=next(iter(fields))):
+        TokenRecyclingOptions(**fields)
 
 
 def run(target: Any, drafter: TokenRecycling, requests: int) -> tuple[Engine, list[float]]:
@@ -95,13 +212,15 @@ def run(target: Any, drafter: TokenRecycling, requests: int) -> tuple[Engine, li
 
 def test_acceptance_rises_while_the_matrix_warms(make_target: Any) -> None:
     target = make_target()
-    _, taus = run(target, TokenRecycling(TokenRecyclingOptions(), target.spec), 3)
+    _, taus = run(target, in_scope(target, "process"), 3)
     assert taus[1] > taus[0] + 0.1
+    _, alone = run(target, in_scope(target, "request"), 3)
+    assert alone == [taus[0]] * 3
 
 
 def test_a_warm_frozen_matrix_starts_warm_and_never_changes(make_target: Any) -> None:
     target = make_target()
-    first = TokenRecycling(TokenRecyclingOptions(), target.spec)
+    first = in_scope(target, "process")
     engine, cold = run(target, first, 2)
     assert isinstance(engine._state, TokenRecyclingState)
     learned = engine._state.snapshot()
@@ -113,9 +232,10 @@ def test_a_warm_frozen_matrix_starts_warm_and_never_changes(make_target: Any) ->
     assert torch.equal(engine._state.snapshot(), learned)
 
 
-def test_freezing_without_a_matrix_is_refused(make_target: Any) -> None:
+@pytest.mark.parametrize("options", [{"freeze": True}, {"scope": "disk"}])
+def test_freezing_without_a_matrix_is_refused(make_target: Any, options: dict[str, Any]) -> None:
     with pytest.raises(RecipeError, match="warm matrix"):
-        make_state(make_target(), freeze=True)
+        make_state(make_target(), **options)
 
 
 def test_a_matrix_of_another_vocabulary_is_refused(make_target: Any) -> None:

@@ -145,7 +145,7 @@ def test_plain_decoding_needs_one_forward_per_token(target, monkeypatch):
 
 
 def test_prompts_of_several_chunks_are_read_whole(target, monkeypatch):
-    monkeypatch.setattr("specctl.runtime.prefill.CHUNK", 4)
+    monkeypatch.setattr("specctl.runtime.admission.CHUNK", 4)
     prompts = [list(range(n)) for n in (1, 4, 5, 8, 11)]
     result = generate(target, prompts, sampling=Sampling(max_new_tokens=4), batch=5)
     for prompt, output in zip(prompts, result.outputs, strict=True):

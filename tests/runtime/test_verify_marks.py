@@ -12,13 +12,14 @@ from specctl.drafters.parts.tree import NodeKind
 from specctl.recipes.errors import RecipeError
 from specctl.recipes.schema import RuleName
 from specctl.runtime import prove
-from specctl.runtime.engine import Engine, verification_of
+from specctl.runtime.engine import Engine
 from specctl.runtime.findings import Check, Proof
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
 from specctl.runtime.power import critical, noncentrality, samples_for, visible
 from specctl.runtime.sampling import Sampling
 from specctl.runtime.verify import RULES, check_legal, default_rule, legal, legal_rules
+from specctl.runtime.verify.choice import verification_of
 
 SERVES: dict[NodeKind, dict[str, Any]] = {
     NodeKind.POINT: {"policy": "dynamic-tree"},

@@ -28,7 +28,7 @@ from specctl.train.plot import save_learning_curve
 from specctl.train.rehearsal import Rehearsal, Stopwatch, num_saves, small, summary
 from specctl.train.run import train_draft
 
-SPEC = ModelSpec("llama", 4, 32, 88, 4, 2, 8, 64, 1e-5, 1e4, 256)
+SPEC = ModelSpec("llama", 4, 32, 88, 4, 2, 8, 64, 1e-5, 1e4, 1024)
 SPEED = {"flops_per_second": 1e10}
 
 

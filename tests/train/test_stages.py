@@ -190,6 +190,16 @@ def test_a_stage_may_name_any_earlier_one(recipe: Recipe, tmp_path: Path) -> Non
         stages_of(later)
 
 
+def test_a_later_stage_of_too_long_rows_is_refused_before_the_first_begins(
+    recipe: Recipe, chat_target: Target, tmp_path: Path
+) -> None:
+    second = recipe.stages["second"].model_copy(update={"train": {"seq_len": 1_000_000}})
+    longer = recipe.model_copy(update={"stages": {**recipe.stages, "second": second}})
+    with pytest.raises(RecipeError, match=r"train\.seq_len.*1,000,000"):
+        run(longer, tmp_path / "run", chat_target)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("field", "value"), [("train", {"stepz": 3}), ("data", {"prompts": 0}), ("vocab", {"size": 1})]
 )

@@ -19,6 +19,7 @@ from specctl.recipes.schema import DataPart, Recipe
 from specctl.runtime.report import Reporter, SilentReporter
 from specctl.runtime.target import Target
 from specctl.train.data.chat import encode_sample
+from specctl.train.data.context import check_context
 from specctl.train.data.pack import Document, Rows, best_fit, cut_documents, pack
 from specctl.train.data.regenerate import AnswerPlan, cut_prompts, regenerate
 from specctl.train.data.rows import FORMAT, TokenData, read_manifest, write_rows
@@ -37,6 +38,7 @@ def prepare(
     """The training rows of a recipe in OUT/data: reused if nothing that decides them has changed,
     else made anew; regeneration goes on where it was stopped."""
     console = console if console is not None else SilentReporter()
+    check_context(recipe, target.spec)
     folder, data, defects = out / "data", recipe.data, Defects()
     if data.regenerate and data.limit_tokens is not None:
         console.warn("data.limit_tokens is ignored while the target writes the answers")

@@ -19,6 +19,7 @@ from specctl.drafters.parts.heads import cut_rows
 from specctl.drafters.parts.lean import LeanLM
 from specctl.drafters.parts.llama import LlamaShape
 from specctl.drafters.parts.slice import Inside, Keep, sliced
+from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.drafters.small_lm import SmallLm
 from specctl.recipes.errors import IncompatibleError, RecipeError
@@ -93,7 +94,7 @@ def groups_left(heads: int, num_heads: int, num_kv_heads: int) -> int:
 def choose(lm: LeanLM, wanted: Wanted, batches: Sequence[TrainBatch]) -> Keep:
     """What of the model stays. Nothing is measured when only named layers are kept."""
     shape = lm.module.shape
-    _check(wanted, shape)
+    check_cut(wanted, shape)
     by_score = wanted.from_layers is None and wanted.layers not in (None, shape.num_layers)
     if not by_score and not wanted.is_narrower(shape):
         return Keep(wanted.from_layers or tuple(range(shape.num_layers)))
@@ -158,7 +159,7 @@ def _share(energy_D: Tensor, kept: Tensor) -> float:
     return float(energy_D[kept.to(energy_D.device)].sum() / energy_D.sum())
 
 
-def _check(wanted: Wanted, shape: LlamaShape) -> None:
+def check_cut(wanted: Wanted, shape: LlamaShape | ModelSpec) -> None:
     """Refuse what is more than the model has, naming the option."""
     sizes = (
         ("layers", wanted.layers, shape.num_layers),

@@ -12,7 +12,7 @@ from specctl.drafters.parts.spec import ModelSpec
 from specctl.recipes.schema import Recipe
 from specctl.train.assemble import trainable_family
 from specctl.train.plan import Plan, build_shape, data_tokens, plan
-from specctl.train.prune.cut import CALIBRATION_TOKENS, Wanted
+from specctl.train.prune.cut import CALIBRATION_TOKENS, Wanted, check_cut
 from specctl.train.prune.run import halfway
 from specctl.train.target_shape import target_shape
 from specctl.train.work import ANSWERS, Sizes, Work, measuring, num_parameters
@@ -27,6 +27,7 @@ def prune_plans(
 ) -> list[tuple[Recipe, Plan]]:
     """The plan of each cut with its healing. The text is made once, for the first."""
     spec = target_shape(recipe.target).spec
+    check_cut(wanted, spec)
     if not two_step:
         return [_planned(recipe, wanted, steps, spec, speed)]
     first = _planned(recipe, halfway(wanted, spec), steps // 2, spec, speed)

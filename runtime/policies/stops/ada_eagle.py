@@ -12,14 +12,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from specctl.runtime.policies.stops.base import Step
-from specctl.runtime.policies.stops.learned import Learned, residual_net
+from specctl.runtime.policies.stops.learned import StateReader
 
 
 @dataclass(slots=True)
-class AdaEagle(Learned):
+class AdaEagle(StateReader):
     """Drafts the predicted length plus `threshold`, rounded, at least one token."""
 
     name: ClassVar[str] = "ada-eagle"
@@ -27,13 +27,6 @@ class AdaEagle(Learned):
     too_short: ClassVar[float] = 2.0
     threshold: float = 0.5
     wanted_B: Tensor | None = field(default=None, init=False, repr=False)
-
-    @classmethod
-    def new_net(cls, num_inputs: int) -> nn.Module:
-        return residual_net(num_inputs, num_blocks=3)
-
-    def features(self, step: Step) -> Tensor:
-        return step.state.hidden().float()
 
     def stops(self, step: Step) -> Tensor:
         if step.index == 0 or self.wanted_B is None:

@@ -104,6 +104,18 @@ class Learned(StopRule, ABC):
         return self
 
 
+@dataclass(slots=True)
+class StateReader(Learned):
+    """A rule whose network reads the drafter's state."""
+
+    @classmethod
+    def new_net(cls, num_inputs: int) -> nn.Module:
+        return residual_net(num_inputs, num_blocks=3)
+
+    def features(self, step: Step) -> Tensor:
+        return step.state.hidden().float()
+
+
 def write_stop(path: Path, name: str, net: nn.Module, about: Mapping[str, str]) -> None:
     """One file with the network of a rule."""
     tensors = {key: t.contiguous() for key, t in net.state_dict().items()}

@@ -12,14 +12,14 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from specctl.runtime.policies.stops.base import Step
-from specctl.runtime.policies.stops.learned import Learned, residual_net
+from specctl.runtime.policies.stops.learned import StateReader
 
 
 @dataclass(slots=True)
-class SpecDecPp(Learned):
+class SpecDecPp(StateReader):
     """Stops behind a token when 1 - prod a > `threshold`, never before `least` tokens."""
 
     name: ClassVar[str] = "specdec-pp"
@@ -28,13 +28,6 @@ class SpecDecPp(Learned):
     threshold: float = 0.3
     least: int = 2
     kept_B: Tensor | None = field(default=None, init=False, repr=False)
-
-    @classmethod
-    def new_net(cls, num_inputs: int) -> nn.Module:
-        return residual_net(num_inputs, num_blocks=3)
-
-    def features(self, step: Step) -> Tensor:
-        return step.state.hidden().float()
 
     def stops(self, step: Step) -> Tensor:
         if step.index == 0 or self.kept_B is None:

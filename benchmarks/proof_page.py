@@ -1,0 +1,162 @@
+"""Proof: the page at / in a real browser, over a real server with the embedded target.
+
+    apt-get install -y chromium-headless-shell
+    PYTHONPATH=src python benchmarks/proof_page.py --shots runs/page
+
+What the page shows is what the API answers; it stops when asked to; errors say what to do; it asks
+nobody but its own server and runs nothing but its own files; it can be used by keyboard and by
+screen readers; it fits a telephone and a wide window, in light and in dark. `--shots` keeps a
+picture of every state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from browser import Browser, Page, find_browser
+from page_checks import (
+    Served,
+    Try,
+    every_control_has_a_name,
+    fits,
+    hostile_text_stays_text,
+    keyboard_reaches_everything,
+    keys_are_kept_in_memory_only,
+    runs_nothing_foreign,
+    shows_what_the_api_answers,
+    stops,
+    talks,
+    too_long_is_said,
+)
+from proof_common import Check, checked, parser, report
+
+from specctl.recipes.errors import SpecctlError
+
+KEY = "a-key-for-this-proof"
+SIZES = ((360, 740), (768, 1024), (1400, 900))
+
+
+@contextlib.contextmanager
+def served(folder: Path, key: str | None = None) -> Iterator[Served]:
+    """`specctl serve` on a free port, ready to answer."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [sys.executable, "-m", "specctl", "serve", "--draft", "prompt-lookup"]
+    words += ["--batching", "fixed", "--dtype", "float32", "--port", str(port)]
+    if key is not None:
+        (folder / "keys").write_text(key + "\n")
+        (folder / "keys").chmod(0o600)
+        words += ["--api-key-file", str(folder / "keys")]
+    log = folder / f"server-{port}.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(words, stdout=out, stderr=out, env=os.environ)
+    try:
+        one = Served(f"http://127.0.0.1:{port}/", process, key)
+        _wait_until_ready(one, log)
+        yield one
+    finally:
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+        process.kill()
+
+
+def _wait_until_ready(one: Served, log: Path) -> None:
+    deadline = time.monotonic() + 180
+    while True:
+        with contextlib.suppress(urllib.error.URLError, ConnectionError):
+            one.ask("ready")
+            return
+        assert one.process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, "the server does not become ready: " + log.read_text()
+        time.sleep(0.1)
+
+
+# -- the proof ----------------------------------------------------------------------------------
+
+
+def attempt(what: str, page: Page, server: Served, body: Try) -> Check:
+    try:
+        found = body(page, server)
+    except (AssertionError, SpecctlError, urllib.error.URLError) as error:
+        found = str(error)[:600]
+    return checked(what, [found])
+
+
+def open_page(browser: Browser, address: str) -> Page:
+    page = browser.open(address)
+    page.until("document.getElementById('state').textContent === 'ready'")
+    return page
+
+
+def faults(page: Page, server: Served) -> str | None:
+    """What the browser complained of, and whom it asked, as long as the page was open."""
+    thrown = page.happened(["Runtime.exceptionThrown"])
+    logged = [e["entry"] for e in page.happened(["Log.entryAdded"])]
+    bad = [e["text"] for e in logged if e["source"] in ("javascript", "security", "violation")]
+    asked = [e["request"]["url"] for e in page.happened(["Network.requestWillBeSent"])]
+    foreign = [url for url in asked if not url.startswith(server.address)]
+    return f"{thrown} {bad} {foreign}" if thrown or bad or foreign or not asked else None
+
+
+def prove(browser: Browser, folder: Path, shots: Path | None) -> list[Check]:
+    """Every check, each on a page of its own."""
+    tries: list[tuple[str, Try]] = [
+        ("shows the text, colours and figures of the API", shows_what_the_api_answers),
+        ("chats: each answer is that of the whole conversation", talks),
+        ("the button stops an answer and frees its row", stops(lambda page: page.click("#stop"))),
+        ("Escape stops an answer and frees its row", stops(lambda page: page.press("Escape"))),
+        ("text that looks like HTML stays text", hostile_text_stays_text),
+        ("a prompt that is too long is said and kept", too_long_is_said),
+        ("every control has a name for screen readers", every_control_has_a_name),
+        ("Tab reaches every control, visibly", keyboard_reaches_everything),
+    ]
+    for dark in (False, True):
+        for width, height in SIZES:
+            name = f"fits {width} px, {'dark' if dark else 'light'}"
+            tries.append((name, fits(width, height, dark, shots)))
+    checks = []
+    with served(folder) as server:
+        for what, body in tries:
+            page = open_page(browser, server.address)
+            checks.append(attempt(what, page, server, body))
+            checks.append(attempt("  no fault, nobody else asked", page, server, faults))
+        page = open_page(browser, server.address)
+        what = "the policy lets nothing foreign run"
+        checks.append(attempt(what, page, server, runs_nothing_foreign))
+    with served(folder, KEY) as server:
+        page = open_page(browser, server.address.replace("//", f"//me:{KEY}@"))
+        checks.append(attempt("API keys", page, server, keys_are_kept_in_memory_only))
+    return checks
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--browser", help="a Chromium; the first on PATH if not given")
+    options.add_argument("--shots", type=Path, help="keep pictures in this folder")
+    given = options.parse_args()
+    try:
+        path = find_browser(given.browser)
+    except SpecctlError as error:
+        sys.exit(f"error[{int(error.exit)}]: {error.text()}")
+    if given.shots is not None:
+        given.shots.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder, Browser(path) as browser:
+        checks = prove(browser, Path(folder), given.shots)
+    report(checks, given.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Before a round's draft: how much each row may draft.
+
+What is decided here follows from earlier rounds only. A length that looked at this round's drafts
+would bias what is emitted (non-anticipation).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specctl.drafters.parts.base import Budget
+from specctl.drafters.parts.tree import DraftTree
+from specctl.runtime.policies.base import Policy
+from specctl.runtime.policies.batch.base import Batching, RowView
+from specctl.runtime.policies.length import LengthChooser
+from specctl.runtime.session import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The budget of a round's trees, and the length of every row where a batch policy decides."""
+
+    budget: Budget
+    lengths: tuple[int, ...] | None = None
+
+    def depth(self, b: int, tree: DraftTree) -> int:
+        """How deep row b's part of the tree goes."""
+        return tree.depth if self.lengths is None else min(tree.depth, self.lengths[b])
+
+    def cut(self, tree: DraftTree) -> DraftTree:
+        """The tree without what lies beyond its row's own length."""
+        if self.lengths is None:
+            return tree
+        return tree.within(torch.tensor(self.lengths, device=tree.token_BN.device))
+
+    def of_rows(self, at: Sequence[int]) -> Plan:
+        """The plan of some rows only."""
+        lengths = self.lengths
+        return Plan(self.budget, None if lengths is None else tuple(lengths[b] for b in at))
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Asks who may shorten drafts: the length chooser for the round, the batch policy by row."""
+
+    context: int
+    policy: Policy
+    chooser: LengthChooser | None
+    batching: Batching | None
+
+    def plan(self, rows: Sequence[Row]) -> Plan:
+        """No deeper than the row with the most room can use: its last token is the bonus."""
+        rooms = [min(row.room, self.context - len(row.tokens)) - 1 for row in rows]
+        depth, lengths = min(self.policy.depth, max(rooms)), None
+        if self.chooser is not None:
+            depth = min(depth, self.chooser.length(len(rows)))
+        if self.batching is not None:
+            pairs = zip(rows, rooms, strict=True)
+            views = [RowView(row.index, room, row.speculates) for row, room in pairs]
+            lengths = self.batching.lengths(views)
+            depth = min(depth, max(lengths))
+        return Plan(Budget(nodes=self.policy.nodes, depth=max(depth, 0)), lengths)

@@ -1,0 +1,109 @@
+"""Goodput: the draft lengths that emit most tokens per second, the whole batch considered.
+
+SmartSpec ("Optimizing speculative decoding for serving large language models using goodput", Liu et
+al., arXiv 2406.14066): G = sum over rows of l(alpha_r, k_r) / T(batch, k), where
+l(alpha, k) = (1 - alpha^(k + 1)) / (1 - alpha) is what a row is expected to emit. T comes from the
+table measured on this device, alpha_r from earlier rounds. A round costs what its deepest row
+costs, so the search is over that depth k; rows share it as far as it is of use to them. At high
+load a verified token costs as much as an emitted one, and k = 0 wins: then speculation is off, and
+a probe now and then (ever more seldom) tells whether acceptance has changed. That fewer rows are
+left is noticed without a probe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import log
+from typing import Any
+
+from specctl.drafters.parts.base import Outcome, RoundSeconds
+from specctl.runtime.policies.batch.base import RowView
+from specctl.runtime.policies.batch.costs import BatchCosts
+from specctl.runtime.policies.batch.history import History
+from specctl.runtime.stats import expected_tau
+
+MEMORY = 0.95  # of the running times
+
+
+@dataclass(slots=True)
+class Goodput:
+    """Drafts at most `longest` tokens; a level must be reached with a chance of `worth` or more.
+    While speculation is off, a probe of `probe_length` comes after `probe_first` rounds, then after
+    twice as many, up to `probe_last`."""
+
+    costs: BatchCosts
+    longest: int
+    worth: float = 0.01
+    probe_length: int = 1
+    probe_first: int = 16
+    probe_last: int = 512
+    history: History = field(default_factory=History)
+    rounds: int = 0
+    rounds_off: int = 0
+    _since: int = 0  # rounds without a draft
+    _wait: int = 0  # of which so many come before the next probe
+    _known: dict[tuple[int, int], float] = field(default_factory=dict)
+    _predicted: float = 0.0
+    _ratio: float | None = None
+
+    def lengths(self, rows: Sequence[RowView]) -> tuple[int, ...]:
+        self.rounds += 1
+        alphas = [self.history.alpha(row.index) for row in rows]
+        depth = self._best(rows, alphas)
+        lengths = [
+            row.at_most(min(depth, reach(alpha, self.worth)))
+            for row, alpha in zip(rows, alphas, strict=True)
+        ]
+        if any(lengths):
+            self._since = self._wait = 0
+        else:
+            self.rounds_off += 1
+            probe = self._probe()
+            lengths = [row.at_most(probe) for row in rows]
+        self._predicted = self._seconds(len(rows), max(lengths, default=0))
+        return self.history.ask(rows, lengths)
+
+    def _best(self, rows: Sequence[RowView], alphas: Sequence[float]) -> int:
+        """The depth with the highest goodput; the shorter one of equals."""
+
+        def goodput(depth: int) -> float:
+            pairs = zip(rows, alphas, strict=True)
+            tokens = sum(expected_tau(alpha, row.at_most(depth)) for row, alpha in pairs)
+            return tokens / self._seconds(len(rows), depth)
+
+        return max(range(self.longest + 1), key=goodput)
+
+    def _seconds(self, rows: int, length: int) -> float:
+        if (rows, length) not in self._known:
+            self._known[rows, length] = self.costs.seconds(rows, length)
+        return self._known[rows, length]
+
+    def _probe(self) -> int:
+        """The length of this round, in which nothing is worth drafting."""
+        self._since, self._wait = self._since + 1, self._wait or self.probe_first
+        if self._since < self._wait:
+            return 0
+        self._since, self._wait = 0, min(2 * self._wait, self.probe_last)
+        return self.probe_length
+
+    def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:
+        self.history.observe(outcome)
+        ratio = (seconds.draft + seconds.verify) / self._predicted
+        before = ratio if self._ratio is None else self._ratio
+        self._ratio = MEMORY * before + (1 - MEMORY) * ratio
+
+    def to_json(self) -> Mapping[str, Any]:
+        """`time_ratio`: measured over predicted seconds of the last rounds."""
+        return {
+            "batching": "goodput",
+            "acceptance": round(self.history.mean, 4),
+            "rounds": self.rounds,
+            "rounds_off": self.rounds_off,
+            "time_ratio": None if self._ratio is None else round(self._ratio, 3),
+        }
+
+
+def reach(alpha: float, worth: float) -> int:
+    """How many levels are reached with a chance of at least `worth`: alpha^k >= worth."""
+    return int(log(worth) / log(alpha))

@@ -1,0 +1,139 @@
+"""The answers of the API in OpenAI's shapes: whole, and in chunks; both made of the same pieces."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from specctl.runtime.server.contract import Piece, Ticket
+from specctl.runtime.server.tokens import TokenTexts
+
+REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
+Json = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice as it grows. One writer: the request that reads its ticket."""
+
+    index: int
+    ticket: Ticket
+    text: list[str] = field(default_factory=list)
+    logprobs: list[Json] = field(default_factory=list)
+    num_tokens: int = 0
+    num_chars: int = 0
+    reason: str | None = None
+
+    def take(self, piece: Piece) -> None:
+        self.text.append(piece.text)
+        self.num_tokens += len(piece.tokens)
+        self.num_chars += len(piece.text)
+        self.reason = REASONS.get(piece.finish_reason or "")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(ABC):
+    """What a request is answered with. `verification`: lossless or approximate."""
+
+    model: str
+    texts: TokenTexts
+    verification: str
+    prompt_tokens: int
+    tells_rounds: bool
+    has_logprobs: bool
+    choices: tuple[Choice, ...]
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def take(self, choice: Choice, piece: Piece) -> Json:
+        """Counts a piece in; returns the chunk that tells it."""
+        logprobs = self._logprobs(choice, piece) if self.has_logprobs else None
+        is_first = not choice.text
+        choice.take(piece)
+        if logprobs is not None:
+            choice.logprobs.append(logprobs)
+        body = {**self._part(piece.text, is_first), "index": choice.index, "logprobs": logprobs}
+        chunk = self._chunk([{**body, "finish_reason": choice.reason}])
+        if self.tells_rounds and piece.tokens:
+            chunk["specctl"] = {"spans": piece.spans, "accepted": piece.accepted}
+        if choice.reason is not None:
+            chunk.setdefault("specctl", {})["stats"] = self._stats([choice])
+        return chunk
+
+    def whole(self) -> Json:
+        """The answer of a request that is not streamed."""
+        choices = [
+            {
+                "index": choice.index,
+                **self._body("".join(choice.text)),
+                "logprobs": self._joined(choice) if self.has_logprobs else None,
+                "finish_reason": choice.reason,
+            }
+            for choice in self.choices
+        ]
+        about = self._about(self.whole_object)
+        stats = {"stats": self._stats(self.choices)}
+        return {**about, "choices": choices, "usage": self.usage(), "specctl": stats}
+
+    def usage_chunk(self) -> Json:
+        return {**self._chunk([]), "usage": self.usage()}
+
+    def usage(self) -> Json:
+        new = sum(choice.num_tokens for choice in self.choices)
+        total = self.prompt_tokens + new
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": new,
+            "total_tokens": total,
+        }
+
+    # -- the two shapes ---------------------------------------------------------------------------
+
+    prefix = ""
+    whole_object = chunk_object = ""
+
+    @abstractmethod
+    def _part(self, text: str, is_first: bool) -> Json:
+        """A piece of text in a chunk."""
+
+    @abstractmethod
+    def _body(self, text: str) -> Json:
+        """The whole text of a choice."""
+
+    @abstractmethod
+    def _logprobs(self, choice: Choice, piece: Piece) -> Json:
+        """The log-probabilities of a piece."""
+
+    @abstractmethod
+    def _joined(self, choice: Choice) -> Json:
+        """The log-probabilities of all pieces."""
+
+    # -- what they share --------------------------------------------------------------------------
+
+    def _about(self, kind: str) -> Json:
+        name = self.prefix + self.id
+        return {"id": name, "object": kind, "created": self.created, "model": self.model}
+
+    def _chunk(self, choices: Sequence[Json]) -> Json:
+        return {**self._about(self.chunk_object), "choices": choices}
+
+    def _stats(self, choices: Sequence[Choice]) -> Json:
+        """What speculation did, in the words of `runtime/stats.py`."""
+        rows = [choice.ticket.stats for choice in choices]
+        rounds, tokens = sum(r.rounds for r in rows), sum(r.tokens for r in rows)
+        depth = max((len(r.accepted_at) for r in rows), default=0)
+        reached = [
+            sum(r.accepted_at[i] for r in rows if len(r.accepted_at) > i) for i in range(depth)
+        ]
+        return {
+            "verification": self.verification,
+            "rounds": rounds,
+            "drafted": sum(r.drafted for r in rows),
+            "accepted": sum(r.accepted for r in rows),
+            "tau": round(tokens / rounds, 4) if rounds else None,
+            "accepted_per_position": [round(n / rounds, 4) for n in reached] if rounds else [],
+        }

@@ -1,0 +1,229 @@
+"""The HTTP server as an application: routes, what stands before them, and nothing of the engine.
+
+A request goes through: log and id -> key and host -> strict body -> typed fields -> asks -> the
+service; its pieces come back as one answer or as events. Every failure has OpenAI's error shape.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from specctl import __version__
+from specctl.runtime.server import errors
+from specctl.runtime.server.answers import Answer, Choice
+from specctl.runtime.server.asks import Desk
+from specctl.runtime.server.auth import Door, Guard, Keys
+from specctl.runtime.server.body import StrictRoute
+from specctl.runtime.server.contract import Serving, Status
+from specctl.runtime.server.errors import ApiError, ErrorBody
+from specctl.runtime.server.logs import RequestLog
+from specctl.runtime.server.metrics import TYPE, Metrics
+from specctl.runtime.server.page import page_routes
+from specctl.runtime.server.protocol import ChatRequest, CompletionRequest
+from specctl.runtime.server.record import Recorder, chat_record, text_record
+from specctl.runtime.server.shapes import ChatAnswer, TextAnswer
+from specctl.runtime.server.sse import EventStream, cancel, collected, events_of, unless_gone
+from specctl.runtime.server.tokens import TokenTexts
+
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody}
+    for status in (400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 503)
+}
+
+EVENTS: dict[str, Any] = {"text/event-stream": {}}
+ANSWERS: dict[int | str, dict[str, Any]] = {**REFUSALS, 200: {"content": EVENTS}}
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """What the routes need: the service, and how it presents itself."""
+
+    service: Serving
+    name: str
+    verification: str
+    desk: Desk
+    texts: TokenTexts
+    recorder: Recorder | None
+    started: int
+
+    async def answer(self, request: Request, body: ChatRequest | CompletionRequest) -> Response:
+        """One answer, or a stream of events."""
+        self._check_model(body.model)
+        plan = await self.desk.plan(body, request.state.owner)
+        answer = await self._submit(body, plan.asks, plan.prompt_tokens)
+        try:
+            if not body.stream:
+                whole = await unless_gone(collected(answer), request.receive)
+                self._note(request, body, answer)
+                return JSONResponse(whole)
+            events = self._noted(request, body, answer)
+            first = await unless_gone(anext(events), request.receive)
+        except BaseException:
+            cancel(answer)
+            raise
+        return EventStream(answer, first, events)
+
+    async def _submit(
+        self, body: ChatRequest | CompletionRequest, asks: Any, prompt_tokens: int
+    ) -> Answer:
+        """The choices, each with its ticket; if one is refused, none is left behind."""
+        choices: list[Choice] = []
+        try:
+            for index, ask in enumerate(asks):
+                choices.append(Choice(index, await self.service.submit(ask)))
+        except BaseException:
+            for choice in choices:
+                choice.ticket.cancel()
+            raise
+        shape = ChatAnswer if isinstance(body, ChatRequest) else TextAnswer
+        return shape(
+            model=self.name,
+            texts=self.texts,
+            verification=self.verification,
+            prompt_tokens=prompt_tokens,
+            tells_rounds=bool(body.specctl),
+            has_logprobs=asks[0].logprobs is not None,
+            choices=tuple(choices),
+        )
+
+    async def _noted(
+        self, request: Request, body: ChatRequest | CompletionRequest, answer: Answer
+    ) -> AsyncIterator[bytes]:
+        """The events; what was answered is noted when the last one is asked for."""
+        async for event in events_of(answer, body.includes_usage):
+            yield event
+        self._note(request, body, answer)
+
+    def _note(
+        self, request: Request, body: ChatRequest | CompletionRequest, answer: Answer
+    ) -> None:
+        """For the log: counts. For the record, if there is one: prompts and answers."""
+        rows = [choice.ticket.stats for choice in answer.choices]
+        tokens, rounds = sum(r.tokens for r in rows), sum(r.rounds for r in rows)
+        request.state.log.update(answer.usage(), tau=round(tokens / max(rounds, 1), 3))
+        if self.recorder is None or any(choice.reason is None for choice in answer.choices):
+            return
+        for choice in answer.choices:
+            text = "".join(choice.text)
+            if isinstance(body, ChatRequest):
+                turns = [{"role": m.role, "content": m.text} for m in body.messages]
+                self.recorder.put(chat_record(turns, text))
+            else:
+                prompt = self.service.target.decode(choice.ticket.ask.tokens)
+                self.recorder.put(text_record(prompt, text))
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self.name:
+            message = f"the model {name!a} is not served here; {self.name!a} is"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def model(self) -> dict[str, Any]:
+        about = {"id": self.name, "object": "model", "created": self.started}
+        has_template = self.service.target.template_digest is not None
+        return {**about, "owned_by": "specctl", "chat_template": has_template}
+
+
+def create_app(
+    service: Serving,
+    name: str,
+    *,
+    door: Door | None = None,
+    keys: Keys | None = None,
+    recorder: Recorder | None = None,
+    verification: str = "lossless",
+) -> FastAPI:
+    """The application. `name`: what clients call the target. `keys` (or a whole `door`): who may
+    ask; None lets everybody in. `verification`: lossless or approximate, told with every answer."""
+    pages = page_routes()
+    door = door if door is not None else Door(keys if keys is not None else Keys())
+    door = Door(door.keys, door.hosts, frozenset(page.path for page in pages))
+    metrics = Metrics(service, recorder)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.start()
+        yield
+        service.stop()
+
+    app = FastAPI(
+        title="specctl",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.limits = service.limits
+    app.router.route_class = StrictRoute
+    texts = TokenTexts(service.target)
+    front = Front(service, name, verification, Desk(service), texts, recorder, int(time.time()))
+    _watch(app, service, metrics)
+    _api(app, front)
+    app.router.routes.extend(pages)
+    errors.install(app, [*CompletionRequest.model_fields, *ChatRequest.model_fields])
+    app.add_middleware(Guard, door=door)
+    app.add_middleware(RequestLog, on_answered=metrics.answered)
+    return app
+
+
+def _api(app: FastAPI, front: Front) -> None:
+    """OpenAI's routes."""
+
+    @app.get("/v1/models", responses=REFUSALS)
+    async def models() -> dict[str, Any]:
+        """The one model that is served."""
+        return {"object": "list", "data": [front.model()]}
+
+    @app.get("/v1/models/{model:path}", responses=REFUSALS)
+    async def model(model: str) -> dict[str, Any]:
+        """That model, if it is served."""
+        front._check_model(model)
+        return front.model()
+
+    @app.post("/v1/completions", responses=ANSWERS)
+    async def completions(request: Request, body: CompletionRequest) -> Response:
+        """Continue a text."""
+        return await front.answer(request, body)
+
+    @app.post("/v1/chat/completions", responses=ANSWERS)
+    async def chat_completions(request: Request, body: ChatRequest) -> Response:
+        """Continue a conversation."""
+        return await front.answer(request, body)
+
+
+def _watch(app: FastAPI, service: Serving, metrics: Metrics) -> None:
+    """What operators and the page ask."""
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """200 while the process answers."""
+        if (state := service.status().state) == "failed":
+            raise ApiError(503, "the engine has failed; restart the server", code=state)
+        return {"status": state}
+
+    @app.get("/ready", responses={503: {"model": ErrorBody}})
+    async def ready() -> dict[str, str]:
+        """200 while requests are taken."""
+        if (state := service.status().state) != "ready":
+            later = {"Retry-After": str(errors.RETRY_SECONDS)}
+            raise ApiError(503, f"the server is {state}", code=state, headers=later)
+        return {"status": state}
+
+    @app.get("/v1/status", responses=REFUSALS)
+    async def status() -> Status:
+        """Rows, queue and speculation."""
+        return service.status()
+
+    text: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}}}}
+
+    @app.get("/metrics", responses={**REFUSALS, **text}, response_class=Response)
+    async def scrape() -> Response:
+        """Prometheus."""
+        return Response(metrics.text(), media_type=TYPE)

@@ -1,0 +1,160 @@
+"""Every error leaves in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from specctl.recipes.errors import SpecctlError
+from specctl.runtime.server.contract import Busy, TooLong, Unavailable
+
+RETRY_SECONDS = 5  # told with a 503: the server loads, or another one takes over
+UNSUPPORTED = {
+    "echo": "echo is not supported: the prompt's own log-probabilities are not computed",
+    "suffix": "suffix is not supported: the target continues a prompt, it does not fill a gap",
+    "best_of": "best_of is not supported: ask for n choices and choose among them",
+    "tools": "tools are not supported; response_format or grammar give answers of a fixed form",
+    "tool_choice": "tools are not supported; response_format or grammar give answers of a form",
+    "functions": "functions are not supported; response_format gives answers of a fixed form",
+    "function_call": "functions are not supported; response_format gives answers of a fixed form",
+    "tool_calls": "tool calls are not supported, in messages either",
+    "modalities": "only text is supported",
+    "audio": "only text is supported",
+}
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong; `param` names the field, `code` is for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that is no success."""
+
+    error: ErrorDetail
+
+
+class ApiError(HTTPException):
+    """An answer that is no success. The kind follows from the status."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, dict(headers or {}))
+        self.param, self.code = param, code
+
+    def body(self) -> dict[str, Any]:
+        kinds = {403: "permission_error", 429: "rate_limit_error"}
+        other = "server_error" if self.status_code >= 500 else "invalid_request_error"
+        kind = kinds.get(self.status_code, other)
+        about = {"type": kind, "param": self.param, "code": self.code}
+        return {"error": {"message": self.detail, **about}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), self.status_code, self.headers)
+
+
+def api_error(error: SpecctlError) -> ApiError:
+    """What a refusal of the service means to an HTTP client."""
+    parts = [f"found: {error.found}", f"expected: {error.expected}", f"do: {error.do}"]
+    message = "; ".join([error.what, *(part for part in parts if not part.endswith(": "))])
+    if isinstance(error, Busy):
+        later = {"Retry-After": str(error.retry_after)}
+        return ApiError(429, message, code="server_busy", headers=later)
+    if isinstance(error, Unavailable):
+        later = {"Retry-After": str(RETRY_SECONDS)}
+        return ApiError(503, message, code=error.state, headers=later)
+    code = "context_length_exceeded" if isinstance(error, TooLong) else None
+    return ApiError(400, message, code=code)
+
+
+def broken() -> ApiError:
+    """A fault of ours; the log says which, under the request's id."""
+    return ApiError(500, "the server failed on this request", code="internal_error")
+
+
+def install(app: FastAPI, fields: Sequence[str] = ()) -> None:
+    """Answer every error of `app` in that shape; `fields`: names that requests may have."""
+
+    def http(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        if isinstance(error, ApiError):
+            return error.response()
+        what = f"{request.method} {request.url.path[:200]}"
+        found = {404: f"there is no {what}", 405: f"this route does not answer {what}"}
+        message = found.get(error.status_code, str(error.detail))
+        return ApiError(error.status_code, message, headers=error.headers).response()
+
+    def invalid(request: Request, error: Exception) -> JSONResponse:
+        del request
+        assert isinstance(error, RequestValidationError)
+        return invalid_field(error.errors(), error.body, fields).response()
+
+    def refused(request: Request, error: Exception) -> JSONResponse:
+        del request
+        assert isinstance(error, SpecctlError)
+        return api_error(error).response()
+
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(SpecctlError, refused)
+
+
+def invalid_field(
+    errors: Sequence[Mapping[str, Any]], body: Any, fields: Sequence[str]
+) -> ApiError:
+    """What is wrong with a request, naming its field: of several errors (a field may be one type or
+    another) the one that follows the body deepest."""
+    first = max(errors, key=lambda error: len(_path(error, body)))
+    path, message = _path(first, body), str(first["msg"]).removeprefix("Value error, ")
+    where, names = _written(path), [part for part in path if isinstance(part, str)]
+    if not path:
+        told = message if first["type"] == "value_error" else "the body must be a JSON object"
+        return ApiError(400, told, code="invalid_value")
+    unsupported = UNSUPPORTED.get(names[-1]) if names else None
+    if unsupported is not None:
+        return ApiError(400, unsupported, param=where, code="unsupported_parameter")
+    if first["type"] == "extra_forbidden":
+        close = get_close_matches(names[-1], fields, 1) if len(path) == 1 else []
+        told = f"unknown field {where!r}" + "".join(f"; did you mean {name!r}?" for name in close)
+        return ApiError(400, told, param=where, code="unknown_parameter")
+    return ApiError(400, f"{where}: {message}", param=where, code="invalid_value")
+
+
+def _path(error: Mapping[str, Any], body: Any) -> list[int | str]:
+    """Where an error is: the keys that lead through the body, the names of alternative types left
+    out."""
+    path: list[int | str] = []
+    location = error["loc"][1:]
+    for at, part in enumerate(location, start=1):
+        is_missing = error["type"] == "missing" and at == len(location)
+        if isinstance(body, Mapping) and (part in body or is_missing):
+            path.append(part)
+            body = body.get(part)
+        elif isinstance(part, int) and isinstance(body, list) and part < len(body):
+            path.append(part)
+            body = body[part]
+    return path
+
+
+def _written(path: Sequence[int | str]) -> str:
+    """`messages[0].content`, cut where a client sends endless names."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part[:64]}" for part in path)
+    return text.lstrip(".")[:200]

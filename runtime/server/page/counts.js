@@ -1,0 +1,43 @@
+// What one answer counts while it streams; the server's own figures replace it at the end.
+// A round is one pass of the model: the accepted tokens of a draft and one of its own.
+
+export class Counts {
+  constructor(now) {
+    this.started = now;
+    this.first = null; // when the first token came
+    this.last = now;
+    this.tokens = this.accepted = this.rounds = 0;
+    this.reached = []; // rounds in which the token at this position was accepted
+    this.stats = null; // the server's word
+  }
+
+  /** One event of the stream: what a round emitted, or the figures at the end. */
+  add({ accepted = [], stats = null }, now) {
+    if (stats) this.stats = stats;
+    if (!accepted.length) return;
+    this.first ??= now;
+    this.last = now;
+    const taken = accepted.filter(Boolean).length;
+    this.rounds += 1;
+    this.tokens += accepted.length;
+    this.accepted += taken;
+    for (let place = 0; place < taken; place += 1) {
+      this.reached[place] = (this.reached[place] ?? 0) + 1;
+    }
+  }
+
+  /** The figures to show; null where nothing is known yet. */
+  figures() {
+    const { rounds, tokens, stats } = this;
+    const seconds = (this.last - this.started) / 1000;
+    return {
+      tokens,
+      rounds: stats?.rounds ?? rounds,
+      tau: stats?.tau ?? (rounds ? tokens / rounds : null),
+      speed: tokens && seconds > 0 ? tokens / seconds : null,
+      share: tokens ? this.accepted / tokens : null,
+      firstSeconds: this.first === null ? null : (this.first - this.started) / 1000,
+      perPosition: stats?.accepted_per_position ?? this.reached.map((n) => n / rounds),
+    };
+  }
+}

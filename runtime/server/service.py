@@ -1,0 +1,216 @@
+"""The service: asks of many users meet the one thread that owns the engine.
+
+Event loops put asks and cancellations into an inbox; the engine thread takes them between two
+rounds, does a round, and posts every piece back to the loop that its ticket belongs to, one call
+per loop and round. Nothing else is shared. An ask is refused at the door (queue full, too long,
+not ready) or it is answered: what fails afterwards fails for as few rows as possible.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from specctl.drafters.parts.base import Drafter
+from specctl.recipes.errors import SpecctlError
+from specctl.runtime.generate import default_policy
+from specctl.runtime.guarded import GuardedEngine, place_of
+from specctl.runtime.policies.base import Policy
+from specctl.runtime.policies.batch.base import Batching
+from specctl.runtime.sampling import SamplingBatch
+from specctl.runtime.server.contract import (
+    Ask,
+    Busy,
+    Counters,
+    Finished,
+    Piece,
+    Serving,
+    Status,
+    Ticket,
+    TokenLogprob,
+    TooLong,
+    Unavailable,
+)
+from specctl.runtime.server.desk import Desk
+from specctl.runtime.server.limits import Limits
+from specctl.runtime.server.room import Room, room_for
+from specctl.runtime.server.worker import Worker
+from specctl.runtime.target import Target
+from specctl.runtime.verify.choice import check_rule
+
+__all__ = [
+    "Ask",
+    "Busy",
+    "Counters",
+    "Finished",
+    "Limits",
+    "Piece",
+    "Service",
+    "Serving",
+    "Status",
+    "Ticket",
+    "TokenLogprob",
+    "TooLong",
+    "Unavailable",
+]
+
+LOG = logging.getLogger("specctl.server")
+
+
+class Service:
+    """A target, perhaps with a drafter, served to many at once.
+
+    Rule "target-only" makes a seeded answer a function of the ask alone: not of the drafter, of the
+    draft lengths or of who else is served. `batching` decides the draft length of every row. `say`
+    is told what whoever runs the server should know; `why_off` says why there is no drafter.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        policy: Policy | None = None,
+        rule: str = "target-only",
+        *,
+        batching: Batching | None = None,
+        limits: Limits | None = None,
+        say: Callable[[str], None] = LOG.warning,
+        why_off: str | None = None,
+    ) -> None:
+        self.target, self.drafter, self.rule, self.batching = target, drafter, rule, batching
+        self.policy = policy if policy is not None else default_policy(drafter)
+        self.limits = limits if limits is not None else Limits()
+        check_rule(rule, drafter, self.policy)
+        self.counters = Counters()
+        self.on_finish: list[Callable[[Finished], None]] = []
+        self.room: Room = room_for(target, self.policy, self.limits)
+        self.failure: str | None = None
+        self._say, self._why_off = say, why_off
+        self._desk = Desk(self.limits.max_queue)
+        self._desk.slots = self.room.slots
+        self._worker: Worker | None = None
+        self._thread: threading.Thread | None = None
+
+    # -- its life -------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to load, in the engine thread; "ready" when asks are served."""
+        assert self._thread is None, "a service is started once"
+        if self.room.slots < self.limits.max_batch:
+            found, wanted = self.room.slots, self.limits.max_batch
+            self._say(f"memory holds the caches of {found} rows of the {wanted} that may run")
+        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        """The engine thread."""
+        timeout = self.limits.queue_timeout
+        try:
+            engine = self._engine()
+            worker = Worker(engine, self._desk, self.counters, self.on_finish, timeout)
+        except Exception as error:
+            self._fail(error)
+            return
+        self._worker = worker
+        self._desk.enter("ready", only_from=("loading",))
+        try:
+            worker.serve()
+        except Exception as error:
+            self._fail(error)
+            worker.end()
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = str(error) if isinstance(error, SpecctlError) else place_of(error)
+        LOG.error("the engine thread failed: %s", place_of(error), exc_info=error)
+        self._desk.enter("failed")
+
+    def _engine(self) -> GuardedEngine:
+        """The engine with its caches; without the drafter if that cannot be had. The tokenizer is
+        a copy: those of transformers may be used by one thread at a time."""
+        target = replace(self.target, tokenizer=copy.deepcopy(self.target.tokenizer))
+
+        def made(drafter: Drafter | None) -> GuardedEngine:
+            return GuardedEngine(
+                target,
+                drafter,
+                self.policy if drafter is not None else None,
+                self.rule,
+                self.room.slots,
+                batching=self.batching if drafter is not None else None,
+                prefill_chunk=self.limits.prefill_chunk,
+                say=self._say,
+            )
+
+        try:
+            engine = made(self.drafter)
+        except Exception as error:
+            engine = made(None)
+            engine.lose_all(place_of(error))
+        engine.open(self.room.context)
+        return engine
+
+    async def drain(self, seconds: float) -> bool:
+        """Refuse new asks and let the others finish; True if all did within that time."""
+        self._desk.enter("draining", only_from=("loading", "ready"))
+        until = time.monotonic() + seconds
+        while self._desk.num_open and time.monotonic() < until:
+            await asyncio.sleep(0.02)
+        return self._desk.num_open == 0
+
+    def stop(self) -> None:
+        """End after the round that runs; what is left unfinished is cancelled."""
+        self._desk.enter("stopped")
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=30.0)
+
+    # -- asks -----------------------------------------------------------------------------------
+
+    async def submit(self, ask: Ask) -> Ticket:
+        """A ticket of an ask that will be served. Raises Busy, Unavailable, TooLong, or another
+        SpecctlError for a setting that does not fit the target."""
+        if self._desk.state != "ready":
+            raise Unavailable(self._desk.state)
+        self._check(ask)
+        ticket = Ticket(ask, self._desk.give_up)
+        try:
+            self._desk.admit(ticket)
+        except Busy:
+            self.counters.requests["refused"] = self._desk.num_refused
+            raise
+        return ticket
+
+    def _check(self, ask: Ask) -> None:
+        """Refuse what could only fail later: its length, and ids that do not exist."""
+        sampling, vocab_size = ask.sampling, self.target.spec.vocab_size
+        if len(ask.tokens) + sampling.max_new_tokens > self.room.context:
+            raise TooLong(len(ask.tokens), self.room.context, sampling.max_new_tokens)
+        if not ask.tokens or not 0 <= min(ask.tokens) <= max(ask.tokens) < vocab_size:
+            raise SpecctlError(
+                "the prompt is not made of the target's tokens",
+                found=f"{len(ask.tokens):,} tokens",
+                expected=f"one or more ids below {vocab_size:,}",
+                do="encode the prompt with the target's own tokenizer",
+            )
+        if sampling.logit_bias or sampling.bad_words:
+            SamplingBatch([replace(sampling, grammar=None, processors=())], vocab_size)
+
+    def status(self) -> Status:
+        worker, desk = self._worker, self._desk
+        running = 0 if worker is None else min(worker.num_running, desk.num_open)
+        why_off = self._why_off
+        if why_off is None and worker is not None:
+            why_off = worker.engine.why_off
+        return Status(
+            desk.state,
+            running,
+            desk.num_open - running,
+            self.room.slots,
+            self.room.context,
+            "on" if why_off is None and self.drafter is not None else "off",
+            why_off,
+        )

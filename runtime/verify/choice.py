@@ -1,0 +1,42 @@
+"""Which rule verifies: checked when an engine is configured, chosen for each round, and the mark
+that every result carries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from specctl.drafters.parts.base import Drafter
+from specctl.drafters.parts.tree import DraftTree
+from specctl.runtime.policies.base import Policy
+from specctl.runtime.verify import check_legal, default_rule
+
+
+def check_rule(rule: str, drafter: Drafter | None, policy: Policy) -> None:
+    """Refuse an illegal pair of rule and node kind before anything is drafted."""
+    if rule in ("auto", "greedy") or drafter is None:
+        return
+    check_legal(rule, policy.kind(sampled=rule != "target-only"), policy.is_chain)
+
+
+def rule_for(rule: str, tree: DraftTree, all_greedy: bool) -> str:
+    """The rule of a round under the configured one."""
+    if all_greedy:
+        return "greedy"
+    if tree.num_nodes == 0:
+        return "target-only"
+    return default_rule(tree.kind, tree.is_chain) if rule in ("auto", "greedy") else rule
+
+
+def verification_of(
+    rule: str, drafter: Drafter | None, policy: Policy, sampled: bool
+) -> Mapping[str, str]:
+    """Class and rule of what an engine with this configuration emits."""
+    lossless = "lossless" if drafter is None or drafter.lossless else "approximate"
+    if drafter is None:
+        name = "plain"
+    elif not sampled:
+        name = "greedy"
+    else:
+        kind = policy.kind(sampled=rule != "target-only")
+        name = default_rule(kind, policy.is_chain) if rule in ("auto", "greedy") else rule
+    return {"class": lossless, "rule": name}

@@ -1,0 +1,228 @@
+"""A drafter that fails costs speed, never an answer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specctl.drafters.parts.base import DraftState, Needs, StepState
+from specctl.drafters.parts.lm_state import LmState
+from specctl.drafters.parts.tree import NodeKind, chain_tree
+from specctl.runtime.engine import Engine
+from specctl.runtime.generate import generate
+from specctl.runtime.guarded import IN_A_ROW, GuardedEngine
+from specctl.runtime.policies import make_policy
+from specctl.runtime.sampling import Sampling
+from specctl.runtime.session import Request
+
+PROMPTS = [(3, 1, 4), (9, 2), (6, 5, 3, 5)]
+CHAIN = {"policy": "chain", "length": 3}
+TREE = {"policy": "static-tree", "branch": (2, 2)}
+
+
+@pytest.fixture(scope="module")
+def target(make_target):
+    return make_target(num_layers=2)
+
+
+class Failing(StepState):
+    """A language model's draft state that goes wrong where and when it is told to: in one of its
+    calls (`where`), at the `at`-th of them, for the row of that `slot` (None: for all)."""
+
+    def __init__(self, inner, where, at, slot, how):
+        self.inner, self.where, self.at, self.slot, self.how = inner, where, at, slot, how
+        self.calls, self.view, self.seen = 0, None, []
+
+    def _fails(self, where):
+        if where != self.where:
+            return False
+        self.calls += 1
+        return self.calls == self.at or (self.at == 0)
+
+    def _spoil(self, logits, where):
+        slots = self.view.slots
+        if not self._fails(where) or (self.slot is not None and self.slot not in slots):
+            return logits
+        if self.how == "raise":
+            raise ValueError("secret prompt")
+        logits = logits.clone()
+        rows = slice(None) if self.slot is None else slots.index(self.slot)
+        logits[rows] = float(self.how)
+        return logits
+
+    def start(self, slot, tokens, taps):
+        if self.slot in (None, slot) and self._fails("start"):
+            raise ValueError("secret prompt")
+        self.inner.start(slot, tokens, taps)
+
+    def root(self, view):
+        self.view = view
+        self.seen.append(view.slots)
+        return self._spoil(self.inner.root(view), "root")
+
+    def expand(self, token_BM, parent_BM):
+        return self._spoil(self.inner.expand(token_BM, parent_BM), "expand")
+
+    def observe(self, outcome):
+        if self._fails("observe"):
+            raise ValueError("secret prompt")
+        self.inner.observe(outcome)
+
+    def end(self, slot):
+        if self._fails("end"):
+            raise ValueError("secret prompt")
+        self.inner.end(slot)
+
+
+class FailingDrafter:
+    """The target drafts for itself, until something breaks."""
+
+    family, module, vocab, lossless, policies = "small-lm", None, None, True, ("chain",)
+
+    def __init__(self, target, where, at=2, slot=None, how="raise"):
+        self.lm, self.router, self.how = target.lm, None, (where, at, slot, how)
+
+    def readable(self, ids):
+        return ids
+
+    def spoken(self, logits):
+        return logits
+
+    def needs(self):
+        return Needs()
+
+    def bind(self, borrowed):
+        raise AssertionError("borrows nothing")
+
+    def open(self, space):
+        if self.how[0] == "open":
+            raise ValueError("secret prompt")
+        self.state = Failing(LmState(self, space), *self.how)
+        return self.state
+
+
+def serve(target, drafter, serve=CHAIN, temperature=0.0, rule="target-only", new=14, **named):
+    said = []
+    engine = GuardedEngine(
+        target, drafter, make_policy(serve), rule, num_slots=3, say=said.append, **named
+    )
+    done = engine.run(
+        [
+            Request(p, Sampling(temperature, seed=i, max_new_tokens=new + i))
+            for i, p in enumerate(PROMPTS)
+        ]
+    )
+    return engine, done, said
+
+
+def plain(target, temperature=0.0, new=14):
+    return [
+        generate(target, [p], sampling=Sampling(temperature, seed=i, max_new_tokens=new + i))
+        .outputs[0]
+        .token_ids
+        for i, p in enumerate(PROMPTS)
+    ]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("where", ["start", "root", "expand", "observe", "end", "open"])
+def test_a_drafter_that_raises_leaves_the_plain_answers(target, where, temperature):
+    engine, done, said = serve(target, FailingDrafter(target, where), temperature=temperature)
+    assert [c.tokens for c in done] == plain(target, temperature)
+    lost = {"start": 1, "root": 3, "expand": 3, "observe": 3, "end": 0, "open": 1}[where]
+    assert engine.num_disabled == lost
+    assert len(said) == 1
+    assert "ValueError" in said[0]
+    assert "secret" not in said[0]
+    assert (engine.why_off is not None) == (where == "open")
+
+
+@pytest.mark.parametrize("how", ["nan", "inf"])
+@pytest.mark.parametrize("where", ["root", "expand"])
+@pytest.mark.parametrize(("serve_with", "rule"), [(CHAIN, "block"), (TREE, "traversal")])
+def test_a_law_of_nan_ends_the_drafts_of_its_own_row(target, where, how, serve_with, rule):
+    """Under rules that use q, too: what is emitted follows from the target alone."""
+    drafter = FailingDrafter(target, where, at=2, slot=1, how=how)
+    engine, done, _ = serve(target, drafter, serve_with, 0.0, "auto")
+    assert [c.tokens for c in done] == plain(target)
+    assert engine.num_disabled == 1
+    after = [slots for slots in drafter.state.seen if 1 not in slots]
+    assert len(after) > 1, "the row that failed is drafted for no more, the others are"
+    assert done[0].stats.accepted > 0
+    assert done[2].stats.accepted > 0
+    engine, done, _ = serve(target, drafter, serve_with, 0.9, rule)
+    assert engine.num_disabled == 1
+    assert [len(c.tokens) for c in done] == [14, 15, 16]
+
+
+def test_a_row_without_drafts_is_alone_in_that(target):
+    drafter = FailingDrafter(target, "start", at=1)
+    engine, done, _ = serve(target, drafter)
+    assert engine.num_disabled == 1
+    assert done[0].stats.drafted == 0
+    assert done[0].stats.tested_at == []
+    assert done[1].stats.accepted > 5
+    assert done[2].stats.accepted > 5
+
+
+def test_tokens_that_do_not_exist_never_reach_the_target(target):
+    class Wild(DraftState):
+        def start(self, slot, tokens, taps):
+            pass
+
+        def propose(self, view, budget):
+            token_BN = torch.full((len(view.slots), 2), 5)
+            token_BN[-1] = 10**6
+            return chain_tree(token_BN, torch.ones_like(token_BN).bool(), NodeKind.POINT)
+
+        def observe(self, outcome):
+            pass
+
+    drafter = FailingDrafter(target, "never")
+    drafter.open = lambda space: Wild()
+    engine, done, _ = serve(target, drafter, {"policy": "direct"})
+    assert [c.tokens for c in done] == plain(target)
+    assert engine.num_disabled == 3
+    assert engine.why_off is not None
+    assert [c.stats.drafted > 0 for c in done] == [True, True, False]
+
+
+def test_failure_after_failure_ends_drafting_for_good(target):
+    drafter = FailingDrafter(target, "root", at=0)
+    engine, done, said = serve(target, drafter)
+    assert engine.why_off is None
+    assert engine.num_disabled == 3
+    for index in range(IN_A_ROW):
+        engine.run([Request(PROMPTS[0], Sampling(max_new_tokens=4))])
+        assert len(said) == (1 if index < IN_A_ROW - 2 else 2)
+    assert engine.why_off is not None
+    assert "ValueError" in engine.why_off
+    assert engine.num_disabled == 5, "rows that come later are plain from the start"
+    assert [c.tokens for c in done] == plain(target)
+
+
+def test_a_policy_that_raises_is_survived_like_a_drafter(target):
+    policy = make_policy(CHAIN)
+
+    class Policy(type(policy)):
+        def observe(self, outcome, seconds):
+            raise KeyError("secret prompt")
+
+    drafter, said = FailingDrafter(target, "never"), []
+    engine = GuardedEngine(target, drafter, Policy(length=3), num_slots=3, say=said.append)
+    done = engine.run([Request(p, Sampling(max_new_tokens=14 + i)) for i, p in enumerate(PROMPTS)])
+    assert [c.tokens for c in done] == plain(target)
+    assert engine.num_disabled == 3
+    assert "KeyError" in said[0]
+
+
+def test_a_drafter_that_works_is_drafted_with_as_without_a_guard(target):
+    requests = [Request(p, Sampling(0.7, seed=i, max_new_tokens=14)) for i, p in enumerate(PROMPTS)]
+    for rule, serve_with in (("target-only", CHAIN), ("block", CHAIN), ("traversal", TREE)):
+        drafter = FailingDrafter(target, "never")
+        free = Engine(target, drafter, make_policy(serve_with), rule, 3).run(requests)
+        engine = GuardedEngine(target, drafter, make_policy(serve_with), rule, 3, say=print)
+        assert [(c.tokens, c.stats) for c in engine.run(requests)] == [
+            (c.tokens, c.stats) for c in free
+        ]
+        assert engine.num_disabled == 0

@@ -1,0 +1,497 @@
+"""The service on a small random target: many asks at once, each answered as if it were alone."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+from serving import stub_target
+
+from specctl.drafters import families
+from specctl.runtime.generate import generate
+from specctl.runtime.policies import make_policy
+from specctl.runtime.sampling import Sampling
+from specctl.runtime.server.service import (
+    Ask,
+    Busy,
+    Limits,
+    Service,
+    TooLong,
+    Unavailable,
+)
+from specctl.runtime.server.text import TextStream
+from specctl.runtime.target import Target
+
+
+@pytest.fixture(scope="module")
+def target(make_model):
+    tokenizer = stub_target().tokenizer
+    return Target.from_model(
+        make_model(num_layers=2, vocab=len(tokenizer), max_position_embeddings=512), tokenizer
+    )
+
+
+def drafter_of(target, name="prompt-lookup"):
+    found = families()[name]
+    return found.build(found.options(), target.spec, None)
+
+
+@asynccontextmanager
+async def served(target, *given, **limits):
+    service = Service(target, *given, limits=Limits(**limits))
+    service.start()
+    while service.status().state == "loading":
+        await asyncio.sleep(0.005)
+    try:
+        yield service
+    finally:
+        service.stop()
+
+
+async def collect(service, ask):
+    return [piece async for piece in await service.submit(ask)]
+
+
+def text_of(pieces):
+    return "".join(piece.text for piece in pieces)
+
+
+def tokens_of(pieces):
+    return tuple(token for piece in pieces for token in piece.tokens)
+
+
+def prompts_of(count, seed=0):
+    rng = random.Random(seed)
+    return [tuple(rng.randrange(10, 300) for _ in range(rng.randint(1, 40))) for _ in range(count)]
+
+
+def asks_of(count, new=24):
+    """Greedy and seeded asks of different lengths."""
+    return [
+        Ask(
+            prompt,
+            Sampling(
+                temperature=0.0 if i % 2 else 0.9,
+                seed=i,
+                max_new_tokens=3 + (7 * i) % new,
+                ignore_eos=True,
+            ),
+        )
+        for i, prompt in enumerate(prompts_of(count))
+    ]
+
+
+def alone(target, ask):
+    """The answer of the plain engine, one row, no drafter."""
+    return generate(target, [ask.tokens], sampling=ask.sampling).outputs[0]
+
+
+@pytest.mark.parametrize("name", [None, "prompt-lookup", "token-recycling"])
+def test_every_answer_is_what_it_would_be_alone(target, name):
+    asks = asks_of(12)
+
+    async def run():
+        given = () if name is None else (drafter_of(target, name),)
+        async with served(target, *given, max_batch=3, prefill_chunk=16) as service:
+            return await asyncio.gather(*(collect(service, ask) for ask in asks)), service
+
+    answers, service = asyncio.run(run())
+    for ask, pieces in zip(asks, answers, strict=True):
+        wanted = alone(target, ask)
+        assert tokens_of(pieces) == wanted.token_ids
+        assert text_of(pieces) == wanted.text
+        assert all("".join(piece.spans) == piece.text for piece in pieces)
+        assert [p.finish_reason for p in pieces[:-1]] == [None] * (len(pieces) - 1)
+        assert pieces[-1].finish_reason == wanted.finish_reason
+    assert service.counters.requests == {"length": 12}
+    assert service.counters.tokens == sum(len(tokens_of(p)) for p in answers)
+    assert service.counters.rounds == service.counters.drafts + service.counters.spec_off
+
+
+def test_a_stop_string_is_cut_wherever_drafts_and_tokens_end(tiny_target):
+    """Of a text that repeats itself, so that stop strings end inside accepted drafts."""
+    prompt = tuple(tiny_target.encode("def one():\n    return 1\n\ndef two():\n    return 2\n"))
+    free = Ask(prompt, Sampling(max_new_tokens=48))
+    text = alone(tiny_target, free).text
+    stops = [(text[at : at + size],) for at, size in ((2, 1), (9, 5), (20, 12), (35, 3))]
+    asks = [replace(free, sampling=replace(free.sampling, stop=stop)) for stop in stops]
+
+    async def run():
+        async with served(tiny_target, drafter_of(tiny_target), max_batch=4) as service:
+            return await asyncio.gather(*(collect(service, ask) for ask in asks))
+
+    answers = asyncio.run(run())
+    assert any(sum(piece.accepted) > 1 for pieces in answers for piece in pieces)
+    for ask, pieces in zip(asks, answers, strict=True):
+        wanted = alone(tiny_target, ask)
+        assert text_of(pieces) == wanted.text == text[: text.index(ask.sampling.stop[0])]
+        assert pieces[-1].finish_reason == "stop"
+        assert "".join(span for piece in pieces for span in piece.spans) == wanted.text
+
+
+def test_an_ask_that_can_never_fit_is_refused_and_the_others_live_on(target):
+    async def run():
+        async with served(target, max_batch=2, max_len=64) as service:
+            task = asyncio.create_task(collect(service, asks_of(1)[0]))
+            with pytest.raises(TooLong, match="64") as refused:
+                await service.submit(Ask(tuple(range(10, 60)), Sampling(max_new_tokens=15)))
+            assert (refused.value.found_tokens, refused.value.allowed_tokens) == (50, 64)
+            bias = Sampling(logit_bias={10**6: 1.0}, max_new_tokens=2)
+            with pytest.raises(Exception, match="vocabulary"):
+                await service.submit(Ask((10,), bias))
+            with pytest.raises(Exception, match="ids below"):
+                await service.submit(Ask((10**6,), Sampling(max_new_tokens=2)))
+            return await task
+
+    assert asyncio.run(run())[-1].finish_reason == "length"
+
+
+def test_the_queue_has_an_exact_length(target):
+    async def run():
+        async with served(target, max_batch=2, max_queue=3) as service:
+            long = Ask((10,), Sampling(max_new_tokens=200, ignore_eos=True))
+            tickets, refused = [], []
+            for _ in range(9):
+                try:
+                    tickets.append(await service.submit(long))
+                except Busy as error:
+                    refused.append(error.retry_after)
+            assert len(tickets) == 5
+            assert all(1 <= seconds <= 60 for seconds in refused)
+            for ticket in tickets:
+                ticket.cancel()
+            answers = [[piece async for piece in ticket] for ticket in tickets]
+            assert all(pieces == [] or pieces[-1].finish_reason is None for pieces in answers)
+            assert service.counters.requests == {"refused": 4, "cancelled": 5}
+            assert service.status().running == service.status().waiting == 0
+
+    asyncio.run(run())
+
+
+def test_who_waits_too_long_is_told_so(target):
+    async def run():
+        async with served(target, max_batch=1, queue_timeout=0.05) as service:
+            first = await service.submit(Ask((10,), Sampling(max_new_tokens=400, ignore_eos=True)))
+            second = await service.submit(Ask((11,), Sampling(max_new_tokens=2)))
+            with pytest.raises(Busy, match="too long"):
+                await anext(second)
+            first.cancel()
+            assert service.counters.requests["timeout"] == 1
+
+    asyncio.run(run())
+
+
+def test_cancelling_at_any_moment_frees_the_slot_and_disturbs_nobody(target):
+    asks, rng = asks_of(16, new=30), random.Random(3)
+
+    async def impatient(service, ask, pieces):
+        ticket = await service.submit(ask)
+        for _ in range(pieces):
+            if await anext(ticket, None) is None:
+                break
+        ticket.cancel()
+        ticket.cancel()
+        return [piece async for piece in ticket]
+
+    async def run():
+        drafter = drafter_of(target)
+        async with served(target, drafter, max_batch=3, prefill_chunk=4) as service:
+            leaving = [
+                asyncio.create_task(impatient(service, ask, rng.randrange(4))) for ask in asks
+            ]
+            staying = await asyncio.gather(*(collect(service, ask) for ask in asks))
+            await asyncio.gather(*leaving)
+            while service.status().running or service.status().waiting:
+                await asyncio.sleep(0.005)
+            engine = service._worker.engine
+            assert not engine.is_busy
+            assert sorted(engine.admission.free) == [0, 1, 2]
+            assert service._worker.jobs == {}
+            return staying
+
+    for ask, pieces in zip(asks, asyncio.run(run()), strict=True):
+        assert tokens_of(pieces) == alone(target, ask).token_ids
+
+
+def test_a_drain_finishes_live_rows_and_refuses_new_ones(target):
+    async def run():
+        async with served(target, max_batch=2) as service:
+            tasks = [asyncio.create_task(collect(service, ask)) for ask in asks_of(5)]
+            await asyncio.sleep(0)
+            drained = asyncio.create_task(service.drain(30.0))
+            await asyncio.sleep(0)
+            assert service.status().state == "draining"
+            with pytest.raises(Unavailable, match="draining"):
+                await service.submit(asks_of(1)[0])
+            assert await drained
+            return [await task for task in tasks]
+
+    answers = asyncio.run(run())
+    assert {pieces[-1].finish_reason for pieces in answers} == {"length"}
+
+
+def test_a_drain_that_takes_too_long_says_so_and_stopping_ends_the_streams(target):
+    async def run():
+        async with served(target) as service:
+            ticket = await service.submit(Ask((10,), Sampling(max_new_tokens=450, ignore_eos=True)))
+            assert not await service.drain(0.03)
+            service.stop()
+            assert [p.finish_reason async for p in ticket][-1:] in ([], [None])
+            with pytest.raises(Unavailable, match="stopped"):
+                await service.submit(asks_of(1)[0])
+
+    asyncio.run(run())
+
+
+def test_a_conversation_is_not_read_twice(target):
+    async def run():
+        async with served(target, max_batch=2) as service:
+            first = Ask(tuple(range(10, 50)), Sampling(max_new_tokens=5, ignore_eos=True), "a")
+            answer = await collect(service, first)
+            text = (*first.tokens, *tokens_of(answer), 77, 78)
+            again = replace(first, tokens=text)
+            reread = await collect(service, again)
+            reused = service.counters.reused_tokens
+            stranger = await collect(service, replace(again, conversation="b"))
+            assert service.counters.reused_tokens == reused == 40 + 4
+            assert tokens_of(reread) == tokens_of(stranger) == alone(target, again).token_ids
+
+    asyncio.run(run())
+
+
+def test_logprobs_of_greedy_tokens_are_the_best_ones(target):
+    async def run():
+        async with served(target, drafter_of(target)) as service:
+            return await collect(service, replace(asks_of(2)[1], logprobs=3))
+
+    pieces = asyncio.run(run())
+    found = [one for piece in pieces for one in piece.logprobs]
+    assert [one.token for one in found] == list(tokens_of(pieces))
+    for one in found:
+        assert one.top[0] == (one.token, one.logprob)
+        assert sorted((value for _, value in one.top), reverse=True) == [v for _, v in one.top]
+
+
+def test_metrics_callbacks_hear_of_every_ask(target):
+    heard = []
+
+    async def run():
+        async with served(target, max_batch=2) as service:
+            service.on_finish.extend([heard.append, lambda found: 1 / 0])
+            await asyncio.gather(*(collect(service, ask) for ask in asks_of(4)))
+
+    asyncio.run(run())
+    assert [found.outcome for found in heard] == ["length"] * 4
+    for found in heard:
+        assert found.first_token_seconds >= found.queue_seconds >= 0
+        assert len(found.inter_token_seconds) == found.stats.tokens - 1
+
+
+def test_a_service_says_whether_it_drafts(target):
+    async def run():
+        async with served(target) as plain, served(target, drafter_of(target)) as drafting:
+            return plain.status(), drafting.status()
+
+    plain, drafting = asyncio.run(run())
+    assert (plain.speculation, plain.why_off) == ("off", "no drafter")
+    assert (drafting.speculation, drafting.why_off) == ("on", None)
+    assert drafting.context == 512
+
+
+def test_a_round_that_fails_ends_what_runs_and_serves_the_next(target, monkeypatch):
+    run_lm = type(target.lm).run
+    broken = []
+
+    def sometimes(self, feed, kv):
+        if broken:
+            raise RuntimeError(broken.pop())
+        return run_lm(self, feed, kv)
+
+    monkeypatch.setattr(type(target.lm), "run", sometimes)
+
+    async def run():
+        async with served(target, max_batch=2) as service:
+            ticket = await service.submit(Ask((10,), Sampling(max_new_tokens=99, ignore_eos=True)))
+            await anext(ticket)
+            broken.append("out of memory")
+            rest = [piece async for piece in ticket]
+            after = await collect(service, asks_of(2)[1])
+            return ticket, rest, after, service.counters
+
+    ticket, rest, after, counters = asyncio.run(run())
+    assert rest[-1].finish_reason == "error"
+    assert "RuntimeError" in ticket.failure.found
+    assert "out of memory" not in str(ticket.failure)
+    assert tokens_of(after) == alone(target, asks_of(2)[1]).token_ids
+    assert counters.requests == {"error": 1, "length": 1}
+
+
+def test_too_little_memory_for_one_row_is_refused_at_once(target):
+    with pytest.raises(Exception, match="does not fit"):
+        Service(target, limits=Limits(memory=1000))
+    slot = Service(target).room.slot_bytes
+    assert Service(target, limits=Limits(memory=3 * slot)).room.slots == 3
+
+
+def test_a_fixed_length_service_answers_as_one_that_decides_by_load(target):
+    class Wild:
+        """Draft lengths drawn at random, by row."""
+
+        def __init__(self):
+            self.rng = random.Random(1)
+
+        def lengths(self, rows):
+            return tuple(row.at_most(self.rng.randrange(5)) for row in rows)
+
+        def observe(self, outcome, seconds):
+            pass
+
+        def to_json(self):
+            return {}
+
+    asks = asks_of(8)
+
+    async def run():
+        policy = make_policy({"policy": "chain", "length": 4})
+        service = Service(
+            target,
+            drafter_of(target, "stand"),
+            policy,
+            batching=Wild(),
+            limits=Limits(max_batch=3),
+        )
+        service.start()
+        while service.status().state == "loading":
+            await asyncio.sleep(0.005)
+        answers = await asyncio.gather(*(collect(service, ask) for ask in asks))
+        service.stop()
+        return answers
+
+    for ask, pieces in zip(asks, asyncio.run(run()), strict=True):
+        assert tokens_of(pieces) == alone(target, ask).token_ids
+
+
+@pytest.mark.parametrize("where", ["needs", "open", "propose", "observe"])
+def test_a_broken_drafter_is_counted_and_said_and_the_answers_stay_right(
+    target, where, monkeypatch
+):
+    drafter, said, asks = drafter_of(target), [], asks_of(5)
+
+    def fails(*args):
+        raise ZeroDivisionError
+
+    if where in ("needs", "open"):
+        monkeypatch.setattr(drafter, where, fails)
+    else:
+        opened = drafter.open
+        monkeypatch.setattr(drafter, "open", lambda space: with_fault(opened(space)))
+
+    def with_fault(state):
+        monkeypatch.setattr(state, where, fails)
+        return state
+
+    async def run():
+        service = Service(target, drafter, limits=Limits(max_batch=2), say=said.append)
+        service.start()
+        while service.status().state == "loading":
+            await asyncio.sleep(0.005)
+        answers = await asyncio.gather(*(collect(service, ask) for ask in asks))
+        status = service.status()
+        service.stop()
+        return answers, status, service.counters
+
+    answers, status, counters = asyncio.run(run())
+    for ask, pieces in zip(asks, answers, strict=True):
+        assert tokens_of(pieces) == alone(target, ask).token_ids
+    assert counters.spec_disabled >= 1
+    assert any("ZeroDivisionError" in line for line in said)
+    assert (status.speculation, "ZeroDivisionError" in status.why_off) == ("off", True)
+
+
+def test_several_event_loops_may_ask_and_one_that_dies_holds_no_slot(target):
+    asks = asks_of(6)
+    service = Service(target, limits=Limits(max_batch=2))
+    service.start()
+
+    async def ready():
+        while service.status().state == "loading":
+            await asyncio.sleep(0.005)
+
+    async def abandon():
+        ticket = await service.submit(Ask((10,), Sampling(max_new_tokens=450, ignore_eos=True)))
+        await anext(ticket)  # and the loop is closed with the row running
+
+    asyncio.run(ready())
+    asyncio.run(abandon())
+    with ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(lambda ask: asyncio.run(collect(service, ask)), asks))
+    service.stop()
+    for ask, pieces in zip(asks, answers, strict=True):
+        assert tokens_of(pieces) == alone(target, ask).token_ids
+    assert service.counters.requests == {"length": 6, "cancelled": 1}
+
+
+def test_code_that_raises_inside_a_round_fails_its_own_row_only(target):
+    class Faulty:
+        """A logits processor that gives up at the third token."""
+
+        def __call__(self, ids, scores):
+            if ids.shape[1] > 3:
+                raise RuntimeError("no more")
+            return scores
+
+    async def run():
+        async with served(target, max_batch=2) as service:
+            good = asyncio.create_task(collect(service, replace(asks_of(2)[1])))
+            bad = Ask((10, 11), Sampling(max_new_tokens=9, processors=(Faulty(),)))
+            return await collect(service, bad), await good
+
+    failed, good = asyncio.run(run())
+    assert [piece.finish_reason for piece in failed] == [None, None, "error"]
+    assert tokens_of(good) == alone(target, asks_of(2)[1]).token_ids
+
+
+def test_text_that_cannot_be_written_fails_its_own_answer_only(target, monkeypatch):
+    add = TextStream.add
+
+    def picky(self, token):
+        if self._stops == ("never",):
+            raise UnicodeError
+        return add(self, token)
+
+    monkeypatch.setattr(TextStream, "add", picky)
+    good, odd = asks_of(2)
+    odd = replace(odd, sampling=replace(odd.sampling, stop=("never",)))
+
+    async def run():
+        async with served(target, max_batch=2) as service:
+            answers = await asyncio.gather(collect(service, good), collect(service, odd))
+            assert sorted(service._worker.engine.admission.free) == [0, 1]
+            return answers
+
+    answered, failed = asyncio.run(run())
+    assert tokens_of(answered) == alone(target, good).token_ids
+    assert [piece.finish_reason for piece in failed] == ["error"]
+
+
+def test_a_target_that_fails_in_every_round_ends_the_service(target, monkeypatch):
+    def broken(self, feed, kv):
+        raise RuntimeError
+
+    monkeypatch.setattr(type(target.lm), "run", broken)
+
+    async def run():
+        async with served(target, max_batch=1) as service:
+            asks = [collect(service, ask) for ask in asks_of(6)]
+            answers = await asyncio.gather(*asks)
+            assert service.status().state == "failed"
+            with pytest.raises(Unavailable, match="failed"):
+                await service.submit(asks_of(1)[0])
+            return answers
+
+    for pieces in asyncio.run(run()):
+        assert [piece.finish_reason for piece in pieces] == ["error"]

@@ -1,0 +1,72 @@
+"""A slice of every proof of serving; `make proof-serving` runs them whole."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from specctl.runtime.server import body, listen
+from specctl.runtime.server.limits import Limits
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def proof(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """A module of benchmarks/ by name."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module
+
+
+def assert_proved(checks: Sequence[Any]) -> None:
+    assert checks
+    for check in checks:
+        assert check.ok, check
+
+
+def test_whatever_the_schema_allows_or_forbids_is_answered_in_words(proof: Any) -> None:
+    module = proof("proof_serve_fuzz")
+    with module.stub_server() as server:
+        assert_proved(module.prove_schema(server, 30, ("fuzzing",), seed=1))
+
+
+def test_bytes_that_are_no_http_or_json_do_no_harm(
+    proof: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = proof("proof_serve_fuzz")
+    monkeypatch.setattr(listen, "HEAD_SECONDS", 0.5)
+    monkeypatch.setattr(body, "BODY_SECONDS", 0.5)
+    small = [kind for kind in module.INPUTS if "10 MiB" not in kind.name]
+    monkeypatch.setattr(module, "INPUTS", small)
+    with module.stub_server() as server:
+        assert_proved(module.prove_bytes(server, 2 * len(small), slow=2, seed=1))
+
+
+def test_prompts_are_read_whole_or_refused_with_counts(proof: Any) -> None:
+    module = proof("proof_serve_fuzz")
+    with proof("serve_common").tiny_server() as server:
+        assert_proved(module.prove_prompts(server, 14, seed=1))
+
+
+@pytest.mark.parametrize("make_target", ["stub_target", "fallback_target"])
+def test_every_script_comes_back_streamed_and_whole(proof: Any, make_target: str) -> None:
+    module = proof("proof_serve_streams")
+    target = getattr(module, make_target)()
+    cases = module.echo_cases(random.Random(1), target, 12)
+    with module.stub_server(module.EchoService(target=target)) as server:
+        assert_proved(module.prove_streams(server, make_target, cases))
+
+
+def test_streams_of_the_target_are_whole_and_clients_that_leave_take_nothing(proof: Any) -> None:
+    module = proof("proof_serve_streams")
+    limits = Limits(max_batch=4, max_new_tokens=400)
+    with proof("serve_common").tiny_server(limits=limits) as server:
+        cases = module.real_cases(random.Random(1), 4)
+        assert_proved(module.prove_streams(server, "tiny", cases))
+        assert_proved(module.prove_leaving(server, 8, at_once=8, seed=1))
