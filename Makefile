@@ -115,7 +115,9 @@ proof-serve-fuzz: $(VENV)/.dev
 	$(PROOF)/proof_serve_fuzz.py
 proof-serve-streams: $(VENV)/.dev
 	$(PROOF)/proof_serve_streams.py
-proof-serving: proof-serve-fuzz proof-serve-streams
+proof-serve-life: $(VENV)/.dev
+	$(PROOF)/proof_serve_life.py
+proof-serving: proof-serve-fuzz proof-serve-streams proof-serve-life
 
 # Long: the drafters are trained first where runs/bench lacks them.
 proof: $(VENV)/.dev proof-training proof-joint proof-page proof-serving
