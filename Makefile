@@ -115,7 +115,11 @@ proof-serve-fuzz: $(VENV)/.dev
 	$(PROOF)/proof_serve_fuzz.py
 proof-serve-streams: $(VENV)/.dev
 	$(PROOF)/proof_serve_streams.py
-proof-serving: proof-serve-fuzz proof-serve-streams
+proof-serve-life: $(VENV)/.dev
+	$(PROOF)/proof_serve_life.py
+proof-serve-load: $(VENV)/.dev
+	$(PROOF)/proof_serve_load.py
+proof-serving: proof-serve-fuzz proof-serve-streams proof-serve-life proof-serve-load
 
 # Long: the drafters are trained first where runs/bench lacks them.
 proof: $(VENV)/.dev proof-training proof-joint proof-page proof-serving
@@ -126,6 +130,7 @@ proof: $(VENV)/.dev proof-training proof-joint proof-page proof-serving
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/drafters.py --out $(BENCH) --recipes $(RECIPES)
 	$(BIN)/python benchmarks/speed.py --small-lm $(BENCH)/distill/package --best $(BENCH)/eagle3/package
+	$(BIN)/python benchmarks/load.py --draft $(BENCH)/eagle3/package
 	$(BIN)/python benchmarks/forward.py
 	$(BIN)/python benchmarks/plan_accuracy.py --recipes $(RECIPES)
 

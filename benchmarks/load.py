@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from load_ways import Answer, LlamaCpp, OverHttp, Served, Transformers, Way
+from load_others import LlamaCpp, Transformers
+from load_ways import Answer, OverHttp, Served, Way
 from rich.console import Console
 from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""Ways to serve many users at once: our service, in process or over HTTP, and other engines.
+"""Ways to serve many users at once: our service, in process or over HTTP (others: load_others.py).
 
 A way is opened for a number of users and asked by all of them in one event loop. What it says of an
 answer is when its tokens came.
@@ -8,31 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
-import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import httpx
-from transformers import GenerationConfig
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from specctl.drafters.parts.base import Drafter
-from specctl.runtime.hf import as_transformers
 from specctl.runtime.policies import Policy
 from specctl.runtime.policies.batch import Batching
 from specctl.runtime.sampling import Sampling
 from specctl.runtime.server.limits import Limits
 from specctl.runtime.server.service import Ask, Service
 from specctl.runtime.target import Target
-
-PAGE = 64  # tokens in a page of transformers' cache
-LLAMA = Path(__file__).with_name("load_llama.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +165,7 @@ class OverHttp:
             "logit_bias": ends,
         }
         stamps = Stamps()
-        async for chunk in _stream(f"{self.url}/v1/completions", body):
+        async for chunk in stream(f"{self.url}/v1/completions", body):
             stamps.count(len(chunk.get("specctl", {}).get("spans", ())))
         return stamps.answer()
 
@@ -194,7 +185,7 @@ class Started:
     def start(self) -> None: ...
 
 
-async def _stream(url: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+async def stream(url: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
     """The objects of a stream of server-sent events."""
     async with (
         httpx.AsyncClient(timeout=3600.0) as client,
@@ -206,103 +197,3 @@ async def _stream(url: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any
             data = line.removeprefix("data: ")
             if data.startswith("{"):
                 yield json.loads(data)
-
-
-@dataclass
-class Transformers:
-    """transformers' continuous batching over the same parameters; it cannot speculate."""
-
-    target: Target
-    tokens: int
-    name: str = "transformers"
-
-    def __post_init__(self) -> None:
-        self.model = as_transformers(self.target.lm)
-        self.count = 0
-
-    @contextmanager
-    def open(self, users: int, longest: int) -> Iterator[None]:
-        settings = GenerationConfig(
-            max_new_tokens=self.tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
-        )
-        pages = users * (math.ceil((longest + self.tokens) / PAGE) + 1) + 8
-        cache = ContinuousBatchingConfig(num_blocks=pages, page_size=PAGE, max_batch_tokens=512)
-        with self.model.continuous_batching_context_manager(
-            generation_config=settings, continuous_batching_config=cache, warmup=False, timeout=30
-        ) as self.manager:
-            yield
-
-    async def ask(self, prompt: Sequence[int]) -> Answer:
-        self.count += 1
-        name, results = f"ask-{self.count}", asyncio.Queue[Any]()
-        stamps = Stamps()
-        self.manager.register_result_handler(name, results.put_nowait)
-        self.manager.add_request(
-            list(prompt), request_id=name, max_new_tokens=self.tokens, streaming=True
-        )
-        while True:
-            result = await results.get()
-            stamps.add(list(result.generated_tokens)[len(stamps.tokens) :])
-            if result.error is not None:
-                raise RuntimeError(result.error)
-            if result.is_finished():
-                return stamps.answer()
-
-    def notes(self) -> dict[str, Any]:
-        return {}
-
-
-@dataclass
-class LlamaCpp:
-    """llama.cpp's server (the package xllamacpp) on the same weights, in a process of its own.
-    `python` is an interpreter that has xllamacpp, gguf and numpy; it cannot speculate with our
-    drafters."""
-
-    target: Target
-    tokens: int
-    folder: Path
-    python: str
-    threads: int
-    name: str = "llama.cpp"
-
-    def __post_init__(self) -> None:
-        as_transformers(self.target.lm).save_pretrained(self.folder)
-
-    @contextmanager
-    def open(self, users: int, longest: int) -> Iterator[None]:
-        context = users * (longest + self.tokens + 16)
-        command = [self.python, str(LLAMA), str(self.folder), str(users), str(context)]
-        with subprocess.Popen(
-            [*command, str(self.threads)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        ) as process:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            try:
-                self.url = process.stdout.readline().strip()
-                if not self.url:
-                    raise RuntimeError("llama.cpp did not start: run the command by hand")
-                yield
-            finally:
-                process.stdin.close()
-
-    async def ask(self, prompt: Sequence[int]) -> Answer:
-        body = {
-            "prompt": list(prompt),
-            "n_predict": self.tokens,
-            "temperature": 0.0,
-            "stream": True,
-            "return_tokens": True,
-            "ignore_eos": True,
-            "cache_prompt": False,
-        }
-        stamps = Stamps()
-        async for chunk in _stream(f"{self.url}/completion", body):
-            stamps.add(chunk.get("tokens", ()))
-        return stamps.answer()
-
-    def notes(self) -> dict[str, Any]:
-        return {}

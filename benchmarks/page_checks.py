@@ -2,40 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import time
-import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from browser import Page
+from serve_common import Server
 
 PROMPT = "def main(arguments):\n    "
 TEXT = "document.querySelector('.turn:last-of-type .answer').textContent"
 IDLE = "!document.getElementById('send').disabled"
-Try = Callable[[Page, "Served"], str | None]
+Try = Callable[[Page, Server], str | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A server that runs. `key` is None where everybody is let in."""
-
-    address: str
-    process: subprocess.Popen[bytes]
-    key: str | None = None
-
-    def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The JSON that the API answers with."""
-        headers = {"Content-Type": "application/json"}
-        if self.key is not None:
-            headers["Authorization"] = f"Bearer {self.key}"
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.address + path, data, headers)
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return json.load(answer)
+def ask(server: Server, path: str, body: dict[str, Any] | None = None) -> Any:
+    """The JSON that the API answers with."""
+    heard = server.hear(path, body)
+    assert heard.status == 200, heard
+    return heard.json()
 
 
 def send(page: Page, text: str, *, wait: bool = True) -> None:
@@ -58,13 +43,13 @@ def choose(page: Page, mode: str) -> None:
     page.click(f"label:has(input[value={mode}])")
 
 
-def shows_what_the_api_answers(page: Page, server: Served) -> str | None:
+def shows_what_the_api_answers(page: Page, server: Server) -> str | None:
     """A greedy completion: the same text, its colours and figures those of the API."""
     choose(page, "completion")
     set_field(page, "max-tokens", "48")
     send(page, PROMPT)
     body = {"prompt": PROMPT, "max_tokens": 48, "temperature": 0}
-    answer = server.ask("v1/completions", body)
+    answer = ask(server, "/v1/completions", body)
     text, stats = answer["choices"][0]["text"], answer["specctl"]["stats"]
     if page.run(TEXT) != text:
         return f"shows {page.run(TEXT)!r}, the API answers {text!r}"
@@ -80,7 +65,7 @@ def shows_what_the_api_answers(page: Page, server: Served) -> str | None:
     return None
 
 
-def talks(page: Page, server: Served) -> str | None:
+def talks(page: Page, server: Server) -> str | None:
     """A chat of two turns: the second answer knows the first."""
     choose(page, "chat")
     set_field(page, "max-tokens", "16")
@@ -89,17 +74,17 @@ def talks(page: Page, server: Served) -> str | None:
         send(page, text)
         messages.append({"role": "user", "content": text})
         body = {"messages": messages, "max_tokens": 16, "temperature": 0}
-        answer = server.ask("v1/chat/completions", body)["choices"][0]["message"]["content"]
+        answer = ask(server, "/v1/chat/completions", body)["choices"][0]["message"]["content"]
         if page.run(TEXT) != answer:
             return f"shows {page.run(TEXT)!r}, the API answers {answer!r}"
         messages.append({"role": "assistant", "content": answer})
     return None
 
 
-def stops(how: Callable[[Page], None]) -> Callable[[Page, Served], str | None]:
+def stops(how: Callable[[Page], None]) -> Callable[[Page, Server], str | None]:
     """An answer that is stopped half way: its row is free within a second."""
 
-    def try_it(page: Page, server: Served) -> str | None:
+    def try_it(page: Page, server: Server) -> str | None:
         set_field(page, "max-tokens", "900")
         send(page, "import os\n" * 8, wait=False)
         page.until("document.querySelector('.turn:last-of-type .answer').textContent.length > 40")
@@ -109,13 +94,13 @@ def stops(how: Callable[[Page], None]) -> Callable[[Page, Served], str | None]:
         if "stopped" not in summary:
             return f"says {summary!r}"
         time.sleep(1)
-        running = server.ask("v1/status")["running"]
+        running = ask(server, "/v1/status")["running"]
         return f"{running} rows still run" if running else None
 
     return try_it
 
 
-def hostile_text_stays_text(page: Page, server: Served) -> str | None:
+def hostile_text_stays_text(page: Page, server: Server) -> str | None:
     del server
     set_field(page, "max-tokens", "1")
     send(page, "<img src=x onerror=\"document.title='hit'\"><script>document.title='hit'</script>")
@@ -127,7 +112,7 @@ def hostile_text_stays_text(page: Page, server: Served) -> str | None:
     )
 
 
-def runs_nothing_foreign(page: Page, server: Served) -> str | None:
+def runs_nothing_foreign(page: Page, server: Server) -> str | None:
     """The policy refuses inline scripts, evaluation, other hosts and being framed."""
     del server
     page.run(
@@ -143,7 +128,7 @@ def runs_nothing_foreign(page: Page, server: Served) -> str | None:
     return None if "Content Security Policy" in said else f"nothing was refused: {said!r}"
 
 
-def too_long_is_said(page: Page, server: Served) -> str | None:
+def too_long_is_said(page: Page, server: Server) -> str | None:
     del server
     set_field(page, "max-tokens", "900")
     page.run("document.getElementById('prompt').value = 'word '.repeat(20000)")
@@ -154,7 +139,7 @@ def too_long_is_said(page: Page, server: Served) -> str | None:
     return None if is_told else f"says {said!r} and keeps {kept} characters"
 
 
-def every_control_has_a_name(page: Page, server: Served) -> str | None:
+def every_control_has_a_name(page: Page, server: Server) -> str | None:
     del server
     roles = ("button", "textbox", "spinbutton", "radio", "checkbox", "region", "image")
     nodes = page.call("Accessibility.getFullAXTree")["nodes"]
@@ -163,7 +148,7 @@ def every_control_has_a_name(page: Page, server: Served) -> str | None:
     return f"without a name: {bare} of {len(found)}" if bare or len(found) < 10 else None
 
 
-def keyboard_reaches_everything(page: Page, server: Served) -> str | None:
+def keyboard_reaches_everything(page: Page, server: Server) -> str | None:
     """Tab visits every control once and shows where it is."""
     del server
     page.run(
@@ -190,7 +175,7 @@ def keyboard_reaches_everything(page: Page, server: Served) -> str | None:
 def fits(width: int, height: int, dark: bool, shots: Path | None) -> Callable[..., str | None]:
     """Nothing leaves the window sideways, and nothing is too small to read or to press."""
 
-    def try_it(page: Page, server: Served) -> str | None:
+    def try_it(page: Page, server: Server) -> str | None:
         del server
         page.look(width=width, height=height, dark=dark)
         page.run("document.getElementById('settings').open = true")
@@ -219,7 +204,7 @@ def fits(width: int, height: int, dark: bool, shots: Path | None) -> Callable[..
     return try_it
 
 
-def keys_are_kept_in_memory_only(page: Page, server: Served) -> str | None:
+def keys_are_kept_in_memory_only(page: Page, server: Server) -> str | None:
     """The page was opened with the key. A wrong one in its field is refused in words; the right one
     works and is nowhere else."""
     set_field(page, "key", "wrong")

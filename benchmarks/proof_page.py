@@ -11,22 +11,12 @@ picture of every state.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 from browser import Browser, Page, find_browser
 from page_checks import (
-    Served,
     Try,
     every_control_has_a_name,
     fits,
@@ -40,57 +30,19 @@ from page_checks import (
     too_long_is_said,
 )
 from proof_common import Check, checked, parser, report
+from serve_common import Server, serve_process
 
 from specctl.recipes.errors import SpecctlError
 
 KEY = "a-key-for-this-proof"
+DRAFTED = ("--draft", "prompt-lookup", "--batching", "fixed")
 SIZES = ((360, 740), (768, 1024), (1400, 900))
 
 
-@contextlib.contextmanager
-def served(folder: Path, key: str | None = None) -> Iterator[Served]:
-    """`specctl serve` on a free port, ready to answer."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = [sys.executable, "-m", "specctl", "serve", "--draft", "prompt-lookup"]
-    words += ["--batching", "fixed", "--dtype", "float32", "--port", str(port)]
-    if key is not None:
-        (folder / "keys").write_text(key + "\n")
-        (folder / "keys").chmod(0o600)
-        words += ["--api-key-file", str(folder / "keys")]
-    log = folder / f"server-{port}.log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(words, stdout=out, stderr=out, env=os.environ)
-    try:
-        one = Served(f"http://127.0.0.1:{port}/", process, key)
-        _wait_until_ready(one, log)
-        yield one
-    finally:
-        process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(30)
-        process.kill()
-
-
-def _wait_until_ready(one: Served, log: Path) -> None:
-    deadline = time.monotonic() + 180
-    while True:
-        with contextlib.suppress(urllib.error.URLError, ConnectionError):
-            one.ask("ready")
-            return
-        assert one.process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, "the server does not become ready: " + log.read_text()
-        time.sleep(0.1)
-
-
-# -- the proof ----------------------------------------------------------------------------------
-
-
-def attempt(what: str, page: Page, server: Served, body: Try) -> Check:
+def attempt(what: str, page: Page, server: Server, body: Try) -> Check:
     try:
         found = body(page, server)
-    except (AssertionError, SpecctlError, urllib.error.URLError) as error:
+    except (AssertionError, OSError) as error:
         found = str(error)[:600]
     return checked(what, [found])
 
@@ -101,13 +53,13 @@ def open_page(browser: Browser, address: str) -> Page:
     return page
 
 
-def faults(page: Page, server: Served) -> str | None:
+def faults(page: Page, server: Server) -> str | None:
     """What the browser complained of, and whom it asked, as long as the page was open."""
     thrown = page.happened(["Runtime.exceptionThrown"])
     logged = [e["entry"] for e in page.happened(["Log.entryAdded"])]
     bad = [e["text"] for e in logged if e["source"] in ("javascript", "security", "violation")]
     asked = [e["request"]["url"] for e in page.happened(["Network.requestWillBeSent"])]
-    foreign = [url for url in asked if not url.startswith(server.address)]
+    foreign = [url for url in asked if not url.startswith(server.url)]
     return f"{thrown} {bad} {foreign}" if thrown or bad or foreign or not asked else None
 
 
@@ -128,16 +80,16 @@ def prove(browser: Browser, folder: Path, shots: Path | None) -> list[Check]:
             name = f"fits {width} px, {'dark' if dark else 'light'}"
             tries.append((name, fits(width, height, dark, shots)))
     checks = []
-    with served(folder) as server:
+    with serve_process(folder, *DRAFTED) as server:
         for what, body in tries:
-            page = open_page(browser, server.address)
+            page = open_page(browser, server.url)
             checks.append(attempt(what, page, server, body))
             checks.append(attempt("  no fault, nobody else asked", page, server, faults))
-        page = open_page(browser, server.address)
+        page = open_page(browser, server.url)
         what = "the policy lets nothing foreign run"
         checks.append(attempt(what, page, server, runs_nothing_foreign))
-    with served(folder, KEY) as server:
-        page = open_page(browser, server.address.replace("//", f"//me:{KEY}@"))
+    with serve_process(folder, *DRAFTED, key=KEY) as server:
+        page = open_page(browser, server.url.replace("//", f"//me:{KEY}@"))
         checks.append(attempt("API keys", page, server, keys_are_kept_in_memory_only))
     return checks
 
@@ -150,7 +102,8 @@ def main() -> None:
     try:
         path = find_browser(given.browser)
     except SpecctlError as error:
-        sys.exit(f"error[{int(error.exit)}]: {error.text()}")
+        print(f"error[{int(error.exit)}]: {error.text()}", file=sys.stderr)
+        sys.exit(error.exit)
     if given.shots is not None:
         given.shots.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, Browser(path) as browser:

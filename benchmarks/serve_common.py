@@ -19,13 +19,14 @@ from serve_wire import Heard, hear
 
 from specctl.drafters import families
 from specctl.drafters.parts.base import Drafter
+from specctl.runtime.server.auth import Keys
 from specctl.runtime.server.limits import Limits
 from specctl.runtime.server.service import Service
 from specctl.runtime.target import Target, load_target
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "runtime"))  # the stub, and the app on it
 from serving import StubService
-from web import running
+from web import Running, running
 
 NAME = "tiny"
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -44,12 +45,13 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server that runs: in a thread of this process, or (`process`) in one of its own."""
+    """A server that runs: in a thread of this process (`thread`), or in one of its own."""
 
     url: str
     pid: int
     key: str | None = None
     process: subprocess.Popen[bytes] | None = None
+    thread: Running | None = None
 
     def hear(self, path: str, body: Any = None, **how: Any) -> Heard:
         """The answer to one request."""
@@ -73,6 +75,24 @@ class Server:
         pairs = [line.rpartition(" ") for line in lines if not line.startswith("#")]
         return {name: float(value) for name, _, value in pairs if "_bucket" not in name}
 
+    def terminate(self) -> None:
+        """SIGTERM, or what comes of it."""
+        if self.process is not None:
+            self.process.send_signal(signal.SIGTERM)
+        else:
+            assert self.thread is not None
+            self.thread.listener.end(signal.SIGTERM)
+
+    def exit_code(self, seconds: float) -> int | None:
+        """How the server ended; None if it has not within that time."""
+        if self.process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self.process.wait(seconds)
+            return None
+        assert self.thread is not None
+        self.thread.thread.join(seconds)
+        return self.thread.codes[0] if self.thread.codes else None
+
     def size(self) -> Size:
         """What the process holds now."""
         of = Path("/proc") / str(self.pid)
@@ -92,10 +112,12 @@ def until(condition: Callable[[], bool], seconds: float) -> float | None:
 
 
 @contextlib.contextmanager
-def stub_server(service: StubService | None = None, **options: Any) -> Iterator[Server]:
+def stub_server(service: StubService | None = None, key: str | None = None) -> Iterator[Server]:
     """The app on a stub of the engine, in a thread."""
-    with running(service if service is not None else StubService(), **options) as found:
-        yield Server(found.url, os.getpid())
+    service = service if service is not None else StubService()
+    keys = Keys.of([key]) if key is not None else None
+    with running(service, keys=keys) as found:
+        yield Server(found.url, os.getpid(), key, thread=found)
 
 
 @cache
@@ -111,13 +133,13 @@ def make_drafter(target: Target, name: str = "prompt-lookup") -> Drafter:
 
 
 @contextlib.contextmanager
-def tiny_server(drafter: Drafter | None = None, limits: Limits | None = None) -> Iterator[Server]:
+def tiny_server(drafter: Any = None, limits: Limits | None = None) -> Iterator[Server]:
     """The app on the real service with the embedded target, in a thread."""
     target = tiny_target()
     drafter = drafter if drafter is not None else make_drafter(target)
     service = Service(target, drafter, limits=limits)
-    with running(service) as found:
-        yield Server(found.url, os.getpid())
+    with running(service, drain=30.0) as found:
+        yield Server(found.url, os.getpid(), thread=found)
 
 
 @contextlib.contextmanager

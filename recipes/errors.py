@@ -110,3 +110,14 @@ def nearest(word: str, known: Iterable[str], count: int = 3) -> str:
     names = list(known)
     close = difflib.get_close_matches(word, names, n=count, cutoff=0.3) or names[:count]
     return ", ".join(close)
+
+
+def unknown(what: str, name: str, known: Iterable[str], where: str) -> RecipeError:
+    """The error for a name that is none of the known ones, at the key `where`."""
+    names, key = list(known), where.rsplit(".", 1)[-1]
+    return RecipeError(
+        f"unknown {what} {name!r}",
+        where=where,
+        expected="one of " + ", ".join(names),
+        do=f"write {key}: {nearest(name, names, 1)}",
+    )

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.blocks import LayerShape, attend
+from specctl.drafters.parts.blocks import DecoderLayer, LayerShape, attend
 from specctl.drafters.parts.lstm import TextLstm
 from specctl.drafters.parts.trunk import TrunkNet
 
@@ -45,8 +45,14 @@ class StrideNet(TrunkNet):
         out_BTD, memory_BM = self.lstm.onward(both_BTI, memory_BM, counts)
         return self.fc(both_BTI) + out_BTD, memory_BM
 
-    def key_value(self, x_BTD: Tensor, turn_BT2E: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def _layer(self) -> DecoderLayer:
         layer = self.layers[0]
+        assert isinstance(layer, DecoderLayer)
+        return layer
+
+    def key_value(self, x_BTD: Tensor, turn_BT2E: Tensor) -> tuple[Tensor, Tensor]:
+        layer = self._layer
         pair: tuple[Tensor, Tensor] = layer.self_attn.key_value(
             layer.input_layernorm(x_BTD), turn_BT2E
         )
@@ -61,7 +67,7 @@ class StrideNet(TrunkNet):
         phase_BT: Tensor | None = None,
     ) -> Tensor:
         """[B, T, D]: rows through the layer, against keys and values of their phase."""
-        layer = self.layers[0]
+        layer = self._layer
         query = layer.self_attn.query(layer.input_layernorm(x_BTD), turn_BT2E)
         attended = pick([attend(query, *pair, mask) for pair in seen], phase_BT)
         out_BTD: Tensor = layer.finish(x_BTD + layer.self_attn.o_proj(attended))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -137,7 +138,7 @@ class DraftTree:
 
     def of_rows(self, at_B: Tensor) -> DraftTree:
         """The tree whose row b is this one's row at_B[b]."""
-        rows = {
+        rows: dict[str, Any] = {
             name: None if (value := getattr(self, name)) is None else value[at_B]
             for name in _BY_ROW
         }

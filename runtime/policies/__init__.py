@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specctl.drafters.parts.base import Family
-from specctl.recipes.errors import RecipeError, nearest
+from specctl.recipes.errors import unknown
 from specctl.runtime.policies.base import Growth, Policy
 from specctl.runtime.policies.cape import Caterpillar
 from specctl.runtime.policies.chain import Chain
@@ -65,12 +65,7 @@ def make_policy(serve: Mapping[str, Any]) -> Policy:
     """
     name = serve.get("policy", "chain")
     if name not in POLICIES:
-        raise RecipeError(
-            f"unknown tree policy {name!r}",
-            where="serve.policy",
-            expected="one of " + ", ".join(POLICIES),
-            do=f"write policy: {nearest(name, POLICIES, 1)}",
-        )
+        raise unknown("tree policy", name, POLICIES, "serve.policy")
     kind = POLICIES[name]
     fields = set(kind.__dataclass_fields__)
     given = {k: v for k, v in serve.items() if v is not None and k in fields}

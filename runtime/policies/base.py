@@ -46,7 +46,7 @@ class Growth:
 
     def root(self) -> Tensor:
         """[B, K]: draft logits behind the root; growth step by step begins here."""
-        logits_BK = self._steps.root(self.view)
+        logits_BK = self.steps.root(self.view)
         if self.watch is not None:
             self.watch(logits_BK)
         if self.guide is None:
@@ -55,7 +55,7 @@ class Growth:
 
     def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
         """[B, M, K]: draft logits behind M more nodes (see `StepState.expand`)."""
-        logits_BMK = self._steps.expand(token_BM, parent_BM)
+        logits_BMK = self.steps.expand(token_BM, parent_BM)
         if self.watch is not None:
             self.watch(logits_BMK)
         if self.guide is None:
@@ -65,10 +65,11 @@ class Growth:
     @property
     def may_be_silent(self) -> bool:
         """Rows may have nothing to draft: logits that are -inf everywhere."""
-        return self._steps.may_be_silent or self.guide is not None
+        return self.steps.may_be_silent or self.guide is not None
 
     @property
-    def _steps(self) -> StepState:
+    def steps(self) -> StepState:
+        """The drafter's state as one that drafts step by step."""
         assert isinstance(self.state, StepState), "this policy grows stepwise drafters"
         return self.state
 

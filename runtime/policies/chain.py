@@ -91,7 +91,7 @@ class Chain:
             if step + 1 == depth:
                 break
             if stopper is not None:
-                stop_B = stopper.stops(Step(step, logits_BK, row_B, growth.state))
+                stop_B = stopper.stops(Step(step, logits_BK, row_B, growth.steps))
                 alive_B = alive_B if stop_B is None else alive_B & ~stop_B
             may_end = growth.may_be_silent and not alive_B.is_cuda
             if (stopper is not None or may_end) and not bool(alive_B.any()):

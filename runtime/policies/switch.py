@@ -13,7 +13,7 @@ from typing import Any
 from specctl.drafters.parts.base import Budget, Outcome, RoundSeconds, StepState
 from specctl.drafters.parts.tree import DraftTree, NodeKind, empty_tree, fitted
 from specctl.drafters.team import TeamState
-from specctl.recipes.errors import RecipeError, nearest
+from specctl.recipes.errors import unknown
 from specctl.runtime.controllers.auto import Auto
 from specctl.runtime.controllers.bandit import Exp3, Ucb
 from specctl.runtime.controllers.base import OFF, Arm, ArmCount, Controller, Prices, Score
@@ -60,12 +60,7 @@ class Switch:
 
     def __post_init__(self) -> None:
         if self.controller not in CONTROLLERS:
-            raise RecipeError(
-                f"unknown controller {self.controller!r}",
-                where="serve.controller",
-                expected="one of " + ", ".join(CONTROLLERS),
-                do=f"write controller: {nearest(self.controller, CONTROLLERS, 1)}",
-            )
+            raise unknown("controller", self.controller, CONTROLLERS, "serve.controller")
         self.nodes = max((arm.nodes for arm in self.arms), default=max(self.nodes, self.length))
         self.lengths = tuple(sorted({min(int(k), self.length) for k in self.lengths}))
         self.brain, self.prices = CONTROLLERS[self.controller](), Prices(self.costs)

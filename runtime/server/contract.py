@@ -14,6 +14,7 @@ from typing import Protocol
 from specctl.recipes.errors import ResourceError, SpecctlError
 from specctl.runtime.sampling import Sampling
 from specctl.runtime.server.limits import Limits
+from specctl.runtime.session import TokenLogprob
 from specctl.runtime.stats import RowStats
 from specctl.runtime.target import Target
 
@@ -28,16 +29,6 @@ class Ask:
     sampling: Sampling = field(default_factory=Sampling)
     conversation: str | None = None
     logprobs: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """Log-probability of a token before temperature and truncation, after bias and penalties;
-    `top`: (token, log-probability) of the best ones, best first."""
-
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

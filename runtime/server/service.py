@@ -32,7 +32,6 @@ from specctl.runtime.server.contract import (
     Serving,
     Status,
     Ticket,
-    TokenLogprob,
     TooLong,
     Unavailable,
 )
@@ -40,6 +39,7 @@ from specctl.runtime.server.desk import Desk
 from specctl.runtime.server.limits import Limits
 from specctl.runtime.server.room import Room, room_for
 from specctl.runtime.server.worker import Worker
+from specctl.runtime.session import TokenLogprob
 from specctl.runtime.target import Target
 from specctl.runtime.verify.choice import check_rule
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from specctl.runtime.lexicon import Lexicon
-from specctl.runtime.server.contract import TokenLogprob
+from specctl.runtime.session import TokenLogprob
 from specctl.runtime.target import Target
 
 LEAST = -9999.0  # stands for the log-probability of what cannot come: JSON has no infinity

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 
 import pytest
 import torch
@@ -64,7 +65,12 @@ def requests_of(count, seed=0, longest=30, new=20):
 
 
 def alone(target, request):
-    return generate(target, [request.tokens], sampling=request.sampling).outputs[0].token_ids
+    return _alone(target, request.tokens, request.sampling)
+
+
+@cache
+def _alone(target, tokens, sampling):
+    return generate(target, [tokens], sampling=sampling).outputs[0].token_ids
 
 
 class Stage:
@@ -181,7 +187,7 @@ def chat(engine, turns, conversation):
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_conversation_goes_on_where_it_was_read(target, name):
     engine = engine_of(target, name)
-    turns = chat(engine, 4, "ours")
+    turns = chat(engine, 3, "ours")
     reads_answers = not engine.needs.taps  # of what was emitted, no features are kept
     for turn, (request, tokens, reused) in enumerate(turns):
         assert tokens == alone(target, request)

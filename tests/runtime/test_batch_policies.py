@@ -6,6 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from pairs import disturbed
 from scipy.stats import chisquare
 
 from specctl.drafters import family
@@ -14,6 +15,7 @@ from specctl.drafters.parts.tree import NodeKind, QRows, chain_tree, empty_tree
 from specctl.drafters.small_lm import SmallLm
 from specctl.recipes.errors import RecipeError
 from specctl.runtime.cost import measure_batch_costs
+from specctl.runtime.engine import Engine
 from specctl.runtime.noise import RoundNoise
 from specctl.runtime.policies import make_policy
 from specctl.runtime.policies.batch import Batching, RowView, make_batching
@@ -24,6 +26,8 @@ from specctl.runtime.policies.batch.history import History
 from specctl.runtime.policies.batch.table import BySize
 from specctl.runtime.policies.batch.tetris import Tetris, shares
 from specctl.runtime.policies.length import CostTable
+from specctl.runtime.sampling import Sampling
+from specctl.runtime.session import Request
 from specctl.runtime.stats import expected_tau
 from specctl.runtime.verify import run_rule
 
@@ -342,3 +346,31 @@ def test_settings_that_would_be_ignored_are_refused():
     with pytest.raises(RecipeError, match="batch sizes"):
         make_batching("table", 5, table={0: 3})
     assert make_batching("table", 5, table={1: 9}).to_json()["table"] == {1: 5}
+
+
+@pytest.mark.parametrize("name", ["goodput", "tetris", "table", "bass"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_batch_policy_changes_a_text(make_target, name, temperature):
+    """Rows join and leave, and lengths differ; a seeded text is that of plain decoding."""
+    target = make_target(num_layers=2)
+    drafter, policy = disturbed(make_target, target, num_layers=2), make_policy({"length": 5})
+    requests = [
+        Request((3 + i, 1, 4), Sampling(temperature, seed=i, max_new_tokens=9 + 5 * i))
+        for i in range(6)
+    ]
+    batching = make_batching(name, 5, costs_of((1, 2, 4)))
+    engine = Engine(target, drafter, policy, "target-only", num_slots=3, batching=batching)
+    found = engine.run(requests)
+    assert sum(one.stats.accepted for one in found) > 0
+    plain = Engine(target, rule="target-only", num_slots=3).run(requests)
+    assert [one.tokens for one in found] == [one.tokens for one in plain]
+
+
+def test_tetris_never_verifies_more_than_its_capacity(make_target):
+    target = make_target(num_layers=2)
+    drafter, policy = disturbed(make_target, target, num_layers=2), make_policy({"length": 5})
+    engine = Engine(target, drafter, policy, num_slots=4, batching=Tetris(capacity=7, longest=5))
+    found = engine.run([Request((3 + i, 1, 4), Sampling(max_new_tokens=30)) for i in range(4)])
+    stats = [one.stats for one in found]  # all rows begin together
+    drafted, rounds = sum(one.drafted for one in stats), max(one.rounds for one in stats)
+    assert 3 * rounds < drafted <= 7 * rounds

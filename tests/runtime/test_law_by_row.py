@@ -22,10 +22,9 @@ from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling import Sampling
 from specctl.runtime.session import Completion, Request
 
-ROWS, TOKENS = 96, 120
+ROWS, TOKENS = 96, 80
 SERVES = {
     "block": {"policy": "chain", "length": 3},
-    "chain": {"policy": "chain", "length": 3},
     "traversal": {"policy": "static-tree", "branch": (2, 2, 1)},
     "recursive": {"policy": "rsd", "length": 3, "width": 2},
     "target-only": {"policy": "static-tree", "branch": (2, 1, 1)},

@@ -7,6 +7,7 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from serving import stub_target
@@ -14,6 +15,8 @@ from serving import stub_target
 from specctl.drafters import families
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
+from specctl.runtime.policies.batch import BATCHINGS, BatchCosts, make_batching
+from specctl.runtime.policies.length import CostTable
 from specctl.runtime.sampling import Sampling
 from specctl.runtime.server.service import (
     Ask,
@@ -87,10 +90,15 @@ def asks_of(count, new=24):
 
 def alone(target, ask):
     """The answer of the plain engine, one row, no drafter."""
-    return generate(target, [ask.tokens], sampling=ask.sampling).outputs[0]
+    return _alone(target, ask.tokens, ask.sampling)
 
 
-@pytest.mark.parametrize("name", [None, "prompt-lookup", "token-recycling"])
+@cache
+def _alone(target, tokens, sampling):
+    return generate(target, [tokens], sampling=sampling).outputs[0]
+
+
+@pytest.mark.parametrize("name", [None, "prompt-lookup"])
 def test_every_answer_is_what_it_would_be_alone(target, name):
     asks = asks_of(12)
 
@@ -186,7 +194,7 @@ def test_who_waits_too_long_is_told_so(target):
 
 
 def test_cancelling_at_any_moment_frees_the_slot_and_disturbs_nobody(target):
-    asks, rng = asks_of(16, new=30), random.Random(3)
+    asks, rng = asks_of(12), random.Random(3)
 
     async def impatient(service, ask, pieces):
         ticket = await service.submit(ask)
@@ -337,42 +345,50 @@ def test_too_little_memory_for_one_row_is_refused_at_once(target):
     assert Service(target, limits=Limits(memory=3 * slot)).room.slots == 3
 
 
-def test_a_fixed_length_service_answers_as_one_that_decides_by_load(target):
-    class Wild:
-        """Draft lengths drawn at random, by row."""
+class Wild:
+    """Draft lengths drawn at random, by row."""
 
-        def __init__(self):
-            self.rng = random.Random(1)
+    def __init__(self):
+        self.rng = random.Random(1)
 
-        def lengths(self, rows):
-            return tuple(row.at_most(self.rng.randrange(5)) for row in rows)
+    def lengths(self, rows):
+        return tuple(row.at_most(self.rng.randrange(5)) for row in rows)
 
-        def observe(self, outcome, seconds):
-            pass
+    def observe(self, outcome, seconds):
+        pass
 
-        def to_json(self):
-            return {}
+    def to_json(self):
+        return {}
 
-    asks = asks_of(8)
+
+def batching_of(name):
+    if name == "wild":
+        return Wild()
+    seconds = {k: 1.0 + 0.1 * k for k in range(5)}
+    table = CostTable(dict.fromkeys(range(5), 0.0), seconds, "cpu", "float32", 1)
+    return make_batching(name, 4, BatchCosts({1: table, 3: table}))
+
+
+@pytest.mark.parametrize("name", [*BATCHINGS, "wild"])
+def test_answers_do_not_depend_on_who_decides_the_draft_lengths(target, name):
+    """Greedy and seeded, rows joining and leaving: fixed, by goodput, by a table or at random."""
+    asks = asks_of(7, new=18)
 
     async def run():
         policy = make_policy({"policy": "chain", "length": 4})
-        service = Service(
-            target,
-            drafter_of(target, "stand"),
-            policy,
-            batching=Wild(),
-            limits=Limits(max_batch=3),
-        )
+        given = (target, drafter_of(target, "stand"), policy)
+        service = Service(*given, batching=batching_of(name), limits=Limits(max_batch=3))
         service.start()
         while service.status().state == "loading":
             await asyncio.sleep(0.005)
         answers = await asyncio.gather(*(collect(service, ask) for ask in asks))
         service.stop()
-        return answers
+        return answers, service.status(), service.counters
 
-    for ask, pieces in zip(asks, asyncio.run(run()), strict=True):
+    answers, status, counters = asyncio.run(run())
+    for ask, pieces in zip(asks, answers, strict=True):
         assert tokens_of(pieces) == alone(target, ask).token_ids
+    assert (status.why_off, counters.spec_disabled) == (None, 0)
 
 
 @pytest.mark.parametrize("where", ["needs", "open", "propose", "observe"])

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from serving import StubService
 
 from specctl.runtime.server import body, listen
 from specctl.runtime.server.limits import Limits
@@ -51,7 +52,7 @@ def test_bytes_that_are_no_http_or_json_do_no_harm(
 def test_prompts_are_read_whole_or_refused_with_counts(proof: Any) -> None:
     module = proof("proof_serve_fuzz")
     with proof("serve_common").tiny_server() as server:
-        assert_proved(module.prove_prompts(server, 14, seed=1))
+        assert_proved(module.prove_prompts(server, 7, seed=1))
 
 
 @pytest.mark.parametrize("make_target", ["stub_target", "fallback_target"])
@@ -70,3 +71,31 @@ def test_streams_of_the_target_are_whole_and_clients_that_leave_take_nothing(pro
         cases = module.real_cases(random.Random(1), 4)
         assert_proved(module.prove_streams(server, "tiny", cases))
         assert_proved(module.prove_leaving(server, 8, at_once=8, seed=1))
+
+
+def test_no_spelling_of_a_path_passes_the_door(proof: Any) -> None:
+    module = proof("proof_serve_life")
+    with proof("serve_common").stub_server(key=module.RIGHT) as server:
+        assert_proved(module.prove_keys(server, every=5))
+
+
+def test_a_server_that_is_told_to_end_finishes_what_it_has_begun(proof: Any) -> None:
+    module = proof("proof_serve_life")
+
+    def start() -> Any:
+        return proof("serve_common").stub_server(StubService(text="so it goes\n" * 40, delay=0.05))
+
+    assert_proved(module.prove_ending(start, runs=1, streams=6, seed=1))
+
+
+def test_a_drafter_that_breaks_costs_no_answer(proof: Any) -> None:
+    breaks = ("an exception", "NaN in its law")
+    assert_proved(proof("proof_serve_life").prove_breaking(3, breaks))
+
+
+def test_common_clients_agree_on_an_answer(proof: Any) -> None:
+    clients = proof("serve_clients")
+    with proof("serve_common").stub_server() as server:
+        chats = (clients.urllib_chat, clients.curl_whole, clients.hub_chat, clients.httpx_stream)
+        faults = clients.flow_faults(server, chats, clients.COMPLETIONS, (clients.openai_errors,))
+        assert faults == [None] * 7

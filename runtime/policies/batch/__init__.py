@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from specctl.recipes.errors import RecipeError, nearest
+from specctl.recipes.errors import RecipeError, unknown
 from specctl.runtime.policies.batch.base import Batching, RowView
 from specctl.runtime.policies.batch.costs import BatchCosts
 from specctl.runtime.policies.batch.fixed import Bass, Fixed
@@ -32,12 +32,7 @@ def make_batching(
     given: dict[str, Any] = {"length": length, "capacity": capacity, "table": table}
     takes = {"fixed": "length", "tetris": "capacity", "table": "table"}.get(name)
     if name not in BATCHINGS:
-        raise RecipeError(
-            f"unknown batch policy {name!r}",
-            where="batching",
-            expected="one of " + ", ".join(BATCHINGS),
-            do=f"write {nearest(name, BATCHINGS, 1)}",
-        )
+        raise unknown("batch policy", name, BATCHINGS, "batching")
     for key, value in given.items():
         if value is not None and key != takes:
             raise RecipeError(f"batch policy {name} has no {key}", do=f"leave {key} out")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from specctl.recipes.errors import RecipeError, nearest
+from specctl.recipes.errors import RecipeError, unknown
 from specctl.runtime.policies.stops.ada_eagle import AdaEagle
 from specctl.runtime.policies.stops.base import Step, StopRule, Tested, tested_rows
 from specctl.runtime.policies.stops.confidence import Confidence, RocThreshold
@@ -35,12 +35,7 @@ STOPS: Mapping[str, type[StopRule]] = {
 def make_stop(name: str, threshold: float | None = None, file: str | None = None) -> StopRule:
     """A fresh rule. `threshold` replaces its own; `file` holds the weights of a trained rule."""
     if name not in STOPS:
-        raise RecipeError(
-            f"unknown stop rule {name!r}",
-            where="serve.stop",
-            expected="one of " + ", ".join(STOPS),
-            do=f"write stop: {nearest(name, STOPS, 1)}",
-        )
+        raise unknown("stop rule", name, STOPS, "serve.stop")
     kind = STOPS[name]
     if threshold is not None and "threshold" not in kind.__dataclass_fields__:  # type: ignore[attr-defined]
         raise RecipeError(

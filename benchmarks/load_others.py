@@ -1,0 +1,122 @@
+"""Other engines under the same load, on the same weights: transformers and llama.cpp."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from load_ways import Answer, Stamps, stream
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from specctl.runtime.hf import as_transformers
+from specctl.runtime.target import Target
+
+PAGE = 64  # tokens in a page of transformers' cache
+LLAMA = Path(__file__).with_name("load_llama.py")
+
+
+@dataclass
+class Transformers:
+    """transformers' continuous batching over the same parameters; it cannot speculate."""
+
+    target: Target
+    tokens: int
+    name: str = "transformers"
+
+    def __post_init__(self) -> None:
+        self.model = as_transformers(self.target.lm)
+        self.count = 0
+
+    @contextmanager
+    def open(self, users: int, longest: int) -> Iterator[None]:
+        settings = GenerationConfig(
+            max_new_tokens=self.tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
+        pages = users * (math.ceil((longest + self.tokens) / PAGE) + 1) + 8
+        cache = ContinuousBatchingConfig(num_blocks=pages, page_size=PAGE, max_batch_tokens=512)
+        with self.model.continuous_batching_context_manager(
+            generation_config=settings, continuous_batching_config=cache, warmup=False, timeout=30
+        ) as self.manager:
+            yield
+
+    async def ask(self, prompt: Sequence[int]) -> Answer:
+        self.count += 1
+        name, results = f"ask-{self.count}", asyncio.Queue[Any]()
+        stamps = Stamps()
+        self.manager.register_result_handler(name, results.put_nowait)
+        self.manager.add_request(
+            list(prompt), request_id=name, max_new_tokens=self.tokens, streaming=True
+        )
+        while True:
+            result = await results.get()
+            stamps.add(list(result.generated_tokens)[len(stamps.tokens) :])
+            if result.error is not None:
+                raise RuntimeError(result.error)
+            if result.is_finished():
+                return stamps.answer()
+
+    def notes(self) -> dict[str, Any]:
+        return {}
+
+
+@dataclass
+class LlamaCpp:
+    """llama.cpp's server (the package xllamacpp) on the same weights, in a process of its own.
+    `python` is an interpreter that has xllamacpp, gguf and numpy; it cannot speculate with our
+    drafters."""
+
+    target: Target
+    tokens: int
+    folder: Path
+    python: str
+    threads: int
+    name: str = "llama.cpp"
+
+    def __post_init__(self) -> None:
+        as_transformers(self.target.lm).save_pretrained(self.folder)
+
+    @contextmanager
+    def open(self, users: int, longest: int) -> Iterator[None]:
+        context = users * (longest + self.tokens + 16)
+        command = [self.python, str(LLAMA), str(self.folder), str(users), str(context)]
+        with subprocess.Popen(
+            [*command, str(self.threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        ) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                self.url = process.stdout.readline().strip()
+                if not self.url:
+                    raise RuntimeError("llama.cpp did not start: run the command by hand")
+                yield
+            finally:
+                process.stdin.close()
+
+    async def ask(self, prompt: Sequence[int]) -> Answer:
+        body = {
+            "prompt": list(prompt),
+            "n_predict": self.tokens,
+            "temperature": 0.0,
+            "stream": True,
+            "return_tokens": True,
+            "ignore_eos": True,
+            "cache_prompt": False,
+        }
+        stamps = Stamps()
+        async for chunk in stream(f"{self.url}/completion", body):
+            stamps.add(chunk.get("tokens", ()))
+        return stamps.answer()
+
+    def notes(self) -> dict[str, Any]:
+        return {}
