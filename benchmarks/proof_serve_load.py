@@ -107,7 +107,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 # -- too many at once ---------------------------------------------------------------------------
 
 
-def prove_overload(times: int, limits: Limits, delay: float = 2.0) -> list[Check]:
+def prove_overload(times: int, limits: Limits, delay: float) -> list[Check]:
     """`times` the queue at once, against just what fits."""
     fits = limits.max_batch + limits.max_queue
     quiet, _ = _crowd(fits, fits, limits, delay)
@@ -192,7 +192,7 @@ async def _soak(server: Server, count: int, at_once: int, rng: random.Random) ->
 def prove(given: Any) -> list[Check]:
     """Everything, at the sizes of the options."""
     checks = prove_streams(given.streams)
-    checks += prove_overload(given.times, Limits())
+    checks += prove_overload(given.times, Limits(), given.delay)
     flags = ("--draft", "prompt-lookup", "--max-queue", str(max(given.users, 64)))
     flags += ("--queue-timeout", "600")
     with tempfile.TemporaryDirectory() as folder, serve_process(Path(folder), *flags) as server:
@@ -208,6 +208,9 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--streams", type=int, default=1_000, help="streams open together")
     options.add_argument("--times", type=int, default=10, help="how many queues come at once")
+    options.add_argument(
+        "--delay", type=float, default=2.0, help="seconds of each of their answers"
+    )
     options.add_argument("--users", type=int, default=200, help="users of the embedded target")
     options.add_argument("--seconds", type=float, default=1800.0, help="how long they stay")
     options.add_argument("--requests", type=int, default=100_000, help="of the soak")
