@@ -40,7 +40,9 @@ class Transformers:
             max_new_tokens=self.tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
         )
         pages = users * (math.ceil((longest + self.tokens) / PAGE) + 1) + 8
-        cache = ContinuousBatchingConfig(num_blocks=pages, page_size=PAGE, max_batch_tokens=512)
+        cache = ContinuousBatchingConfig(
+            num_blocks=pages, page_size=PAGE, max_batch_tokens=512, allow_block_sharing=False
+        )
         with self.model.continuous_batching_context_manager(
             generation_config=settings, continuous_batching_config=cache, warmup=False, timeout=30
         ) as self.manager:

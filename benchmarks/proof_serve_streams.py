@@ -22,9 +22,8 @@ from proof_common import Check, checked, parser, report
 from serve_common import CHAT, SETTLE_SECONDS, TEXT, Server, serve_process, stub_server, until
 from serve_leave import MOMENTS, leave
 from serve_wire import Heard, heard, request_bytes
-from serving import StubService, stub_target
+from serving import StubService, stub_target, target_around
 from test_server_text import byte_fallback_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from specctl.runtime.server.contract import Ask, Piece
 from specctl.runtime.server.text import Speech, TextStream
@@ -63,17 +62,8 @@ class EchoService(StubService):
 
 
 def fallback_target() -> Target:
-    """A tokenizer that spells what it does not know in bytes, around a model that is never run."""
-    tokenizer = byte_fallback_tokenizer()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        max_position_embeddings=1024,
-    )
-    return Target.from_model(LlamaForCausalLM(config), tokenizer, "stub")
+    """A target whose tokenizer spells in bytes what it does not know."""
+    return target_around(byte_fallback_tokenizer())
 
 
 # -- streams ------------------------------------------------------------------------------------

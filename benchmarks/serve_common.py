@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -36,11 +37,13 @@ SETTLE_SECONDS = 1.0  # in which the slots of clients that left must be free
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What a process holds: bytes of memory, open files, threads."""
+    """What a process holds: bytes of memory, open files, threads; and the tasks of the server's
+    loop, where it runs in a thread of ours."""
 
     memory: int
     files: int
     threads: int
+    tasks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,9 @@ class Server:
         of = Path("/proc") / str(self.pid)
         pages = int((of / "statm").read_text().split()[1])
         held = len(list((of / "fd").iterdir())), len(list((of / "task").iterdir()))
-        return Size(pages * os.sysconf("SC_PAGE_SIZE"), *held)
+        loop = self.thread.listener._loop if self.thread is not None else None
+        tasks = len(asyncio.all_tasks(loop)) if loop is not None else 0
+        return Size(pages * os.sysconf("SC_PAGE_SIZE"), *held, tasks)
 
 
 def until(condition: Callable[[], bool], seconds: float) -> float | None:

@@ -25,15 +25,9 @@ def write_drafter(out: Path) -> Path:
     torch.manual_seed(0)
     options = family.options(layers=1, width=32, heads=2)
     drafter: Any = family.build(options, target.spec, None)
-    save_package(
-        drafter,
-        target,
-        out,
-        serve={"policy": "chain", "length": 3},
-        recipe_digest="0" * 64,
-        acceptance=None,
-        command=["specctl", "train-draft"],
-    )
+    about: dict[str, Any] = {"serve": {"policy": "chain", "length": 3}, "acceptance": None}
+    about |= {"recipe_digest": "0" * 64, "command": ["specctl", "train-draft"]}
+    save_package(drafter, target, out, **about)
     return out
 
 

@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,6 +31,7 @@ from specctl.runtime.server.logs import log
 HEAD_SECONDS = 20.0  # for the head of a request; one that dribbles in is hung up on
 HEAD_BYTES = 64 << 10
 KEEP_ALIVE_SECONDS = 30
+ECHO_SECONDS = 0.3  # a supervisor may send one signal to the process and to its group
 LEAVE_SECONDS = 1.0  # for the last bytes of what was cut
 
 
@@ -138,7 +140,7 @@ class Listener:
         self._server = _Server(config)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended: asyncio.Future[int] | None = None
-        self._signals = 0
+        self._first_signal: float | None = None
 
     async def run(self, on_ready: Callable[[], None]) -> int:
         """Serve until a signal; the exit code. `on_ready` is called when requests are taken."""
@@ -162,9 +164,12 @@ class Listener:
 
     def end(self, number: int) -> None:
         """What a signal does. From any thread."""
-        self._signals += 1
-        if self._signals > 1:
-            os._exit(128 + number)
+        now = time.monotonic()
+        if self._first_signal is not None:
+            if now - self._first_signal > ECHO_SECONDS:
+                os._exit(128 + number)
+            return
+        self._first_signal = now
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._begin_to_end, number)
 

@@ -19,6 +19,7 @@ import pytest
 from specctl.cli.serving import BATCHINGS
 from specctl.recipes.errors import Exit
 from specctl.runtime.policies.batch import BATCHINGS as KNOWN
+from specctl.runtime.server.listen import ECHO_SECONDS
 
 NEVER_ENDS = {"1": -100, "5": -100}  # the tokens that end a text of the embedded target
 Start = Callable[..., subprocess.Popen[str]]
@@ -146,8 +147,10 @@ def test_a_second_signal_ends_it_where_it_stands(start: Start) -> None:
         lines = response.iter_lines()  # held: who drops it has left
         next(lines)
         process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)  # an echo, as supervisors send it
         while httpx.get(f"{url}/ready").status_code != 503:
             time.sleep(0.01)
+        time.sleep(ECHO_SECONDS)
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 128 + signal.SIGTERM

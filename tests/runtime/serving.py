@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from itertools import pairwise
+from typing import Any
 
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -31,7 +32,11 @@ from specctl.runtime.target import Target
 @cache
 def stub_target() -> Target:
     """The tokenizer and chat template of the embedded target around a model that is never run."""
-    tokenizer = AutoTokenizer.from_pretrained(str(files("specctl.recipes") / "tiny"))
+    return target_around(AutoTokenizer.from_pretrained(str(files("specctl.recipes") / "tiny")))
+
+
+def target_around(tokenizer: Any) -> Target:
+    """A model that is never run, with that tokenizer."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=8,

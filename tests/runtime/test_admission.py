@@ -206,6 +206,19 @@ def test_nothing_is_reused_between_conversations_or_without_one(target):
             assert stage.done[index].reused_len == 0
 
 
+def test_of_a_prompt_given_up_half_way_only_what_was_read_is_reused(target):
+    request = Request(tuple(range(40)), Sampling(max_new_tokens=6), "a")
+    stage = Stage(engine_of(target, "plain", slots=1, chunk=8))
+    stage.engine.submit(0, request)
+    stage.advance()
+    stage.advance()
+    assert stage.engine.cancel(0)
+    stage.engine.submit(1, request)
+    stage.finish()
+    assert stage.done[1].reused_len == 16
+    assert tuple(stage.got[1]) == alone(target, request)
+
+
 def test_the_slot_with_the_longest_beginning_is_taken(target):
     stage = Stage(engine_of(target, "plain", slots=3))
     texts = [(1, 2, 3, 4, 5, 6), (1, 2, 3, 9, 9, 9), (8, 8)]

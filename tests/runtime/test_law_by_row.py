@@ -110,3 +110,29 @@ def test_rows_that_lost_their_drafts_follow_the_law(pair: Pair, rule: str) -> No
         assert found < most
     accepted = [sum(c.stats.accepted for c in part) for part in (done[0::2], done[1::2])]
     assert accepted[1] > 10 * accepted[0]
+
+
+class BrokenAtOnce(MarkovState):
+    """Every other row is drafted from NaN in the first round."""
+
+    def root(self, view: Any) -> torch.Tensor:
+        every_other = torch.arange(0, len(view.slots), 2)
+        return super().root(view).clone().index_fill_(0, every_other, torch.nan)
+
+
+@pytest.mark.parametrize("rule", ["block", "traversal"])
+def test_the_very_round_that_was_drafted_from_nan_follows_the_law(pair: Pair, rule: str) -> None:
+    drafter, rows = MarkovDrafter(pair.q_VV), 3000
+    drafter.open = lambda space: BrokenAtOnce(drafter.log_VV)  # type: ignore[method-assign, assignment]
+    policy = make_policy(SERVES[rule])
+    engine = GuardedEngine(pair.target, drafter, policy, rule, rows, say=lambda text: None)
+    engine.open(16)
+    for index in range(rows):
+        engine.submit(index, Request((1,), Sampling(1.0, seed=index, max_new_tokens=9)))
+    first = np.array([emission.tokens[0] for emission in engine.advance()])
+    assert engine.num_disabled == rows // 2
+    expected = 0.5 * rows * pair.p_VV[1].numpy()
+    for part in (first[0::2], first[1::2]):
+        counts = np.bincount(part, minlength=len(expected))
+        found = ((counts - expected) ** 2 / expected).sum()
+        assert found < chi2.ppf(1 - 1e-4, len(expected) - 1)

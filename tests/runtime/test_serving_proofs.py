@@ -99,3 +99,20 @@ def test_common_clients_agree_on_an_answer(proof: Any) -> None:
         chats = (clients.urllib_chat, clients.curl_whole, clients.hub_chat, clients.httpx_stream)
         faults = clients.flow_faults(server, chats, clients.COMPLETIONS, (clients.openai_errors,))
         assert faults == [None] * 7
+
+
+def test_forty_streams_open_together_are_all_whole(proof: Any) -> None:
+    assert_proved(proof("proof_serve_load").prove_streams(40))
+
+
+def test_a_crowd_is_refused_to_the_last_one_and_slows_nobody(proof: Any) -> None:
+    limits = Limits(max_batch=4, max_queue=4)
+    assert_proved(proof("proof_serve_load").prove_overload(5, limits, delay=0.6))
+
+
+def test_users_and_a_soak_leave_nothing_behind(proof: Any) -> None:
+    module = proof("proof_serve_load")
+    with proof("serve_common").tiny_server() as server:
+        assert_proved(module.prove_users(server, 6, 0.0, seed=1))
+    with proof("serve_common").stub_server() as server:
+        assert_proved(module.prove_soak(server, 60, 8, seed=1))

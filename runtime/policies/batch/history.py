@@ -36,7 +36,7 @@ class History:
     that owns it."""
 
     first: float = 0.6
-    memory: float = 32.0
+    memory: float = 64.0
     doubt: float = 4.0
     _rows: dict[int, Count] = field(default_factory=dict)
     _all: Count = field(default_factory=Count)
