@@ -150,6 +150,8 @@ async def _one_input(server: Server, kind: Any, rng: random.Random) -> str | Non
         return f"{kind.name}: took {found.seconds:.1f} s"
     if kind.statuses and found.status not in kind.statuses:
         return f"{kind.name}: {found.status} {found.body[:200]!r}"
+    if data.startswith(b"HEAD ") and found.is_whole and found.status < 500:
+        return None  # a head and nothing else, as it should be
     fault = found.fault()
     return None if fault is None else f"{kind.name}: {fault}"
 

@@ -144,10 +144,11 @@ def _busy_fault(one: Heard) -> str | None:
 # -- for long -----------------------------------------------------------------------------------
 
 
-def prove_soak(server: Server, count: int, at_once: int, seed: int) -> list[Check]:
-    """So many requests, one in twenty given up: what was held before is held afterwards."""
+def prove_soak(server: Server, count: int, at_once: int, seed: int, warm: int) -> list[Check]:
+    """So many requests, one in twenty given up: what was held before is held afterwards. `warm`: so
+    many come first, after which the allocator has what it ever takes."""
     rng = random.Random(seed)
-    asyncio.run(_soak(server, max(count // 20, at_once), at_once, rng))
+    asyncio.run(_soak(server, warm, at_once, rng))
     before = _settled(server)
     faults = asyncio.run(_soak(server, count, at_once, rng))
     after = _settled(server)
@@ -197,10 +198,10 @@ def prove(given: Any) -> list[Check]:
     flags += ("--queue-timeout", "600")
     with tempfile.TemporaryDirectory() as folder, serve_process(Path(folder), *flags) as server:
         checks += prove_users(server, given.users, given.seconds, given.seed)
-        checks += prove_soak(server, given.requests, 16, given.seed)
+        checks += prove_soak(server, given.requests, 16, given.seed, given.warm)
     if given.stub_requests:
         with stub_server(StubService(text="so it goes")) as server:
-            checks += prove_soak(server, given.stub_requests, 64, given.seed)
+            checks += prove_soak(server, given.stub_requests, 64, given.seed, given.warm)
     return checks
 
 
@@ -214,6 +215,7 @@ def main() -> None:
     options.add_argument("--users", type=int, default=200, help="users of the embedded target")
     options.add_argument("--seconds", type=float, default=1800.0, help="how long they stay")
     options.add_argument("--requests", type=int, default=100_000, help="of the soak")
+    options.add_argument("--warm", type=int, default=2_000, help="requests before it")
     options.add_argument("--stub-requests", type=int, default=0, help="of a soak on the stub")
     given = options.parse_args()
     report(prove(given), given.json)

@@ -143,8 +143,8 @@ async def heard(
         with contextlib.suppress(ConnectionError, TimeoutError):
             await asyncio.wait_for(writer.wait_closed(), 1.0)
     one = parsed(bytes(found), is_closed)
-    total = time.monotonic() - began
-    return Heard(one.status, one.headers, one.body, one.is_whole and is_closed, first, total)
+    total, is_whole = time.monotonic() - began, one.is_whole or data.startswith(b"HEAD ")
+    return Heard(one.status, one.headers, one.body, is_whole and is_closed, first, total)
 
 
 async def _send(writer: asyncio.StreamWriter, data: bytes, is_ended: bool) -> None:

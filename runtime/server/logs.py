@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specctl.runtime.server.errors import broken
 
 LOG = logging.getLogger("specctl.server")
+LOGGED = (LOG.name, "uvicorn.error", "asyncio")
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 CLIENT_LEFT = 499  # as nginx has it: nobody was there to read the answer
 OnAnswered = Callable[[str, int], None]
@@ -40,7 +41,8 @@ class JsonLines(logging.Formatter):
             **getattr(record, "fields", {}),
         }
         if not hasattr(record, "event"):
-            line["message"] = record.getMessage()[:500]
+            first, *_ = record.getMessage().splitlines() or [""]  # further lines quote what failed
+            line["message"] = first[:500]
         if record.exc_info and record.exc_info[0] is not None:
             frames = traceback.extract_tb(record.exc_info[2])[-12:]
             line["error"] = record.exc_info[0].__name__
@@ -54,13 +56,13 @@ def log(event: str, level: int = logging.INFO, **fields: Any) -> None:
 
 
 def send_logs(stream: TextIO, level: int = logging.INFO) -> None:
-    """Write the server's logs, and uvicorn's warnings, to `stream`."""
+    """Write the server's logs, and warnings of uvicorn and the event loop, to `stream`."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonLines())
-    for name, least in (("specctl.server", level), ("uvicorn.error", logging.WARNING)):
+    for name in LOGGED:
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(max(level, least))
+        logger.setLevel(level if logger is LOG else max(level, logging.WARNING))
 
 
 class RequestLog:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import io
 import json
 import logging
@@ -15,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import StubService
 from web import ask, make_app, post
 
-from specctl.runtime.server.logs import send_logs
+from specctl.runtime.server.logs import LOGGED, send_logs
 
 SECRET = "my secret prompt"
 
@@ -24,7 +26,7 @@ SECRET = "my secret prompt"
 def lines() -> Iterator[Any]:
     """What was logged until now, parsed."""
     stream = io.StringIO()
-    loggers = [logging.getLogger(name) for name in ("specctl.server", "uvicorn.error")]
+    loggers = [logging.getLogger(name) for name in LOGGED]
     before = [(one.handlers, one.propagate, one.level) for one in loggers]
     send_logs(stream)
     yield lambda: [json.loads(line) for line in stream.getvalue().split("\n")[:-1]]
@@ -65,6 +67,25 @@ def test_nothing_but_printable_ascii_is_written() -> None:
     line = JsonLines().format(record)
     assert line.isascii()
     assert line.isprintable()
+
+
+def test_what_the_event_loop_complains_of_is_a_line_of_its_own_without_what_failed(
+    lines: Any,
+) -> None:
+    async def forget() -> None:
+        task = asyncio.create_task(fail())
+        await asyncio.sleep(0)
+        del task
+
+    async def fail() -> None:
+        raise KeyError(SECRET)
+
+    asyncio.run(forget())
+    gc.collect()
+    (line,) = lines()
+    assert (line["event"], line["level"], line["error"]) == ("asyncio", "error", "KeyError")
+    assert line["message"] == "Task exception was never retrieved"
+    assert "secret" not in json.dumps(line)
 
 
 def test_a_failure_is_logged_by_where_it_came_from_and_not_by_what_it_says(lines: Any) -> None:

@@ -115,4 +115,4 @@ def test_users_and_a_soak_leave_nothing_behind(proof: Any) -> None:
     with proof("serve_common").tiny_server() as server:
         assert_proved(module.prove_users(server, 6, 0.0, seed=1))
     with proof("serve_common").stub_server() as server:
-        assert_proved(module.prove_soak(server, 60, 8, seed=1))
+        assert_proved(module.prove_soak(server, 60, 8, seed=1, warm=20))
