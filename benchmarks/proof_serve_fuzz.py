@@ -113,7 +113,9 @@ def _faults_of(event: EngineEvent, by_status: Counter[str]) -> list[str | None]:
 # -- raw bytes ----------------------------------------------------------------------------------
 
 
-def prove_bytes(server: Server, count: int, slow: int, seed: int) -> list[Check]:
+def prove_bytes(
+    server: Server, count: int, slow: int, seed: int, growth: int = MEMORY_GROWTH
+) -> list[Check]:
     """So many inputs of every kind in turn, with `slow` clients that dribble beside them."""
     rng, failures, before = random.Random(seed), [], None
 
@@ -131,7 +133,7 @@ def prove_bytes(server: Server, count: int, slow: int, seed: int) -> list[Check]
     slow_faults = asyncio.run(run())
     grown = server.size().memory - (before or 0)
     alive = None if server.hear("/health").status == 200 else "the server is gone"
-    fault = f"memory grew by {grown >> 20} MiB" if grown > MEMORY_GROWTH else alive
+    fault = f"memory grew by {grown >> 20} MiB" if grown > growth else alive
     return [
         checked(f"raw inputs of {len(INPUTS)} kinds", failures, count),
         checked("dribbling clients hung up on", slow_faults, slow),

@@ -21,6 +21,7 @@ from specctl.runtime.session import Row
 from specctl.runtime.target import Target
 
 CHUNK = 512
+STEP = 16  # widths are multiples of it: CPU kernels are made, and kept, for every shape they meet
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +72,7 @@ def read(
         return
     starts = [reading.at for reading in readings]
     longest = max(reading.end - reading.at for reading in readings)
-    width = min(num_tokens, longest, kv.max_len - max(starts))
+    width = min(num_tokens, -(-longest // STEP) * STEP, kv.max_len - max(starts))
     chunks = [each.row.tokens[each.at : min(each.at + width, each.end)] for each in readings]
     slots = tuple(reading.row.slot for reading in readings)
     slot_B, start_B = torch.tensor([slots, starts], device=target.device).unbind()

@@ -7,9 +7,18 @@ nothing, and refused in words otherwise (`errors.UNSUPPORTED`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
 
 from specctl.runtime.server.limits import Limits
 
@@ -32,6 +41,17 @@ def _kind(value: Any) -> str:
         return "one"
     first = value[0] if value else None
     return "tokens" if isinstance(first, int) else "lists" if isinstance(first, list) else "many"
+
+
+def _typed(kind: type) -> Callable[[Any], Any]:
+    """Refuses what only equals the one value that is allowed, as true equals 1."""
+
+    def check(value: Any) -> Any:
+        if value is not None and type(value) is not kind:
+            raise ValueError(f"not {kind.__name__}")
+        return value
+
+    return check
 
 
 def _one_or_many(value: Any) -> str:
@@ -174,9 +194,9 @@ class CompletionRequest(Common):
         Discriminator(_kind),
     ]
     logprobs: int | None = Field(None, ge=0, le=CAPS.max_logprobs)
-    echo: Literal[False] | None = None
+    echo: Annotated[Literal[False], BeforeValidator(_typed(bool))] | None = None
     suffix: Literal[""] | None = None
-    best_of: Literal[1] | None = None
+    best_of: Annotated[Literal[1], BeforeValidator(_typed(int))] | None = None
 
 
 class TextPart(Strict):

@@ -10,7 +10,7 @@ from specctl.train.prune.plan import prune_plans
 from specctl.train.rehearsal import Rehearsal
 from specctl.train.work import ANSWERS
 
-SPEC = ModelSpec("llama", 4, 32, 88, 4, 2, 8, 64, 1e-5, 1e4, 256)
+SPEC = ModelSpec("llama", 4, 32, 88, 4, 2, 8, 64, 1e-5, 1e4, 1024)
 SPEED = 1e10
 
 
