@@ -5,23 +5,26 @@ from __future__ import annotations
 import importlib
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def proof(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+def proof(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
     """A module of benchmarks/ by name. Nothing is flushed, to be quick: the end of a process does
-    not notice."""
+    not notice. Proofs compute with one thread; the tests after them shall not."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    return importlib.import_module
+    threads = torch.get_num_threads()
+    yield importlib.import_module
+    torch.set_num_threads(threads)
 
 
 def assert_proved(checks: Sequence[Any]) -> None:
