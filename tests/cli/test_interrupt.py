@@ -78,7 +78,9 @@ def test_training_stops_with_75_and_a_second_ctrl_c_leaves_at_once(tmp_path: Pat
         terminal.until("/5000")
         terminal.press()
         terminal.press()
-        assert terminal.wait() in (failures.INTERRUPTED, Exit.INTERRUPTED)
+        # -2: met between two handlers, Python ends itself by the signal; a shell calls that 130
+        ends = (failures.INTERRUPTED, Exit.INTERRUPTED, -signal.SIGINT)
+        assert terminal.wait() in ends
         assert "Traceback" not in terminal.shown
         assert terminal.cursor_is_shown
 
