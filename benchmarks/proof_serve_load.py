@@ -146,7 +146,7 @@ def _busy_fault(one: Heard) -> str | None:
 
 def prove_soak(server: Server, count: int, at_once: int, seed: int, warm: int) -> list[Check]:
     """So many requests, one in twenty given up: what was held before is held afterwards. `warm`: so
-    many come first, after which the allocator has what it ever takes."""
+    many come first, in which kernels are made for the shapes of rounds."""
     rng = random.Random(seed)
     asyncio.run(_soak(server, warm, at_once, rng))
     before = _settled(server)
