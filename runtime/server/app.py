@@ -56,7 +56,7 @@ class Front:
     async def answer(self, request: Request, body: ChatRequest | CompletionRequest) -> Response:
         """One answer, or a stream of events."""
         self._check_model(body.model)
-        plan = await self.desk.plan(body, request.state.owner)
+        plan = await unless_gone(self.desk.plan(body, request.state.owner), request.receive)
         answer = await self._submit(body, plan.asks, plan.prompt_tokens)
         try:
             if not body.stream:

@@ -1,7 +1,8 @@
 """Answers of a fixed form: a request's `response_format` or `grammar`, compiled for the target.
 
 Compiling a stranger's grammar may take its two seconds (`runtime/grammar.py` bounds it, in another
-process), so it has a thread of its own: prompts are read meanwhile, and few may wait for it.
+process), so it has a thread of its own: prompts are read meanwhile, and few may wait for it. Who
+is cancelled while waiting gives the place back, and the grammar is not compiled for nobody.
 """
 
 from __future__ import annotations

@@ -15,8 +15,10 @@ from serving import StubService
 from web import Running, error_of, running
 
 from specctl.recipes.errors import ResourceError, SpecctlError
-from specctl.runtime.server import body, listen
+from specctl.runtime.grammar import GrammarError, GrammarSpec
+from specctl.runtime.server import body, forms, listen
 from specctl.runtime.server.limits import Limits
+from specctl.runtime.server.logs import CLIENT_LEFT
 
 PATH = "/v1/completions"
 LONG = StubService().text * 20
@@ -158,6 +160,36 @@ def test_a_client_that_leaves_frees_its_rows_and_its_place_in_the_queue(stream: 
         assert wait_until(lambda: service.status().running + service.status().waiting == 0, 1.0)
         assert service.counters.requests == {"cancelled": 6}
         assert httpx.post(f"{server.url}{PATH}", json={"prompt": "x"}).status_code == 200
+
+
+def test_a_client_that_leaves_before_its_grammar_is_compiled_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate, compiled = threading.Event(), []
+
+    def slow(spec: GrammarSpec, target: object) -> None:
+        compiled.append(spec)
+        gate.wait(20)
+        raise GrammarError("the grammar is not valid")
+
+    monkeypatch.setattr(forms, "compile_grammar", slow)
+    service = StubService()
+    with running(service) as server:
+        clients = [server.connect() for _ in range(forms.MOST_WAITING)]
+        for at, client in enumerate(clients):
+            grammar = {"type": "regex", "pattern": f"{at}"}
+            sent = json.dumps({"prompt": "x", "max_tokens": 4, "grammar": grammar})
+            client.sendall(request(sent.encode()))
+        one_more = {"prompt": "x", "grammar": {"type": "regex", "pattern": "a"}}
+        assert wait_until(lambda: len(compiled) == 1)
+        for client in clients:
+            client.close()
+        left = f'status="{CLIENT_LEFT}"}} {len(clients)}.0'
+        assert wait_until(lambda: left in httpx.get(f"{server.url}/metrics").text, 20.0)
+        gate.set()
+        assert httpx.post(f"{server.url}{PATH}", json=one_more).status_code == 400, "there is room"
+        assert len(compiled) == 2, "the one that was compiled when its client left, and the new one"
+        assert service.asks == []
 
 
 def test_draining_finishes_what_runs_refuses_what_comes_and_leaves_with_0() -> None:
