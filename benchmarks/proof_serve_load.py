@@ -215,7 +215,12 @@ def main() -> None:
     options.add_argument("--users", type=int, default=200, help="users of the embedded target")
     options.add_argument("--seconds", type=float, default=1800.0, help="how long they stay")
     options.add_argument("--requests", type=int, default=100_000, help="of the soak")
-    options.add_argument("--warm", type=int, default=2_000, help="requests before it")
+    options.add_argument(
+        "--warm",
+        type=int,
+        default=2_000,
+        help="requests before it, in which kernels are made; memory is compared from there on",
+    )
     options.add_argument("--stub-requests", type=int, default=0, help="of a soak on the stub")
     given = options.parse_args()
     report(prove(given), given.json)
