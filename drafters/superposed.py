@@ -148,12 +148,12 @@ class SuperposedState(LmState):
         depth = min(budget.depth, budget.nodes // max(paths, 1))
         if depth <= 0:
             return empty_tree(len(view.slots), view.slot_B.device)
-        levels = [self._first(self.root(view), paths)]
+        levels = [self._first(view.shown(self.root(view)), paths)]
         texts = [[tail(tokens, self.lengths.start)] * paths for tokens in view.tokens]
         while len(levels) < depth:
             newest = levels[-1]
             texts = _followed(texts, newest, self.lengths.start)
-            logits_BK = self._mixture(view, newest, len(levels))
+            logits_BK = view.shown(self._mixture(view, newest, len(levels)))
             levels.append(self._pairs(view, logits_BK, newest, texts))
         self.num_forwards += depth
         self._settle(view)

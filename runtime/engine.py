@@ -87,7 +87,6 @@ class Engine:
         self._kv: SlotKV | None = None
         self._state: DraftState | None = None
         self._ahead: LmOut | None = None
-        self._watch: Callable[[Tensor], None] | None = None
 
     def run(
         self,
@@ -208,7 +207,7 @@ class Engine:
             return empty_tree(len(view.slots), self.device)
         words, coupled, guide = self.drafter.vocab, self.rule == "target-only", sampling.guide(view)
         given = (self._state, view, plan.budget, sampling, noise, words, coupled, guide)
-        tree = self.policy.grow(Growth(*given, self._watch))
+        tree = self.policy.grow(Growth(*given))
         assert tree.forced_BN is None or not self.drafter.lossless, "only approximate ones force"
         return fitted(plan.cut(tree))
 

@@ -43,7 +43,6 @@ class GuardedEngine(Engine):
         self._at: list[int] = []
         self._seen: list[Tensor] = []
         self._bad_B: Tensor | None = None
-        self._watch = self._see
 
     def open(self, longest: int) -> None:
         try:
@@ -67,7 +66,7 @@ class GuardedEngine(Engine):
         self._seen, self._bad_B = [], None
         if not self._at or self._state is None:
             return empty_tree(len(view.slots), self.device)
-        at, rows = self._at, [self.rows[b] for b in self._at]
+        at, rows, view = self._at, [self.rows[b] for b in self._at], replace(view, watch=self._see)
         try:
             if len(at) == len(self.rows):
                 return self._checked(super()._draft(view, sampling, noise, plan), len(at))

@@ -87,4 +87,5 @@ def view_of_rows(view: RoundView, at: Sequence[int], at_B: Tensor) -> RoundView:
         view.kept_len_B[at_B],
         tuple(view.tokens[b] for b in at),
         tuple(view.prompt_lens[b] for b in at) if view.prompt_lens else (),
+        view.watch,
     )

@@ -80,7 +80,7 @@ class Budget:
 class RoundView:
     """The live rows at the start of a round. `tokens[b]` is prompt + emitted text on the host;
     its last entry equals root_B[b], whose position is kept_len_B[b]. `prompt_lens[b]` is where the
-    emitted text begins (empty where nobody asks for it)."""
+    emitted text begins (empty where nobody asks for it). `watch` is shown a drafter's logits."""
 
     slots: tuple[int, ...]
     slot_B: Tensor
@@ -88,6 +88,14 @@ class RoundView:
     kept_len_B: Tensor
     tokens: tuple[Sequence[int], ...]
     prompt_lens: tuple[int, ...] = ()
+    watch: Callable[[Tensor], None] | None = None
+
+    def shown(self, logits: Tensor) -> Tensor:
+        """These logits [B, ...]. All that become tokens pass here, on the device, before they do:
+        those of stepwise states where a policy asks for them, others where a state chooses."""
+        if self.watch is not None:
+            self.watch(logits)
+        return logits
 
 
 @dataclass(frozen=True, slots=True)

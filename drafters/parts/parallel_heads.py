@@ -114,12 +114,13 @@ class ParallelState(HeadState):
         """Draft rows of the template's nodes. Heads alone are asked at once; where drafts are
         rescored, level after level."""
         if self.heads.rescoring is None:
-            logits_BHK = self._logits(view, len(template.levels))
+            logits_BHK = view.shown(self._logits(view, len(template.levels)))
             return _ranked(logits_BHK, template.depth_N, template.rank_N)
         logits_BMK, start, levels = self.root(view)[:, None], -1, list[Best]()
         for first, last in template.levels:
             parent_J = template.parent_N[first:last]
-            levels.append(_ranked(logits_BMK, parent_J - start, template.rank_N[first:last]))
+            from_J, rank_J = parent_J - start, template.rank_N[first:last]
+            levels.append(_ranked(view.shown(logits_BMK), from_J, rank_J))
             token_BJ, start = levels[-1].indices, first
             if self.heads.vocab is not None:
                 token_BJ = self.heads.vocab.ids_K[token_BJ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
@@ -31,7 +30,7 @@ class Growth:
 
     `coupled` asks for drafts drawn with the target's own noise (rule target-only): they are a
     deterministic function of the past, so their kind is POINT. `guide` keeps drafts of rows with a
-    grammar inside it; `watch` is shown the drafter's logits before anything is made of them.
+    grammar inside it.
     """
 
     state: DraftState
@@ -42,22 +41,17 @@ class Growth:
     vocab: VocabMap | None = None
     coupled: bool = False
     guide: Guide | None = None
-    watch: Callable[[Tensor], None] | None = None
 
     def root(self) -> Tensor:
         """[B, K]: draft logits behind the root; growth step by step begins here."""
-        logits_BK = self.steps.root(self.view)
-        if self.watch is not None:
-            self.watch(logits_BK)
+        logits_BK = self.view.shown(self.steps.root(self.view))
         if self.guide is None:
             return logits_BK
         return self.guide.root(logits_BK, None if self.vocab is None else self.vocab.ids_K)
 
     def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
         """[B, M, K]: draft logits behind M more nodes (see `StepState.expand`)."""
-        logits_BMK = self.steps.expand(token_BM, parent_BM)
-        if self.watch is not None:
-            self.watch(logits_BMK)
+        logits_BMK = self.view.shown(self.steps.expand(token_BM, parent_BM))
         if self.guide is None:
             return logits_BMK
         return self.guide.expand(token_BM, parent_BM, logits_BMK)

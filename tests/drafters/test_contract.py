@@ -23,6 +23,7 @@ from specctl.drafters.parts.batch import TrainBatch
 from specctl.drafters.parts.tree import DraftTree
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.runtime.engine import Engine
+from specctl.runtime.guarded import GuardedEngine
 from specctl.runtime.policies import POLICIES, make_policy
 from specctl.runtime.policies.length import CostTable, LengthChooser
 from specctl.runtime.sampling import Sampling
@@ -365,3 +366,20 @@ def test_stepwise_families_and_only_they_are_grown_by_policies(target: Target, n
     state = new_drafter(target, name).open(Space(1, 16, 8, torch.device("cpu"), torch.float32))
     grown = set(found.policies) - {"direct", "switch"}
     assert bool(grown) == isinstance(state, StepState)
+
+
+@pytest.mark.parametrize(("name", "policy"), [pair for pair in GROWN if pair[0] in TRAINED])
+def test_nothing_is_drafted_from_weights_of_nan_and_every_row_is_counted(
+    target: Target, name: str, policy: str
+) -> None:
+    """Whatever turns the logits into tokens, and whether or not it keeps a law of them."""
+    drafter = new_drafter(target, name)
+    with torch.no_grad():
+        for weight in drafter.trainable().values():
+            weight.fill_(torch.nan)
+    engine = GuardedEngine(target, drafter, make_policy({"policy": policy}), num_slots=2, say=print)
+    requests = [Request(tuple(prompt), GREEDY) for prompt in PROMPTS[:2]]
+    done, plain = engine.run(requests), Engine(target, num_slots=2).run(requests)
+    assert [row.tokens for row in done] == [row.tokens for row in plain]
+    assert engine.num_disabled == len(requests)
+    assert [row.stats.drafted for row in done] == [0, 0]
