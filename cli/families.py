@@ -37,7 +37,6 @@ def family_infos() -> dict[str, FamilyInfo]:
 
 
 def _read(tree: ast.Module) -> FamilyInfo | None:
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     for node in tree.body:
         value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
         if isinstance(value, ast.Call) and getattr(value.func, "id", "") == "Family":
@@ -47,8 +46,8 @@ def _read(tree: ast.Module) -> FamilyInfo | None:
             name, trainable = given["name"], given["trainable"]
             assert isinstance(name, ast.Constant), "a family's name is a literal"
             assert isinstance(trainable, ast.Constant), "a family's trainable is a literal"
-            options = classes.get(getattr(given["options"], "id", ""))
-            return FamilyInfo(str(name.value), _fields(options, tree), bool(trainable.value))
+            options = _fields(*_class(getattr(given["options"], "id", ""), tree))
+            return FamilyInfo(str(name.value), options, bool(trainable.value))
     return None
 
 
@@ -57,7 +56,7 @@ def _fields(node: ast.ClassDef | None, tree: ast.Module) -> tuple[str, ...]:
     if node is None:
         return ()
     bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
-    inherited = [field for base in bases for field in _fields(*_imported(base, tree))]
+    inherited = [field for base in bases for field in _fields(*_class(base, tree))]
     own = [
         item.target.id
         for item in node.body
@@ -66,17 +65,18 @@ def _fields(node: ast.ClassDef | None, tree: ast.Module) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*inherited, *own]))
 
 
-def _imported(name: str, tree: ast.Module) -> tuple[ast.ClassDef | None, ast.Module]:
-    """A class that `tree` imports from another module of drafters/ or of its parts/, and
-    that module."""
+def _class(name: str, tree: ast.Module) -> tuple[ast.ClassDef | None, ast.Module]:
+    """A class of this module, or one that it imports from another module of drafters/ or of its
+    parts/, and the module that defines it."""
+    for item in tree.body:
+        if isinstance(item, ast.ClassDef) and item.name == name:
+            return item, tree
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
             parts = (node.module or "").split(".")
             file = resources.files("specctl.drafters").joinpath(*parts[2:-1], f"{parts[-1]}.py")
             if parts[:2] == ["specctl", "drafters"] and file.is_file():
-                other = ast.parse(file.read_text(encoding="utf-8"))
-                classes = (item for item in other.body if isinstance(item, ast.ClassDef))
-                return next((item for item in classes if item.name == name), None), other
+                return _class(name, ast.parse(file.read_text(encoding="utf-8")))
     return None, tree
 
 

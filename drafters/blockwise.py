@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from specctl.drafters.parts.base import Family
 from specctl.drafters.parts.batch import LossOut, TrainBatch
 from specctl.drafters.parts.heads import check_choice, check_count, draft_size
-from specctl.drafters.parts.losses import check_kind, joined
+from specctl.drafters.parts.losses import joined
 from specctl.drafters.parts.ngrams import NgramCounts, NgramNet
+from specctl.drafters.parts.options import HeadOptions
 from specctl.drafters.parts.parallel_heads import MAX_RANK, ParallelHeads, first_ranks
 from specctl.drafters.parts.rescore import Rescoring
 from specctl.drafters.parts.spec import ModelSpec
@@ -34,18 +35,15 @@ RESCORERS = ("none", "ngram", "neural")
 
 
 @dataclass(frozen=True, slots=True)
-class BlockwiseOptions:
+class BlockwiseOptions(HeadOptions):
     """`num_heads` heads from one layer of `hidden` units per head (None: the target's width).
     `one_head`: each batch trains one head, drawn at random (section 6: less memory, the same mean).
     `tree`: rank paths to propose, None = the block. `rescore`: "none", "ngram" (counts) or "neural"
     (a small network), both of order `order`, learned from the training text; they choose among the
-    `rescore_top` best tokens of a head with weight `rescore_weight`. Head i weighs decay^i."""
+    `rescore_top` best tokens of a head with weight `rescore_weight`."""
 
-    num_heads: int = 4
-    hidden: int | None = None
     loss: str = "ce"
-    temperature: float = 1.0
-    decay: float = 1.0
+    hidden: int | None = None
     one_head: bool = False
     tree: tuple[tuple[int, ...], ...] | None = None
     rescore: str = "none"
@@ -53,12 +51,11 @@ class BlockwiseOptions:
     rescore_weight: float = 0.6
     order: int = 4
     rescore_width: int = 64
-    chunk: int | None = None
 
     def __post_init__(self) -> None:
-        check_kind(self.loss, "drafter.options.loss")
+        HeadOptions.__post_init__(self)
         check_choice("rescore", self.rescore, RESCORERS)
-        for name in ("num_heads", "rescore_top", "rescore_width"):
+        for name in ("rescore_top", "rescore_width"):
             check_count(name, getattr(self, name))
         check_count("order", self.order, least=2)
         if self.tree is not None:

@@ -25,7 +25,7 @@ from specctl.drafters.parts.block_drafter import BlockDrafter
 from specctl.drafters.parts.block_net import BlockNet
 from specctl.drafters.parts.blocks import DecoderLayer, LayerShape, RmsNorm, attending, rotary
 from specctl.drafters.parts.heads import ResBlock, check_count, draft_size
-from specctl.drafters.parts.losses import check_kind
+from specctl.drafters.parts.options import HeadOptions
 from specctl.drafters.parts.path_state import REACH, Nodes, PathState
 from specctl.drafters.parts.slots import SlotKV
 from specctl.drafters.parts.spec import ModelSpec
@@ -33,23 +33,18 @@ from specctl.drafters.parts.vocab import VocabMap
 
 
 @dataclass(frozen=True, slots=True)
-class ChimeraOptions:
+class ChimeraOptions(HeadOptions):
     """Trained `num_heads` tokens deep behind `anchors` positions of each row. `trigrams`: False
     shows the layer only a token's own embedding; `context`: False hides the target's states from
-    it (two ablations). Depth i weighs decay^i."""
+    it (two ablations)."""
 
-    num_heads: int = 4
+    decay: float = 0.8
     anchors: int = 64
     trigrams: bool = True
     context: bool = True
-    loss: str = "kl"
-    temperature: float = 1.0
-    decay: float = 0.8
-    chunk: int | None = None
 
     def __post_init__(self) -> None:
-        check_kind(self.loss, "drafter.options.loss")
-        check_count("num_heads", self.num_heads)
+        HeadOptions.__post_init__(self)
         check_count("anchors", self.anchors)
 
 

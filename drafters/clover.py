@@ -26,29 +26,24 @@ from specctl.drafters.parts.base import Family
 from specctl.drafters.parts.cells import CosineCell
 from specctl.drafters.parts.head_drafter import HeadDrafter
 from specctl.drafters.parts.heads import check_count
-from specctl.drafters.parts.losses import check_kind
+from specctl.drafters.parts.options import HeadOptions
 from specctl.drafters.parts.prefix import PrefixNet
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.vocab import VocabMap
 
 
 @dataclass(frozen=True, slots=True)
-class CloverOptions:
+class CloverOptions(HeadOptions):
     """Trained `num_heads` steps deep, on `layers` augmenting layers. `regressive` False hides the
-    tokens (an ablation), as does layers 0 the text. Step i weighs decay^i."""
+    tokens (an ablation), as does layers 0 the text."""
 
-    num_heads: int = 4
+    decay: float = 0.8
     layers: int = 2
     regressive: bool = True
-    loss: str = "kl"
-    temperature: float = 1.0
-    decay: float = 0.8
     feature_weight: float = 10.0
-    chunk: int | None = None
 
     def __post_init__(self) -> None:
-        check_kind(self.loss, "drafter.options.loss")
-        check_count("num_heads", self.num_heads)
+        HeadOptions.__post_init__(self)
         check_count("layers", self.layers, least=0)
 
 

@@ -21,28 +21,25 @@ from specctl.drafters.parts.block_drafter import TappedBlocks
 from specctl.drafters.parts.block_net import BlockNet
 from specctl.drafters.parts.blocks import RmsNorm
 from specctl.drafters.parts.heads import check_count
-from specctl.drafters.parts.losses import check_kind
+from specctl.drafters.parts.options import HeadOptions
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.vocab import VocabMap
 
 
 @dataclass(frozen=True, slots=True)
-class DFlashOptions:
+class DFlashOptions(HeadOptions):
     """`num_heads` tokens are drafted by `layers` layers. `taps` are hidden_states indices, None
-    chooses them. `anchors`: blocks per row of a training batch. Head i weighs decay^i."""
+    chooses them. `anchors`: blocks per row of a training batch."""
 
+    decay: float = 0.78
     num_heads: int = 5
     layers: int = 2
     taps: tuple[int, ...] | None = None
     anchors: int = 64
-    loss: str = "kl"
-    temperature: float = 1.0
-    decay: float = 0.78
-    chunk: int | None = None
 
     def __post_init__(self) -> None:
-        check_kind(self.loss, "drafter.options.loss")
-        for name in ("num_heads", "layers", "anchors"):
+        HeadOptions.__post_init__(self)
+        for name in ("layers", "anchors"):
             check_count(name, getattr(self, name))
         if self.taps is not None:
             object.__setattr__(self, "taps", tuple(int(tap) for tap in self.taps))

@@ -22,14 +22,9 @@ from specctl.drafters.parts.base import Borrowed, Drafter, Family, Needs, Space
 from specctl.drafters.parts.batch import LossOut, TrainBatch
 from specctl.drafters.parts.blocks import FeatureNet, LayerShape, attend_chains
 from specctl.drafters.parts.heads import check_choice, cut_rows, draft_size, head_rows
-from specctl.drafters.parts.losses import (
-    LossOptions,
-    check_kind,
-    head_loss,
-    judge_of,
-    weighted_sum,
-)
+from specctl.drafters.parts.losses import head_loss, judge_of, weighted_sum
 from specctl.drafters.parts.masks import document_mask
+from specctl.drafters.parts.options import DepthOptions
 from specctl.drafters.parts.routed import add_router, check_routing, cut_router, with_router
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.taps import taps_of
@@ -41,20 +36,18 @@ LM_HEADS = ("init", "frozen", "scratch")
 
 
 @dataclass(frozen=True, slots=True)
-class Eagle3Options:
+class Eagle3Options(DepthOptions):
     """Shape and training of an EAGLE-3 drafter. Sizes left None are those of the target.
 
     `lm_head`: "init" copies the target's rows and trains them, "frozen" copies and keeps them,
-    "scratch" starts at random. `loss` is compared with the target's law at `temperature`; step j
-    of the `ttt_steps` weighs decay^j. `taps` are hidden_states indices, None chooses three.
-    `head_groups` splits the LM head's rows, of which the `head_top` best groups are read (CORAL).
+    "scratch" starts at random. `ttt_steps` steps are unrolled. `taps` are hidden_states indices,
+    None chooses three. `head_groups` splits the LM head's rows, of which the `head_top` best groups
+    are read (CORAL).
     """
 
+    decay: float = 0.8
     taps: tuple[int, ...] | None = None
     ttt_steps: int = 5
-    decay: float = 0.8
-    loss: str = "kl"
-    temperature: float = 1.0
     lm_head: str = "init"
     fc_norm: bool = False
     norm_output: bool = False
@@ -63,15 +56,14 @@ class Eagle3Options:
     kv_heads: int | None = None
     head_dim: int | None = None
     intermediate: int | None = None
-    chunk: int | None = None
     head_groups: int | None = None
     head_top: int = 4
 
     def __post_init__(self) -> None:
+        DepthOptions.__post_init__(self)
         check_routing(self.head_groups, self.head_top)
         if self.taps is not None:
             object.__setattr__(self, "taps", tuple(int(tap) for tap in self.taps))
-        check_kind(self.loss, "drafter.options.loss")
         check_choice("lm_head", self.lm_head, LM_HEADS)
         if self.ttt_steps < 1:
             raise RecipeError(
@@ -181,7 +173,7 @@ class Eagle3(Drafter):
 
     def loss(self, batch: TrainBatch) -> LossOut:
         """Sum over steps of decay^j times the loss of predicting 2 + j ahead (A1)."""
-        how = LossOptions(self.options.loss, self.options.temperature, self.options.chunk)
+        how = self.options.compared()
         judge, head, parts = judge_of(batch, how), self.module.lm_head, []
         for step, normed_BSD in enumerate(self.unroll(batch, self.options.ttt_steps)):
             rows = aim(batch, 2 + step)

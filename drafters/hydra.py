@@ -20,33 +20,28 @@ from torch import Tensor, nn
 from specctl.drafters.parts.base import Family
 from specctl.drafters.parts.head_drafter import HeadDrafter
 from specctl.drafters.parts.heads import ResBlock, check_count, draft_size
-from specctl.drafters.parts.losses import check_kind
+from specctl.drafters.parts.options import HeadOptions
 from specctl.drafters.parts.prefix import PrefixNet
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.vocab import VocabMap
 
 
 @dataclass(frozen=True, slots=True)
-class HydraOptions:
+class HydraOptions(HeadOptions):
     """`num_heads` heads of `num_blocks` blocks, LM heads begun as the target's. `prefix` decoder
     layers stand in front (Hydra++: 1, with 4 blocks). `grounded` False hides drafted tokens from
-    the heads (an ablation: Medusa). `feature_weight` times SmoothL1 to the target's state is added.
-    Head i weighs decay^i."""
+    the heads (an ablation: Medusa). `feature_weight` times SmoothL1 to the target's state is
+    added."""
 
-    num_heads: int = 4
+    decay: float = 0.8
     num_blocks: int = 1
     prefix: int = 0
     grounded: bool = True
-    loss: str = "kl"
-    temperature: float = 1.0
-    decay: float = 0.8
     feature_weight: float = 0.0
-    chunk: int | None = None
 
     def __post_init__(self) -> None:
-        check_kind(self.loss, "drafter.options.loss")
-        for name in ("num_heads", "num_blocks"):
-            check_count(name, getattr(self, name))
+        HeadOptions.__post_init__(self)
+        check_count("num_blocks", self.num_blocks)
         check_count("prefix", self.prefix, least=0)
 
 

@@ -13,8 +13,8 @@ from typing import ClassVar, cast
 from torch import Tensor, nn
 
 from specctl.drafters.parts.base import Family
-from specctl.drafters.parts.heads import ResBlock, check_choice, check_count, draft_size
-from specctl.drafters.parts.losses import check_kind
+from specctl.drafters.parts.heads import ResBlock, check_choice, draft_size
+from specctl.drafters.parts.options import HeadOptions
 from specctl.drafters.parts.parallel_heads import MAX_RANK, ParallelHeads, default_tree
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.template import as_paths
@@ -24,25 +24,20 @@ HEADS = ("own", "shared")
 
 
 @dataclass(frozen=True, slots=True)
-class MedusaOptions:
+class MedusaOptions(HeadOptions):
     """`num_heads` heads of `num_blocks` residual blocks. `head`: "own" gives each head its own LM
     head, started from the target's rows and trained; "shared" reads through the target's frozen
-    LM head and trains the blocks only. Head i weighs decay^i. `tree`: rank paths, most useful
-    first, for example [[0], [0, 0], [1]]; None = a tree from a typical acceptance profile."""
+    LM head and trains the blocks only. `tree`: rank paths, most useful first, for example
+    [[0], [0, 0], [1]]; None = a tree from a typical acceptance profile."""
 
-    num_heads: int = 4
+    decay: float = 0.8
     num_blocks: int = 1
     head: str = "own"
-    loss: str = "kl"
-    temperature: float = 1.0
-    decay: float = 0.8
     tree: tuple[tuple[int, ...], ...] | None = None
-    chunk: int | None = None
 
     def __post_init__(self) -> None:
-        check_kind(self.loss, "drafter.options.loss")
+        HeadOptions.__post_init__(self)
         check_choice("head", self.head, HEADS)
-        check_count("num_heads", self.num_heads)
         if self.tree is not None:
             paths = as_paths(self.tree, self.num_heads, MAX_RANK, "drafter.options.tree")
             object.__setattr__(self, "tree", paths)

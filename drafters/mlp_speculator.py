@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from specctl.drafters.parts.base import Family
 from specctl.drafters.parts.head_drafter import HeadDrafter
-from specctl.drafters.parts.heads import check_count, draft_size
-from specctl.drafters.parts.losses import check_kind
+from specctl.drafters.parts.heads import draft_size
+from specctl.drafters.parts.options import HeadOptions
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.vocab import VocabMap
 
@@ -30,25 +30,18 @@ NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class MlpOptions:
+class MlpOptions(HeadOptions):
     """`num_heads` heads of width `inner` (None: the target's). `tie`: all heads share embedding,
     norm, LM head and, but for the first, projection. `scale_input` norms f_t and divides it by
     sqrt(2). `read_tokens` False leaves the embeddings out, so that heads no longer see what was
-    drafted (an ablation). Head i weighs decay^i."""
+    drafted (an ablation)."""
 
+    loss: str = "ce"
     num_heads: int = 3
     inner: int | None = None
     tie: bool = False
     scale_input: bool = False
     read_tokens: bool = True
-    loss: str = "ce"
-    temperature: float = 1.0
-    decay: float = 1.0
-    chunk: int | None = None
-
-    def __post_init__(self) -> None:
-        check_kind(self.loss, "drafter.options.loss")
-        check_count("num_heads", self.num_heads)
 
 
 class ScaleShift(nn.Module):

@@ -24,7 +24,7 @@ from specctl.drafters.parts.block_drafter import TappedBlocks
 from specctl.drafters.parts.block_net import BlockNet
 from specctl.drafters.parts.blocks import RmsNorm
 from specctl.drafters.parts.heads import check_count, draft_size
-from specctl.drafters.parts.losses import check_kind
+from specctl.drafters.parts.options import HeadOptions
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.vocab import VocabMap
 
@@ -32,24 +32,21 @@ FEWEST = 16  # drafts of a row of text that are never thinned out
 
 
 @dataclass(frozen=True, slots=True)
-class PEagleOptions:
+class PEagleOptions(HeadOptions):
     """`num_heads` tokens are drafted by `layers` layers. `taps` are hidden_states indices, None
     chooses them. `anchors`: drafts per row of a training batch, of which `keep`^d and at least
-    `keep_least` reach depth d. Depth d weighs decay^d."""
+    `keep_least` reach depth d."""
 
+    decay: float = 0.8
     num_heads: int = 5
     layers: int = 2
     taps: tuple[int, ...] | None = None
     anchors: int = 128
     keep: float = 0.8
     keep_least: float = 0.2
-    loss: str = "kl"
-    temperature: float = 1.0
-    decay: float = 0.8
-    chunk: int | None = None
 
     def __post_init__(self) -> None:
-        check_kind(self.loss, "drafter.options.loss")
+        HeadOptions.__post_init__(self)
         check_count("num_heads", self.num_heads, 2)
         check_count("layers", self.layers)
         check_count("anchors", self.anchors)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from specctl.drafters.parts.base import Family
 from specctl.drafters.parts.cells import ElmanCell, SumCell
 from specctl.drafters.parts.head_drafter import HeadDrafter
-from specctl.drafters.parts.heads import ResBlock, check_choice, check_count, draft_size
-from specctl.drafters.parts.losses import check_kind
+from specctl.drafters.parts.heads import ResBlock, check_choice, draft_size
+from specctl.drafters.parts.options import HeadOptions
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.vocab import VocabMap
 
@@ -27,23 +27,17 @@ CELLS = ("rnn", "sum")
 
 
 @dataclass(frozen=True, slots=True)
-class RecurrentOptions:
+class RecurrentOptions(HeadOptions):
     """Trained `num_heads` steps deep; `num_blocks` residual blocks stand before the LM head, which
     starts from the target's rows. `cell`: "rnn", or "sum" without a recurrence (an ablation): the
-    embeddings are only added up. Step i weighs decay^i."""
+    embeddings are only added up."""
 
-    num_heads: int = 4
     num_blocks: int = 2
     cell: str = "rnn"
-    loss: str = "kl"
-    temperature: float = 1.0
-    decay: float = 1.0
-    chunk: int | None = None
 
     def __post_init__(self) -> None:
-        check_kind(self.loss, "drafter.options.loss")
+        HeadOptions.__post_init__(self)
         check_choice("cell", self.cell, CELLS)
-        check_count("num_heads", self.num_heads)
 
 
 class RecurrentNet(nn.Module):

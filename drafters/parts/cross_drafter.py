@@ -31,29 +31,23 @@ from specctl.drafters.parts.blocks import (
 )
 from specctl.drafters.parts.head_drafter import HeadDrafter
 from specctl.drafters.parts.heads import check_count
-from specctl.drafters.parts.losses import check_kind
 from specctl.drafters.parts.masks import document_mask
+from specctl.drafters.parts.options import HeadOptions
 from specctl.drafters.parts.path_state import Nodes, PathState
 from specctl.drafters.parts.slots import SlotKV
 
 
 @dataclass(frozen=True, slots=True)
-class CrossOptions:
+class CrossOptions(HeadOptions):
     """Trained `num_heads` tokens deep behind `anchors` positions of each row. `strict`: False shows
-    every token all features before it while training, which no draft has (an ablation). Depth i
-    weighs decay^i."""
+    every token all features before it while training, which no draft has (an ablation)."""
 
     num_heads: int = 5
     anchors: int = 64
     strict: bool = True
-    loss: str = "kl"
-    temperature: float = 1.0
-    decay: float = 1.0
-    chunk: int | None = None
 
     def __post_init__(self) -> None:
-        check_kind(self.loss, "drafter.options.loss")
-        check_count("num_heads", self.num_heads)
+        HeadOptions.__post_init__(self)
         check_count("anchors", self.anchors)
 
 

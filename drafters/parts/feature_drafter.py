@@ -27,8 +27,6 @@ from specctl.drafters.parts.heads import check_count, cut_rows, head_rows
 from specctl.drafters.parts.judge import Judge
 from specctl.drafters.parts.losses import (
     LinearHead,
-    LossOptions,
-    check_kind,
     feature_loss,
     head_loss,
     joined,
@@ -36,6 +34,7 @@ from specctl.drafters.parts.losses import (
     weighted_sum,
 )
 from specctl.drafters.parts.masks import document_mask
+from specctl.drafters.parts.options import DepthOptions
 from specctl.drafters.parts.routed import Router, cut_router, with_router
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.trunk import Chains, TrunkNet
@@ -44,22 +43,18 @@ from specctl.drafters.parts.vocab import VocabMap
 
 
 @dataclass(frozen=True, slots=True)
-class FeatureOptions:
-    """What all of them have. `ttt_steps` steps are unrolled, step j weighs decay^j; `noise` is the
-    half-width of uniform noise on the features that are read while training; `intermediate` is the
-    width of the MLP, None that of the target."""
+class FeatureOptions(DepthOptions):
+    """What all of them have. `ttt_steps` steps are unrolled; `noise` is the half-width of uniform
+    noise on the features that are read while training; `intermediate` is the width of the MLP, None
+    that of the target."""
 
     ttt_steps: int = 1
-    decay: float = 1.0
-    loss: str = "kl"
-    temperature: float = 1.0
     feature_weight: float = 10.0
     noise: float = 0.0
     intermediate: int | None = None
-    chunk: int | None = None
 
     def __post_init__(self) -> None:
-        check_kind(self.loss, "drafter.options.loss")
+        DepthOptions.__post_init__(self)
         check_count("ttt_steps", self.ttt_steps)
 
 
@@ -190,7 +185,7 @@ class FeatureDrafter(Drafter):
     def loss(self, batch: TrainBatch) -> LossOut:
         """Sum over steps of decay^j times the loss of predicting 2 + j ahead (A1)."""
         options = self.options
-        how = LossOptions(options.loss, options.temperature, options.chunk)
+        how = options.compared()
         judge, head, parts = judge_of(batch, how), LinearHead(self.head_weight()), []
         steps, feature_RD = self.unroll(batch), batch.taps[self.tap].flatten(0, 1)
         for step, unrolled in enumerate(steps):

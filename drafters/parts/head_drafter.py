@@ -29,7 +29,6 @@ from specctl.drafters.parts.last_state import Features, LastState
 from specctl.drafters.parts.losses import (
     Judge,
     LinearHead,
-    LossOptions,
     feature_loss,
     head_loss,
     joined,
@@ -54,7 +53,7 @@ class Learned:
 
 class HeadDrafter(Drafter):
     """What a family leaves to the frame: binding, trimming, the loss, the memory while serving. Its
-    options have `num_heads`, `loss`, `temperature`, `decay` and `chunk`."""
+    options are `HeadOptions`."""
 
     module: nn.Module
     feature_weight: float = 0.0  # of the distance between what heads read and the target's state
@@ -217,7 +216,7 @@ class HeadDrafter(Drafter):
     def loss(self, batch: TrainBatch) -> LossOut:
         """Sum over heads of decay^i times the loss of predicting 2 + i ahead."""
         options = self.options
-        how = LossOptions(options.loss, options.temperature, options.chunk)
+        how = options.compared()
         judge, weights, now = judge_of(batch, how), self.head_weights(), self.heads_now()
         anchor_BA, parts = self.anchors(batch), []
         for i, ready_BSE in enumerate(self.unroll(batch, anchor_BA)):

@@ -1,0 +1,39 @@
+"""Options that trained drafters share. A family's own dataclass extends one of these and overrides
+the defaults that its paper sets otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specctl.drafters.parts.heads import check_count
+from specctl.drafters.parts.losses import LossOptions, check_kind
+
+
+@dataclass(frozen=True, slots=True)
+class DepthOptions:
+    """`loss` compares every depth of a draft (head, step or slot i) with the target's law at
+    `temperature`, `chunk` rows at a time (None fits the vocabulary); depth i weighs decay^i."""
+
+    loss: str = "kl"
+    temperature: float = 1.0
+    decay: float = 1.0
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        check_kind(self.loss, "drafter.options.loss")
+
+    def compared(self) -> LossOptions:
+        """How a head is compared with the target."""
+        return LossOptions(self.loss, self.temperature, self.chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOptions(DepthOptions):
+    """The same for drafters that are trained `num_heads` tokens deep."""
+
+    num_heads: int = 4
+
+    def __post_init__(self) -> None:
+        DepthOptions.__post_init__(self)
+        check_count("num_heads", self.num_heads)

@@ -1,0 +1,53 @@
+"""Options that families share, and the form in which packages keep them (stored_options.json holds
+what packages of version 0.1.0 say of each family's defaults, in their spelling)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import pytest
+
+from specctl.cli.families import family_infos
+from specctl.drafters import families
+from specctl.drafters.parts.losses import LossOptions
+from specctl.drafters.parts.options import DepthOptions, HeadOptions
+from specctl.export.load import parse_options
+from specctl.recipes.errors import RecipeError
+
+STORED = json.loads(Path(__file__).with_name("stored_options.json").read_text())
+
+
+def test_every_family_of_the_shared_options_is_stored() -> None:
+    shared = [name for name, f in families().items() if issubclass(f.options, DepthOptions)]
+    assert shared == list(STORED)
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_defaults_are_spelled_in_a_package_as_ever(name: str) -> None:
+    now = json.dumps(asdict(families()[name].options()), sort_keys=True)
+    assert now == json.dumps(STORED[name], sort_keys=True)
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_options_of_an_older_package_are_read(name: str) -> None:
+    family = families()[name]
+    assert parse_options(family, STORED[name]) == family.options()
+
+
+@pytest.mark.parametrize("name", families())
+def test_options_read_from_the_source_are_the_fields(name: str) -> None:
+    assert family_infos()[name].options == tuple(f.name for f in fields(families()[name].options))
+
+
+def test_the_shared_options_say_how_a_head_is_compared() -> None:
+    options = HeadOptions(loss="tv", temperature=0.5, chunk=64)
+    assert options.compared() == LossOptions("tv", 0.5, 64)
+
+
+@pytest.mark.parametrize("wrong", [{"loss": "kll"}, {"num_heads": 0}])
+@pytest.mark.parametrize("name", ["blockwise", "chimera", "glide", "mlp-speculator", "p-eagle"])
+def test_a_family_refuses_wrong_shared_options(name: str, wrong: dict[str, object]) -> None:
+    with pytest.raises(RecipeError, match=next(iter(wrong))):
+        families()[name].options(**wrong)
