@@ -278,7 +278,7 @@ def load_drafter(
     Every file is verified and every mismatch with `target` refused; `allow` lets named soft
     mismatches pass ("target", "tokenizer", "template", "eos", ...). A language model of another
     tokenizer is refused, too, unless `translate` says how its tokens become the target's: "tli",
-    "slem" or "auto" (docs/verification.md).
+    "slem", "slrs" or "auto" (docs/verification.md).
     """
     from specctl.export.find import load_found, locate
 

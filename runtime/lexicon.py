@@ -89,12 +89,16 @@ class Lexicon:
         out."""
         found, at = [], 0
         while at < len(text):
-            sizes = range(min(self.longest, len(text) - at), 0, -1)
-            size = next((n for n in sizes if text[at : at + n] in self.id_of), 0)
-            if size:
-                found.append(self.id_of[text[at : at + size]])
-            at += max(size, 1)
+            token = self.longest_match(text[at : at + self.longest])
+            if token is not None:
+                found.append(token)
+            at += 1 if token is None else len(self.text_of[token])
         return found
+
+    def longest_match(self, text: bytes) -> int | None:
+        """The longest token that a text begins with, if any."""
+        sizes = range(min(self.longest, len(text)), 0, -1)
+        return next((self.id_of[text[:n]] for n in sizes if text[:n] in self.id_of), None)
 
     def opening(self) -> list[int]:
         """What the tokenizer puts in front of every text."""

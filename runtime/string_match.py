@@ -20,6 +20,7 @@ from torch import Tensor
 
 from specctl.drafters.parts.base import Budget, DraftState, Outcome, RoundView, Space
 from specctl.drafters.parts.tree import DraftTree, NodeKind, chain_tree, empty_tree
+from specctl.runtime.lexicon import Reader
 from specctl.runtime.translate import Texts, Translated
 
 CONTEXT = 8  # target tokens read again with every draft
@@ -56,7 +57,7 @@ class StringMatchState(DraftState):
         drafts = []
         for slot, tokens, ids in zip(view.slots, view.tokens, written, strict=True):
             self.written[slot] = ids
-            drafts.append(self._as_target(tokens, ids)[:length])
+            drafts.append(as_target(self.reader, tokens, ids)[:length])
         longest = max(map(len, drafts))
         if longest == 0:
             return empty_tree(len(drafts), view.slot_B.device)
@@ -89,33 +90,35 @@ class StringMatchState(DraftState):
     def _write(self, view: RoundView, length: int) -> list[list[int]]:
         """Up to `length` draft tokens per row, greedily; a row ends with its end of text."""
         state = self.texts.state
-        logits_BU = state.root(self.texts.view(view))
+        logits_BU = view.shown(state.root(self.texts.view(view)))
         steps = [logits_BU.argmax(-1)]
         for step in range(length - 1):
             token_B1 = steps[-1][:, None]
-            logits_BMU = state.expand(token_B1, torch.full_like(token_B1, step - 1))
+            parent_B1 = torch.full_like(token_B1, step - 1)
+            logits_BMU = view.shown(state.expand(token_B1, parent_B1))
             steps.append(logits_BMU[:, 0].argmax(-1))
         eos = self.reader.draft.eos_id
         rows = torch.stack(steps, 1).tolist()
         return [row[: row.index(eos) + 1] if eos in row else row for row in rows]
-
-    def _as_target(self, tokens: Sequence[int], ids: list[int]) -> list[int]:
-        """The written text as target tokens."""
-        target, draft = self.reader.target, self.reader.draft
-        ends = bool(ids) and ids[-1] == draft.eos_id and target.eos_id is not None
-        before, text = target.bytes_of(tokens[-CONTEXT:]), draft.bytes_of(ids)
-        found = _behind(target.read(before + text), target.text_of, len(before))
-        if found is None:  # a token spans the seam: read the draft alone
-            found = target.spell(text)
-        if ends and target.eos_id is not None:
-            return [*found, target.eos_id]
-        return found[:-1]
 
     def observe(self, outcome: Outcome) -> None:
         del outcome  # the next propose reads the committed tokens from its view
 
     def end(self, slot: int) -> None:
         self.texts.end(slot)
+
+
+def as_target(reader: Reader, tokens: Sequence[int], ids: list[int]) -> list[int]:
+    """What the draft wrote behind `tokens`, as target tokens."""
+    target, draft = reader.target, reader.draft
+    ends = bool(ids) and ids[-1] == draft.eos_id and target.eos_id is not None
+    before, text = target.bytes_of(tokens[-CONTEXT:]), draft.bytes_of(ids)
+    found = _behind(target.read(before + text), target.text_of, len(before))
+    if found is None:  # a token spans the seam: read the draft alone
+        found = target.spell(text)
+    if ends and target.eos_id is not None:
+        return [*found, target.eos_id]
+    return found[:-1]
 
 
 def _behind(ids: Sequence[int], text_of: Mapping[int, bytes], size: int) -> list[int] | None:

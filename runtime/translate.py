@@ -4,9 +4,10 @@ Timor et al., "Accelerating LLM inference with lossless speculative decoding alg
 heterogeneous vocabularies" (arXiv 2502.05202). Token-level intersection (TLI, Algorithm 4): the
 draft speaks only tokens that both vocabularies have; its law is renormalised on them *before* it is
 sampled, and that law is what the verifier is told, as in any trimmed vocabulary. So every policy
-and every rule applies unchanged. String-level matching (SLEM) is in `string_match`.
+and every rule applies unchanged. String-level matching (SLEM) is in `string_match`, string-level
+rejection sampling (SLRS) in `string_rejection`.
 
-Both keep the draft's own reading of the text: the prompt as its tokenizer would write it, then
+All keep the draft's own reading of the text: the prompt as its tokenizer would write it, then
 every committed token translated. Letters: B rows, M nodes, K shared tokens, V target vocabulary,
 U draft vocabulary.
 """
@@ -39,7 +40,7 @@ from specctl.runtime.lexicon import Lexicon, Reader, Shared
 from specctl.runtime.policies import policies_of
 from specctl.runtime.target import Target
 
-METHODS = ("auto", "tli", "slem")
+METHODS = ("auto", "tli", "slem", "slrs")
 LEAST_SHARED = 0.2  # of the smaller vocabulary: below, whole strings carry more than tokens
 CATCH_UP = 8  # tokens read in one step with a round's root; more are a new prefill
 
@@ -55,7 +56,11 @@ class Translation:
 
     @property
     def line(self) -> str:
-        names = {"tli": "token-level intersection", "slem": "string-level exact match"}
+        names = {
+            "tli": "token-level intersection",
+            "slem": "string-level exact match",
+            "slrs": "string-level rejection sampling",
+        }
         return (
             f"the draft has another tokenizer: {names[self.method]} ({self.method}), "
             f"{self.shared:,} tokens shared of {self.draft_size:,} and {self.target_size:,}"
@@ -95,12 +100,14 @@ def translated(
     if method == "tli":
         return Intersection(SmallLm.from_lm(lm, lm.spec), target.spec, reader, shared, about)
     from specctl.runtime.string_match import StringMatch
+    from specctl.runtime.string_rejection import StringRejection
 
-    return StringMatch(SmallLm.from_lm(lm, lm.spec), target.spec, reader, about)
+    kind = StringMatch if method == "slem" else StringRejection
+    return kind(SmallLm.from_lm(lm, lm.spec), target.spec, reader, about)
 
 
 class Translated(Drafter):
-    """What both methods share: a small language model with a vocabulary of its own."""
+    """What the methods share: a small language model with a vocabulary of its own."""
 
     family: ClassVar[str] = "translated"
 
@@ -140,11 +147,13 @@ class Intersection(Translated):
 
 
 class Texts:
-    """The draft's reading of every row, and its model's memory of it. One writer: a DraftState."""
+    """The draft's reading of every row, and its model's memory of it. One writer: a DraftState.
+    A round's nodes reach at most `ahead` positions behind the text (None: all in one line)."""
 
-    def __init__(self, drafter: Translated, space: Space) -> None:
+    def __init__(self, drafter: Translated, space: Space, ahead: int | None = None) -> None:
         self.reader = drafter.reader
-        room = drafter.inner.lm.spec.max_positions - space.max_nodes - CATCH_UP
+        behind = space.max_nodes if ahead is None else ahead
+        room = drafter.inner.lm.spec.max_positions - behind - CATCH_UP
         self.longest = max(2, min(2 * space.max_len + CATCH_UP, room))
         inner = replace(space, max_len=self.longest + CATCH_UP)
         self.state = LmState(drafter.inner, inner)
@@ -176,7 +185,7 @@ class Texts:
         texts = tuple(tuple(self.ids[slot]) for slot in view.slots)
         host = [[text[-1] for text in texts], [len(text) - 1 for text in texts]]
         root_B, kept_B = torch.tensor(host, device=view.slot_B.device).unbind()
-        return RoundView(view.slots, view.slot_B, root_B, kept_B, texts)
+        return RoundView(view.slots, view.slot_B, root_B, kept_B, texts, watch=view.watch)
 
     def end(self, slot: int) -> None:
         self.ids.pop(slot, None)
