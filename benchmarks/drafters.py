@@ -1,8 +1,10 @@
 """The table of drafters: tau and tokens/s of every trained recipe beside untrained and retrieval.
 
-Trains what is missing (`specctl train-draft --recipe R --out OUT/R`), then measures all drafters
-interleaved in one process on held-out prompts, greedy and at T = 0.8, on the embedded target and,
-with --inflate, on the cost-inflated one (same text, the cost of a larger model).
+Trains what is missing (`specctl train-draft --recipe R --out OUT/R`), a recipe in LONG with the
+fields given there: longer than the five minutes that recipes for the embedded target take (--short:
+as they say). Then it measures all drafters interleaved in one process on held-out prompts, greedy
+and at T = 0.8, on the embedded target and, with --inflate, on the cost-inflated one (same text, the
+cost of a larger model).
 
     python benchmarks/drafters.py --out runs/bench --recipes distill,eagle3,medusa --json
 """
@@ -28,14 +30,21 @@ from specctl.runtime.target import Target
 from specctl.train.data.heldout import heldout_prompts
 
 RETRIEVAL = ("prompt-lookup", "token-recycling")
+LONG = {  # of the README's tables: a quarter of an hour to an hour each on two cores
+    "distill": ("train.steps=1800", "data.prompts=6000"),
+    "eagle3": ("train.steps=1300", "data.prompts=6000"),
+    "medusa": ("train.steps=450", "data.prompts=2000"),
+}
 
 
-def trained(recipe: str, out: Path) -> Path:
-    """OUT/RECIPE/package, trained now if it is not there."""
+def trained(recipe: str, out: Path, sets: tuple[str, ...]) -> Path:
+    """OUT/RECIPE/package, trained now with these fields changed if it is not there."""
     package = out / recipe / "package"
     if not (package / "manifest.json").exists():
         command = [sys.executable, "-m", "specctl", "train-draft", "--recipe", recipe]
-        subprocess.run([*command, "--out", str(out / recipe)], check=True, stdout=sys.stderr)
+        changed = [word for text in sets for word in ("--set", text)]
+        words = [*command, "--out", str(out / recipe), *changed]
+        subprocess.run(words, check=True, stdout=sys.stderr)
     return package
 
 
@@ -47,8 +56,9 @@ def untrained(recipe: str, target: Target) -> Drafter:
     return entry.build(entry.options(**part.options), target.spec, None)
 
 
-def contenders(target: Target, recipes: list[str], out: Path, length: int) -> list[Contender]:
-    """Plain decoding first (the baseline), then every drafter as a chain, then as a tree."""
+def contenders(target: Target, packages: dict[str, Path], length: int) -> list[Contender]:
+    """Plain decoding first (the baseline), then every drafter as a chain, then as a tree;
+    `packages` by recipe."""
     chain = {"policy": "chain", "length": length}
     direct = {"policy": "direct", "length": length, "nodes": 24}
     tree = {"policy": "dynamic-tree", "length": length, "nodes": 12, "beam": 3}
@@ -57,8 +67,8 @@ def contenders(target: Target, recipes: list[str], out: Path, length: int) -> li
         found.append(
             engine_contender(name, target, load_drafter(name, target), make_policy(direct))
         )
-    for recipe in recipes:
-        drafter = load_drafter(str(trained(recipe, out)), target)
+    for recipe, package in packages.items():
+        drafter = load_drafter(str(package), target)
         stepwise = "chain" in family(drafter.family).policies
         fresh = untrained(recipe, target)
         serve = make_policy(chain if stepwise else direct)
@@ -94,6 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     parser.add_argument("--recipes", default="distill,eagle3,medusa")
+    parser.add_argument("--short", action="store_true", help="train as long as the recipes say")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--length", type=int, default=5)
@@ -108,7 +119,9 @@ def main() -> None:
         Sampling(temperature=t, max_new_tokens=args.tokens, ignore_eos=True) for t in (0.0, 0.8)
     ]
     recipes = [name for name in args.recipes.split(",") if name]
-    rows = contenders(target, recipes, args.out, args.length)
+    long = {} if args.short else LONG
+    packages = {name: trained(name, args.out, long.get(name, ())) for name in recipes}
+    rows = contenders(target, packages, args.length)
     report = bench(target, rows, prompts, settings, repeats=args.repeats)
     out: dict[str, Any] = report.to_json()
     print(json.dumps(out) if args.json else markdown(report))
