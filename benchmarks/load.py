@@ -5,7 +5,7 @@ on the same weights, in one run, way after way, `--repeats` times over. No way r
 read for another user. Ways: plain decoding, fixed draft lengths, and the batch policies goodput,
 tetris, table and bass; beside them transformers' continuous batching and, with --llama-cpp,
 llama.cpp (a Python with xllamacpp and gguf: wheels). The break-even batch size of a length is where
-it stops to be faster than plain decoding.
+it stops to be faster than plain decoding. benchmarks/drafters.py makes runs/bench.
 
     python benchmarks/load.py --draft runs/bench/eagle3/package
     python benchmarks/load.py --draft ... --inflate 300m --users 1,4,16,64 --json load.json

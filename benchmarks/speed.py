@@ -3,7 +3,7 @@
 Against: a bare forward loop over the same forward (what the engine itself costs), transformers'
 plain generate, transformers' assisted generation with the very same small-LM draft, transformers'
 prompt lookup. With --inflate the target costs as much as a larger model and says the same; the
-transformers contenders then run the same inflated weights.
+transformers contenders then run the same inflated weights. benchmarks/drafters.py makes runs/bench.
 
     python benchmarks/speed.py --small-lm runs/bench/distill/package \\
         --best runs/bench/eagle3/package

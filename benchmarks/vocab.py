@@ -3,7 +3,8 @@
 For every size: coverage, alpha, tau, MBSU, speed-up by the fitted cost, tokens per second and the
 share of prompts that got slower, over all prompts and in each domain. Below it, how well two
 predictors rank the sizes (Kendall's tau-b): the drafter's own laws along text the target wrote, and
-the older one that lets acceptance fall in proportion to coverage.
+the older one that lets acceptance fall in proportion to coverage. benchmarks/drafters.py makes
+runs/bench.
 
     python benchmarks/vocab.py --draft runs/bench/distill/package --prompts 48 --tokens 64
     python benchmarks/vocab.py --draft runs/bench/eagle3/package --inflate 300m --json
