@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from specctl.drafters.parts.batch import LossOut, TrainBatch
+from specctl.drafters.parts.held import slot_bytes
 from specctl.drafters.parts.spec import Identity, ModelSpec
 from specctl.drafters.parts.tree import DraftTree
 from specctl.drafters.parts.vocab import VocabMap
@@ -214,6 +215,11 @@ class Drafter(ABC):
     @abstractmethod
     def open(self, space: Space) -> DraftState:
         """A fresh memory for an engine of that size."""
+
+    def slot_bytes(self, space: Space) -> int:
+        """Memory of one slot in a state of that size. Unless a family knows better it is measured
+        on small states, so the borrowed pieces must be bound."""
+        return slot_bytes(self.open, space, self)
 
     def bind(self, borrowed: Borrowed) -> None:
         """Take the frozen pieces named by `needs().borrow`; they are not parameters of `module`."""

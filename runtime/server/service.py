@@ -88,7 +88,7 @@ class Service:
         check_rule(rule, drafter, self.policy)
         self.counters = Counters()
         self.on_finish: list[Callable[[Finished], None]] = []
-        self.room: Room = room_for(target, self.policy, self.limits)
+        self.room: Room = room_for(target, self.policy, self.limits, drafter)
         self.failure: str | None = None
         self._say, self._why_off = say, why_off
         self._desk = Desk(self.limits.max_queue)
