@@ -92,10 +92,11 @@ async def events_of(answer: Answer, includes_usage: bool) -> AsyncGenerator[byte
     try:
         async with aclosing(pieces_of(answer)) as pieces:
             async for choice, piece in pieces:
+                is_first = not choice.text  # told in any case: it names the role
                 chunk = answer.take(choice, piece)
                 if includes_usage:
                     chunk["usage"] = None
-                if piece.text or piece.logprobs or choice.reason or "specctl" in chunk:
+                if is_first or piece.text or piece.logprobs or choice.reason or "specctl" in chunk:
                     is_begun = True
                     yield _event(chunk)
     except (ApiError, SpecctlError) as error:

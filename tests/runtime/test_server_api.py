@@ -62,6 +62,15 @@ def test_the_first_chunk_of_a_chat_names_the_role_and_no_other_does() -> None:
     assert roles == ["assistant"] + [None] * (len(chunks) - 1)
 
 
+def test_the_role_is_named_although_the_first_token_is_half_a_character() -> None:
+    app = make_app(StubService(text="\u00e9t\u00e9", chunk=1))
+    chunks = events(post(app, CHAT, {**HELLO, "stream": True}))[:-1]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta.get("content", "") for delta in deltas) == "\u00e9t\u00e9"
+    assert [delta.get("role") for delta in deltas[1:]] == [None] * (len(deltas) - 1)
+
+
 def test_every_answer_says_what_speculation_did_and_how_it_was_verified() -> None:
     whole = post(plain(), TEXT, {"prompt": "x", "max_tokens": 6}).json()["specctl"]["stats"]
     assert (whole["verification"], whole["rounds"], whole["tau"]) == ("lossless", 2, 3.0)
@@ -163,7 +172,13 @@ def test_an_ask_that_waited_too_long_is_429_streamed_or_not(stream: bool) -> Non
 
 
 def test_of_several_choices_none_is_left_behind_when_one_is_refused() -> None:
-    service = StubService(delay=5, limits=Limits(max_batch=1, max_queue=1))
+    class Full(StubService):
+        async def submit(self, ask: Any) -> Any:
+            if len(self.asks) == 2:
+                raise Busy(1)
+            return await super().submit(ask)
+
+    service = Full(delay=5)
     assert post(make_app(service), TEXT, {"prompt": "x", "n": 3}).status_code == 429
     assert service.counters.requests == {"cancelled": 2}
 
