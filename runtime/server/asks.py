@@ -78,12 +78,13 @@ class Desk:
 
     def _check_counts(self, body: ChatRequest | CompletionRequest) -> None:
         """The limits of this server, which may be narrower than what the protocol allows."""
-        limits = self.service.limits
-        prompts = 1
+        limits, prompts = self.service.limits, 1
+        fits = self.service.status().slots + limits.max_queue
         if isinstance(body, CompletionRequest) and isinstance(body.prompt, list):
             prompts = 1 if isinstance(body.prompt[0], int) else len(body.prompt)
-        if (body.n or 1) * prompts > limits.max_n:
-            message = f"n: at most {limits.max_n} choices are served per request"
+        choices = min(limits.max_n, fits)  # more than run and wait together never get in
+        if (body.n or 1) * prompts > choices:
+            message = f"n: at most {choices} choices are served per request"
             raise ApiError(400, message, param="n", code="invalid_value")
         if len(body.stops) > limits.max_stop:
             message = f"stop: at most {limits.max_stop} stop strings are served"

@@ -130,3 +130,11 @@ def test_the_server_may_serve_less_than_the_protocol_allows() -> None:
         assert error_of(post(app, TEXT, {"prompt": "x", field: value}))["param"] == field
     answer = post(app, TEXT, {"prompt": "x"}).json()
     assert answer["usage"]["completion_tokens"] == 4
+
+
+def test_more_choices_than_ever_run_and_wait_are_no_reason_to_try_again() -> None:
+    app = make_app(StubService(limits=Limits(max_batch=2, max_queue=1)))
+    refused = post(app, TEXT, {"prompt": "x", "n": 4})
+    assert (refused.status_code, error_of(refused)["param"]) == (400, "n")
+    assert "at most 3 choices" in error_of(refused)["message"]
+    assert len(post(app, TEXT, {"prompt": "x", "n": 3}).json()["choices"]) == 3
