@@ -110,10 +110,11 @@ class Worker:
             self.counters.reused_tokens += row.reused_len
 
     def _expire(self) -> None:
-        """Refuse who waited too long; the queue is in order of arrival."""
-        late = time.monotonic() - self.queue_timeout
-        while waiting := self.engine.admission.waiting:
-            job = self.jobs[waiting[0][0]]
+        """Refuse who waited too long and gets no slot in this round either; the queue is in order
+        of arrival."""
+        late, admission = time.monotonic() - self.queue_timeout, self.engine.admission
+        while len(admission.waiting) > len(admission.free):
+            job = self.jobs[admission.waiting[len(admission.free)][0]]
             if job.asked >= late:
                 return
             self.engine.cancel(job.index)

@@ -180,3 +180,16 @@ def test_a_target_that_fails_in_every_round_ends_the_service(target, monkeypatch
 
     for pieces in asyncio.run(run()):
         assert [piece.finish_reason for piece in pieces] == ["error"]
+
+
+def test_where_nobody_may_wait_who_finds_a_free_slot_is_served(target):
+    asks = asks_of(4)
+
+    async def run():
+        async with served(target, max_batch=2, queue_timeout=0.0) as service:
+            found = [await collect(service, ask) for ask in asks]
+            return found, service.counters.requests
+
+    found, requests = asyncio.run(run())
+    assert [tokens_of(pieces) for pieces in found] == [alone(target, ask).token_ids for ask in asks]
+    assert requests == {"length": 4}
