@@ -7,6 +7,7 @@ their own; a full disk or a slow one loses lines, never requests.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -68,12 +69,19 @@ class Recorder:
             try:
                 if os.fstat(self._file).st_size + len(line) > self.max_bytes:
                     self._rotate()
-                os.write(self._file, line)
+                self._append(line)
                 self.written += 1
             except (OSError, FileError) as error:
                 self.dropped += 1
                 if self.dropped == 1:
                     log("record_failed", logging.WARNING, error=str(error))
+
+    def _append(self, line: bytes) -> None:
+        """The whole line or nothing of it: the next one must not be glued to its beginning."""
+        size = os.fstat(self._file).st_size
+        if os.write(self._file, line) < len(line):
+            os.ftruncate(self._file, size)
+            raise OSError(errno.ENOSPC, "the disk took a part of a line")
 
     def _rotate(self) -> None:
         os.replace(self.path, self.path.with_name(f"{self.path.stem}.1{self.path.suffix}"))

@@ -122,3 +122,22 @@ def test_a_disk_that_is_slow_loses_lines_and_waits_for_none(
     gate.set()
     recorder.close()
     assert recorder.written + recorder.dropped == 100
+
+
+def test_a_line_that_the_disk_takes_a_part_of_is_dropped_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specctl.runtime.server import record
+
+    recorder, write, room = Recorder(tmp_path / "traffic.jsonl"), record.os.write, [1, 5, 1]
+
+    def nearly_full(file: int, data: bytes) -> int:
+        part = room.pop(0)
+        return write(file, data if part == 1 else data[:part])
+
+    monkeypatch.setattr(record.os, "write", nearly_full)
+    for number in range(3):
+        recorder.put({"number": number})
+    recorder.close()
+    assert recorded(tmp_path / "traffic.jsonl") == [{"number": 0}, {"number": 2}]
+    assert (recorder.written, recorder.dropped) == (2, 1)
