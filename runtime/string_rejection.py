@@ -63,7 +63,7 @@ class StringRejectionState(StepState):
         for slot, tokens in zip(view.slots, view.tokens, strict=True):
             self.texts.read(slot, tokens)
         state = self.texts.state
-        root_BU = state.root(self.texts.view(view))
+        root_BU = view.shown(state.root(self.texts.view(view)))
         for slot in view.slots:
             state.num_cached[slot] = len(self.texts.ids[slot])
         self.view, self.rest = view, None
@@ -92,7 +92,7 @@ class StringRejectionState(StepState):
         steps = [forced_BS[:, 0]]
         parent_B1 = torch.full_like(forced_BS[:, :1], -1)
         for step in range(1, num_steps):
-            logits_BMU = state.expand(steps[-1][:, None], parent_B1)
+            logits_BMU = self.view.shown(state.expand(steps[-1][:, None], parent_B1))
             own_B, forced_B = logits_BMU[:, 0].argmax(-1), forced_BS[:, step]
             steps.append(torch.where(forced_B < 0, own_B, forced_B))
             parent_B1 = torch.full_like(parent_B1, node + step - 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_translate import drafter_of, make_tokenizer
 
 from specctl.drafters.parts.base import DraftState, Needs, StepState
 from specctl.drafters.parts.lm_state import LmState
@@ -14,6 +15,7 @@ from specctl.runtime.guarded import IN_A_ROW, GuardedEngine
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling import Sampling
 from specctl.runtime.session import Request
+from specctl.runtime.target import Target
 
 PROMPTS = [(3, 1, 4), (9, 2), (6, 5, 3, 5)]
 CHAIN = {"policy": "chain", "length": 3}
@@ -226,3 +228,21 @@ def test_a_drafter_that_works_is_drafted_with_as_without_a_guard(target):
             (c.tokens, c.stats) for c in free
         ]
         assert engine.num_disabled == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "serve_with"), [("tli", CHAIN), ("slem", {"policy": "direct"}), ("slrs", CHAIN)]
+)
+def test_what_a_draft_of_another_tokenizer_wrote_from_nan_is_no_draft(
+    make_model, method, serve_with
+):
+    one, other = make_tokenizer(1, 24), make_tokenizer(2, 28)
+    target = Target.from_model(make_model(num_layers=2, vocab=len(one)), one)
+    model = make_model(num_layers=1, vocab=len(other), seed=3)
+    with torch.no_grad():
+        model.lm_head.weight.fill_(torch.nan)
+    drafter = drafter_of(Target.from_model(model, other, "draft"), target, method)
+    engine, done, _ = serve(target, drafter, serve_with, rule="auto")
+    assert [c.tokens for c in done] == plain(target)
+    assert engine.num_disabled == 3
+    assert [c.stats.drafted for c in done] == [0, 0, 0]
