@@ -118,3 +118,6 @@ def test_a_draft_of_another_tokenizer_simply_works_and_says_how(run: Any, foreig
     assert "(tli)" in run(*GENERATE, "--draft", foreign).err
     refused = run(*GENERATE, "--draft", foreign, "--translate", "none")
     assert refused.code == Exit.INCOMPATIBLE
+    too_many = run(*GENERATE, "--draft", foreign, "--translate", "slrs")
+    assert too_many.code == Exit.INCOMPATIBLE
+    assert "sequences to read in every round" in too_many.err

@@ -193,6 +193,18 @@ def law(target, drafter, policy, count=1_800):
     return Joint(target, prompt, sampling, count).test([c.tokens for c in done]), watched.draws
 
 
+def test_sampled_strings_are_accepted_more_often_by_their_probability(target, twin):
+    sampling = Sampling(temperature=1.0, max_new_tokens=12, ignore_eos=True)
+    samplings = [replace(sampling, seed=i) for i in range(100)]
+    prompts, per_round = encoded(target) * 25, {}
+    for method, serve in (("slrs", CHAIN), ("slem", {"policy": "direct", "length": 3})):
+        drafter = drafter_of(twin, target, method)
+        done, _ = run(target, drafter, serve, samplings, prompts, slots=50)
+        accepted = sum(c.stats.accepted for c in done)
+        per_round[method] = accepted / (sum(len(c.tokens) for c in done) - accepted)
+    assert per_round["slrs"] > 1.5 * per_round["slem"] > 0
+
+
 class Misread:
     """A chain whose law is told to the verifier wrongly."""
 
