@@ -23,6 +23,7 @@ from specctl.cli.loading import (
     inflated_note,
     target_json,
 )
+from specctl.cli.outputs import check_file, check_folder, write_report
 from specctl.recipes.errors import GateError, RecipeError
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ def bench(
     )  # fmt: skip
     if families is not None:
         budget = Budget(families, target, budget_steps, tuple(sets or ()), out or FAMILIES_OUT)
+        check_folder(budget.out)
         heats = tuple(temperature or (0.0,))
         heat = Heat(
             prompts, num_prompts, domain, max_new_tokens, heats, repeats, batch, seed, compiled,
@@ -145,18 +147,19 @@ def bench(
     from specctl.runtime.sampling import Sampling
     from specctl.train.data.heldout import heldout_prompts
 
+    check_file(out)
+    heats = tuple(temperature or (0.0, 0.8))
+    samplings = [
+        Sampling(temperature=heat, seed=seed, max_new_tokens=max_new_tokens) for heat in heats
+    ]
     model = target.load(console, compiled)
     prompt_ids = [p.ids for p in heldout_prompts(model, num_prompts, domain, prompts)]
     names = [*(draft or DEFAULT_DRAFTS), *(["prompt-lookup"] if "ngram" in baselines else [])]
     drafts = [drafting.of(n).load(model) for n in dict.fromkeys(names) if n != NO_DRAFTER]
     for loaded in drafts:
         loaded.announce(console)
-    heats = tuple(temperature or (0.0, 0.8))
     contenders = [engine_contender("plain", model, batch=batch)]
     contenders += [_contender(loaded, model, batch, prompt_ids, heats) for loaded in drafts]
-    samplings = [
-        Sampling(temperature=heat, seed=seed, max_new_tokens=max_new_tokens) for heat in heats
-    ]
     with tempfile.TemporaryDirectory(prefix="specctl-") as folder:
         if "hf" in baselines:
             contenders += _transformers(console, model, drafts, Path(folder), batch)
@@ -165,10 +168,7 @@ def bench(
     result = {**report.to_json(), "target": target_json(model), "batch": batch}
     console.result = result
     if out is not None:
-        import json
-
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
+        write_report(out, result)
     check_gates(report.rows, gates)
     console.done(result, next=_next(report.rows, target.name))
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, Concatenate, ParamSpec, get_type_hints
@@ -19,6 +21,7 @@ from specctl.cli.flags import GLOBAL_FLAGS, ConfigFile
 
 P = ParamSpec("P")
 _BOTH, _KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+MOST = 10**9  # of a number whose option names no largest value of its own
 
 
 class ClosedPipe(Exception):
@@ -62,6 +65,8 @@ def command(
         console.command = name or body.__name__.strip("_").replace("_", "-")
         configure(console, {flag: given.pop(flag) for flag in GLOBAL_FLAGS})
         del given["config_file"]  # its callback has done its work
+        for option in own:
+            _check_numbers(ctx, option, given[option.name])
         given |= {group.name: group.gather(given) for group in groups}
         try:
             body(console, **given)  # type: ignore[call-arg]
@@ -76,6 +81,17 @@ def command(
     run.__doc__ = unwrap(body.__doc__ or "")
     del run.__wrapped__
     return run
+
+
+def _check_numbers(ctx: typer.Context, option: inspect.Parameter, value: Any) -> None:
+    """Refuse nan, infinities, and numbers beyond MOST where the option has no `max` of its own."""
+    info = getattr(option.annotation, "__metadata__", (None,))[0]
+    most = MOST if getattr(info, "max", None) is None else math.inf
+    for number in value if isinstance(value, (list, tuple)) else (value,):
+        if isinstance(number, (int, float)) and not abs(number) <= min(most, sys.float_info.max):
+            flag = next(p for p in ctx.command.params if p.name == option.name)
+            told = f"{number} is not a finite number of at most {MOST:,}"
+            raise typer.BadParameter(told, ctx=ctx, param=flag)
 
 
 def configure(console: Console, flags: dict[str, bool]) -> None:

@@ -7,6 +7,7 @@ import sys
 from specctl.cli.console import Console
 from specctl.cli.flags import Offline
 from specctl.cli.loading import go_offline
+from specctl.cli.preflight import check_run
 from specctl.cli.recipe_flags import RecipeFlags
 
 REST = RecipeFlags(recipe="rest")
@@ -28,6 +29,7 @@ def datastore(console: Console, flags: RecipeFlags = REST, offline: Offline = Fa
     """
     recipe = flags.load()
     out = flags.folder(recipe)
+    check_run(recipe, out)
     if offline:
         go_offline()
     from specctl.drafters import family

@@ -10,6 +10,7 @@ import typer
 from specctl.cli.console import Console
 from specctl.cli.flags import Allow, Out
 from specctl.cli.loading import TargetChoice
+from specctl.cli.outputs import check_folder
 from specctl.recipes.errors import RecipeError, nearest
 
 OWN_TARGET = TargetChoice(name="")  # no name: what the package was made for
@@ -41,6 +42,7 @@ def export(
             expected="one of " + ", ".join(FORMATS),
             do=f"--to {nearest(to, FORMATS, 1)}",
         )
+    check_folder(out)
     from specctl.export.formats import export as export_
     from specctl.export.manifest import read_manifest
 

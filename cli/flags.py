@@ -127,8 +127,8 @@ TranslateFlag = Annotated[
     str,
     typer.Option(
         "--translate",
-        help="A draft model of another tokenizer: tli (shared tokens), slem (strings), auto, or "
-        "none to refuse it.",
+        help="A draft model of another tokenizer: tli (shared tokens), slem (strings), slrs "
+        "(strings by probability, small vocabularies), auto, or none to refuse it.",
         rich_help_panel=DRAFTING,
     ),
 ]
@@ -174,7 +174,15 @@ Sets = Annotated[
 ]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")]
 Seed = Annotated[
-    int, typer.Option("--seed", help="Seed of every random choice.", rich_help_panel=SAMPLING)
+    int,
+    typer.Option(
+        "--seed",
+        min=0,
+        max=2**63 - 1,
+        metavar="INTEGER",
+        help="Seed of every random choice.",
+        rich_help_panel=SAMPLING,
+    ),
 ]
 MaxNewTokens = Annotated[
     int,

@@ -72,6 +72,10 @@ class TargetChoice:
             go_offline()
         from specctl.runtime.target import load_target
 
+        if self.inflate is not None:
+            from specctl.runtime.inflate import size_named
+
+            size_named(self.inflate)  # before the target is read
         console.detail(f"target {self.name} = {resolved.path or resolved.repo}")
         if self.revision is not None and resolved.path is not None:
             console.warn(f"--revision is ignored: target {self.name} is a folder of this machine")

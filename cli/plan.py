@@ -14,6 +14,7 @@ from specctl.cli.console import Console
 from specctl.cli.flags import Offline
 from specctl.cli.loading import go_offline
 from specctl.cli.memory import size_text
+from specctl.cli.preflight import check_run
 from specctl.cli.progress import duration
 from specctl.cli.recipe_flags import RecipeFlags
 from specctl.cli.scaling import plan_scaling
@@ -54,11 +55,20 @@ def plan(
       specctl plan --recipe medusa --set train.steps=2000 --json
     """
     loaded = run.load()
+    if rehearse and scaling:
+        raise SpecctlError(
+            "one plan is either rehearsed or fitted to a grid of runs",
+            where="the command line",
+            found="--rehearse --scaling",
+            expected="one of the two",
+            do="leave --rehearse out",
+        )
     if offline:
         go_offline()
     if scaling:
         plan_scaling(console, loaded, run.folder(loaded))
         return
+    check_run(loaded, run.folder(loaded))
     result = show_plans(console, loaded, run.folder(loaded), rehearse)
     chosen = "" if run.target is None else f" --target {run.target}"
     console.done(result, next=[f"specctl train-draft --recipe {run.recipe}{chosen}"])

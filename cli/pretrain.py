@@ -10,6 +10,7 @@ import typer
 from specctl.cli.console import Console
 from specctl.cli.flags import Out
 from specctl.cli.memory import peak_memory, peak_text
+from specctl.cli.outputs import check_folder
 
 
 def pretrain(
@@ -31,6 +32,7 @@ def pretrain(
       specctl pretrain --recipe tiny-target --out runs/tiny
     """
     path = recipe_path(recipe)
+    check_folder(out)
     from specctl.train.pretrain.run import pretrain as pretrain_
 
     has_state = (out / "checkpoint.safetensors").is_file()

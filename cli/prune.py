@@ -13,6 +13,7 @@ from specctl.cli.cutting import Job, cut_and_heal
 from specctl.cli.flags import Offline
 from specctl.cli.loading import go_offline
 from specctl.cli.plan import shown, without_dry_run
+from specctl.cli.preflight import check_run
 from specctl.cli.recipe_flags import DryRun, RecipeFlags
 from specctl.cli.shapes import SearchFlags, search_shapes
 from specctl.recipes.errors import RecipeError
@@ -93,9 +94,11 @@ def prune(
     """
     recipe = run.load()
     _check(cut, recipe)
+    search.refuse_ignored()
     if offline:
         go_offline()
     out = run.folder(recipe)
+    check_run(recipe, out)
     if search.search:
         if dry_run:
             raise _search_unplanned()

@@ -17,6 +17,7 @@ import typer
 from specctl.cli.console import Console
 from specctl.cli.flags import Sets
 from specctl.cli.memory import peak_memory, peak_text
+from specctl.cli.preflight import check_run
 from specctl.cli.progress import duration
 from specctl.recipes.errors import Exit, SpecctlError
 
@@ -66,10 +67,18 @@ def quickstart(
     """
     started = time.monotonic()
     loaded = scaled(recipe, target, minutes, tuple(set_ or ()))
+    check_run(loaded, out)
     from specctl.cli.loading import TargetChoice
+    from specctl.runtime.inflate import inflatable, size_named
+
+    size = inflate or ("300m" if target == "tiny" else "none")
+    if size != "none":
+        size_named(size)
 
     console.heading(f"1/5 target {target}")
     model = TargetChoice(target, loaded.target.revision, loaded.target.dtype).load(console)
+    if size != "none":
+        inflatable(model, size, model.dtype)  # known now rather than after the training
     spec = model.spec
     console.say(
         f"{spec.model_type}, {spec.num_layers} layers, width {spec.hidden_size}, "
@@ -83,7 +92,6 @@ def quickstart(
         console.heading("4/5 lossless?")
         _prove(console, model, package)
         console.heading("5/5 plain against speculative")
-        size = inflate or ("300m" if target == "tiny" else "none")
         report = _compare(console, model, package, None if size == "none" else size)
     seconds = time.monotonic() - started
     console.say(f"\ndone in {duration(seconds)}, {peak_text()}; everything is in {out}")

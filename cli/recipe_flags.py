@@ -82,11 +82,16 @@ class TrainingFlags(RecipeFlags):
     """The flags of a training command."""
 
     gpus: Annotated[
-        int, typer.Option("--gpus", min=1, help="GPUs, one process each.", rich_help_panel=HARDWARE)
+        int,
+        typer.Option(
+            "--gpus", min=1, max=1024, help="GPUs, one process each.", rich_help_panel=HARDWARE
+        ),
     ] = 1
     processes: Annotated[
         int,
-        typer.Option("--processes", min=1, help="Processes on the CPU.", rich_help_panel=HARDWARE),
+        typer.Option(
+            "--processes", min=1, max=1024, help="Processes on the CPU.", rich_help_panel=HARDWARE
+        ),
     ] = 1
     resume: Annotated[
         bool,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -62,9 +62,28 @@ class SearchFlags:
     max_parameters: Annotated[
         int | None,
         typer.Option(
-            "--max-parameters", min=1, help="Of the layers, at most.", rich_help_panel=SEARCH
+            "--max-parameters",
+            min=1,
+            max=10**15,
+            metavar="INTEGER",
+            help="Of the layers, at most.",
+            rich_help_panel=SEARCH,
         ),
     ] = None
+
+    def refuse_ignored(self) -> None:
+        """The other flags say nothing without --search."""
+        for field in fields(SearchFlags):
+            value = getattr(self, field.name)
+            if not self.search and value != field.default:
+                flag = f"--{field.name.replace('_', '-')}"
+                raise RecipeError(
+                    f"{flag} is ignored without --search",
+                    where=flag,
+                    found=str(value),
+                    expected="--search beside it",
+                    do=f"add --search, or leave {flag} out",
+                )
 
 
 def search_shapes(

@@ -9,6 +9,7 @@ import typer
 
 from specctl.cli.console import Console
 from specctl.cli.loading import DraftChoice, TargetChoice
+from specctl.cli.outputs import check_file
 from specctl.recipes.errors import SpecctlError
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def train_stop(
     from specctl.train.stop_rules import collect, fit, learned_rule
 
     wanted = learned_rule(rule)
+    check_file(out)
     model = target.load(console)
     loaded = DraftChoice(draft=draft).load(model)
     if loaded.drafter is None:

@@ -14,6 +14,7 @@ from specctl.cli.launch import check_gpus, is_launched, relaunch
 from specctl.cli.loading import go_offline
 from specctl.cli.memory import peak_memory, peak_text
 from specctl.cli.plan import show_plans, without_dry_run
+from specctl.cli.preflight import check_allowed, check_run
 from specctl.cli.progress import duration
 from specctl.cli.recipe_flags import TrainingFlags
 from specctl.recipes.errors import RecipeError, SpecctlError
@@ -41,10 +42,12 @@ def run_training(
     out = flags.folder(recipe)
     if flags.offline:
         go_offline()
+    check_allowed(flags.allow or ())
+    processes, is_cpu = _processes(flags, recipe.train.rows)
+    check_run(recipe, out)
     if flags.dry_run:
         console.done(show_plans(console, recipe, out), next=[without_dry_run()])
         return
-    processes, is_cpu = _processes(flags)
     if processes > 1 and not is_launched():
         code = relaunch(sys.argv[1:], processes, is_cpu, recipe.train.parallel)
         console.is_answered = True  # by the first process
@@ -54,8 +57,10 @@ def run_training(
     finish(console, recipe, result, about(result) if console.is_main else {})
 
 
-def _processes(flags: TrainingFlags) -> tuple[int, bool]:
-    """How many processes, and whether on the CPU."""
+def _processes(flags: TrainingFlags, rows: int) -> tuple[int, bool]:
+    """How many processes share the rows of a batch, and whether on the CPU."""
+    from specctl.train.job import check_rows
+
     if flags.gpus > 1 and flags.processes > 1:
         raise SpecctlError(
             "--gpus and --processes were both given",
@@ -66,6 +71,7 @@ def _processes(flags: TrainingFlags) -> tuple[int, bool]:
         )
     if flags.gpus > 1 and not is_launched():
         check_gpus(flags.gpus)
+    check_rows(rows, max(flags.gpus, flags.processes))
     return (flags.gpus, False) if flags.gpus > 1 else (flags.processes, True)
 
 

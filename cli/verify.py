@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +10,7 @@ import typer
 from specctl.cli.console import Console
 from specctl.cli.flags import Allow, TranslateFlag
 from specctl.cli.loading import DraftChoice, TargetChoice, go_offline, target_json
+from specctl.cli.outputs import check_file, write_report
 from specctl.recipes.errors import GateError, RecipeError, nearest
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def verify(
             expected="one of " + ", ".join(LEVELS),
             do=f"--level {nearest(level, LEVELS, 1)}",
         )
+    check_file(out)
     if target.offline:
         go_offline()
     result: dict[str, Any] = {"path": draft, "level": level, "checks": []}
@@ -145,8 +146,7 @@ def _finish(
             if not line.startswith("warning:"):  # said when it was found
                 console.out(line)
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
+        write_report(out, result)
     if proof is not None and not proof.passed:
         raise GateError(
             "the drafter is not lossless on this target",

@@ -15,6 +15,7 @@ import typer
 from specctl.cli.console import Console
 from specctl.cli.flags import Allow, Out
 from specctl.cli.loading import DraftChoice, LoadedDraft, TargetChoice, packaged_serve
+from specctl.cli.outputs import check_folder
 from specctl.recipes.errors import RecipeError, SpecctlError
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ def vocab_trim(
             expected="--size auto",
             do="leave --size out, or --search exhaustive",
         )
+    check_folder(out)
     from specctl.train.vocab.settings import TrimSettings
 
     settings = TrimSettings(

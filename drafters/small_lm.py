@@ -82,13 +82,13 @@ class SmallLmOptions:
         check_routing(self.head_groups, self.head_top)
         check_kind(self.loss, "drafter.options.loss")
         for name in ("layers", "width", "heads", "kv_heads", "head_dim", "intermediate", "window"):
-            size = getattr(self, name)
-            if size is not None and size < 1:
+            size, most = getattr(self, name), 1_000 if name == "layers" else 1_000_000
+            if size is not None and not 1 <= size <= most:
                 raise RecipeError(
                     f"{name} is no size",
                     where=f"drafter.options.{name}",
                     found=str(size),
-                    expected="a positive number, or leave it out",
+                    expected=f"a number from 1 to {most:,}, or leave it out",
                     do=f"leave {name} out to follow the target",
                 )
         kept = self.from_layers

@@ -64,7 +64,7 @@ class TokenRecyclingOptions:
                 do="leave chances out to take the default",
             )
         check_choice("scope", self.scope, tuple(Scope))
-        check_count("max_mib", self.max_mib)
+        check_count("max_mib", self.max_mib, most=1_000_000)
 
 
 class TokenRecycling(Drafter):

@@ -118,6 +118,7 @@ def unknown(what: str, name: str, known: Iterable[str], where: str) -> RecipeErr
     return RecipeError(
         f"unknown {what} {name!r}",
         where=where,
+        found=name,
         expected="one of " + ", ".join(names),
         do=f"write {key}: {nearest(name, names, 1)}",
     )

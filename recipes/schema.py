@@ -14,10 +14,15 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Positive = Annotated[int, Field(ge=1)]
+Positive = Annotated[int, Field(ge=1, le=10**9)]
+Tokens = Annotated[int, Field(ge=1, le=10**13)]
+SeedNumber = Annotated[int, Field(ge=0, lt=2**32)]
+
+LARGEST_OPTION = 10**12  # of a drafter's options; what fits each is the family's to say
 
 StageName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$")]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+InflateName = Literal["100m", "300m", "1b", "8b"]
 PolicyName = Literal[
     "chain", "static-tree", "dynamic-tree", "merged-beams", "sequoia", "rsd", "dyspec", "opt-tree",
     "ddd", "cape", "mcsd", "top-plus-one", "paths", "hardware-tree", "propd", "fused", "direct",
@@ -64,6 +69,17 @@ _ALWAYS = {
 }  # length has a default and is never refused
 
 
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted leaf -> value; an empty mapping is a leaf."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            leaves.update(flatten(value, f"{prefix}{key}."))
+        else:
+            leaves[f"{prefix}{key}"] = value
+    return leaves
+
+
 class Section(BaseModel):
     """A part of a recipe: immutable, unknown keys refused."""
 
@@ -78,10 +94,8 @@ class TargetPart(Section):
     )
     revision: str | None = Field(default=None, description="commit of the hub repository")
     dtype: DtypeName = Field(default="auto", description="arithmetic of the target")
-    inflate: str | None = Field(
-        default=None,
-        pattern=r"^\d+(\.\d+)?[mbMB]$",
-        description="grow the target to the cost of this many parameters, e.g. 300m",
+    inflate: InflateName | None = Field(
+        default=None, description="grow the target to the cost of this many parameters, e.g. 300m"
     )
 
 
@@ -98,6 +112,16 @@ class DrafterPart(Section):
         description="weights to start from: null = fresh, 'target' = cut from the target itself, "
         "else a package, a run folder or a Hugging Face folder",
     )
+
+    @model_validator(mode="after")
+    def _real_numbers(self) -> Self:
+        for name, value in flatten({"options": self.options}).items():
+            for number in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(number, (int, float)) and not abs(number) <= LARGEST_OPTION:
+                    raise ValueError(
+                        f"{name} has a number that no drafter can have; correct drafter.{name}"
+                    )
+        return self
 
 
 class DataPart(Section):
@@ -117,10 +141,10 @@ class DataPart(Section):
     temperature: Annotated[float, Field(ge=0.0, le=5.0)] = 0.8
     greedy_share: Fraction = Field(default=0.5, description="share of answers written greedily")
     train_on_prompt: bool = Field(default=False, description="also learn to predict the prompts")
-    text_tokens: Annotated[int, Field(ge=0)] = Field(
+    text_tokens: Annotated[int, Field(ge=0, le=10**13)] = Field(
         default=0, description="also learn from so many tokens of the source's own text"
     )
-    limit_tokens: Positive | None = Field(
+    limit_tokens: Tokens | None = Field(
         default=None, description="stop reading after so many tokens"
     )
     drop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
@@ -145,7 +169,7 @@ class DataPart(Section):
     features_gb: Annotated[float, Field(gt=0.0)] | None = Field(
         default=None, description="most gigabytes of features on disk; the rest stays online"
     )
-    seed: int = 0
+    seed: SeedNumber = 0
 
     @model_validator(mode="after")
     def _no_ignored_features(self) -> Self:
@@ -212,9 +236,9 @@ class TrainPart(Section):
     lora: LoraPart | None = Field(
         default=None, description="adapt the weights of drafter.init by low-rank additions"
     )
-    seed: int = 0
+    seed: SeedNumber = 0
     save_every: Positive = 200
-    keep: Annotated[int, Field(ge=2)] = Field(
+    keep: Annotated[int, Field(ge=2, le=10**9)] = Field(
         default=2, description="checkpoints kept beside the best"
     )
     log_every: Positive = 10
@@ -276,7 +300,7 @@ class ServePart(Section):
     early_top: Positive | None = Field(
         default=None, description="propd: best tokens there whose nodes survive"
     )
-    refresh: Annotated[int, Field(ge=4)] | None = Field(
+    refresh: Annotated[int, Field(ge=4, le=10**9)] | None = Field(
         default=None, description="propd: rounds between choices of the tree's size"
     )
     check: tuple[Positive, ...] | None = Field(
@@ -319,7 +343,7 @@ class ServePart(Section):
 class VocabPart(Section):
     """Trimming of the drafter's vocabulary."""
 
-    size: Annotated[int, Field(ge=2)] | Literal["auto"] | None = Field(
+    size: Annotated[int, Field(ge=2, le=10**9)] | Literal["auto"] | None = Field(
         default=None, description="tokens kept; null keeps all"
     )
     min_coverage: Fraction = Field(
@@ -403,17 +427,6 @@ class Recipe(Section):
         copy = self.model_copy()
         copy._origin = dict(origin)
         return copy
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted leaf -> value; an empty mapping is a leaf."""
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            leaves.update(flatten(value, f"{prefix}{key}."))
-        else:
-            leaves[f"{prefix}{key}"] = value
-    return leaves
 
 
 def section_at(path: tuple[Any, ...]) -> type[Section] | None:

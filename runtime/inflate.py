@@ -88,15 +88,22 @@ class InflatedLM(LeanLM):
         )
 
 
-def inflate(target: Target, size: str, dtype: torch.dtype | None = None, seed: int = 0) -> Target:
-    """`target` at a nominal size of `SIZES`, same distribution, same fingerprint."""
-    if size not in SIZES:
+def size_named(name: str) -> Size:
+    """The size of that name."""
+    if name not in SIZES:
         raise SpecctlError(
-            f"unknown size {size!r}",
-            found=size,
+            f"unknown size {name!r}",
+            where="--inflate",
+            found=name,
             expected="one of " + ", ".join(SIZES),
-            do=f"--inflate {nearest(size, SIZES, 1)}",
+            do=f"--inflate {nearest(name, SIZES, 1)}",
         )
+    return SIZES[name]
+
+
+def inflatable(target: Target, size: str, dtype: torch.dtype) -> LeanLM:
+    """The target's model, if it can be inflated to that size here; an error otherwise."""
+    need = size_named(size).parameters * dtype.itemsize
     base = target.lm
     if not isinstance(base, LeanLM) or isinstance(base, InflatedLM):
         raise IncompatibleError(
@@ -105,10 +112,16 @@ def inflate(target: Target, size: str, dtype: torch.dtype | None = None, seed: i
             expected="a Llama, Mistral, Qwen2 or Qwen3 as published",
             do="inflate the embedded target: --target tiny",
         )
-    dtype = dtype or target.dtype
-    shape = inflated_shape(base.module.shape, SIZES[size], size)
-    need = SIZES[size].parameters * dtype.itemsize
+    inflated_shape(base.module.shape, SIZES[size], size)
     check_memory(need, dtype, target.device, f"a target inflated to {size}")
+    return base
+
+
+def inflate(target: Target, size: str, dtype: torch.dtype | None = None, seed: int = 0) -> Target:
+    """`target` at a nominal size of `SIZES`, same distribution, same fingerprint."""
+    dtype = dtype or target.dtype
+    base = inflatable(target, size, dtype)
+    shape = inflated_shape(base.module.shape, SIZES[size], size)
     lm = InflatedLM(*_inflate(base, shape, dtype, seed))
     return replace(target, lm=lm, inflated=size)
 

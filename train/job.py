@@ -69,7 +69,7 @@ def make_job(
     """Everything the loop works with; `reference` is what the selection of tokens compares with."""
     settings, ranks, reporter = recipe.train, checkpoints.ranks, checkpoints.reporter
     target, data, out = made.target, made.data, checkpoints.folder.parent
-    _check_rows(recipe, ranks)
+    check_rows(recipe.train.rows, ranks.size)
     drafter = _begun(recipe, made, ranks, reporter)
     selection = selection_of(recipe, drafter, reference)
     num_rows = data.num_rows - len(measuring_rows(recipe, data))
@@ -106,13 +106,14 @@ def make_job(
     )
 
 
-def _check_rows(recipe: Recipe, ranks: Ranks) -> None:
-    if recipe.train.rows < ranks.size:
+def check_rows(rows: int, processes: int) -> None:
+    """Refuse processes that would have no row of a batch."""
+    if rows < processes:
         raise RecipeError(
             "fewer rows in a batch than processes",
-            found=f"train.rows {recipe.train.rows}, {ranks.size} processes",
+            found=f"train.rows {rows}, {processes} processes",
             expected="at least one row per process",
-            do=f"--set train.rows={ranks.size}",
+            do=f"--set train.rows={processes}",
             where="train.rows",
         )
 

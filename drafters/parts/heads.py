@@ -29,15 +29,15 @@ class ResBlock(nn.Module):
         return x + F.silu(self.linear(x))
 
 
-def check_count(name: str, number: int, least: int = 1) -> None:
-    """An option that counts layers, heads or steps is large enough."""
-    if number < least:
+def check_count(name: str, number: int, least: int = 1, most: int = 10_000) -> None:
+    """An option that counts layers, heads or steps is within reason."""
+    if not least <= number <= most:
         raise RecipeError(
-            f"{name} of a drafter is too small",
+            f"{name} of a drafter is too {'small' if number < least else 'large'}",
             where=f"drafter.options.{name}",
             found=str(number),
-            expected=f"{least} or more",
-            do=f"write {name}: {least}",
+            expected=f"{least:,} to {most:,}",
+            do=f"write {name}: {least if number < least else most}",
         )
 
 
@@ -47,6 +47,7 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
         raise RecipeError(
             f"unknown {name} {value!r}",
             where=f"drafter.options.{name}",
+            found=str(value),
             expected="one of " + ", ".join(choices),
             do=f"write {name}: {nearest(str(value), choices, 1)}",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,11 @@ def value_at(tree: dict[str, Any], field: str) -> Any:
     return tree
 
 
-def test_every_flag_sets_its_field_and_is_named_as_its_origin(run: Callable[..., Any]) -> None:
+def test_every_flag_sets_its_field_and_is_named_as_its_origin(
+    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("words.txt").write_text("a few words\n")
     words = [word for flag, (value, _, _) in FLAGS.items() for word in (flag, value)]
     ran = run("distill", *words, "--set", "train.steps=3", "--dry-run", "--json")
     assert ran.code == 0, ran.err
@@ -38,12 +43,12 @@ def test_every_flag_sets_its_field_and_is_named_as_its_origin(run: Callable[...,
 def test_from_is_where_the_weights_begin_and_reference_goes_with_select(
     run: Callable[..., Any],
 ) -> None:
-    words = ["--from", "target", "--select", "highest", "--reference", "runs/x"]
+    words = ["--from", "target", "--select", "highest", "--reference", "owner/x"]
     ran = run("distill", *words, "--dry-run", "--json")
     assert ran.code == 0, ran.err
     recipe = ran.json["result"]["recipe"]
     assert recipe["drafter"]["init"] == "target"
-    assert recipe["train"]["reference"] == "runs/x"
+    assert recipe["train"]["reference"] == "owner/x"
 
 
 @pytest.mark.parametrize(

@@ -54,10 +54,10 @@ MISTAKES = {
     "prompts that are not JSON": Mistake((*G, "-f", "BROKEN"), 4, "correct that line"),
     "a prompt that is a number": Mistake((*G, "-f", "NUMBER"), 4, "correct that line"),
     "an infinite temperature": Mistake(
-        (*G, "--temperature", "inf", "x"), 2, "give temperature another value"
+        (*G, "--temperature", "inf", "x"), 2, "specctl generate --help"
     ),
     "a top-k beyond all vocabularies": Mistake(
-        (*G, "--top-k", "9" * 20, "x"), 2, "give top_k another value"
+        (*G, "--top-k", "9" * 20, "x"), 2, "specctl generate --help"
     ),
     "a draft of absurdly many layers": Mistake(
         ("distill", "--dry-run", "--layers", "9" * 20), 2, "specctl distill --help"

@@ -38,13 +38,6 @@ def heldout_prompts(
     `path` is a text file (one prompt per line) or JSONL with text, prompt or messages per line.
     """
     file = embedded_prompts() if path is None else Path(path)
-    if not file.is_file():
-        raise FileError(
-            "the file of held-out prompts does not exist",
-            found=str(file),
-            expected="a text file with one prompt per line, or JSONL",
-            do="correct the path, or leave it out to use the embedded prompts",
-        )
     by_domain: dict[str, list[tuple[str, Any]]] = {}
     for found, record in _records(file):
         by_domain.setdefault(found, []).append((found, record))
@@ -77,7 +70,17 @@ def heldout_prompts(
 def _records(file: Path) -> Iterator[tuple[str, Any]]:
     """Domain and record of every line; a line that is not JSON in a JSONL file is an error."""
     is_json = file.suffix.lower() in (".jsonl", ".json")
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileError(
+            "the file of held-out prompts cannot be read",
+            where=str(file),
+            found=getattr(error, "strerror", None) or f"no UTF-8 text: {error}",
+            expected="a text file with one prompt per line, or JSONL",
+            do="correct the path, or leave it out to use the embedded prompts",
+        ) from error
+    for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
             continue
         if not is_json:

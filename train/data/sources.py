@@ -69,16 +69,24 @@ def read_samples(
     if is_corpus(source):
         yield from _corpus(source, seed)
         return
-    path = Path(source).expanduser()
-    kind = _kind(source, path) if format == "auto" else format
+    kind, path = check_source(source, format)
     if kind == HUB:
         yield from _hub(source, split, defects)
         return
-    if not path.exists():
-        raise _no_such_path(source, path)
     for file in _files(path, kind):
         reader = {TEXT: _text, JSONL: _jsonl, PARQUET: _parquet}[kind]
         yield from reader(file, defects)
+
+
+def check_source(source: str, format: str) -> tuple[str, Path]:
+    """The format of a source and its path; one that is nowhere here is refused."""
+    path = Path(source).expanduser()
+    if is_corpus(source):
+        return TEXT, path
+    kind = _kind(source, path) if format == "auto" else format
+    if kind != HUB and not path.exists():
+        raise _no_such_path(source, path)
+    return kind, path
 
 
 def _kind(source: str, path: Path) -> str:

@@ -15,6 +15,7 @@ FREE = frozenset(
         "train.trackers",
     }
 )  # fmt: skip
+PARTS = ("config", "target", "data", "vocab", "init", "world-size")  # of a run's fingerprint
 DECIDING = ("target", "drafter", "data", "train", "vocab")
 
 

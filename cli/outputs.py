@@ -1,0 +1,40 @@
+"""Where a command will write: refused before anything is spent, and written with a name."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def check_folder(path: Path) -> None:
+    """Refuse a folder that cannot be made or written, in the system's own words."""
+    there = next(place for place in (path, *path.parents) if place.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
+
+
+def check_file(path: Path | None) -> None:
+    """The same for a file that is to be written; None is no file."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    check_folder(path.parent)
+    if path.exists() and not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+def write_report(path: Path, body: Mapping[str, Any]) -> None:
+    """A result as a JSON file; whatever fails names that file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.write_text(json.dumps(body, indent=1) + "\n")
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise

@@ -1,0 +1,53 @@
+"""What a run would refuse once it has begun, refused before: by its dry run and plan as well."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specctl.cli.outputs import check_folder
+from specctl.recipes.errors import SpecctlError, nearest
+from specctl.recipes.stages import PREFIX, stages_of
+
+if TYPE_CHECKING:
+    from specctl.recipes.schema import Recipe
+
+
+def check_run(recipe: Recipe, out: Path) -> None:
+    """The folder, the data and the drafters that every stage of a run asks for."""
+    from specctl.train.data.sources import check_source
+
+    check_folder(out)
+    for stage in stages_of(recipe).values() or (recipe,):
+        check_source(stage.data.source, stage.data.format)
+        for name in (stage.drafter.init, stage.train.reference):
+            if name is not None:
+                _check_drafter(name)
+
+
+def _check_drafter(name: str) -> None:
+    """Refuse the name of a drafter that is nowhere here; the hub is not asked."""
+    from specctl.export.find import locate
+    from specctl.recipes.targets import aliases
+
+    is_hub_id = re.fullmatch(r"[^./~][^/]*/[^/]+", name) and not Path(name).parent.is_dir()
+    if name == "target" or name in aliases() or name.startswith(PREFIX) or is_hub_id:
+        return
+    locate(name)
+
+
+def check_allowed(names: Collection[str]) -> None:
+    """--allow names parts of a run that may have changed; any other word allows nothing."""
+    from specctl.train.saving.fingerprint import PARTS
+
+    for name in names:
+        if name not in PARTS:
+            raise SpecctlError(
+                f"there is no --allow {name}",
+                where="--allow",
+                found=name,
+                expected="one of " + ", ".join(PARTS),
+                do=f"--allow {nearest(name, PARTS, 1)}",
+            )

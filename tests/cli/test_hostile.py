@@ -1,0 +1,129 @@
+"""Absurd numbers, flags that do not go together, places that cannot be written: refused at once,
+by a dry run as by the run itself."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import commands
+import pytest
+
+from specctl.cli.command import command
+from specctl.cli.main import COMMANDS, load_command
+from specctl.recipes.schema import InflateName
+from specctl.runtime.inflate import SIZES
+
+ABSURD = {int: ("9" * 30,), float: ("nan", "inf")}
+
+
+def leaves() -> Iterator[tuple[str, Any, Callable[..., None]]]:
+    """Every command: the words that call it, its parameters, and the function behind it."""
+    for name, entry in COMMANDS.items():
+        module = importlib.import_module(f"specctl.cli.{entry.module}")
+        if hasattr(module, "app"):
+            for leaf in module.app.registered_commands:
+                below = load_command(name).commands[leaf.name]
+                yield f"{name} {leaf.name}", below.params, leaf.callback
+        else:
+            yield name, load_command(name).params, command(getattr(module, entry.module))
+
+
+def absurd(annotation: Any) -> tuple[str, ...]:
+    """What no flag of that type may take; nothing for flags that take no numbers."""
+    kind = get_args(annotation)[0] if get_args(annotation) else annotation
+    kinds = {kind, *get_args(kind), *(part for one in get_args(kind) for part in get_args(one))}
+    return next((words for number, words in ABSURD.items() if number in kinds), ())
+
+
+def test_no_command_takes_an_absurd_number(run: Any) -> None:
+    asked = 0
+    for words, parameters, function in leaves():
+        kinds = inspect.signature(function).parameters
+        needed = [p.opts[0] for p in parameters if p.required]
+        given = [w for flag in needed for w in ((flag, "x") if flag[0] == "-" else ("x",))]
+        for parameter in parameters:
+            if parameter.name not in kinds:
+                continue
+            flag = parameter.opts[0]
+            for number in absurd(kinds[parameter.name].annotation):
+                ran = run(*words.split(), *given, f"{flag}={number}", "--json")
+                what = ran.json["error"]["what"]
+                assert (ran.code, what.startswith(f"Invalid value for '{flag}'")) == (2, True), what
+                asked += 1
+    assert asked > 70
+
+
+REFUSED = {
+    # a dry run and a plan refuse what the run would
+    "a dry run on more GPUs than there are": (("train-draft", "--dry-run", "--gpus", "64"), 6),
+    "a dry run on too many processes": (("distill", "--dry-run", "--processes", "17"), 3),
+    "a dry run on GPUs and processes": (
+        ("train-draft", "--dry-run", "--gpus", "2", "--processes", "2"),
+        2,
+    ),
+    "a dry run without its data": (("train-draft", "--dry-run", "--data", "no.jsonl"), 4),
+    "a plan without its data": (("plan", "--data", "no.jsonl"), 4),
+    "a cut without its data": (("prune", "--dry-run", "--data", "no.jsonl"), 4),
+    "a dry run into a file": (("train-draft", "--dry-run", "--out", "FILE"), 4),
+    "a plan below a file": (("plan", "--out", "FILE/run"), 4),
+    "a dry run from a drafter that is nowhere": (("train-draft", "--dry-run", "--init", "no"), 4),
+    "a reference that is nowhere": (
+        ("distill", "--dry-run", "--select", "highest", "--reference", "./no"),
+        4,
+    ),
+    "an allowance of nothing": (("train-draft", "--dry-run", "--allow", "taregt"), 2),
+    "a rehearsal of a grid": (("plan", "--rehearse", "--scaling"), 2),
+    "a search's flag without a search": (("prune", "--dry-run", "--depths", "1"), 3),
+    # numbers of a recipe
+    "too many steps": (("plan", "--set", "train.steps=99999999999999999999"), 3),
+    "too many rows": (("plan", "--set", "train.rows=99999999999999999999"), 3),
+    "too many prompts": (("plan", "--set", "data.prompts=99999999999999999999"), 3),
+    "too large a seed": (("plan", "--set", "train.seed=99999999999999999999"), 3),
+    "a seed below nothing": (("plan", "--set", "data.seed=-1"), 3),
+    "too many layers": (("plan", "--set", "drafter.options.layers=99999999999999999999"), 3),
+    "many layers": (("plan", "--set", "drafter.options.layers=100000"), 3),
+    "too many heads": (("plan", "-r", "medusa", "--set", "drafter.options.num_heads=999999"), 3),
+    "an infinite option": (("plan", "--set", "drafter.options.temperature=.inf"), 3),
+    "a vocabulary beyond the target's": (("plan", "--set", "vocab.size=100000000"), 3),
+    "too large a vocabulary": (("plan", "--set", "vocab.size=99999999999999999999"), 3),
+    "an unknown size of target": (("plan", "--set", "target.inflate=77b"), 3),
+    # late failures, early
+    "a benchmark into a folder": (("bench", "--out", "FOLDER"), 4),
+    "a benchmark below a file": (("bench", "--out", "FILE/x.json"), 4),
+    "a report into a folder": (("verify", "prompt-lookup", "--out", "FOLDER"), 4),
+    "a quickstart below a file": (("quickstart", "--out", "FILE/x"), 4),
+    "a quickstart at an unknown cost": (("quickstart", "--inflate", "77b"), 2),
+    "prompts that are a folder": (("bench", "--prompts", "FOLDER"), 4),
+    "prompts that are no text": (("bench", "--prompts", "BINARY"), 4),
+    "a stop rule into a folder": (("train-stop", "-d", "x", "--out", "FOLDER"), 4),
+    "a trimming into a file": (("vocab-trim", "-d", "x", "--out", "FILE"), 4),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_what_cannot_work_is_refused_before_anything_is_spent(
+    name: str, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("FILE").write_text("x")
+    Path("BINARY").write_bytes(b"\x7fELF\xff\xfe\x00")
+    Path("FOLDER").mkdir()
+    words, code = REFUSED[name]
+    ran = run(*words, "--json")
+    error = ran.json["error"]
+    assert ran.code == error["code"] == code, error
+    assert error["what"]
+    assert error["found"], error
+    assert error["expected"], error
+    assert error["do"], error
+    if error["do"].startswith("specctl "):
+        assert commands.why_not(commands.program_words(error["do"])) is None, error["do"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["BINARY", "FILE", "FOLDER"]
+
+
+def test_recipes_and_the_runtime_know_the_same_sizes() -> None:
+    assert get_args(InflateName) == (*SIZES,)
