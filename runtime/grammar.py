@@ -19,7 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from specctl.recipes.errors import SpecctlError, nearest
+from specctl.recipes.errors import Exit, SpecctlError, nearest
 from specctl.runtime import grammar_worker
 from specctl.runtime.grammar_worker import make_matcher, make_tokenizer
 
@@ -79,7 +79,14 @@ class GrammarSpec:
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise GrammarError(f"cannot read the grammar {path}", found=str(error)) from error
+            raise GrammarError(
+                f"cannot read the grammar {path}",
+                where=str(path),
+                found=getattr(error, "strerror", None) or str(error),
+                expected="a file in UTF-8",
+                do="correct the path, or leave the grammar out",
+                exit=Exit.FILE,
+            ) from error
         kind = kind or ENDINGS[path.suffix]
         return cls(kind, text.rstrip("\n") if kind == "regex" else text)
 
@@ -95,7 +102,12 @@ class GrammarSpec:
         try:
             return str(matcher.grammar_from_json_schema(schema, overrides=spaces))
         except ValueError as error:
-            raise GrammarError("the JSON schema is not valid JSON", found=str(error)) from error
+            raise GrammarError(
+                "the JSON schema is not valid JSON",
+                found=str(error),
+                expected='a JSON object such as {"type": "object"}',
+                do="correct the schema",
+            ) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specctl.drafters import family
 from specctl.drafters.parts.base import Drafter, Outcome, RoundSeconds
-from specctl.recipes.errors import RecipeError, SpecctlError
+from specctl.recipes.errors import IncompatibleError, RecipeError, SpecctlError
 from specctl.runtime.engine import Engine
+from specctl.runtime.policies import policies_of
 from specctl.runtime.policies.chain import Chain
 from specctl.runtime.policies.stops import STOPS, Learned, Step, StopRule, tested_rows
 from specctl.runtime.policies.stops import trained_stops as names_of_trained
@@ -100,6 +102,7 @@ def learned_rule(name: str) -> Learned:
         raise RecipeError(
             f"{name} is not a stop rule that is trained",
             where="--stop-rule",
+            found=name,
             expected="one of " + ", ".join(names_of_trained()),
             do="use it as it is: --stop-rule " + name if name in STOPS else "correct the name",
         )
@@ -116,6 +119,15 @@ def collect(
     batch: int = 8,
 ) -> Collector:
     """Decode the prompts greedily and once more sampled, noting every step."""
+    policies = drafter.policies or policies_of(family(drafter.family))
+    if "chain" not in policies:
+        raise IncompatibleError(
+            f"{drafter.family} does not draft step by step, so nothing stops it early",
+            where="--draft",
+            found="grown by " + ", ".join(policies),
+            expected="a drafter that policy chain can grow, such as eagle3 or distill",
+            do="specctl train-draft --recipe distill",
+        )
     collector = Collector(rule)
     for temperature in (0.0, 0.8):
         settings = Sampling(temperature, max_new_tokens=new_tokens, ignore_eos=True)

@@ -100,6 +100,10 @@ REFUSED = {
     "prompts that are a folder": (("bench", "--prompts", "FOLDER"), 4),
     "prompts that are no text": (("bench", "--prompts", "BINARY"), 4),
     "a stop rule into a folder": (("train-stop", "-d", "x", "--out", "FOLDER"), 4),
+    "a stop rule of what drafts at once": (("train-stop", "-d", "prompt-lookup"), 5),
+    "an unknown translation": (("generate", "-d", "prompt-lookup", "--translate", "tly", "x"), 3),
+    "a schema that is nowhere": (("generate", "--json-schema", "no.json", "x"), 4),
+    "a schema that is no JSON": (("generate", "--json-schema", "FILE", "x"), 2),
     "a trimming into a file": (("vocab-trim", "-d", "x", "--out", "FILE"), 4),
 }
 
