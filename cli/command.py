@@ -89,7 +89,7 @@ def _check_numbers(ctx: typer.Context, option: inspect.Parameter, value: Any) ->
     most = MOST if getattr(info, "max", None) is None else math.inf
     for number in value if isinstance(value, (list, tuple)) else (value,):
         if isinstance(number, (int, float)) and not abs(number) <= min(most, sys.float_info.max):
-            flag = next(p for p in ctx.command.params if p.name == option.name)
+            flag: Any = next(p for p in ctx.command.params if p.name == option.name)
             told = f"{number} is not a finite number of at most {MOST:,}"
             raise typer.BadParameter(told, ctx=ctx, param=flag)
 

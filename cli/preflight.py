@@ -28,14 +28,18 @@ def check_run(recipe: Recipe, out: Path) -> None:
 
 
 def _check_drafter(name: str) -> None:
-    """Refuse the name of a drafter that is nowhere here; the hub is not asked."""
-    from specctl.export.find import locate
+    """Refuse a drafter that is nowhere here, or a package that was changed; the hub is not
+    asked."""
+    from specctl.export.find import Kind, locate
+    from specctl.export.manifest import check_files
     from specctl.recipes.targets import aliases
 
     is_hub_id = re.fullmatch(r"[^./~][^/]*/[^/]+", name) and not Path(name).parent.is_dir()
     if name == "target" or name in aliases() or name.startswith(PREFIX) or is_hub_id:
         return
-    locate(name)
+    found = locate(name)
+    if found.kind is Kind.PACKAGE and found.folder is not None:
+        check_files(found.folder)
 
 
 def check_allowed(names: Collection[str]) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specctl.cli.console import Console
 from specctl.recipes.errors import FileError
+
+if TYPE_CHECKING:
+    from specctl.export.manifest import Manifest
 
 
 def show(
@@ -58,6 +61,7 @@ def _package(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
     manifest, record = read_manifest(path), read_record(path)
     vocab, accepted = manifest.vocabulary, manifest.acceptance
     size = sum(record.bytes for record in manifest.files.values())
+    _warn_of_damage(console, path, manifest)
     rows: list[tuple[str, object]] = [
         ("kind", f"package ({manifest.format}, format {manifest.format_version})"),
         ("family", manifest.family),
@@ -80,6 +84,18 @@ def _package(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
     ]
     result = {"kind": "package", "path": str(path), "manifest": manifest.to_json()}
     return {**result, "proof": record}, following
+
+
+def _warn_of_damage(console: Console, path: Path, manifest: Manifest) -> None:
+    """What the folder shows at a glance: files that are gone or have another size."""
+    for name, record in manifest.files.items():
+        file = path / name
+        found = f"{file.stat().st_size:,} bytes" if file.is_file() else "not there"
+        if found != f"{record.bytes:,} bytes":
+            console.warn(
+                f"{name} is not as it was written ({found}, {record.bytes:,} bytes in the "
+                f"manifest): specctl verify {path} --level files"
+            )
 
 
 def _target_text(target: Any) -> str:

@@ -114,13 +114,18 @@ def vocab_trim(
             do="leave --size out, or --search exhaustive",
         )
     check_folder(out)
+    from specctl.train.data.sources import check_source
     from specctl.train.vocab.settings import TrimSettings
 
     settings = TrimSettings(
         wanted, part.min_coverage, max_new_tokens, temperature,
         search=part.search, trials=part.trials,
     )  # fmt: skip
+    if data is not None:
+        check_source(str(data), "auto")
     model = target.load(console)
+    if wanted != "auto" and not 2 <= wanted <= model.spec.vocab_size:
+        raise _bad_size(str(size or wanted), f"2 to {model.spec.vocab_size:,} tokens, or auto")
     loaded = DraftChoice(draft, allow=[*(allow or ()), "padding"]).load(model)  # it is cut to fit
     job = TrimJob(model, loaded, settings, chosen, data, prompts, num_prompts)
     report, manifest = trim_and_package(console, job, out)
@@ -309,11 +314,15 @@ def parse_size(text: str) -> int | Literal["auto"]:
         return "auto"
     match = re.fullmatch(r"(\d+)(k?)", text.replace(",", "").lower())
     if match is None or int(match[1]) == 0:
-        raise RecipeError(
-            f"the size {text!r} cannot be read",
-            where="--size",
-            found=text,
-            expected="a number of tokens such as 2048 or 32k, or auto",
-            do="--size auto",
-        )
+        raise _bad_size(text, "a number of tokens such as 2048 or 32k, or auto")
     return int(match[1]) * (1000 if match[2] else 1)
+
+
+def _bad_size(text: str, expected: str) -> RecipeError:
+    return RecipeError(
+        f"the size {text!r} is no size of a vocabulary",
+        where="--size",
+        found=text,
+        expected=expected,
+        do="--size auto",
+    )

@@ -185,7 +185,7 @@ class DataPart(Section):
 class LoraPart(Section):
     """Train small additions to frozen weights instead of the weights (LoRA)."""
 
-    rank: Positive = 8
+    rank: Annotated[int, Field(ge=1, le=10_000)] = 8
     alpha: Annotated[float, Field(gt=0.0)] = Field(
         default=16.0, description="the addition is scaled by alpha / rank"
     )

@@ -14,8 +14,11 @@ import pytest
 
 from specctl.cli.command import command
 from specctl.cli.main import COMMANDS, load_command
+from specctl.drafters import families
+from specctl.export.folder import save_package
 from specctl.recipes.schema import InflateName
 from specctl.runtime.inflate import SIZES
+from specctl.runtime.target import Target
 
 ABSURD = {int: ("9" * 30,), float: ("nan", "inf")}
 
@@ -104,6 +107,10 @@ REFUSED = {
     "an unknown translation": (("generate", "-d", "prompt-lookup", "--translate", "tly", "x"), 3),
     "a schema that is nowhere": (("generate", "--json-schema", "no.json", "x"), 4),
     "a schema that is no JSON": (("generate", "--json-schema", "FILE", "x"), 2),
+    "a trimming to one token": (("vocab-trim", "-d", "x", "-o", "NEW", "--size", "1"), 3),
+    "a trimming to all too many": (("vocab-trim", "-d", "x", "-o", "NEW", "--size", "9999k"), 3),
+    "a trimming by no data": (("vocab-trim", "-d", "x", "-o", "NEW", "--data", "no.txt"), 4),
+    "additions of absurd rank": (("plan", "-r", "adapt", "--set", "train.lora.rank=99999"), 3),
     "a trimming into a file": (("vocab-trim", "-d", "x", "--out", "FILE"), 4),
 }
 
@@ -131,3 +138,22 @@ def test_what_cannot_work_is_refused_before_anything_is_spent(
 
 def test_recipes_and_the_runtime_know_the_same_sizes() -> None:
     assert get_args(InflateName) == (*SIZES,)
+
+
+def test_a_damaged_package_is_refused_by_a_dry_run_and_shown_with_a_warning(
+    run: Any, tmp_path: Path, tiny_target: Target
+) -> None:
+    family, folder = families()["small-lm"], tmp_path / "package"
+    drafter = family.build(family.options(layers=1, width=64), tiny_target.spec, None)
+    about: dict[str, Any] = {"serve": {}, "recipe_digest": "0" * 64, "acceptance": None}
+    save_package(drafter, tiny_target, folder, **about, command=["x"])
+    words = ("distill", "--dry-run", "--from", folder, "--json")
+    assert run(*words).code == 0
+    assert run("show", folder, "--json").json["warnings"] == []
+    weights = folder / "model.safetensors"
+    body = weights.read_bytes()
+    weights.write_bytes(body[:-1] + bytes([body[-1] ^ 1]))
+    assert run(*words).code == 7
+    weights.unlink()
+    (warning,) = run("show", folder, "--json").json["warnings"]
+    assert "model.safetensors" in warning
