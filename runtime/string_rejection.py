@@ -60,10 +60,7 @@ class StringRejectionState(StepState):
         self.texts.start(slot, tokens)
 
     def root(self, view: RoundView) -> Tensor:
-        for slot, tokens in zip(view.slots, view.tokens, strict=True):
-            self.texts.read(slot, tokens)
-        state = self.texts.state
-        root_BU = view.shown(state.root(self.texts.view(view)))
+        state, root_BU = self.texts.state, view.shown(self.texts.root(view))
         for slot in view.slots:
             state.num_cached[slot] = len(self.texts.ids[slot])
         self.view, self.rest = view, None

@@ -175,6 +175,12 @@ class Texts:
         self.ids[slot] += self.reader.more(tokens[self.num_read[slot] :])
         self.num_read[slot] = len(tokens)
 
+    def root(self, view: RoundView) -> Tensor:
+        """[B, U]: the draft's logits behind what is committed by now."""
+        for slot, tokens in zip(view.slots, view.tokens, strict=True):
+            self.read(slot, tokens)
+        return self.state.root(self.view(view))
+
     def view(self, view: RoundView) -> RoundView:
         """The round as the draft's model sees it; at least its last token is read anew."""
         for slot in view.slots:
@@ -202,10 +208,7 @@ class IntersectionState(StepState):
         self.texts.start(slot, tokens)
 
     def root(self, view: RoundView) -> Tensor:
-        for slot, tokens in zip(view.slots, view.tokens, strict=True):
-            self.texts.read(slot, tokens)
-        logits_BU = self.texts.state.root(self.texts.view(view))
-        return logits_BU.index_select(-1, self.drafter.draft_ids_K)
+        return self.texts.root(view).index_select(-1, self.drafter.draft_ids_K)
 
     def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
         logits_BMU = self.texts.state.expand(self.drafter.draft_id_V[token_BM], parent_BM)
