@@ -19,7 +19,7 @@ from torch import Tensor
 from specctl.drafters.parts.lm import LmOut
 from specctl.drafters.parts.slots import SlotKV
 from specctl.recipes.errors import SpecctlError
-from specctl.runtime.prefill import CHUNK, Reading, read
+from specctl.runtime.prefill import CHUNK, Follow, Reading, read
 from specctl.runtime.session import Request, Row
 from specctl.runtime.target import Target
 
@@ -93,9 +93,10 @@ class Admission:
             self.waiting.remove(each)
         return bool(found)
 
-    def read(self, kv: SlotKV, roots: bool) -> list[Reading]:
+    def read(self, kv: SlotKV, roots: bool, follow: Follow | None = None) -> list[Reading]:
         """Seat who can be seated, read on, and return the rows whose prompts are read, until they
-        are said to have `joined`. `roots`: read the last tokens too, and prompts whole."""
+        are said to have `joined`. `roots`: read the last tokens too, and prompts whole. `follow`:
+        what has a drafter read as much in a round."""
         while self.waiting and self.free:
             self.readings.append(self._seat(*self.waiting.popleft(), roots))
         while not all(reading.is_done for reading in self.readings):
@@ -105,11 +106,15 @@ class Admission:
             if self.chunk is not None:
                 break
         done = [reading for reading in self.readings if reading.is_done]
+        if follow is not None and self.chunk is not None:
+            most = max(1, self.chunk // max(len(self.readings), 1))
+            behind = [reading for reading in self.readings if reading.follow(follow, most)]
+            done = [reading for reading in done if reading not in behind]
         return sorted(done, key=lambda reading: reading.row.slot)
 
-    def joined(self) -> None:
-        """The rows whose prompts are read take part in rounds now."""
-        self.readings = [reading for reading in self.readings if not reading.is_done]
+    def joined(self, done: Sequence[Reading]) -> None:
+        """These rows take part in rounds now."""
+        self.readings = [reading for reading in self.readings if reading not in done]
 
     def _seat(self, index: int, request: Request, roots: bool) -> Reading:
         """The slot that holds most of the request; else the first that holds nothing; else the one

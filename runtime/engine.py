@@ -155,12 +155,13 @@ class Engine:
         nothing can be drafted, that round's forward is part of the reading."""
         started = time.perf_counter()
         alone = self._state is None and not self.live.rows and self.admission.chunk is None
-        joined = self.admission.read(self._cache(), roots=alone)
+        follow = self._follow if self._state is not None and self._state.reads_ahead else None
+        joined = self.admission.read(self._cache(), alone, follow)
         self._ahead = roots_of(joined) if alone else None
         for reading in joined:
             self._greet(reading.row, reading.prompt_taps())
         self.live.join([reading.row for reading in joined])
-        self.admission.joined()
+        self.admission.joined(joined)
         self.prefill_seconds += time.perf_counter() - started
 
     # -- the round ------------------------------------------------------------------------------
@@ -274,9 +275,13 @@ class Engine:
         """A row joins: the drafter reads its prompt."""
         if row.request.conversation is not None:
             row.prompt_taps = taps
-        if self._state is not None:
+        if self._state is not None and row.speculates:
             self._state.join(row.slot, row.request.conversation)
             self._state.start(row.slot, row.tokens, taps)
+
+    def _follow(self, row: Row, taps: Mapping[int, Tensor], first: int, last: int) -> None:
+        if self._state is not None and row.speculates:
+            self._state.ahead(row.slot, row.tokens, taps, first, last)
 
     def _part(self, rows: Sequence[Row]) -> None:
         """Rows leave: their slots are free."""

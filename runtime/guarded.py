@@ -147,6 +147,12 @@ class GuardedEngine(Engine):
         except Exception as error:
             self._lose([row], f"{place_of(error)} while it read a prompt")
 
+    def _follow(self, row: Row, taps: Mapping[int, Tensor], first: int, last: int) -> None:
+        try:
+            super()._follow(row, taps, first, last)
+        except Exception as error:
+            self._lose([row], f"{place_of(error)} while it read a prompt")
+
     def _end(self, row: Row) -> None:
         try:
             super()._end(row)

@@ -9,7 +9,7 @@ T tokens of a chunk, D width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +20,8 @@ from specctl.drafters.parts.slots import SlotKV
 from specctl.runtime.session import Row
 from specctl.runtime.target import Target
 
+Follow = Callable[[Row, Mapping[int, Tensor], int, int], None]  # row, taps, first, last
+
 CHUNK = 512
 STEP = 16  # widths are multiples of it: CPU kernels are made, and kept, for every shape they meet
 
@@ -27,18 +29,41 @@ STEP = 16  # widths are multiples of it: CPU kernels are made, and kept, for eve
 @dataclass(slots=True, eq=False)
 class Reading:
     """A row whose prompt is being read: positions below `at` are in its slot, those below `end`
-    are wanted. `taps` of what was read; `root_1V`: logits at the last token, where it was read.
-    One writer: whoever calls `read`."""
+    are wanted. `taps` of what was read; `root_1V`: logits at the last token, where it was read;
+    `followed`: so many positions the drafter has read, too. One writer: whoever calls `read`."""
 
     row: Row
     at: int
     end: int
     taps: list[Mapping[int, Tensor]] = field(default_factory=list)
     root_1V: Tensor | None = None
+    followed: int | None = None
 
     @property
     def is_done(self) -> bool:
         return self.at >= self.end
+
+    def follow(self, read: Follow, most: int) -> bool:
+        """Have the drafter read up to `most` positions of what the target has read; False where no
+        more than so many are left, which are read as the row joins."""
+        if self.followed is None:
+            self.followed = 0
+            read(self.row, {}, 0, 0)
+        if self.is_done and self.end - self.followed <= most:
+            return False
+        first, self.followed = self.followed, min(self.at, self.followed + most)
+        read(self.row, self._taps_of(first, self.followed), first, self.followed)
+        return True
+
+    def _taps_of(self, first: int, last: int) -> dict[int, Tensor]:
+        """Taps at positions first .. last - 1."""
+        found: dict[int, list[Tensor]] = {tap: [] for tap in (self.taps or [{}])[0]}
+        for tap, parts in found.items():
+            at = 0
+            for each in self.taps:
+                parts.append(each[tap][max(first - at, 0) : max(last - at, 0)])
+                at += len(each[tap])
+        return {tap: torch.cat(parts) for tap, parts in found.items()}
 
     def prompt_taps(self) -> dict[int, Tensor]:
         """[kept_len, D] of each tap."""

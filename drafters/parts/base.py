@@ -128,13 +128,22 @@ class Outcome:
 
 class DraftState(ABC):
     """A drafter's memory of the rows of one engine, addressed by slot. One writer: the engine.
-    While `is_listening` is False, the engine spares the target's top-k."""
+    While `is_listening` is False, the engine spares the target's top-k. One that `reads_ahead` can
+    read a prompt in parts."""
 
     is_listening: bool = True
+    reads_ahead: ClassVar[bool] = False
 
     def join(self, slot: int, conversation: str | None) -> None:
         """Called before `start`: the row belongs to that conversation, if it belongs to any."""
         del slot, conversation
+
+    def ahead(
+        self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor], first: int, last: int
+    ) -> None:
+        """Called before `start`, if it `reads_ahead`: read positions first .. last - 1 of a prompt,
+        whose taps these are; `start` reads what is left. With first = 0 a new text begins."""
+        raise AssertionError(f"{type(self).__name__} reads prompts whole")
 
     @abstractmethod
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:

@@ -39,6 +39,8 @@ class FeatureState(StepState):
     """Memory of one engine. What is computed is left to `trunk_state` and `wide_state`, which
     append the states that they feed back to `_states`, nodes of one call at a time."""
 
+    reads_ahead = True
+
     def __init__(self, shape: LayerShape, num_layers: int, like: Tensor, space: Space) -> None:
         self.shape, self.device, self.dtype = shape, like.device, like.dtype
         self.kv = SlotKV(
@@ -59,6 +61,7 @@ class FeatureState(StepState):
         )
         self.num_pending = [0] * space.num_slots
         self.num_rows = [0] * space.num_slots
+        self._num_ahead = [0] * space.num_slots
         self._turn_P2E = self._turns()
         self._growth: Growth | None = None
         self._states: list[Tensor] = []
@@ -105,24 +108,45 @@ class FeatureState(StepState):
 
     # -- rows join ------------------------------------------------------------------------------
 
-    def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
+    def forget(self, slot: int) -> None:
+        """A new text begins in that slot."""
         if self._version != self.weights_version():
             self.lay()
             self._version = self.weights_version()
+
+    def ahead(
+        self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor], first: int, last: int
+    ) -> None:
+        if first == 0:
+            self.forget(slot)
+        if last > first:
+            self._write_rows(slot, tokens, self.features(taps), first)
+        self._num_ahead[slot] = last
+
+    def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
+        first, self._num_ahead[slot] = self._num_ahead[slot], 0
+        if first == 0:
+            self.forget(slot)
         num_rows = self.num_rows[slot] = len(tokens) - 1
         self.num_pending[slot] = min(num_rows, 1)
         self.pending_token_SW[slot, 0] = tokens[-1]
         self.pending_SWD[slot] = 0.0
         if num_rows == 0:
             return  # no features at all: the first round drafts from a zero row
-        state_TD = self.features(taps)
+        state_TD = self.features({tap: value[first:] for tap, value in taps.items()})
         self.pending_SWD[slot, 0] = state_TD[-1]
-        if num_rows > 1:
-            ids_1T = torch.tensor([tokens[1:-1]], device=self.device)
-            slot_1 = torch.full((1,), slot, device=self.device)
-            self.kv.begin((slot,), slot_1, slot_1 * 0, num_rows - 1, num_rows - 1, 0)
-            turn_1T2E = self._turn_P2E[None, : num_rows - 1]
-            self.fill(Fed(ids_1T, state_TD[None, :-1], turn_1T2E, slot_1 * 0, (num_rows - 1,)))
+        if len(state_TD) > 1:
+            self._write_rows(slot, tokens, state_TD[:-1], first)
+
+    def _write_rows(self, slot: int, tokens: Sequence[int], state_TD: Tensor, first: int) -> None:
+        """True rows of a prompt from `first` on, for which these are the features."""
+        count, last = len(state_TD), first + len(state_TD)
+        ids_1T = torch.tensor([list(tokens[first + 1 : last + 1])], device=self.device)
+        slot_1 = torch.full((1,), slot, device=self.device)
+        start_1 = torch.full((1,), first, device=self.device)
+        self.kv.begin((slot,), slot_1, start_1, count, last, first)
+        turn_1T2E = self._turn_P2E[None, first:last]
+        self.fill(Fed(ids_1T, state_TD[None], turn_1T2E, start_1, (count,)))
 
     # -- a round --------------------------------------------------------------------------------
 

@@ -46,28 +46,43 @@ class LmState(StepState):
     is moved up, all but its last node, which may never have been expanded.
     """
 
+    reads_ahead = True
+
     def __init__(self, drafter: SpokenModel, space: Space) -> None:
         self.drafter, self.lm = drafter, drafter.lm
         self.kv = self.lm.new_kv(space.num_slots, space.max_len + space.max_nodes + 2)
         self.num_cached = [0] * space.num_slots
+        self._num_ahead = [0] * space.num_slots
         self._growth: Growth | None = None
         self._kept: list[int] = []
         self._routed: RoutedHead | None = None
         self._newest_BTD = torch.empty(0)
         self._version = -1
 
+    def ahead(
+        self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor], first: int, last: int
+    ) -> None:
+        del taps
+        self._refresh()
+        self._fill(slot, tokens, first, last)
+        self._num_ahead[slot] = last
+
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
         del taps
         self._refresh()
+        self._fill(slot, tokens, self._num_ahead[slot], len(tokens) - 1)
+        self._num_ahead[slot], self.num_cached[slot] = 0, len(tokens) - 1
+
+    def _fill(self, slot: int, tokens: Sequence[int], begin: int, end: int) -> None:
+        """Read positions begin .. end - 1 into the cache."""
         device = self.lm.device
         slot_1 = torch.full((1,), slot, device=device)
-        for first in range(0, len(tokens) - 1, PREFILL_CHUNK):
-            part = list(tokens[first : min(first + PREFILL_CHUNK, len(tokens) - 1)])
+        for first in range(begin, end, PREFILL_CHUNK):
+            part = list(tokens[first : min(first + PREFILL_CHUNK, end)])
             start_1 = torch.full((1,), first, device=device)
             span = first + len(part)
             self.kv.begin((slot,), slot_1, start_1, len(part), span, first)
             self._feed(torch.tensor([part], device=device), start_1, span, logits=False)
-        self.num_cached[slot] = len(tokens) - 1
 
     def _refresh(self) -> None:
         """Lay out a routed head again when its weights have changed."""

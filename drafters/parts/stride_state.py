@@ -11,7 +11,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -68,17 +68,17 @@ class StrideState(FeatureState):
 
     # -- true rows ------------------------------------------------------------------------------
 
-    def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
-        self._forget(slot)
-        super().start(slot, tokens, taps)
+    def forget(self, slot: int) -> None:
+        super().forget(slot)
+        self._clear(slot)
 
     def observe(self, outcome: Outcome) -> None:
         unread = [slot for slot in outcome.view.slots if self.num_rows[slot] == 0]
         super().observe(outcome)
         for slot in unread:  # a row without features is no part of the text
-            self._forget(slot)
+            self._clear(slot)
 
-    def _forget(self, slot: int) -> None:
+    def _clear(self, slot: int) -> None:
         self.memory_SM[slot] = 0.0
         self.tail_SO[slot] = 0.0
 
