@@ -35,6 +35,7 @@ class Worker:
         queue_timeout: float,
     ) -> None:
         self.engine, self.desk, self.counters = engine, desk, counters
+        counters.spec_disabled = engine.num_disabled  # not 0 where the drafter could not be opened
         self.on_finish, self.queue_timeout = on_finish, queue_timeout
         self.speech = Speech(engine.target)
         self.jobs: dict[int, Job] = {}

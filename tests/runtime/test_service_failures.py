@@ -193,3 +193,14 @@ def test_where_nobody_may_wait_who_finds_a_free_slot_is_served(target):
     found, requests = asyncio.run(run())
     assert [tokens_of(pieces) for pieces in found] == [alone(target, ask).token_ids for ask in asks]
     assert requests == {"length": 4}
+
+
+def test_a_drafter_that_could_not_be_opened_is_counted_before_anybody_asks(target, monkeypatch):
+    drafter = drafter_of(target)
+    monkeypatch.setattr(drafter, "open", lambda space: 1 / 0)
+
+    async def run():
+        async with served(target, drafter) as service:
+            return service.counters.spec_disabled, service.status().speculation
+
+    assert asyncio.run(run()) == (1, "off")
