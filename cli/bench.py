@@ -142,12 +142,12 @@ def bench(
         )  # fmt: skip
         bench_families(console, budget, heat)
         return
+    check_file(out)
     from specctl.runtime.bench import bench as bench_
     from specctl.runtime.bench import engine_contender
     from specctl.runtime.sampling import Sampling
     from specctl.train.data.heldout import heldout_prompts
 
-    check_file(out)
     heats = tuple(temperature or (0.0, 0.8))
     samplings = [
         Sampling(temperature=heat, seed=seed, max_new_tokens=max_new_tokens) for heat in heats

@@ -21,7 +21,7 @@ from specctl.drafters.parts.align import aim, shifted
 from specctl.drafters.parts.base import Borrowed, Drafter, Family, Needs, Space
 from specctl.drafters.parts.batch import LossOut, TrainBatch
 from specctl.drafters.parts.blocks import FeatureNet, LayerShape, attend_chains
-from specctl.drafters.parts.heads import check_choice, cut_rows, draft_size, head_rows
+from specctl.drafters.parts.heads import check_choice, check_count, cut_rows, draft_size, head_rows
 from specctl.drafters.parts.losses import head_loss, judge_of, weighted_sum
 from specctl.drafters.parts.masks import document_mask
 from specctl.drafters.parts.options import DepthOptions
@@ -30,7 +30,6 @@ from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.taps import taps_of
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.drafters.parts.wide_state import WideState
-from specctl.recipes.errors import RecipeError
 
 LM_HEADS = ("init", "frozen", "scratch")
 
@@ -65,14 +64,7 @@ class Eagle3Options(DepthOptions):
         if self.taps is not None:
             object.__setattr__(self, "taps", tuple(int(tap) for tap in self.taps))
         check_choice("lm_head", self.lm_head, LM_HEADS)
-        if self.ttt_steps < 1:
-            raise RecipeError(
-                "training-time test needs at least one step",
-                where="drafter.options.ttt_steps",
-                found=str(self.ttt_steps),
-                expected="1 or more",
-                do="write ttt_steps: 5",
-            )
+        check_count("ttt_steps", self.ttt_steps)
 
 
 class Eagle3(Drafter):

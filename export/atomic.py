@@ -74,6 +74,7 @@ def _explained(error: OSError, out: Path) -> FileError | ResourceError:
         return ResourceError(
             "not enough disk space for the package; what was there before is unchanged",
             found=reason,
+            expected="room for the package",
             do="free some space, then run the same command again",
             where=str(out),
         )

@@ -85,6 +85,17 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _no_switch_as_number(cls, given: Any) -> Any:
+        """A yes or no would otherwise count as 1 or 0."""
+        for key, value in given.items() if isinstance(given, Mapping) else ():
+            field = cls.model_fields.get(str(key))
+            if isinstance(value, bool) and field is not None and field.annotation is not bool:
+                shown = field.get_default(call_default_factory=True)
+                raise ValueError(f"{key} is no switch; write a value such as {key}: {shown}")
+        return given
+
 
 class TargetPart(Section):
     """The model to be made faster."""

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from specctl.drafters import family as family_named
 from specctl.drafters.parts.base import Drafter, Family
@@ -63,13 +63,16 @@ def family_options(family: Family, recipe: Recipe) -> Any:
             )
     try:
         return TypeAdapter(family.options).validate_python(dict(recipe.drafter.options))
-    except ValueError as error:
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name, *inside = problem["loc"] or ("drafter.options",)
+        message = problem["msg"]
         raise RecipeError(
-            f"the options of {family.name} are not valid",
-            found=str(error).replace("\n", " ")[:300],
-            expected=f"fields of {family.options.__name__}",
-            do="correct drafter.options",
-            where="drafter.options",
+            f"option {name} of {family.name} is not valid",
+            found=repr(problem["input"])[:120],
+            expected=message[0].lower() + message[1:],
+            do=f"correct {name}, or leave it out",
+            where=".".join(map(str, ("drafter.options", name, *inside))),
         ) from error
 
 

@@ -28,10 +28,10 @@ from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.report import SilentReporter
 from specctl.runtime.target import Target
-from specctl.train.assemble import build_drafter
+from specctl.train.assemble import build_drafter, family_options
 from specctl.train.data.prepare import prepare
 from specctl.train.data.rows import TokenData
-from specctl.train.prune.cut import cut_like, groups_left, prunable
+from specctl.train.prune.cut import Wanted, check_cut, cut_like, groups_left, prunable
 from specctl.train.saving.checkpoint import Checkpoints
 from specctl.train.vocab.draft_vocab import draft_vocab
 
@@ -85,6 +85,7 @@ def completed(recipe: Recipe, spec: ModelSpec, initial: Initial | None = None) -
     if recipe.drafter.init != TARGET:
         return recipe
     _only_small_lm(recipe)
+    family_options(family(recipe.drafter.family), recipe)  # of the right types
     sizes = {option: getattr(spec, size) for option, size in _LIKE_TARGET.items()}
     if initial is not None and isinstance(initial.drafter.module, LeanLlama):
         sizes = options_of(initial.drafter.module.shape, spec)
@@ -94,7 +95,24 @@ def completed(recipe: Recipe, spec: ModelSpec, initial: Initial | None = None) -
         sizes["kv_heads"] = groups_left(int(given["heads"]), spec.num_heads, spec.num_kv_heads)
     options = sizes | given
     part = recipe.drafter.model_copy(update={"options": options})
-    return recipe.model_copy(update={"drafter": part})
+    complete = recipe.model_copy(update={"drafter": part})
+    _check_sizes(complete, spec)
+    return complete
+
+
+def _check_sizes(recipe: Recipe, spec: ModelSpec) -> None:
+    """Refuse a drafter that is larger than the target from which it is cut."""
+    options = family_options(family(recipe.drafter.family), recipe)
+    if isinstance(options, SmallLmOptions):
+        wanted = Wanted(
+            layers=options.layers,
+            from_layers=options.from_layers,
+            channels=options.width,
+            neurons=options.intermediate,
+            heads=options.heads,
+            kv_heads=options.kv_heads,
+        )
+        check_cut(wanted, spec)
 
 
 def initialise(drafter: Drafter, initial: Initial, data: TokenData) -> None:

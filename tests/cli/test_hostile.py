@@ -90,6 +90,17 @@ REFUSED = {
     "too many layers": (("plan", "--set", "drafter.options.layers=99999999999999999999"), 3),
     "many layers": (("plan", "--set", "drafter.options.layers=100000"), 3),
     "too many heads": (("plan", "-r", "medusa", "--set", "drafter.options.num_heads=999999"), 3),
+    "layers that the target has not": (
+        ("plan", "--set", "drafter.options.from_layers=[0,99]"),
+        3,
+    ),
+    "steps that are a switch": (("plan", "--set", "train.steps=true"), 3),
+    "a name as a number of heads": (("plan", "--set", "drafter.options.heads=abc"), 3),
+    "half a layer": (("plan", "--set", "drafter.options.layers=1.5"), 3),
+    "too long a training-time test": (
+        ("plan", "-r", "eagle3", "--set", "drafter.options.ttt_steps=999999"),
+        3,
+    ),
     "an infinite option": (("plan", "--set", "drafter.options.temperature=.inf"), 3),
     "a vocabulary beyond the target's": (("plan", "--set", "vocab.size=100000000"), 3),
     "too large a vocabulary": (("plan", "--set", "vocab.size=99999999999999999999"), 3),
