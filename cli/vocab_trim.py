@@ -124,8 +124,8 @@ def vocab_trim(
     if data is not None:
         check_source(str(data), "auto")
     model = target.load(console)
-    if wanted != "auto" and not 2 <= wanted <= model.spec.vocab_size:
-        raise _bad_size(str(size or wanted), f"2 to {model.spec.vocab_size:,} tokens, or auto")
+    if size is not None and wanted != "auto" and not 2 <= wanted <= model.spec.vocab_size:
+        raise _bad_size(size, f"2 to {model.spec.vocab_size:,} tokens, or auto")
     loaded = DraftChoice(draft, allow=[*(allow or ()), "padding"]).load(model)  # it is cut to fit
     job = TrimJob(model, loaded, settings, chosen, data, prompts, num_prompts)
     report, manifest = trim_and_package(console, job, out)

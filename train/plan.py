@@ -19,7 +19,6 @@ import torch
 from specctl.drafters.parts.base import Drafter, Family, Needs
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import RecipeError
 from specctl.recipes.schema import Recipe
 from specctl.train.adapt import attach
 from specctl.train.assemble import family_options, trainable_family
@@ -132,16 +131,9 @@ def build_shape(family: Family, recipe: Recipe, spec: ModelSpec) -> Drafter:
     """The recipe's drafter without storage. A vocabulary size of "auto" counts as untrimmed."""
     options = family_options(family, completed(recipe, spec))
     size = recipe.vocab.size
-    if isinstance(size, int) and size > spec.vocab_size:
-        raise RecipeError(
-            "a trimmed vocabulary is larger than the target's",
-            where="vocab.size",
-            found=f"{size:,}",
-            expected=f"2 to {spec.vocab_size:,}",
-            do="--set vocab.size=auto",
-        )
+    kept = min(size, spec.vocab_size) if isinstance(size, int) else None
     with torch.device("meta"):
-        vocab = VocabMap(torch.arange(size), spec.vocab_size) if isinstance(size, int) else None
+        vocab = None if kept is None else VocabMap(torch.arange(kept), spec.vocab_size)
         return family.build(options, spec, vocab)
 
 

@@ -102,7 +102,6 @@ REFUSED = {
         3,
     ),
     "an infinite option": (("plan", "--set", "drafter.options.temperature=.inf"), 3),
-    "a vocabulary beyond the target's": (("plan", "--set", "vocab.size=100000000"), 3),
     "too large a vocabulary": (("plan", "--set", "vocab.size=99999999999999999999"), 3),
     "an unknown size of target": (("plan", "--set", "target.inflate=77b"), 3),
     # late failures, early

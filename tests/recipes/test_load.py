@@ -125,7 +125,7 @@ def test_one_wrong_value_is_told_once(tmp_path: Path) -> None:
         ("vocab.min_coverage=1.5", "less than or equal to 1"),
         ("data.greedy_share=-0.1", "greater than or equal to 0"),
         ("data.format=csv", "'jsonl'"),
-        ("target.inflate=big", "pattern"),
+        ("target.inflate=big", "'300m'"),
         ("target.dtype=fp8", "'bfloat16'"),
         ("export.formats=[gguf]", "'specctl'"),
         ("drafter=3", "dictionary"),
