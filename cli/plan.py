@@ -68,7 +68,7 @@ def plan(
     if scaling:
         plan_scaling(console, loaded, run.folder(loaded))
         return
-    check_run(loaded, run.folder(loaded))
+    check_run(loaded, run.folder(loaded), None if rehearse else console.warn)
     result = show_plans(console, loaded, run.folder(loaded), rehearse)
     chosen = "" if run.target is None else f" --target {run.target}"
     console.done(result, next=[f"specctl train-draft --recipe {run.recipe}{chosen}"])

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specctl.cli.outputs import check_folder
-from specctl.recipes.errors import SpecctlError, nearest
+from specctl.recipes.errors import FileError, SpecctlError, nearest
 from specctl.recipes.stages import PREFIX, stages_of
 
 if TYPE_CHECKING:
     from specctl.recipes.schema import Recipe
 
 
-def check_run(recipe: Recipe, out: Path) -> None:
-    """The folder, the data and the drafters that every stage of a run asks for."""
+def check_run(recipe: Recipe, out: Path, warn: Callable[[str], None] | None = None) -> None:
+    """The folder, the data and the drafters that every stage of a run asks for. With `warn`, data
+    that are not there yet are only warned of: a price may be asked for before they are."""
     from specctl.train.data.sources import check_source
 
     check_folder(out)
     for stage in stages_of(recipe).values() or (recipe,):
-        check_source(stage.data.source, stage.data.format)
+        try:
+            check_source(stage.data.source, stage.data.format)
+        except FileError as error:
+            if warn is None:
+                raise
+            warn(f"{error.what}, so its size is guessed ({error.found}); the run will need it")
         for name in (stage.drafter.init, stage.train.reference):
             if name is not None:
                 _check_drafter(name)

@@ -69,7 +69,7 @@ REFUSED = {
         2,
     ),
     "a dry run without its data": (("train-draft", "--dry-run", "--data", "no.jsonl"), 4),
-    "a plan without its data": (("plan", "--data", "no.jsonl"), 4),
+    "a rehearsal without its data": (("plan", "--rehearse", "--data", "no.jsonl"), 4),
     "a cut without its data": (("prune", "--dry-run", "--data", "no.jsonl"), 4),
     "a dry run into a file": (("train-draft", "--dry-run", "--out", "FILE"), 4),
     "a plan below a file": (("plan", "--out", "FILE/run"), 4),
@@ -148,6 +148,12 @@ def test_what_cannot_work_is_refused_before_anything_is_spent(
 
 def test_recipes_and_the_runtime_know_the_same_sizes() -> None:
     assert get_args(InflateName) == (*SIZES,)
+
+
+def test_a_plan_without_its_data_warns_that_the_run_will_need_them(run: Any) -> None:
+    ran = run("plan", "--data", "no.jsonl", "--json")
+    assert ran.code == 0
+    assert any("no.jsonl" in warning for warning in ran.json["warnings"])
 
 
 def test_a_damaged_package_is_refused_by_a_dry_run_and_shown_with_a_warning(
