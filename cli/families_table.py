@@ -198,13 +198,13 @@ def _rounded(value: float | None) -> float | None:
 
 
 def show_tables(console: Console, rows: Sequence[dict[str, Any]], out: Path) -> Path | None:
-    """A table for every target and setting, and OUT/families.png with all their speed-ups."""
+    """A table for every target and setting, and OUT/families.png with all their speed-ups, ordered
+    as the last table is."""
     from specctl.train.plot import save_bars
 
     measured = [row for row in rows if row["error"] is None]
     settings = dict.fromkeys(f"{row['target']}, {row['setting']}" for row in measured)
-    series: dict[str, list[float]] = {}
-    names = list(dict.fromkeys(row["family"] for row in measured))
+    speeds: dict[str, dict[str, float]] = {}
     for title in settings:
         mine = [row for row in measured if f"{row['target']}, {row['setting']}" == title]
         columns = ["family", "size", "sec", "alpha", "chain", "tree", "draft", "tok/s", "plain"]
@@ -215,8 +215,9 @@ def show_tables(console: Console, rows: Sequence[dict[str, Any]], out: Path) -> 
             [_cells(row, has_assisted) for row in ordered],
             title=title,
         )
-        by_name = {row["family"]: row["speedup"] for row in mine}
-        series[title] = [by_name.get(name, 0.0) for name in names]
+        speeds[title] = {row["family"]: row["speedup"] for row in ordered}
+    names = list(dict.fromkeys(name for found in reversed(speeds.values()) for name in found))
+    series = {title: [found.get(name, 0.0) for name in names] for title, found in speeds.items()}
     console.prose(LEGEND)
     return save_bars(names, series, "speed-up over plain decoding", out / "families.png")
 

@@ -57,6 +57,7 @@ def save_bars(
     axes.axvline(1.0, color="gray", linestyle="--")
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.legend()
+    axes.margins(x=0.1, y=0.01)
+    axes.legend(loc="lower right")
     figure.savefig(path, dpi=120)
     return path
