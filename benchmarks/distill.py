@@ -232,6 +232,8 @@ def main() -> None:
         return
     targets = [load_target("tiny", dtype=DTYPES[size is None], inflate=size) for size in sizes]
     prompts = [list(p.ids) for p in heldout_prompts(targets[0], args.prompts)]
+    for target in targets:  # a target's first forwards lay its weights out
+        generate(target, prompts[:1], sampling=Sampling(max_new_tokens=16))
     counts = (args.prompts, args.inflated_prompts)
     keys = (
         "steps", "answers", "length", "prompts", "inflated_prompts", "tokens", "repeats", "inflate"
