@@ -154,18 +154,12 @@ class DraftChoice(DraftingFlags):
             return LoadedDraft("plain", None, None, "auto", False)
         from specctl.drafters import family
         from specctl.export.folder import load_drafter
-        from specctl.runtime.translate import METHODS
+        from specctl.runtime.translate import check_method
 
-        if self.translate not in (*METHODS, "none"):
-            raise RecipeError(
-                f"unknown way to translate drafts {self.translate!r}",
-                where="--translate",
-                found=self.translate,
-                expected="one of " + ", ".join((*METHODS, "none")),
-                do=f"--translate {nearest(self.translate, METHODS, 1)}",
-            )
         allow = tuple(self.allow or ())
         how = None if self.translate == "none" else self.translate
+        if how is not None:
+            check_method(how)  # also where nothing needs to be translated
         drafter = load_drafter(self.draft, target, allow=allow, translate=how)
         from specctl.runtime.policies import make_policy, policies_of
 

@@ -20,13 +20,15 @@ def check_folder(path: Path) -> None:
 
 
 def check_file(path: Path | None) -> None:
-    """The same for a file that is to be written; None is no file."""
+    """The same for a file that is to be written; None is no file. One that is there (or a device)
+    may be written although its folder may not."""
     if path is None:
         return
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    check_folder(path.parent)
-    if path.exists() and not os.access(path, os.W_OK):
+    if not path.exists():
+        check_folder(path.parent)
+    elif not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 

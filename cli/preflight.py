@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specctl.cli.outputs import check_folder
 from specctl.recipes.errors import FileError, SpecctlError, nearest
-from specctl.recipes.stages import PREFIX, stages_of
+from specctl.recipes.stages import PREFIX, runs_of
 
 if TYPE_CHECKING:
     from specctl.recipes.schema import Recipe
@@ -21,7 +20,7 @@ def check_run(recipe: Recipe, out: Path, warn: Callable[[str], None] | None = No
     from specctl.train.data.sources import check_source
 
     check_folder(out)
-    for stage in stages_of(recipe).values() or (recipe,):
+    for stage in runs_of(recipe):
         try:
             check_source(stage.data.source, stage.data.format)
         except FileError as error:
@@ -36,12 +35,11 @@ def check_run(recipe: Recipe, out: Path, warn: Callable[[str], None] | None = No
 def _check_drafter(name: str) -> None:
     """Refuse a drafter that is nowhere here, or a package that was changed; the hub is not
     asked."""
-    from specctl.export.find import Kind, locate
+    from specctl.export.find import Kind, is_hub_id, locate
     from specctl.export.manifest import check_files
     from specctl.recipes.targets import aliases
 
-    is_hub_id = re.fullmatch(r"[^./~][^/]*/[^/]+", name) and not Path(name).parent.is_dir()
-    if name == "target" or name in aliases() or name.startswith(PREFIX) or is_hub_id:
+    if name == "target" or name in aliases() or name.startswith(PREFIX) or is_hub_id(name):
         return
     found = locate(name)
     if found.kind is Kind.PACKAGE and found.folder is not None:

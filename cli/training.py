@@ -18,6 +18,7 @@ from specctl.cli.preflight import check_allowed, check_run
 from specctl.cli.progress import duration
 from specctl.cli.recipe_flags import TrainingFlags
 from specctl.recipes.errors import RecipeError, SpecctlError
+from specctl.recipes.stages import runs_of
 
 if TYPE_CHECKING:
     from specctl.drafters.parts.base import Drafter
@@ -43,7 +44,7 @@ def run_training(
     if flags.offline:
         go_offline()
     check_allowed(flags.allow or ())
-    processes, is_cpu = _processes(flags, recipe.train.rows)
+    processes, is_cpu = _processes(flags, min(each.train.rows for each in runs_of(recipe)))
     check_run(recipe, out)
     if flags.dry_run:
         console.done(show_plans(console, recipe, out), next=[without_dry_run()])
@@ -58,7 +59,7 @@ def run_training(
 
 
 def _processes(flags: TrainingFlags, rows: int) -> tuple[int, bool]:
-    """How many processes share the rows of a batch, and whether on the CPU."""
+    """How many processes share the `rows` of the smallest batch, and whether on the CPU."""
     from specctl.train.job import check_rows
 
     if flags.gpus > 1 and flags.processes > 1:

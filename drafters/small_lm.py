@@ -29,13 +29,8 @@ from specctl.drafters.parts.heads import cut_rows, fitting_rows, head_rows
 from specctl.drafters.parts.lean import LeanLlama, LeanLM, LlamaShape
 from specctl.drafters.parts.lm import LanguageModel
 from specctl.drafters.parts.lm_state import LmState
-from specctl.drafters.parts.losses import (
-    LinearHead,
-    LossOptions,
-    check_kind,
-    head_loss,
-    judge_of,
-)
+from specctl.drafters.parts.losses import LinearHead, head_loss, judge_of
+from specctl.drafters.parts.options import CompareOptions
 from specctl.drafters.parts.rope import rope_of
 from specctl.drafters.parts.routed import (
     add_router,
@@ -50,13 +45,13 @@ from specctl.recipes.errors import IncompatibleError, RecipeError
 
 
 @dataclass(frozen=True, slots=True)
-class SmallLmOptions:
+class SmallLmOptions(CompareOptions):
     """Shape and training of the draft model. None: an eighth of the target's depth, half its width,
     its head width, its feed-forward ratio, its norm and rope constants. `tied` shares embedding and
-    LM head (a trimmed head is never tied). `loss` compares with the target's law at `temperature`.
-    With drafter.init = "target" all sizes but the depth follow the target, and `from_layers` says
-    which of its layers are kept (None: evenly spaced, with the first and the last). `head_groups`
-    splits the LM head's rows, of which the `head_top` best groups are read (CORAL)."""
+    LM head (a trimmed head is never tied). With drafter.init = "target" all sizes but the depth
+    follow the target, and `from_layers` says which of its layers are kept (None: evenly spaced,
+    with the first and the last). `head_groups` splits the LM head's rows, of which the `head_top`
+    best groups are read (CORAL)."""
 
     layers: int | None = None
     width: int | None = None
@@ -66,9 +61,6 @@ class SmallLmOptions:
     intermediate: int | None = None
     tied: bool = True
     qk_norm: bool = False
-    loss: str = "kl"
-    temperature: float = 1.0
-    chunk: int | None = None
     from_layers: tuple[int, ...] | None = None
     attention_bias: bool = False
     output_bias: bool = False
@@ -79,8 +71,8 @@ class SmallLmOptions:
     head_top: int = 4
 
     def __post_init__(self) -> None:
+        CompareOptions.__post_init__(self)
         check_routing(self.head_groups, self.head_top)
-        check_kind(self.loss, "drafter.options.loss")
         for name in ("layers", "width", "heads", "kv_heads", "head_dim", "intermediate", "window"):
             size, most = getattr(self, name), 1_000 if name == "layers" else 1_000_000
             if size is not None and not 1 <= size <= most:
@@ -253,7 +245,7 @@ class SmallLm(Drafter):
 
     def loss(self, batch: TrainBatch) -> LossOut:
         """Loss of predicting 1 ahead (A0), summed over rows."""
-        how = LossOptions(self.options.loss, self.options.temperature, self.options.chunk)
+        how = self.options.compared()
         masks = self.lm.document_masks(batch.document_BS)
         ids_BS, rows, module = self.readable(batch.ids_BS), aim(batch, 1), self.module
         if not isinstance(module, LeanLlama):

@@ -18,13 +18,7 @@ from specctl.drafters.parts.batch import LossOut, TrainBatch
 from specctl.drafters.parts.exit_state import ExitState
 from specctl.drafters.parts.kernels import rms_norm
 from specctl.drafters.parts.lean import LeanLM
-from specctl.drafters.parts.losses import (
-    LinearHead,
-    LossOptions,
-    head_loss,
-    judge_of,
-    weighted_sum,
-)
+from specctl.drafters.parts.losses import LinearHead, head_loss, judge_of, weighted_sum
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
@@ -132,7 +126,7 @@ class SortedLm(SmallLm):
     def loss(self, batch: TrainBatch) -> LossOut:
         """Sum over exits of the loss of predicting 1 ahead (A0); metrics are those of the last
         exit, the others under top1_at_N and alpha_at_N."""
-        how = LossOptions(self.options.loss, self.options.temperature, self.options.chunk)
+        how = self.options.compared()
         masks = self.lm.document_masks(batch.document_BS)
         taps = self.lm.dense(batch.ids_BS, batch.position_BS, masks, self.exits, logits=False).taps
         rows, judge, module = aim(batch, 1), judge_of(batch, how), self.lm.module

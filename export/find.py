@@ -60,10 +60,16 @@ def locate(path_or_name: str | Path) -> Found:
         if path.exists():
             return _folder(path)
         return _hub(*_alias(name))
-    if path.exists() or path.parent.is_dir() or not _HUB_ID.fullmatch(name):
+    if not is_hub_id(name):
         return _folder(path)
     repo, _, revision = name.partition("@")
     return _hub(repo, revision or None)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether the hub is asked for that name, which no folder here has."""
+    path = Path(name).expanduser()
+    return bool(_HUB_ID.fullmatch(name)) and not (path.exists() or path.parent.is_dir())
 
 
 def load_found(

@@ -26,6 +26,11 @@ def stages_of(recipe: Recipe, where: str = "recipe") -> dict[str, Recipe]:
     return found
 
 
+def runs_of(recipe: Recipe) -> list[Recipe]:
+    """What is run one after another: the stages, or the recipe itself."""
+    return [*stages_of(recipe).values()] or [recipe]
+
+
 def references(recipe: Recipe) -> list[str]:
     """The stages whose folders a stage's recipe asks for."""
     leaves = flatten(recipe.to_json()).values()

@@ -67,10 +67,7 @@ class Reading:
 
     def prompt_taps(self) -> dict[int, Tensor]:
         """[kept_len, D] of each tap."""
-        if not self.taps:
-            return {}
-        length, names = self.row.kept_len, self.taps[0]
-        return {tap: torch.cat([part[tap] for part in self.taps])[:length] for tap in names}
+        return self._taps_of(0, self.row.kept_len)
 
 
 def prefill(target: Target, kv: SlotKV, row: Row, taps: tuple[int, ...] = ()) -> dict[int, Tensor]:

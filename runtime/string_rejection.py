@@ -37,6 +37,13 @@ class StringRejection(Translated):
         super().__init__(inner, spec, reader, about)
         self.law = law.to(inner.lm.device)
 
+    def room(self, space: Space) -> Space:
+        """The law's nodes beside those of one line: behind the text in the cache, but no further
+        ahead than the line reaches."""
+        ahead = self.reader.target.longest + space.max_nodes
+        line = super().room(replace(space, max_nodes=ahead))
+        return replace(line, max_nodes=self.law.num_nodes + ahead)
+
     def open(self, space: Space) -> StringRejectionState:
         return StringRejectionState(self, space)
 
@@ -49,9 +56,7 @@ class StringRejectionState(StepState):
     def __init__(self, drafter: StringRejection, space: Space) -> None:
         self.reader, self.law = drafter.reader, drafter.law
         self.length = space.max_nodes  # one more than can follow: the last read is left out
-        ahead = drafter.reader.target.longest + self.length
-        room = replace(space, max_nodes=self.law.num_nodes + ahead)
-        self.texts = Texts(drafter, room, ahead)
+        self.texts = Texts(drafter, space)
         self.view: RoundView | None = None
         self.rest: list[list[int]] | None = None
 

@@ -67,11 +67,8 @@ class Translation:
         )
 
 
-def translated(
-    lm: LanguageModel, tokenizer: Any, eos_id: int | None, target: Target, method: str = "auto"
-) -> Drafter:
-    """A drafter for `target` around a model of another tokenizer. `auto` takes TLI where the
-    vocabularies share enough tokens."""
+def check_method(method: str) -> None:
+    """Refuse what is no way to translate."""
     if method not in METHODS:
         raise RecipeError(
             f"unknown translation {method!r}",
@@ -80,6 +77,14 @@ def translated(
             expected="one of " + ", ".join(METHODS),
             do=f"--translate {nearest(method, METHODS, 1)}",
         )
+
+
+def translated(
+    lm: LanguageModel, tokenizer: Any, eos_id: int | None, target: Target, method: str = "auto"
+) -> Drafter:
+    """A drafter for `target` around a model of another tokenizer. `auto` takes TLI where the
+    vocabularies share enough tokens."""
+    check_method(method)
     target_eos = target.eos_ids[0] if target.eos_ids else None
     draft = Lexicon.of(tokenizer, lm.spec.vocab_size, eos_id)
     ours = Lexicon.of(target.tokenizer, target.spec.vocab_size, target_eos)
@@ -126,6 +131,15 @@ class Translated(Drafter):
     def needs(self) -> Needs:
         return Needs()
 
+    def room(self, space: Space) -> Space:
+        """What the draft's model needs of texts of that space: they may have twice as many of its
+        tokens, and its own context is the most that it reads."""
+        most = self.inner.lm.spec.max_positions - space.max_nodes
+        return replace(space, max_len=max(2 + CATCH_UP, min(2 * (space.max_len + CATCH_UP), most)))
+
+    def slot_bytes(self, space: Space) -> int:
+        return self.inner.slot_bytes(self.room(space))
+
 
 class Intersection(Translated):
     """Token-level intersection. `draft_ids_K[i]` is the draft's id of target id `vocab.ids_K[i]`:
@@ -147,16 +161,12 @@ class Intersection(Translated):
 
 
 class Texts:
-    """The draft's reading of every row, and its model's memory of it. One writer: a DraftState.
-    A round's nodes reach at most `ahead` positions behind the text (None: all in one line)."""
+    """The draft's reading of every row, and its model's memory of it. One writer: a DraftState."""
 
-    def __init__(self, drafter: Translated, space: Space, ahead: int | None = None) -> None:
-        self.reader = drafter.reader
-        behind = space.max_nodes if ahead is None else ahead
-        room = drafter.inner.lm.spec.max_positions - behind - CATCH_UP
-        self.longest = max(2, min(2 * space.max_len + CATCH_UP, room))
-        inner = replace(space, max_len=self.longest + CATCH_UP)
-        self.state = LmState(drafter.inner, inner)
+    def __init__(self, drafter: Translated, space: Space) -> None:
+        self.reader, room = drafter.reader, drafter.room(space)
+        self.longest = room.max_len - CATCH_UP
+        self.state = LmState(drafter.inner, room)
         self.ids: dict[int, list[int]] = {}
         self.num_read = [0] * space.num_slots
 

@@ -29,8 +29,8 @@ class ResBlock(nn.Module):
         return x + F.silu(self.linear(x))
 
 
-def check_count(name: str, number: int, least: int = 1, most: int = 10_000) -> None:
-    """An option that counts layers, heads or steps is within reason."""
+def check_count(name: str, number: float, least: float = 1, most: float = 10_000) -> None:
+    """A number of an option (of layers, heads or steps, mostly) is within reason."""
     if not least <= number <= most:
         raise RecipeError(
             f"{name} of a drafter is too {'small' if number < least else 'large'}",

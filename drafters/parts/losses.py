@@ -28,14 +28,14 @@ from torch import Tensor
 from specctl.drafters.parts.align import Aim, teacher_of
 from specctl.drafters.parts.align import aim as aim_at
 from specctl.drafters.parts.batch import LossOut, TrainBatch
+from specctl.drafters.parts.heads import check_choice, check_count
 from specctl.drafters.parts.judge import Judge, wide
 from specctl.drafters.parts.sliced import Head, LinearHead, Rows, sum_slices
 from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import RecipeError, nearest
 
 __all__ = [
-    "KINDS", "Judge", "LinearHead", "LossOptions", "acceptance", "check_kind", "feature_loss",
-    "head_loss", "joined", "judge_of", "laws", "weighted_sum",
+    "KINDS", "Judge", "LinearHead", "LossOptions", "acceptance", "feature_loss", "head_loss",
+    "joined", "judge_of", "laws", "weighted_sum",
 ]  # fmt: skip
 
 KINDS = ("ce", "kl", "rkl", "jsd", "tv", "lk_alpha", "lk_hybrid")
@@ -52,15 +52,11 @@ class LossOptions:
     temperature: float = 1.0
     chunk: int | None = None
 
-
-def check_kind(kind: str, where: str) -> None:
-    if kind not in KINDS:
-        raise RecipeError(
-            f"unknown loss {kind!r}",
-            where=where,
-            expected="one of " + ", ".join(KINDS),
-            do=f"write {nearest(kind, KINDS, 1)}",
-        )
+    def __post_init__(self) -> None:
+        check_choice("loss", self.kind, KINDS)
+        check_count("temperature", self.temperature, 0.01, 1_000)
+        if self.chunk is not None:
+            check_count("chunk", self.chunk, most=10**9)
 
 
 def fitting_chunk(width: int, device: torch.device) -> int:

@@ -7,25 +7,35 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specctl.drafters.parts.heads import check_count
-from specctl.drafters.parts.losses import LossOptions, check_kind
+from specctl.drafters.parts.losses import LossOptions
 
 
 @dataclass(frozen=True, slots=True)
-class DepthOptions:
-    """`loss` compares every depth of a draft (head, step or slot i) with the target's law at
-    `temperature`, `chunk` rows at a time (None fits the vocabulary); depth i weighs decay^i."""
+class CompareOptions:
+    """`loss` compares a drafter's laws with the target's at `temperature`, `chunk` rows at a time
+    (None fits the vocabulary)."""
 
     loss: str = "kl"
     temperature: float = 1.0
-    decay: float = 1.0
     chunk: int | None = None
 
     def __post_init__(self) -> None:
-        check_kind(self.loss, "drafter.options.loss")
+        self.compared()
 
     def compared(self) -> LossOptions:
         """How a head is compared with the target."""
         return LossOptions(self.loss, self.temperature, self.chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class DepthOptions(CompareOptions):
+    """The same at every depth of a draft: head, step or slot i weighs decay^i."""
+
+    decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        CompareOptions.__post_init__(self)
+        check_count("decay", self.decay, 0, 10)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -14,12 +15,14 @@ import pytest
 
 from specctl.cli.command import command
 from specctl.cli.main import COMMANDS, load_command
+from specctl.cli.outputs import check_file
 from specctl.drafters import families
 from specctl.export.folder import save_package
 from specctl.recipes.schema import InflateName
 from specctl.runtime.inflate import SIZES
 from specctl.runtime.target import Target
 
+FASTDRAFT = ("train-draft", "-r", "fastdraft", "--dry-run")
 ABSURD = {int: ("9" * 30,), float: ("nan", "inf")}
 
 
@@ -64,6 +67,10 @@ REFUSED = {
     # a dry run and a plan refuse what the run would
     "a dry run on more GPUs than there are": (("train-draft", "--dry-run", "--gpus", "64"), 6),
     "a dry run on too many processes": (("distill", "--dry-run", "--processes", "17"), 3),
+    "a dry run on too many processes for one of its stages": (
+        (*FASTDRAFT, "--processes", "4", "--set", "stages.align.train.rows=2"),
+        3,
+    ),
     "a dry run on GPUs and processes": (
         ("train-draft", "--dry-run", "--gpus", "2", "--processes", "2"),
         2,
@@ -102,6 +109,10 @@ REFUSED = {
         3,
     ),
     "an infinite option": (("plan", "--set", "drafter.options.temperature=.inf"), 3),
+    "an infinite option in a word": (("plan", "--set", "drafter.options.temperature=inf"), 3),
+    "laws at no temperature": (("plan", "--set", "drafter.options.temperature=0"), 3),
+    "heads of negative weight": (("plan", "-r", "medusa", "--set", "drafter.options.decay=-1"), 3),
+    "slices of nothing": (("plan", "-r", "eagle3", "--set", "drafter.options.chunk=0"), 3),
     "too large a vocabulary": (("plan", "--set", "vocab.size=99999999999999999999"), 3),
     "an unknown size of target": (("plan", "--set", "target.inflate=77b"), 3),
     # late failures, early
@@ -144,6 +155,23 @@ def test_what_cannot_work_is_refused_before_anything_is_spent(
     if error["do"].startswith("specctl "):
         assert commands.why_not(commands.program_words(error["do"])) is None, error["do"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["BINARY", "FILE", "FOLDER"]
+
+
+def test_a_stage_of_many_rows_may_have_many_processes(run: Any) -> None:
+    stages = ("pretrain", "continue", "align")
+    rows = [word for stage in stages for word in ("--set", f"stages.{stage}.train.rows=16")]
+    assert run(*FASTDRAFT, "--processes", "16", *rows).code == 0
+
+
+def test_a_file_that_is_there_may_be_written_although_its_folder_may_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = tmp_path / "report.json"
+    there.write_text("")
+    monkeypatch.setattr(os, "access", lambda place, mode: Path(place) == there)
+    check_file(there)
+    with pytest.raises(PermissionError):
+        check_file(tmp_path / "other.json")
 
 
 def test_recipes_and_the_runtime_know_the_same_sizes() -> None:

@@ -16,7 +16,6 @@ from specctl.drafters.parts.losses import (
     LinearHead,
     LossOptions,
     acceptance,
-    check_kind,
     head_loss,
     laws,
     weighted_sum,
@@ -311,4 +310,4 @@ def test_weighted_sum_weighs_sums_and_counts_alike() -> None:
 
 def test_an_unknown_loss_names_the_nearest_one() -> None:
     with pytest.raises(RecipeError, match="lk_alpha"):
-        check_kind("lk_alfa", "drafter.options.loss")
+        LossOptions("lk_alfa")

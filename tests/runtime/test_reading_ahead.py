@@ -85,7 +85,7 @@ def counted(engine):
 
 
 def requests(conversation=None):
-    sampling = Sampling(max_new_tokens=9, ignore_eos=True)
+    sampling = Sampling(max_new_tokens=5, ignore_eos=True)
     return [Request(prompt, sampling, conversation) for prompt in PROMPTS]
 
 

@@ -7,12 +7,15 @@ import asyncio
 import pytest
 import torch
 from asking import alone, asks_of, collect, drafter_of, served, small_target, tokens_of
+from test_translate import drafter_of as foreign_drafter
+from test_translate import make_tokenizer
 
 from specctl.drafters import families
 from specctl.drafters.parts.base import Space
 from specctl.drafters.parts.held import tensor_bytes
 from specctl.recipes.errors import ResourceError
 from specctl.runtime.server.service import Limits, Service
+from specctl.runtime.target import Target
 
 KEEPING = ("small-lm", "eagle3", "medusa", "hydra", "glide")
 
@@ -29,13 +32,30 @@ def bound(target, name):
     return drafter
 
 
+def told_and_taken(drafter):
+    """Bytes of a slot as they are told, and as two states of that size differ."""
+    spaces = [Space(n, 300, 9, torch.device("cpu"), torch.float32) for n in (2, 5)]
+    sizes = [tensor_bytes(drafter.open(space), drafter) for space in spaces]
+    return drafter.slot_bytes(spaces[0]), (sizes[1] - sizes[0]) // 3
+
+
 @pytest.mark.parametrize("name", sorted(families()))
 def test_what_a_slot_takes_is_told_before_a_state_of_that_size_is_opened(target, name):
-    drafter, sizes = bound(target, name), []
-    for num_slots in (2, 5):
-        space = Space(num_slots, 300, 9, torch.device("cpu"), torch.float32)
-        sizes.append(tensor_bytes(drafter.open(space), drafter))
-    assert drafter.slot_bytes(space) == (sizes[1] - sizes[0]) // 3
+    told, taken = told_and_taken(bound(target, name))
+    assert told == taken
+
+
+@pytest.mark.parametrize("method", ["tli", "slem", "slrs"])
+def test_a_draft_of_another_tokenizer_takes_no_more_than_its_own_context(make_model, method):
+    one, other = make_tokenizer(1, 24), make_tokenizer(2, 28)
+    model = make_model(num_layers=1, vocab=len(other), max_position_embeddings=160)
+    drafter = foreign_drafter(
+        Target.from_model(model, other, "draft"),
+        Target.from_model(make_model(num_layers=1, vocab=len(one)), one),
+        method,
+    )
+    told, taken = told_and_taken(drafter)
+    assert told == taken > 0
 
 
 def test_a_tensor_counts_once_and_weights_do_not_count():

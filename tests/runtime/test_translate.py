@@ -184,7 +184,7 @@ def test_sampled_output_has_the_targets_law(target, draft, method, serve):
         assert draws.worst_sum < 1e-5
 
 
-def law(target, drafter, policy, count=1_800):
+def law(target, drafter, policy, count=1_000):
     prompt, watched = tuple(target.encode("abcab")), Watched(policy)
     sampling = Sampling(temperature=1.0, max_new_tokens=3, ignore_eos=True)
     engine = Engine(target, drafter, watched, num_slots=100)
