@@ -33,7 +33,7 @@ from specctl.runtime.policies import make_policy
 from specctl.runtime.target import Target
 from specctl.train.assemble import family_options
 from specctl.train.data.heldout import heldout_prompts
-from specctl.train.datastore import TextStore
+from specctl.train.datastore import teach
 
 CORPUS_PROMPTS = 240
 
@@ -47,8 +47,7 @@ def build(recipe: Recipe, target: Target, texts: list[list[int]]) -> Drafter:
     """A fresh drafter of the recipe; one that retrieves from texts gets them."""
     found = families()[recipe.drafter.family]
     drafter = found.build(family_options(found, recipe), target.spec, None)
-    if isinstance(drafter, TextStore):
-        drafter.learn(texts)
+    teach(drafter, target, texts)
     return drafter.to(target.device, target.dtype)
 
 

@@ -10,9 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import Drafter
+from specctl.drafters.parts.base import Drafter, Needs
+from specctl.drafters.parts.batch import TrainBatch
 from specctl.recipes.errors import RecipeError
 from specctl.recipes.schema import Recipe
 from specctl.runtime.report import Reporter, SilentReporter
@@ -51,6 +53,24 @@ def fill(
     num_tokens = sum(len(ids) for ids, _ in found)
     console.say(f"store: {len(found):,} texts, {num_tokens:,} tokens")
     return num_tokens
+
+
+def teach(drafter: Drafter, target: Target, texts: Sequence[Sequence[int]]) -> None:
+    """Store these token sequences in a drafter that retrieves from texts, with the target's states
+    where it keeps them; any other drafter stays as it is."""
+    if isinstance(drafter, TextStore):
+        needs = drafter.needs()
+        drafter.learn(texts, [_states(target, ids, needs) for ids in texts])
+
+
+def _states(target: Target, ids: Sequence[int], needs: Needs) -> dict[int, Tensor]:
+    """What a text's taps are: [n, D] each."""
+    if not needs.taps:
+        return {}
+    ids_BS = torch.tensor([list(ids)])
+    flat_BS, position_BS = torch.zeros_like(ids_BS), torch.arange(len(ids))[None]
+    batch = TrainBatch(ids_BS, torch.ones_like(ids_BS, dtype=torch.bool), flat_BS, position_BS)
+    return {tap: value[0] for tap, value in capture(target, batch, needs).taps.items()}
 
 
 def _documents(

@@ -18,7 +18,11 @@ from specctl.drafters.parts.base import Budget, Space
 from specctl.drafters.parts.dense import DenseIndex, Projection
 from specctl.drafters.rest import Rest, RestOptions
 from specctl.recipes.errors import IntegrityError, RecipeError, ResourceError
+from specctl.runtime.generate import generate
+from specctl.runtime.policies import make_policy
+from specctl.runtime.sampling import Sampling
 from specctl.runtime.target import Target
+from specctl.train.datastore import teach
 
 SAME, OTHER = 4, 5  # kinds of context: words 10 to 19 mean the one, 20 to 29 the other
 ROOT = 3
@@ -146,3 +150,19 @@ def test_a_store_round_trips_and_one_of_another_shape_is_refused(target: Target)
 def test_options_that_retrieve_nothing_are_refused() -> None:
     with pytest.raises(RecipeError, match=r"index.*one of hnsw"):
         DresdOptions(index="annoy")
+
+
+def test_taught_what_the_target_writes_it_drafts_that(target: Target) -> None:
+    sampling = Sampling(max_new_tokens=24, ignore_eos=True)
+    prompt = [3, 14, 15, 9, 26, 5]
+    written = generate(target, [prompt], sampling=sampling).outputs[0].token_ids
+    unread, read = dresd_of(target), dresd_of(target)
+    teach(read, target, [[*prompt, *written]])
+    policy = make_policy({"policy": "direct", "length": 5, "nodes": 5})
+    drafted = [
+        generate(target, [prompt], drafter=one, sampling=sampling, policy=policy)
+        for one in (unread, read)
+    ]
+    assert [tuple(made.outputs[0].token_ids) for made in drafted] == [tuple(written)] * 2
+    assert drafted[0].stats.accepted == 0
+    assert drafted[1].stats.accepted >= 12
