@@ -65,14 +65,14 @@ def family_options(family: Family, recipe: Recipe) -> Any:
         return TypeAdapter(family.options).validate_python(dict(recipe.drafter.options))
     except ValidationError as error:
         problem = error.errors()[0]
-        name, *inside = problem["loc"] or ("drafter.options",)
+        option, *inside = problem["loc"] or ("drafter.options",)
         message = problem["msg"]
         raise RecipeError(
-            f"option {name} of {family.name} is not valid",
+            f"option {option} of {family.name} is not valid",
             found=repr(problem["input"])[:120],
             expected=message[0].lower() + message[1:],
-            do=f"correct {name}, or leave it out",
-            where=".".join(map(str, ("drafter.options", name, *inside))),
+            do=f"correct {option}, or leave it out",
+            where=".".join(map(str, ("drafter.options", option, *inside))),
         ) from error
 
 
