@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from load_others import LlamaCpp, Transformers
+from load_others import LlamaCpp, OtherFailed, Transformers
 from load_ways import Answer, OverHttp, Served, Way
 from rich.console import Console
 from rich.table import Table
@@ -241,10 +241,15 @@ def report(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         wanted = {"plain", *args.only.split(",")}
         ways = [way for way in ways if way.name in wanted]
     cells = {(n, way.name): Cell(way.name, n) for n in users for way in ways}
+    failed: dict[str, str] = {}
     for n in users:
         for _ in range(args.repeats):
             for way in ways:
-                measure(way, n, prompts, args.rounds, cells[n, way.name])
+                if way.name not in failed:
+                    try:
+                        measure(way, n, prompts, args.rounds, cells[n, way.name])
+                    except OtherFailed as error:
+                        failed[way.name] = f"with {n} users: {error}"
     plain = {n: cells[n, "plain"].rate for n in users}
     evens = {
         way.name: break_even({n: cells[n, way.name].rate for n in users}, plain)
@@ -258,7 +263,8 @@ def report(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "tokens": args.tokens,
         "costs": costs.to_json(),
-        "rows": [cell.to_json(cells[cell.users, "plain"]) for cell in cells.values()],
+        "rows": [c.to_json(cells[c.users, "plain"]) for c in cells.values() if c.rates],
+        "failed": failed,
         "break_even_users": evens,
     }
 
@@ -272,6 +278,8 @@ def main() -> None:
     size = found["target"]["inflated"] or "as published"
     about = f"tiny {size}, {args.dtype}, {found['threads']} threads, draft {args.draft}"
     show(Console(width=120), about, found["rows"], found["break_even_users"])
+    for name, why in found["failed"].items():
+        print(f"{name} was left out {why}")
 
 
 if __name__ == "__main__":

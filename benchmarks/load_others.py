@@ -68,6 +68,10 @@ class Transformers:
         return {}
 
 
+class OtherFailed(Exception):
+    """Another engine cannot serve this here; the others are measured all the same."""
+
+
 @dataclass
 class LlamaCpp:
     """llama.cpp's server (the package xllamacpp) on the same weights, in a process of its own.
@@ -100,7 +104,7 @@ class LlamaCpp:
             try:
                 self.url = process.stdout.readline().strip()
                 if not self.url:
-                    raise RuntimeError("llama.cpp did not start: run the command by hand")
+                    raise OtherFailed(f"it did not start; run by hand: {' '.join(command)}")
                 yield
             finally:
                 process.stdin.close()
