@@ -21,7 +21,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -221,8 +221,10 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def report(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The measured rows, and where speculation stops to pay."""
+def report(
+    args: argparse.Namespace, folder: Path, keep: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """The measured rows, and where speculation stops to pay: given to `keep` after each load."""
     target = load_target("tiny", dtype=args.dtype, inflate=args.inflate)
     drafter = load_drafter(args.draft, target).to(target.device, target.dtype)
     users, lengths = ([int(n) for n in s.split(",")] for s in (args.users, args.lengths))
@@ -250,31 +252,43 @@ def report(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                         measure(way, n, prompts, args.rounds, cells[n, way.name])
                     except OtherFailed as error:
                         failed[way.name] = f"with {n} users: {error}"
-    plain = {n: cells[n, "plain"].rate for n in users}
-    evens = {
-        way.name: break_even({n: cells[n, way.name].rate for n in users}, plain)
-        for way in own
-        if (users[0], way.name) in cells and way.name != "plain"
+        found = {
+            "schema": "specctl.load/1",
+            "target": {"name": target.name, "inflated": target.inflated, "dtype": args.dtype},
+            "draft": args.draft,
+            "threads": torch.get_num_threads(),
+            "tokens": args.tokens,
+            "costs": costs.to_json(),
+            "rows": [c.to_json(cells[c.users, "plain"]) for c in cells.values() if c.rates],
+            "failed": failed,
+            "break_even_users": break_evens(cells, [way.name for way in own]),
+        }
+        keep(found)
+    return found
+
+
+def break_evens(cells: Mapping[tuple[int, str], Cell], names: Sequence[str]) -> dict[str, Any]:
+    """Of every way but plain decoding, over the loads measured so far."""
+    rates = {
+        name: {n: cell.rate for (n, way), cell in cells.items() if way == name and cell.rates}
+        for name in names
     }
     return {
-        "schema": "specctl.load/1",
-        "target": {"name": target.name, "inflated": target.inflated, "dtype": args.dtype},
-        "draft": args.draft,
-        "threads": torch.get_num_threads(),
-        "tokens": args.tokens,
-        "costs": costs.to_json(),
-        "rows": [c.to_json(cells[c.users, "plain"]) for c in cells.values() if c.rates],
-        "failed": failed,
-        "break_even_users": evens,
+        name: break_even(found, rates["plain"])
+        for name, found in rates.items()
+        if found and name != "plain"
     }
 
 
 def main() -> None:
     args = options()
+
+    def keep(found: dict[str, Any]) -> None:
+        if args.json is not None:
+            args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
     with tempfile.TemporaryDirectory() as folder:
-        found = report(args, Path(folder))
-    if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        found = report(args, Path(folder), keep)
     size = found["target"]["inflated"] or "as published"
     about = f"tiny {size}, {args.dtype}, {found['threads']} threads, draft {args.draft}"
     show(Console(width=120), about, found["rows"], found["break_even_users"])
