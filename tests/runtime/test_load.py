@@ -6,6 +6,7 @@ import importlib
 import math
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,10 @@ def load(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_every_way_gives_the_answers_of_plain_decoding(load: ModuleType, tmp_path: Path) -> None:
-    found = load.report(load.options([*SLICE.split(), "--only", ",".join(WAYS)]), tmp_path)
+    kept: list[dict[str, Any]] = []
+    args = load.options([*SLICE.split(), "--only", ",".join(WAYS)])
+    found = load.report(args, tmp_path, kept.append)
+    assert kept == [found]
     assert {row["way"] for row in found["rows"]} == {"plain", *WAYS}
     for row in found["rows"]:
         assert row["identical"] == (None if "http" in row["way"] else 1.0), row
