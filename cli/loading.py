@@ -195,7 +195,7 @@ class DraftChoice(DraftingFlags):
                 expected="one of " + ", ".join(policies),
                 do=f"--policy {nearest(str(serve['policy']), policies, 1)}",
             )
-        from specctl.recipes.schema import POLICY_FIELDS
+        from specctl.recipes.serve import POLICY_FIELDS
 
         given = {"nodes": self.nodes, "stop": self.stop_rule, "controller": self.controller}
         for key, value in given.items():
@@ -295,7 +295,7 @@ def _stop_settings(word: str | None) -> dict[str, Any]:
 
 
 def _ignored(key: str, value: str, policy: str) -> RecipeError:
-    from specctl.recipes.schema import POLICY_FIELDS
+    from specctl.recipes.serve import POLICY_FIELDS
 
     flag = "--stop-rule" if key == "stop" else f"--{key}"
     other = next(name for name, fields in POLICY_FIELDS.items() if key in fields)

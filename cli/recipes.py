@@ -45,7 +45,7 @@ def show(console: Console, name: Name, set_: Sets = None) -> None:
       specctl recipes show eagle3 --set train.steps=100
     """
     from specctl.recipes.load import load_recipe, read_source
-    from specctl.recipes.schema import flatten
+    from specctl.recipes.section import flatten
 
     recipe = load_recipe(name, set_ or ())
     text, source = read_source(name)

@@ -108,7 +108,7 @@ def compare(
 
       specctl runs compare runs/a runs/b
     """
-    from specctl.recipes.schema import flatten
+    from specctl.recipes.section import flatten
     from specctl.train.runs import read_run
 
     if len(runs) < 2:

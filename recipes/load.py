@@ -13,7 +13,8 @@ import yaml
 from pydantic import ValidationError
 
 from specctl.recipes.errors import FileError, RecipeError, nearest
-from specctl.recipes.schema import Recipe, Section, flatten, section_at
+from specctl.recipes.schema import Recipe, section_at
+from specctl.recipes.section import Section, flatten
 
 NOT_RECIPES = ("targets", "tiny-target")
 

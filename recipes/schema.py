@@ -11,90 +11,16 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Positive = Annotated[int, Field(ge=1, le=10**9)]
-Tokens = Annotated[int, Field(ge=1, le=10**13)]
-SeedNumber = Annotated[int, Field(ge=0, lt=2**32)]
+from specctl.recipes.section import Fraction, Positive, Section, SeedNumber, Tokens, flatten
+from specctl.recipes.serve import ServePart
 
 LARGEST_OPTION = 10**12  # of a drafter's options; what fits each is the family's to say
 
 StageName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$")]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 InflateName = Literal["100m", "300m", "1b", "8b"]
-PolicyName = Literal[
-    "chain", "static-tree", "dynamic-tree", "merged-beams", "sequoia", "rsd", "dyspec", "opt-tree",
-    "ddd", "cape", "mcsd", "top-plus-one", "paths", "hardware-tree", "propd", "fused", "direct",
-    "switch",
-]  # fmt: skip
-StopName = Literal[
-    "confidence", "confidence-head", "roc", "svip", "specdec-pp", "disco", "ada-eagle",
-    "draft-verify", "heuristic", "thompson",
-]  # fmt: skip
-ControllerName = Literal["auto", "ucb", "exp3", "thompson", "hedge", "cascade"]
-RuleName = Literal[
-    "auto", "greedy", "target-only", "one-hot", "chain", "block", "multi-round", "spectr",
-    "recursive", "sequoia", "top-plus-one", "traversal", "multi-path",
-]  # fmt: skip
-
-
-# Which settings of `serve` each policy has; any other that is set would be ignored.
-POLICY_FIELDS: dict[PolicyName, tuple[str, ...]] = {
-    "chain": ("length", "confidence", "stop", "threshold", "stop_file"),
-    "static-tree": ("branch",),
-    "dynamic-tree": ("length", "nodes", "beam"),
-    "merged-beams": ("length", "beam"),
-    "fused": ("length", "nodes", "beam"),
-    "sequoia": ("length", "nodes", "acceptance"),
-    "rsd": ("length", "beam"),
-    "dyspec": ("length", "nodes", "beam", "threshold"),
-    "opt-tree": ("length", "nodes", "beam", "threshold"),
-    "ddd": ("length", "nodes", "beam", "threshold", "check"),
-    "cape": ("length", "widths"),
-    "mcsd": ("branch", "confidence"),
-    "top-plus-one": ("branch",),
-    "paths": ("length", "beam"),
-    "hardware-tree": ("length", "nodes", "profile"),
-    "propd": ("length", "nodes", "early_layer", "early_top", "refresh"),
-    "direct": ("length", "nodes"),
-    "switch": ("length", "nodes", "lengths", "controller"),
-}
-_ALWAYS = {
-    "policy",
-    "length",
-    "rule",
-    "adaptive",
-    "parallel",
-}  # length has a default and is never refused
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted leaf -> value; an empty mapping is a leaf."""
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            leaves.update(flatten(value, f"{prefix}{key}."))
-        else:
-            leaves[f"{prefix}{key}"] = value
-    return leaves
-
-
-class Section(BaseModel):
-    """A part of a recipe: immutable, unknown keys refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_switch_as_number(cls, given: Any) -> Any:
-        """A yes or no would otherwise count as 1 or 0."""
-        for key, value in given.items() if isinstance(given, Mapping) else ():
-            field = cls.model_fields.get(str(key))
-            if isinstance(value, bool) and field is not None and field.annotation is not bool:
-                shown = field.get_default(call_default_factory=True)
-                raise ValueError(f"{key} is no switch; write a value such as {key}: {shown}")
-        return given
 
 
 class TargetPart(Section):
@@ -277,77 +203,6 @@ class TrainPart(Section):
             raise ValueError("lora adapts whole weights, which fsdp spreads; set parallel: ddp")
         if self.shard_target and self.parallel != "fsdp":
             raise ValueError("shard_target is ignored with parallel ddp; set parallel: fsdp")
-        return self
-
-
-class ServePart(Section):
-    """How the drafter drafts: kept in the package as its default."""
-
-    policy: PolicyName = "chain"
-    length: Annotated[int, Field(ge=1, le=64)] = Field(
-        default=5, description="drafted tokens, or depth"
-    )
-    nodes: Annotated[int, Field(ge=1, le=1024)] | None = Field(
-        default=None, description="nodes of a tree"
-    )
-    branch: tuple[Annotated[int, Field(ge=1, le=64)], ...] | None = Field(
-        default=None, description="trees of constant branching: children per node by level"
-    )
-    beam: Annotated[int, Field(ge=1, le=64)] | None = Field(
-        default=None, description="nodes expanded per level"
-    )
-    acceptance: tuple[Fraction, ...] | None = Field(
-        default=None, description="sequoia: chances that the 1st, 2nd, ... sibling is accepted"
-    )
-    profile: tuple[tuple[Fraction, ...], ...] | None = Field(
-        default=None, description="hardware-tree: chances of the draft's ranks, by depth"
-    )
-    widths: tuple[Annotated[int, Field(ge=1, le=64)], ...] | None = Field(
-        default=None, description="cape: tokens of a position, from unsure to sure"
-    )
-    early_layer: Positive | None = Field(
-        default=None, description="propd: layers of the target that prune the tree; null: none"
-    )
-    early_top: Positive | None = Field(
-        default=None, description="propd: best tokens there whose nodes survive"
-    )
-    refresh: Annotated[int, Field(ge=4, le=10**9)] | None = Field(
-        default=None, description="propd: rounds between choices of the tree's size"
-    )
-    check: tuple[Positive, ...] | None = Field(
-        default=None, description="ddd: depths after which it may stop; null: all"
-    )
-    confidence: Fraction | None = Field(
-        default=None, description="stop drafting below this probability"
-    )
-    stop: StopName | None = Field(
-        default=None, description="chain: rule that ends drafting early (runtime/policies/stops)"
-    )
-    threshold: Annotated[float, Field(ge=0.0)] | None = Field(
-        default=None, description="threshold of the stop rule or of the tree; null keeps its own"
-    )
-    stop_file: str | None = Field(
-        default=None, description="weights of a trained stop rule, written by train-stop"
-    )
-    controller: ControllerName | None = Field(
-        default=None, description="switch: how the drafter and length of a round are chosen"
-    )
-    lengths: tuple[Annotated[int, Field(ge=1, le=64)], ...] | None = Field(
-        default=None, description="switch: lengths of each drafter that are tried"
-    )
-    rule: RuleName = "auto"
-    adaptive: bool = Field(
-        default=False, description="choose the length from the measured cost table"
-    )
-    parallel: bool = Field(
-        default=False, description="draft while the target verifies (PEARL); one prompt at a time"
-    )
-
-    @model_validator(mode="after")
-    def _nothing_ignored(self) -> Self:
-        for key in set(type(self).model_fields) - set(POLICY_FIELDS[self.policy]) - _ALWAYS:
-            if getattr(self, key) is not None:
-                raise ValueError(f"{key} is ignored by policy {self.policy}; remove it")
         return self
 
 

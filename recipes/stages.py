@@ -7,7 +7,8 @@ from typing import Any
 
 from specctl.recipes.errors import RecipeError, nearest
 from specctl.recipes.load import build_recipe
-from specctl.recipes.schema import Recipe, StagePart, flatten
+from specctl.recipes.schema import Recipe, StagePart
+from specctl.recipes.section import flatten
 
 PREFIX = "stage:"
 

@@ -11,7 +11,8 @@ import pytest
 
 from specctl.recipes.errors import FileError, RecipeError
 from specctl.recipes.load import load_recipe, parse_set
-from specctl.recipes.schema import Recipe, flatten
+from specctl.recipes.schema import Recipe
+from specctl.recipes.section import flatten
 
 
 def write(folder: Path, text: str) -> str:

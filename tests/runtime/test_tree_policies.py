@@ -13,7 +13,7 @@ from pairs import disturbed
 from specctl.drafters import families
 from specctl.drafters.parts.tree import NodeKind
 from specctl.recipes.errors import RecipeError
-from specctl.recipes.schema import POLICY_FIELDS, PolicyName, ServePart
+from specctl.recipes.serve import POLICY_FIELDS, PolicyName, ServePart
 from specctl.runtime import prove
 from specctl.runtime.cost import equip, measure_costs
 from specctl.runtime.oracle import Replay, chi_square

@@ -10,7 +10,7 @@ from pairs import disturbed
 
 from specctl.drafters.parts.tree import NodeKind
 from specctl.recipes.errors import RecipeError
-from specctl.recipes.schema import RuleName
+from specctl.recipes.serve import RuleName
 from specctl.runtime import prove
 from specctl.runtime.engine import Engine
 from specctl.runtime.findings import Check, Proof

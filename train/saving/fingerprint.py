@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from specctl.recipes.errors import IncompatibleError
-from specctl.recipes.schema import Recipe, flatten
+from specctl.recipes.schema import Recipe
+from specctl.recipes.section import flatten
 
 # Recipe fields that change what is written or shown, never what is learned.
 FREE = frozenset(

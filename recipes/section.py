@@ -1,0 +1,41 @@
+"""What every part of a recipe is made of: the frozen base class and the kinds of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[int, Field(ge=1, le=10**9)]
+Tokens = Annotated[int, Field(ge=1, le=10**13)]
+SeedNumber = Annotated[int, Field(ge=0, lt=2**32)]
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted leaf -> value; an empty mapping is a leaf."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            leaves.update(flatten(value, f"{prefix}{key}."))
+        else:
+            leaves[f"{prefix}{key}"] = value
+    return leaves
+
+
+class Section(BaseModel):
+    """A part of a recipe: immutable, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_switch_as_number(cls, given: Any) -> Any:
+        """A yes or no would otherwise count as 1 or 0."""
+        for key, value in given.items() if isinstance(given, Mapping) else ():
+            field = cls.model_fields.get(str(key))
+            if isinstance(value, bool) and field is not None and field.annotation is not bool:
+                shown = field.get_default(call_default_factory=True)
+                raise ValueError(f"{key} is no switch; write a value such as {key}: {shown}")
+        return given
