@@ -14,6 +14,7 @@ import random
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from specctl.runtime.server.limits import Limits
 HANG_SECONDS = 5.0
 MEMORY_GROWTH = 50 << 20
 WARM = 200  # inputs before memory is measured
+FUZZED_TOKENS = 4  # of an answer: requests of the schema ask for as many as they may
 # Not asked for: `positive_data_acceptance`, for what the schema cannot say (logprobs that need a
 # flag, a prompt that does not fit the context) is refused by words.
 CHECKS = (
@@ -169,6 +171,12 @@ def prove_prompts(server: Server, count: int, seed: int) -> list[Check]:
     return [checked("prompts of every length, stop strings anywhere", failures, count)]
 
 
+def _server(folder: Path, tokens: int) -> AbstractContextManager[Server]:
+    """The embedded target with a drafter; no answer has more than so many tokens."""
+    flags = ("--draft", "prompt-lookup", "--max-queue", "256", "--max-new-tokens", str(tokens))
+    return serve_process(folder, *flags)
+
+
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--cases", type=int, default=20_000, help="requests of the schema")
@@ -178,16 +186,18 @@ def main() -> None:
     options.add_argument("--stub", action="store_true", help="the schema on a stub of the engine")
     given = options.parse_args()
     phases, checks = ("examples", "coverage", "fuzzing"), []
-    flags = ("--draft", "prompt-lookup", "--max-queue", "256", "--max-new-tokens", "64")
-    with tempfile.TemporaryDirectory() as folder, serve_process(Path(folder), *flags) as server:
+    with tempfile.TemporaryDirectory() as folder, _server(Path(folder), tokens=64) as server:
         if given.inputs:
             checks += prove_bytes(server, given.inputs, given.slow, given.seed)
         if given.prompts:
             checks += prove_prompts(server, given.prompts, given.seed)
-        if given.cases and not given.stub:
-            checks += prove_schema(server, given.cases, phases, given.seed)
-    if given.cases and given.stub:
-        with stub_server(StubService(limits=Limits(max_queue=256))) as server:
+    if given.cases:
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as held:
+            server = held.enter_context(
+                stub_server(StubService(limits=Limits(max_queue=256)))
+                if given.stub
+                else _server(Path(folder), tokens=FUZZED_TOKENS)
+            )
             checks += prove_schema(server, given.cases, phases, given.seed)
     report(checks, given.json)
 
