@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from specctl import Sampling, load_target
+from specctl.cli.console import Console
 from specctl.cli.shapes import quick_recipe
 from specctl.drafters.parts.base import Drafter
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.bench import bench, engine_contender
 from specctl.runtime.policies import make_policy
+from specctl.runtime.report import Reporter
 from specctl.runtime.target import Target
 from specctl.train.data.heldout import heldout_prompts
 from specctl.train.initial import checkpoint_drafter
@@ -48,7 +50,7 @@ class Healed:
 
 
 def healed(
-    target: Target, recipe: Recipe, shapes: list[DraftShape], out: Path
+    target: Target, recipe: Recipe, shapes: list[DraftShape], out: Path, reporter: Reporter
 ) -> dict[DraftShape, Healed]:
     """Every shape, cut from the target and trained; runs that are there already go on."""
     base, found = prunable(target).module.shape, {}
@@ -59,8 +61,12 @@ def healed(
             shutil.copytree(first / "data", folder / "data")
         first = first or folder
         steps = recipe.train.steps
+        reporter.say(f"healing {folder.name} for {steps:,} steps in {folder}")
         result = train_draft(
-            quick_recipe(recipe, shape.options(base), steps), folder, target=target
+            quick_recipe(recipe, shape.options(base), steps),
+            folder,
+            target=target,
+            reporter=reporter,
         )
         assert result.tau is not None
         drafter = checkpoint_drafter(folder, target).to(target.device, target.dtype)
@@ -106,6 +112,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/shapes"))
     parser.add_argument("--shapes", default="1x256,2x256,1x128,2x128,4x128,8x128,4x256")
     parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--heal-only", action="store_true", help="heal the shapes and stop")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--inflate", default=None, help="serve behind the target at this cost")
@@ -113,10 +120,13 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="a field of the recipe")
     args = parser.parse_args()
     shapes = [DraftShape(*map(int, text.split("x"))) for text in args.shapes.split(",")]
-    recipe = load_recipe("prune", sets=[f"train.steps={args.steps}", *args.set])
+    sets = [f"train.steps={args.steps}", f"target.dtype={args.dtype}", "train.save_every=50"]
+    recipe = load_recipe("prune", sets=[*sets, *args.set])
     target = load_target("tiny", dtype=args.dtype)
     served = load_target("tiny", dtype=args.dtype, inflate=args.inflate) if args.inflate else target
-    drafts = healed(target, recipe, shapes, args.out)
+    drafts = healed(target, recipe, shapes, args.out, Console())
+    if args.heal_only:
+        return
     base, vocab = prunable(target).module.shape, next(iter(drafts.values())).drafter.vocab
     prompts = [p.ids for p in heldout_prompts(served, 2)]
     latency = measure_latency(served, base, shapes, vocab, prompts)
