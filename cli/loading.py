@@ -28,7 +28,7 @@ from specctl.cli.flags import (
     TargetName,
     TranslateFlag,
 )
-from specctl.recipes.errors import RecipeError, SpecctlError, nearest
+from specctl.recipes.errors import RecipeError, SpecctlError, did_you_mean, one_of
 
 if TYPE_CHECKING:
     from specctl.drafters.parts.base import Drafter
@@ -192,8 +192,8 @@ class DraftChoice(DraftingFlags):
                 f"this drafter cannot be grown by policy {serve['policy']!r}",
                 where="--policy",
                 found=str(serve["policy"]),
-                expected="one of " + ", ".join(policies),
-                do=f"--policy {nearest(str(serve['policy']), policies, 1)}",
+                expected=one_of(policies, "specctl recipes schema --field serve"),
+                do=did_you_mean(str(serve["policy"]), policies, f"--policy {policies[0]}"),
             )
         from specctl.recipes.serve import POLICY_FIELDS
 
