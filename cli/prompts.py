@@ -22,6 +22,10 @@ class PromptText:
     messages: tuple[dict[str, str], ...] = ()
 
     def tokens(self, target: Target, chat: bool) -> list[int]:
+        """Token ids; a prompt that cannot fit the target's context is refused unread."""
+        from specctl.runtime.text_room import check_room
+
+        check_room(target, self.text.strip())  # templates may leave out blanks at either end
         if self.messages:
             return target.encode_chat(list(self.messages))
         if chat:
