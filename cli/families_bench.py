@@ -18,8 +18,8 @@ from specctl.cli.console import Console
 from specctl.cli.failures import as_told
 from specctl.cli.families import check_options, family_infos
 from specctl.cli.families_table import Heat, Trained, measure, show_tables
-from specctl.cli.loading import TargetChoice, target_json
 from specctl.cli.recipe_flags import RecipeFlags
+from specctl.cli.target_choice import TargetChoice, target_json
 from specctl.cli.training import train_and_package
 from specctl.recipes.errors import Exit, GateError, RecipeError, did_you_mean
 from specctl.recipes.load import RecipeInfo, list_recipes, load_recipe

@@ -12,12 +12,12 @@ import typer
 
 from specctl.cli.console import Console
 from specctl.cli.flags import Offline
-from specctl.cli.loading import go_offline
 from specctl.cli.memory import size_text
 from specctl.cli.preflight import check_run
 from specctl.cli.progress import duration
 from specctl.cli.recipe_flags import RecipeFlags
 from specctl.cli.scaling import plan_scaling
+from specctl.cli.target_choice import go_offline
 from specctl.recipes.errors import SpecctlError
 
 if TYPE_CHECKING:

@@ -68,7 +68,7 @@ def quickstart(
     started = time.monotonic()
     loaded = scaled(recipe, target, minutes, tuple(set_ or ()))
     check_run(loaded, out)
-    from specctl.cli.loading import TargetChoice
+    from specctl.cli.target_choice import TargetChoice
     from specctl.runtime.inflate import inflatable, size_named
 
     size = inflate or ("300m" if target == "tiny" else "none")
@@ -231,7 +231,7 @@ def _compare(console: Console, model: Target, package: Path, inflate: str | None
     """Held-out prompts, greedy and at T = 0.8, plain and speculative; and at a larger cost."""
     targets: list[tuple[Target, int, tuple[float, ...]]] = [(model, COMPARE_PROMPTS, (0.0, 0.8))]
     if inflate is not None:
-        from specctl.cli.loading import TargetChoice
+        from specctl.cli.target_choice import TargetChoice
 
         console.say(f"and the same target at the cost of {inflate} parameters")
         large = TargetChoice(model.name, inflate=inflate).load(console)

@@ -14,8 +14,9 @@ import typer
 
 from specctl.cli.console import Console
 from specctl.cli.flags import Allow, Out
-from specctl.cli.loading import DraftChoice, LoadedDraft, TargetChoice, packaged_serve
+from specctl.cli.loading import DraftChoice, LoadedDraft, packaged_serve
 from specctl.cli.outputs import check_folder
+from specctl.cli.target_choice import TargetChoice
 from specctl.recipes.errors import RecipeError, SpecctlError
 
 if TYPE_CHECKING:
