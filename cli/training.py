@@ -208,9 +208,10 @@ def finish(
         "seconds": round(result.seconds, 1),
         "peak_bytes": peak_memory(),
         "parameters": manifest.parameters,
+        **({} if result.target is None else {"target": str(result.target)}),
         "exports": {name: str(result.out / name) for name in other_formats(recipe)},
     }
-    target = recipe.target.name
+    target = recipe.target.name if result.target is None else str(result.target)
     following = [
         f"specctl verify {package} --target {target} --level lossless",
         f'specctl generate --target {target} --draft {package} --compare "..."',

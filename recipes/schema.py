@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
+from specctl.recipes.low_rank import JointPart, LoraPart
 from specctl.recipes.section import Fraction, Positive, Section, SeedNumber, Tokens, flatten
 from specctl.recipes.serve import ServePart
 
@@ -119,21 +120,6 @@ class DataPart(Section):
         return self
 
 
-class LoraPart(Section):
-    """Train small additions to frozen weights instead of the weights (LoRA)."""
-
-    rank: Annotated[int, Field(ge=1, le=10_000)] = 8
-    alpha: Annotated[float, Field(gt=0.0)] = Field(
-        default=16.0, description="the addition is scaled by alpha / rank"
-    )
-    targets: tuple[str, ...] | None = Field(
-        default=None, description="endings of the weights that are adapted; null: hidden matrices"
-    )
-    keep: bool = Field(
-        default=False, description="also write the additions, OUT/adapter.safetensors"
-    )
-
-
 class TrainPart(Section):
     """How the drafter is trained."""
 
@@ -172,6 +158,9 @@ class TrainPart(Section):
     )
     lora: LoraPart | None = Field(
         default=None, description="adapt the weights of drafter.init by low-rank additions"
+    )
+    joint: JointPart | None = Field(
+        default=None, description="change the target, too: OUT/target is then another model"
     )
     seed: SeedNumber = 0
     save_every: Positive = 200

@@ -24,8 +24,10 @@ from specctl.recipes.schema import Recipe
 from specctl.recipes.stages import resolved, stages_of
 from specctl.runtime.report import Reporter, SilentReporter
 from specctl.runtime.target import Target
+from specctl.train.changed import FOLDER
 from specctl.train.data.context import check_context
 from specctl.train.initial import Loader
+from specctl.train.joint_check import check_stages
 from specctl.train.plan import Plan, plan
 from specctl.train.run import Packager, RunResult, train_draft
 from specctl.train.saving.fingerprint import check_same_run, config_fields
@@ -48,6 +50,7 @@ class Stage:
 def stages(recipe: Recipe, out: Path) -> list[Stage]:
     """The stages of a recipe under the run folder `out`, in order."""
     found = stages_of(recipe)
+    check_stages([*found.values()])
     folders = {name: out / f"stage-{i}-{name}" for i, name in enumerate(found, start=1)}
     names = {name: str(folder) for name, folder in folders.items()}
     return [Stage(name, folders[name], resolved(part, names)) for name, part in found.items()]
@@ -126,8 +129,15 @@ def finished(stage: Stage, allow: Collection[str] = ()) -> RunResult | None:
     best, package = (None if mark[k] is None else Path(mark[k]) for k in ("best", "package"))
     if package is not None and not package.exists():
         return None
+    changed = None if stage.recipe.train.joint is None else stage.folder / FOLDER
     return RunResult(
-        stage.folder, best, mark["tau"], mark["steps"], mark["seconds"], package=package
+        stage.folder,
+        best,
+        mark["tau"],
+        mark["steps"],
+        mark["seconds"],
+        package=package,
+        target=changed,
     )
 
 
