@@ -156,7 +156,7 @@ def _train(console: Console, recipe: Recipe, out: Path) -> float | None:
 def _trim(console: Console, model: Target, out: Path) -> Path:
     """OUT/trimmed/package; kept when it was made from the same weights."""
     from specctl.cli.loading import DraftChoice
-    from specctl.cli.vocab_trim import TrimJob, trim_and_package
+    from specctl.cli.trimming import TrimJob, trim_and_package
     from specctl.export.manifest import WEIGHTS, check_files
     from specctl.train.vocab.selectors import selector
     from specctl.train.vocab.settings import TrimSettings
