@@ -3,10 +3,8 @@
 Cuts every shape out of the embedded target and heals it for --steps (a run that is there goes on;
 --heal-only stops behind it). Then predicts tokens/s twice: of a healed shape by its own latency and
 acceptance, and as if it had never been seen, by fits of all other shapes. Acceptance is measured on
-other prompts than speed. Speed is measured prompt by prompt, all shapes in turn, each at the draft
-length that was predicted to be its best; seconds are medians over the repeats, errors come from
-leaving out one prompt after the other (jackknife), and two shapes that differ by less than two
-standard errors are a tie. Kendall's tau is that of the other pairs.
+other prompts than speed, and speed (shape_speed.py) at the draft length that was predicted to be
+the best. Kendall's tau is that of the pairs which differ by more than the noise; others are ties.
 
     python benchmarks/shapes.py --out runs/shapes --steps 150 --dtype bfloat16 --heal-only
     python benchmarks/shapes.py --out runs/shapes --steps 150 --dtype bfloat16 --inflate 300m
@@ -16,24 +14,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import combinations
-from math import sqrt
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any
 
 import torch
+from shape_speed import ERRORS, Effort, Speed, measured, noise
 
-from specctl import Sampling, load_target
+from specctl import load_target
 from specctl.cli.console import Console
 from specctl.cli.progress import duration
 from specctl.drafters.parts.base import Drafter
 from specctl.recipes.load import load_recipe
-from specctl.runtime.generate import generate
-from specctl.runtime.policies import make_policy
 from specctl.runtime.target import Target
 from specctl.train.data.heldout import heldout_prompts
 from specctl.train.prune.cut import prunable
@@ -44,97 +37,6 @@ from specctl.train.prune.search.ranking import Candidate, agreement, rank, unsee
 from specctl.train.prune.search.shape import DraftShape
 
 Prompts = Sequence[Sequence[int]]
-ERRORS = 2.0  # standard errors by which two shapes must differ
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """Tokens and median seconds of each prompt."""
-
-    tokens_P: tuple[int, ...]
-    seconds_P: tuple[float, ...]
-
-    @property
-    def rate(self) -> float:
-        return sum(self.tokens_P) / sum(self.seconds_P)
-
-    @property
-    def rate_without_P(self) -> list[float]:
-        """The rate with each prompt left out."""
-        tokens, seconds = sum(self.tokens_P), sum(self.seconds_P)
-        pairs = zip(self.tokens_P, self.seconds_P, strict=True)
-        return [(tokens - t) / (seconds - s) for t, s in pairs]
-
-    @property
-    def error(self) -> float:
-        return jackknife(self.rate_without_P)
-
-
-def jackknife(without_P: Sequence[float]) -> float:
-    """The standard error of a figure, given its values with each prompt left out."""
-    mean, count = fmean(without_P), len(without_P)
-    return sqrt((count - 1) / count * sum((x - mean) ** 2 for x in without_P))
-
-
-def noise(speeds: Mapping[DraftShape, Speed]) -> dict[tuple[DraftShape, DraftShape], float]:
-    """By how much two shapes, on the same prompts, must differ to be told apart."""
-    return {
-        (a, b): ERRORS
-        * jackknife(
-            [x - y for x, y in zip(speeds[a].rate_without_P, speeds[b].rate_without_P, strict=True)]
-        )
-        for a, b in combinations(sorted(speeds), 2)
-    }
-
-
-def measured(
-    served: Target,
-    drafts: Mapping[DraftShape, Drafter],
-    best: Sequence[Candidate],
-    prompts: Prompts,
-    args: argparse.Namespace,
-    console: Console,
-) -> dict[DraftShape, Speed]:
-    """Every shape at its predicted best draft length; repeats end early where time is up."""
-    setting = Sampling(temperature=0.0, max_new_tokens=args.tokens, ignore_eos=True)
-    policies = {c.shape: make_policy({"policy": "chain", "length": c.length}) for c in best}
-
-    def run(shape: DraftShape, prompt: Sequence[int]) -> tuple[int, float]:
-        drafter, policy = drafts[shape], policies[shape]
-        stats = generate(served, [prompt], drafter=drafter, policy=policy, sampling=setting).stats
-        return stats.tokens, stats.seconds
-
-    for shape in policies:
-        run(shape, prompts[0])  # warms up
-    tokens: dict[tuple[DraftShape, int], int] = {}
-    seconds: dict[tuple[DraftShape, int], list[float]] = {}
-    total = args.repeats * len(prompts) * len(policies)
-    with console.task("measuring", total, "runs") as advance:
-        for repeat in within(args.repeats, 60 * args.minutes, console):
-            for index, prompt in enumerate(prompts):
-                turn = (index + repeat) % len(best)  # each shape is the first as often as others
-                for shape in [c.shape for c in [*best[turn:], *best[:turn]]]:
-                    tokens[shape, index], spent = run(shape, prompt)
-                    seconds.setdefault((shape, index), []).append(spent)
-                    advance(1, shape.name)
-    each = range(len(prompts))
-    return {
-        shape: Speed(
-            tuple(tokens[shape, i] for i in each), tuple(median(seconds[shape, i]) for i in each)
-        )
-        for shape in policies
-    }
-
-
-def within(repeats: int, budget: float, console: Console) -> Iterator[int]:
-    """Repeats, until another one as long as those before would leave the budget; at least one."""
-    began = time.perf_counter()
-    for repeat in range(repeats):
-        spent = time.perf_counter() - began
-        if repeat and spent * (repeat + 1) / repeat > budget:
-            console.say(f"{repeat} of {repeats} repeats fit into {duration(budget)}")
-            return
-        yield repeat
 
 
 def accepted(
@@ -255,7 +157,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--set", action="append", default=[], help="a field of the recipe")
     parser.add_argument("--json", action="store_true")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.prompts < 2 or args.alpha_prompts < 2:
+        parser.error("errors are those of several prompts: give at least 2")
+    return args
 
 
 def main() -> None:
@@ -283,7 +188,8 @@ def main() -> None:
     base, vocab = prunable(target).module.shape, drafts[shapes[0]].vocab
     latency = measure_latency(served, base, shapes, vocab, spoken[:1], reporter=console)
     ranked = rank(shapes, latency, acceptances)
-    speeds = measured(served, drafts, ranked, spoken, args, console)
+    effort = Effort(args.tokens, args.repeats, args.minutes)
+    speeds = measured(served, drafts, ranked, spoken, effort, console)
     found = summary(ranked, unseen(latency, acceptances), speeds)
     fits = {"latency": latency.fit, "acceptance": acceptances.fit}
     found |= {
