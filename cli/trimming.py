@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from specctl.runtime.policies import Policy
     from specctl.runtime.target import Target
     from specctl.train.data.heldout import Prompt
-    from specctl.train.data.sources import Sample
+    from specctl.train.data.records import Sample
     from specctl.train.vocab.report import TrimReport
     from specctl.train.vocab.selectors import Selector
     from specctl.train.vocab.settings import Material, TrimSettings

@@ -12,7 +12,7 @@ from specctl.recipes.errors import FileError, SpecctlError, nearest
 from specctl.runtime.target import Target
 from specctl.runtime.text_room import check_room
 from specctl.train.data.chat import conversation_prompt
-from specctl.train.data.sources import sample_of
+from specctl.train.data.records import sample_of
 
 
 @dataclass(frozen=True, slots=True)
