@@ -165,5 +165,28 @@ def test_a_search_ranks_shapes_by_predicted_speed(
     assert answer["latency"]["r2"] <= 1.0
     assert json.loads((out / "shapes.json").read_text())["ranking"] == answer["ranking"]
     assert "specctl prune --target tiny --layers" in ran.json["next"][0]
+    assert "drafts of 4 shapes are timed" in ran.err
     bad = run(*words(out, "--search", "--depths", "many"))
     assert bad.code == 3
+
+
+def test_a_search_heals_every_shape_once_and_ranks_by_what_it_measured(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"ROUNDS": 2, "LENGTHS": (1, 3), "PROMPTS": 3, "TOKENS": 8}.items():
+        monkeypatch.setattr(f"specctl.cli.shapes.{name}", value)
+    out = tmp_path / "healed"
+    grid = ("--search", "--depths", "1,2", "--widths", "64,128", "--heal-steps", "1")
+    ran = run(*words(out, *grid))
+    assert ran.code == 0, ran.err
+    assert "4 of 4 shapes are healed for 1 steps" in ran.err
+    found = ran.json["result"]
+    reached = found["acceptance"]["accepted_per_position"]
+    assert set(reached) == {"1x64", "1x128", "2x64", "2x128"}
+    for row in found["ranking"]:
+        share_at = reached[f"{row['layers']}x{row['width']}"]
+        assert row["tau"] == pytest.approx(1 + sum(share_at[: row["length"]]))
+    assert found["acceptance"]["left_out_r2"] is None  # four shapes determine four coefficients
+    again = run(*words(out, *grid))
+    assert "all 4 shapes are healed already" in again.err
+    assert again.json["result"]["acceptance"]["alpha"] == found["acceptance"]["alpha"]
