@@ -5,7 +5,8 @@ on the same weights, in one run, way after way, `--repeats` times over. No way r
 read for another user. Ways: plain decoding, fixed draft lengths, and the batch policies goodput,
 tetris, table and bass; beside them transformers' continuous batching and, with --llama-cpp,
 llama.cpp (a Python with xllamacpp and gguf: wheels). The break-even batch size of a length is where
-it stops to be faster than plain decoding. benchmarks/drafters.py makes runs/bench.
+it stops to be faster than plain decoding. "x predicted": the goodput of the rounds over what the
+policy expected of them, where it expects any. benchmarks/drafters.py makes runs/bench.
 
     python benchmarks/load.py --draft runs/bench/eagle3/package
     python benchmarks/load.py --draft ... --inflate 300m --users 1,4,16,64 --json load.json
@@ -43,7 +44,7 @@ from specctl.runtime.target import Target
 from specctl.train.data.heldout import heldout_prompts
 
 COLUMNS = (
-    "users", "way", "tokens/s", "x plain", "tau",
+    "users", "way", "tokens/s", "x plain", "tau", "x predicted",
     "first p50/p99 ms", "inter-token p50/p99 ms", "identical",
 )  # fmt: skip
 ADAPTIVE = ("goodput", "tetris", "table", "bass")
@@ -182,13 +183,14 @@ def show(
         if row["way"] == "plain" and row["users"] > min(r["users"] for r in rows):
             table.add_section()
         times = ["/".join(f"{t:.1f}" for t in row[k]) for k in ("first_ms", "inter_token_ms")]
-        tau, same = row.get("tau"), row["identical"]
+        tau, same, goodput = row.get("tau"), row["identical"], row.get("goodput")
         table.add_row(
             str(row["users"]),
             row["way"],
             f"{row['tokens_per_second']:,.0f}",
             f"{row['speedup']:.2f}",
             "-" if tau is None else f"{tau:.2f}",
+            "-" if goodput is None else f"{goodput['measured_over_predicted']:.2f}",
             *times,
             "-" if same is None else f"{same:.0%}",
         )
