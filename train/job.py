@@ -6,6 +6,7 @@ of the rows and where a batch comes from; what is compared, measured, logged and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -121,7 +122,7 @@ def _trained(
     torch.manual_seed(settings.seed)  # the same additions on every process
     joint = Joint(drafter, target, settings.joint)
     number = sum(joint.trainable()[name].numel() for name in joint.slow())
-    alone = round(settings.joint.warmup * settings.steps)
+    alone = math.ceil(settings.joint.warmup * settings.steps)
     reporter.warn(
         f"this run CHANGES THE TARGET: {number:,} added numbers learn from step {alone:,} on; "
         "the drafter will be for OUT/target, which is another model"
@@ -130,10 +131,10 @@ def _trained(
 
 
 def _optimizers(recipe: Recipe, trained: Drafter, vocab_sizes: frozenset[int]) -> Optimizers:
-    trainable, settings = trained.trainable(), recipe.train
-    if settings.joint is None or not isinstance(trained, Joint):
-        return build_optimizers(trainable, settings, vocab_sizes)
-    return build_optimizers(trainable, settings, vocab_sizes, trained.slow(), settings.joint.rate)
+    """Over all that trains; additions to the target learn at their own share of the rate."""
+    slow = trained.slow() if isinstance(trained, Joint) else ()
+    share = 1.0 if recipe.train.joint is None else recipe.train.joint.rate
+    return build_optimizers(trained.trainable(), recipe.train, vocab_sizes, slow, share)
 
 
 def check_rows(rows: int, processes: int) -> None:

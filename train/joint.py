@@ -163,7 +163,8 @@ def original_law(target: Target, batch: TrainBatch) -> Judge:
 
 def target_loss(target: Target, seen: TrainBatch, judge: Judge | None) -> LossOut:
     """How far the target that has read `seen` (its last state among the taps) is from a law, or
-    from the text: its loss per token, as target_kl or target_ce, and how often both agree."""
+    from the text: its loss per token, as target_kl or target_ce, and how often its most probable
+    token is the law's (target_agreement) or the text's (target_top1)."""
     rows = aim(replace(seen, select=None, teacher_BSV=None, teacher_rows=None), 1)
     head: Head = _as_it_is
     if seen.teacher_rows is not None:
@@ -174,8 +175,9 @@ def target_loss(target: Target, seen: TrainBatch, judge: Judge | None) -> LossOu
         state_RX = seen.teacher_BSV.flatten(0, 1)
     kind = "ce" if judge is None else "kl"
     out = head_loss(state_RX, head, rows, None, LossOptions(kind), judge)
-    found = {f"target_{kind}": (out.sum.detach(), out.count)}
-    return replace(out, metrics=found | {"target_agreement": out.metrics["top1"]})
+    best = "target_top1" if judge is None else "target_agreement"
+    found = {f"target_{kind}": (out.sum.detach(), out.count), best: out.metrics["top1"]}
+    return replace(out, metrics=found)
 
 
 def weight_at(progress: float, part: JointPart) -> float:
