@@ -111,8 +111,8 @@ def search_shapes(
     ]
     out.mkdir(parents=True, exist_ok=True)
     table = None if flags.table is None else _read_table(flags.table)
-    healing = "" if table is not None else _planned(recipe, target, grid, out, steps)
-    console.say(f"{healing}then drafts of {len(grid)} shapes are timed in the engine")
+    healing = _planned(recipe, target, grid, out, steps) if table is None else str(flags.table)
+    console.say(f"acceptances: {healing}; then drafts of {len(grid)} shapes are timed")
     found = _healed(console, recipe, target, grid, out, steps) if table is None else table
     acceptances = fit_acceptance(found)
     prompts = [p.ids for p in heldout_prompts(target, 1)]
@@ -177,12 +177,12 @@ def _planned(
 
     each = steps or QUICK_STEPS
     plan = plan_healing(recipe, target, grid, out, each)
+    measuring = f"measured on {PROMPTS} prompts x {TOKENS} tokens"
     if not plan.shapes:
-        return f"all {len(grid)} shapes are healed already, acceptance is measured, "
-    time = f"{duration(plan.least)} to {duration(plan.most)}"
+        return f"all {len(grid)} shapes are healed already, {measuring}"
+    time = f"{duration(plan.least)} to {duration(plan.most)} by the plan"
     return (
-        f"{plan.shapes} of {len(grid)} shapes are healed for {each:,} steps ({time} by the plan), "
-        f"acceptance is measured on {PROMPTS} prompts x {TOKENS} tokens, "
+        f"{plan.shapes} of {len(grid)} shapes are healed for {each:,} steps ({time}), {measuring}"
     )
 
 
@@ -204,8 +204,8 @@ def _healed(
     for shape, drafter in healed(recipe, target, grid, out, steps or QUICK_STEPS, console):
         prompts = prompts or judging_prompts(recipe, target, out / shape.name, PROMPTS)
         reached = found[shape] = measure_reached(target, drafter, prompts, TOKENS)
-        error = "" if reached.alpha_error is None else f" +- {reached.alpha_error:.3f}"
-        console.say(f"shape {shape.name}: alpha {reached.alpha:.3f}{error}")
+        alpha = _with_error(reached.alpha, reached.alpha_error)
+        console.say(f"shape {shape.name}: alpha {alpha}")
     return found
 
 
@@ -222,7 +222,7 @@ def _finish(
             f"{c.shape.layers} x {c.shape.width}",
             f"{c.body_parameters:,}",
             f"{1e3 * c.step_seconds:.2f}",
-            f"{c.alpha:.3f}" + ("" if c.alpha_error is None else f" +- {c.alpha_error:.3f}"),
+            _alpha(c, c.shape in acceptances.measured),
             str(c.length),
             f"{c.tau:.2f}",
             f"{c.tokens_per_second:.0f}",
@@ -231,12 +231,23 @@ def _finish(
     ]
     titles = ("layers x width", "parameters", "ms a step", "alpha", "k", "tau", "tokens/s")
     console.table(titles, rows)
-    console.out(f"predicted; the fit of t(depth, width) explains {_explained(latency.fit)},")
-    console.out(
-        f"of alpha {_explained(acceptances.fit)}; shapes that were measured are ranked by that"
+    console.prose(
+        f"Predicted. The fit of t(depth, width) has {_explained(latency.fit)}, that of alpha "
+        f"{_explained(acceptances.fit)}; a shape that was measured is ranked by that alone."
     )
-    answer = {
-        "out": str(out),
+    answer = {"out": str(out), **_answer(latency, acceptances, ranked)}
+    (out / REPORT).write_text(json.dumps(answer, indent=1) + "\n", encoding="utf-8")
+    following = []
+    if ranked:
+        best = ranked[0].shape
+        words = f"--layers {best.layers} --width {best.width}"
+        following = [f"specctl prune --target {recipe.target.name} {words} --out {out}-best"]
+    console.done(answer, next=following)
+
+
+def _answer(latency: Latency, acceptances: Acceptances, ranked: list[Candidate]) -> dict[str, Any]:
+    """The ranking, and every number that it follows from."""
+    return {
         "ranking": [c.to_json() for c in ranked],
         "latency": {
             "r2": latency.fit.r2,
@@ -256,16 +267,19 @@ def _finish(
             },
         },
     }
-    (out / REPORT).write_text(json.dumps(answer, indent=1) + "\n", encoding="utf-8")
-    following = []
-    if ranked:
-        best = ranked[0].shape
-        words = f"--layers {best.layers} --width {best.width}"
-        following = [f"specctl prune --target {recipe.target.name} {words} --out {out}-best"]
-    console.done(answer, next=following)
+
+
+def _alpha(found: Candidate, is_measured: bool) -> str:
+    if not is_measured:
+        return f"{found.alpha:.3f} by the fit"
+    return _with_error(found.alpha, found.alpha_error)
+
+
+def _with_error(alpha: float, error: float | None) -> str:
+    return f"{alpha:.3f}" + ("" if error is None else f" +- {error:.3f}")
 
 
 def _explained(fit: Fit) -> str:
     """R2 of a fit, and of its points when each is predicted by the others."""
     left_out = "unknown" if fit.left_out_r2 is None else f"{fit.left_out_r2:.3f}"
-    return f"R2 {fit.r2:.3f} (leaving each out: {left_out})"
+    return f"R2 {fit.r2:.3f} ({left_out} with each shape left out)"
