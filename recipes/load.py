@@ -90,6 +90,13 @@ def read_source(name_or_path: str) -> tuple[str, str]:
     if path.suffix in (".yaml", ".yml") or path.is_file():
         return _read_file(path), str(path)
     known = recipe_names()
+    if name_or_path not in known and path.is_dir():
+        raise FileError(
+            f"the folder {path} holds no recipe",
+            found="no run.yaml",
+            expected=EXPECTED.replace(", or", ",") + ", or the folder of a run",
+            do="give the file itself",
+        )
     if name_or_path not in known:
         raise RecipeError(
             f"unknown recipe {name_or_path!r}",

@@ -130,4 +130,4 @@ def measuring(recipe: Recipe, sizes: Sizes, times: int = 1) -> Work:
     train, length = recipe.train, recipe.serve.length
     rounds = times * train.tau_prompts * train.tau_tokens / ROUND_TOKENS
     each = 2.0 * sizes.target * (length + 1) + 2.0 * sizes.drafter * length
-    return Work("measuring tau", f"{times:,} times", writing=rounds * each)
+    return Work("measuring tau", f"{times:,} time{'s' * (times != 1)}", writing=rounds * each)
