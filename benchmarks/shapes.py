@@ -149,7 +149,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--heal-only", action="store_true", help="heal the shapes and stop")
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--prompts", type=int, default=16, help="on which speed is measured")
+    parser.add_argument("--prompts", type=int, default=24, help="on which speed is measured")
     parser.add_argument("--alpha-prompts", type=int, default=48, help="other ones, for acceptance")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=6.0, help="repeats end early behind that")
