@@ -66,7 +66,8 @@ class Sleep:
         if not outcome.taps:
             return
         places = {slot: b for b, slot in enumerate(outcome.view.slots)}
-        self._rounds.append((places, {tap: x[:, 0] for tap, x in outcome.taps.items()}))
+        roots = {tap: _root(taps_BPD) for tap, taps_BPD in outcome.taps.items()}
+        self._rounds.append((places, roots))
         waiting = [row for row in rows if row.speculates and row.finished is None]
         longest = max((row.num_missed - _unread(row) for row in waiting), default=0)
         while len(self._rounds) > longest:
@@ -128,6 +129,11 @@ class Sleep:
                 taps_BPD[b, :count] = torch.stack([taps[tap][at[row.slot]] for at, taps in entries])
             found[tap] = taps_BPD
         return found
+
+
+def _root(taps_BPD: Tensor) -> Tensor:
+    """[B, D]: a tap at the roots, which holds no more memory than that."""
+    return taps_BPD[:, 0] if taps_BPD.shape[1] == 1 else taps_BPD[:, 0].clone()
 
 
 def _unread(row: Row) -> int:
