@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from types import UnionType
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, PrivateAttr, model_validator
 
@@ -290,7 +291,9 @@ def section_at(path: tuple[Any, ...]) -> type[Section] | None:
     for key in path[:-1]:
         field = owner.model_fields.get(str(key))
         kind = field.annotation if field else None
-        if not (isinstance(kind, type) and issubclass(kind, Section)):
+        choices = get_args(kind) if isinstance(kind, UnionType) else (kind,)  # X | None
+        found = [c for c in choices if isinstance(c, type) and issubclass(c, Section)]
+        if not found:
             return None
-        owner = kind
+        owner = found[0]
     return owner
