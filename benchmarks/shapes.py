@@ -5,6 +5,7 @@ Cuts every shape out of the embedded target and heals it for --steps (a run that
 acceptance, and as if it had never been seen, by fits of all other shapes. Acceptance is measured on
 other prompts than speed, and speed (shape_speed.py) at the draft length that was predicted to be
 the best. Kendall's tau is that of the pairs which differ by more than the noise; others are ties.
+OUT/compared-embedded.json (or -300m) holds every number.
 
     python benchmarks/shapes.py --out runs/shapes --steps 150 --dtype bfloat16 --heal-only
     python benchmarks/shapes.py --out runs/shapes --steps 150 --dtype bfloat16 --inflate 300m
@@ -31,7 +32,7 @@ from specctl.runtime.target import Target
 from specctl.train.data.heldout import heldout_prompts
 from specctl.train.prune.cut import prunable
 from specctl.train.prune.search.acceptance import Reached, fit_acceptance, measure_reached
-from specctl.train.prune.search.healing import healed, plan_healing
+from specctl.train.prune.search.healing import HealingPlan, healed, plan_healing
 from specctl.train.prune.search.latency import Latency, measure_latency
 from specctl.train.prune.search.ranking import Candidate, agreement, rank, unseen
 from specctl.train.prune.search.shape import DraftShape
@@ -142,6 +143,22 @@ def told(latency: Latency, served: Target, args: argparse.Namespace) -> str:
     )
 
 
+def promise(
+    console: Console, left: HealingPlan, shapes: Sequence[DraftShape], args: argparse.Namespace
+) -> None:
+    """What will be done, before it begins."""
+    console.say(
+        f"{left.shapes} of {len(shapes)} shapes to heal for {args.steps} steps "
+        f"({duration(left.least)} to {duration(left.most)} by the plan)"
+    )
+    if not args.heal_only:
+        console.say(
+            f"then acceptance on {args.alpha_prompts} prompts, steps of {len(shapes)} drafts, and "
+            f"{args.repeats} x {args.prompts} prompts x {args.tokens} tokens with each shape, "
+            f"fewer repeats where {args.minutes:g} minutes are over"
+        )
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/shapes"))
@@ -170,14 +187,7 @@ def main() -> None:
     sets = [f"train.steps={args.steps}", f"target.dtype={args.dtype}", "train.save_every=50"]
     recipe = load_recipe("prune", sets=[*sets, *args.set])
     target = load_target("tiny", dtype=args.dtype)
-    left = plan_healing(recipe, target, shapes, args.out, args.steps)
-    console.say(
-        f"{left.shapes} of {len(shapes)} shapes to heal for {args.steps} steps "
-        f"({duration(left.least)} to {duration(left.most)} by the plan); then acceptance on "
-        f"{args.alpha_prompts} prompts, {len(shapes)} drafts timed, and {args.repeats} x "
-        f"{args.prompts} prompts x {args.tokens} tokens measured with each shape, for at most "
-        f"about {args.minutes:g} minutes"
-    )
+    promise(console, plan_healing(recipe, target, shapes, args.out, args.steps), shapes, args)
     drafts = dict(healed(recipe, target, shapes, args.out, args.steps, console))
     if args.heal_only:
         return
@@ -196,7 +206,9 @@ def main() -> None:
         "note": told(latency, served, args),
         "fits": {n: {"r2": f.r2, "left_out_r2": f.left_out_r2} for n, f in fits.items()},
     }
-    print(json.dumps(found, indent=1)) if args.json else show(console, found)
+    text = json.dumps(found, indent=1) + "\n"
+    (args.out / f"compared-{args.inflate or 'embedded'}.json").write_text(text, encoding="utf-8")
+    print(text, end="") if args.json else show(console, found)
 
 
 if __name__ == "__main__":
