@@ -4,8 +4,8 @@ Every user asks again as soon as an answer is complete; all ask the same held-ou
 on the same weights, in one run, way after way, `--repeats` times over. No way reuses what it has
 read for another user. Ways: plain decoding, fixed draft lengths, and the batch policies goodput,
 tetris, table and bass; beside them transformers' continuous batching and, with --llama-cpp,
-llama.cpp (a Python with xllamacpp and gguf: wheels). The break-even batch size of a length is where
-it stops to be faster than plain decoding. benchmarks/drafters.py makes runs/bench.
+llama.cpp (a Python with xllamacpp and gguf: wheels). Break-even is where a way gets slower than
+plain; "x predicted": goodput over what was expected. benchmarks/drafters.py makes runs/bench.
 
     python benchmarks/load.py --draft runs/bench/eagle3/package
     python benchmarks/load.py --draft ... --inflate 300m --users 1,4,16,64 --json load.json
@@ -43,7 +43,7 @@ from specctl.runtime.target import Target
 from specctl.train.data.heldout import heldout_prompts
 
 COLUMNS = (
-    "users", "way", "tokens/s", "x plain", "tau",
+    "users", "way", "tokens/s", "x plain", "tau", "x predicted",
     "first p50/p99 ms", "inter-token p50/p99 ms", "identical",
 )  # fmt: skip
 ADAPTIVE = ("goodput", "tetris", "table", "bass")
@@ -162,8 +162,7 @@ def ours(
     """Plain, every fixed length, and the batch policies."""
     ways = [Served("plain", pair.target, None, None, None, args.tokens)]
     for length in lengths:
-        policy = pair.policy(length)
-        name = f"length {length}"
+        name, policy = f"length {length}", pair.policy(length)
         ways.append(Served(name, pair.target, pair.drafter, policy, None, args.tokens))
     for name in ADAPTIVE:
         make: Callable[[], Batching] = partial(pair.batching, name, costs, args.capacity)
@@ -182,13 +181,14 @@ def show(
         if row["way"] == "plain" and row["users"] > min(r["users"] for r in rows):
             table.add_section()
         times = ["/".join(f"{t:.1f}" for t in row[k]) for k in ("first_ms", "inter_token_ms")]
-        tau, same = row.get("tau"), row["identical"]
+        tau, same, goodput = row.get("tau"), row["identical"], row.get("goodput")
         table.add_row(
             str(row["users"]),
             row["way"],
             f"{row['tokens_per_second']:,.0f}",
             f"{row['speedup']:.2f}",
             "-" if tau is None else f"{tau:.2f}",
+            "-" if goodput is None else f"{goodput['measured_over_predicted']:.2f}",
             *times,
             "-" if same is None else f"{same:.0%}",
         )
@@ -291,7 +291,7 @@ def main() -> None:
         found = report(args, Path(folder), keep)
     size = found["target"]["inflated"] or "as published"
     about = f"tiny {size}, {args.dtype}, {found['threads']} threads, draft {args.draft}"
-    show(Console(width=120), about, found["rows"], found["break_even_users"])
+    show(Console(width=132), about, found["rows"], found["break_even_users"])
     for name, why in found["failed"].items():
         print(f"{name} was left out {why}")
 

@@ -122,7 +122,12 @@ class Served:
         tau = counters.tokens / max(counters.rounds, 1)
         batching = None if self.chosen is None else dict(self.chosen.to_json())
         drafting = counters.drafts / max(counters.drafts + counters.spec_off, 1)
-        return {"tau": round(tau, 3), "drafting": round(drafting, 3), "batching": batching}
+        return {
+            "tau": round(tau, 3),
+            "drafting": round(drafting, 3),
+            "batching": batching,
+            "goodput": (batching or {}).get("goodput"),
+        }
 
 
 @dataclass

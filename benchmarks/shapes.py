@@ -1,96 +1,58 @@
 """Does the predicted ranking of draft shapes hold? (Decoding Speculative Decoding, 2402.01528.)
 
-Cuts every shape out of the embedded target, heals it for --steps, predicts its tokens/s from the
-fits of latency and acceptance, measures its tokens/s through the engine, and compares the two
-rankings (Kendall's tau), with wide-shallow against deep-narrow at equal parameters of the layers.
+Cuts every shape out of the embedded target and heals it for --steps (a run that is there goes on;
+--heal-only stops behind it). Then predicts tokens/s twice: of a healed shape by its own latency and
+acceptance, and as if it had never been seen, by fits of all other shapes. Acceptance is measured on
+other prompts than speed, and speed (shape_speed.py) at the draft length that was predicted to be
+the best. Kendall's tau is that of the pairs which differ by more than the noise; others are ties.
+OUT/compared-embedded.json (or -300m) holds every number.
 
-    python benchmarks/shapes.py --out runs/shapes --steps 150 --inflate 300m
+    python benchmarks/shapes.py --out runs/shapes --steps 150 --dtype bfloat16 --heal-only
+    python benchmarks/shapes.py --out runs/shapes --steps 150 --dtype bfloat16 --inflate 300m
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from specctl import Sampling, load_target
-from specctl.cli.shapes import quick_recipe
+import torch
+from shape_speed import ERRORS, Effort, Speed, measured, noise
+
+from specctl import load_target
+from specctl.cli.console import Console
+from specctl.cli.progress import duration
 from specctl.drafters.parts.base import Drafter
 from specctl.recipes.load import load_recipe
-from specctl.recipes.schema import Recipe
-from specctl.runtime.bench import bench, engine_contender
-from specctl.runtime.policies import make_policy
 from specctl.runtime.target import Target
 from specctl.train.data.heldout import heldout_prompts
-from specctl.train.initial import checkpoint_drafter
 from specctl.train.prune.cut import prunable
-from specctl.train.prune.shapes import (
-    Candidate,
-    DraftShape,
-    alpha_of,
-    fit_acceptance,
-    kendall_tau,
-    measure_latency,
-    rank,
-)
-from specctl.train.run import train_draft
+from specctl.train.prune.search.acceptance import Reached, fit_acceptance, measure_reached
+from specctl.train.prune.search.healing import HealingPlan, healed, plan_healing
+from specctl.train.prune.search.latency import Latency, measure_latency
+from specctl.train.prune.search.ranking import Candidate, agreement, rank, unseen
+from specctl.train.prune.search.shape import DraftShape
+
+Prompts = Sequence[Sequence[int]]
 
 
-@dataclass(frozen=True)
-class Healed:
-    """A shape's drafter and the acceptance it reached."""
-
-    drafter: Drafter
-    alpha: float
-
-
-def healed(
-    target: Target, recipe: Recipe, shapes: list[DraftShape], out: Path
-) -> dict[DraftShape, Healed]:
-    """Every shape, cut from the target and trained; runs that are there already go on."""
-    base, found = prunable(target).module.shape, {}
-    first: Path | None = None
-    for shape in shapes:
-        folder = out / f"{shape.layers}x{shape.width}"
-        if first is not None and not (folder / "data").exists():
-            shutil.copytree(first / "data", folder / "data")
-        first = first or folder
-        steps = recipe.train.steps
-        result = train_draft(
-            quick_recipe(recipe, shape.options(base), steps), folder, target=target
-        )
-        assert result.tau is not None
-        drafter = checkpoint_drafter(folder, target).to(target.device, target.dtype)
-        assert drafter.module is not None
-        drafter.module.eval()
-        found[shape] = Healed(drafter, alpha_of(result.tau, recipe.serve.length))
+def accepted(
+    target: Target, drafts: Mapping[DraftShape, Drafter], prompts: Prompts, console: Console
+) -> dict[DraftShape, Reached]:
+    """What is accepted of every shape's drafts."""
+    found = {}
+    with console.task("acceptance", len(drafts), "shapes") as advance:
+        for shape, drafter in drafts.items():
+            found[shape] = measure_reached(target, drafter, prompts, tokens=48)
+            advance(1, f"{shape.name}: alpha {found[shape].alpha:.3f}")
     return found
 
 
-def measured(
-    served: Target, drafts: dict[DraftShape, Healed], best: list[Candidate], tokens: int, count: int
-) -> dict[DraftShape, float]:
-    """Tokens per second of each shape at its predicted best draft length, interleaved."""
-    prompts = [list(p.ids) for p in heldout_prompts(served, count)]
-    rows = [
-        engine_contender(
-            f"{c.shape.layers}x{c.shape.width}",
-            served,
-            drafts[c.shape].drafter,
-            make_policy({"policy": "chain", "length": c.length}),
-        )
-        for c in best
-    ]
-    setting = Sampling(temperature=0.0, max_new_tokens=tokens, ignore_eos=True)
-    report = bench(served, [engine_contender("plain", served), *rows], prompts, [setting])
-    rates = {row.name: row.tokens_per_second for row in report.rows}
-    return {c.shape: rates[f"{c.shape.layers}x{c.shape.width}"] for c in best}
-
-
-def equal_pairs(ranked: list[Candidate]) -> list[tuple[DraftShape, DraftShape]]:
+def equal_pairs(ranked: Sequence[Candidate]) -> list[tuple[DraftShape, DraftShape]]:
     """(shallower, deeper) shapes whose layers have the same number of parameters, within 5 %."""
     return [
         (a.shape, b.shape)
@@ -101,57 +63,152 @@ def equal_pairs(ranked: list[Candidate]) -> list[tuple[DraftShape, DraftShape]]:
     ]
 
 
-def main() -> None:
+def summary(
+    ranked: Sequence[Candidate], alone: Mapping[DraftShape, Candidate], speeds: dict[Any, Speed]
+) -> dict[str, Any]:
+    """Both rankings beside the measured one, and whether the shallower of equal shapes was
+    faster."""
+    rates, level = {shape: speed.rate for shape, speed in speeds.items()}, noise(speeds)
+
+    def compared(predicted: Mapping[DraftShape, Candidate]) -> dict[str, Any]:
+        guesses = {shape: c.tokens_per_second for shape, c in predicted.items()}
+        found, all_pairs = agreement(guesses, rates, level), agreement(guesses, rates)
+        return {
+            **asdict(found),
+            "kendall_tau": found.kendall_tau,
+            "kendall_tau_with_ties_by_sign": all_pairs.kendall_tau,
+        }
+
+    def verdict(a: DraftShape, b: DraftShape) -> str:
+        if abs(rates[a] - rates[b]) <= level[min(a, b), max(a, b)]:
+            return "level"
+        return "shallow" if rates[a] > rates[b] else "deep"
+
+    return {
+        "rows": [
+            {
+                **c.to_json(),
+                "unseen": alone[c.shape].to_json(),
+                "measured": rates[c.shape],
+                "measured_error": speeds[c.shape].error,
+            }
+            for c in ranked
+        ],
+        "healed": compared({c.shape: c for c in ranked}),
+        "never_seen": compared(alone),
+        "equal_parameters": [
+            {"shallow": a.name, "deep": b.name, "faster": verdict(a, b)}
+            for a, b in equal_pairs(ranked)
+        ],
+    }
+
+
+def show(console: Console, found: dict[str, Any]) -> None:
+    """The summary for people."""
+    rows = [
+        (
+            f"{r['layers']}x{r['width']}",
+            f"{r['alpha']:.3f} +- {r['alpha_error']:.3f}",
+            f"{r['unseen']['alpha']:.3f}",
+            f"{1e3 * r['step_seconds']:.2f}",
+            r["length"],
+            f"{r['tokens_per_second']:.1f}",
+            f"{r['unseen']['tokens_per_second']:.1f}",
+            f"{r['measured']:.1f} +- {r['measured_error']:.1f}",
+        )
+        for r in found["rows"]
+    ]
+    titles = ("shape", "alpha", "unseen", "ms a step", "k", "predicted", "unseen", "measured")
+    console.table(titles, rows, title=found["note"])
+    for name, words in (("healed", "healed shapes"), ("never_seen", "shapes never seen")):
+        f = found[name]
+        tau = "undecided" if f["kendall_tau"] is None else f"{f['kendall_tau']:.2f}"
+        console.out(
+            f"{words}: Kendall's tau {tau}; {f['alike']} pairs alike, {f['otherwise']} otherwise, "
+            f"{f['ties']} ties within {ERRORS:g} standard errors"
+        )
+    for fit in ("latency", "acceptance"):
+        console.out(f"fit of {fit}: {found['fits'][fit]}")
+    for pair in found["equal_parameters"]:
+        console.out(f"equal parameters: {pair['shallow']}, {pair['deep']}: {pair['faster']}")
+
+
+def told(latency: Latency, served: Target, args: argparse.Namespace) -> str:
+    """What was measured, and plain decoding beside it."""
+    return (
+        f"{served.name} ({served.inflated or 'as published'}), {args.dtype}, {served.device}, "
+        f"{torch.get_num_threads()} threads, healed {args.steps} steps, greedy, batch 1, "
+        f"{args.prompts} prompts x {args.tokens} tokens; tokens/s, plain decoding "
+        f"{1 / latency.verify[0]:.1f}"
+    )
+
+
+def promise(
+    console: Console, left: HealingPlan, shapes: Sequence[DraftShape], args: argparse.Namespace
+) -> None:
+    """What will be done, before it begins."""
+    console.say(
+        f"{left.shapes} of {len(shapes)} shapes to heal for {args.steps} steps "
+        f"({duration(left.least)} to {duration(left.most)} by the plan)"
+    )
+    if not args.heal_only:
+        console.say(
+            f"then acceptance on {args.alpha_prompts} prompts, steps of {len(shapes)} drafts, and "
+            f"{args.repeats} x {args.prompts} prompts x {args.tokens} tokens with each shape, "
+            f"fewer repeats where {args.minutes:g} minutes are over"
+        )
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/shapes"))
     parser.add_argument("--shapes", default="1x256,2x256,1x128,2x128,4x128,8x128,4x256")
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--heal-only", action="store_true", help="heal the shapes and stop")
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--prompts", type=int, default=24, help="on which speed is measured")
+    parser.add_argument("--alpha-prompts", type=int, default=48, help="other ones, for acceptance")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=6.0, help="repeats end early behind that")
     parser.add_argument("--inflate", default=None, help="serve behind the target at this cost")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--set", action="append", default=[], help="a field of the recipe")
+    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if args.prompts < 2 or args.alpha_prompts < 2:
+        parser.error("errors are those of several prompts: give at least 2")
+    return args
+
+
+def main() -> None:
+    args, console = arguments(), Console()
+    console.json = args.json
     shapes = [DraftShape(*map(int, text.split("x"))) for text in args.shapes.split(",")]
-    recipe = load_recipe("prune", sets=[f"train.steps={args.steps}", *args.set])
+    sets = [f"train.steps={args.steps}", f"target.dtype={args.dtype}", "train.save_every=50"]
+    recipe = load_recipe("prune", sets=[*sets, *args.set])
     target = load_target("tiny", dtype=args.dtype)
+    promise(console, plan_healing(recipe, target, shapes, args.out, args.steps), shapes, args)
+    drafts = dict(healed(recipe, target, shapes, args.out, args.steps, console))
+    if args.heal_only:
+        return
     served = load_target("tiny", dtype=args.dtype, inflate=args.inflate) if args.inflate else target
-    drafts = healed(target, recipe, shapes, args.out)
-    base, vocab = prunable(target).module.shape, next(iter(drafts.values())).drafter.vocab
-    prompts = [p.ids for p in heldout_prompts(served, 2)]
-    latency = measure_latency(served, base, shapes, vocab, prompts)
-    acceptances = fit_acceptance({shape: found.alpha for shape, found in drafts.items()})
+    prompts = [p.ids for p in heldout_prompts(target, args.prompts + args.alpha_prompts)]
+    spoken, others = prompts[: args.prompts], prompts[args.prompts :]
+    acceptances = fit_acceptance(accepted(target, drafts, others, console))
+    base, vocab = prunable(target).module.shape, drafts[shapes[0]].vocab
+    latency = measure_latency(served, base, shapes, vocab, spoken[:1], reporter=console)
     ranked = rank(shapes, latency, acceptances)
-    rates = measured(served, drafts, ranked, args.tokens, args.prompts)
-    print(json.dumps(summary(ranked, rates, drafts, latency.fit.r2, acceptances.fit.r2), indent=1))
-
-
-def summary(
-    ranked: list[Candidate],
-    rates: dict[DraftShape, float],
-    drafts: dict[DraftShape, Healed],
-    latency_r2: float,
-    acceptance_r2: float,
-) -> dict[str, Any]:
-    """Both rankings side by side, and whether the shallower of equal shapes was faster."""
-    predicted = [c.tokens_per_second for c in ranked]
-    found = [rates[c.shape] for c in ranked]
-    return {
-        "rows": [
-            {**c.to_json(), "healed_alpha": drafts[c.shape].alpha, "measured": rates[c.shape]}
-            for c in ranked
-        ],
-        "kendall_tau": kendall_tau(predicted, found),
-        "r2": {"latency": latency_r2, "acceptance": acceptance_r2},
-        "equal_parameters": [
-            {
-                "shallow": f"{a.layers}x{a.width}",
-                "deep": f"{b.layers}x{b.width}",
-                "shallow_is_faster": rates[a] > rates[b],
-            }
-            for a, b in equal_pairs(ranked)
-        ],
+    effort = Effort(args.tokens, args.repeats, args.minutes)
+    speeds = measured(served, drafts, ranked, spoken, effort, console)
+    found = summary(ranked, unseen(latency, acceptances), speeds)
+    fits = {"latency": latency.fit, "acceptance": acceptances.fit}
+    found |= {
+        "note": told(latency, served, args),
+        "fits": {n: {"r2": f.r2, "left_out_r2": f.left_out_r2} for n, f in fits.items()},
     }
+    text = json.dumps(found, indent=1) + "\n"
+    (args.out / f"compared-{args.inflate or 'embedded'}.json").write_text(text, encoding="utf-8")
+    print(text, end="") if args.json else show(console, found)
 
 
 if __name__ == "__main__":

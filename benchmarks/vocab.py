@@ -23,7 +23,7 @@ import torch
 
 from specctl import load_target
 from specctl.cli.loading import DraftChoice
-from specctl.cli.vocab_trim import TrimJob, gathered
+from specctl.cli.trimming import TrimJob, gathered
 from specctl.drafters.parts.base import Drafter
 from specctl.runtime.policies import Policy
 from specctl.runtime.target import Target

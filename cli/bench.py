@@ -15,15 +15,9 @@ from specctl.cli.console import Console
 from specctl.cli.families_bench import Budget, bench_families
 from specctl.cli.families_table import Heat
 from specctl.cli.flags import DRAFTING, Compile, Seed, Sets
-from specctl.cli.loading import (
-    NO_DRAFTER,
-    DraftingFlags,
-    LoadedDraft,
-    TargetChoice,
-    inflated_note,
-    target_json,
-)
+from specctl.cli.loading import NO_DRAFTER, DraftingFlags, LoadedDraft
 from specctl.cli.outputs import check_file, check_folder, write_report
+from specctl.cli.target_choice import TargetChoice, inflated_note, target_json
 from specctl.recipes.errors import GateError, RecipeError
 
 if TYPE_CHECKING:

@@ -13,8 +13,9 @@ from specctl.cli.chat_talk import Talk
 from specctl.cli.console import Console
 from specctl.cli.flags import Compile
 from specctl.cli.grammar import GrammarFlags
-from specctl.cli.loading import NO_DRAFTER, DraftChoice, TargetChoice
+from specctl.cli.loading import NO_DRAFTER, DraftChoice
 from specctl.cli.sampling import SamplingFlags
+from specctl.cli.target_choice import TargetChoice
 
 LONG_ANSWERS = SamplingFlags(max_new_tokens=512)
 

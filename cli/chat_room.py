@@ -12,7 +12,7 @@ from specctl.cli.chat_input import Interrupts, Lines
 from specctl.cli.chat_talk import Talk, Turn
 from specctl.cli.console import Console
 from specctl.cli.generated import stats_lines
-from specctl.cli.loading import target_json
+from specctl.cli.target_choice import target_json
 from specctl.recipes.errors import FileError, SpecctlError, nearest
 
 ACCEPTED, PLAIN = "\x1b[32m", "\x1b[0m"

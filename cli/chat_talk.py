@@ -127,6 +127,9 @@ class Talk:
         return "\n".join(turn.user + turn.answer for turn in self.turns)
 
     def _tokens(self, text: str) -> list[int]:
+        from specctl.runtime.text_room import check_room
+
+        check_room(self.target, text.strip())
         if self.has_template:
             return self.target.encode_chat([*self._messages(), {"role": "user", "content": text}])
         before = self._text()

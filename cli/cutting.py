@@ -95,7 +95,7 @@ def _made(console: Console, job: Job, folder: Path, half: bool, source: Path | N
 
 
 def recipe_target(console: Console, recipe: Recipe) -> Target:
-    from specctl.cli.loading import TargetChoice
+    from specctl.cli.target_choice import TargetChoice
 
     part = recipe.target
     choice = TargetChoice(part.name, part.revision, part.dtype, inflate=part.inflate)

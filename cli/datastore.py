@@ -6,9 +6,9 @@ import sys
 
 from specctl.cli.console import Console
 from specctl.cli.flags import Offline
-from specctl.cli.loading import go_offline
 from specctl.cli.preflight import check_run
 from specctl.cli.recipe_flags import RecipeFlags
+from specctl.cli.target_choice import go_offline
 
 REST = RecipeFlags(recipe="rest")
 

@@ -9,8 +9,8 @@ import typer
 
 from specctl.cli.console import Console
 from specctl.cli.flags import Allow, Out
-from specctl.cli.loading import TargetChoice
 from specctl.cli.outputs import check_folder
+from specctl.cli.target_choice import TargetChoice
 from specctl.recipes.errors import RecipeError, nearest
 
 OWN_TARGET = TargetChoice(name="")  # no name: what the package was made for

@@ -98,6 +98,8 @@ def handle(error: BaseException, console: Console) -> int:
     if isinstance(error, (BrokenPipeError, ClosedPipe)):
         _close_quietly()
         return PIPE_CLOSED
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return Exit.USAGE  # the help that it brings has been shown
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     told = as_told(error, console.command)
@@ -167,6 +169,8 @@ def _usage(error: Exception) -> SpecctlError:
     if option is not None and context is not None and message.startswith("No such option"):
         close = near_flag(option, context.command.params)
         message = f"unknown flag {option}"
+    if context is not None and message.startswith("Got unexpected extra argument"):
+        close = _meant_recipe(message, context.command.params)
     is_flag = close.startswith("-")
     verb = f"{path} {close} --help" if close and not is_flag else f"{path} --help"
     return SpecctlError(
@@ -177,6 +181,15 @@ def _usage(error: Exception) -> SpecctlError:
         do=f"use {close}  ({verb})" if is_flag else verb,
         exit=Exit.USAGE,
     )
+
+
+def _meant_recipe(message: str, params: Iterable[Any]) -> str:
+    """`--recipe NAME` where the word too many is the name of a recipe, or nothing."""
+    from specctl.recipes.load import recipe_names
+
+    word = message.rpartition("(")[2].rstrip(")").split(" ")[0]
+    takes_one = any("--recipe" in parameter.opts for parameter in params)
+    return f"--recipe {word}" if takes_one and word in recipe_names() else ""
 
 
 def near_flag(wanted: str, params: Iterable[Any]) -> str:

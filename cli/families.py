@@ -8,7 +8,7 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from specctl.recipes.errors import RecipeError, nearest
+from specctl.recipes.errors import RecipeError, nearest, unknown
 from specctl.recipes.stages import stages_of
 
 if TYPE_CHECKING:
@@ -87,12 +87,8 @@ def check_options(recipe: Recipe, where: str) -> FamilyInfo:
     known = family_infos()
     name = recipe.drafter.family
     if name not in known:
-        raise RecipeError(
-            f"unknown drafter family {name!r}",
-            where=f"{where}:drafter.family",
-            found=name,
-            expected="one of " + ", ".join(known),
-            do=f"--set drafter.family={nearest(name, known, 1)}",
+        raise unknown(
+            "drafter family", name, known, f"{where}:drafter.family", "specctl recipes ls"
         )
     info = known[name]
     for option in recipe.drafter.options:

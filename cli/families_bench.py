@@ -18,10 +18,10 @@ from specctl.cli.console import Console
 from specctl.cli.failures import as_told
 from specctl.cli.families import check_options, family_infos
 from specctl.cli.families_table import Heat, Trained, measure, show_tables
-from specctl.cli.loading import TargetChoice, target_json
 from specctl.cli.recipe_flags import RecipeFlags
+from specctl.cli.target_choice import TargetChoice, target_json
 from specctl.cli.training import train_and_package
-from specctl.recipes.errors import Exit, GateError, RecipeError, nearest
+from specctl.recipes.errors import Exit, GateError, RecipeError, did_you_mean
 from specctl.recipes.load import RecipeInfo, list_recipes, load_recipe
 
 if TYPE_CHECKING:
@@ -91,8 +91,8 @@ def chosen(words: str) -> list[str]:
                 f"no trained family {name!r} with a recipe for target {HOME}",
                 where="--families",
                 found=words,
-                expected="all, or one or more of " + ", ".join(known),
-                do=f"--families {nearest(name, known, 1) or 'all'}",
+                expected="all, or families of `specctl recipes ls` with commas between",
+                do=did_you_mean(name, known, "--families all"),
             )
     return list(dict.fromkeys(wanted))
 

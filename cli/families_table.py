@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from specctl.cli.against import transformers_contenders
 from specctl.cli.console import Console
-from specctl.cli.loading import DraftingFlags, inflated_note
+from specctl.cli.loading import DraftingFlags
+from specctl.cli.target_choice import inflated_note
 
 if TYPE_CHECKING:
     from specctl.cli.loading import LoadedDraft

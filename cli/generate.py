@@ -13,16 +13,11 @@ from specctl.cli.console import Console
 from specctl.cli.flags import Compile
 from specctl.cli.generated import show_stats, tell_ends
 from specctl.cli.grammar import GrammarFlags
-from specctl.cli.loading import (
-    NO_DRAFTER,
-    DraftChoice,
-    LoadedDraft,
-    TargetChoice,
-    target_json,
-)
+from specctl.cli.loading import NO_DRAFTER, DraftChoice, LoadedDraft
 from specctl.cli.prompts import PromptText, read_prompts
 from specctl.cli.sampling import SamplingFlags
 from specctl.cli.stream import TextStream
+from specctl.cli.target_choice import TargetChoice, target_json
 
 if TYPE_CHECKING:
     from specctl.runtime.generate import Generated

@@ -1,10 +1,9 @@
-"""From the words of a command line to targets, drafters and policies; torch comes late."""
+"""From the words of a command line to drafters and policies; torch comes late."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,22 +12,16 @@ from specctl.cli.flags import (
     AdaptiveFlag,
     Allow,
     ControllerFlag,
-    Device,
     Draft,
-    Dtype,
-    Inflate,
     LengthFlag,
     NodesFlag,
-    Offline,
     ParallelFlag,
     PolicyFlag,
-    Revision,
     RuleFlag,
     StopRuleFlag,
-    TargetName,
     TranslateFlag,
 )
-from specctl.recipes.errors import RecipeError, SpecctlError, nearest
+from specctl.recipes.errors import RecipeError, SpecctlError, did_you_mean, one_of
 
 if TYPE_CHECKING:
     from specctl.drafters.parts.base import Drafter
@@ -38,86 +31,6 @@ if TYPE_CHECKING:
 
 NO_DRAFTER = "none"
 COST_ROUNDS = 16  # timed rounds of each draft length
-
-
-@dataclass(frozen=True, slots=True)
-class TargetChoice:
-    """What the target flags say."""
-
-    name: TargetName = "tiny"
-    revision: Revision = None
-    dtype: Dtype = "auto"
-    device: Device = "auto"
-    inflate: Inflate = None
-    offline: Offline = False
-
-    def or_packaged(self, draft: str) -> TargetChoice:
-        """This choice; without a name, the target that the package was made for, else tiny."""
-        if self.name:
-            return self
-        if not Path(draft).is_dir():
-            return replace(self, name="tiny")
-        from specctl.export.manifest import read_manifest
-
-        record = read_manifest(Path(draft)).target
-        inflate = self.inflate or record.inflated
-        return replace(self, name=record.name, revision=record.revision, inflate=inflate)
-
-    def load(self, console: Console, compiled: bool = False) -> Target:
-        """The target, announced with what an alias stands for and any inflation."""
-        from specctl.recipes.targets import resolve
-
-        resolved = resolve(self.name)  # an unknown name fails before torch is imported
-        if self.offline:
-            go_offline()
-        from specctl.runtime.target import load_target
-
-        if self.inflate is not None:
-            from specctl.runtime.inflate import size_named
-
-            size_named(self.inflate)  # before the target is read
-        console.detail(f"target {self.name} = {resolved.path or resolved.repo}")
-        if self.revision is not None and resolved.path is not None:
-            console.warn(f"--revision is ignored: target {self.name} is a folder of this machine")
-        target = load_target(
-            self.name,
-            revision=self.revision,
-            dtype=self.dtype,
-            device=self.device,
-            inflate=self.inflate,
-            offline=self.offline,
-            compile=compiled,
-        )
-        if target.inflated:
-            console.warn(inflated_note(target))
-        return target
-
-
-def go_offline() -> None:
-    """Never ask the hub, in this process and those it starts: neither for models nor for data.
-    To be called before transformers or datasets is imported."""
-    os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
-
-
-def inflated_note(target: Target) -> str:
-    """What every report about an inflated target must say."""
-    return (
-        f"target {target.name} is inflated to the cost of {target.inflated} parameters: the same "
-        "answers at a larger target's price, so speed is realistic and quality is not"
-    )
-
-
-def target_json(target: Target) -> dict[str, Any]:
-    """How results name the target."""
-    return {
-        "name": target.name,
-        "revision": target.revision,
-        "fingerprint": target.fingerprint,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "device": str(target.device),
-        "inflated": target.inflated,
-        "note": inflated_note(target) if target.inflated else None,
-    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,8 +105,8 @@ class DraftChoice(DraftingFlags):
                 f"this drafter cannot be grown by policy {serve['policy']!r}",
                 where="--policy",
                 found=str(serve["policy"]),
-                expected="one of " + ", ".join(policies),
-                do=f"--policy {nearest(str(serve['policy']), policies, 1)}",
+                expected=one_of(policies, "specctl recipes schema --field serve"),
+                do=did_you_mean(str(serve["policy"]), policies, f"--policy {policies[0]}"),
             )
         from specctl.recipes.serve import POLICY_FIELDS
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
 from specctl import __version__
 from specctl.cli.command import command, configure, console_of, unwrap
@@ -21,6 +22,7 @@ from specctl.cli.console import Console
 from specctl.cli.failures import handle, leave, listen
 from specctl.cli.flags import ConfigFile, Json, JsonLines, NoColor, Quiet, Verbose
 from specctl.cli.launch import leave_exit_code
+from specctl.cli.switches import Command, Group
 
 START, TRAIN, USE, LOOK = "Start here", "Train and shape", "Use and measure", "Look and check"
 
@@ -58,7 +60,7 @@ COMMANDS = {
 }
 
 
-class LazyCommands(TyperGroup):
+class LazyCommands(Group):
     """Imports a command's module only when that command is called."""
 
     _is_listing = False
@@ -90,7 +92,7 @@ def load_command(name: str) -> Any:
     if hasattr(module, "app"):
         return typer.main.get_command(module.app)
     single = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    single.command(name)(command(getattr(module, COMMANDS[name].module)))
+    single.command(name, cls=Command)(command(getattr(module, COMMANDS[name].module)))
     return typer.main.get_command(single)
 
 
@@ -168,5 +170,8 @@ def _nothing() -> contextlib.AbstractContextManager[None]:
 
 def run() -> None:
     """The entry point of the program."""
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # closed by whoever called: what is written there is lost
+            setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115
     listen()
     leave(main())

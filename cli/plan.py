@@ -12,12 +12,12 @@ import typer
 
 from specctl.cli.console import Console
 from specctl.cli.flags import Offline
-from specctl.cli.loading import go_offline
 from specctl.cli.memory import size_text
 from specctl.cli.preflight import check_run
 from specctl.cli.progress import duration
 from specctl.cli.recipe_flags import RecipeFlags
 from specctl.cli.scaling import plan_scaling
+from specctl.cli.target_choice import go_offline
 from specctl.recipes.errors import SpecctlError
 
 if TYPE_CHECKING:
@@ -151,6 +151,7 @@ def show_plan(console: Console, recipe: Recipe, plan: Plan) -> None:
         ("family", recipe.drafter.family),
         ("target parameters", f"{plan.target_parameters:,}"),
         ("drafter parameters", f"{plan.parameters:,} ({plan.trainable:,} trained)"),
+        *((("THE TARGET CHANGES", _change_text(plan)),) if plan.added else ()),
         ("steps", f"{plan.steps:,}"),
         ("memory", _parts_text(plan.memory_bytes, plan.memory)),
         ("disk", _parts_text(plan.disk_bytes, plan.disk)),
@@ -158,6 +159,10 @@ def show_plan(console: Console, recipe: Recipe, plan: Plan) -> None:
         *((f"  {part.name}", _part_text(part)) for part in plan.parts),
     ]
     console.table(("what", "how much"), rows)
+
+
+def _change_text(plan: Plan) -> str:
+    return f"{plan.added:,} added numbers are merged into it; the drafter is for OUT/target alone"
 
 
 def _part_text(part: Part) -> str:

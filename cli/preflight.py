@@ -8,19 +8,21 @@ from typing import TYPE_CHECKING
 
 from specctl.cli.outputs import check_folder
 from specctl.recipes.errors import FileError, SpecctlError, nearest
-from specctl.recipes.stages import PREFIX, runs_of
+from specctl.recipes.stages import PREFIX
 
 if TYPE_CHECKING:
     from specctl.recipes.schema import Recipe
 
 
 def check_run(recipe: Recipe, out: Path, warn: Callable[[str], None] | None = None) -> None:
-    """The folder, the data and the drafters that every stage of a run asks for. With `warn`, data
-    that are not there yet are only warned of: a price may be asked for before they are."""
+    """The folder, the data and the drafters that every stage of a run has yet to ask for. With
+    `warn`, data that are not there yet are only warned of: a price may be asked for before they
+    are."""
     from specctl.train.data.sources import check_source
+    from specctl.train.finished import remaining
 
     check_folder(out)
-    for stage in runs_of(recipe):
+    for stage in remaining(recipe, out):
         try:
             check_source(stage.data.source, stage.data.format)
         except FileError as error:

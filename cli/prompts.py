@@ -22,6 +22,10 @@ class PromptText:
     messages: tuple[dict[str, str], ...] = ()
 
     def tokens(self, target: Target, chat: bool) -> list[int]:
+        """Token ids; a prompt that cannot fit the target's context is refused unread."""
+        from specctl.runtime.text_room import check_room
+
+        check_room(target, self.text.strip())  # templates may leave out blanks at either end
         if self.messages:
             return target.encode_chat(list(self.messages))
         if chat:
@@ -42,7 +46,7 @@ def read_prompts(prompt: str | None, file: Path | None, limit: int | None) -> li
     if file is not None:
         found = _read_file(file)
     elif prompt == "-":
-        found = [PromptText(sys.stdin.read())]
+        file, found = Path("-"), [PromptText(sys.stdin.read())]
     elif prompt is not None:
         found = [PromptText(prompt)]
     else:
@@ -56,7 +60,7 @@ def read_prompts(prompt: str | None, file: Path | None, limit: int | None) -> li
     if not found or any(not p.text.strip() and not p.messages for p in found):
         raise SpecctlError(
             "the prompt is empty",
-            where=str(file) if file is not None else "the command line",
+            where=_place(file),
             found="only white space" if found else "no line with text",
             expected="at least one character that is not white space",
             do='specctl generate "def main("',
@@ -66,15 +70,21 @@ def read_prompts(prompt: str | None, file: Path | None, limit: int | None) -> li
     return found[:limit]
 
 
+def _place(file: Path | None) -> str:
+    """Where a prompt came from."""
+    known = {None: "the command line", Path("-"): "standard input"}
+    return known.get(file, str(file))
+
+
 def check_text(text: str, file: Path | None) -> None:
     """Half of a surrogate pair (bytes that are no UTF-8, or a broken escape) is no character."""
     if any("\ud800" <= char <= "\udfff" for char in text):
         raise SpecctlError(
             "the prompt is not valid Unicode",
-            where=str(file) if file is not None else "the command line",
+            where=_place(file),
             found=ascii(text)[:80],
             expected="UTF-8 text",
-            do="write the prompt as UTF-8, for example with iconv -t utf-8",
+            do="write the prompt as UTF-8, for example with iconv -f latin1 -t utf-8",
         )
 
 
@@ -89,13 +99,21 @@ def _read_file(file: Path) -> list[PromptText]:
             expected="a text file (one prompt per line) or JSONL",
             do="give an existing file, or the prompt itself as an argument",
         ) from error
+    except OSError as error:
+        raise FileError(
+            f"the file of prompts {file} cannot be read",
+            where="--file",
+            found="a folder" if file.is_dir() else error.strerror or str(error),
+            expected="a text file (one prompt per line) or JSONL that you may read",
+            do="give another file, or the prompt itself as an argument",
+        ) from error
     except UnicodeDecodeError as error:
         raise FileError(
             f"the file of prompts {file} is not UTF-8 text",
             where="--file",
             found=str(error),
             expected="UTF-8",
-            do=f"iconv -t utf-8 {file} > prompts.txt",
+            do=f"if it is Latin-1: iconv -f latin1 -t utf-8 {file} > prompts.txt",
         ) from error
     lines = [(i, line) for i, line in enumerate(text.splitlines(), 1) if line.strip()]
     if file.suffix.lower() not in (".jsonl", ".json"):

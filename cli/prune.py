@@ -11,11 +11,11 @@ import typer
 from specctl.cli.console import Console
 from specctl.cli.cutting import Job, cut_and_heal
 from specctl.cli.flags import Offline
-from specctl.cli.loading import go_offline
 from specctl.cli.plan import shown, without_dry_run
 from specctl.cli.preflight import check_run
 from specctl.cli.recipe_flags import DryRun, RecipeFlags
 from specctl.cli.shapes import SearchFlags, search_shapes
+from specctl.cli.target_choice import go_offline
 from specctl.recipes.errors import RecipeError
 
 if TYPE_CHECKING:

@@ -10,8 +10,10 @@ import typer
 from specctl.cli.command import command
 from specctl.cli.console import Console
 from specctl.cli.flags import Sets
+from specctl.cli.switches import Command, Group
 
 app = typer.Typer(
+    cls=Group,
     name="recipes",
     help="List, show, copy and check recipes.",
     no_args_is_help=True,
@@ -190,12 +192,12 @@ def _everywhere(console: Console) -> None:
 
 
 app.callback()(command(_everywhere, "recipes"))
-app.command("ls")(command(ls, "recipes-ls"))
-app.command("show")(command(show, "recipes-show"))
-app.command("cp")(command(cp, "recipes-cp"))
-app.command("validate")(command(validate, "recipes-validate"))
-app.command("rules")(command(rules, "recipes-rules"))
-app.command("schema")(command(schema, "recipes-schema"))
+app.command("ls", cls=Command)(command(ls, "recipes-ls"))
+app.command("show", cls=Command)(command(show, "recipes-show"))
+app.command("cp", cls=Command)(command(cp, "recipes-cp"))
+app.command("validate", cls=Command)(command(validate, "recipes-validate"))
+app.command("rules", cls=Command)(command(rules, "recipes-rules"))
+app.command("schema", cls=Command)(command(schema, "recipes-schema"))
 
 
 def _first_sentence(text: str) -> str:

@@ -14,12 +14,16 @@ from specctl.cli.progress import duration
 from specctl.cli.runs_clean import clean
 from specctl.cli.runs_common import RunFolder, after
 from specctl.cli.runs_follow import resume, tail
+from specctl.cli.switches import Command, Group
 from specctl.recipes.errors import FileError, SpecctlError
 
 if TYPE_CHECKING:
     from specctl.train.runs import Run
 
+RUNS = Path("runs")
+
 app = typer.Typer(
+    cls=Group,
     name="runs",
     help="List, show, follow, resume, compare and clean run folders.",
     no_args_is_help=True,
@@ -30,9 +34,7 @@ app = typer.Typer(
 
 def ls(
     console: Console,
-    folder: Annotated[Path, typer.Argument(help="Where to look, three levels down.")] = Path(
-        "runs"
-    ),
+    folder: Annotated[Path, typer.Argument(help="Where to look, three levels down.")] = RUNS,
 ) -> None:
     """List the runs below a folder: state, progress, best tau, age, size.
 
@@ -42,7 +44,8 @@ def ls(
     """
     from specctl.train.runs import find_runs, read_run
 
-    if not folder.is_dir():
+    is_new = folder == RUNS and not folder.exists()  # nothing was trained here yet
+    if not folder.is_dir() and not is_new:
         raise FileError(
             f"{folder} is not a folder",
             where=str(folder),
@@ -50,10 +53,11 @@ def ls(
             expected="a folder with run folders in it",
             do="specctl runs ls .",
         )
-    runs = [read_run(path) for path in find_runs(folder)]
+    runs = [] if is_new else [read_run(path) for path in find_runs(folder)]
     columns = ("run", "state", "step", "of", "tau", "family", "target", "age", "size")
-    console.table(columns, [_row(run) for run in runs])
-    if not runs:
+    if runs:
+        console.table(columns, [_row(run) for run in runs])
+    else:
         console.say(f"no run below {folder}")
     console.done({"runs": [to_json(run) for run in runs]}, next=_after_list(runs))
 
@@ -220,4 +224,4 @@ def _everywhere(console: Console) -> None:
 
 app.callback()(command(_everywhere, "runs"))
 for _body in (ls, show, tail, resume, compare, clean):
-    app.command(_body.__name__)(command(_body, f"runs-{_body.__name__}"))
+    app.command(_body.__name__, cls=Command)(command(_body, f"runs-{_body.__name__}"))

@@ -47,9 +47,11 @@ def clean(
             console.say(f"{run.path} is running: left alone")
     going = [(run, path) for run in found for path in dispensable(run, keep)]
     sizes = [size_of(path) for _, path in going]
-    console.table(
-        ("would go", "size"), [(p, size_text(s)) for (_, p), s in zip(going, sizes, strict=True)]
-    )
+    rows = [(path, size_text(size)) for (_, path), size in zip(going, sizes, strict=True)]
+    if rows:
+        console.table(("would go", "size"), rows)
+    else:
+        console.say(f"nothing to delete in {len(found)} runs")
     is_agreed = bool(going) and (yes or _asked(console, len(going), sum(sizes)))
     deleted = [path for run in found for path in _delete(console, run, keep)] if is_agreed else []
     freed = sum(size for (_, path), size in zip(going, sizes, strict=True) if path in deleted)

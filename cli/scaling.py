@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def plan_scaling(console: Console, recipe: Recipe, out: Path) -> None:
     """Run the grid of a recipe in `out`, print the law, and write scaling.json and scaling.png."""
-    from specctl.cli.loading import TargetChoice
+    from specctl.cli.target_choice import TargetChoice
     from specctl.train.scaling import fit, grid, report, run_grid, save_picture
 
     cells, part = grid(recipe, out), recipe.target

@@ -12,8 +12,9 @@ import typer
 
 from specctl.cli.console import Console
 from specctl.cli.flags import Compile
-from specctl.cli.loading import NO_DRAFTER, DraftChoice, LoadedDraft, TargetChoice
+from specctl.cli.loading import NO_DRAFTER, DraftChoice, LoadedDraft
 from specctl.cli.serving import AccessFlags, LimitFlags, check_batching, make_batching, priced
+from specctl.cli.target_choice import TargetChoice
 from specctl.recipes.errors import SpecctlError
 
 if TYPE_CHECKING:

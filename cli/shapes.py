@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,17 +12,22 @@ import typer
 
 from specctl.cli.console import Console
 from specctl.cli.cutting import recipe_target
+from specctl.cli.progress import duration
 from specctl.recipes.errors import FileError, RecipeError
 
 if TYPE_CHECKING:
     from specctl.recipes.schema import Recipe
     from specctl.runtime.target import Target
-    from specctl.train.prune.shapes import Acceptances, Candidate, DraftShape, Latency
+    from specctl.train.prune.search.acceptance import Acceptances, Reached
+    from specctl.train.prune.search.fits import Fit
+    from specctl.train.prune.search.latency import Latency
+    from specctl.train.prune.search.ranking import Candidate
+    from specctl.train.prune.search.shape import DraftShape
 
 SEARCH = "Search"
 REPORT = "shapes.json"
 QUICK_STEPS = 60
-PROMPTS = 4
+PROMPTS, TOKENS = 48, 48  # on which acceptance is measured
 ROUNDS, LENGTHS = 24, (1, 2, 3, 5, 8)  # of a timed draft
 
 
@@ -89,10 +93,13 @@ class SearchFlags:
 def search_shapes(
     console: Console, recipe: Recipe, out: Path, flags: SearchFlags, steps: int | None
 ) -> None:
-    """Measure latency, heal or read acceptances, rank; OUT/shapes.json holds all of it."""
+    """Heal or read acceptances, measure latency, rank; OUT/shapes.json holds all of it."""
     from specctl.train.data.heldout import heldout_prompts
     from specctl.train.prune.cut import prunable
-    from specctl.train.prune.shapes import DraftShape, fit_acceptance, measure_latency, rank
+    from specctl.train.prune.search.acceptance import fit_acceptance
+    from specctl.train.prune.search.latency import measure_latency
+    from specctl.train.prune.search.ranking import rank
+    from specctl.train.prune.search.shape import DraftShape
 
     target = recipe_target(console, recipe)
     base = prunable(target).module.shape
@@ -103,14 +110,14 @@ def search_shapes(
         for width in _numbers(widths, "--widths", base.hidden_size)
     ]
     out.mkdir(parents=True, exist_ok=True)
-    if flags.table is not None:
-        alphas = _read_table(flags.table)
-    else:
-        alphas = _healed(console, recipe, target, grid, out, steps or QUICK_STEPS)
-    console.say(f"measuring {len(grid)} shapes in the engine")
-    prompts = [p.ids for p in heldout_prompts(target, PROMPTS)]
-    latency = measure_latency(target, base, grid, _vocab(recipe, target), prompts, ROUNDS, LENGTHS)
-    acceptances = fit_acceptance(alphas)
+    table = None if flags.table is None else _read_table(flags.table)
+    healing = _planned(recipe, target, grid, out, steps) if table is None else str(flags.table)
+    console.say(f"acceptances: {healing}; then drafts of {len(grid)} shapes are timed")
+    found = _healed(console, recipe, target, grid, out, steps) if table is None else table
+    acceptances = fit_acceptance(found)
+    prompts = [p.ids for p in heldout_prompts(target, 1)]
+    measuring = (target, base, grid, _vocab(recipe, target), prompts, ROUNDS, LENGTHS)
+    latency = measure_latency(*measuring, reporter=console)
     ranked = rank(grid, latency, acceptances, flags.max_parameters)
     _finish(console, recipe, out, latency, acceptances, ranked)
 
@@ -131,12 +138,15 @@ def _numbers(text: str, where: str, most: int) -> list[int]:
     return found
 
 
-def _read_table(file: Path) -> dict[DraftShape, float]:
-    from specctl.train.prune.shapes import DraftShape
+def _read_table(file: Path) -> dict[DraftShape, Reached]:
+    from specctl.train.prune.search.acceptance import constant
+    from specctl.train.prune.search.shape import DraftShape
 
     try:
         rows = json.loads(file.read_text(encoding="utf-8"))
-        return {DraftShape(int(r["layers"]), int(r["width"])): float(r["alpha"]) for r in rows}
+        return {
+            DraftShape(int(r["layers"]), int(r["width"])): constant(float(r["alpha"])) for r in rows
+        }
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FileError(
             "the table of acceptances cannot be read",
@@ -159,43 +169,44 @@ def _vocab(recipe: Recipe, target: Target) -> Any:
     return VocabMap(torch.arange(size, device=target.device), target.spec.vocab_size)
 
 
+def _planned(
+    recipe: Recipe, target: Target, grid: list[DraftShape], out: Path, steps: int | None
+) -> str:
+    """What healing will take, before it begins."""
+    from specctl.train.prune.search.healing import plan_healing
+
+    each = steps or QUICK_STEPS
+    plan = plan_healing(recipe, target, grid, out, each)
+    measuring = f"measured on {PROMPTS} prompts x {TOKENS} tokens"
+    if not plan.shapes:
+        return f"all {len(grid)} shapes are healed already, {measuring}"
+    time = f"{duration(plan.least)} to {duration(plan.most)} by the plan"
+    return (
+        f"{plan.shapes} of {len(grid)} shapes are healed for {each:,} steps ({time}), {measuring}"
+    )
+
+
 def _healed(
     console: Console,
     recipe: Recipe,
     target: Target,
     grid: list[DraftShape],
     out: Path,
-    steps: int,
-) -> dict[DraftShape, float]:
-    """alpha of every shape, cut from the target and healed for a few steps in OUT/LxW."""
-    from specctl.train.prune.cut import prunable
-    from specctl.train.prune.shapes import alpha_of
-    from specctl.train.run import train_draft
+    steps: int | None,
+) -> dict[DraftShape, Reached]:
+    """What is accepted of every shape, cut from the target and healed for a few steps in OUT/LxW,
+    on more prompts than a run measures tau on: differences between shapes are small."""
+    from specctl.train.prune.search.acceptance import measure_reached
+    from specctl.train.prune.search.healing import healed, judging_prompts
 
-    alphas: dict[DraftShape, float] = {}
-    base, first = prunable(target).module.shape, None
-    for shape in grid:
-        folder = out / f"{shape.layers}x{shape.width}"
-        if first is not None and not (folder / "data").exists():
-            shutil.copytree(first / "data", folder / "data")
-        first = first or folder
-        result = train_draft(
-            quick_recipe(recipe, shape.options(base), steps),
-            folder,
-            target=target,
-            reporter=console,
-        )
-        assert result.tau is not None, "the last step measures tau"
-        alphas[shape] = alpha_of(result.tau, recipe.serve.length)
-    return alphas
-
-
-def quick_recipe(recipe: Recipe, options: Mapping[str, Any], steps: int) -> Recipe:
-    """The recipe for one shape: cut from the target, healed briefly."""
-    kept = {k: v for k, v in recipe.drafter.options.items() if k != "from_layers"}
-    part = recipe.drafter.model_copy(update={"init": "target", "options": {**kept, **options}})
-    train = recipe.train.model_copy(update={"steps": steps, "tau_every": steps})
-    return recipe.model_copy(update={"drafter": part, "train": train})
+    found: dict[DraftShape, Reached] = {}
+    prompts: list[Sequence[int]] = []
+    for shape, drafter in healed(recipe, target, grid, out, steps or QUICK_STEPS, console):
+        prompts = prompts or judging_prompts(recipe, target, out / shape.name, PROMPTS)
+        reached = found[shape] = measure_reached(target, drafter, prompts, TOKENS)
+        alpha = _with_error(reached.alpha, reached.alpha_error)
+        console.say(f"shape {shape.name}: alpha {alpha}")
+    return found
 
 
 def _finish(
@@ -211,7 +222,7 @@ def _finish(
             f"{c.shape.layers} x {c.shape.width}",
             f"{c.body_parameters:,}",
             f"{1e3 * c.step_seconds:.2f}",
-            f"{c.alpha:.3f}",
+            _alpha(c, c.shape in acceptances.measured),
             str(c.length),
             f"{c.tau:.2f}",
             f"{c.tokens_per_second:.0f}",
@@ -220,25 +231,11 @@ def _finish(
     ]
     titles = ("layers x width", "parameters", "ms a step", "alpha", "k", "tau", "tokens/s")
     console.table(titles, rows)
-    console.out(
-        f"predicted; the fit of t(depth, width) has R2 {latency.fit.r2:.3f}, of alpha "
-        f"{acceptances.fit.r2:.3f}"
+    console.prose(
+        f"Predicted. The fit of t(depth, width) has {_explained(latency.fit)}, that of alpha "
+        f"{_explained(acceptances.fit)}; a shape that was measured is ranked by that alone."
     )
-    answer = {
-        "out": str(out),
-        "ranking": [c.to_json() for c in ranked],
-        "latency": {
-            "r2": latency.fit.r2,
-            "coefficients": latency.fit.coefficient_C.tolist(),
-            "step_seconds": _by_shape(latency.measured),
-            "verify_seconds": {str(k): v for k, v in latency.verify.items()},
-        },
-        "acceptance": {
-            "r2": acceptances.fit.r2,
-            "coefficients": acceptances.fit.coefficient_C.tolist(),
-            "alpha": _by_shape(acceptances.measured),
-        },
-    }
+    answer = {"out": str(out), **_answer(latency, acceptances, ranked)}
     (out / REPORT).write_text(json.dumps(answer, indent=1) + "\n", encoding="utf-8")
     following = []
     if ranked:
@@ -248,5 +245,41 @@ def _finish(
     console.done(answer, next=following)
 
 
-def _by_shape(values: Mapping[DraftShape, float]) -> dict[str, float]:
-    return {f"{shape.layers}x{shape.width}": value for shape, value in values.items()}
+def _answer(latency: Latency, acceptances: Acceptances, ranked: list[Candidate]) -> dict[str, Any]:
+    """The ranking, and every number that it follows from."""
+    return {
+        "ranking": [c.to_json() for c in ranked],
+        "latency": {
+            "r2": latency.fit.r2,
+            "left_out_r2": latency.fit.left_out_r2,
+            "coefficients": latency.fit.coefficient_C.tolist(),
+            "step_seconds": {shape.name: t for shape, t in latency.measured.items()},
+            "verify_seconds": {str(k): v for k, v in latency.verify.items()},
+        },
+        "acceptance": {
+            "r2": acceptances.fit.r2,
+            "left_out_r2": acceptances.fit.left_out_r2,
+            "coefficients": acceptances.fit.coefficient_C.tolist(),
+            "alpha": {s.name: found.alpha for s, found in acceptances.measured.items()},
+            "alpha_error": {s.name: r.alpha_error for s, r in acceptances.measured.items()},
+            "accepted_per_position": {
+                s.name: list(r.share_at) for s, r in acceptances.measured.items()
+            },
+        },
+    }
+
+
+def _alpha(found: Candidate, is_measured: bool) -> str:
+    if not is_measured:
+        return f"{found.alpha:.3f} by the fit"
+    return _with_error(found.alpha, found.alpha_error)
+
+
+def _with_error(alpha: float, error: float | None) -> str:
+    return f"{alpha:.3f}" + ("" if error is None else f" +- {error:.3f}")
+
+
+def _explained(fit: Fit) -> str:
+    """R2 of a fit, and of its points when each is predicted by the others."""
+    left_out = "unknown" if fit.left_out_r2 is None else f"{fit.left_out_r2:.3f}"
+    return f"R2 {fit.r2:.3f} ({left_out} with each shape left out)"

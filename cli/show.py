@@ -104,6 +104,8 @@ def _target_text(target: Any) -> str:
         text += f"@{target.revision[:12]}"
     if target.inflated:
         text += f" inflated to {target.inflated}"
+    if target.changed is not None:
+        text += f", CHANGED from {target.changed.name} (KL {target.changed.kl:.4f} nats a token)"
     return f"{text} (fingerprint {target.fingerprint[:12]})"
 
 

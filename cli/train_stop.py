@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specctl.cli.console import Console
-from specctl.cli.loading import DraftChoice, TargetChoice
+from specctl.cli.loading import DraftChoice
 from specctl.cli.outputs import check_file
+from specctl.cli.target_choice import TargetChoice
 from specctl.recipes.errors import SpecctlError
 
 if TYPE_CHECKING:

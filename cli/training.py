@@ -11,12 +11,12 @@ import typer
 
 from specctl.cli.console import Console
 from specctl.cli.launch import check_gpus, is_launched, relaunch
-from specctl.cli.loading import go_offline
 from specctl.cli.memory import peak_memory, peak_text
 from specctl.cli.plan import show_plans, without_dry_run
 from specctl.cli.preflight import check_allowed, check_run
 from specctl.cli.progress import duration
 from specctl.cli.recipe_flags import TrainingFlags
+from specctl.cli.target_choice import go_offline
 from specctl.recipes.errors import RecipeError, SpecctlError
 from specctl.recipes.stages import runs_of
 
@@ -208,9 +208,10 @@ def finish(
         "seconds": round(result.seconds, 1),
         "peak_bytes": peak_memory(),
         "parameters": manifest.parameters,
+        **({} if result.target is None else {"target": str(result.target)}),
         "exports": {name: str(result.out / name) for name in other_formats(recipe)},
     }
-    target = recipe.target.name
+    target = recipe.target.name if result.target is None else str(result.target)
     following = [
         f"specctl verify {package} --target {target} --level lossless",
         f'specctl generate --target {target} --draft {package} --compare "..."',

@@ -9,8 +9,9 @@ import typer
 
 from specctl.cli.console import Console
 from specctl.cli.flags import Allow, TranslateFlag
-from specctl.cli.loading import DraftChoice, TargetChoice, go_offline, target_json
+from specctl.cli.loading import DraftChoice
 from specctl.cli.outputs import check_file, write_report
+from specctl.cli.target_choice import TargetChoice, go_offline, target_json
 from specctl.recipes.errors import GateError, RecipeError, nearest
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import pkgutil
 from functools import cache
 from typing import TYPE_CHECKING
 
-from specctl.recipes.errors import SpecctlError, nearest
+from specctl.recipes.errors import SpecctlError, unknown
 
 if TYPE_CHECKING:
     from specctl.drafters.parts.base import Family
@@ -29,10 +29,6 @@ def family(name: str) -> Family:
     """The family of that name; an unknown name raises with the nearest known ones."""
     known = families()
     if name not in known:
-        raise SpecctlError(
-            f"unknown drafter family {name!r}",
-            found=name,
-            expected="one of " + ", ".join(known),
-            do=f"write family: {nearest(name, known)}",
-        )
+        listed = "specctl recipes ls"
+        raise unknown("drafter family", name, known, "drafter.family", listed, SpecctlError)
     return known[name]

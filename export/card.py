@@ -73,6 +73,16 @@ def _summary(manifest: Manifest) -> str:
         text += "Verification is lossless: the output law is the target's own, whatever is drafted."
     else:
         text += "Verification is **approximate**: the output law differs from the target's."
+    changed = manifest.target.changed
+    if changed is not None:
+        text += (
+            f" **The target was changed**: it is not {_last(changed.name)}, which it was made "
+            "from, but that model trained together with this drafter. What is generated follows "
+            f"the changed model's law: KL {changed.kl:.4f} nats a token from the original's, the "
+            f"same greedy token in {changed.agreement:.1%} of places, perplexity "
+            f"{changed.perplexity_before:.2f} before and {changed.perplexity:.2f} after "
+            f"({changed.tokens:,} held-out tokens)."
+        )
     if vocabulary.digest is not None:
         text += (
             f" It drafts {vocabulary.draft_size:,} of the target's "

@@ -19,7 +19,13 @@ from specctl.drafters import families
 from specctl.drafters.parts.base import Drafter
 from specctl.export.files import open_folder, reading
 from specctl.export.manifest import MANIFEST, read_manifest
-from specctl.recipes.errors import FileError, IncompatibleError, NetworkError, SpecctlError, nearest
+from specctl.recipes.errors import (
+    FileError,
+    IncompatibleError,
+    NetworkError,
+    SpecctlError,
+    did_you_mean,
+)
 from specctl.recipes.load import load_recipe, recipe_names
 from specctl.recipes.schema import Recipe
 from specctl.recipes.targets import resolve
@@ -114,11 +120,10 @@ def free_recipe(name: str) -> Recipe | None:
 def _family(name: str) -> Found:
     if not families()[name].trainable:
         return Found(Kind.FAMILY, name)
-    free = [n for n, f in families().items() if not f.trainable]
     raise FileError(
         f"{name} is a family of trained drafters, not a drafter",
         found=name,
-        expected="a package folder, or a family that needs no training: " + ", ".join(free),
+        expected="a package folder, or a family that needs no training, such as prompt-lookup",
         do=f"train one with `specctl train-draft`, then give its package; ./{name} means a folder",
     )
 
@@ -167,12 +172,12 @@ def unknown(name: str) -> FileError:
     """The error for a word that means nothing, with what it may have meant."""
     known = [*families(), *(str(p.parent) for p in sorted(Path("runs").glob("*/package/")))]
     known += [p.name for p in sorted(Path().iterdir()) if (p / MANIFEST).exists()]
-    free = [n for n, f in families().items() if not f.trainable]
     return FileError(
         f"unknown drafter {ascii(name)[:80]}",
         found=ascii(name)[:80],
-        expected="a package folder, a hub id owner/name, or one of " + ", ".join(free),
-        do="nearest: " + (nearest(name, known) or "none") + "; write ./NAME for a folder",
+        expected="a package folder, a hub id owner/name, or a training-free family",
+        do=did_you_mean(name, known, "`specctl recipes ls` shows the families")
+        + " (a folder is written ./NAME)",
     )
 
 

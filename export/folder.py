@@ -122,6 +122,7 @@ def describe(drafter: Drafter, target: Target, tensors: Mapping[str, Tensor]) ->
             "revision": target.revision,
             "fingerprint": target.fingerprint,
             "inflated": target.inflated,
+            **({} if target.changed is None else {"changed": asdict(target.changed)}),
         },
         "tokenizer": target.tokenizer_fingerprint,
         "chat_template": target.template_digest,

@@ -20,7 +20,7 @@ from specctl.export.compat import Mismatch, check_compatible, made_for, raise_fi
 from specctl.export.files import open_folder, read_header
 from specctl.export.folder import MAP_NAMES, refuse_not_finite
 from specctl.export.manifest import CARD, MANIFEST, WEIGHTS, Manifest, check_files
-from specctl.recipes.errors import IncompatibleError, IntegrityError, SpecctlError, nearest
+from specctl.recipes.errors import IncompatibleError, IntegrityError, SpecctlError, nearest, one_of
 from specctl.runtime.target import Target
 
 
@@ -63,7 +63,7 @@ def _family(manifest: Manifest) -> Family:
     raise IncompatibleError(
         "family: this specctl does not know the drafter's family",
         found=ascii(manifest.family)[1:-1][:80],
-        expected="one of " + ", ".join(known),
+        expected=one_of(known, "specctl recipes ls"),
         do="pip install --upgrade specctl, or train one of "
         + nearest(manifest.family, known)
         + f" for {made_for(manifest)}",

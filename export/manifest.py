@@ -57,14 +57,29 @@ class FileRecord(Record):
     bytes: Count
 
 
+class ChangeRecord(Record):
+    """What joint training made the target from, and how far it moved it: KL(original || changed) in
+    nats per token, share of equal greedy tokens, perplexities, over so many held-out tokens."""
+
+    name: str
+    fingerprint: str
+    kl: float
+    agreement: Annotated[float, Field(ge=0.0, le=1.0)]
+    perplexity_before: Annotated[float, Field(ge=1.0)]
+    perplexity: Annotated[float, Field(ge=1.0)]
+    tokens: Count
+
+
 class TargetRecord(Record):
-    """The model the drafter was made for. `inflated` is the size it was grown to, or null."""
+    """The model the drafter was made for. `inflated` is the size it was grown to, or null;
+    `changed` stands only where joint training made that model."""
 
     name: str
     repo: str | None
     revision: str | None
     fingerprint: str
     inflated: str | None
+    changed: ChangeRecord | None = None
 
 
 class TapsRecord(Record):
@@ -144,7 +159,10 @@ class Manifest(Record):
         return ModelSpec.from_json(dict(self.spec))
 
     def to_json(self) -> dict[str, Any]:
-        return self.model_dump(mode="json")
+        body = self.model_dump(mode="json")
+        if self.target.changed is None:
+            del body["target"]["changed"]
+        return body
 
     def render(self) -> bytes:
         """The one spelling of this manifest on disk."""

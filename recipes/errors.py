@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Iterable
 from enum import IntEnum
 
+LISTED = 12  # names that are taken in at a glance; of more, the command that lists them is named
+
 
 class Exit(IntEnum):
     """Exit codes of the command line (docs: CLI reference)."""
@@ -112,13 +114,38 @@ def nearest(word: str, known: Iterable[str], count: int = 3) -> str:
     return ", ".join(close)
 
 
-def unknown(what: str, name: str, known: Iterable[str], where: str) -> RecipeError:
-    """The error for a name that is none of the known ones, at the key `where`."""
-    names, key = list(known), where.rsplit(".", 1)[-1]
-    return RecipeError(
+def one_of(known: Iterable[str], listed: str) -> str:
+    """What was expected where a name is unknown: the names, or by which command they are listed."""
+    names = list(known)
+    return f"one that `{listed}` lists" if len(names) > LISTED else "one of " + ", ".join(names)
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str) -> str:
+    """The known names that a mistyped word is near to, as a question; `otherwise` without any."""
+    names, word = list(known), word.lower().strip()
+    close = difflib.get_close_matches(word, names, n=3, cutoff=0.6)
+    close = close or [name for name in names if len(word) > 2 and word in name][:3]
+    if not close:
+        return otherwise
+    *first, last = close
+    return f"did you mean {', '.join(first)} or {last}?" if first else f"did you mean {last}?"
+
+
+def unknown(
+    what: str,
+    name: str,
+    known: Iterable[str],
+    where: str,
+    listed: str,
+    kind: type[SpecctlError] = RecipeError,
+) -> SpecctlError:
+    """The error for a name that is none of the known ones, at the key or flag `where`; `listed` is
+    the command that shows them."""
+    names = list(known)
+    return kind(
         f"unknown {what} {name!r}",
         where=where,
         found=name,
-        expected="one of " + ", ".join(names),
-        do=f"write {key}: {nearest(name, names, 1)}",
+        expected=one_of(names, listed),
+        do=did_you_mean(name, names, f"`{listed}` shows what there is"),
     )

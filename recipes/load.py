@@ -12,11 +12,13 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from specctl.recipes.errors import FileError, RecipeError, nearest
-from specctl.recipes.schema import Recipe, section_at
-from specctl.recipes.section import Section, flatten
+from specctl.recipes.errors import FileError, RecipeError, did_you_mean
+from specctl.recipes.problems import explain
+from specctl.recipes.schema import Recipe
+from specctl.recipes.section import flatten
 
 NOT_RECIPES = ("targets", "tiny-target")
+EXPECTED = "a YAML file, or a name of `specctl recipes ls`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +90,19 @@ def read_source(name_or_path: str) -> tuple[str, str]:
     if path.suffix in (".yaml", ".yml") or path.is_file():
         return _read_file(path), str(path)
     known = recipe_names()
+    if name_or_path not in known and path.is_dir():
+        raise FileError(
+            f"the folder {path} holds no recipe",
+            found="no run.yaml",
+            expected=EXPECTED.replace(", or", ",") + ", or the folder of a run",
+            do="give the file itself",
+        )
     if name_or_path not in known:
-        close = nearest(name_or_path, known)
         raise RecipeError(
             f"unknown recipe {name_or_path!r}",
             found=ascii(name_or_path),
-            expected="a YAML file, or one of " + ", ".join(known),
-            do=f"specctl recipes ls  (nearest: {close})",
+            expected=EXPECTED,
+            do=did_you_mean(name_or_path, known, "specctl recipes ls"),
         )
     file = resources.files("specctl.recipes") / f"{name_or_path}.yaml"
     return file.read_text(encoding="utf-8"), f"{name_or_path}.yaml"
@@ -107,8 +115,8 @@ def _read_file(path: Path) -> str:
         raise FileError(
             f"the recipe file {path} does not exist",
             found="no such file",
-            expected="a YAML file, or one of " + ", ".join(recipe_names()),
-            do=f"specctl recipes cp eagle3 {path}",
+            expected=EXPECTED,
+            do=did_you_mean(path.stem, recipe_names(), f"specctl recipes cp eagle3 {path}"),
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise FileError(
@@ -161,72 +169,6 @@ def build_recipe(tree: Mapping[str, Any], where: str, sets: Sequence[str] = ()) 
             also = "; ".join(f"{field}: {what}" for field, what in fields.items())
             first.found += f" (also wrong: {also})" if also else ""
         raise first from error
-
-
-def explain(problem: Mapping[str, Any], where: str, sets: Sequence[str] = ()) -> RecipeError:
-    """One problem found by pydantic as an error with field, value and remedy."""
-    path = tuple(part for part in problem["loc"] if not _is_branch_label(part))
-    field = ".".join(str(part) for part in path)
-    if any(text.partition("=")[0].strip() == field for text in sets):
-        where = "--set"
-    owner = section_at(path) if path else Recipe
-    if problem["type"] == "extra_forbidden":
-        known = list((owner or Recipe).model_fields)
-        close = nearest(str(path[-1]), known)
-        return RecipeError(
-            f"unknown key {path[-1]!r}",
-            where=f"{where}:{field}",
-            found=str(path[-1]),
-            expected="one of " + ", ".join(known),
-            do=f"write {close.split(', ')[0]} instead of {path[-1]}  (nearest: {close})",
-        )
-    message = str(problem["msg"]).removeprefix("Value error, ")
-    if problem["type"] == "value_error" and isinstance(problem.get("input"), Mapping):
-        otherwise = _remedy(field, owner, path)
-        return _disagreement(message, problem["input"], f"{where}:{field}", otherwise)
-    return RecipeError(
-        f"{field or 'recipe'} is not valid",
-        where=f"{where}:{field}",
-        found=repr(problem.get("input"))[:120],
-        expected=message[0].lower() + message[1:],
-        do=_remedy(field, owner, path),
-    )
-
-
-def _disagreement(
-    message: str, given: Mapping[str, Any], where: str, otherwise: str
-) -> RecipeError:
-    """Values of a section that do not go together. The message of a section's own check is
-    "what is wrong; what to do", and names the fields that it is about."""
-    rule, _, remedy = message.partition("; ")
-    about = {key: given[key] for key in given if re.search(rf"\b{key}\b", message)}
-    return RecipeError(
-        rule,
-        where=where,
-        found=", ".join(f"{key}: {value}" for key, value in about.items())[:200] or "the defaults",
-        expected="values that go together",
-        do=remedy or otherwise,
-    )
-
-
-def _is_branch_label(part: Any) -> bool:
-    """True for the labels that pydantic adds for the branch of a union, e.g. constrained-int."""
-    return isinstance(part, str) and (
-        part in ("int", "float", "str", "none") or "[" in part or part.startswith("constrained")
-    )
-
-
-def _remedy(field: str, owner: type[Section] | None, path: tuple[Any, ...]) -> str:
-    info = owner.model_fields.get(str(path[-1])) if owner and path else None
-    if info is None or info.is_required():
-        return "correct the value; `specctl recipes show eagle3` prints a valid recipe"
-    default = info.get_default(call_default_factory=True)
-    if isinstance(default, Section):
-        return f"correct section {field}; `specctl recipes show eagle3` prints a valid recipe"
-    shown = (
-        "null" if default is None else str(default).lower() if default in (True, False) else default
-    )
-    return f"--set {field}={shown} restores the default"
 
 
 def parse_set(text: str) -> tuple[str, Any]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from types import UnionType
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, PrivateAttr, model_validator
 
+from specctl.recipes.low_rank import JointPart, LoraPart
 from specctl.recipes.section import Fraction, Positive, Section, SeedNumber, Tokens, flatten
 from specctl.recipes.serve import ServePart
 
@@ -119,21 +121,6 @@ class DataPart(Section):
         return self
 
 
-class LoraPart(Section):
-    """Train small additions to frozen weights instead of the weights (LoRA)."""
-
-    rank: Annotated[int, Field(ge=1, le=10_000)] = 8
-    alpha: Annotated[float, Field(gt=0.0)] = Field(
-        default=16.0, description="the addition is scaled by alpha / rank"
-    )
-    targets: tuple[str, ...] | None = Field(
-        default=None, description="endings of the weights that are adapted; null: hidden matrices"
-    )
-    keep: bool = Field(
-        default=False, description="also write the additions, OUT/adapter.safetensors"
-    )
-
-
 class TrainPart(Section):
     """How the drafter is trained."""
 
@@ -172,6 +159,9 @@ class TrainPart(Section):
     )
     lora: LoraPart | None = Field(
         default=None, description="adapt the weights of drafter.init by low-rank additions"
+    )
+    joint: JointPart | None = Field(
+        default=None, description="change the target, too: OUT/target is then another model"
     )
     seed: SeedNumber = 0
     save_every: Positive = 200
@@ -301,7 +291,9 @@ def section_at(path: tuple[Any, ...]) -> type[Section] | None:
     for key in path[:-1]:
         field = owner.model_fields.get(str(key))
         kind = field.annotation if field else None
-        if not (isinstance(kind, type) and issubclass(kind, Section)):
+        choices = get_args(kind) if isinstance(kind, UnionType) else (kind,)  # X | None
+        found = [c for c in choices if isinstance(c, type) and issubclass(c, Section)]
+        if not found:
             return None
-        owner = kind
+        owner = found[0]
     return owner

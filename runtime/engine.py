@@ -1,9 +1,9 @@
-"""The engine: one round is draft -> target forward -> verify -> keep -> commit -> observe.
+"""The engine: one round is wake -> draft -> target forward -> verify -> keep -> commit -> observe.
 
 Batched from the first line: every row has its own length and its own acceptance, rows join and
 leave between rounds, batch 1 is the case B = 1. Nothing between the draft and the commit reads a
 tensor back to the host; the commit reads one small tensor. Plain decoding is the same round with
-an empty tree.
+an empty tree. Rows that draft nothing are not shown to the drafter until they draft again.
 
 Letters: B live rows, N drafted nodes, T = N + 1 fed tokens, P path length, D width, V vocabulary.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -29,18 +30,17 @@ from specctl.drafters.parts.lm import Feed, LmOut
 from specctl.drafters.parts.slots import SlotKV
 from specctl.drafters.parts.tree import DraftTree, empty_tree, fitted
 from specctl.runtime.admission import Admission, roots_of
-from specctl.runtime.cut import cut
+from specctl.runtime.asleep import Sleep, meet
+from specctl.runtime.commit import Committed, commit
 from specctl.runtime.early import pruning_of
-from specctl.runtime.live import Live
+from specctl.runtime.live import Live, Turn
 from specctl.runtime.logprobs import logprobs_of
-from specctl.runtime.noise import RoundNoise
-from specctl.runtime.outcome import outcome_of, with_topk
+from specctl.runtime.outcome import outcome_of, spread, with_topk
 from specctl.runtime.plan import Plan, Planner
 from specctl.runtime.policies.base import Growth, Learner, Policy, fresh
 from specctl.runtime.policies.batch.base import Batching
 from specctl.runtime.policies.direct import Direct
 from specctl.runtime.policies.length import LengthChooser
-from specctl.runtime.sampling import SamplingBatch
 from specctl.runtime.session import Completion, Emission, Request, Row
 from specctl.runtime.target import Target
 from specctl.runtime.verify import Verdict, run_rule
@@ -87,6 +87,8 @@ class Engine:
         self._kv: SlotKV | None = None
         self._state: DraftState | None = None
         self._ahead: LmOut | None = None
+        self.sleep = Sleep(self.device, self.policy.nodes + 1, is_allowed=not self.needs.topk)
+        self._at: list[int] = []  # the rows that draft in this round
 
     def run(
         self,
@@ -155,11 +157,14 @@ class Engine:
         nothing can be drafted, that round's forward is part of the reading."""
         started = time.perf_counter()
         alone = self._state is None and not self.live.rows and self.admission.chunk is None
-        follow = self._follow if self._state is not None and self._state.reads_ahead else None
+        reads = self._state is not None and self._state.reads_ahead
+        follow = self._follow if reads and not self.sleep.is_on else None
         joined = self.admission.read(self._cache(), alone, follow)
         self._ahead = roots_of(joined) if alone else None
         for reading in joined:
-            self._greet(reading.row, reading.prompt_taps())
+            reading.row.prompt_taps = reading.prompt_taps()
+            if not self.sleep.is_allowed:
+                self._greet(reading.row)
         self.live.join([reading.row for reading in joined])
         self.admission.joined(joined)
         self.prefill_seconds += time.perf_counter() - started
@@ -172,43 +177,62 @@ class Engine:
         if not self.live.rows:
             return []
         started = time.perf_counter()
-        view, sampling, noise = self.live.view(), self.live.sampling(), self.live.noise()
+        turn = self.live.turn()
+        view, sampling = turn.view, turn.sampling
         plan = self._planner.plan(self.live.rows)
-        tree = self._draft(view, sampling, noise, plan)
+        woken = self._wake(plan)
+        started += woken
+        tree = self._draft(turn, plan)
         drafted = time.perf_counter()
         tree, out = self._forward(view, tree)
         assert out.logits_BTV is not None
         logits_BTV = sampling.processed(out.logits_BTV, tree, view)
         scores_BTV = with_forced(sampling.law(logits_BTV), tree)
         rule = rule_for(self.rule, tree, sampling.all_greedy)
-        verdict = run_rule(rule, tree, scores_BTV, noise)
+        verdict = run_rule(rule, tree, scores_BTV, turn.noise)
         if not tree.is_chain:
             self._cache().keep(view.slot_B, view.kept_len_B, verdict.path_BP)
-        accepted, emitted = self._commit(tree, verdict, plan)
-        logprobs = logprobs_of(logits_BTV, verdict.path_BP, self.live.rows, emitted)
+        done = self._commit(tree, verdict, plan)
+        logprobs = logprobs_of(logits_BTV, verdict.path_BP, self.live.rows, done.emitted)
         verified = time.perf_counter()
         self.draft_seconds += drafted - started
         self.verify_seconds += verified - drafted
         if self._state is not None:
-            outcome = outcome_of(view, tree, verdict, out, self.live.rows, accepted, emitted)
+            outcome = outcome_of(view, tree, verdict, out, self.live.rows, *done)
             if self._state.is_listening:
                 outcome = with_topk(outcome, self.needs, out.logits_BTV)
-            seconds = self._learn(self._state, outcome, drafted - started, verified - drafted)
+            spent = RoundSeconds(drafted - started, verified - drafted, 0.0, woken)
+            seconds = self._learn(self._state, outcome, spent)
             if self.batching is not None:
                 self.batching.observe(outcome, seconds)
-        made = zip(self.live.rows, emitted, accepted, logprobs, strict=True)
+        made = zip(self.live.rows, done.emitted, done.accepted, logprobs, strict=True)
         emissions = [Emission(row, new, min(n, len(new)), logp) for row, new, n, logp in made]
         self._part([row for row in self.live.rows if row.finished is not None])
         return emissions
 
-    def _draft(
-        self, view: RoundView, sampling: SamplingBatch, noise: RoundNoise, plan: Plan
-    ) -> DraftTree:
-        if self.drafter is None or self._state is None or plan.budget.depth <= 0:
-            return empty_tree(len(view.slots), self.device)
-        words, coupled, guide = self.drafter.vocab, self.rule == "target-only", sampling.guide(view)
-        given = (self._state, view, plan.budget, sampling, noise, words, coupled, guide)
-        tree = self.policy.grow(Growth(*given))
+    def _wake(self, plan: Plan) -> float:
+        """Who drafts is told what the drafter has missed; the seconds that took."""
+        started = time.perf_counter()
+        self._at = self.sleep.drafting(self.rows, plan)
+        if self._state is not None:
+            self.sleep.wake(self._state, [self.rows[b] for b in self._at], self._greet)
+        self._at = [b for b in self._at if self.rows[b].speculates]
+        self.prefill_seconds += (woken := time.perf_counter() - started)
+        return woken
+
+    def _draft(self, turn: Turn, plan: Plan) -> DraftTree:
+        """Of the rows that draft; the tree of all rows has nothing for the others."""
+        if not self._at or self._state is None:
+            return empty_tree(len(self.rows), self.device)
+        part, plan = self.live.turn_of(turn, self._at), plan.of_rows(self._at)
+        return spread(self._grow(self._state, part, plan), self._at, len(self.rows))
+
+    def _grow(self, state: DraftState, turn: Turn, plan: Plan) -> DraftTree:
+        assert self.drafter is not None, "a state belongs to a drafter"
+        words, coupled = self.drafter.vocab, self.rule == "target-only"
+        guide = turn.sampling.guide(turn.view)
+        given = (turn.view, plan.budget, turn.sampling, turn.noise, words, coupled, guide)
+        tree = self.policy.grow(Growth(state, *given))
         assert tree.forced_BN is None or not self.drafter.lossless, "only approximate ones force"
         return fitted(plan.cut(tree))
 
@@ -232,56 +256,32 @@ class Engine:
             return self._early.forward(feed, tree, self._cache())
         return tree, self.target.lm.run(feed, self._cache())
 
-    def _commit(
-        self, tree: DraftTree, verdict: Verdict, plan: Plan
-    ) -> tuple[list[int], list[tuple[int, ...]]]:
-        """The round's one host read; EOS, stop strings and limits cut here, in token order."""
-        packed = verdict.next_token_B[:, None]
-        if tree.num_nodes:
-            node_BP = (verdict.path_BP[:, 1:] - 1).clamp(min=0)
-            path_BP = tree.token_BN.gather(1, node_BP)
-            counts_B2 = torch.stack([verdict.num_accepted_B, tree.valid_BN.sum(1)], dim=1)
-            packed = torch.cat([packed, counts_B2, path_BP], dim=1)
-        accepted, emitted = [], []
-        for b, (next_token, *rest) in enumerate(packed.tolist()):
-            row = self.live.rows[b]
-            num_accepted, num_drafted, *path = rest or (0, 0)
-            kept, row.finished = cut(row, [*path[:num_accepted], next_token], self.target)
-            row.tokens.extend(kept)
-            row.kept_len = len(row.tokens) - 1
-            row.num_rounds += 1
-            depth = plan.depth(b, tree) if num_drafted else 0
-            row.stats.count(num_drafted, depth, min(num_accepted, len(kept)), len(kept))
-            accepted.append(num_accepted)
-            emitted.append(tuple(kept))
-        return accepted, emitted
+    def _commit(self, tree: DraftTree, verdict: Verdict, plan: Plan) -> Committed:
+        return commit(self.live.rows, tree, verdict, plan, self.target)
 
     # -- pieces of a round ----------------------------------------------------------------------
 
-    def _learn(
-        self, state: DraftState, outcome: Outcome, draft_seconds: float, verify_seconds: float
-    ) -> RoundSeconds:
-        """Drafter and policies see what the round did; learning counts as drafting."""
+    def _learn(self, state: DraftState, outcome: Outcome, spent: RoundSeconds) -> RoundSeconds:
+        """The drafter sees what the round did to the rows that drafted, policies as much, or a
+        round without drafts whole; learning counts as drafting."""
         started = time.perf_counter()
-        state.observe(outcome)
+        seen = self.sleep.hear(state, outcome, self.rows, self._at)
         learned = time.perf_counter() - started
         self.draft_seconds += learned
-        seconds = RoundSeconds(draft_seconds + learned, verify_seconds, learned)
+        seconds = replace(spent, draft=spent.draft + learned, commit=learned)
         for learner in self._learners:
-            learner.observe(outcome, seconds)
+            learner.observe(seen, seconds)
         return seconds
 
-    def _greet(self, row: Row, taps: Mapping[int, Tensor]) -> None:
-        """A row joins: the drafter reads its prompt."""
-        if row.request.conversation is not None:
-            row.prompt_taps = taps
+    def _greet(self, row: Row) -> None:
+        """The drafter reads a prompt: as the row joins, or if it may sleep when it first drafts."""
         if self._state is not None and row.speculates:
-            self._state.join(row.slot, row.request.conversation)
-            self._state.start(row.slot, row.tokens, taps)
+            meet(self._state, row)
 
     def _follow(self, row: Row, taps: Mapping[int, Tensor], first: int, last: int) -> None:
         if self._state is not None and row.speculates:
             self._state.ahead(row.slot, row.tokens, taps, first, last)
+            row.told = last
 
     def _part(self, rows: Sequence[Row]) -> None:
         """Rows leave: their slots are free."""
@@ -292,7 +292,7 @@ class Engine:
             self.live.leave(rows)
 
     def _end(self, row: Row) -> None:
-        if self._state is not None:
+        if self._state is not None and row.is_met:
             self._state.end(row.slot)
 
     def _cache(self) -> SlotKV:

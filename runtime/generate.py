@@ -20,6 +20,7 @@ from specctl.runtime.sampling import Sampling
 from specctl.runtime.session import Completion, Request, Row
 from specctl.runtime.stats import Stats, add_counts, repetition_rate
 from specctl.runtime.target import Target
+from specctl.runtime.text_room import check_room
 from specctl.runtime.verify.choice import verification_of
 
 OnTokens = Callable[[int, tuple[int, ...]], None]
@@ -147,6 +148,8 @@ def summarize(
 
 
 def _tokens(target: Target, prompt: str | Sequence[int], index: int) -> tuple[int, ...]:
+    if isinstance(prompt, str):
+        check_room(target, prompt)
     tokens = tuple(target.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
     if not tokens:
         raise SpecctlError(

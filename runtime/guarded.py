@@ -19,13 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import DraftState, Outcome, RoundSeconds, RoundView
+from specctl.drafters.parts.base import DraftState, Outcome, RoundSeconds
 from specctl.drafters.parts.tree import DraftTree, QRows, empty_tree
+from specctl.runtime.commit import Committed
 from specctl.runtime.engine import Engine
-from specctl.runtime.noise import RoundNoise
-from specctl.runtime.outcome import of_rows, view_of_rows
+from specctl.runtime.live import Turn
 from specctl.runtime.plan import Plan
-from specctl.runtime.sampling import SamplingBatch
 from specctl.runtime.session import Row
 from specctl.runtime.verify import Verdict
 
@@ -40,7 +39,6 @@ class GuardedEngine(Engine):
         super().__init__(*given, **named)
         self.say, self.num_disabled, self.why_off = say, 0, None if self.drafter else "no drafter"
         self._failures, self._has_said = 0, False
-        self._at: list[int] = []
         self._seen: list[Tensor] = []
         self._bad_B: Tensor | None = None
 
@@ -59,25 +57,26 @@ class GuardedEngine(Engine):
 
     # -- a round --------------------------------------------------------------------------------
 
-    def _draft(
-        self, view: RoundView, sampling: SamplingBatch, noise: RoundNoise, plan: Plan
-    ) -> DraftTree:
-        self._at = [b for b, row in enumerate(self.rows) if row.speculates]
-        self._seen, self._bad_B = [], None
-        if not self._at or self._state is None:
-            return empty_tree(len(view.slots), self.device)
-        at, rows, view = self._at, [self.rows[b] for b in self._at], replace(view, watch=self._see)
+    def _wake(self, plan: Plan) -> float:
         try:
-            if len(at) == len(self.rows):
-                return self._checked(super()._draft(view, sampling, noise, plan), len(at))
-            part, at_B = plan.of_rows(at), torch.tensor(at, device=self.device)
-            sampling, noise = self.live.sampling_of(rows), self.live.noise_of(rows)
-            tree = super()._draft(view_of_rows(view, at, at_B), sampling, noise, part)
-            return self._spread(self._checked(tree, len(at)))
+            return super()._wake(plan)
         except Exception as error:
-            self._lose(rows, f"{place_of(error)} while it drafted")
+            self._lose([self.rows[b] for b in self._at], f"{place_of(error)} while it caught up")
+            self._at = []
+            return 0.0
+
+    def _draft(self, turn: Turn, plan: Plan) -> DraftTree:
+        self._seen, self._bad_B = [], None
+        try:
+            return super()._draft(turn, plan)
+        except Exception as error:
+            self._lose([self.rows[b] for b in self._at], f"{place_of(error)} while it drafted")
             self._at, self._bad_B = [], None
-            return empty_tree(len(view.slots), self.device)
+            return empty_tree(len(self.rows), self.device)
+
+    def _grow(self, state: DraftState, turn: Turn, plan: Plan) -> DraftTree:
+        watched = replace(turn, view=replace(turn.view, watch=self._see))
+        return self._checked(super()._grow(state, watched, plan), len(turn.view.slots))
 
     def _see(self, logits: Tensor) -> None:
         """Note the rows whose draft logits are no law: NaN or +inf anywhere."""
@@ -98,20 +97,7 @@ class GuardedEngine(Engine):
         token_BN = token_BN.masked_fill(bad_B1, 0)
         return replace(tree, token_BN=token_BN, valid_BN=tree.valid_BN & ~bad_B1, q=q)
 
-    def _spread(self, tree: DraftTree) -> DraftTree:
-        """The tree of the rows that were drafted for, as one of all rows."""
-        if not tree.num_nodes:
-            return empty_tree(len(self.rows), self.device)
-        place = {b: i for i, b in enumerate(self._at)}
-        at_B = torch.tensor([place.get(b, 0) for b in range(len(self.rows))], device=self.device)
-        drafts = [b in place for b in range(len(self.rows))]
-        drafts_B1 = torch.tensor(drafts, device=self.device)[:, None]
-        tree = tree.of_rows(at_B)
-        return replace(tree, valid_BN=tree.valid_BN & drafts_B1)
-
-    def _commit(
-        self, tree: DraftTree, verdict: Verdict, plan: Plan
-    ) -> tuple[list[int], list[tuple[int, ...]]]:
+    def _commit(self, tree: DraftTree, verdict: Verdict, plan: Plan) -> Committed:
         made = super()._commit(tree, verdict, plan)
         if self._bad_B is not None:
             bad = [
@@ -125,25 +111,21 @@ class GuardedEngine(Engine):
                 self._failures = 0
         return made
 
-    def _learn(
-        self, state: DraftState, outcome: Outcome, draft_seconds: float, verify_seconds: float
-    ) -> RoundSeconds:
-        seconds, at = RoundSeconds(draft_seconds, verify_seconds, 0.0), self._at
-        if not at:
-            return seconds
+    def _learn(self, state: DraftState, outcome: Outcome, spent: RoundSeconds) -> RoundSeconds:
+        if not any(row.speculates for row in self.rows):
+            return spent
         try:
-            if len(at) < len(outcome.emitted):
-                outcome = of_rows(outcome, at, torch.tensor(at, device=self.device))
-            return super()._learn(state, outcome, draft_seconds, verify_seconds)
+            return super()._learn(state, outcome, spent)
         except Exception as error:
-            self._lose([self.rows[b] for b in at], f"{place_of(error)} while it learned")
-            return seconds
+            rows = self.rows if not self._at else [self.rows[b] for b in self._at]
+            self._lose(rows, f"{place_of(error)} while it learned")
+            return spent
 
     # -- rows -----------------------------------------------------------------------------------
 
-    def _greet(self, row: Row, taps: Mapping[int, Tensor]) -> None:
+    def _greet(self, row: Row) -> None:
         try:
-            super()._greet(row, taps)
+            super()._greet(row)
         except Exception as error:
             self._lose([row], f"{place_of(error)} while it read a prompt")
 

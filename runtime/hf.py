@@ -176,6 +176,8 @@ def _load_tokenizer(folder: Path, config: Any) -> Any:
             do="fetch the tokenizer files again",
             where=str(folder),
         ) from error
+    # A text longer than the context is cut or refused where it is used: no warning beside that.
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     top = max(tokenizer.get_vocab().values(), default=-1)
     if top >= config.get_text_config().vocab_size:
         raise IncompatibleError(

@@ -27,7 +27,7 @@ def _printable_bytes() -> dict[str, int]:
     }
 
 
-_ALPHABET = _printable_bytes()
+ALPHABET = _printable_bytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +115,8 @@ def _is_byte_level(tokenizer: Any) -> bool:
 
 def _bytes_of(token: str, is_byte_level: bool) -> bytes:
     if is_byte_level:
-        if all(char in _ALPHABET for char in token):
-            return bytes(_ALPHABET[char] for char in token)
+        if all(char in ALPHABET for char in token):
+            return bytes(ALPHABET[char] for char in token)
         return token.encode()
     byte = _BYTE.fullmatch(token)
     return bytes([int(byte[1], 16)]) if byte else token.replace(_SPACE, " ").encode()

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from specctl.drafters.parts.base import RoundView
 from specctl.runtime.noise import RoundNoise
+from specctl.runtime.outcome import view_of_rows
 from specctl.runtime.sampling import SamplingBatch
 from specctl.runtime.session import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What rows bring to a round."""
+
+    view: RoundView
+    sampling: SamplingBatch
+    noise: RoundNoise
 
 
 class Live:
@@ -30,6 +41,18 @@ class Live:
         gone = {id(row) for row in rows}
         self.rows = [row for row in self.rows if id(row) not in gone]
         self._is_stale = True
+
+    def turn(self) -> Turn:
+        """The coming round of all rows."""
+        return Turn(self.view(), self.sampling(), self.noise())
+
+    def turn_of(self, turn: Turn, at: Sequence[int]) -> Turn:
+        """The same of some rows only."""
+        if len(at) == len(self.rows):
+            return turn
+        rows, at_B = [self.rows[b] for b in at], torch.tensor(at, device=self.device)
+        view = view_of_rows(turn.view, at, at_B)
+        return Turn(view, self.sampling_of(rows), self.noise_of(rows))
 
     def view(self) -> RoundView:
         """What drafter and policies see."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from specctl.drafters.parts.base import Needs, Outcome, RoundView
 from specctl.drafters.parts.lm import LmOut
-from specctl.drafters.parts.tree import DraftTree
+from specctl.drafters.parts.tree import DraftTree, empty_tree
 from specctl.runtime.session import Row
 from specctl.runtime.verify import Verdict
 
@@ -59,8 +60,11 @@ def _along(value_BTD: Tensor, path_BP: Tensor, tree: DraftTree) -> Tensor:
     return value_BTD.gather(1, index_BP1.expand(-1, -1, value_BTD.shape[-1]))
 
 
-def of_rows(outcome: Outcome, at: Sequence[int], at_B: Tensor) -> Outcome:
-    """The outcome of some rows only; `at_B` is `at` as a tensor."""
+def of_rows(outcome: Outcome, at: Sequence[int], device: torch.device) -> Outcome:
+    """The outcome of some rows only."""
+    if len(at) == len(outcome.emitted):
+        return outcome
+    at_B = torch.tensor(at, device=device)
     view = view_of_rows(outcome.view, at, at_B)
     topk, logp = outcome.topk_BTK, outcome.topk_logp_BTK
     return replace(
@@ -89,3 +93,17 @@ def view_of_rows(view: RoundView, at: Sequence[int], at_B: Tensor) -> RoundView:
         tuple(view.prompt_lens[b] for b in at) if view.prompt_lens else (),
         view.watch,
     )
+
+
+def spread(tree: DraftTree, at: Sequence[int], num_rows: int) -> DraftTree:
+    """The tree of the rows `at` as one of all rows; the others have no node of it."""
+    if len(at) == num_rows:
+        return tree
+    device = tree.token_BN.device
+    if not tree.num_nodes:
+        return empty_tree(num_rows, device)
+    place = {b: i for i, b in enumerate(at)}
+    at_B = torch.tensor([place.get(b, 0) for b in range(num_rows)], device=device)
+    drafts_B1 = torch.tensor([b in place for b in range(num_rows)], device=device)[:, None]
+    tree = tree.of_rows(at_B)
+    return replace(tree, valid_BN=tree.valid_BN & drafts_B1)

@@ -21,10 +21,16 @@ from specctl.runtime.session import Row
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The budget of a round's trees, and the length of every row where a batch policy decides."""
+    """The budget of a round's trees, and the length of every row where a batch policy decides. It
+    `is_off` where nothing is drafted although there is room for it."""
 
     budget: Budget
     lengths: tuple[int, ...] | None = None
+    is_off: bool = False
+
+    def drafts(self, b: int) -> bool:
+        """Whether row b drafts at all."""
+        return self.budget.depth > 0 and (self.lengths is None or self.lengths[b] > 0)
 
     def depth(self, b: int, tree: DraftTree) -> int:
         """How deep row b's part of the tree goes."""
@@ -59,7 +65,10 @@ class Planner:
             depth = min(depth, self.chooser.length(len(rows)))
         if self.batching is not None:
             pairs = zip(rows, rooms, strict=True)
-            views = [RowView(row.index, room, row.speculates) for row, room in pairs]
+            views = [
+                RowView(row.index, room, row.speculates, row.num_missed) for row, room in pairs
+            ]
             lengths = self.batching.lengths(views)
             depth = min(depth, max(lengths))
-        return Plan(Budget(nodes=self.policy.nodes, depth=max(depth, 0)), lengths)
+        budget = Budget(nodes=self.policy.nodes, depth=max(depth, 0))
+        return Plan(budget, lengths, is_off=max(rooms) > 0 and depth <= 0)

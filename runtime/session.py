@@ -41,7 +41,9 @@ class Row:
 
     Invariant between rounds: kept_len == len(tokens) - 1; the last token has no cache entry yet.
     `reused_len` positions of the prompt were in the cache already; `prompt_taps` are kept where a
-    later request may reuse them; a row that no longer `speculates` is decoded plainly.
+    later request may reuse them, or until the drafter reads the prompt; a row that no longer
+    `speculates` is decoded plainly. The drafter has been `told` of so many positions; it `is_met`
+    when it has started on the row.
     """
 
     index: int
@@ -55,6 +57,8 @@ class Row:
     reused_len: int = 0
     prompt_taps: Mapping[int, Tensor] = field(default_factory=dict)
     speculates: bool = True
+    told: int = 0
+    is_met: bool = False
 
     @classmethod
     def of(cls, index: int, slot: int, request: Request) -> Row:
@@ -74,6 +78,11 @@ class Row:
     def room(self) -> int:
         """Tokens that this row may still emit by its own limit."""
         return self.request.sampling.max_new_tokens - self.num_new
+
+    @property
+    def num_missed(self) -> int:
+        """Positions that the target has read and the drafter has not been told of."""
+        return self.kept_len - self.told
 
     def completion(self) -> Completion:
         assert self.finished is not None, "a live row has no completion"

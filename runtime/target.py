@@ -26,9 +26,32 @@ from specctl.runtime.place import LARGE, choose_device, choose_dtype
 
 
 @dataclass(frozen=True, slots=True)
+class TargetChange:
+    """What joint training made of a target, measured on `tokens` tokens of held-out text: `name`
+    and `fingerprint` of the original, KL(original || changed) in nats per token, the share of
+    places where both find the same token most probable, the perplexity of either."""
+
+    name: str
+    fingerprint: str
+    kl: float
+    agreement: float
+    perplexity_before: float
+    perplexity: float
+    tokens: int
+
+    def text(self) -> str:
+        return (
+            f"changed from {self.name}: KL {self.kl:.4f} nats a token, the same greedy token in "
+            f"{self.agreement:.1%} of places, perplexity {self.perplexity_before:.2f} before and "
+            f"{self.perplexity:.2f} after ({self.tokens:,} tokens of held-out text)"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Target:
     """A model that is only ever read. `fingerprint` names its weights, whatever dtype they are
-    loaded in; `inflated` is the size it was inflated to, None for the model as published."""
+    loaded in; `inflated` is the size it was inflated to, None for the model as published;
+    `changed` says how far it is from the target that a joint training made it of."""
 
     name: str
     revision: str | None
@@ -39,6 +62,7 @@ class Target:
     template_digest: str | None
     eos_ids: tuple[int, ...]
     inflated: str | None = None
+    changed: TargetChange | None = None
 
     @property
     def spec(self) -> ModelSpec:

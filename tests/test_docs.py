@@ -43,6 +43,7 @@ PROVEN_ELSEWHERE = {
     "specctl show runs/": "tests/cli/test_commands.py, on a run made there",
     "specctl generate --target tiny --draft runs/": "tests/cli/test_commands.py",
     "specctl generate --draft runs/": "tests/cli/test_commands.py",
+    "specctl generate --target runs/": "tests/cli/test_joint.py, on a target changed there",
     "specctl adapt --draft runs/": "tests/cli/test_adapt.py",
     "specctl chat --target tiny --draft auto": "tests/cli/test_chat.py, at a terminal",
     "specctl serve": "tests/cli/test_serve.py, and benchmarks/proof_page.py",

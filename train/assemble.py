@@ -13,7 +13,7 @@ from specctl.drafters import family as family_named
 from specctl.drafters.parts.base import Drafter, Family
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import RecipeError, nearest
+from specctl.recipes.errors import RecipeError, nearest, one_of
 from specctl.recipes.schema import Recipe
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy, policies_of
@@ -43,7 +43,7 @@ def trainable_family(recipe: Recipe) -> Family:
     if recipe.serve.policy not in policies_of(family):
         raise RecipeError(
             f"{family.name} cannot be grown by policy {recipe.serve.policy}",
-            expected=", ".join(policies_of(family)),
+            expected=one_of(policies_of(family), "specctl recipes schema --field serve"),
             do=f"--set serve.policy={family.policies[0]}",
             where="serve.policy",
         )

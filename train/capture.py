@@ -19,24 +19,30 @@ from specctl.runtime.target import Target
 
 
 def capture(target: Target, batch: TrainBatch, needs: Needs) -> TrainBatch:
-    """The batch on the target's device, with its taps and teacher logits in the target's dtype.
+    """What `read` gives, of a frozen target.
 
     Runs under `no_grad`, not `inference_mode`: the taps enter the drafter's autograd graph, which
-    refuses inference tensors. Documents do not see each other, as in `TrainBatch`.
+    refuses inference tensors.
     """
+    with torch.no_grad():
+        return read(target, batch, needs)
+
+
+def read(target: Target, batch: TrainBatch, needs: Needs) -> TrainBatch:
+    """The batch on the target's device, with its taps and teacher logits in the target's dtype, and
+    with a gradient where the target learns. Documents do not see each other, as in `TrainBatch`."""
     batch = to_device(batch, target.device)
     if not needs.taps and not needs.teacher:
         return batch
     last = target.spec.num_layers
     by_rows = needs.teacher and needs.teacher_rows and has_plain_head(target.lm)
-    with torch.no_grad():
-        out = target.lm.dense(
-            batch.ids_BS,
-            batch.position_BS,
-            target.lm.document_masks(batch.document_BS),
-            tuple(sorted({*needs.taps, last} if by_rows else needs.taps)),
-            logits=needs.teacher and not by_rows,
-        )
+    out = target.lm.dense(
+        batch.ids_BS,
+        batch.position_BS,
+        target.lm.document_masks(batch.document_BS),
+        tuple(sorted({*needs.taps, last} if by_rows else needs.taps)),
+        logits=needs.teacher and not by_rows,
+    )
     rows = None
     if by_rows:
         head = target.borrowed()

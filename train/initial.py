@@ -183,6 +183,14 @@ def loaded(name: str, target: Target, load: Loader | None, where: str = "drafter
 def checkpoint_drafter(run: Path, target: Target) -> Drafter:
     """The drafter of a run's best checkpoint; of its newest before tau was ever measured."""
     recipe = load_recipe(str(run))
+    if recipe.train.joint is not None:
+        raise IncompatibleError(
+            "the run changes its target, which it writes when it ends",
+            found=str(run),
+            expected="a finished run, with its package and its target",
+            do="finish that run, then start from its package",
+            where="drafter.init",
+        )
     checkpoints = Checkpoints(run / "checkpoints", SilentReporter())
     steps = checkpoints.steps()
     if not steps:

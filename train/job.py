@@ -6,6 +6,7 @@ of the rows and where a batch comes from; what is compared, measured, logged and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from specctl.train.data.rows import TokenData
 from specctl.train.data.supply import Text
 from specctl.train.features.offline import BatchOf, feature_source
 from specctl.train.initial import Initial, Loader, completed, initialise, tensors_digest
+from specctl.train.joint import Joint
 from specctl.train.loop import Job
 from specctl.train.metrics import MetricsLog
 from specctl.train.optim import Gradient, build_optimizers
@@ -45,7 +47,7 @@ from specctl.train.processes.sharding import Sharded
 from specctl.train.processes.target_shards import spread_layers
 from specctl.train.saving.checkpoint import Checkpoints
 from specctl.train.saving.fingerprint import run_fingerprint
-from specctl.train.saving.state import seed_everything
+from specctl.train.saving.state import Optimizers, seed_everything
 from specctl.train.selective import Selection, selection_of
 from specctl.train.stop import Stop
 from specctl.train.vocab.draft_vocab import draft_vocab
@@ -74,22 +76,24 @@ def make_job(
     selection = selection_of(recipe, drafter, reference)
     num_rows = data.num_rows - len(measuring_rows(recipe, data))
     say_data(recipe, num_rows, reporter)
-    trained = drafter
-    if settings.parallel == "fsdp" and ranks.size > 1:
-        trained = Sharded(drafter, ranks, spread_layers(target))
+    trained = _trained(recipe, drafter, target, ranks, reporter)
+    joint = trained if isinstance(trained, Joint) else None
     trainable = trained.trainable()
     vocab_sizes = {target.spec.vocab_size} | ({drafter.vocab.size} if drafter.vocab else set())
     seed_everything(settings.seed, ranks.rank)
     order = Order(num_rows, settings.seed, recipe.data.on_policy)
     text = text_of(recipe, target, data, trained, order, ranks)
-    features = feature_source(recipe, target, data, drafter.needs(), out, reporter, ranks)
+    features: BatchOf = text.batch
+    if joint is None:
+        features = feature_source(recipe, target, data, drafter.needs(), out, reporter, ranks)
+    decoding = target if joint is None else joint.target
     return Job(
         drafter=trained,
         settings=settings,
         order=order,
         batch=_batches(recipe, target, drafter.needs(), text, features, selection),
-        measure=decoder(recipe, target, drafter, measuring_prompts(recipe, target, data)),
-        optimizers=build_optimizers(trainable, settings, frozenset(vocab_sizes)),
+        measure=decoder(recipe, decoding, drafter, measuring_prompts(recipe, target, data)),
+        optimizers=_optimizers(recipe, trained, frozenset(vocab_sizes)),
         gradient=Gradient(trainable, ranks),
         checkpoints=checkpoints,
         log=MetricsLog(out / "metrics.jsonl", ranks.is_main, reporter.warn),
@@ -104,6 +108,33 @@ def make_job(
         ranks=ranks,
         text=text,
     )
+
+
+def _trained(
+    recipe: Recipe, drafter: Drafter, target: Target, ranks: Ranks, reporter: Reporter
+) -> Drafter:
+    """What the loop moves: the drafter, its pieces, or it and additions to its target."""
+    settings = recipe.train
+    if settings.parallel == "fsdp" and ranks.size > 1:
+        return Sharded(drafter, ranks, spread_layers(target))
+    if settings.joint is None:
+        return drafter
+    torch.manual_seed(settings.seed)  # the same additions on every process
+    joint = Joint(drafter, target, settings.joint)
+    number = sum(joint.trainable()[name].numel() for name in joint.slow())
+    alone = math.ceil(settings.joint.warmup * settings.steps)
+    reporter.warn(
+        f"this run CHANGES THE TARGET: {number:,} added numbers learn from step {alone:,} on; "
+        "the drafter will be for OUT/target, which is another model"
+    )
+    return joint
+
+
+def _optimizers(recipe: Recipe, trained: Drafter, vocab_sizes: frozenset[int]) -> Optimizers:
+    """Over all that trains; additions to the target learn at their own share of the rate."""
+    slow = trained.slow() if isinstance(trained, Joint) else ()
+    share = 1.0 if recipe.train.joint is None else recipe.train.joint.rate
+    return build_optimizers(trained.trainable(), recipe.train, vocab_sizes, slow, share)
 
 
 def check_rows(rows: int, processes: int) -> None:

@@ -8,7 +8,7 @@ update (arXiv 2502.16982, equation 4), so that one learning rate serves both.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,14 @@ def is_hidden_matrix(parameter: Tensor, vocab_sizes: frozenset[int]) -> bool:
 
 
 def build_optimizers(
-    trainable: Mapping[str, nn.Parameter], settings: TrainPart, vocab_sizes: frozenset[int]
+    trainable: Mapping[str, nn.Parameter],
+    settings: TrainPart,
+    vocab_sizes: frozenset[int],
+    slow: Collection[str] = (),
+    share: float = 1.0,
 ) -> dict[str, torch.optim.Optimizer]:
-    """Optimizers over exactly the given parameters, by name: `muon` (if asked for) and `adamw`."""
+    """Optimizers over exactly the given parameters, by name: `muon` (if asked for) and `adamw`. The
+    parameters named in `slow` learn at that share of the rate, by AdamW."""
     if not trainable:
         raise RecipeError(
             "nothing to train: the drafter has no trainable parameter",
@@ -39,8 +44,10 @@ def build_optimizers(
         )
     matrices: list[nn.Parameter] = []
     if settings.optimizer == "muon":
-        matrices = [p for p in trainable.values() if is_hidden_matrix(p, vocab_sizes)]
-    chosen = {id(p) for p in matrices}
+        fast = {n: p for n, p in trainable.items() if n not in slow}
+        matrices = [p for p in fast.values() if is_hidden_matrix(p, vocab_sizes)]
+    behind = [trainable[name] for name in slow]
+    chosen = {id(p) for p in (*matrices, *behind)}
     rest = [p for p in trainable.values() if id(p) not in chosen]
     rate, decay = settings.learning_rate, settings.weight_decay
     found: dict[str, torch.optim.Optimizer] = {}
@@ -50,8 +57,14 @@ def build_optimizers(
         found["muon"] = torch.optim.Muon(
             matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"
         )
-    if rest:
-        found["adamw"] = torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.95), weight_decay=decay)
+    groups = [(rest, 1.0), (behind, share)]
+    if rest or behind:
+        found["adamw"] = torch.optim.AdamW(
+            [{"params": params, "share": part} for params, part in groups if params],
+            lr=rate,
+            betas=(0.9, 0.95),
+            weight_decay=decay,
+        )
     return found
 
 
@@ -81,9 +94,10 @@ def _factor(step: int, settings: TrainPart) -> float:
 
 
 def set_learning_rate(optimizers: Mapping[str, torch.optim.Optimizer], rate: float) -> None:
+    """Of every group of parameters, by the share at which it learns."""
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get("share", 1.0)
 
 
 class Gradient:

@@ -25,6 +25,8 @@ from specctl.train.assemble import family_options, trainable_family
 from specctl.train.data.context import check_context
 from specctl.train.features.kept import Form
 from specctl.train.initial import completed
+from specctl.train.joint_check import check_joint
+from specctl.train.joint_plan import joint_memory, num_added
 from specctl.train.metrics import read_log
 from specctl.train.optim import is_hidden_matrix
 from specctl.train.rehearsal import Rehearsal, num_saves, small
@@ -55,6 +57,7 @@ class Plan:
     steps: int
     parts: tuple[Part, ...]
     basis: str
+    added: int = 0  # numbers that joint training adds to the target, which it changes
 
     @property
     def seconds_range(self) -> tuple[float, float]:
@@ -74,6 +77,7 @@ class Plan:
             "parameters": self.parameters,
             "trainable": self.trainable,
             "target_parameters": self.target_parameters,
+            "target_additions": self.added,
             "disk_bytes": self.disk_bytes,
             "disk": dict(self.disk),
             "memory_bytes": self.memory_bytes,
@@ -101,7 +105,8 @@ def plan(
     check_context(recipe, shape.spec)
     family = trainable_family(recipe)
     drafter = build_shape(family, recipe, shape.spec)
-    parameters = num_parameters(drafter)
+    check_joint(recipe, drafter.needs())
+    parameters, added = num_parameters(drafter), num_added(recipe.train.joint, shape.spec)
     if recipe.train.lora is not None:
         with torch.device("meta"):
             attach(drafter, recipe.train.lora)
@@ -116,13 +121,14 @@ def plan(
             recipe,
             shape,
             drafter,
-            4 * parameters + optimizer + STATE_BYTES,
+            4 * parameters + optimizer + 12 * added + STATE_BYTES,
             data_tokens(recipe, rehearsal),
         ),
         memory=_memory(recipe, shape, drafter, 4 * num_trainable + optimizer)
         if rehearsal is None
         else _measured_memory(recipe, rehearsal),
         steps=recipe.train.steps,
+        added=added,
         **_time(recipe, shape, drafter, out, flops_per_second, rehearsal, before),
     )
 
@@ -177,6 +183,8 @@ def _disk(
     first = reference_stage(recipe)
     if first is not None:
         found["reference"] = min(num_saves(first), train.keep) * checkpoint
+    if train.joint is not None:
+        found["changed target"] = _wide(recipe) * shape.parameters
     if data.features == "offline":
         found["features"] = _feature_bytes(recipe, shape, drafter.needs()) * tokens
         if data.features_gb is not None:
@@ -188,7 +196,7 @@ def _feature_bytes(recipe: Recipe, shape: TargetShape, needs: Needs) -> int:
     """Of a token on disk; a teacher is counted as the target's last state."""
     spec, topk = shape.spec, recipe.data.teacher_topk or 0
     teacher = ("topk" if topk else "state") if needs.teacher else "none"
-    itemsize = 4 if recipe.target.dtype in ("auto", "float32") else 2
+    itemsize = _wide(recipe)
     dtype = recipe.data.feature_dtype
     form = Form(needs.taps, teacher, topk, dtype, spec.hidden_size, spec.vocab_size, itemsize)
     return form.bytes_per_token
@@ -204,7 +212,7 @@ def _measured_memory(recipe: Recipe, rehearsal: Rehearsal) -> dict[str, int]:
 def _memory(recipe: Recipe, shape: TargetShape, drafter: Drafter, training: int) -> dict[str, int]:
     """Bytes on one device while training; `training` = those of gradient and optimizer."""
     spec, tokens, needs = shape.spec, recipe.train.rows * recipe.train.seq_len, drafter.needs()
-    wide = 4 if recipe.target.dtype in ("auto", "float32") else 2
+    wide = _wide(recipe)
     width, parameters = spec.hidden_size, num_parameters(drafter)
     assert drafter.module is not None
     matrices = sum(p.numel() for p in drafter.module.parameters() if spec.vocab_size not in p.shape)
@@ -220,7 +228,13 @@ def _memory(recipe: Recipe, shape: TargetShape, drafter: Drafter, training: int)
         **({"reference": 4 * parameters} if compared else {}),
         "features of a batch": features,
         "activations": head + body,
+        **joint_memory(recipe, shape, wide),
     }
+
+
+def _wide(recipe: Recipe) -> int:
+    """Bytes of a number of the target."""
+    return 4 if recipe.target.dtype in ("auto", "float32") else 2
 
 
 def _time(

@@ -80,7 +80,7 @@ class Rehearsal:
         yield "the drafter writes", f"{writes:,} times", writes * self.write
         yield "training", f"{train.steps:,} steps", train.steps * self.step
         measures = num_measures(recipe)
-        yield "measuring tau", f"{measures:,} times", measures * self.tau
+        yield "measuring tau", f"{measures:,} time{'s' * (measures != 1)}", measures * self.tau
         yield "saving", f"{num_saves(recipe):,} times", num_saves(recipe) * self.save
 
 

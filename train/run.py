@@ -27,12 +27,15 @@ from specctl.runtime.report import Reporter, SilentReporter
 from specctl.runtime.target import Target, load_target
 from specctl.train.adapt import ADAPTER, merge, save_adapter
 from specctl.train.assemble import trainable_family
+from specctl.train.changed import FOLDER, log_change, say_change, settled
 from specctl.train.data.prepare import prepare
 from specctl.train.data.rows import TokenData
 from specctl.train.initial import Loader, initial_of, loaded
 from specctl.train.job import Made, make_job
+from specctl.train.joint import Joint
+from specctl.train.joint_check import check_joint, check_target
 from specctl.train.loop import Job, Progress, measure, restore, train
-from specctl.train.plan import Plan, plan
+from specctl.train.plan import Plan, build_shape, plan
 from specctl.train.plot import save_learning_curve
 from specctl.train.processes.ranks import Ranks
 from specctl.train.processes.target_shards import spread
@@ -50,7 +53,8 @@ Packager = Callable[[Drafter, Target, Path, Mapping[str, Any] | None], object]
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What a run left behind. After a dry run only `plan` says something."""
+    """What a run left behind. After a dry run only `plan` says something. `target`: the changed
+    one that the package is for, where the target learned, too."""
 
     out: Path
     best_checkpoint: Path | None
@@ -59,6 +63,7 @@ class RunResult:
     seconds: float
     plan: Plan | None = None
     package: Path | None = None
+    target: Path | None = None
 
 
 def train_draft(
@@ -80,7 +85,7 @@ def train_draft(
     being continued: config, target, data, vocab, init, world-size. Raises Interrupted (exit 75)
     after a signal, with the state saved.
     """
-    trainable_family(recipe)
+    family = trainable_family(recipe)
     if dry_run:
         return RunResult(out, None, None, 0, 0.0, plan=plan(recipe, out=out))
     stop = Stop(shlex.join(command) if command else "run the same command again")
@@ -98,6 +103,9 @@ def train_draft(
         if ranks.is_main:
             write_run_file(recipe, out, command)
         target = target or _load_target(recipe, accelerator.device)
+        if recipe.train.joint is not None:
+            check_target(target)
+            check_joint(recipe, build_shape(family, recipe, target.spec).needs())
         data = _data(recipe, target, out, talker, ranks)
         initial = initial_of(recipe, target, load)
         target = spread(recipe, target, ranks)
@@ -112,10 +120,15 @@ def train_draft(
         with job.drafter.whole() as drafter, ranks.together():
             if ranks.is_main:
                 save_learning_curve(out / "metrics.jsonl", out / "curve.png")
-                if recipe.train.lora is not None:
+                adapted = drafter.module
+                if recipe.train.lora is not None and adapted is not None:
                     if recipe.train.lora.keep:
-                        save_adapter(drafter, out / ADAPTER)
-                    merge(drafter)
+                        save_adapter(adapted, out / ADAPTER)
+                    merge(adapted)
+                if isinstance(job.drafter, Joint):
+                    target = settled(job.drafter, target, recipe, data, out)
+                    say_change(target, out / FOLDER, talker)
+                    log_change(target, job.log, progress.step)
                 if package is not None:
                     package(drafter, target, written, acceptance)
         accelerator.end_training()
@@ -127,6 +140,7 @@ def train_draft(
         steps=progress.step,
         seconds=progress.seconds,
         package=written if package is not None else None,
+        target=None if recipe.train.joint is None else out / FOLDER,
     )
 
 

@@ -11,7 +11,6 @@ text, continue on code and text, align on answers of the target.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,16 +23,17 @@ from specctl.recipes.schema import Recipe
 from specctl.recipes.stages import resolved, stages_of
 from specctl.runtime.report import Reporter, SilentReporter
 from specctl.runtime.target import Target
+from specctl.train.changed import FOLDER
 from specctl.train.data.context import check_context
+from specctl.train.finished import MARK, read_mark, stage_folders
 from specctl.train.initial import Loader
+from specctl.train.joint_check import check_stages
 from specctl.train.plan import Plan, plan
 from specctl.train.run import Packager, RunResult, train_draft
 from specctl.train.saving.fingerprint import check_same_run, config_fields
 from specctl.train.saving.run_file import write_run_file
 from specctl.train.saving.store import write_json
 from specctl.train.target_shape import target_shape
-
-MARK = "stage.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,8 @@ class Stage:
 def stages(recipe: Recipe, out: Path) -> list[Stage]:
     """The stages of a recipe under the run folder `out`, in order."""
     found = stages_of(recipe)
-    folders = {name: out / f"stage-{i}-{name}" for i, name in enumerate(found, start=1)}
+    check_stages([*found.values()])
+    folders = stage_folders(found, out)
     names = {name: str(folder) for name, folder in folders.items()}
     return [Stage(name, folders[name], resolved(part, names)) for name, part in found.items()]
 
@@ -118,16 +119,20 @@ def train_recipe(
 def finished(stage: Stage, allow: Collection[str] = ()) -> RunResult | None:
     """What a finished stage left behind; None if it has yet to be run. A stage that was finished
     under another recipe is refused."""
-    try:
-        mark = json.loads((stage.folder / MARK).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    mark = read_mark(stage.folder)
+    if mark is None:
         return None
     check_same_run(mark, {"config": config_fields(stage.recipe)}, allow)
     best, package = (None if mark[k] is None else Path(mark[k]) for k in ("best", "package"))
-    if package is not None and not package.exists():
-        return None
+    changed = None if stage.recipe.train.joint is None else stage.folder / FOLDER
     return RunResult(
-        stage.folder, best, mark["tau"], mark["steps"], mark["seconds"], package=package
+        stage.folder,
+        best,
+        mark["tau"],
+        mark["steps"],
+        mark["seconds"],
+        package=package,
+        target=changed,
     )
 
 

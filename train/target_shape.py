@@ -66,7 +66,20 @@ def _hub_config(resolved: ResolvedTarget) -> Any:
 
 def parameters_of(spec: ModelSpec) -> int:
     """Parameters of a gated decoder of that shape, embedding and head counted apart."""
-    query = spec.hidden_size * spec.num_heads * spec.head_dim
-    keys = spec.hidden_size * spec.num_kv_heads * spec.head_dim
-    layer = 2 * query + 2 * keys + 3 * spec.hidden_size * spec.intermediate_size
+    layer = sum(rows * columns for rows, columns in layer_matrices(spec).values())
     return spec.num_layers * layer + 2 * spec.vocab_size * spec.hidden_size
+
+
+def layer_matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """Name -> (outputs, inputs) of the matrices of one gated layer."""
+    width, inner = spec.hidden_size, spec.intermediate_size
+    query, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    return {
+        "self_attn.q_proj": (query, width),
+        "self_attn.k_proj": (keys, width),
+        "self_attn.v_proj": (keys, width),
+        "self_attn.o_proj": (width, query),
+        "mlp.gate_proj": (inner, width),
+        "mlp.up_proj": (inner, width),
+        "mlp.down_proj": (width, inner),
+    }

@@ -15,6 +15,7 @@ from typing import Any
 
 from specctl.drafters.parts.base import Drafter
 from specctl.recipes.schema import Recipe
+from specctl.train.joint_plan import joint_passes
 from specctl.train.selective import COMPARING, reference_stage
 
 EFFICIENCY = (1.1, 0.25)  # FLOPs as counted here per matrix FLOP of training: best, worst
@@ -111,7 +112,7 @@ def _training(recipe: Recipe, sizes: Sizes) -> Iterable[Work]:
         yield Work("the drafter writes", f"{fresh:,} tokens", writing=2.0 * sizes.drafter * fresh)
     each = sizes.passes * (4.0 * sizes.drafter + 2.0 * sizes.trainable)
     if sizes.reads_target and data.features == "online":
-        each += 2.0 * sizes.target
+        each += (2.0 + joint_passes(train.joint)) * sizes.target
     if train.select in COMPARING:
         each += sizes.passes * 2.0 * sizes.drafter  # the reference reads the batch, too
     yield Work("training", f"{train.steps:,} steps", each * tokens)
@@ -129,4 +130,4 @@ def measuring(recipe: Recipe, sizes: Sizes, times: int = 1) -> Work:
     train, length = recipe.train, recipe.serve.length
     rounds = times * train.tau_prompts * train.tau_tokens / ROUND_TOKENS
     each = 2.0 * sizes.target * (length + 1) + 2.0 * sizes.drafter * length
-    return Work("measuring tau", f"{times:,} times", writing=rounds * each)
+    return Work("measuring tau", f"{times:,} time{'s' * (times != 1)}", writing=rounds * each)

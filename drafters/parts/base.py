@@ -101,9 +101,12 @@ class RoundView:
 
 @dataclass(frozen=True, slots=True)
 class RoundSeconds:
+    """Of one round; `wake`: what the drafter took to read what it had missed, part of no other."""
+
     draft: float
     verify: float
     commit: float
+    wake: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +132,9 @@ class Outcome:
 class DraftState(ABC):
     """A drafter's memory of the rows of one engine, addressed by slot. One writer: the engine.
     While `is_listening` is False, the engine spares the target's top-k. One that `reads_ahead` can
-    read a prompt in parts."""
+    read a prompt in parts. A row that drafts nothing is not shown to the state unless it lives on
+    the target's top-k; before it drafts again, `start` and `observe` tell what was missed: rounds
+    of up to `max_nodes` nodes that drafted the text itself, all accepted, without a proposal."""
 
     is_listening: bool = True
     reads_ahead: ClassVar[bool] = False

@@ -37,6 +37,8 @@ class LeanLM(LanguageModel):
     """`LeanLlama` behind the LanguageModel interface."""
 
     module: LeanLlama
+    config: Any = None  # of transformers, and how it generates, where the weights came from there
+    generation_config: Any = None
 
     def __init__(self, module: LeanLlama, spec: ModelSpec) -> None:
         self.module, self.spec = module, spec
@@ -165,7 +167,9 @@ def lean_from_hf(model: Any, eos_ids: tuple[int, ...] = ()) -> LeanLM | None:
     for name, _ in list(module.named_parameters()):
         owner, leaf = name.rsplit(".", 1)
         setattr(module.get_submodule(owner), leaf, theirs[name])
-    return LeanLM(module.eval(), spec)
+    lm = LeanLM(module.eval(), spec)
+    lm.config, lm.generation_config = model.config, getattr(model, "generation_config", None)
+    return lm
 
 
 def _shape_of(model: Any, spec: ModelSpec) -> LlamaShape:

@@ -19,6 +19,7 @@ from specctl.drafters.parts.lm import LanguageModel, Masks
 from specctl.drafters.parts.routed import RoutedHead, Router
 
 PREFILL_CHUNK = 512
+MOST_AT_ROOT = 32  # tokens behind that a root reads with itself
 
 
 class SpokenModel(Protocol):
@@ -165,7 +166,8 @@ class LmState(StepState):
     def observe(self, outcome: Outcome) -> None:
         growth, view = self._growth, outcome.view
         if growth is None:
-            return  # nothing was fed; the next root catches up from the tokens
+            self._read_on(view)
+            return
         self._growth = None
         is_chain = outcome.tree.is_chain and growth.is_chain
         if not is_chain and outcome.path_BP.shape[1] > 2:
@@ -173,3 +175,11 @@ class LmState(StepState):
         for slot, kept, accepted in zip(view.slots, self._kept, outcome.num_accepted, strict=True):
             stays = min(accepted, growth.num_nodes) if is_chain else max(accepted - 1, 0)
             self.num_cached[slot] = kept + stays
+
+    def _read_on(self, view: RoundView) -> None:
+        """Nothing was fed. The next root catches up from the tokens, unless these are many."""
+        for slot, tokens in zip(view.slots, view.tokens, strict=True):
+            first, last = self.num_cached[slot], len(tokens) - 1
+            if last - first > MOST_AT_ROOT:
+                self._fill(slot, tokens, first, last)
+                self.num_cached[slot] = last

@@ -257,8 +257,9 @@ def _law_loss(of: Laws, learnable_N: Tensor, kind: str) -> tuple[Tensor, Tensor]
 
 
 def feature_loss(state_RD: Tensor, aim: Aim, target_RD: Tensor) -> LossOut:
-    """SmoothL1, the mean over the width, between drafted states and the target's (EAGLE, eq. 3)."""
-    wanted_ND = wide(target_RD[aim.judge_N])
+    """SmoothL1, the mean over the width, between drafted states and the target's (EAGLE, eq. 3). A
+    target that learns, too, does not learn to be easy to hit: its side has no gradient."""
+    wanted_ND = wide(target_RD.detach()[aim.judge_N])
     loss = F.smooth_l1_loss(wide(state_RD[aim.row_N]), wanted_ND, reduction="sum")
     count = torch.tensor(float(aim.row_N.numel()), device=state_RD.device)
     return LossOut(

@@ -26,16 +26,14 @@ from specctl.export.manifest import WEIGHTS, check_files
 from specctl.export.pretrained import inspect_folder, quietly
 from specctl.export.widen import MARGIN, Widened, widen
 from specctl.recipes.errors import GateError, IncompatibleError
-
-_PRIVATE = ("name_or_path", "_name_or_path", "tokenizer_file", "is_local", "local_files_only")
+from specctl.runtime.write import write_tokenizer
 
 
 def write(source: Source, folder: Path) -> None:
     wide = widened(source)
     write_tensors(wide.tensors, folder / WEIGHTS)
     if source.target.tokenizer is not None:
-        source.target.tokenizer.save_pretrained(folder)
-        _forget_paths(folder)
+        write_tokenizer(source.target.tokenizer, folder)
     _dump(config_of(wide.shape, source), folder / "config.json")
     _dump(_generation_config(source), folder / "generation_config.json")
     list_files(folder)  # no tokenizer may have written anything but plain files
@@ -138,15 +136,6 @@ def _generation_config(source: Source) -> dict[str, Any]:
 
 def _dump(body: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(body, indent=2, sort_keys=True) + "\n", encoding="ascii")
-
-
-def _forget_paths(folder: Path) -> None:
-    """Drop what the tokenizer remembers of where it was loaded from."""
-    for path in folder.glob("*_config.json"):
-        body = json.loads(path.read_text(encoding="utf-8"))
-        kept = {k: v for k, v in body.items() if k not in _PRIVATE}
-        if kept != body:
-            path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 def check(source: Source, folder: Path) -> None:

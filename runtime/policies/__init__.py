@@ -65,7 +65,8 @@ def make_policy(serve: Mapping[str, Any]) -> Policy:
     """
     name = serve.get("policy", "chain")
     if name not in POLICIES:
-        raise unknown("tree policy", name, POLICIES, "serve.policy")
+        listed = "specctl recipes schema --field serve"
+        raise unknown("tree policy", name, POLICIES, "serve.policy", listed)
     kind = POLICIES[name]
     fields = set(kind.__dataclass_fields__)
     given = {k: v for k, v in serve.items() if v is not None and k in fields}

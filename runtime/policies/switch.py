@@ -60,7 +60,8 @@ class Switch:
 
     def __post_init__(self) -> None:
         if self.controller not in CONTROLLERS:
-            raise unknown("controller", self.controller, CONTROLLERS, "serve.controller")
+            listed = "specctl recipes schema --field serve"
+            raise unknown("controller", self.controller, CONTROLLERS, "serve.controller", listed)
         self.nodes = max((arm.nodes for arm in self.arms), default=max(self.nodes, self.length))
         self.lengths = tuple(sorted({min(int(k), self.length) for k in self.lengths}))
         self.brain, self.prices = CONTROLLERS[self.controller](), Prices(self.costs)

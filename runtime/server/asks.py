@@ -13,11 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from specctl.runtime.sampling import Sampling
-from specctl.runtime.server.chat_template import chat_tokens
+from specctl.runtime.server.chat_template import chat_pieces, encoded
 from specctl.runtime.server.contract import Ask, Serving, TooLong, Unavailable
 from specctl.runtime.server.errors import ApiError
 from specctl.runtime.server.forms import Forms
 from specctl.runtime.server.protocol import ChatRequest, Common, CompletionRequest
+from specctl.runtime.text_room import least_tokens
 
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI's API has it
 LEAST_TEMPERATURE = 1e-3  # below: greedy; logits divided by less would leave float32
@@ -39,8 +40,6 @@ class Desk:
         self.service = service
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="specctl-prompts")
         self._forms = Forms(service.target)
-        tokenizer = service.target.tokenizer
-        self._longest = max(map(len, tokenizer.get_vocab()), default=1) if tokenizer else 1
 
     async def plan(self, body: ChatRequest | CompletionRequest, owner: str) -> Plan:
         """The asks of a request; raises ApiError and SpecctlError for what cannot be served."""
@@ -98,13 +97,14 @@ class Desk:
         """Token ids of every prompt; runs in the thread."""
         target = self.service.target
         if isinstance(body, ChatRequest):
-            self._check_chars(sum(len(message.text) for message in body.messages), "messages")
-            return [chat_tokens(target, body.messages)]
+            pieces = chat_pieces(target, body.messages)
+            self._check_room("".join(pieces), "messages")
+            return [encoded(target, pieces)]
         given = body.prompt
         texts = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
-        self._check_chars(
-            max((len(one) for one in texts if isinstance(one, str)), default=0), "prompt"
-        )
+        for one in texts:
+            if isinstance(one, str):
+                self._check_room(one, "prompt")
         found = [target.encode(one) if isinstance(one, str) else list(one) for one in texts]
         size = target.spec.vocab_size
         for tokens in found:
@@ -113,13 +113,14 @@ class Desk:
                 raise ApiError(400, f"prompt: {why}", param="prompt", code="invalid_value")
         return found
 
-    def _check_chars(self, num_chars: int, field: str) -> None:
+    def _check_room(self, text: str, field: str) -> None:
         """Refuse a text that cannot fit however it is split, before it is: that would take seconds,
         and nobody else's prompt would be read."""
-        least, context = -(-num_chars // self._longest), self.service.status().context
+        least = least_tokens(self.service.target.tokenizer, text)
+        context = self.service.status().context
         if least > context:
             message = (
-                f"{field}: {num_chars:,} characters are at least {least:,} tokens; prompt and "
+                f"{field}: {len(text):,} characters are at least {least:,} tokens; prompt and "
             )
             message += f"answer together have at most {context:,}"
             raise ApiError(400, message, param=field, code="context_length_exceeded")

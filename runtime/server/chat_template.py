@@ -21,17 +21,28 @@ ROLES = {"developer": "system"}  # what OpenAI calls a system message of late
 
 def chat_tokens(target: Target, messages: Sequence[Message]) -> list[int]:
     """Token ids up to where the assistant speaks next. SpecctlError where the template refuses."""
+    return encoded(target, chat_pieces(target, messages))
+
+
+def encoded(target: Target, pieces: Sequence[str]) -> list[int]:
+    """Token ids of pieces that are read one by one."""
+    encode = target.tokenizer.encode
+    return [token for piece in pieces for token in encode(piece, add_special_tokens=False)]
+
+
+def chat_pieces(target: Target, messages: Sequence[Message]) -> list[str]:
+    """The conversation as the template writes it, cut wherever a marker was spelled out."""
     texts = [message.text for message in messages]
     markers = _special_tokens(target)
     if not any(marker in text for text in texts for marker in markers):
-        return _encoded(target, [_turn(m, text) for m, text in zip(messages, texts, strict=True)])
+        return [_written(target, [_turn(m, text) for m, text in zip(messages, texts, strict=True)])]
     mark = next((c for c in MARKS if not any(c in text for text in texts)), None)
     if mark is None:
         raise SpecctlError("a message holds every code point that is no character", do="leave one")
     for marker in markers:
         texts = [text.replace(marker, marker[0] + mark + marker[1:]) for text in texts]
     turns = [_turn(m, text) for m, text in zip(messages, texts, strict=True)]
-    return _encoded(target, turns, mark)
+    return _written(target, turns).split(mark)
 
 
 def _turn(message: Message, text: str) -> dict[str, str]:
@@ -39,9 +50,9 @@ def _turn(message: Message, text: str) -> dict[str, str]:
     return turn if message.name is None else {**turn, "name": message.name}
 
 
-def _encoded(target: Target, turns: list[dict[str, str]], mark: str | None = None) -> list[int]:
+def _written(target: Target, turns: list[dict[str, str]]) -> str:
     try:
-        text = target.chat_text(turns)
+        return target.chat_text(turns)
     except TemplateError as error:
         raise SpecctlError(
             "the chat template of the target does not take these messages",
@@ -49,9 +60,6 @@ def _encoded(target: Target, turns: list[dict[str, str]], mark: str | None = Non
             found=str(error)[:200],
             do="change the order of the roles, or use /v1/completions with a prompt of your own",
         ) from error
-    pieces = [text] if mark is None else text.split(mark)
-    encode = target.tokenizer.encode
-    return [token for piece in pieces for token in encode(piece, add_special_tokens=False)]
 
 
 def _special_tokens(target: Target) -> list[str]:

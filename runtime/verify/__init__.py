@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from specctl.drafters.parts.tree import DraftTree, NodeKind
-from specctl.recipes.errors import RecipeError, nearest
+from specctl.recipes.errors import RecipeError, unknown
 from specctl.runtime.noise import Noise
 from specctl.runtime.verify.block import block
 from specctl.runtime.verify.chain import chain
@@ -141,12 +141,8 @@ def check_legal(rule: str, kind: NodeKind, is_chain: bool) -> None:
     """Raise RecipeError unless the rule is known and lossless for such trees."""
     allowed = legal_rules(kind, is_chain)
     if rule not in RULES:
-        raise RecipeError(
-            f"unknown verification rule {rule!r}",
-            found=rule,
-            expected="auto or one of " + ", ".join(RULES),
-            do=f"write rule: {nearest(rule, RULES)}",
-        )
+        known = ("auto", *RULES)
+        raise unknown("verification rule", rule, known, "serve.rule", "specctl recipes rules")
     if rule not in allowed:
         shape = "chains" if is_chain else "trees"
         raise RecipeError(

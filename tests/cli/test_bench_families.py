@@ -11,7 +11,7 @@ import pytest
 from specctl.cli import families_bench
 from specctl.cli.families_bench import Budget, chosen, family_recipe, recipes_of
 from specctl.cli.families_table import short, tree_of
-from specctl.cli.loading import TargetChoice
+from specctl.cli.target_choice import TargetChoice
 from specctl.recipes.errors import Exit, RecipeError
 
 SMALL = (

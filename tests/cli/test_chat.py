@@ -22,7 +22,8 @@ from specctl.cli.chat_input import Interrupts, Lines
 from specctl.cli.chat_talk import Talk
 from specctl.cli.console import Console
 from specctl.cli.failures import INTERRUPTED
-from specctl.cli.loading import DraftChoice, LoadedDraft, TargetChoice
+from specctl.cli.loading import DraftChoice, LoadedDraft
+from specctl.cli.target_choice import TargetChoice
 from specctl.recipes.errors import Exit, SpecctlError
 from specctl.runtime.generate import generate
 from specctl.runtime.sampling import Sampling

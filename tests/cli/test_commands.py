@@ -374,16 +374,15 @@ def test_the_exit_code_of_several_processes_is_the_first_ones(start: Any, tmp_pa
 def test_quickstart_goes_from_nothing_to_a_table(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specctl.cli import quickstart
+    from specctl.cli import quickstart, quickstart_compare
     from specctl.runtime import prove
 
     level = prove.LEVELS["lossless"]
     small = replace(level, prompts=2, tokens=8, samples=100)
     monkeypatch.setitem(prove.LEVELS, "lossless", small)
-    for name in ("TRIM_PROMPTS", "COMPARE_PROMPTS"):
-        monkeypatch.setattr(quickstart, name, 3)
-    for name in ("TRIM_TOKENS", "COMPARE_TOKENS"):
-        monkeypatch.setattr(quickstart, name, 8)
+    for module, step in ((quickstart, "TRIM"), (quickstart_compare, "COMPARE")):
+        monkeypatch.setattr(module, f"{step}_PROMPTS", 3)
+        monkeypatch.setattr(module, f"{step}_TOKENS", 8)
     words = ("quickstart", "--out", tmp_path / "q", "--inflate", "100m", *sets(*SMALL))
     ran = run(*words)
     assert ran.code == 0, ran.err[-2000:]

@@ -113,7 +113,7 @@ MISTAKES = {
     "shares that are too large": Mistake(
         ("plan", "--set", "train.warmup=0.9"), 3, "specctl recipes show eagle3"
     ),
-    "unknown recipe": Mistake(("train-draft", "-r", "eagel3"), 3, "specctl recipes ls"),
+    "unknown recipe": Mistake(("train-draft", "-r", "eagel3"), 3, "did you mean eagle3"),
     "no such recipe file": Mistake(("train-draft", "-r", "no.yaml"), 4, "specctl recipes cp"),
     "unknown recipe key": Mistake(("recipes", "validate", "TYPO"), 3, "learning_rate"),
     "unknown option of a family": Mistake(("recipes", "validate", "OPTION"), 3, "ttt_steps"),

@@ -10,6 +10,10 @@ import pytest
 
 from specctl.cli.prune import parse_heads, parse_width
 from specctl.recipes.errors import RecipeError
+from specctl.recipes.load import load_recipe
+from specctl.runtime.target import load_target
+from specctl.train.prune.search.healing import plan_healing
+from specctl.train.prune.search.shape import DraftShape
 
 SMALL = (
     "data.prompts=8", "data.new_tokens=16", "data.prompt_tokens=16", "data.text_tokens=0",
@@ -165,5 +169,29 @@ def test_a_search_ranks_shapes_by_predicted_speed(
     assert answer["latency"]["r2"] <= 1.0
     assert json.loads((out / "shapes.json").read_text())["ranking"] == answer["ranking"]
     assert "specctl prune --target tiny --layers" in ran.json["next"][0]
+    assert "drafts of 4 shapes are timed" in ran.err
     bad = run(*words(out, "--search", "--depths", "many"))
     assert bad.code == 3
+
+
+def test_a_search_heals_every_shape_and_ranks_by_what_it_measured(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"ROUNDS": 2, "LENGTHS": (1, 3), "PROMPTS": 3, "TOKENS": 8}.items():
+        monkeypatch.setattr(f"specctl.cli.shapes.{name}", value)
+    out = tmp_path / "healed"
+    grid = ("--search", "--depths", "1,2", "--widths", "64,128", "--heal-steps", "1")
+    ran = run(*words(out, *grid))
+    assert ran.code == 0, ran.err
+    assert "4 of 4 shapes are healed for 1 steps" in ran.err
+    found = ran.json["result"]
+    reached = found["acceptance"]["accepted_per_position"]
+    assert set(reached) == {"1x64", "1x128", "2x64", "2x128"}
+    for row in found["ranking"]:
+        share_at = reached[f"{row['layers']}x{row['width']}"]
+        assert row["tau"] == pytest.approx(1 + sum(share_at[: row["length"]]))
+    assert found["acceptance"]["left_out_r2"] is None  # four shapes determine four coefficients
+    shapes = [DraftShape(layers, width) for layers in (1, 2, 3) for width in (64, 128)]
+    left = plan_healing(load_recipe(str(out / "1x64")), load_target("tiny"), shapes, out, 1)
+    assert left.shapes == 2  # the same search with one depth more
+    assert 0 < left.least <= left.most

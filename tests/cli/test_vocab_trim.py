@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.cli.vocab_trim import split
+from specctl.cli.trimming import split
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.export.folder import save_package
 from specctl.runtime.target import Target

@@ -84,6 +84,17 @@ class Recorder(LengthChooser):
         self.outcomes.append(outcome)
 
 
+@dataclass
+class Napper(Recorder):
+    """Drafts in two rounds of five."""
+
+    num_asked: int = 0
+
+    def length(self, batch: int) -> int:
+        self.num_asked += 1
+        return 99 if self.num_asked % 5 in (1, 2) else 0
+
+
 def run(
     target: Target,
     drafter: Drafter | None,
@@ -322,6 +333,31 @@ def test_a_used_slot_drafts_as_a_fresh_one(
     for a, b in zip(alone, again, strict=True):
         assert torch.equal(a.tree.token_BN, b.tree.token_BN)
         assert a.num_accepted == b.num_accepted
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_drafter_that_slept_drafts_as_one_that_followed_every_round(
+    target: Target, make_drafter: Any, name: str, temperature: float
+) -> None:
+    """Two rounds of five are drafted in; rows join and leave in all of them."""
+    sampling = Sampling(temperature, max_new_tokens=14, ignore_eos=True)
+    requests = [
+        Request(tuple(prompt), replace(sampling, seed=i)) for i, prompt in enumerate(PROMPTS)
+    ]
+    found = []
+    for sleeps in (True, False):
+        drafter, recorder = make_drafter(name), Napper(CostTable({0: 1.0}, {0: 1.0}, "", "", 1))
+        policy = make_policy({"policy": families()[name].policies[0]})
+        engine = Engine(target, drafter, policy, num_slots=3, chooser=recorder)
+        engine.sleep.is_allowed &= sleeps
+        texts = [row.tokens for row in engine.run(requests)]
+        trees = [each.tree for each in recorder.outcomes if each.tree.num_nodes]
+        drafts = [(tree.token_BN.tolist(), tree.valid_BN.tolist()) for tree in trees]
+        found.append((texts, drafts, [each.num_accepted for each in recorder.outcomes]))
+        assert trees
+        assert len(engine.sleep) == 0, "nothing is kept of rows that have left"
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("name", TRAINED)

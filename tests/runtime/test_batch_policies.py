@@ -67,8 +67,9 @@ class Load:
     text: int = 80
     seed: int = 0
 
-    def run(self, batching, rounds):
-        """(tokens per second, lengths of every round)."""
+    def run(self, batching, rounds, told=None):
+        """(tokens per second, lengths of every round). Rounds are said to take a second each, or
+        `told` times what they take."""
         rng = np.random.default_rng(self.seed)
         live, emitted, clock, named, asked = [], 0, 0.0, 0, []
         for _ in range(rounds):
@@ -79,12 +80,14 @@ class Load:
             tries = rng.random((len(live), LONGEST)) < np.array([[a] for _, a, _ in live])
             runs = np.cumprod(tries, axis=1).sum(1)
             accepted = np.minimum(runs, lengths).tolist()
-            clock += seconds_of(len(live), max(lengths))
+            spent = seconds_of(len(live), max(lengths))
+            clock += spent
             emitted += sum(accepted) + len(live)
             for row, n in zip(live, accepted, strict=True):
                 row[2] -= n + 1
             finished = ["length" if left <= 0 else None for _, _, left in live]
-            batching.observe(outcome_of(accepted, finished), RoundSeconds(0.0, 1.0, 0.0))
+            spent = 1.0 if told is None else told * spent
+            batching.observe(outcome_of(accepted, finished), RoundSeconds(0.0, spent, 0.0))
             live = [row for row in live if row[2] > 0]
             asked.append(lengths)
         return emitted / clock, asked
@@ -128,6 +131,45 @@ def test_a_falling_load_is_noticed_at_once():
     Load(64, (0.8,), text=10_000).run(goodput, rounds=50)
     assert max(goodput.lengths([RowView(i, 100) for i in range(64)])) == 0
     assert max(goodput.lengths([RowView(i, 100) for i in range(2)])) > 2
+
+
+def test_what_a_drafter_must_read_first_is_weighed_against_what_it_will_bring():
+    costs, few = costs_of(SIZES), [RowView(i, 100) for i in range(2)]
+
+    def depth(missed, seconds_each, room=100):
+        goodput = Goodput(costs, LONGEST)
+        goodput.lengths([RowView(9, 100, missed=10)])
+        goodput.observe(outcome_of([1]), RoundSeconds(0.0, 1.0, 0.0, wake=10 * seconds_each))
+        return max(goodput.lengths([RowView(i, room, missed=missed) for i in range(2)]))
+
+    awake = max(Goodput(costs, LONGEST).lengths(few))
+    assert depth(500, 1e-6) == awake > 0
+    assert depth(500, 1.0) == 0
+    assert depth(500, 0.05) > depth(500, 0.05, room=1), "it is paid for in the rounds that are left"
+
+
+def test_a_probe_wakes_those_who_have_missed_least():
+    goodput = Goodput(costs_of(SIZES), LONGEST, probe_first=4)
+    rows = [RowView(i, 100, missed=10 * i + 1) for i in range(64)]
+    asked = [goodput.lengths(rows) for _ in range(4)]
+    assert [sum(lengths) for lengths in asked[:3]] == [0, 0, 0]
+    awake = sum(asked[3])
+    assert 4 <= awake < 16
+    assert asked[3] == (1,) * awake + (0,) * (64 - awake)
+
+
+def test_a_policy_says_what_goodput_it_expected_and_what_came():
+    """On the device that its table was measured on, with the acceptance that it has learned."""
+    goodput = Goodput(costs_of(SIZES), LONGEST)
+    assert goodput.to_json()["goodput"] is None
+    rate, _ = Load(8, (0.7,)).run(goodput, rounds=600)
+    assert goodput.to_json()["goodput"]["predicted"] == pytest.approx(rate, rel=0.05)
+    assert goodput.forecast.seen_seconds == 600.0, "a second each, as they were said to take"
+    goodput = Goodput(costs_of(SIZES), LONGEST)
+    Load(8, (0.7,)).run(goodput, rounds=600, told=1.5)
+    assert goodput.to_json()["goodput"]["measured_over_predicted"] == pytest.approx(
+        1 / 1.5, rel=0.05
+    )
 
 
 def test_rows_draft_no_deeper_than_is_of_use_to_them():

@@ -35,6 +35,8 @@ def test_every_way_gives_the_answers_of_plain_decoding(load: ModuleType, tmp_pat
         assert row.get("tau", 1.0) >= 1.0
     [fixed] = [row for row in found["rows"] if row["way"] == "length 3"]
     assert fixed["tau"] > 1.0
+    expected = {row["way"] for row in found["rows"] if row.get("goodput") is not None}
+    assert expected == {"goodput", "goodput over http"}, "the ways whose policy predicts"
     assert {table["batch"] for table in found["costs"]} == {1, 2}
     assert set(found["break_even_users"]) == {"length 3", "goodput", "tetris"}
 

@@ -17,9 +17,9 @@ from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.drafters.token_recycling import TokenRecycling, TokenRecyclingOptions
 from specctl.recipes.errors import RecipeError
-from specctl.runtime import pearl as module
 from specctl.runtime.generate import generate
-from specctl.runtime.pearl import LONGEST_RUN, Pearl
+from specctl.runtime.pearl import Pearl
+from specctl.runtime.pearl_row import LONGEST_RUN, PearlRow
 from specctl.runtime.policies.chain import Chain
 from specctl.runtime.policies.direct import Direct
 from specctl.runtime.sampling import Sampling
@@ -96,7 +96,7 @@ def test_both_sides_work_at_the_same_time(target: Target) -> None:
     drafter, spans = twin(target), {"draft": [], "verify": []}  # type: ignore[var-annotated]
     pearl = Pearl(target, drafter, Chain(length=2))
     gate = threading.Barrier(2, timeout=20)
-    draft, verify = module._Session._draft, module._Session._forward
+    draft, verify = PearlRow._draft, PearlRow._forward
 
     def timed(kind: str, call: Any) -> Any:
         def run(session: Any, *args: Any) -> Any:
@@ -110,8 +110,8 @@ def test_both_sides_work_at_the_same_time(target: Target) -> None:
         return run
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module._Session, "_draft", timed("draft", draft))
-        patch.setattr(module._Session, "_forward", timed("verify", verify))
+        patch.setattr(PearlRow, "_draft", timed("draft", draft))
+        patch.setattr(PearlRow, "_forward", timed("verify", verify))
         pearl.run([Request((3, 1, 4), Sampling(max_new_tokens=12, ignore_eos=True))])
     assert len(spans["draft"]) >= 4
     assert pearl.waited_seconds >= 0.0

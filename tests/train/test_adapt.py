@@ -15,7 +15,7 @@ from specctl.drafters.parts.base import Drafter
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.recipes.errors import RecipeError
 from specctl.recipes.load import load_recipe
-from specctl.recipes.schema import LoraPart
+from specctl.recipes.low_rank import LoraPart
 from specctl.runtime.target import Target
 from specctl.train.adapt import additions, attach, merge, save_adapter
 from specctl.train.plan import plan
@@ -82,9 +82,9 @@ def test_only_the_additions_learn_and_merged_they_draft_the_same(
     optimizer.zero_grad()
     adapted = learn(drafter, batch)
     assert adapted < untouched - 0.01
-    assert all(a.up_OR.detach().abs().max() > 0 for _, a in additions(drafter))
-    save_adapter(drafter, tmp_path / "adapter.safetensors")
-    merge(drafter)
+    assert all(a.up_OR.detach().abs().max() > 0 for _, a in additions(drafter.module))
+    save_adapter(drafter.module, tmp_path / "adapter.safetensors")
+    merge(drafter.module)
     after = drafter.tensors()
     assert sorted(after) == sorted(names)
     assert learn(drafter, batch) == pytest.approx(adapted, abs=1e-5)
@@ -115,7 +115,7 @@ def test_an_adapted_drafter_is_saved_and_restored_with_its_additions(
 def test_targets_name_the_weights_that_are_adapted(target: Target) -> None:
     drafter = make(target, "small-lm")
     attach(drafter, LoraPart(targets=("q_proj", "v_proj")))
-    names = [name for name, _ in additions(drafter)]
+    names = [name for name, _ in additions(drafter.module)]
     assert sorted(name.split(".")[-2] for name in names) == ["q_proj", "v_proj"]
     with pytest.raises(RecipeError, match="no weight of the drafter"):
         attach(make(target, "medusa"), LoraPart(targets=("q_proj",)))

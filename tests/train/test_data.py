@@ -23,7 +23,8 @@ from specctl.runtime.target import Target
 from specctl.train.data.chat import Encoded, conversation_prompt, encode_sample, preview
 from specctl.train.data.heldout import heldout_prompts
 from specctl.train.data.prepare import TokenData, better_seq_len, prepare
-from specctl.train.data.sources import Defects, Sample, read_samples, sample_of, without
+from specctl.train.data.records import Sample, sample_of, without
+from specctl.train.data.sources import Defects, read_samples
 
 TALK = (
     {"role": "user", "content": "hello"},

@@ -18,6 +18,7 @@ from specctl.runtime.report import Advance, SilentReporter
 from specctl.runtime.target import Target
 from specctl.train.data import regenerate as module
 from specctl.train.data.prepare import prepare
+from specctl.train.data.records import Sample
 from specctl.train.data.regenerate import (
     Answer,
     AnswerPlan,
@@ -28,7 +29,7 @@ from specctl.train.data.regenerate import (
     sampling_of,
     slots_for,
 )
-from specctl.train.data.sources import Defects, Sample
+from specctl.train.data.sources import Defects
 
 PLAN = AnswerPlan(
     prompts=10, prompt_tokens=6, new_tokens=8, temperature=0.9, greedy_share=0.5, seed=3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -11,21 +12,22 @@ from specctl.drafters.parts.llama import LlamaShape
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.recipes.errors import SpecctlError
+from specctl.runtime.cost import measure_costs
+from specctl.runtime.policies.length import CostTable
 from specctl.runtime.stats import expected_tau
 from specctl.runtime.target import Target
-from specctl.train.prune.shapes import (
+from specctl.train.prune.search.acceptance import (
     Acceptances,
-    DraftShape,
-    Fit,
-    Latency,
+    Reached,
     alpha_of,
+    constant,
     fit_acceptance,
-    kendall_tau,
-    latency_row,
-    least_squares,
-    measure_latency,
-    rank,
+    measure_reached,
 )
+from specctl.train.prune.search.fits import least_squares
+from specctl.train.prune.search.latency import Latency, fit_latency, latency_row, measure_latency
+from specctl.train.prune.search.ranking import agreement, rank, unseen
+from specctl.train.prune.search.shape import DraftShape
 
 BASE = LlamaShape(8, 256, 6144, 4, 2, 64, 640, 1e-5, 1e4, tied=True)
 GRID = [DraftShape(layers, width) for layers in (1, 2, 4) for width in (128, 192, 256)]
@@ -38,17 +40,21 @@ def seconds(shape: DraftShape) -> float:
 
 
 def latency() -> Latency:
-    measured = {shape: seconds(shape) for shape in GRID}
-    rows = [latency_row(shape, BASE, 2048) for shape in GRID]
-    fit = least_squares(rows, list(measured.values()))
-    return Latency(fit, measured, dict.fromkeys(range(1, 9), 0.004), BASE, 2048)
+    verify = dict.fromkeys(range(1, 9), 0.004)
+    return fit_latency({shape: seconds(shape) for shape in GRID}, verify, BASE, 2048)
+
+
+def alpha(shape: DraftShape) -> float:
+    """Depth adds more to a wide draft than to a narrow one."""
+    depth, width = math.log(shape.layers), math.log(shape.width / 128)
+    return 1 / (1 + math.exp(1.2 - 0.3 * depth - 0.4 * width - 0.9 * depth * width))
 
 
 def test_the_fit_finds_the_law_that_made_the_times() -> None:
     found = latency()
     assert found.fit.r2 == pytest.approx(1.0, abs=1e-9)
-    unseen = DraftShape(3, 224)
-    assert found.step(unseen) == pytest.approx(seconds(unseen), rel=1e-6)
+    other = DraftShape(3, 224)
+    assert found.step(other) == pytest.approx(seconds(other), rel=1e-6)
 
 
 def test_r2_says_how_much_is_explained() -> None:
@@ -59,18 +65,79 @@ def test_r2_says_how_much_is_explained() -> None:
         least_squares([[1.0, 2.0]], [1.0])
 
 
+def test_a_point_left_out_is_predicted_by_a_fit_of_the_others() -> None:
+    rows = [[1.0, x, x * x] for x in (0.0, 1.0, 2.0, 4.0, 5.0)]
+    values = [0.5, 2.0, 3.0, 9.0, 7.0]
+    whole = least_squares(rows, values)
+    for i, row in enumerate(rows):
+        others = least_squares(rows[:i] + rows[i + 1 :], values[:i] + values[i + 1 :])
+        assert float(whole.left_out_N[i]) == pytest.approx(others.at(row))
+    assert whole.left_out_r2 is not None
+    assert whole.left_out_r2 < whole.r2
+
+
+def test_what_the_others_do_not_determine_is_not_predicted_from_them() -> None:
+    rows = [[1.0, 0.0], [1.0, 0.0], [1.0, 5.0]]
+    fit = least_squares(rows, [1.0, 2.0, 9.0])
+    assert fit.left_out_N.isnan().tolist() == [False, False, True]
+    assert fit.left_out_r2 is None
+
+
 def test_a_table_of_acceptances_is_continued_in_depth_and_width() -> None:
-    true = {s: 1 / (1 + 2.0 * s.layers**-0.5 * (s.width / 128) ** -1) for s in GRID}
-    found = fit_acceptance(true)
+    found = fit_acceptance({shape: constant(alpha(shape)) for shape in GRID})
     assert found.fit.r2 == pytest.approx(1.0)
-    assert found.alpha(DraftShape(3, 224)) == pytest.approx(
-        1 / (1 + 2 * 3**-0.5 * (224 / 128) ** -1)
-    )
+    other = DraftShape(3, 224)
+    assert found.reached(other).alpha == pytest.approx(alpha(other))
+
+
+def test_depth_and_width_without_their_product_explain_less() -> None:
+    logits = [math.log(alpha(s) / (1 - alpha(s))) for s in GRID]
+    rows = [[1.0, math.log(s.layers), math.log(s.width)] for s in GRID]
+    apart = least_squares(rows, logits).left_out_r2
+    together = fit_acceptance({s: constant(alpha(s)) for s in GRID}).fit.left_out_r2
+    assert apart is not None
+    assert together is not None
+    assert apart < 0.9 < together
+
+
+def test_a_healed_shape_is_ranked_by_what_was_measured_of_it() -> None:
+    lucky = DraftShape(2, 192)
+    known = {shape: constant(alpha(shape)) for shape in GRID}
+    known[lucky] = Reached((0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2), 0.1)
+    times = latency()
+    slow = fit_latency({**times.measured, lucky: 0.5}, times.verify, BASE, 2048)
+    found = {c.shape: c for c in rank(GRID, slow, fit_acceptance(known))}[lucky]
+    assert found.step_seconds == 0.5
+    assert found.length == 1
+    assert found.tau == pytest.approx(1.9)
+    assert found.alpha_error is not None
+    assert found.alpha_error > 0
+    assert found.tokens_per_second == pytest.approx(1.9 / 0.504)
+    alone = unseen(slow, fit_acceptance(known))[lucky]
+    assert alone.alpha == pytest.approx(alpha(lucky))
+    assert alone.step_seconds == pytest.approx(seconds(lucky), rel=1e-3)
+    assert alone.alpha_error is None
 
 
 def test_tau_gives_back_the_acceptance_that_made_it() -> None:
-    for alpha in (0.1, 0.5, 0.9):
-        assert alpha_of(expected_tau(alpha, 5), 5) == pytest.approx(alpha)
+    for chance in (0.1, 0.5, 0.9):
+        assert alpha_of(expected_tau(chance, 5), 5) == pytest.approx(chance)
+        assert constant(chance).tau(3) == pytest.approx(expected_tau(chance, 3))
+
+
+def test_acceptance_is_measured_with_its_error(make_target: Any) -> None:
+    target: Target = make_target()
+    prompts = [[3, 1, 4], [1, 5, 9], [2, 6, 5]]
+    whole = SmallLm.from_lm(target.lm, target.spec)
+    sure = measure_reached(target, whole, prompts, tokens=12, length=3)
+    assert sure.share_at == (1.0, 1.0, 1.0)
+    assert sure.error == pytest.approx(0.0)
+    torch.manual_seed(1)
+    shape = DraftShape(1, 16).options(target.lm.module.shape)
+    other = measure_reached(target, SmallLm(SmallLmOptions(**shape), target.spec), prompts, 12, 3)
+    assert other.tau(3) < 2.0
+    assert list(other.share_at) == sorted(other.share_at, reverse=True)
+    assert measure_reached(target, whole, prompts[:1], 12, 3).error is None
 
 
 def test_shapes_keep_the_targets_proportions(make_target: Any) -> None:
@@ -87,7 +154,7 @@ def test_shapes_keep_the_targets_proportions(make_target: Any) -> None:
 def test_where_depth_costs_a_wide_shallow_draft_wins_at_equal_size() -> None:
     wide, deep = DraftShape(1, 256), DraftShape(4, 128)
     assert wide.body_parameters(BASE) == deep.body_parameters(BASE)
-    same = Acceptances(Fit(torch.zeros(3, dtype=torch.float64), 1.0), {})
+    same = Acceptances(least_squares([[1.0, 0.0, 0.0, 0.0]] * 4, [0.0] * 4), {})
     ranked = rank([deep, wide], latency(), same)
     assert [c.shape for c in ranked] == [wide, deep]
     best = ranked[0]
@@ -105,12 +172,40 @@ def test_latency_is_measured_in_the_engine(make_target: Any) -> None:
     vocab = VocabMap(torch.arange(48), target.spec.vocab_size)
     found = measure_latency(target, base, shapes, vocab, [[3, 1, 4]], rounds=8, lengths=(1, 3))
     assert set(found.measured) == set(shapes)
-    assert set(found.verify) == {1, 3}
+    assert set(found.verify) == {0, 1, 3}
     assert all(value > 0 for value in found.verify.values())
     assert found.head_rows == 48
 
 
+def test_verification_is_measured_once_whatever_the_number_of_shapes(
+    make_target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def counted(*given: Any, lengths: tuple[int, ...], **named: Any) -> CostTable:
+        asked.append(tuple(lengths))
+        return measure_costs(*given, lengths=lengths, **named)
+
+    monkeypatch.setattr("specctl.train.prune.search.latency.measure_costs", counted)
+    target: Target = make_target(num_layers=2)
+    base = target.lm.module.shape
+    shapes = [DraftShape(layers, width) for layers in (1, 2) for width in (16, 32)]
+    measure_latency(target, base, shapes, None, [[3, 1, 4]], rounds=4, lengths=(1, 2, 3))
+    assert asked == [(1, 3)] * 4 + [(1, 2, 3)]
+
+
 def test_rankings_are_compared_by_their_pairs() -> None:
-    assert kendall_tau([1, 2, 3], [10, 20, 30]) == 1.0
-    assert kendall_tau([1, 2, 3], [3, 2, 1]) == -1.0
-    assert kendall_tau([1, 2, 3], [1, 3, 2]) == pytest.approx(1 / 3)
+    a, b, c = (DraftShape(layers, 64) for layers in (1, 2, 3))
+    rising = {a: 1.0, b: 2.0, c: 3.0}
+    assert agreement(rising, {a: 10.0, b: 20.0, c: 30.0}).kendall_tau == 1.0
+    assert agreement(rising, {a: 30.0, b: 20.0, c: 10.0}).kendall_tau == -1.0
+    assert agreement(rising, {a: 10.0, b: 30.0, c: 20.0}).kendall_tau == pytest.approx(1 / 3)
+
+
+def test_pairs_that_differ_by_no_more_than_noise_are_ties() -> None:
+    a, b, c = (DraftShape(layers, 64) for layers in (1, 2, 3))
+    noise = {(a, b): 0.5, (a, c): 0.5, (b, c): 5.0}
+    found = agreement({a: 1.0, b: 2.0, c: 3.0}, {a: 10.0, b: 20.0, c: 16.0}, noise)
+    assert (found.alike, found.otherwise, found.ties) == (2, 0, 1)
+    assert found.kendall_tau == 1.0
+    assert agreement({a: 1.0, b: 2.0}, {a: 5.0, b: 5.0}).kendall_tau is None

@@ -25,7 +25,7 @@ from specctl.runtime.sampling import Sampling
 from specctl.runtime.session import Request
 from specctl.runtime.target import Target
 from specctl.train.data.heldout import Prompt
-from specctl.train.data.sources import Sample
+from specctl.train.data.records import Sample
 from specctl.train.vocab.chains import write_answers
 from specctl.train.vocab.counting import draft_tokens, target_tokens
 from specctl.train.vocab.head_cost import HeadCost

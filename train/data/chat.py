@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specctl.recipes.errors import SpecctlError
-from specctl.train.data.sources import Message, Sample
+from specctl.train.data.records import Message, Sample
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,9 @@ from typing import Any
 
 from specctl.recipes.errors import FileError, SpecctlError, nearest
 from specctl.runtime.target import Target
+from specctl.runtime.text_room import check_room
 from specctl.train.data.chat import conversation_prompt
-from specctl.train.data.sources import sample_of
+from specctl.train.data.records import sample_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,7 @@ def _records(file: Path) -> Iterator[tuple[str, Any]]:
 def _prompt(target: Target, domain: str, record: Any, file: Path) -> Prompt:
     text = record.get("text", record.get("prompt")) if isinstance(record, dict) else record
     if isinstance(text, str):
+        check_room(target, text)
         return Prompt(tuple(target.encode(text)), text, domain)
     try:
         sample = sample_of(record, str(file), domain)

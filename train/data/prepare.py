@@ -21,9 +21,10 @@ from specctl.runtime.target import Target
 from specctl.train.data.chat import encode_sample
 from specctl.train.data.context import check_context
 from specctl.train.data.pack import Document, Rows, best_fit, cut_documents, pack
+from specctl.train.data.records import Sample, without
 from specctl.train.data.regenerate import AnswerPlan, cut_prompts, regenerate
 from specctl.train.data.rows import FORMAT, TokenData, read_manifest, write_rows
-from specctl.train.data.sources import Defects, Sample, read_samples, without
+from specctl.train.data.sources import Defects, read_samples
 from specctl.train.saving.store import digest_of
 
 LEAST_ANSWER = 16  # tokens of an answer for which a prompt must leave room in its row

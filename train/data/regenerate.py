@@ -32,7 +32,8 @@ from specctl.runtime.target import Target
 from specctl.train.data.chat import conversation_prompt
 from specctl.train.data.pack import Document
 from specctl.train.data.prompts import PROSE, regions
-from specctl.train.data.sources import Defects, Sample
+from specctl.train.data.records import Sample
+from specctl.train.data.sources import Defects
 from specctl.train.saving.store import digest_of, write_arrays
 
 SHARD = 64

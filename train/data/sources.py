@@ -6,41 +6,17 @@ in `Defects` with its file and line and left out; if none can be used, that is a
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from specctl.recipes.errors import FileError, NetworkError, RecipeError, SpecctlError, nearest
 from specctl.runtime.report import Reporter
+from specctl.train.data.records import Sample, sample_of
 
 TEXT, JSONL, PARQUET, HUB = "text", "jsonl", "parquet", "hub"
-PAIRS = (("prompt", "response"), ("instruction", "output"), ("question", "answer"))
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant"}
-
-Message = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One document: `text`, or `messages` (role and content) with the tools they may call."""
-
-    where: str
-    domain: str
-    text: str = ""
-    messages: tuple[Message, ...] = ()
-    tools: tuple[Any, ...] = ()
-
-    def digest(self) -> bytes:
-        """sha256 of what the sample says; its place does not count, so data may be moved."""
-        if not self.messages:
-            return hashlib.sha256(b"text:" + self.text.encode()).digest()
-        body = json.dumps([self.messages, self.tools], sort_keys=True)
-        return hashlib.sha256(b"chat:" + body.encode()).digest()
 
 
 class Defects:
@@ -243,81 +219,3 @@ def _usable(record: Any, where: str, domain: str, defects: Defects) -> Iterator[
         yield sample_of(record, where, domain)
     except ValueError as error:
         defects.note(str(error), where)
-
-
-def sample_of(record: Any, where: str, domain: str = "") -> Sample:
-    """The sample of a JSON or table record; ValueError says what the record lacks."""
-    if not isinstance(record, Mapping):
-        raise ValueError("record is not an object")
-    named = record.get("domain") or record.get("category")
-    domain = named if isinstance(named, str) else domain
-    tools = record.get("tools") or ()
-    if isinstance(tools, str) or not isinstance(tools, list | tuple):
-        raise ValueError("tools is not a list")
-    if record.get("messages"):
-        return Sample(where, domain, messages=_messages(record["messages"]), tools=tuple(tools))
-    if record.get("conversations"):
-        turns = [_from_sharegpt(turn) for turn in _turns(record["conversations"])]
-        return Sample(where, domain, messages=_messages(turns), tools=tuple(tools))
-    for ask, answer in PAIRS:
-        if ask in record and answer in record:
-            turns = [{"role": "user", "content": record[ask]}]
-            turns.append({"role": "assistant", "content": record[answer]})
-            return Sample(where, domain, messages=_messages(turns))
-    text = record.get("text")
-    if isinstance(text, str) and text.strip():
-        return Sample(where, domain, text=text)
-    raise ValueError("record has no messages, prompt and response, or text")
-
-
-def _turns(turns: Any) -> list[Any]:
-    if not isinstance(turns, list | tuple):
-        raise ValueError("messages is not a list")
-    return list(turns)
-
-
-def _from_sharegpt(turn: Any) -> Message:
-    if not isinstance(turn, Mapping):
-        raise ValueError("a message is not an object")
-    if "role" in turn:
-        return dict(turn)
-    role = str(turn.get("from", ""))
-    return {"role": SHAREGPT_ROLES.get(role, role), "content": turn.get("value")}
-
-
-def without(sample: Sample, drop: Sequence[str]) -> Sample:
-    """The sample with those strings left out of what is said, and the blanks after them."""
-    if not drop:
-        return sample
-
-    def cut(text: str) -> str:
-        return re.sub("(?:" + "|".join(map(re.escape, drop)) + r")[^\S\n]*\n?", "", text)
-
-    messages = tuple(
-        {**m, "content": cut(m["content"])} if isinstance(m.get("content"), str) else m
-        for m in sample.messages
-    )
-    return replace(sample, text=cut(sample.text), messages=messages)
-
-
-def _said(content: Any) -> Any:
-    """The text of a message given in parts; images, sounds and the like are left out."""
-    if not isinstance(content, list):
-        return content
-    texts = [part.get("text") for part in content if isinstance(part, Mapping)]
-    return "\n".join(text for text in texts if isinstance(text, str) and text)
-
-
-def _messages(turns: Any) -> tuple[Message, ...]:
-    """Messages as the chat template takes them; keys that say nothing (null) are dropped."""
-    messages = []
-    for turn in _turns(turns):
-        if not isinstance(turn, Mapping) or not turn.get("role"):
-            raise ValueError("a message has no role")
-        message = {key: value for key, value in turn.items() if value is not None}
-        if "content" in message:
-            message["content"] = _said(message["content"])
-        if "content" not in message and "tool_calls" not in message:
-            raise ValueError("a message has no content")
-        messages.append(message)
-    return tuple(messages)

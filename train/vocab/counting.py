@@ -21,8 +21,8 @@ from specctl.runtime.session import Request
 from specctl.runtime.target import Target
 from specctl.train.data.heldout import Prompt
 from specctl.train.data.prepare import encode_document
+from specctl.train.data.records import Sample
 from specctl.train.data.rows import TokenData
-from specctl.train.data.sources import Sample
 from specctl.train.vocab.coverage import Counted
 
 

@@ -13,8 +13,9 @@ from specctl.drafters.parts.vocab import VocabMap
 from specctl.recipes.errors import RecipeError
 from specctl.recipes.schema import Recipe
 from specctl.runtime.target import Target
+from specctl.train.data.records import Sample
 from specctl.train.data.rows import TokenData
-from specctl.train.data.sources import Defects, Sample, read_samples
+from specctl.train.data.sources import Defects, read_samples
 from specctl.train.vocab.coverage import (
     always_kept,
     count_tokens,

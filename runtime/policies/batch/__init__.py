@@ -32,7 +32,7 @@ def make_batching(
     given: dict[str, Any] = {"length": length, "capacity": capacity, "table": table}
     takes = {"fixed": "length", "tetris": "capacity", "table": "table"}.get(name)
     if name not in BATCHINGS:
-        raise unknown("batch policy", name, BATCHINGS, "batching")
+        raise unknown("batch policy", name, BATCHINGS, "batching", "specctl serve --help")
     for key, value in given.items():
         if value is not None and key != takes:
             raise RecipeError(f"batch policy {name} has no {key}", do=f"leave {key} out")

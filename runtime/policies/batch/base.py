@@ -19,11 +19,13 @@ from specctl.drafters.parts.base import Outcome, RoundSeconds
 class RowView:
     """A live row at the start of a round. `index` names its request for as long as it lives;
     `room` is how many drafted tokens it could still use (its own limit and the context, less the
-    bonus token); `speculates` is False where its drafter failed or none is wanted."""
+    bonus token); `speculates` is False where its drafter failed or none is wanted; its drafter has
+    `missed` so many positions, which it must read before it drafts."""
 
     index: int
     room: int
     speculates: bool = True
+    missed: int = 0
 
     def at_most(self, length: int) -> int:
         """That length, as far as this row can use it."""

@@ -8,6 +8,10 @@ costs, so the search is over that depth k; rows share it as far as it is of use 
 load a verified token costs as much as an emitted one, and k = 0 wins: then speculation is off, and
 a probe now and then (ever more seldom) tells whether acceptance has changed. That fewer rows are
 left is noticed without a probe.
+
+While a row drafts nothing its drafter sleeps, and must read what it missed before it drafts again.
+What a position costs to read is learned; a depth must pay for it within the next `HORIZON` rounds,
+so that speculation does not come and go, and a probe asks those rows that have missed least.
 """
 
 from __future__ import annotations
@@ -20,10 +24,13 @@ from typing import Any
 from specctl.drafters.parts.base import Outcome, RoundSeconds
 from specctl.runtime.policies.batch.base import RowView
 from specctl.runtime.policies.batch.costs import BatchCosts
+from specctl.runtime.policies.batch.forecast import Forecast
 from specctl.runtime.policies.batch.history import History
 from specctl.runtime.stats import expected_tau
 
 MEMORY = 0.95  # of the running times
+HORIZON = 32
+FEWEST = 4  # rows of a probe
 
 
 @dataclass(slots=True)
@@ -39,6 +46,7 @@ class Goodput:
     probe_first: int = 16
     probe_last: int = 512
     history: History = field(default_factory=History)
+    forecast: Forecast = field(default_factory=Forecast)
     rounds: int = 0
     rounds_off: int = 0
     _since: int = 0  # rounds without a draft
@@ -46,6 +54,9 @@ class Goodput:
     _known: dict[tuple[int, int], float] = field(default_factory=dict)
     _predicted: float = 0.0
     _ratio: float | None = None
+    _missed: int = 0  # positions that the rows of this round have their drafter read
+    _read: int = 0  # positions that were read, in so many seconds
+    _reading: float = 0.0
 
     def lengths(self, rows: Sequence[RowView]) -> tuple[int, ...]:
         self.rounds += 1
@@ -60,17 +71,29 @@ class Goodput:
         else:
             self.rounds_off += 1
             probe = self._probe()
-            lengths = [row.at_most(probe) for row in rows]
-        self._predicted = self._seconds(len(rows), max(lengths, default=0))
+            chosen = self._asked(rows) if probe else ()
+            lengths = [row.at_most(probe) if r in chosen else 0 for r, row in enumerate(rows)]
+        self._expect(rows, alphas, lengths)
         return self.history.ask(rows, lengths)
+
+    def _expect(
+        self, rows: Sequence[RowView], alphas: Sequence[float], lengths: Sequence[int]
+    ) -> None:
+        self._missed = sum(row.missed for row, k in zip(rows, lengths, strict=True) if k)
+        self._predicted = self._seconds(len(rows), max(lengths, default=0))
+        tokens = sum(expected_tau(alpha, k) for alpha, k in zip(alphas, lengths, strict=True))
+        self.forecast.expect(tokens, self._predicted + self._missed * self._price(len(rows)))
 
     def _best(self, rows: Sequence[RowView], alphas: Sequence[float]) -> int:
         """The depth with the highest goodput; the shorter one of equals."""
 
+        late = (row.missed / min(HORIZON, row.room) for row in rows if row.at_most(1))
+        reading = self._price(len(rows)) * sum(late)
+
         def goodput(depth: int) -> float:
             pairs = zip(rows, alphas, strict=True)
             tokens = sum(expected_tau(alpha, row.at_most(depth)) for row, alpha in pairs)
-            return tokens / self._seconds(len(rows), depth)
+            return tokens / (self._seconds(len(rows), depth) + (reading if depth else 0.0))
 
         return max(range(self.longest + 1), key=goodput)
 
@@ -78,6 +101,27 @@ class Goodput:
         if (rows, length) not in self._known:
             self._known[rows, length] = self.costs.seconds(rows, length)
         return self._known[rows, length]
+
+    def _price(self, rows: int) -> float:
+        """Seconds to read a missed position; before any was read, those to draft and verify one."""
+        if self._read:
+            return self._reading / self._read
+        return max(0.0, self._seconds(rows, 1) - self._seconds(rows, 0)) / max(rows, 1)
+
+    def _asked(self, rows: Sequence[RowView]) -> set[int]:
+        """Whom a probe asks: as many as can be read up in the time of the probe itself."""
+        price, left = (
+            self._price(len(rows)),
+            self._seconds(len(rows), 1) - self._seconds(len(rows), 0),
+        )
+        able = (r for r, row in enumerate(rows) if row.at_most(1))
+        found: set[int] = set()
+        for r in sorted(able, key=lambda r: rows[r].missed):
+            left -= price * rows[r].missed
+            if left < 0 and len(found) >= FEWEST:
+                break
+            found.add(r)
+        return found
 
     def _probe(self) -> int:
         """The length of this round, in which nothing is worth drafting."""
@@ -89,18 +133,23 @@ class Goodput:
 
     def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:
         self.history.observe(outcome)
+        self.forecast.observe(outcome, seconds)
+        if self._missed:
+            self._read += self._missed
+            self._reading += seconds.wake
         ratio = (seconds.draft + seconds.verify) / self._predicted
         before = ratio if self._ratio is None else self._ratio
         self._ratio = MEMORY * before + (1 - MEMORY) * ratio
 
     def to_json(self) -> Mapping[str, Any]:
-        """`time_ratio`: measured over predicted seconds of the last rounds."""
+        """`time_ratio`: measured over predicted seconds of the last rounds; `goodput`: of all."""
         return {
             "batching": "goodput",
             "acceptance": round(self.history.mean, 4),
             "rounds": self.rounds,
             "rounds_off": self.rounds_off,
             "time_ratio": None if self._ratio is None else round(self._ratio, 3),
+            "goodput": self.forecast.to_json(),
         }
 
 

@@ -35,7 +35,8 @@ STOPS: Mapping[str, type[StopRule]] = {
 def make_stop(name: str, threshold: float | None = None, file: str | None = None) -> StopRule:
     """A fresh rule. `threshold` replaces its own; `file` holds the weights of a trained rule."""
     if name not in STOPS:
-        raise unknown("stop rule", name, STOPS, "serve.stop")
+        listed = "specctl recipes schema --field serve"
+        raise unknown("stop rule", name, STOPS, "serve.stop", listed)
     kind = STOPS[name]
     if threshold is not None and "threshold" not in kind.__dataclass_fields__:  # type: ignore[attr-defined]
         raise RecipeError(

@@ -13,8 +13,8 @@ from specctl.drafters.parts.base import Drafter
 from specctl.runtime.policies import Policy
 from specctl.runtime.target import Target
 from specctl.train.data.heldout import Prompt
+from specctl.train.data.records import Sample
 from specctl.train.data.rows import TokenData
-from specctl.train.data.sources import Sample
 from specctl.train.vocab.coverage import Counted
 
 

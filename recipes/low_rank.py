@@ -1,0 +1,55 @@
+"""Low-rank additions to weights as a recipe describes them: to a drafter's, and to the target's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from specctl.recipes.section import Fraction, Section
+
+
+class LoraPart(Section):
+    """Train small additions to frozen weights instead of the weights (LoRA)."""
+
+    rank: Annotated[int, Field(ge=1, le=10_000)] = 8
+    alpha: Annotated[float, Field(gt=0.0)] = Field(
+        default=16.0, description="the addition is scaled by alpha / rank"
+    )
+    targets: tuple[str, ...] | None = Field(
+        default=None, description="endings of the weights that are adapted; null: hidden matrices"
+    )
+    keep: bool = Field(
+        default=False, description="also write the additions, OUT/adapter.safetensors"
+    )
+
+
+class JointPart(Section):
+    """Train additions to the TARGET together with the drafter (Medusa-2). OUT/target is another
+    model than the one given, and the drafter is for that one."""
+
+    rank: Annotated[int, Field(ge=1, le=10_000)] = 32
+    alpha: Annotated[float, Field(gt=0.0)] = Field(
+        default=16.0, description="the addition is scaled by alpha / rank"
+    )
+    targets: tuple[str, ...] | None = Field(
+        default=None,
+        description="endings of the target's weights that change; null: every hidden matrix",
+    )
+    rate: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        default=0.25, description="share of the learning rate that the additions learn at"
+    )
+    warmup: Fraction = Field(
+        default=0.25, description="share of the steps in which the drafter alone learns"
+    )
+    ramp: Fraction = Field(
+        default=0.0, description="share of the steps after that in which weight grows from 0"
+    )
+    weight: Annotated[float, Field(ge=0.0, le=100.0)] = Field(
+        default=0.2, description="of the drafter's loss in what the target learns (lambda 0)"
+    )
+    keep: Literal["kl", "ce", "none"] = Field(
+        default="kl",
+        description="the target's own loss: stay near what it said before (kl), predict the text "
+        "(ce), or nothing, which lets it drift",
+    )

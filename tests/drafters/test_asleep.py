@@ -1,0 +1,177 @@
+"""A drafter sleeps for rows that draft nothing: what it is spared; nothing else changes."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+import torch
+
+from specctl.drafters import families
+from specctl.drafters.parts.base import RoundSeconds
+from specctl.drafters.parts.lm_state import MOST_AT_ROOT
+from specctl.runtime.engine import Engine
+from specctl.runtime.guarded import GuardedEngine
+from specctl.runtime.policies import make_policy
+from specctl.runtime.policies.batch import Fixed
+from specctl.runtime.sampling import Sampling
+from specctl.runtime.session import Request
+
+PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6), (7,), (11, 12, 11, 12, 11), (20, 2, 20), (8, 8))
+
+
+@dataclass
+class Turns:
+    """Row i drafts in rounds that follow from its name, others from nothing but the round."""
+
+    rounds: int = 0
+    seen: list = field(default_factory=list)
+
+    def lengths(self, rows):
+        self.rounds += 1
+        return tuple(row.at_most(3 * ((self.rounds + row.index) // 3 % 3 == 0)) for row in rows)
+
+    def observe(self, outcome, seconds):
+        self.seen.append((outcome.tree.valid_BN.sum(1).tolist(), seconds))
+
+    def to_json(self):
+        return {}
+
+
+@pytest.fixture(scope="module")
+def target(make_target):
+    return make_target(num_layers=3, vocab=24)
+
+
+@pytest.fixture(scope="module")
+def drafters(target, train_a_little):
+    made = {}
+    for name in ("eagle3", "small-lm", "medusa", "dflash"):
+        torch.manual_seed(5)
+        drafter = families()[name].build(families()[name].options(), target.spec, None)
+        if drafter.needs().borrow:
+            drafter.bind(target.borrowed())
+        train_a_little(target, drafter, 12)
+        made[name] = drafter
+    return made
+
+
+def requests(temperature=0.0, new=17):
+    return [
+        Request(prompt, Sampling(temperature, seed=i, max_new_tokens=new + i, ignore_eos=True))
+        for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+def engine_of(target, drafter, batching, kind=Engine, slots=3, chunk=None, **named):
+    length = {"policy": families()[drafter.family].policies[0]}
+    return kind(
+        target, drafter, make_policy(length), num_slots=slots, batching=batching,
+        prefill_chunk=chunk, **named,
+    )  # fmt: skip
+
+
+def spied(engine):
+    """How often the state is called, and the positions that `observe` was told of."""
+    engine.open(64)
+    state, calls = engine._state, Counter()
+
+    def spy(name, inner, *given):
+        calls[name] += 1
+        if name == "observe":
+            calls["told"] += sum(map(len, given[0].emitted))
+        return inner(*given)
+
+    for name in ("join", "ahead", "start", "observe", "end"):
+        setattr(state, name, partial(spy, name, getattr(state, name)))
+    return calls
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+@pytest.mark.parametrize("name", ["eagle3", "small-lm", "dflash"])
+def test_a_drafter_is_never_called_while_nothing_is_drafted(target, drafters, name, chunk):
+    engine = engine_of(target, drafters[name], Fixed(0), chunk=chunk)
+    calls = spied(engine)
+    done = engine.run(requests())
+    assert [row.tokens for row in done] == [r.tokens for r in Engine(target).run(requests())]
+    assert set(calls) <= {"ahead"}, "the first prompt may be read before a round has been planned"
+    assert len(engine.sleep) == 0
+
+
+@pytest.mark.parametrize(("kind", "temperature"), [(Engine, 0.0), (GuardedEngine, 0.8)])
+@pytest.mark.parametrize("name", ["eagle3", "small-lm", "medusa", "dflash"])
+def test_rows_that_sleep_by_turns_draft_as_if_all_had_followed(
+    target, drafters, name, kind, temperature
+):
+    found = []
+    for sleeps in (True, False):
+        batching, more = Turns(), {"say": print} if kind is GuardedEngine else {}
+        engine = engine_of(target, drafters[name], batching, kind, **more)
+        engine.sleep.is_allowed = sleeps
+        calls = spied(engine)
+        done = engine.run(requests(temperature))
+        rounds = [drafted for drafted, _ in batching.seen]
+        found.append(([(row.tokens, row.stats) for row in done], rounds))
+        told = calls["told"]
+        if sleeps:
+            assert told < sum(len(row.tokens) for row in done), "who ends asleep has cost nothing"
+            assert any(min(drafted) == 0 < max(drafted) for drafted in rounds)
+            assert max(seconds.wake for _, seconds in batching.seen) > 0
+    assert found[0] == found[1]
+    assert sum(row.stats.drafted for row in done) > 0
+    if temperature == 0:
+        assert [row.tokens for row in done] == [r.tokens for r in Engine(target).run(requests())]
+
+
+def test_many_missed_tokens_are_read_before_the_root(target, drafters):
+    """Not with logits at all of them."""
+
+    class Late(Fixed):
+        rounds = 0
+
+        def lengths(self, rows):
+            type(self).rounds += 1
+            return super().lengths(rows) if self.rounds > 2 * MOST_AT_ROOT else (0,) * len(rows)
+
+    engine = engine_of(target, drafters["small-lm"], Late(3))
+    engine.open(128)
+    state, widths = engine._state, []
+    feed = state._feed
+
+    def spy(ids_BW, start_B, span, logits=True):
+        if logits:
+            widths.append(ids_BW.shape[1])
+        return feed(ids_BW, start_B, span, logits)
+
+    state._feed = spy
+    [done] = engine.run([Request(PROMPTS[0], Sampling(max_new_tokens=90, ignore_eos=True))])
+    assert done.stats.accepted > 0
+    assert max(widths) <= 2, "the root, and the last token of a draft that was accepted whole"
+
+
+def test_a_drafter_that_fails_as_it_wakes_costs_drafts_only(target, drafters):
+    engine = engine_of(target, drafters["eagle3"], Turns(), GuardedEngine, say=print)
+    engine.open(64)
+    inner, plain = engine._state.observe, Engine(target).run(requests())
+
+    def fails(outcome):
+        if engine.num_disabled == 0 and engine.rows[0].num_missed > 3:
+            raise ValueError
+        inner(outcome)
+
+    engine._state.observe = fails
+    done = engine.run(requests())
+    assert engine.num_disabled > 0
+    assert engine.why_off is None
+    assert [row.tokens for row in done] == [row.tokens for row in plain]
+    assert done[-1].stats.drafted > 0, "rows that join later are drafted for"
+
+
+def test_waking_is_part_of_no_other_time(target, drafters):
+    batching = Turns()
+    engine = engine_of(target, drafters["eagle3"], batching)
+    engine.run(requests())
+    times = [seconds for _, seconds in batching.seen]
+    assert all(isinstance(each, RoundSeconds) for each in times)
+    assert engine.draft_seconds == pytest.approx(sum(each.draft for each in times), rel=1e-6)
+    assert engine.prefill_seconds > sum(each.wake for each in times) > 0
