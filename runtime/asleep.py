@@ -30,9 +30,11 @@ class Sleep:
     with what lives on the target's top-k, which is not kept. It `is_on` while nothing is to be
     drafted at all. One writer: the engine."""
 
-    def __init__(self, device: torch.device, most: int, is_allowed: bool) -> None:
+    def __init__(
+        self, device: torch.device, most: int, is_allowed: bool, is_on: bool = False
+    ) -> None:
         self.device, self.most, self.is_allowed = device, most, is_allowed
-        self.is_on = False
+        self.is_on = is_on and is_allowed  # until the first round is planned
         self._rounds: deque[tuple[Mapping[int, int], Mapping[int, Tensor]]] = deque()
 
     def __len__(self) -> int:
