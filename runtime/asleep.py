@@ -42,7 +42,8 @@ class Sleep:
 
     def drafting(self, rows: Sequence[Row], plan: Plan) -> list[int]:
         """The rows that take part in this round's draft."""
-        self.is_on = self.is_allowed and plan.is_off
+        if plan.is_off is not None:
+            self.is_on = self.is_allowed and plan.is_off
         at = [b for b, row in enumerate(rows) if row.speculates]
         found = [b for b in at if plan.drafts(b)]
         return found if self.is_allowed or not found else at
