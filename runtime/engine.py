@@ -87,7 +87,8 @@ class Engine:
         self._kv: SlotKV | None = None
         self._state: DraftState | None = None
         self._ahead: LmOut | None = None
-        self.sleep = Sleep(self.device, self.policy.nodes + 1, is_allowed=not self.needs.topk)
+        given = (self.device, self.policy.nodes + 1, not self.needs.topk, batching is not None)
+        self.sleep = Sleep(*given)
         self._at: list[int] = []  # the rows that draft in this round
 
     def run(
@@ -288,8 +289,7 @@ class Engine:
         for row in rows:
             self._end(row)
             self.admission.release(row)
-        if rows:
-            self.live.leave(rows)
+        self.live.leave(rows)
 
     def _end(self, row: Row) -> None:
         if self._state is not None and row.is_met:

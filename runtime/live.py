@@ -40,7 +40,7 @@ class Live:
     def leave(self, rows: Sequence[Row]) -> None:
         gone = {id(row) for row in rows}
         self.rows = [row for row in self.rows if id(row) not in gone]
-        self._is_stale = True
+        self._is_stale = self._is_stale or bool(gone)
 
     def turn(self) -> Turn:
         """The coming round of all rows."""

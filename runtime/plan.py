@@ -22,11 +22,11 @@ from specctl.runtime.session import Row
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The budget of a round's trees, and the length of every row where a batch policy decides. It
-    `is_off` where nothing is drafted although there is room for it."""
+    `is_off` where nothing is drafted; None: no row has room for a draft, which says nothing."""
 
     budget: Budget
     lengths: tuple[int, ...] | None = None
-    is_off: bool = False
+    is_off: bool | None = None
 
     def drafts(self, b: int) -> bool:
         """Whether row b drafts at all."""
@@ -71,4 +71,4 @@ class Planner:
             lengths = self.batching.lengths(views)
             depth = min(depth, max(lengths))
         budget = Budget(nodes=self.policy.nodes, depth=max(depth, 0))
-        return Plan(budget, lengths, is_off=max(rooms) > 0 and depth <= 0)
+        return Plan(budget, lengths, is_off=depth <= 0 if max(rooms) > 0 else None)

@@ -127,6 +127,8 @@ def _trained(
         f"this run CHANGES THE TARGET: {number:,} added numbers learn from step {alone:,} on; "
         "the drafter will be for OUT/target, which is another model"
     )
+    if settings.joint.keep == "none":
+        reporter.warn("nothing holds the target near itself (train.joint.keep: none)")
     return joint
 
 
