@@ -93,12 +93,15 @@ class Admission:
             self.waiting.remove(each)
         return bool(found)
 
-    def read(self, kv: SlotKV, roots: bool, follow: Follow | None = None) -> list[Reading]:
-        """Seat who can be seated, read on, and return the rows whose prompts are read, until they
-        are said to have `joined`. `roots`: read the last tokens too, and prompts whole. `follow`:
-        what has a drafter read as much in a round."""
+    def seat(self, roots: bool) -> None:
+        """Seat who can be seated. `roots`: the last tokens will be read, too."""
         while self.waiting and self.free:
             self.readings.append(self._seat(*self.waiting.popleft(), roots))
+
+    def read(self, kv: SlotKV, roots: bool, follow: Follow | None = None) -> list[Reading]:
+        """Read on, and return the rows whose prompts are read, until they are said to have
+        `joined`. `roots`: read the last tokens too, and prompts whole. `follow`: what has a drafter
+        read as much in a round."""
         while not all(reading.is_done for reading in self.readings):
             num_open = sum(not reading.is_done for reading in self.readings)
             width = CHUNK if self.chunk is None else max(1, self.chunk // num_open)
@@ -112,9 +115,12 @@ class Admission:
             done = [reading for reading in done if reading not in behind]
         return sorted(done, key=lambda reading: reading.row.slot)
 
-    def joined(self, done: Sequence[Reading]) -> None:
-        """These rows take part in rounds now."""
+    def joined(self, done: Sequence[Reading]) -> list[Row]:
+        """The rows of these readings, with the taps of their prompts, take part in rounds now."""
         self.readings = [reading for reading in self.readings if reading not in done]
+        for reading in done:
+            reading.row.prompt_taps = reading.prompt_taps()
+        return [reading.row for reading in done]
 
     def _seat(self, index: int, request: Request, roots: bool) -> Reading:
         """The slot that holds most of the request; else the first that holds nothing; else the one

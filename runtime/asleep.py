@@ -27,14 +27,10 @@ class Sleep:
     """Who sleeps, and the taps of the rounds that they miss. A sleeping row emits one token a
     round, so that its newest m positions are the last m entries. Up to `most` positions are told at
     once. Not `is_allowed`: all rows are drafted for if one is, and no round is missed; so it is
-    with what lives on the target's top-k, which is not kept. It `is_on` while nothing is to be
-    drafted at all. One writer: the engine."""
+    with what lives on the target's top-k, which is not kept. One writer: the engine."""
 
-    def __init__(
-        self, device: torch.device, most: int, is_allowed: bool, is_on: bool = False
-    ) -> None:
+    def __init__(self, device: torch.device, most: int, is_allowed: bool) -> None:
         self.device, self.most, self.is_allowed = device, most, is_allowed
-        self.is_on = is_on and is_allowed  # until the first round is planned
         self._rounds: deque[tuple[Mapping[int, int], Mapping[int, Tensor]]] = deque()
 
     def __len__(self) -> int:
@@ -42,8 +38,6 @@ class Sleep:
 
     def drafting(self, rows: Sequence[Row], plan: Plan) -> list[int]:
         """The rows that take part in this round's draft."""
-        if plan.is_off is not None:
-            self.is_on = self.is_allowed and plan.is_off
         at = [b for b, row in enumerate(rows) if row.speculates]
         found = [b for b in at if plan.drafts(b)]
         return found if self.is_allowed or not found else at

@@ -87,10 +87,8 @@ class Engine:
         self._kv: SlotKV | None = None
         self._state: DraftState | None = None
         self._ahead: LmOut | None = None
-        given = (self.device, self.policy.nodes + 1, not self.needs.topk, batching is not None)
-        self.sleep = Sleep(*given)
+        self.sleep = Sleep(self.device, self.policy.nodes + 1, not self.needs.topk)
         self._at: list[int] = []  # the rows that draft in this round
-
     def run(
         self,
         requests: Sequence[Request],
@@ -121,9 +119,8 @@ class Engine:
         self._kv = self.target.new_kv(self.num_slots, self.max_len)
         self.admission.forget()
         if self.drafter is not None:
-            target, nodes = self.target, self.policy.nodes
-            space = (self.num_slots, self.max_len, nodes, self.device, target.dtype)
-            self._state = self.drafter.open(Space(*space, target.identity))
+            size = (self.num_slots, self.max_len, self.policy.nodes, self.device)
+            self._state = self.drafter.open(Space(*size, self.target.dtype, self.target.identity))
 
     @property
     def rows(self) -> Sequence[Row]:
@@ -158,16 +155,13 @@ class Engine:
         nothing can be drafted, that round's forward is part of the reading."""
         started = time.perf_counter()
         alone = self._state is None and not self.live.rows and self.admission.chunk is None
-        reads = self._state is not None and self._state.reads_ahead
-        follow = self._follow if reads and not self.sleep.is_on else None
-        joined = self.admission.read(self._cache(), alone, follow)
+        self.admission.seat(alone)
+        joined = self.admission.read(self._cache(), alone, self._follow if self._reads() else None)
         self._ahead = roots_of(joined) if alone else None
-        for reading in joined:
-            reading.row.prompt_taps = reading.prompt_taps()
-            if not self.sleep.is_allowed:
-                self._greet(reading.row)
-        self.live.join([reading.row for reading in joined])
-        self.admission.joined(joined)
+        rows = self.admission.joined(joined)
+        for row in rows if not self.sleep.is_allowed else ():
+            self._greet(row)
+        self.live.join(rows)
         self.prefill_seconds += time.perf_counter() - started
 
     # -- the round ------------------------------------------------------------------------------
@@ -278,6 +272,12 @@ class Engine:
         """The drafter reads a prompt: as the row joins, or if it may sleep when it first drafts."""
         if self._state is not None and row.speculates:
             meet(self._state, row)
+
+    def _reads(self) -> bool:
+        """Whether the drafter reads prompts as the target does, ahead of the first draft."""
+        is_able = self._state is not None and self._state.reads_ahead
+        rows = [*self.rows, *(reading.row for reading in self.admission.readings)]
+        return is_able and (not self.sleep.is_allowed or self._planner.would_draft(rows))
 
     def _follow(self, row: Row, taps: Mapping[int, Tensor], first: int, last: int) -> None:
         if self._state is not None and row.speculates:

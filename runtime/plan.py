@@ -21,12 +21,10 @@ from specctl.runtime.session import Row
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The budget of a round's trees, and the length of every row where a batch policy decides. It
-    `is_off` where nothing is drafted; None: no row has room for a draft, which says nothing."""
+    """The budget of a round's trees, and the length of every row where a batch policy decides."""
 
     budget: Budget
     lengths: tuple[int, ...] | None = None
-    is_off: bool | None = None
 
     def drafts(self, b: int) -> bool:
         """Whether row b drafts at all."""
@@ -59,16 +57,25 @@ class Planner:
 
     def plan(self, rows: Sequence[Row]) -> Plan:
         """No deeper than the row with the most room can use: its last token is the bonus."""
-        rooms = [min(row.room, self.context - len(row.tokens)) - 1 for row in rows]
+        rooms = self._rooms(rows)
         depth, lengths = min(self.policy.depth, max(rooms)), None
         if self.chooser is not None:
             depth = min(depth, self.chooser.length(len(rows)))
         if self.batching is not None:
-            pairs = zip(rows, rooms, strict=True)
-            views = [
-                RowView(row.index, room, row.speculates, row.num_missed) for row, room in pairs
-            ]
-            lengths = self.batching.lengths(views)
+            lengths = self.batching.lengths(self._views(rows, rooms))
             depth = min(depth, max(lengths))
         budget = Budget(nodes=self.policy.nodes, depth=max(depth, 0))
-        return Plan(budget, lengths, is_off=depth <= 0 if max(rooms) > 0 else None)
+        return Plan(budget, lengths)
+
+    def would_draft(self, rows: Sequence[Row]) -> bool:
+        """Whether any of these rows may be expected to draft."""
+        if self.batching is None:
+            return True
+        return self.batching.would_draft(self._views(rows, self._rooms(rows)))
+
+    def _rooms(self, rows: Sequence[Row]) -> list[int]:
+        return [min(row.room, self.context - len(row.tokens)) - 1 for row in rows]
+
+    def _views(self, rows: Sequence[Row], rooms: Sequence[int]) -> list[RowView]:
+        pairs = zip(rows, rooms, strict=True)
+        return [RowView(row.index, room, row.speculates, row.num_missed) for row, room in pairs]

@@ -252,6 +252,9 @@ class Counting:
     def __post_init__(self):
         self.asked = []
 
+    def would_draft(self, rows):
+        return self.inner.would_draft(rows)
+
     def lengths(self, rows):
         found = self.inner.lengths(rows)
         self.asked.append(sum(found))

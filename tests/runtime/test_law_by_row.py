@@ -37,6 +37,9 @@ class Uneven:
     def __init__(self) -> None:
         self.rounds = 0
 
+    def would_draft(self, rows: int) -> bool:
+        return True
+
     def lengths(self, rows: Any) -> tuple[int, ...]:
         self.rounds += 1
         wanted = [row.index % 4 for row in rows]

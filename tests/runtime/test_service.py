@@ -262,6 +262,9 @@ class Wild:
     def __init__(self):
         self.rng = random.Random(1)
 
+    def would_draft(self, rows):
+        return True
+
     def lengths(self, rows):
         return tuple(row.at_most(self.rng.randrange(5)) for row in rows)
 

@@ -39,6 +39,10 @@ class Batching(Protocol):
     def lengths(self, rows: Sequence[RowView]) -> tuple[int, ...]:
         """The draft length of every row, 0 = none, in the order of the rows."""
 
+    def would_draft(self, rows: Sequence[RowView]) -> bool:
+        """Whether any of these rows would draft now. Asked while prompts are read, so that no
+        drafter reads what it will not need: a guess, which changes nothing."""
+
     def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:
         """What became of the rows of the last `lengths`, in the same order."""
 

@@ -26,6 +26,9 @@ class Fixed:
     def lengths(self, rows: Sequence[RowView]) -> tuple[int, ...]:
         return tuple(row.at_most(self.length) for row in rows)
 
+    def would_draft(self, rows: Sequence[RowView]) -> bool:
+        return self.length > 0
+
     def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None: ...
 
     def to_json(self) -> Mapping[str, Any]:
@@ -47,6 +50,9 @@ class Bass:
     def lengths(self, rows: Sequence[RowView]) -> tuple[int, ...]:
         self._asked = tuple(row.at_most(self.length) for row in rows)
         return self._asked
+
+    def would_draft(self, rows: Sequence[RowView]) -> bool:
+        return True
 
     def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:
         whole = [n for n, k in zip(outcome.num_accepted, self._asked, strict=True) if k]

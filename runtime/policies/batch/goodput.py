@@ -29,7 +29,7 @@ from specctl.runtime.policies.batch.history import History
 from specctl.runtime.stats import expected_tau
 
 MEMORY = 0.95  # of the running times
-HORIZON = 32
+HORIZON = 64
 FEWEST = 4  # rows of a probe
 
 
@@ -76,19 +76,22 @@ class Goodput:
         self._expect(rows, alphas, lengths)
         return self.history.ask(rows, lengths)
 
+    def would_draft(self, rows: Sequence[RowView]) -> bool:
+        return self._best(rows, [self.history.alpha(row.index) for row in rows]) > 0
+
     def _expect(
         self, rows: Sequence[RowView], alphas: Sequence[float], lengths: Sequence[int]
     ) -> None:
         self._missed = sum(row.missed for row, k in zip(rows, lengths, strict=True) if k)
         self._predicted = self._seconds(len(rows), max(lengths, default=0))
         tokens = sum(expected_tau(alpha, k) for alpha, k in zip(alphas, lengths, strict=True))
-        self.forecast.expect(tokens, self._predicted + self._missed * self._price(len(rows)))
+        self.forecast.expect(tokens, self._predicted + self._missed * self._price())
 
     def _best(self, rows: Sequence[RowView], alphas: Sequence[float]) -> int:
         """The depth with the highest goodput; the shorter one of equals."""
 
         late = (row.missed / min(HORIZON, row.room) for row in rows if row.at_most(1))
-        reading = self._price(len(rows)) * sum(late)
+        reading = self._price() * sum(late)
 
         def goodput(depth: int) -> float:
             pairs = zip(rows, alphas, strict=True)
@@ -102,18 +105,18 @@ class Goodput:
             self._known[rows, length] = self.costs.seconds(rows, length)
         return self._known[rows, length]
 
-    def _price(self, rows: int) -> float:
-        """Seconds to read a missed position; before any was read, those to draft and verify one."""
+    def _price(self) -> float:
+        """Seconds to read a missed position; before any was read, those to draft and verify one of
+        many, as positions are read together."""
         if self._read:
             return self._reading / self._read
-        return max(0.0, self._seconds(rows, 1) - self._seconds(rows, 0)) / max(rows, 1)
+        rows = max(self.costs.tables)
+        return max(0.0, self._seconds(rows, 1) - self._seconds(rows, 0)) / rows
 
     def _asked(self, rows: Sequence[RowView]) -> set[int]:
         """Whom a probe asks: as many as can be read up in the time of the probe itself."""
-        price, left = (
-            self._price(len(rows)),
-            self._seconds(len(rows), 1) - self._seconds(len(rows), 0),
-        )
+        price = self._price()
+        left = self._seconds(len(rows), 1) - self._seconds(len(rows), 0)
         able = (r for r, row in enumerate(rows) if row.at_most(1))
         found: set[int] = set()
         for r in sorted(able, key=lambda r: rows[r].missed):

@@ -35,9 +35,15 @@ class BySize:
         return cls({size: costs.best_length(size, alpha, longest) for size in sizes})
 
     def lengths(self, rows: Sequence[RowView]) -> tuple[int, ...]:
-        sizes = [size for size in self.table if size <= len(rows)]
-        length = self.table[max(sizes, default=min(self.table))]
+        length = self._length(len(rows))
         return tuple(row.at_most(length) for row in rows)
+
+    def would_draft(self, rows: Sequence[RowView]) -> bool:
+        return self._length(len(rows)) > 0
+
+    def _length(self, rows: int) -> int:
+        sizes = [size for size in self.table if size <= rows]
+        return self.table[max(sizes, default=min(self.table))]
 
     def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None: ...
 

@@ -33,6 +33,9 @@ class Tetris:
         rooms = [row.at_most(self.longest) for row in rows]
         return self.history.ask(rows, shares(alphas, rooms, self.capacity))
 
+    def would_draft(self, rows: Sequence[RowView]) -> bool:
+        return min(self.capacity, self.longest) > 0
+
     def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:
         self.history.observe(outcome)
 

@@ -19,7 +19,7 @@ from specctl.train.plan import plan
 from specctl.train.prune.cut import prunable
 from specctl.train.prune.search.shape import DraftShape
 from specctl.train.run import train_draft
-from specctl.train.saving.checkpoint import step_name
+from specctl.train.saving.whole import step_name
 from specctl.train.work import ANSWERS
 
 
