@@ -14,6 +14,7 @@ from specctl.runtime.engine import Engine
 from specctl.runtime.guarded import GuardedEngine
 from specctl.runtime.policies import make_policy
 from specctl.runtime.policies.batch import Fixed
+from specctl.runtime.policies.batch.table import BySize
 from specctl.runtime.sampling import Sampling
 from specctl.runtime.session import Request
 
@@ -99,6 +100,24 @@ def test_a_drafter_is_never_called_while_nothing_is_drafted(target, drafters, na
     assert [row.tokens for row in done] == [r.tokens for r in Engine(target).run(requests())]
     assert not calls, "not even for prompts that are read before any round is planned"
     assert len(engine.sleep) == 0
+
+
+@pytest.mark.parametrize("name", ["eagle3", "small-lm"])
+def test_no_prompt_is_read_ahead_for_a_crowd_that_will_not_draft(target, drafters, name):
+    found = {}
+    for crowd in (3, 9):  # rows from which on nothing is drafted
+        engine = engine_of(target, drafters[name], BySize({1: 3, crowd: 0}), chunk=3)
+        calls = spied(engine)
+        for index, request in enumerate(requests(new=40)):
+            if index == 2:
+                for _ in range(12):
+                    engine.advance()  # two rows draft when the third comes
+                assert calls.pop("ahead") > 0
+            engine.submit(index, request)
+        for _ in range(5):
+            engine.advance()
+        found[crowd] = calls["ahead"]
+    assert found[3] == 0 < found[9]
 
 
 @pytest.mark.parametrize(("kind", "temperature"), [(Engine, 0.0), (GuardedEngine, 0.8)])

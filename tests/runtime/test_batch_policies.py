@@ -58,6 +58,32 @@ def costs_of(batches, lengths=tuple(range(LONGEST + 1)), seconds=seconds_of):
     return BatchCosts(tables)
 
 
+@pytest.mark.parametrize("users", SIZES)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Goodput(costs_of(SIZES), LONGEST),
+        lambda: BySize({1: 4, 8: 0}),
+        lambda: Tetris(32),
+        lambda: Bass(),
+        lambda: Fixed(0),
+        lambda: Fixed(3),
+    ],
+)
+def test_whether_rows_would_draft_is_told_without_changing_anything(make, users):
+    asked, silent = make(), make()
+    rows = [RowView(index, 40) for index in range(users)]
+    told = [asked.would_draft(rows) for _ in range(40)]
+    assert asked.lengths(rows) == silent.lengths(rows), "forty questions left no trace"
+    assert told == [any(silent.lengths(rows))] * 40
+
+
+def test_rows_that_have_missed_much_are_not_expected_to_draft():
+    goodput = Goodput(costs_of(SIZES), LONGEST)
+    found = [goodput.would_draft([RowView(0, 40, True, missed)]) for missed in (0, 10, 100_000)]
+    assert found == [True, True, False]
+
+
 @dataclass
 class Load:
     """`users` rows of known acceptance, each replaced by a new one when it has emitted its text."""
