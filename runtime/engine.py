@@ -89,6 +89,7 @@ class Engine:
         self._ahead: LmOut | None = None
         self.sleep = Sleep(self.device, self.policy.nodes + 1, not self.needs.topk)
         self._at: list[int] = []  # the rows that draft in this round
+
     def run(
         self,
         requests: Sequence[Request],

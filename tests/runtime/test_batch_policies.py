@@ -188,14 +188,21 @@ def test_a_policy_says_what_goodput_it_expected_and_what_came():
     """On the device that its table was measured on, with the acceptance that it has learned."""
     goodput = Goodput(costs_of(SIZES), LONGEST)
     assert goodput.to_json()["goodput"] is None
-    rate, _ = Load(8, (0.7,)).run(goodput, rounds=600)
+    rate, _ = Load(8, (0.7,)).run(goodput, rounds=600, told=1.0)
     assert goodput.to_json()["goodput"]["predicted"] == pytest.approx(rate, rel=0.05)
-    assert goodput.forecast.seen_seconds == 600.0, "a second each, as they were said to take"
+    assert goodput.to_json()["time_ratio"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("slower", [0.5, 1.5, 4.0])
+def test_a_device_that_others_use_is_slower_than_its_table_and_that_is_learned(slower):
     goodput = Goodput(costs_of(SIZES), LONGEST)
-    Load(8, (0.7,)).run(goodput, rounds=600, told=1.5)
-    assert goodput.to_json()["goodput"]["measured_over_predicted"] == pytest.approx(
-        1 / 1.5, rel=0.05
-    )
+    rate, asked = Load(8, (0.7,)).run(goodput, rounds=600, told=slower)
+    found = goodput.to_json()["goodput"]
+    assert found["predicted"] == pytest.approx(rate / slower, rel=0.05)
+    assert found["measured_over_predicted"] == pytest.approx(1.0, rel=0.05)
+    assert goodput.to_json()["time_ratio"] == pytest.approx(slower)
+    same = Load(8, (0.7,)).run(Goodput(costs_of(SIZES), LONGEST), rounds=600, told=1.0)[1]
+    assert asked == same, "what slows every round alike changes no length"
 
 
 def test_rows_draft_no_deeper_than_is_of_use_to_them():

@@ -10,7 +10,8 @@ a probe now and then (ever more seldom) tells whether acceptance has changed. Th
 left is noticed without a probe.
 
 While a row drafts nothing its drafter sleeps, and must read what it missed before it drafts again.
-What a position costs to read is learned; a depth must pay for it within the next `HORIZON` rounds,
+What a position costs to read is learned, as is how much longer rounds take than in the table, where
+the device serves others, too; a depth must pay for it within the next `HORIZON` rounds,
 so that speculation does not come and go, and a probe asks those rows that have missed least.
 """
 
@@ -28,7 +29,7 @@ from specctl.runtime.policies.batch.forecast import Forecast
 from specctl.runtime.policies.batch.history import History
 from specctl.runtime.stats import expected_tau
 
-MEMORY = 0.95  # of the running times
+MEMORY = 0.9  # of the running times
 HORIZON = 64
 FEWEST = 4  # rows of a probe
 
@@ -85,7 +86,8 @@ class Goodput:
         self._missed = sum(row.missed for row, k in zip(rows, lengths, strict=True) if k)
         self._predicted = self._seconds(len(rows), max(lengths, default=0))
         tokens = sum(expected_tau(alpha, k) for alpha, k in zip(alphas, lengths, strict=True))
-        self.forecast.expect(tokens, self._predicted + self._missed * self._price())
+        seconds = self._pace * self._predicted + self._missed * self._price()
+        self.forecast.expect(tokens, seconds)
 
     def _best(self, rows: Sequence[RowView], alphas: Sequence[float]) -> int:
         """The depth with the highest goodput; the shorter one of equals."""
@@ -96,9 +98,15 @@ class Goodput:
         def goodput(depth: int) -> float:
             pairs = zip(rows, alphas, strict=True)
             tokens = sum(expected_tau(alpha, row.at_most(depth)) for row, alpha in pairs)
-            return tokens / (self._seconds(len(rows), depth) + (reading if depth else 0.0))
+            seconds = self._pace * self._seconds(len(rows), depth)
+            return tokens / (seconds + (reading if depth else 0.0))
 
         return max(range(self.longest + 1), key=goodput)
+
+    @property
+    def _pace(self) -> float:
+        """What rounds take here and now over what the table says: others use the device, too."""
+        return 1.0 if self._ratio is None else self._ratio
 
     def _seconds(self, rows: int, length: int) -> float:
         if (rows, length) not in self._known:
@@ -111,12 +119,12 @@ class Goodput:
         if self._read:
             return self._reading / self._read
         rows = max(self.costs.tables)
-        return max(0.0, self._seconds(rows, 1) - self._seconds(rows, 0)) / rows
+        return self._pace * max(0.0, self._seconds(rows, 1) - self._seconds(rows, 0)) / rows
 
     def _asked(self, rows: Sequence[RowView]) -> set[int]:
         """Whom a probe asks: as many as can be read up in the time of the probe itself."""
         price = self._price()
-        left = self._seconds(len(rows), 1) - self._seconds(len(rows), 0)
+        left = self._pace * (self._seconds(len(rows), 1) - self._seconds(len(rows), 0))
         able = (r for r, row in enumerate(rows) if row.at_most(1))
         found: set[int] = set()
         for r in sorted(able, key=lambda r: rows[r].missed):
