@@ -88,7 +88,7 @@ class Engine:
         self._state: DraftState | None = None
         self._ahead: LmOut | None = None
         self.sleep = Sleep(self.device, self.policy.nodes + 1, not self.needs.topk)
-        self._at: list[int] = []  # the rows that draft in this round
+        self._at: list[int] = []  # rows that draft in this round
 
     def run(
         self,

@@ -58,6 +58,19 @@ class Terminal:
             assert self._read() or self.process.poll() is None, f"it ended: {self.shown[-2000:]}"
         return self.shown
 
+    def settle(self, seconds: float = 0.5) -> None:
+        """Reads until nothing has come for so long and the process sleeps: it waits for keys. A
+        signal that reaches readline between its last look at signals and its wait for keys is only
+        seen with the next key."""
+        quiet = time.monotonic()
+        while time.monotonic() - quiet < seconds:
+            if self._read() or not self._sleeps():
+                quiet = time.monotonic()
+
+    def _sleeps(self) -> bool:
+        status = Path(f"/proc/{self.process.pid}/stat").read_text()
+        return status.rpartition(")")[2].split()[0] == "S"
+
     def press(self, keys: bytes = CTRL_C) -> None:
         os.write(self.keys, keys)
 

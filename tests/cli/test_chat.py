@@ -290,8 +290,10 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat() -> None:
         terminal.until("there is no command /nonsense")
         terminal.press(b"/stats\r")
         terminal.until("accepted per position")
+        terminal.settle()
         terminal.press()
         terminal.until("once more")
+        terminal.settle()
         terminal.press()
         assert terminal.wait() == INTERRUPTED
         assert "Traceback" not in terminal.shown
