@@ -40,6 +40,11 @@ class HeadRows:
         with torch.autocast(self.device.type, enabled=False):  # the target keeps its precision
             return F.linear(self.state_RD[row_N], self.weight_VD, self.bias_V)
 
+    def over(self, ids_K: Tensor) -> HeadRows:
+        """Logits [R, K] of these ids alone, for the K / V of the work."""
+        bias_K = None if self.bias_V is None else self.bias_V[ids_K]
+        return HeadRows(self.state_RD, self.weight_VD[ids_K], bias_K)
+
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:

@@ -5,7 +5,7 @@ Letters: R flat rows, N chosen rows, V target vocabulary, K draft vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,12 +25,14 @@ class TargetLaw:
 class Judge:
     """The target's laws at one temperature. Where several losses ask for the same rows, their
     log-normalisers and most probable ids are read once beforehand (`of`); a single loss reads each
-    row when it needs it. Rows that `of` was not given hold zeros."""
+    row when it needs it. Rows that `of` was not given hold zeros. `logits_RK`: those of
+    the draft ids alone, where `over` found them cheaper."""
 
     logits_RV: Tensor | HeadRows
     temperature: float = 1.0
     log_z_R: Tensor | None = None
     best_R: Tensor | None = None
+    logits_RK: HeadRows | None = None
 
     @classmethod
     @torch.no_grad()
@@ -48,6 +50,13 @@ class Judge:
             log_z_R[rows], best_R[rows] = part_NV.logsumexp(-1), part_NV.argmax(-1)
         return cls(logits_RV, temperature, log_z_R, best_R)
 
+    def over(self, ids_K: Tensor) -> Judge:
+        """This judge for laws at these draft ids: what is already known of the whole vocabulary
+        need not be computed again."""
+        if self.log_z_R is None or isinstance(self.logits_RV, Tensor):
+            return self
+        return replace(self, logits_RK=self.logits_RV.over(ids_K))
+
     @torch.no_grad()
     def law(self, row_N: Tensor, ids_K: Tensor | None) -> TargetLaw:
         """The law of rows at the draft ids (None = all)."""
@@ -64,6 +73,8 @@ class Judge:
         """A copy of raw logits, in float32 or better, over the temperature."""
         if ids_K is None:
             picked = self.logits_RV[row_N]
+        elif self.logits_RK is not None:
+            picked = self.logits_RK[row_N]
         elif isinstance(self.logits_RV, Tensor):
             picked = self.logits_RV[row_N[:, None], ids_K]
         else:

@@ -144,6 +144,7 @@ class Comparison:
     def of(cls, options: LossOptions, judge: Judge | None, vocab: VocabMap | None) -> Comparison:
         if vocab is None:
             return cls(options, judge, None, None)
+        judge = None if judge is None else judge.over(vocab.ids_K)
         return cls(options, judge, vocab.ids_K, vocab.to_draft())
 
     def sums(self, draft_NK: Tensor, row_N: Tensor, label_N: Tensor, judge_N: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.drafters.parts.align import Aim
@@ -173,6 +174,25 @@ def test_teacher_rows_computed_when_asked_are_worth_the_logits() -> None:
         judge = Judge.of(asked.teacher_RV or source, aim.judge_N, 0.7, 2)
         shared = head_loss(state, head, ready, vocab, LossOptions("kl", 0.7, 4), judge)
         torch.testing.assert_close(shared.sum, outs[0].sum)
+
+
+def test_a_judge_that_knows_the_whole_law_computes_draft_ids_alone_and_says_the_same() -> None:
+    _, _, aim = problem()
+    source, weight = torch.randn(N + 4, 3).double(), torch.randn(V, 3).double()
+    bias, ids = torch.randn(V).double(), torch.tensor([0, 2, V - 1])
+    asked = HeadRows(source, weight, bias)
+    whole = Judge.of(asked, aim.judge_N, 0.7, 2)
+    part = whole.over(ids)
+    assert part.logits_RK is not None
+    assert part.logits_RK.shape == (N + 4, 3)
+    weight.fill_(float("nan"))  # the whole head is not asked again
+    found = part.law(aim.judge_N, ids)
+    logits = F.linear(source, part.logits_RK.weight_VD, bias[ids])[aim.judge_N] / 0.7
+    assert whole.log_z_R is not None
+    torch.testing.assert_close(found.log_p_NK, logits - whole.log_z_R[aim.judge_N, None])
+    assert bool((found.log_p_NK.exp().sum(-1) < 1).all()), "some of p lies on ids that were cut"
+    alone = Judge(asked, 0.7)
+    assert alone.over(ids) is alone, "whoever reads a row once needs the whole law for its norm"
 
 
 def test_tv_is_one_minus_alpha_and_minus_log_alpha_is_ce_against_a_one_hot_law() -> None:
