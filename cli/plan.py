@@ -171,5 +171,5 @@ def _part_text(part: Part) -> str:
 
 
 def _parts_text(total: int, parts: Mapping[str, int]) -> str:
-    shown = ", ".join(f"{name} {size_text(count)}" for name, count in parts.items())
+    shown = ", ".join(f"{name} {size_text(count)}" for name, count in parts.items() if count)
     return f"{size_text(total)} ({shown})"

@@ -199,6 +199,8 @@ def test_doctor_says_red_for_what_does_not_work(
 
 
 def test_plan_tells_parameters_memory_disk_and_time(run: Any, tmp_path: Path) -> None:
+    ran = run("plan", "-r", "distill", "-o", tmp_path / "none")
+    assert " 0 B" not in ran.out, "what takes no room is not listed"
     answer = run("plan", "-r", "distill", "-o", tmp_path / "none", "--json").json
     plan = answer["result"]["plan"]
     assert plan["parameters"] >= plan["trainable"] > 0
