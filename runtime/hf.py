@@ -32,11 +32,13 @@ from specctl.runtime.place import check_memory, choose_dtype
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A checkpoint in memory, and the commit it came from where that is known."""
+    """A checkpoint in memory, the commit it came from where that is known, and the kind of the
+    multimodal model whose text side it is (None: it is the whole model)."""
 
     model: Any
     tokenizer: Any
     revision: str | None
+    inside_of: str | None
 
 
 def load_checkpoint(
@@ -54,9 +56,10 @@ def load_checkpoint(
     wanted = choose_dtype(dtype, device, stored, count)
     check_memory(count * wanted.itemsize, wanted, device, f"the target {resolved.name}")
     tokenizer = _load_tokenizer(folder, config)
-    model = _load_model(folder, wanted, is_multimodal(config)).to(device)
+    whole = config.model_type if is_multimodal(config) else None
+    model = _load_model(folder, wanted, whole is not None).to(device)
     commit = folder.name if resolved.path is None and folder.parent.name == "snapshots" else None
-    return Loaded(model, tokenizer, commit or resolved.revision)
+    return Loaded(model, tokenizer, commit or resolved.revision, whole)
 
 
 def check_folder(folder: Path) -> Any:

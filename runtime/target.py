@@ -51,7 +51,8 @@ class TargetChange:
 class Target:
     """A model that is only ever read. `fingerprint` names its weights, whatever dtype they are
     loaded in; `inflated` is the size it was inflated to, None for the model as published;
-    `changed` says how far it is from the target that a joint training made it of."""
+    `changed` says how far it is from the target that a joint training made it of; `inside_of` is
+    the kind of multimodal model whose text side it is."""
 
     name: str
     revision: str | None
@@ -63,6 +64,7 @@ class Target:
     eos_ids: tuple[int, ...]
     inflated: str | None = None
     changed: TargetChange | None = None
+    inside_of: str | None = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -187,7 +189,7 @@ def load_target(
     first = "float32" if inflate is not None else dtype
     loaded = load_checkpoint(resolved, first, where, offline)
     target = Target.from_model(loaded.model, loaded.tokenizer, name)
-    target = replace(target, revision=loaded.revision)
+    target = replace(target, revision=loaded.revision, inside_of=loaded.inside_of)
     if inflate is not None:
         from specctl.runtime.inflate import inflate as blow_up
 

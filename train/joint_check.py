@@ -100,13 +100,15 @@ def check_target(target: Target) -> None:
         problem = f"quantised weights ({kinds or 'by its configuration'})"
     elif type(lm) not in (LeanLM, HfLM) or (isinstance(lm, LeanLM) and lm.config is None):
         problem = f"a {type(lm).__name__} that did not come from transformers"
+    elif target.inside_of is not None:
+        problem = f"the text side of a {target.inside_of}, which would be written without the rest"
     elif target.tokenizer is None:
         problem = "no tokenizer to write beside the weights"
     if problem is not None:
         raise IncompatibleError(
             f"target {target.name} cannot learn together with a drafter",
             found=problem,
-            expected="a transformers model in float32, bfloat16 or float16 with its tokenizer",
+            expected="a whole transformers model in float32, bfloat16 or float16, with tokenizer",
             do="choose the target as it was published, or --set train.joint=null",
             where="train.joint",
         )

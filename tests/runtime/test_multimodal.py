@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling import Sampling
 from specctl.runtime.target import Target, load_target
 from specctl.train.data.tokenizer import train_tokenizer
+from specctl.train.joint_check import check_target
 
 TEXT = {
     "vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -105,3 +107,13 @@ def test_a_multimodal_model_without_a_text_side_for_us_is_refused(
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     with pytest.raises(IncompatibleError):
         check_config(tmp_path)
+
+
+def test_a_text_side_does_not_learn_with_its_drafter_for_the_rest_would_be_lost(
+    loaded: tuple[Any, Target],
+) -> None:
+    full, target = loaded
+    with pytest.raises(IncompatibleError, match="cannot learn together") as caught:
+        check_target(target)
+    assert full.config.model_type in str(caught.value.found)
+    check_target(replace(target, inside_of=None))
