@@ -33,7 +33,7 @@ from specctl.runtime.server.limits import Limits
 
 HANG_SECONDS = 5.0
 MEMORY_GROWTH = 50 << 20
-WARM = 200  # inputs before memory is measured
+WARM = 1_000  # inputs before memory is measured: at 200 a server may still have 72 MiB to take
 FUZZED_TOKENS = 4  # of an answer: requests of the schema ask for as many as they may
 # Not asked for: `positive_data_acceptance`, for what the schema cannot say (logprobs that need a
 # flag, a prompt that does not fit the context) is refused by words.
