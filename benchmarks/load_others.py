@@ -7,7 +7,7 @@ import math
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from specctl.runtime.hf import as_transformers
 from specctl.runtime.target import Target
 
 PAGE = 64  # tokens in a page of transformers' cache
+CACHE_FIELDS = {field.name for field in fields(ContinuousBatchingConfig)}
+PAGE_FIELD = "page_size" if "page_size" in CACHE_FIELDS else "block_size"  # transformers 5.17
 LLAMA = Path(__file__).with_name("load_llama.py")
 
 
@@ -41,7 +43,7 @@ class Transformers:
         )
         pages = users * (math.ceil((longest + self.tokens) / PAGE) + 1) + 8
         cache = ContinuousBatchingConfig(
-            num_blocks=pages, page_size=PAGE, max_batch_tokens=512, allow_block_sharing=False
+            num_blocks=pages, max_batch_tokens=512, allow_block_sharing=False, **{PAGE_FIELD: PAGE}
         )
         with self.model.continuous_batching_context_manager(
             generation_config=settings, continuous_batching_config=cache, warmup=False, timeout=30

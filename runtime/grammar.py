@@ -31,7 +31,7 @@ KINDS: tuple[Kind, ...] = ("json_object", "json_schema", "regex", "lark")
 ENDINGS: Mapping[str, Kind] = {".json": "json_schema", ".regex": "regex", ".lark": "lark"}
 MAX_TEXT, MAX_DEPTH = 64 << 10, 64  # characters; brackets inside one another
 SECONDS, START_SECONDS = 2.0, 60.0  # for one grammar, and for the tokenizer before the first
-KEPT = 64  # grammars kept compiled
+KEPT = 32  # grammars kept compiled, of at most 20 MiB each
 WHITESPACE = r"( ?|\n[ \t]{0,16})"  # between JSON tokens: a model that only indents comes to an end
 
 

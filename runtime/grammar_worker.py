@@ -14,6 +14,7 @@ from typing import Any
 MAX_MEMORY = 4 << 30
 LIMITS: dict[str, Any] = {
     "max_grammar_size": 100_000,
+    "initial_lexer_fuel": 300_000,  # 20 MiB for `a{100000}{100000}`, which takes 130 of 1,000,000
     "max_items_in_row": 1_000,  # an ambiguous grammar needs more and more time for every token
     "verbose_errors": False,
 }

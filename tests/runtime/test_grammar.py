@@ -4,6 +4,8 @@ import builtins
 import json
 import math
 import re
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from itertools import product
@@ -25,7 +27,7 @@ from specctl.runtime.grammar_mask import Walk
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling import Sampling, SamplingBatch
 from specctl.runtime.session import Request
-from specctl.runtime.target import Target
+from specctl.runtime.target import Target, load_target
 from specctl.runtime.verify.enumerate import Case, enumerate_case
 
 TOKENS = ("a", "b", "c", "ab", "ba", "<eos>")
@@ -290,6 +292,31 @@ def test_a_text_that_left_its_grammar_can_only_end(grammar):
     batch = SamplingBatch([Sampling(grammar=grammar)], V)
     scores = batch.scores(logits_at(paths, 0), tree, view_of([2, 2], 1))[0]
     assert torch.isfinite(scores[0]).nonzero()[:, 0].tolist() == [EOS]
+
+
+MEMORY_OF_ONE = """
+import json, sys
+from pathlib import Path
+from specctl.runtime.grammar_worker import make_matcher, make_tokenizer
+about, small, large = json.load(sys.stdin)
+tokenizer = make_tokenizer(**about)
+held = lambda: int(Path("/proc/self/statm").read_text().split()[1]) >> 8  # MiB of pages of 4 KiB
+first = make_matcher(tokenizer, small)
+before = held()
+second = make_matcher(tokenizer, large)
+print(first.get_error() or second.get_error() or held() - before)
+"""
+
+
+def test_an_expression_that_unfolds_takes_little_memory_for_a_stranger_may_send_many():
+    target = load_target("tiny")
+    about = Compiler(target.tokenizer, target.spec.vocab_size, target.eos_ids)._about
+    sources = [GrammarSpec("regex", text).source() for text in ("a+", "a{100000}{100000}")]
+    ran = subprocess.run(
+        [sys.executable, "-c", MEMORY_OF_ONE],
+        input=json.dumps([about, *sources]), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert int(ran.stdout) < 48, "MiB of one grammar"
 
 
 def test_an_ambiguous_grammar_that_needs_ever_more_time_is_given_up(small, monkeypatch):
