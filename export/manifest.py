@@ -120,7 +120,7 @@ class Acceptance(Record):
 
 
 class Manifest(Record):
-    """See docs/package-format.md for every field."""
+    """See docs/package-format.md for every field; `served_by` stands only in exports."""
 
     format_version: Literal[1]
     format: Annotated[str, Field(min_length=1)]
@@ -143,6 +143,7 @@ class Manifest(Record):
     acceptance: Acceptance | None
     versions: dict[str, str]
     command: tuple[str, ...]
+    served_by: tuple[str, ...] = ()
 
     @field_validator("spec")
     @classmethod
@@ -162,6 +163,8 @@ class Manifest(Record):
         body = self.model_dump(mode="json")
         if self.target.changed is None:
             del body["target"]["changed"]
+        if not self.served_by:
+            del body["served_by"]
         return body
 
     def render(self) -> bytes:

@@ -8,7 +8,6 @@ is scattered back; see `specctl.export.widen` for why the cut rows can never be 
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,14 @@ from torch import Tensor
 from specctl.drafters.parts.lean import LeanLlama, LeanLM, LlamaShape
 from specctl.drafters.parts.routed import PREFIX
 from specctl.drafters.small_lm import SmallLm
+from specctl.export.engines import (
+    draft_length,
+    dtype_fields,
+    dump_json,
+    sglang_command,
+    special_ids,
+    vllm_command,
+)
 from specctl.export.files import list_files
 from specctl.export.folder import compare_tensors, write_tensors
 from specctl.export.formats import Format, Source
@@ -34,8 +41,8 @@ def write(source: Source, folder: Path) -> None:
     write_tensors(wide.tensors, folder / WEIGHTS)
     if source.target.tokenizer is not None:
         write_tokenizer(source.target.tokenizer, folder)
-    _dump(config_of(wide.shape, source), folder / "config.json")
-    _dump(_generation_config(source), folder / "generation_config.json")
+    dump_json(config_of(wide.shape, source), folder / "config.json")
+    dump_json(_generation_config(source), folder / "generation_config.json")
     list_files(folder)  # no tokenizer may have written anything but plain files
 
 
@@ -84,9 +91,8 @@ def config_of(shape: LlamaShape, source: Source) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
         "tie_word_embeddings": shape.tied,
-        **_special_ids(source),
-        "dtype": source.manifest.dtype,
-        "torch_dtype": source.manifest.dtype,
+        **special_ids(source),
+        **dtype_fields(source),
         "use_cache": True,
     }
 
@@ -116,26 +122,13 @@ def _architecture(shape: LlamaShape) -> dict[str, Any]:
     return {"architectures": [f"{name}ForCausalLM"], "model_type": model_type, **extra}
 
 
-def _special_ids(source: Source) -> dict[str, Any]:
-    spec, eos = source.manifest.model_spec, list(source.target.eos_ids)
-    return {
-        "bos_token_id": spec.bos_id,
-        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
-        "pad_token_id": spec.pad_id,
-    }
-
-
 def _generation_config(source: Source) -> dict[str, Any]:
     """How transformers should draft with it: the package's own draft length, every round."""
-    body = {k: v for k, v in _special_ids(source).items() if v is not None}
+    body = {k: v for k, v in special_ids(source).items() if v is not None}
     length = source.manifest.serve.get("length")
     if isinstance(length, int):
         body |= {"num_assistant_tokens": length, "num_assistant_tokens_schedule": "constant"}
     return {**body, "do_sample": False}
-
-
-def _dump(body: dict[str, Any], path: Path) -> None:
-    path.write_text(json.dumps(body, indent=2, sort_keys=True) + "\n", encoding="ascii")
 
 
 def check(source: Source, folder: Path) -> None:
@@ -190,10 +183,19 @@ def _gate(found: str, expected: str) -> GateError:
     )
 
 
+def serve(source: Source, folder: str) -> tuple[str, ...]:
+    length = draft_length(source)
+    return (
+        vllm_command("draft_model", length, folder),
+        sglang_command("STANDALONE", length, folder),
+    )
+
+
 FORMAT = Format(
     name="hf",
     summary="plain transformers causal-LM folder with the target's tokenizer",
     families=("small-lm",),
     write=write,
     check=check,
+    serve=serve,
 )

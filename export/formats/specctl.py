@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 
+from specctl.export.card import given_target
 from specctl.export.folder import compare_tensors, package_tensors
 from specctl.export.formats import Format, Source
 from specctl.export.load import load_package
@@ -31,10 +33,16 @@ def check(source: Source, folder: Path) -> None:
     compare_tensors(package_tensors(source.drafter), package_tensors(loaded))
 
 
+def serve(source: Source, folder: str) -> tuple[str, ...]:
+    words = ["specctl", "serve", "--target", given_target(source.manifest), "--draft", folder]
+    return (shlex.join(words),)
+
+
 FORMAT = Format(
     name="specctl",
     summary="package folder of specctl: safetensors, manifest.json, README.md",
     families=None,
     write=write,
     check=check,
+    serve=serve,
 )
