@@ -64,10 +64,11 @@ def _front(manifest: Manifest) -> str:
 
 def _summary(manifest: Manifest) -> str:
     vocabulary, size = manifest.vocabulary, _count(manifest.parameters)
+    title = _TITLES.get(manifest.format, f"folder in the format {manifest.format}")
     text = (
         f"# Draft model for {shown_target(manifest)}\n\n"
         f"A `{manifest.family}` drafter ({size} parameters, {manifest.dtype}) for speculative "
-        f"decoding, as a {_TITLES.get(manifest.format, f'folder in the format {manifest.format}')}. "
+        f"decoding, as a {title}. "
     )
     if manifest.verification == "lossless":
         text += "Verification is lossless: the output law is the target's own, whatever is drafted."

@@ -29,22 +29,32 @@ LENGTH = 3  # tokens drafted a round where the package names no number
 
 
 def hidden_state_ids(taps: Sequence[int], num_layers: int) -> list[int]:
-    """Taps for a field that counts hidden states (vLLM, speculators). Refused: the embedding and
-    the last one, which in transformers is normed and in the engines is not."""
-    outside = [tap for tap in taps if not 0 < tap < num_layers]
-    if outside:
+    """Taps for a field that counts hidden states (vLLM, speculators). Refused: the last one, which
+    in transformers is normed and in the engines is not, and one that is named twice."""
+    return _checked(taps, range(num_layers), num_layers)
+
+
+def layer_ids(taps: Sequence[int], num_layers: int) -> list[int]:
+    """The same taps for a field that counts layers (SGLang; DFlash and DSpark everywhere), which
+    has no number for the embedding."""
+    return [tap - 1 for tap in _checked(taps, range(1, num_layers), num_layers)]
+
+
+def _checked(taps: Sequence[int], known: range, num_layers: int) -> list[int]:
+    if any(tap not in known for tap in taps) or len(set(taps)) != len(taps):
         raise IncompatibleError(
-            "engines hand out the states between two layers only",
+            "an engine hands out the states between its layers only, each once",
             found=f"taps {list(taps)} of a target with {num_layers} layers",
-            expected=f"taps from 1 to {num_layers - 1}",
+            expected=f"distinct taps from {known[0]} to {known[-1]}",
             do="train with other taps (--set drafter.options.taps=[...]), or export --to specctl",
         )
     return [int(tap) for tap in taps]
 
 
-def layer_ids(taps: Sequence[int], num_layers: int) -> list[int]:
-    """The same taps for a field that counts layers (SGLang; DFlash and DSpark everywhere)."""
-    return [tap - 1 for tap in hidden_state_ids(taps, num_layers)]
+def ascending(taps: Sequence[int]) -> list[int]:
+    """Where each tap stands in `taps`, lowest tap first: engines hand features out in the order of
+    their layers, whatever the order of the list, so what reads them is written in that order."""
+    return sorted(range(len(taps)), key=lambda at: taps[at])
 
 
 def taps_of_layer_ids(ids: Sequence[int]) -> list[int]:
@@ -57,7 +67,7 @@ def taps_of_layer_ids(ids: Sequence[int]) -> list[int]:
 
 def vocab_tensors(vocab: VocabMap | None) -> dict[str, Tensor]:
     """`d2t` int64 [K] and `t2d` bool [V] of a trimmed vocabulary, nothing for a whole one."""
-    if vocab is None:
+    if vocab is None or vocab.size == vocab.target_size:
         return {}
     return {"d2t": vocab.d2t().cpu().contiguous(), "t2d": vocab.t2d().cpu().contiguous()}
 
@@ -137,12 +147,12 @@ def dump_json(body: Mapping[str, Any], path: Path) -> None:
     path.write_text(json.dumps(body, indent=2, sort_keys=True) + "\n", encoding="ascii")
 
 
-# -- what engines cannot hold ------------------------------------------------------------------
+# -- refusals and faults -----------------------------------------------------------------------
 
 
 def refuse_scaled_embedding(source: Source, engine: str) -> None:
-    """Gemma scales embeddings before its layers; a drafter beside it reads the scaled ones, while
-    the engines hand the bare rows to a drafter."""
+    """Gemma scales embeddings before its layers, and a drafter beside it reads the scaled ones; an
+    engine that shares the bare rows would feed it others."""
     scale = source.manifest.model_spec.embed_scale
     if scale != 1.0:
         raise IncompatibleError(

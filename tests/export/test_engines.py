@@ -13,6 +13,7 @@ import torch
 from specctl.cli.export import FORMATS
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.export.engines import (
+    ascending,
     check_vocab,
     hidden_state_ids,
     layer_ids,
@@ -41,10 +42,25 @@ def test_layer_ids_go_to_every_engine_and_back() -> None:
     assert taps_of_layer_ids(layer_ids(taps, 32)) == [2, 16, 29]
 
 
-@pytest.mark.parametrize("tap", [0, 4])
-def test_the_states_at_the_two_ends_are_refused(tap: int) -> None:
-    with pytest.raises(IncompatibleError, match="from 1 to 3"):
-        hidden_state_ids((1, 2, tap), 4)
+@pytest.mark.parametrize(
+    ("ids", "taps", "expected"),
+    [
+        (hidden_state_ids, (1, 2, 4), "from 0 to 3"),
+        (hidden_state_ids, (1, 1, 2), "distinct"),
+        (layer_ids, (0, 1, 2), "from 1 to 3"),
+        (layer_ids, (1, 2, 4), "from 1 to 3"),
+    ],
+)
+def test_states_that_an_engine_does_not_hand_out_are_refused(
+    ids: Any, taps: tuple[int, ...], expected: str
+) -> None:
+    assert hidden_state_ids((0, 3), 4) == [0, 3]
+    with pytest.raises(IncompatibleError, match=expected):
+        ids(taps, 4)
+
+
+def test_features_come_in_the_order_of_the_layers() -> None:
+    assert ascending((5, 2, 4)) == [1, 2, 0]
 
 
 def test_vocabulary_tables_give_the_target_id_of_every_row() -> None:
