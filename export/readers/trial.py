@@ -1,0 +1,111 @@
+"""A trial: a random text with random states of a target, what our drafter drafts behind it, and
+whether an engine's reader says the same. Everything in float64 on the CPU.
+
+Letters: T known tokens, S states (T - 1: the newest token has none), D width, N drafted, K draft
+vocabulary, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from specctl.drafters.parts.base import Borrowed, Drafter, RoundView, Space, StepState
+from specctl.export.engines import gate
+from specctl.export.formats import Source
+
+CPU = torch.device("cpu")
+TOLERANCE = 1e-5  # of the largest logit
+KNOWN = 12
+
+AnyDrafter = TypeVar("AnyDrafter", bound=Drafter)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Known tokens (the last has no states yet), tokens drafted behind them, and what the target
+    computed: `states[k]` [S, D] is its hidden state k, of all layers."""
+
+    ids: tuple[int, ...]
+    drafted: tuple[int, ...]
+    states: Mapping[int, Tensor]
+
+    @classmethod
+    def of(cls, source: Source, num_drafted: int) -> Trial:
+        """The same for every export of one shape; no token twice where there are enough."""
+        spec, random = source.manifest.model_spec, torch.Generator().manual_seed(0)
+        known = min(KNOWN, spec.max_positions - num_drafted)
+        order = torch.randperm(spec.vocab_size, generator=random)
+        vocab = source.drafter.vocab
+        spoken = order if vocab is None else order[torch.isin(order, vocab.ids_K.cpu())]
+        ids = order.repeat(2)[:known]
+        shape = (spec.num_layers + 1, known - 1, spec.hidden_size)
+        states = torch.randn(shape, generator=random, dtype=torch.float64)
+        drafted = spoken.repeat(1 + num_drafted)[-num_drafted:] if num_drafted else spoken[:0]
+        return cls(tuple(ids.tolist()), tuple(drafted.tolist()), dict(enumerate(states)))
+
+
+def embedding_of(source: Source) -> Tensor:
+    """[V, D] float64: the target's bare rows, rounded to the dtype of the package, in which a
+    drafter reads them."""
+    rows_VD = source.target.borrowed().embedding_VD
+    return rows_VD.to(CPU, getattr(torch, source.manifest.dtype)).double()
+
+
+def twin(source: Source, drafter: AnyDrafter) -> AnyDrafter:
+    """The drafter in float64 on the CPU, bound to the same target; the original is untouched."""
+    made = copy.copy(drafter)
+    made.module = copy.deepcopy(drafter.module)
+    made.to(CPU, torch.float64)
+    borrowed = source.target.borrowed()
+    scaled = borrowed.embedding_VD * borrowed.embed_scale
+    rows_VD = scaled.to(CPU, getattr(torch, source.manifest.dtype)).double()
+    made.bind(replace(_on_cpu(borrowed), embedding_VD=rows_VD, embed_scale=1.0))
+    return made
+
+
+def _on_cpu(borrowed: Borrowed) -> Borrowed:
+    bias = borrowed.head_bias_V
+    return replace(
+        borrowed, head_VD=borrowed.head_VD.to(CPU), head_bias_V=None if bias is None else bias.cpu()
+    )
+
+
+@torch.no_grad()
+def drafted_logits(drafter: Drafter, trial: Trial) -> Tensor:
+    """[N + 1, V]: what the drafter says after the root and after each drafted token, as it serves;
+    -inf for the ids that it cannot speak."""
+    space = Space(1, len(trial.ids) + len(trial.drafted), 16, CPU, torch.float64)
+    state = drafter.open(space)
+    assert isinstance(state, StepState), drafter.family
+    state.start(0, trial.ids, {tap: trial.states[tap] for tap in drafter.needs().taps})
+    at_1 = torch.tensor([len(trial.ids) - 1])
+    view = RoundView((0,), torch.tensor([0]), torch.tensor(trial.ids[-1:]), at_1, (trial.ids,))
+    rows = [state.root(view)[0]]
+    for step, token in enumerate(trial.drafted):
+        rows.append(state.expand(torch.tensor([[token]]), torch.tensor([[step - 1]]))[0, 0])
+    said_NK = torch.stack(rows)
+    if drafter.vocab is None:
+        return said_NK
+    whole_NV = said_NK.new_full((len(rows), drafter.vocab.target_size), -torch.inf)
+    whole_NV[:, drafter.vocab.ids_K] = said_NK
+    return whole_NV
+
+
+def compare(engine: str, theirs_NV: Tensor, ours_NV: Tensor) -> float:
+    """The largest error as a share of the largest logit; above TOLERANCE a GateError."""
+    spoken = ours_NV > -torch.inf
+    if theirs_NV.shape != ours_NV.shape or not torch.equal(theirs_NV > -torch.inf, spoken):
+        raise gate(f"{engine} could draft other token ids", "the ids that the drafter can speak")
+    scale = max(float(ours_NV[spoken].abs().max()), 1e-30)
+    error_N = torch.where(spoken, (theirs_NV - ours_NV).abs(), 0.0).amax(-1) / scale
+    if not bool((error_N <= TOLERANCE).all()):
+        at = int((~(error_N <= TOLERANCE)).nonzero()[0])
+        found = f"drafted token {at + 1}: logits by {engine} differ by {float(error_N[at]):.1e}"
+        raise gate(found, f"the drafter's own logits, within {TOLERANCE:g} of their size")
+    return float(error_N.max())
