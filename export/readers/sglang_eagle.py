@@ -7,29 +7,25 @@ list plus one, joins them by `fc` only where they are not already as wide as the
 un-normed state as residual, and gives every head row the target id `row + d2t[row]`.
 EAGLE-1 has a bias on `fc`, no norm before its first layer, no LM head; a token map given on the
 command line cuts the target's head.
-Letters: T rows, D width, A taps, S steps, K draft vocabulary, V target vocabulary.
+Letters: T rows, D width, I features, N drafted, K draft vocabulary, V target vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.export.engines import gate
-from specctl.export.readers.plain import (
-    Attention,
-    Parameters,
-    mlp_shapes,
-    read_config,
-    read_tensors,
-    rms_norm,
-    swiglu,
-)
-from specctl.export.readers.probe import Probe, scattered
+from specctl.export.readers.layers import attention, layer_shapes, mlp, rms_norm
+from specctl.export.readers.loading import Parameters, read_config, read_tensors, sizes_of
+from specctl.export.readers.trial import Trial
 
+ENGINE = "SGLang 0.5.23"
 RENAMED = {
     "midlayer": "layers.0",
     "aux_norm_low": "fc_norm.0",
@@ -37,24 +33,50 @@ RENAMED = {
     "aux_norm_high": "fc_norm.2",
 }
 
+Shapes = dict[str, list[int]]
+Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # ids, states -> logits, fed back
+
+
+def chained(step: Step, trial: Trial, state_TD: Tensor) -> Tensor:
+    """[N + 1, K]: logits after the newest known token and after each drafted one, every state of
+    the drafter's own fed back beside the next token."""
+    ids, said = list(trial.ids[1:]), []
+    for token in (*trial.drafted, None):
+        logits_TK, fed_TD = step(torch.tensor(ids), state_TD)
+        said.append(logits_TK[-1])
+        if token is not None:
+            ids.append(token)
+            state_TD = torch.cat([state_TD, fed_TD[-1:]])
+    return torch.stack(said)
+
+
+def over_targets(said_NK: Tensor, ids_K: Tensor | None, size: int) -> Tensor:
+    """[N, V]: logits by target id, -inf for those without a row."""
+    if ids_K is None:
+        return said_NK
+    if int(ids_K.min()) < 0 or int(ids_K.max()) >= size:
+        raise gate("d2t leads out of the vocabulary", "offsets: target id = row + d2t[row]")
+    whole_NV = said_NK.new_full((len(said_NK), size), -torch.inf)
+    whole_NV[:, ids_K] = said_NK
+    return whole_NV
+
 
 def captured(config: Any, num_layers: int) -> list[int]:
     """hidden_states indices that the target hands out, in the order in which it meets them."""
-    nested = getattr(config, "eagle_config", None)
     try:
-        wanted = {value + 1 for value in nested["eagle_aux_hidden_state_layer_ids"]}
-    except (TypeError, KeyError):  # as the engine: whatever fails means the default
+        nested = config.eagle_config["eagle_aux_hidden_state_layer_ids"]
+        wanted = {value + 1 for value in nested}
+    except (AttributeError, TypeError, KeyError):  # as the engine: whatever fails is the default
         wanted = {2, num_layers // 2, num_layers - 3}
     return [index for index in range(num_layers) if index in wanted]
 
 
 class SglangEagle3:
-    """LlamaForCausalLMEagle3."""
+    """LlamaForCausalLMEagle3 beside a target with these embeddings [V, D]."""
 
-    def __init__(self, folder: Path) -> None:
-        self.config = config = read_config(folder)
-        if config.architectures != ["LlamaForCausalLMEagle3"]:
-            raise gate(f"architectures {config.architectures}", "LlamaForCausalLMEagle3")
+    def __init__(self, folder: Path, embedding_VD: Tensor) -> None:
+        self.config = config = read_config(folder, "LlamaForCausalLMEagle3")
+        self.sizes, self.embedding_VD = sizes_of(config), embedding_VD
         nested = getattr(config, "eagle_config", None) or {}
         listed = nested.get("eagle_aux_hidden_state_layer_ids")
         number = getattr(config, "num_aux_hidden_states", None)
@@ -66,31 +88,25 @@ class SglangEagle3:
         self.params = Parameters(self._shapes())
         for name, tensor in read_tensors(folder).items():
             self._load(name, tensor)
-        self.params.check(spared=["model.embed_tokens.weight"])
+        self.params.check()
 
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        config = self.config
-        width, rows = config.hidden_size, getattr(config, "draft_vocab_size", None)
-        if rows is None:
-            raise gate("no draft_vocab_size", "the number of head rows")
-        taken = getattr(config, "target_hidden_size", width) * self.num_taps
-        shapes: dict[str, tuple[int, ...]] = {
-            "model.embed_tokens.weight": (config.vocab_size, width),
-            "model.fc.weight": (width, taken),
-            "model.norm.weight": (width,),
-            "lm_head.weight": (rows, width),
-        }
+    def _shapes(self) -> Shapes:
+        config, sizes = self.config, self.sizes
+        rows = getattr(config, "draft_vocab_size", None)
+        if rows is None or config.tie_word_embeddings:
+            raise gate("no LM head of its own", "draft_vocab_size and no tied embedding")
+        taken = getattr(config, "target_hidden_size", sizes.width)
+        shapes = {"model.fc.weight": [sizes.width, taken * self.num_taps]}
+        shapes |= {"model.norm.weight": [sizes.width], "lm_head.weight": [rows, sizes.width]}
         if getattr(config, "bias", False):
-            shapes["model.fc.bias"] = (width,)
-        if self.has_fc_norm:
-            for tap in range(self.num_taps):
-                shapes[f"model.fc_norm.{tap}.weight"] = (taken // self.num_taps,)
+            shapes["model.fc.bias"] = [sizes.width]
+        for tap in range(self.num_taps if self.has_fc_norm else 0):
+            shapes[f"model.fc_norm.{tap}.weight"] = [taken]
         for layer in range(config.num_hidden_layers):
             own = f"model.layers.{layer}"
-            shapes |= Attention.shapes(f"{own}.self_attn", config, width * (2 if layer == 0 else 1))
-            shapes |= mlp_shapes(f"{own}.mlp", config)
-            for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
-                shapes[f"{own}.{norm}.weight"] = (width,)
+            shapes |= layer_shapes(own, sizes, sizes.width * (1 if layer else 2), qk_norm=False)
+            for norm in ("input_layernorm", "hidden_norm"):
+                shapes[f"{own}.{norm}.weight"] = [sizes.width]
         return shapes
 
     def _load(self, name: str, tensor: Tensor) -> None:
@@ -98,122 +114,96 @@ class SglangEagle3:
             name = name.replace(old, new)
         if "d2t" in name:
             self.hot_K = tensor + torch.arange(len(tensor))
-        elif "t2d" not in name:
+        elif "t2d" not in name and name != "embed_tokens.weight":
             self.params.load(name if name in self.params else f"model.{name}", tensor)
 
-    def __call__(self, probe: Probe) -> Tensor:
-        """[S, V]."""
-        seen = [self._attention(layer) for layer in range(self.config.num_hidden_layers)]
-        taps = [probe.states[i] for i in captured(self.config, len(probe.states) - 1)]
-        ids_T, position_T = torch.tensor(probe.tokens[1:]), torch.arange(len(probe.tokens) - 1)
-        state_TD = self._joined(torch.cat(taps, dim=-1))
-        rows: list[Tensor] = []
-        for token in (None, *probe.chain):
-            if token is not None:
-                ids_T, position_T = torch.tensor([token]), position_T[-1:] + 1
-            spoken_TD, state_TD = self._layers(probe.embedding_VD[ids_T], state_TD, position_T, seen)
-            rows.append(spoken_TD[-1] @ self.params["lm_head.weight"].T)
-            state_TD = state_TD[-1:]
-        ids_K = torch.arange(len(rows[0])) if self.hot_K is None else self.hot_K
-        return scattered(torch.stack(rows), ids_K, len(probe.head_VD))
-
-    def _attention(self, layer: int) -> Attention:
-        return Attention(self.params, f"model.layers.{layer}.self_attn", self.config)
+    @torch.no_grad()
+    def drafted_logits(self, trial: Trial) -> Tensor:
+        """[N + 1, V]."""
+        taps = [trial.states[k] for k in captured(self.config, len(trial.states) - 1)]
+        if not taps:
+            raise gate("no hidden state captured", "the taps of the drafter")
+        said_NK = chained(self._step, trial, self._joined(torch.cat(taps, dim=-1)))
+        return over_targets(said_NK, self.hot_K, len(self.embedding_VD))
 
     def _joined(self, taken_TI: Tensor) -> Tensor:
-        params, eps = self.params, self.config.rms_norm_eps
-        if taken_TI.shape[-1] == self.config.hidden_size:
-            return taken_TI  # the engine takes them for states of the drafter itself
+        """What stands beside a token. Features as wide as the drafter pass for its own states."""
+        params, eps = self.params, self.sizes.eps
+        if taken_TI.shape[-1] == self.sizes.width:
+            return taken_TI
         if self.has_fc_norm:
             parts = enumerate(taken_TI.chunk(self.num_taps, dim=-1))
             normed = [rms_norm(x, params[f"model.fc_norm.{i}.weight"], eps) for i, x in parts]
             taken_TI = torch.cat(normed, dim=-1)
-        if taken_TI.shape[-1] != params["model.fc.weight"].shape[1]:
-            raise gate(
-                f"{taken_TI.shape[-1]} features captured",
-                f"the {params['model.fc.weight'].shape[1]} that fc reads",
-            )
-        joined_TD = taken_TI @ params["model.fc.weight"].T
-        return joined_TD + params["model.fc.bias"] if "model.fc.bias" in params else joined_TD
+        weight = params["model.fc.weight"]
+        if taken_TI.shape[-1] != weight.shape[1]:
+            raise gate(f"{taken_TI.shape[-1]} features captured", f"{weight.shape[1]} read by fc")
+        return F.linear(taken_TI, weight, params.get("model.fc.bias"))
 
-    def _layers(
-        self, embed_TD: Tensor, state_TD: Tensor, position_T: Tensor, seen: list[Attention]
-    ) -> tuple[Tensor, Tensor]:
-        """What the LM head reads, and what is fed back."""
-        params, eps = self.params, self.config.rms_norm_eps
-        residual_TD = state_TD
-        for layer, attention in enumerate(seen):
+    def _step(self, ids_T: Tensor, state_TD: Tensor) -> tuple[Tensor, Tensor]:
+        params, eps = self.params, self.sizes.eps
+        embed_TD = self.embedding_VD[ids_T]
+        for layer in range(self.config.num_hidden_layers):
             own = f"model.layers.{layer}"
-            x_TI = rms_norm(residual_TD, params[f"{own}.hidden_norm.weight"], eps)
+            x_TI = rms_norm(state_TD, params[f"{own}.hidden_norm.weight"], eps)
             if layer == 0:
                 embed_TD = rms_norm(embed_TD, params[f"{own}.input_layernorm.weight"], eps)
                 x_TI = torch.cat([embed_TD, x_TI], dim=-1)
-            attention.see(x_TI, position_T)
-            residual_TD = residual_TD + attention(x_TI, position_T, is_causal=True)
-            normed_TD = rms_norm(residual_TD, params[f"{own}.post_attention_layernorm.weight"], eps)
-            residual_TD = residual_TD + swiglu(params, f"{own}.mlp", normed_TD)
-        normed_TD = rms_norm(residual_TD, params["model.norm.weight"], eps)
+            state_TD = _rest(params, own, state_TD, x_TI, self.sizes)
+        normed_TD = rms_norm(state_TD, params["model.norm.weight"], eps)
         is_normed = getattr(self.config, "norm_output", False)
-        return normed_TD, normed_TD if is_normed else residual_TD
+        logits_TK = F.linear(normed_TD, params["lm_head.weight"])
+        return logits_TK, normed_TD if is_normed else state_TD
+
+
+def _rest(params: Parameters, own: str, state_TD: Tensor, x_TI: Tensor, sizes: Any) -> Tensor:
+    """A layer behind what its attention reads."""
+    state_TD = state_TD + attention(params, f"{own}.self_attn", x_TI, sizes)
+    normed_TD = rms_norm(state_TD, params[f"{own}.post_attention_layernorm.weight"], sizes.eps)
+    return state_TD + mlp(params, f"{own}.mlp", normed_TD)
 
 
 class SglangEagle:
-    """LlamaForCausalLMEagle, with the ids of a token map [K] if the command gives one."""
+    """LlamaForCausalLMEagle beside a target with this embedding and this head [V, D]; `map_K` are
+    the ids of the token map on the command line."""
 
-    def __init__(self, folder: Path, map_K: Tensor | None = None) -> None:
-        self.config, self.map_K = read_config(folder), map_K
-        if self.config.architectures != ["LlamaForCausalLMEagle"]:
-            raise gate(f"architectures {self.config.architectures}", "LlamaForCausalLMEagle")
+    def __init__(
+        self, folder: Path, embedding_VD: Tensor, head_VD: Tensor, map_K: Tensor | None
+    ) -> None:
+        self.config = read_config(folder, "LlamaForCausalLMEagle")
+        self.sizes, self.embedding_VD, self.map_K = sizes_of(self.config), embedding_VD, map_K
+        self.head_KD = head_VD if map_K is None else head_VD[map_K]
         self.params = Parameters(self._shapes())
         for name, tensor in read_tensors(folder).items():
-            if "lm_head" not in name and name not in ("d2t", "t2d"):
+            if "lm_head" not in name and name not in ("d2t", "t2d", "embed_tokens.weight"):
                 self.params.load(f"model.{name}", tensor)
-        self.params.check(spared=["model.embed_tokens.weight"])
+        self.params.check()
 
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        config = self.config
-        width = config.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {
-            "model.embed_tokens.weight": (config.vocab_size, width),
-            "model.fc.weight": (width, 2 * width),
-            "model.fc.bias": (width,),
-        }
-        for layer in range(config.num_hidden_layers):
+    def _shapes(self) -> Shapes:
+        width = self.sizes.width
+        shapes = {"model.fc.weight": [width, 2 * width], "model.fc.bias": [width]}
+        for layer in range(self.config.num_hidden_layers):
             own = f"model.layers.{layer}"
-            shapes |= Attention.shapes(f"{own}.self_attn", config, width)
-            shapes |= mlp_shapes(f"{own}.mlp", config)
-            shapes[f"{own}.post_attention_layernorm.weight"] = (width,)
+            shapes |= layer_shapes(own, self.sizes, width, qk_norm=False)
             if layer > 0:
-                shapes[f"{own}.input_layernorm.weight"] = (width,)
+                shapes[f"{own}.input_layernorm.weight"] = [width]
         return shapes
 
-    def __call__(self, probe: Probe) -> Tensor:
-        """[S, V]."""
-        layers = range(self.config.num_hidden_layers)
-        seen = [Attention(self.params, f"model.layers.{i}.self_attn", self.config) for i in layers]
-        ids_T, position_T = torch.tensor(probe.tokens[1:]), torch.arange(len(probe.tokens) - 1)
-        state_TD, rows = probe.states[-1], list[Tensor]()
-        size = len(probe.head_VD)
-        ids_K = torch.arange(size) if self.map_K is None else self.map_K
-        for token in (None, *probe.chain):
-            if token is not None:
-                ids_T, position_T = torch.tensor([token]), position_T[-1:] + 1
-            state_TD = self._layers(probe.embedding_VD[ids_T], state_TD, position_T, seen)[-1:]
-            rows.append(state_TD[0] @ probe.head_VD[ids_K].T)
-        return scattered(torch.stack(rows), ids_K, size)
+    @torch.no_grad()
+    def drafted_logits(self, trial: Trial) -> Tensor:
+        """[N + 1, V]."""
+        last = max(trial.states)  # what the target's LM head reads
+        said_NK = chained(self._step, trial, trial.states[last])
+        return over_targets(said_NK, self.map_K, len(self.embedding_VD))
 
-    def _layers(
-        self, embed_TD: Tensor, state_TD: Tensor, position_T: Tensor, seen: list[Attention]
-    ) -> Tensor:
-        params, eps = self.params, self.config.rms_norm_eps
-        both = torch.cat([embed_TD, state_TD], dim=-1)
-        x_TD = both @ params["model.fc.weight"].T + params["model.fc.bias"]
-        for layer, attention in enumerate(seen):
+    def _step(self, ids_T: Tensor, state_TD: Tensor) -> tuple[Tensor, Tensor]:
+        params = self.params
+        both_TI = torch.cat([self.embedding_VD[ids_T], state_TD], dim=-1)
+        x_TD = F.linear(both_TI, params["model.fc.weight"], params["model.fc.bias"])
+        for layer in range(self.config.num_hidden_layers):
             own, read_TD = f"model.layers.{layer}", x_TD
             if layer > 0:
-                read_TD = rms_norm(x_TD, params[f"{own}.input_layernorm.weight"], eps)
-            attention.see(read_TD, position_T)
-            x_TD = x_TD + attention(read_TD, position_T, is_causal=True)
-            normed_TD = rms_norm(x_TD, params[f"{own}.post_attention_layernorm.weight"], eps)
-            x_TD = x_TD + swiglu(params, f"{own}.mlp", normed_TD)
-        return x_TD
+                norm_D = params[f"{own}.input_layernorm.weight"]
+                read_TD = rms_norm(x_TD, norm_D, self.sizes.eps)
+            x_TD = _rest(params, own, x_TD, read_TD, self.sizes)
+        return F.linear(x_TD, self.head_KD), x_TD
