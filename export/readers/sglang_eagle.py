@@ -12,7 +12,6 @@ Letters: T rows, D width, I features, N drafted, K draft vocabulary, V target vo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch import Tensor
 from specctl.export.engines import gate
 from specctl.export.readers.layers import attention, layer_shapes, mlp, rms_norm
 from specctl.export.readers.loading import Parameters, read_config, read_tensors, sizes_of
-from specctl.export.readers.trial import Trial
+from specctl.export.readers.trial import Trial, chained, over_targets
 
 ENGINE = "SGLang 0.5.23"
 RENAMED = {
@@ -34,31 +33,6 @@ RENAMED = {
 }
 
 Shapes = dict[str, list[int]]
-Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # ids, states -> logits, fed back
-
-
-def chained(step: Step, trial: Trial, state_TD: Tensor) -> Tensor:
-    """[N + 1, K]: logits after the newest known token and after each drafted one, every state of
-    the drafter's own fed back beside the next token."""
-    ids, said = list(trial.ids[1:]), []
-    for token in (*trial.drafted, None):
-        logits_TK, fed_TD = step(torch.tensor(ids), state_TD)
-        said.append(logits_TK[-1])
-        if token is not None:
-            ids.append(token)
-            state_TD = torch.cat([state_TD, fed_TD[-1:]])
-    return torch.stack(said)
-
-
-def over_targets(said_NK: Tensor, ids_K: Tensor | None, size: int) -> Tensor:
-    """[N, V]: logits by target id, -inf for those without a row."""
-    if ids_K is None:
-        return said_NK
-    if int(ids_K.min()) < 0 or int(ids_K.max()) >= size:
-        raise gate("d2t leads out of the vocabulary", "offsets: target id = row + d2t[row]")
-    whole_NV = said_NK.new_full((len(said_NK), size), -torch.inf)
-    whole_NV[:, ids_K] = said_NK
-    return whole_NV
 
 
 def captured(config: Any, num_layers: int) -> list[int]:

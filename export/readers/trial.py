@@ -8,7 +8,7 @@ vocabulary, V target vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -23,6 +23,7 @@ CPU = torch.device("cpu")
 TOLERANCE = 1e-5  # of the largest logit
 KNOWN = 12
 
+Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # ids, states -> logits, fed back
 AnyDrafter = TypeVar("AnyDrafter", bound=Drafter)
 
 
@@ -36,11 +37,13 @@ class Trial:
     states: Mapping[int, Tensor]
 
     @classmethod
-    def of(cls, source: Source, num_drafted: int) -> Trial:
-        """The same for every export of one shape; no token twice where there are enough."""
+    def of(cls, source: Source, num_drafted: int, without: int | None = None) -> Trial:
+        """The same for every export of one shape; no token twice where there are enough, and none
+        `without`, whose embedding stands for something else."""
         spec, random = source.manifest.model_spec, torch.Generator().manual_seed(0)
         known = min(KNOWN, spec.max_positions - num_drafted)
         order = torch.randperm(spec.vocab_size, generator=random)
+        order = order[order != without]
         vocab = source.drafter.vocab
         spoken = order if vocab is None else order[torch.isin(order, vocab.ids_K.cpu())]
         ids = order.repeat(2)[:known]
@@ -80,7 +83,8 @@ def _on_cpu(borrowed: Borrowed) -> Borrowed:
 def drafted_logits(drafter: Drafter, trial: Trial) -> Tensor:
     """[N + 1, V]: what the drafter says after the root and after each drafted token, as it serves;
     -inf for the ids that it cannot speak."""
-    space = Space(1, len(trial.ids) + len(trial.drafted), 16, CPU, torch.float64)
+    num_nodes = len(trial.drafted) + 1
+    space = Space(1, len(trial.ids) + num_nodes, num_nodes, CPU, torch.float64)
     state = drafter.open(space)
     assert isinstance(state, StepState), drafter.family
     state.start(0, trial.ids, {tap: trial.states[tap] for tap in drafter.needs().taps})
@@ -89,11 +93,33 @@ def drafted_logits(drafter: Drafter, trial: Trial) -> Tensor:
     rows = [state.root(view)[0]]
     for step, token in enumerate(trial.drafted):
         rows.append(state.expand(torch.tensor([[token]]), torch.tensor([[step - 1]]))[0, 0])
-    said_NK = torch.stack(rows)
-    if drafter.vocab is None:
+    vocab = drafter.vocab
+    if vocab is None:
+        return torch.stack(rows)
+    return over_targets(torch.stack(rows), vocab.ids_K, vocab.target_size)
+
+
+def chained(step: Step, trial: Trial, state_TD: Tensor) -> Tensor:
+    """[N + 1, K] by a reader: logits after the newest known token and after each drafted one, every
+    state of the drafter's own fed back beside the next token."""
+    ids, said = list(trial.ids[1:]), []
+    for token in (*trial.drafted, None):
+        logits_TK, fed_TD = step(torch.tensor(ids), state_TD)
+        said.append(logits_TK[-1])
+        if token is not None:
+            ids.append(token)
+            state_TD = torch.cat([state_TD, fed_TD[-1:]])
+    return torch.stack(said)
+
+
+def over_targets(said_NK: Tensor, ids_K: Tensor | None, size: int) -> Tensor:
+    """[N, V]: logits by target id, -inf for those without a row."""
+    if ids_K is None:
         return said_NK
-    whole_NV = said_NK.new_full((len(rows), drafter.vocab.target_size), -torch.inf)
-    whole_NV[:, drafter.vocab.ids_K] = said_NK
+    if int(ids_K.min()) < 0 or int(ids_K.max()) >= size:
+        raise gate("d2t leads out of the vocabulary", "offsets: target id = row + d2t[row]")
+    whole_NV = said_NK.new_full((len(said_NK), size), -torch.inf)
+    whole_NV[:, ids_K] = said_NK
     return whole_NV
 
 
