@@ -14,7 +14,7 @@ from specctl.cli.target_choice import TargetChoice
 from specctl.recipes.errors import RecipeError, nearest
 
 OWN_TARGET = TargetChoice(name="")  # no name: what the package was made for
-FORMATS = ("hf", "specctl")
+FORMATS = ("hf", "specctl", "speculators")
 
 
 def export(

@@ -1,0 +1,99 @@
+"""EAGLE-3 in the speculators format; its tensors are those of a flat checkpoint.
+
+A target that scales its embeddings (Gemma) is no obstacle here: the scaled rows go along as the
+drafter's own, which vLLM keeps because they differ from the target's. Norms on queries and keys
+make it a qwen3 layer, else it is a llama layer.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specctl.drafters.eagle3 import Eagle3
+from specctl.drafters.parts.blocks import LayerShape
+from specctl.export.engines import dimensions, draft_length, hidden_state_ids, rope_fields
+from specctl.export.flat import eagle3_tensors
+from specctl.export.formats import Source
+from specctl.export.readers.trial import Trial, compare, drafted_logits, embedding_of, twin
+from specctl.export.readers.vllm_eagle3 import ENGINE, VllmEagle3
+from specctl.export.speculators.layout import Layout, Written
+
+FED_BACK = 3  # states of the drafter's own that are compared, besides those of the target
+
+
+def write(source: Source) -> Written:
+    drafter = source.drafter
+    assert isinstance(drafter, Eagle3)
+    return Written(
+        kind="eagle3",
+        architecture="Eagle3DraftModel",
+        length=draft_length(source),
+        layer=layer_config(source, drafter.module.shape, 1, drafter.options.qk_norm),
+        own={
+            **feature_keys(source),
+            "fc_norm": drafter.options.fc_norm,
+            "norm_output": drafter.options.norm_output,
+        },
+        tensors=eagle3_tensors(source) | scaled_rows(source),
+    )
+
+
+def layer_config(
+    source: Source, shape: LayerShape, num_layers: int, qk_norm: bool = False
+) -> dict[str, Any]:
+    """transformer_layer_config. The number of features stands here because vLLM's llama class
+    looks for it here and nowhere else."""
+    kind: dict[str, Any] = {"model_type": "llama"}
+    if qk_norm:
+        layers = ["full_attention"] * num_layers
+        kind = {"model_type": "qwen3", "layer_types": layers, "sliding_window": None}
+    return {
+        **kind,
+        **dimensions(shape, source, num_layers),
+        **rope_fields(shape.rope_theta),
+        "num_aux_hidden_states": len(source.manifest.taps.indices),
+    }
+
+
+def feature_keys(source: Source) -> dict[str, Any]:
+    """Which hidden states are read, and what vLLM and speculators assume differently where it is
+    not written."""
+    taps = sorted(source.manifest.taps.indices)
+    return {
+        "eagle_aux_hidden_state_layer_ids": hidden_state_ids(
+            taps, source.manifest.model_spec.num_layers
+        ),
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "embed_requires_grad": False,
+    }
+
+
+def embedding_rows(source: Source) -> Tensor:
+    """[V, D]: what the drafter reads as embeddings of its target, in the dtype of the package."""
+    borrowed = source.target.borrowed()
+    rows_VD = (borrowed.embedding_VD * borrowed.embed_scale).detach()
+    return rows_VD.to("cpu", getattr(torch, source.manifest.dtype), copy=True).contiguous()
+
+
+def scaled_rows(source: Source) -> dict[str, Tensor]:
+    """The drafter's own embedding where the target's bare rows are not what it reads."""
+    if source.target.borrowed().embed_scale == 1.0:
+        return {}
+    return {"embed_tokens.weight": embedding_rows(source)}
+
+
+def check(source: Source, folder: Path) -> None:
+    """vLLM drafts what the drafter drafts: behind random features, and on its own states."""
+    assert isinstance(source.drafter, Eagle3)
+    ours = twin(source, source.drafter)
+    ours.router = ours.module.router = None  # the whole head speaks in an engine
+    reader, trial = VllmEagle3(folder, embedding_of(source)), Trial.of(source, FED_BACK)
+    compare(ENGINE, reader.drafted_logits(trial), drafted_logits(ours, trial))
+
+
+LAYOUT = Layout(write, check, "eagle3", draft_length)
