@@ -8,14 +8,16 @@ vocabulary, V target vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from specctl.drafters import families
 from specctl.drafters.parts.base import Borrowed, Drafter, RoundView, Space, StepState
+from specctl.drafters.parts.routed import PREFIX
 from specctl.export.engines import gate
 from specctl.export.formats import Source
 
@@ -72,6 +74,19 @@ def twin(source: Source, drafter: AnyDrafter) -> AnyDrafter:
     return made
 
 
+def without_router(drafter: Drafter) -> Drafter:
+    """The drafter reading its whole LM head, as engines do; itself where it does so already."""
+    if getattr(drafter.options, "head_groups", None) is None:
+        return drafter
+    options = replace(drafter.options, head_groups=None)
+    whole = families()[drafter.family].build(options, drafter.spec, drafter.vocab)
+    tensors = {n: t for n, t in drafter.tensors().items() if not n.startswith(PREFIX)}
+    first = next(iter(tensors.values()))
+    whole.to(first.device, first.dtype)
+    whole.load_tensors(tensors)
+    return whole
+
+
 def _on_cpu(borrowed: Borrowed) -> Borrowed:
     bias = borrowed.head_bias_V
     return replace(
@@ -79,10 +94,8 @@ def _on_cpu(borrowed: Borrowed) -> Borrowed:
     )
 
 
-@torch.no_grad()
-def drafted_logits(drafter: Drafter, trial: Trial) -> Tensor:
-    """[N + 1, V]: what the drafter says after the root and after each drafted token, as it serves;
-    -inf for the ids that it cannot speak."""
+def spoken(drafter: Drafter, trial: Trial) -> Iterator[tuple[StepState, Tensor]]:
+    """The drafter as it serves, and its logits [K], after the root and after each drafted token."""
     num_nodes = len(trial.drafted) + 1
     space = Space(1, len(trial.ids) + num_nodes, num_nodes, CPU, torch.float64)
     state = drafter.open(space)
@@ -90,10 +103,16 @@ def drafted_logits(drafter: Drafter, trial: Trial) -> Tensor:
     state.start(0, trial.ids, {tap: trial.states[tap] for tap in drafter.needs().taps})
     at_1 = torch.tensor([len(trial.ids) - 1])
     view = RoundView((0,), torch.tensor([0]), torch.tensor(trial.ids[-1:]), at_1, (trial.ids,))
-    rows = [state.root(view)[0]]
+    yield state, state.root(view)[0]
     for step, token in enumerate(trial.drafted):
-        rows.append(state.expand(torch.tensor([[token]]), torch.tensor([[step - 1]]))[0, 0])
-    vocab = drafter.vocab
+        yield state, state.expand(torch.tensor([[token]]), torch.tensor([[step - 1]]))[0, 0]
+
+
+@torch.no_grad()
+def drafted_logits(drafter: Drafter, trial: Trial) -> Tensor:
+    """[N + 1, V]: what the drafter says after the root and after each drafted token; -inf for the
+    ids that it cannot speak."""
+    rows, vocab = [logits_K for _, logits_K in spoken(drafter, trial)], drafter.vocab
     if vocab is None:
         return torch.stack(rows)
     return over_targets(torch.stack(rows), vocab.ids_K, vocab.target_size)
