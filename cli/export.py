@@ -14,7 +14,7 @@ from specctl.cli.target_choice import TargetChoice
 from specctl.recipes.errors import RecipeError, nearest
 
 OWN_TARGET = TargetChoice(name="")  # no name: what the package was made for
-FORMATS = ("hf", "specctl", "speculators")
+FORMATS = ("gguf", "hf", "medusa", "mlp-speculator", "specctl", "speculators", "vllm-medusa")
 
 
 def export(
@@ -54,6 +54,8 @@ def export(
     manifest = export_(draft, to, out, model, allow=tuple(allow or ()))
     files = sorted(p.name for p in out.iterdir())
     console.out(f"{out}: {', '.join(files)}")
+    for note in manifest.notes:
+        console.warn(note)
     place = resolve(model.name).path
     commands = [filled(line, out, place) for line in manifest.served_by]
     result = {"out": str(out), "format": to, "files": files, "sha256": manifest.digest}

@@ -137,7 +137,8 @@ def _load(manifest: Manifest) -> str:
         )
     if manifest.format != "specctl":
         lines = "\n".join(f"    {line}" for line in manifest.served_by)
-        return f"## Use\n\nWith the paths of your machine filled in:\n\n{lines}"
+        notes = "".join(f"\n\n{note}" for note in manifest.notes)
+        return f"## Use\n\nWith the paths of your machine filled in:\n\n{lines}{notes}"
     return (
         "## Use\n\n"
         f'    specctl generate --target {target}{inflate} --draft THIS_FOLDER "def main("\n'

@@ -36,12 +36,17 @@ class Source:
     allow: tuple[str, ...] = ()
 
 
+def _no_notes(source: Source) -> tuple[str, ...]:
+    del source
+    return ()
+
+
 @dataclass(frozen=True, slots=True)
 class Format:
     """One export format. `families` it can hold (None = all); `write(source, folder)` writes its
     files; `check(source, folder)` reads the sealed folder back and raises if anything differs;
     `serve(source, folder)` gives the shell commands that serve it from `folder`, with TARGET where
-    the target's folder or repository belongs."""
+    the target's folder or repository belongs; `notes(source)` is what a user must know of it."""
 
     name: str
     summary: str
@@ -49,6 +54,7 @@ class Format:
     write: Callable[[Source, Path], None]
     check: Callable[[Source, Path], None]
     serve: Callable[[Source, str], tuple[str, ...]]
+    notes: Callable[[Source], tuple[str, ...]] = _no_notes
 
     def holds(self, family: str) -> bool:
         return self.families is None or family in self.families
@@ -112,6 +118,7 @@ def export(
         about = manifest.to_json() | {"format": to, "versions": versions()}
         named = manifest.target.repo or TARGET
         about["served_by"] = [line.replace(TARGET, named) for line in form.serve(source, FOLDER)]
+        about["notes"] = list(form.notes(source))
         sealed = seal_folder(temp, {k: v for k, v in about.items() if k != "digest"})
         form.check(source, temp)
         return sealed
