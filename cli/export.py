@@ -14,7 +14,16 @@ from specctl.cli.target_choice import TargetChoice
 from specctl.recipes.errors import RecipeError, nearest
 
 OWN_TARGET = TargetChoice(name="")  # no name: what the package was made for
-FORMATS = ("gguf", "hf", "medusa", "mlp-speculator", "specctl", "speculators", "vllm-medusa")
+FORMATS = (
+    "gguf",
+    "hf",
+    "medusa",
+    "mlp-speculator",
+    "sglang",
+    "specctl",
+    "speculators",
+    "vllm-medusa",
+)
 
 
 def export(

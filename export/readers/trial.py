@@ -45,7 +45,7 @@ class Trial:
         spec, random = source.manifest.model_spec, torch.Generator().manual_seed(0)
         known = min(KNOWN, spec.max_positions - num_drafted)
         order = torch.randperm(spec.vocab_size, generator=random)
-        order = order[order != without]
+        order = order[order != (-1 if without is None else without)]
         vocab = source.drafter.vocab
         spoken = order if vocab is None else order[torch.isin(order, vocab.ids_K.cpu())]
         ids = order.repeat(2)[:known]

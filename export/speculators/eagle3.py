@@ -1,12 +1,15 @@
-"""EAGLE-3 in the speculators format; its tensors are those of a flat checkpoint.
+"""EAGLE-3 in the speculators format. Our parameter names are the format's.
 
-A target that scales its embeddings (Gemma) is no obstacle here: the scaled rows go along as the
-drafter's own, which vLLM keeps because they differ from the target's. Norms on queries and keys
-make it a qwen3 layer, else it is a llama layer.
+Engines hand features out in the order of the target's layers, so `fc` is written for that order. A
+router over the LM head has no place there: the whole head is written. A target that scales its
+embeddings (Gemma) is no obstacle here: the scaled rows go along as the drafter's own, which vLLM
+keeps because they differ from the target's. Norms on queries and keys make it a qwen3 layer, else
+it is a llama layer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +18,24 @@ from torch import Tensor
 
 from specctl.drafters.eagle3 import Eagle3
 from specctl.drafters.parts.blocks import LayerShape
-from specctl.export.engines import dimensions, draft_length, hidden_state_ids, rope_fields
-from specctl.export.flat import eagle3_tensors
+from specctl.drafters.parts.routed import PREFIX
+from specctl.export.engines import (
+    ascending,
+    dimensions,
+    draft_length,
+    hidden_state_ids,
+    rope_fields,
+    vocab_tensors,
+)
 from specctl.export.formats import Source
-from specctl.export.readers.trial import Trial, compare, drafted_logits, embedding_of, twin
+from specctl.export.readers.trial import (
+    Trial,
+    compare,
+    drafted_logits,
+    embedding_of,
+    twin,
+    without_router,
+)
 from specctl.export.readers.vllm_eagle3 import ENGINE, VllmEagle3
 from specctl.export.speculators.layout import Layout, Written
 
@@ -38,7 +55,7 @@ def write(source: Source) -> Written:
             "fc_norm": drafter.options.fc_norm,
             "norm_output": drafter.options.norm_output,
         },
-        tensors=eagle3_tensors(source) | scaled_rows(source),
+        tensors=written_tensors(source, drafter.options.taps) | scaled_rows(source),
     )
 
 
@@ -73,6 +90,24 @@ def feature_keys(source: Source) -> dict[str, Any]:
     }
 
 
+def written_tensors(source: Source, taps: Sequence[int] | None) -> dict[str, Tensor]:
+    """The drafter's tensors for features in the order of the layers, in the package's dtype, with
+    the vocabulary's tables; a router's are left out."""
+    dtype, order = getattr(torch, source.manifest.dtype), ascending(taps or ())
+    tensors = {
+        name: tensor.detach().to("cpu", dtype, copy=True).contiguous()
+        for name, tensor in source.drafter.tensors().items()
+        if not name.startswith(PREFIX)
+    }
+    for name in ("fc.weight", "mask_hidden"):  # one block per tap on the last axis
+        if name in tensors and len(order) > 1:
+            blocks = tensors[name].chunk(len(order), dim=-1)
+            tensors[name] = torch.cat([blocks[at] for at in order], dim=-1).contiguous()
+    norms = [tensors.get(f"fc_norm.{at}.weight") for at in order]
+    tensors |= {f"fc_norm.{i}.weight": norm for i, norm in enumerate(norms) if norm is not None}
+    return tensors | vocab_tensors(source.drafter.vocab)
+
+
 def embedding_rows(source: Source) -> Tensor:
     """[V, D]: what the drafter reads as embeddings of its target, in the dtype of the package."""
     borrowed = source.target.borrowed()
@@ -89,9 +124,7 @@ def scaled_rows(source: Source) -> dict[str, Tensor]:
 
 def check(source: Source, folder: Path) -> None:
     """vLLM drafts what the drafter drafts: behind random features, and on its own states."""
-    assert isinstance(source.drafter, Eagle3)
-    ours = twin(source, source.drafter)
-    ours.router = ours.module.router = None  # the whole head speaks in an engine
+    ours = twin(source, without_router(source.drafter))
     reader, trial = VllmEagle3(folder, embedding_of(source)), Trial.of(source, FED_BACK)
     compare(ENGINE, reader.drafted_logits(trial), drafted_logits(ours, trial))
 
