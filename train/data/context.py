@@ -6,12 +6,15 @@ from specctl.drafters.parts.spec import ModelSpec
 from specctl.recipes.errors import RecipeError
 from specctl.recipes.schema import Recipe
 
+LEAST_PROMPT = 2  # tokens of a prompt; an answer stands behind them
+
 
 def check_context(recipe: Recipe, spec: ModelSpec) -> None:
     """The recipe's rows, and the answers that it asks for, fit into the target's context."""
     limits = [("train.seq_len", recipe.train.seq_len, spec.max_positions)]
-    if recipe.data.regenerate:  # an answer stands behind one token of a prompt at least
-        limits.append(("data.new_tokens", recipe.data.new_tokens, spec.max_positions - 1))
+    if recipe.data.regenerate:
+        most = spec.max_positions - LEAST_PROMPT
+        limits.append(("data.new_tokens", recipe.data.new_tokens, most))
     for where, length, most in limits:
         if length > most:
             raise RecipeError(

@@ -81,7 +81,7 @@ def _records(file: Path) -> Iterator[tuple[str, Any]]:
             expected="a text file with one prompt per line, or JSONL",
             do="correct the path, or leave it out to use the embedded prompts",
         ) from error
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         if not is_json:

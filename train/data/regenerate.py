@@ -30,6 +30,7 @@ from specctl.runtime.sampling import Sampling
 from specctl.runtime.session import Completion, Request, Row
 from specctl.runtime.target import Target
 from specctl.train.data.chat import conversation_prompt
+from specctl.train.data.context import LEAST_PROMPT
 from specctl.train.data.pack import Document
 from specctl.train.data.prompts import PROSE, regions
 from specctl.train.data.records import Sample
@@ -121,7 +122,7 @@ def _cut_prompt(
     start = _line_start(sample.text, Random(f"{plan.seed}:{sample.where}:{turn}"))
     text = sample.text[start : start + CHARS_PER_TOKEN * plan.prompt_tokens]
     ids = target.encode(text)[: min(plan.prompt_tokens, room)]
-    if len(ids) < 2:
+    if len(ids) < LEAST_PROMPT:
         raise ValueError("the text is shorter than two tokens")
     end = start + len(target.decode(ids))
     return PromptCut(tuple(ids), domain_at(sample, end))
