@@ -91,9 +91,7 @@ class Parameters(Mapping[str, Tensor]):
         """Refuse what the engine would not notice."""
         went = f"; {self._dropped[0]} goes nowhere" if self._dropped else ""
         if self._unfilled:
-            raise gate(
-                f"{len(self._unfilled)} parameters get no tensor, {min(self._unfilled)} first{went}",
-                "a tensor for every parameter of the engine's module",
-            )
+            first = f"{len(self._unfilled)} parameters get no tensor, {min(self._unfilled)} first"
+            raise gate(first + went, "a tensor for every parameter of the engine's module")
         if went:
             raise gate(went.removeprefix("; "), "no tensor that the engine drops")

@@ -9,7 +9,6 @@ because engines disagree on what its absence means.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from specctl.drafters.eagle3 import Eagle3
 from specctl.export.engines import hidden_state_ids, layer_ids
