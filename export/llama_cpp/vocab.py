@@ -4,7 +4,7 @@ Two kinds can be written. Byte-level BPE becomes `gpt2` with its merges; how tex
 of it is a name (`pretokenizers.py`). BPE with byte fallback, as sentencepiece makes it, becomes
 `llama`: there llama.cpp joins, of all neighbours whose joint text is a token, those of the highest
 score. That is BPE if every pair that forms a token is a merge and merges stand in the order of the
-tokens they form; then minus the place in that order is the score. Texts and types follow llama.cpp's
+tokens they form; minus the place in that order is the score. Texts and types follow llama.cpp's
 own converter, since `-md` compares them with the target's file.
 """
 
