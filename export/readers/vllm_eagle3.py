@@ -12,7 +12,7 @@ Letters: T rows, D width, N drafted, I features as `fc` reads them, K draft and 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +39,8 @@ SWITCHES = {  # key -> what a missing one means; no other key of the top level a
 }
 EMBEDDING, MASK = "embed_tokens.weight", "mask_hidden"
 
+Derive = Callable[[Mapping[str, Any]], Any]
+
 
 def draft_config(config: Mapping[str, Any]) -> Any:
     """The draft model's config as vLLM derives it from config.json, by attributes. `kind` is the
@@ -63,6 +65,22 @@ def draft_config(config: Mapping[str, Any]) -> Any:
     return SimpleNamespace(**draft)
 
 
+def flat_config(body: Mapping[str, Any]) -> Any:
+    """The same of a flat checkpoint, which vLLM reads by transformers' Llama class; switches that
+    are missing are off, and of the layer ids only those at the top level count."""
+    from transformers import LlamaConfig
+
+    if body.get("architectures") != ["LlamaForCausalLMEagle3"] or body.get("model_type") != "llama":
+        raise gate(f"architectures {body.get('architectures')}", "LlamaForCausalLMEagle3 of llama")
+    config: Any = LlamaConfig(**body)
+    nested = getattr(config, "eagle_config", None) or {}
+    config.kind, config.length = "eagle3", None
+    for key in SWITCHES["eagle3"]:
+        setattr(config, key, getattr(config, key, False))
+    config.norm_before_fc = nested.get("norm_before_fc", config.norm_before_fc)
+    return config
+
+
 def _length(config: Mapping[str, Any]) -> int:
     """By the first proposal method; the verifier's name must have a place, too."""
     try:
@@ -77,11 +95,11 @@ def _length(config: Mapping[str, Any]) -> int:
 
 class VllmEagle3:
     """Eagle3LlamaForCausalLM or Eagle3Qwen3ForCausalLM, and the proposer that drives it beside a
-    target with these embeddings [V, D]."""
+    target with these embeddings [V, D]. `derive` makes the draft model's config of config.json."""
 
-    def __init__(self, folder: Path, embedding_VD: Tensor) -> None:
+    def __init__(self, folder: Path, embedding_VD: Tensor, derive: Derive = draft_config) -> None:
         text = (folder / "config.json").read_text(encoding="utf-8")
-        self.config = config = draft_config(json.loads(text))
+        self.config = config = derive(json.loads(text))
         self.sizes, self.embedding_VD = sizes_of(config), embedding_VD
         self.is_qwen, self.is_parallel = config.model_type == "qwen3", config.kind == "peagle"
         self.rows = getattr(config, "draft_vocab_size", None) or config.vocab_size
@@ -121,7 +139,7 @@ class VllmEagle3:
         return shapes | ({MASK: [taken]} if self.is_parallel else {})
 
     def _unused(self, tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
-        """What may be there or not: an embedding, and norms that later layers have and never use."""
+        """What may be there: an embedding, and norms that later layers have and never use."""
         width, count = self.sizes.width, self.config.num_hidden_layers
         shapes = {f"layers.{i}.hidden_norm.weight": [width] for i in range(1, count)}
         shapes[EMBEDDING] = [self.config.vocab_size, width]

@@ -11,8 +11,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from specctl.drafters.eagle3 import Eagle3
-from specctl.export.engines import hidden_state_ids, layer_ids
+from specctl.export.engines import (
+    draft_length,
+    hidden_state_ids,
+    layer_ids,
+    sglang_command,
+    vllm_command,
+)
 from specctl.export.formats import Source
+from specctl.export.readers import vllm_eagle3
 from specctl.export.readers.sglang_eagle import ENGINE, SglangEagle3
 from specctl.export.readers.trial import (
     Trial,
@@ -22,6 +29,7 @@ from specctl.export.readers.trial import (
     twin,
     without_router,
 )
+from specctl.export.readers.vllm_eagle3 import VllmEagle3, flat_config
 from specctl.export.sglang.layout import Flat, Written, llama_config
 from specctl.export.speculators.eagle3 import written_tensors
 from specctl.recipes.errors import IncompatibleError
@@ -70,11 +78,18 @@ def _refuse(drafter: Eagle3) -> None:
 
 
 def check(source: Source, folder: Path) -> None:
-    """SGLang drafts what the drafter drafts: behind random features, and on its own states."""
-    trial = Trial.of(source, FED_BACK)
+    """SGLang and vLLM draft what the drafter drafts: behind random features, and on its own
+    states."""
+    trial, embedding_VD = Trial.of(source, FED_BACK), embedding_of(source)
     ours = drafted_logits(twin(source, without_router(source.drafter)), trial)
-    theirs = SglangEagle3(folder, embedding_of(source)).drafted_logits(trial)
-    compare(ENGINE, theirs, ours)
+    compare(ENGINE, SglangEagle3(folder, embedding_VD).drafted_logits(trial), ours)
+    vllm = VllmEagle3(folder, embedding_VD, flat_config)
+    compare(vllm_eagle3.ENGINE, vllm.drafted_logits(trial), ours)
 
 
-FLAT = Flat("EAGLE3", write, check)
+def serve(source: Source, folder: str, algorithm: str) -> tuple[str, ...]:
+    length = draft_length(source)
+    return sglang_command(algorithm, length, folder), vllm_command("eagle3", length, folder)
+
+
+FLAT = Flat("EAGLE3", write, check, serve)

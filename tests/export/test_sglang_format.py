@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -108,6 +107,14 @@ MISTAKES: dict[str, tuple[Change, str]] = {
     "layer ids one too high": (shifted_layers, "logits by SGLang|features captured"),
     "no nested layer ids": (without("eagle_config"), "logits by SGLang|features captured"),
     "norm_output not said": (without("norm_output"), "drafted token 2: logits by SGLang"),
+    "layer ids of the top one too high": (
+        lambda config, tensors: config["eagle_aux_hidden_state_layer_ids"].insert(0, 0),
+        "by vLLM|hidden states captured",
+    ),
+    "a norm that vLLM would keep": (
+        lambda config, tensors: config.update(norm_before_residual=True),
+        "logits by vLLM",
+    ),
     "fc_norm not said": (without("fc_norm"), "fc_norm.0.weight goes nowhere"),
     "head width not said": (without("head_dim"), r"_proj\.weight \("),
     "rope not said": (without("rope_parameters", "rope_theta"), "logits by SGLang"),
@@ -157,7 +164,9 @@ def test_the_command_makes_the_token_map_of_a_trimmed_eagle(target: Target, tmp_
     words = shlex.split(filled(manifest.served_by[0], out, None))
     assert words[:2] == ["python", "-c"]
     assert words[-1] == TOKEN_MAP
-    subprocess.run([sys.executable, *words[1:-1], str(tmp_path / TOKEN_MAP)], check=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", words[2:])
+    exec(compile(words[2], "token map", "exec"), {})
     assert torch.load(tmp_path / TOKEN_MAP, weights_only=True) == list(KEPT)
 
 
