@@ -15,11 +15,14 @@ from specctl.export.engines import check_vocab, dump_json, vllm_command
 from specctl.export.folder import compare_tensors, refuse_not_finite, write_tensors
 from specctl.export.formats import Format, Source
 from specctl.export.manifest import WEIGHTS, check_files
-from specctl.export.speculators import eagle3
+from specctl.export.speculators import dflash, dspark, eagle3, p_eagle
 from specctl.export.speculators.layout import Layout, config_of
 
 LAYOUTS: dict[str, Layout] = {
+    "dflash": dflash.LAYOUT,
+    "dspark": dspark.LAYOUT,
     "eagle3": eagle3.LAYOUT,
+    "p-eagle": p_eagle.LAYOUT,
 }
 
 

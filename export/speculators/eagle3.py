@@ -86,6 +86,8 @@ def feature_keys(source: Source) -> dict[str, Any]:
         ),
         "norm_before_residual": False,
         "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
         "embed_requires_grad": False,
     }
 
