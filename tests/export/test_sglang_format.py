@@ -158,7 +158,9 @@ def test_families_of_eagles_net_pass_the_gate(
     assert any("vLLM" in note for note in manifest.notes)
 
 
-def test_the_command_makes_the_token_map_of_a_trimmed_eagle(target: Target, tmp_path: Path) -> None:
+def test_the_command_makes_the_token_map_of_a_trimmed_eagle(
+    target: Target, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     out = tmp_path / "it's eagle"
     manifest = exported(shaken("eagle", target, KEPT), target, out, "sglang")
     words = shlex.split(filled(manifest.served_by[0], out, None))
