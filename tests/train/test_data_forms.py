@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specctl.recipes.errors import RecipeError
+from specctl.recipes.errors import FileError, RecipeError
 from specctl.recipes.load import load_recipe
 from specctl.train.data.context import check_context
 from specctl.train.data.heldout import heldout_prompts
@@ -143,3 +143,35 @@ def test_the_longest_answer_that_is_offered_leaves_room_for_a_prompt(tiny_target
     check_context(load_recipe("distill", sets=[f"data.new_tokens={longest}"]), spec)
     plan = AnswerPlan(1, 48, longest, 0.8, 0.5, 0)
     assert cut_prompts(tiny_target, [Sample("x", "", text="def main(): pass")], plan, Defects())
+
+
+@pytest.mark.parametrize(
+    "record", [{"text": "ab \ud800 cd"}, {"prompt": "a", "response": "\udc00"}]
+)
+def test_half_a_character_is_left_out_by_name(tmp_path: Path, record: dict[str, str]) -> None:
+    path, defects = tmp_path / "a.jsonl", Defects()
+    path.write_text(json.dumps(record) + "\n" + json.dumps({"text": "one"}) + "\n")
+    assert [s.text for s in read(path, defects)] == ["one"]
+    assert "surrogate" in defects.lines()[0]
+
+
+def test_records_in_a_file_without_suffix_are_records(tmp_path: Path) -> None:
+    (tmp_path / "records").write_text('{"text": "one"}\n{"text": "two"}\n')
+    assert [s.text for s in read(tmp_path / "records")] == ["one", "two"]
+    (tmp_path / "words").write_text("one\ntwo\n")
+    assert [s.text for s in read(tmp_path / "words")] == ["one\ntwo\n"]
+
+
+def test_a_table_is_no_text_unless_it_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("prompt,response\na,b\n")
+    with pytest.raises(FileError, match="parquet"):
+        read(path)
+    assert len(read(path, format="text")) == 1
+
+
+def test_an_empty_file_of_records_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").touch()
+    defects = Defects()
+    assert not read(tmp_path / "a.jsonl", defects)
+    assert "empty file" in defects.lines()[0]

@@ -59,11 +59,21 @@ def sample_of(record: Any, where: str, domain: str = "") -> Sample:
     text = text if isinstance(text, str) and text.strip() else ""
     turns = _conversation(record) or ([] if text else _prompt_alone(record))
     if turns:
-        turns = _with_system(record, turns)
-        return Sample(where, domain, messages=_messages(turns), tools=tuple(tools))
+        messages = _messages(_with_system(record, turns))
+        _check_unicode(*(m.get("content", "") for m in messages))
+        return Sample(where, domain, messages=messages, tools=tuple(tools))
     if text:
+        _check_unicode(text)
         return Sample(where, domain, text=text)
     raise ValueError("record has no messages, prompt and response, or text")
+
+
+def _check_unicode(*texts: str) -> None:
+    """JSON can spell half of a surrogate pair, which is no character."""
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError:
+        raise ValueError("text holds half of a surrogate pair") from None
 
 
 def _conversation(record: Mapping[str, Any]) -> list[Any]:

@@ -117,7 +117,7 @@ def _cut_prompt(
     if sample.messages:
         ids = conversation_prompt(target.tokenizer, sample)
         if len(ids) > room:
-            raise ValueError(f"conversation of more than {room} tokens: no room for an answer")
+            raise ValueError(f"conversation of more than {room:,} tokens: no room for an answer")
         return PromptCut(tuple(ids), sample.domain)
     start = _line_start(sample.text, Random(f"{plan.seed}:{sample.where}:{turn}"))
     text = sample.text[start : start + CHARS_PER_TOKEN * plan.prompt_tokens]

@@ -20,10 +20,11 @@ TEXT, JSONL, PARQUET, HUB = "text", "jsonl", "parquet", "hub"
 RECORDS = "records"  # a folder of record files, each read by its own suffix
 SUFFIXES = {
     TEXT: (),
-    JSONL: (".jsonl", ".json"),
+    JSONL: (".jsonl", ".json", ".ndjson"),
     PARQUET: (".parquet",),
-    RECORDS: (".jsonl", ".json", ".parquet"),
+    RECORDS: (".jsonl", ".json", ".ndjson", ".parquet"),
 }
+TABLES = (".csv", ".tsv")
 ABOUT = ("readme", "license", "licence", "notice", "changelog")  # says nothing of a folder's kind
 
 
@@ -70,6 +71,15 @@ def check_source(source: str, format: str) -> tuple[str, Path]:
     kind = _kind(source, path) if format == "auto" else format
     if kind != HUB and not path.exists():
         raise _no_such_path(source, path)
+    if format == "auto" and path.suffix.lower() in TABLES:
+        raise FileError(
+            "a table of this kind is not read as records",
+            where="data.source",
+            found=source,
+            expected="JSONL or parquet with columns such as prompt and response, or text",
+            do="write it as parquet: pandas.read_csv(FILE).to_parquet(...); or as plain text: "
+            "--set data.format=text",
+        )
     return kind, path
 
 
@@ -90,8 +100,19 @@ def _kind_of(file: Path, kind: str) -> str:
     """How a file is read: as the source says, or by its own suffix."""
     if kind != RECORDS:
         return kind
+    if not file.suffix and file.is_file() and _begins_with_record(file):
+        return JSONL
     found = (k for k in (JSONL, PARQUET) if file.suffix.lower() in SUFFIXES[k])
     return next(found, TEXT)
+
+
+def _begins_with_record(file: Path) -> bool:
+    """Whether the first line of a file without suffix is a JSON object."""
+    with file.open("rb") as lines:
+        try:
+            return isinstance(json.loads(lines.readline()), dict)
+        except ValueError:
+            return False
 
 
 def _visible(folder: Path) -> list[Path]:
@@ -171,6 +192,8 @@ def _jsonl(path: Path, defects: Defects) -> Iterator[Sample]:
         yield from _usable(record, f"{path}: record {number}", path.stem, defects)
     if listed is not None:
         return
+    if path.stat().st_size == 0:
+        defects.note("empty file", str(path))
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
