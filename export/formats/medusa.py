@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from specctl.drafters.medusa import Medusa
-from specctl.drafters.parts.heads import ResBlock
+from specctl.drafters.parts.heads import ResBlock, head_rows
 from specctl.export.card import given_target
 from specctl.export.engines import dtype_fields, dump_json, vllm_command
 from specctl.export.folder import write_tensors
@@ -35,8 +35,10 @@ def drafter_of(source: Source) -> Medusa:
 
 def head_rows_of(source: Source) -> list[Tensor]:
     """[K, D] LM heads in the dtype of the package: one of its own per head, or the target's."""
-    dtype = getattr(torch, source.manifest.dtype)
-    return [rows.detach().to("cpu", dtype) for rows in drafter_of(source).head_weights()]
+    drafter, dtype = drafter_of(source), getattr(torch, source.manifest.dtype)
+    own = [head.weight for head in drafter.own_heads()]
+    rows = own or [head_rows(source.target.borrowed(), drafter.vocab)]
+    return [rows_KD.detach().to("cpu", dtype) for rows_KD in rows]
 
 
 def blocks_of(source: Source) -> list[list[nn.Linear]]:

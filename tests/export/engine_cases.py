@@ -62,16 +62,44 @@ def exported(drafter: Drafter, target: Target, out: Path, to: str) -> Manifest:
     return export(package, to, out, target)
 
 
-def faulty(monkeypatch: pytest.MonkeyPatch, to: str, change: Change) -> None:
+def faulty(monkeypatch: pytest.MonkeyPatch, to: str, change: Change, file: str = WEIGHTS) -> None:
     """From now on that format is written with a mistake in it."""
     form = formats()[to]
 
     def write(source: Source, folder: Path) -> None:
         form.write(source, folder)
         config = json.loads((folder / "config.json").read_text())
-        tensors = load_file(folder / WEIGHTS)
+        tensors = load_file(folder / file)
         change(config, tensors)
         (folder / "config.json").write_text(json.dumps(config))
-        save_file({n: t.contiguous() for n, t in tensors.items()}, folder / WEIGHTS)
+        save_file({n: t.contiguous() for n, t in tensors.items()}, folder / file)
 
     monkeypatch.setitem(formats(), to, replace(form, write=write))
+
+
+def saying(**fields: Any) -> Change:
+    """Other values in config.json."""
+    return lambda config, tensors: config.update(fields)
+
+
+def swapped(first: str, second: str) -> Change:
+    """Two tensors under each other's names."""
+
+    def change(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        tensors[first], tensors[second] = tensors[second], tensors[first]
+
+    return change
+
+
+def without(name: str) -> Change:
+    """A tensor left out."""
+
+    def change(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[name]
+
+    return change
+
+
+def zeroed(name: str) -> Change:
+    """A tensor of zeros."""
+    return lambda config, tensors: tensors.update({name: torch.zeros_like(tensors[name])})
