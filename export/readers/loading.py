@@ -40,6 +40,14 @@ def read_config(folder: Path, architecture: str) -> Any:
     return config
 
 
+def refuse_bias(config: Any) -> None:
+    """Of these keys SGLang's Llama makes biases on every attention, which no drafter of ours has
+    and nothing would fill."""
+    named = [key for key in ("attention_bias", "bias") if getattr(config, key, False)]
+    if named:
+        raise gate(f"{named[0]}: true", f"{named[0]}: false, or left out")
+
+
 def sizes_of(config: Any) -> Sizes:
     """The sizes of a layer; `rope_parameters` is what transformers makes of either spelling."""
     rope = config.rope_parameters

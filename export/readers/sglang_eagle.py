@@ -21,7 +21,7 @@ from torch import Tensor
 
 from specctl.export.engines import gate
 from specctl.export.readers.layers import attention, layer_shapes, mlp, rms_norm
-from specctl.export.readers.loading import Parameters, read_config, read_tensors, sizes_of
+from specctl.export.readers.loading import Parameters, read_config, read_tensors, refuse_bias, sizes_of
 from specctl.export.readers.trial import Trial, chained, over_targets
 
 ENGINE = "SGLang 0.5.23"
@@ -50,6 +50,7 @@ class SglangEagle3:
 
     def __init__(self, folder: Path, embedding_VD: Tensor) -> None:
         self.config = config = read_config(folder, "LlamaForCausalLMEagle3")
+        refuse_bias(config)
         self.sizes, self.embedding_VD = sizes_of(config), embedding_VD
         nested = getattr(config, "eagle_config", None) or {}
         listed = nested.get("eagle_aux_hidden_state_layer_ids")
@@ -72,8 +73,6 @@ class SglangEagle3:
         taken = getattr(config, "target_hidden_size", sizes.width)
         shapes = {"model.fc.weight": [sizes.width, taken * self.num_taps]}
         shapes |= {"model.norm.weight": [sizes.width], "lm_head.weight": [rows, sizes.width]}
-        if getattr(config, "bias", False):
-            shapes["model.fc.bias"] = [sizes.width]
         for tap in range(self.num_taps if self.has_fc_norm else 0):
             shapes[f"model.fc_norm.{tap}.weight"] = [taken]
         for layer in range(config.num_hidden_layers):
@@ -112,7 +111,7 @@ class SglangEagle3:
         weight = params["model.fc.weight"]
         if taken_TI.shape[-1] != weight.shape[1]:
             raise gate(f"{taken_TI.shape[-1]} features captured", f"{weight.shape[1]} read by fc")
-        return F.linear(taken_TI, weight, params.get("model.fc.bias"))
+        return F.linear(taken_TI, weight)
 
     def _step(self, ids_T: Tensor, state_TD: Tensor) -> tuple[Tensor, Tensor]:
         params, eps = self.params, self.sizes.eps
@@ -145,6 +144,7 @@ class SglangEagle:
         self, folder: Path, embedding_VD: Tensor, head_VD: Tensor, map_K: Tensor | None
     ) -> None:
         self.config = read_config(folder, "LlamaForCausalLMEagle")
+        refuse_bias(self.config)
         self.sizes, self.embedding_VD, self.map_K = sizes_of(self.config), embedding_VD, map_K
         self.head_KD = head_VD if map_K is None else head_VD[map_K]
         self.params = Parameters(self._shapes())

@@ -49,7 +49,7 @@ def write(source: Source) -> Written:
     _refuse_other_nets(drafter)
     net = drafter.net
     config = llama_config("LlamaForCausalLMEagle", source, net.shape, len(net.layers))
-    return Written({**config, "bias": True}, written_tensors(source, (drafter.tap,)))
+    return Written(config, written_tensors(source, (drafter.tap,)))
 
 
 def _refuse_other_nets(drafter: FeatureDrafter) -> None:

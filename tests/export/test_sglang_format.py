@@ -179,6 +179,7 @@ def test_the_command_makes_the_token_map_of_a_trimmed_eagle(
         (renamed("layers.0.post", "layers.0.input"), "post_attention_layernorm"),
         (renamed("layers.", "midlayer."), "parameters get no tensor"),
         (without("rms_norm_eps"), "logits by SGLang"),
+        (lambda config, tensors: config.update(bias=True), "bias: true"),
     ],
 )
 def test_a_silent_mistake_in_eagle_is_caught(
