@@ -18,7 +18,7 @@ _SPACE = "\u2581"
 
 PROBES = (
     "def area(radius):\n    return 3.14159 * radius ** 2\n",
-    "I'LL say it's theirs: 'tell them they're late'; he'd'VE gone...",
+    "I'LL say it's theirs: 'tell them they're late'; he'd'VE gone where?",
     "  two blanks,\ttabs\t\tand\r\n\r\nempty lines  \n   ",
     "7 42 365 2026 1234567 3.14 1,000,000",
     "na\u00efve caf\u00e9 \u2014 \u00fcber stra\u00dfe \u4f60\u597d\U0001f680!?",

@@ -78,7 +78,9 @@ def vocabulary_of(tokenizer: Any, spec: ModelSpec) -> Vocabulary:
         pre = pre_of(body)
         return Vocabulary(kind, pre or "default", tokens, types, (), None, pre is not None, special)
     scores, prefix = _scores(body["model"], tokens), _space_prefix(body)
-    return Vocabulary(kind, "default", tokens, types, scores, prefix, True, special)
+    # Metaspace puts no blank in front of a blank, llama.cpp in front of every text
+    is_exact = not (prefix and body.get("normalizer") is None)
+    return Vocabulary(kind, "default", tokens, types, scores, prefix, is_exact, special)
 
 
 def _kind(body: Mapping[str, Any]) -> str:
