@@ -15,11 +15,13 @@ from specctl.export.engines import check_vocab, dump_json, refuse_scaled_embeddi
 from specctl.export.folder import compare_tensors, refuse_not_finite, write_tensors
 from specctl.export.formats import Format, Source
 from specctl.export.manifest import WEIGHTS, check_files
-from specctl.export.sglang import eagle, eagle3
+from specctl.export.sglang import blocks, eagle, eagle3
 from specctl.export.sglang.layout import Flat
 
 LAYOUTS: dict[str, Flat] = {
     "coral": eagle.FLAT,
+    "dflash": blocks.DFLASH_FLAT,
+    "dspark": blocks.DSPARK_FLAT,
     "eagle": eagle.FLAT,
     "eagle3": eagle3.FLAT,
     "fspad": eagle.FLAT,

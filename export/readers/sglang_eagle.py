@@ -21,7 +21,13 @@ from torch import Tensor
 
 from specctl.export.engines import gate
 from specctl.export.readers.layers import attention, layer_shapes, mlp, rms_norm
-from specctl.export.readers.loading import Parameters, read_config, read_tensors, refuse_bias, sizes_of
+from specctl.export.readers.loading import (
+    Parameters,
+    read_config,
+    read_tensors,
+    refuse_bias,
+    sizes_of,
+)
 from specctl.export.readers.trial import Trial, chained, over_targets
 
 ENGINE = "SGLang 0.5.23"

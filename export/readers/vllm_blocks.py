@@ -6,8 +6,8 @@ the forward pass; an unknown tensor stops the loader, a missing one does not), `
 and `spec_decode/dspark` (which rows stand in a block, which of them speak).
 An embedding in the folder is kept where it differs from the target's; without an LM head the
 target's is shared; d2t that is missing counts as zeros.
-Letters: S context rows, T rows of a block, D width, N drafted, K draft vocabulary, V target
-vocabulary, r rank.
+Letters: S context rows, I features, T rows of a block, D width, N drafted, K draft vocabulary, V
+target vocabulary.
 """
 
 from __future__ import annotations
@@ -22,9 +22,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.export.engines import gate
-from specctl.export.readers.layers import Sizes, attention, layer_shapes, mlp, rms_norm
+from specctl.export.readers.block_layers import (
+    W2,
+    before,
+    block_shapes,
+    confidences,
+    spark_shapes,
+    through_block,
+)
+from specctl.export.readers.layers import Sizes
 from specctl.export.readers.loading import Parameters, read_tensors
-from specctl.export.readers.trial import Trial
+from specctl.export.readers.trial import Trial, over_targets
 
 ENGINE = "vLLM 0.33"
 FORWARDED = (
@@ -104,52 +112,31 @@ class VllmBlocks:
     def _shapes(self, has_head: bool) -> dict[str, list[int]]:
         config, width = self.config, self.sizes.width
         taps = len(config["eagle_aux_hidden_state_layer_ids"])
-        shapes = {"fc.weight": [width, taps * width]}
-        shapes |= {"hidden_norm.weight": [width], "norm.weight": [width]}
-        for layer in range(config["num_hidden_layers"]):
-            own = f"layers.{layer}"
-            shapes |= layer_shapes(own, self.sizes, width, qk_norm=True)
-            shapes[f"{own}.input_layernorm.weight"] = [width]
+        shapes = block_shapes(self.sizes, config["num_hidden_layers"], taps)
         if has_head or self.rows != self.size:
             shapes["lm_head.weight"] = [self.rows, width]
-        if self.is_spark:
-            shapes |= self._spark_shapes()
-        return shapes
-
-    def _spark_shapes(self) -> dict[str, list[int]]:
-        config, rank = self.config, self.config["markov_rank"]
+        if not self.is_spark:
+            return shapes
         if config.get("markov_head_type", "vanilla") != "vanilla":
             raise gate(f"markov_head_type {config['markov_head_type']}", "vanilla")
-        shapes = {"markov_head.markov_w1.weight": [config["vocab_size"], rank]}
-        shapes["markov_head.markov_w2.weight"] = [self.rows, rank]
+        rank, sure_of = config["markov_rank"], None
         if config.get("enable_confidence_head", False):
-            wide = rank if config.get("confidence_head_with_markov", False) else 0
-            shapes["confidence_head.proj.weight"] = [1, self.sizes.width + wide]
-            shapes["confidence_head.proj.bias"] = [1]
-        return shapes
+            sure_of = rank if config.get("confidence_head_with_markov", False) else 0
+        return shapes | spark_shapes(self.sizes, rank, config["vocab_size"], self.rows, sure_of)
 
     # -- what is computed -----------------------------------------------------------------------
 
-    @torch.no_grad()
     def spoken(self, trial: Trial) -> Tensor:
         """[N + 1, D]: the normed states that the LM head reads, of the rows that speak."""
-        params, sizes, config = self.params, self.sizes, self.config
+        config = self.config
         taps = sorted(set(config["eagle_aux_hidden_state_layer_ids"]))
-        joined_SD = F.linear(torch.cat([trial.states[k] for k in taps], -1), params["fc.weight"])
-        context_SD = rms_norm(joined_SD, params["hidden_norm.weight"], sizes.eps)
         nested = config.get("dflash_config", {})
         mask_id = nested.get("mask_token_id", config.get("mask_token_id"))
         masks = config["length"] - (1 if config["sample_from_anchor"] else 0)
         x_TD = self.embedding_VD[torch.tensor([trial.ids[-1], *[mask_id] * masks])]
-        for layer in range(config["num_hidden_layers"]):
-            own = f"layers.{layer}"
-            normed_TD = rms_norm(x_TD, params[f"{own}.input_layernorm.weight"], sizes.eps)
-            is_causal = self._is_causal(layer)
-            name = f"{own}.self_attn"
-            x_TD = x_TD + attention(params, name, normed_TD, sizes, context_SD, is_causal)
-            normed_TD = rms_norm(x_TD, params[f"{own}.post_attention_layernorm.weight"], sizes.eps)
-            x_TD = x_TD + mlp(params, f"{own}.mlp", normed_TD)
-        out_TD = rms_norm(x_TD, params["norm.weight"], sizes.eps)
+        causal = [self._is_causal(layer) for layer in range(config["num_hidden_layers"])]
+        taken_SI = torch.cat([trial.states[k] for k in taps], dim=-1)
+        out_TD = through_block(self.params, self.sizes, taken_SI, x_TD, causal)
         return out_TD if config["sample_from_anchor"] else out_TD[1:]
 
     def _is_causal(self, layer: int) -> bool:
@@ -165,26 +152,10 @@ class VllmBlocks:
         """[N + 1, V], -inf for ids without a row."""
         said_NK = F.linear(self.spoken(trial), self.params.get("lm_head.weight", self.shared_VD))
         if self.is_spark:
-            biased_Nr = self._before(trial)
-            said_NK = said_NK + F.linear(biased_Nr, self.params["markov_head.markov_w2.weight"])
-        if self.d2t_K is None:
-            return said_NK
-        whole_NV = said_NK.new_full((len(said_NK), self.size), -torch.inf)
-        whole_NV[:, torch.arange(self.rows) + self.d2t_K] = said_NK
-        return whole_NV
-
-    def _before(self, trial: Trial) -> Tensor:
-        """[N + 1, r]: W1 of the token before each place."""
-        ids_N = torch.tensor([trial.ids[-1], *trial.drafted])
-        return self.params["markov_head.markov_w1.weight"][ids_N]
+            said_NK = said_NK + F.linear(before(self.params, trial), self.params[W2])
+        ids_K = None if self.d2t_K is None else torch.arange(self.rows) + self.d2t_K
+        return over_targets(said_NK, ids_K, self.size)
 
     def confidences(self, trial: Trial) -> Tensor | None:
         """[N + 1]: how likely each place is to be accepted, if the folder has such a head."""
-        if "confidence_head.proj.weight" not in self.params:
-            return None
-        read_NE = self.spoken(trial)
-        weight = self.params["confidence_head.proj.weight"]
-        if weight.shape[1] > read_NE.shape[1]:
-            read_NE = torch.cat([read_NE, self._before(trial)], dim=-1)
-        guess_N1 = F.linear(read_NE, weight, self.params["confidence_head.proj.bias"])
-        return guess_N1[:, 0].sigmoid()
+        return confidences(self.params, trial, self.spoken(trial))

@@ -1,7 +1,7 @@
 """DFlash in the speculators format: a qwen3 stack of layers without embedding or LM head, both
-shared from the target, but for the mask (see `specctl.export.blocks`): ours is no row of the
-target's embedding, so the folder carries that embedding with the mask in a spare row. vLLM keeps an
-embedding that differs from the target's.
+shared from the target, but for a mask that is no row of the target's embedding: the folder then
+carries that embedding with the mask in a row of its own (see `specctl.export.blocks`), and vLLM
+keeps an embedding that differs from the target's.
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from specctl.export.blocks import block_tensors, blocks_of, masked_embedding
+from specctl.export.blocks import block_tensors, blocks_of, embedding_tensors, mask_row
 from specctl.export.engines import hidden_state_ids
 from specctl.export.formats import Source
 from specctl.export.readers.trial import Trial, compare, drafted_logits, embedding_of, twin
 from specctl.export.readers.vllm_blocks import ENGINE, VllmBlocks
 from specctl.export.speculators.eagle3 import layer_config
 from specctl.export.speculators.layout import Layout, Written
-from specctl.export.speculators.p_eagle import mask_token
 
 
 def length(source: Source) -> int:
@@ -36,12 +35,12 @@ def written(source: Source, kind: str, architecture: str, own: dict[str, Any]) -
         layer=layer_config(source, net.shape, len(net.layers), qk_norm=True),
         own={
             "block_size": drafter.num_slots,
-            "mask_token_id": mask_token(source),
+            "mask_token_id": mask_row(source),
             "aux_hidden_state_layer_ids": taps,
             "sliding_window_non_causal": True,
             **own,
         },
-        tensors={**block_tensors(source), "embed_tokens.weight": masked_embedding(source)},
+        tensors=block_tensors(source) | embedding_tensors(source),
     )
 
 
@@ -57,7 +56,7 @@ def read(source: Source, folder: Path) -> VllmBlocks:
 
 def check(source: Source, folder: Path) -> None:
     """vLLM drafts the block that the drafter drafts, behind random features."""
-    trial = Trial.of(source, length(source) - 1, without=mask_token(source))
+    trial = Trial.of(source, length(source) - 1, without=mask_row(source))
     theirs = read(source, folder).drafted_logits(trial)
     compare(ENGINE, theirs, drafted_logits(twin(source, source.drafter), trial))
 

@@ -1,10 +1,10 @@
-"""Block drafters draft in vLLM what they draft here: the published names, the mask in a row of the
-folder's own embedding, the correction and the confidence of DSpark."""
+"""Block drafters draft in vLLM and SGLang what they draft here: the published names, the mask as a
+row of an embedding, the correction and the confidence of DSpark."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch
 from engine_cases import KEPT, Change, exported, faulty, shaken
 from safetensors.torch import load_file
 
+from specctl.drafters import families
+from specctl.export.load import parse_options
 from specctl.export.manifest import WEIGHTS
 from specctl.recipes.errors import GateError, IncompatibleError
 from specctl.runtime.target import Target
@@ -126,6 +128,101 @@ def test_a_silent_mistake_in_a_block_is_caught(
     drafter = shaken(name, target, KEPT, taps=(0, 1))
     with pytest.raises(GateError, match=said):
         exported(drafter, target, tmp_path / "out", "speculators")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_mask_that_is_a_token_needs_no_embedding_in_the_folder(
+    target: Target, tmp_path: Path
+) -> None:
+    drafter = shaken("dspark", target, KEPT, mask_id=21)
+    assert "mask" not in drafter.tensors()
+    exported(drafter, target, tmp_path / "dspark", "speculators")
+    config = json.loads((tmp_path / "dspark" / "config.json").read_text())
+    assert config["mask_token_id"] == 21
+    assert "embed_tokens.weight" not in load_file(tmp_path / "dspark" / WEIGHTS)
+
+
+def test_packages_of_before_the_mask_token_have_their_own_mask() -> None:
+    family = families()["dflash"]
+    options = asdict(family.options())
+    del options["mask_id"]
+    assert parse_options(family, options).mask_id is None
+    del options["layers"]
+    with pytest.raises(IncompatibleError, match="layers"):
+        parse_options(family, options)
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+@pytest.mark.parametrize("options", [{}, {"taps": (3, 1), "layers": 1, "num_heads": 3}])
+def test_a_block_whose_mask_is_a_token_passes_sglangs_gate(
+    name: str, options: dict[str, Any], target: Target, tmp_path: Path
+) -> None:
+    drafter: Any = shaken(name, target, mask_id=21, **options)
+    manifest = exported(drafter, target, tmp_path / name, "sglang")
+    config = json.loads((tmp_path / name / "config.json").read_text())
+    assert config["dflash_config"]["mask_token_id"] == 21
+    ids = config["dflash_config"]["target_layer_ids"]
+    assert [layer + 1 for layer in ids] == sorted(drafter.own_taps)
+    assert f"--speculative-algorithm {name.upper()}" in manifest.served_by[0]
+    number = f"--speculative-num-draft-tokens {drafter.options.num_heads + 1}"
+    assert manifest.served_by[0].endswith(number)
+    assert not {"d2t", "lm_head.weight"} & set(load_file(tmp_path / name / WEIGHTS))
+
+
+def nested(key: str, value: Any) -> Change:
+    return lambda config, tensors: config["dflash_config"].update({key: value})
+
+
+FLAT_MISTAKES: dict[str, tuple[str, Change, str]] = {
+    "another mask": ("dflash", nested("mask_token_id", 7), "logits by SGLang"),
+    "no mask": ("dflash", lambda config, tensors: config["dflash_config"].pop("mask_token_id"),
+                "mask_token_id None"),
+    "a shorter block": ("dflash", put("block_size", 3), "other token ids|logits by SGLang"),
+    "hidden states for layers": ("dflash", nested("target_layer_ids", [1, 2]), "logits by SGLang"),
+    "no layers": ("dflash", lambda config, tensors: config["dflash_config"].pop("target_layer_ids"),
+                  "logits by SGLang|states captured"),
+    "sliding layers": ("dflash", put("layer_types", ["sliding_attention"] * 2), "layer_types"),
+    "our name of the norm": ("dflash", rename("hidden_norm.weight", "fc_norm.weight"), "hidden_no"),
+    "a bias on attention": ("dflash", put("attention_bias", True), "attention_bias: true"),
+    "heads' settings not at the top": ("dspark", drop("markov_rank"), "no vanilla markov head"),
+    "a head under another name": (
+        "dspark",
+        rename("markov_head.markov_w1.weight", "model.markov_head.markov_w1.weight"),
+        "goes nowhere",
+    ),
+    "a confidence of the state alone": (
+        "dspark",
+        put("confidence_head_with_markov", False),
+        "confidence_head",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", FLAT_MISTAKES)
+def test_a_silent_mistake_in_a_flat_block_is_caught(
+    mistake: str, target: Target, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    name, change, said = FLAT_MISTAKES[mistake]
+    faulty(monkeypatch, "sglang", change)
+    drafter = shaken(name, target, mask_id=21, taps=(1, 3))
+    with pytest.raises(GateError, match=said):
+        exported(drafter, target, tmp_path / "out", "sglang")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("dflash", {}, "mask_id: null.*--to speculators"),
+        ("dspark", {"mask_id": 21, "kept": KEPT}, "a vocabulary of 14 ids"),
+        ("dflash", {"mask_id": 21, "taps": (0, 2)}, "distinct taps from 1 to 3"),
+    ],
+)
+def test_what_sglang_cannot_hold_of_a_block_is_refused(
+    name: str, options: dict[str, Any], said: str, target: Target, tmp_path: Path
+) -> None:
+    with pytest.raises(IncompatibleError, match=said):
+        exported(shaken(name, target, **options), target, tmp_path / "out", "sglang")
     assert not (tmp_path / "out").exists()
 
 
