@@ -82,7 +82,7 @@ def _refuse(source: Source) -> None:
             "SGLang drafts a block over all of the target's ids",
             found=f"a vocabulary of {drafter.vocab.size:,} ids",
             expected=f"all {drafter.vocab.target_size:,}",
-            do="--to speculators (vLLM), or train without trimming (data.vocab left out)",
+            do="--to speculators (vLLM), or train with --set vocab.size=null",
         )
 
 
