@@ -1,10 +1,10 @@
 """EAGLE-3 in the speculators format. Our parameter names are the format's.
 
 Engines hand features out in the order of the target's layers, so `fc` is written for that order. A
-router over the LM head has no place there: the whole head is written. A target that scales its
-embeddings (Gemma) is no obstacle here: the scaled rows go along as the drafter's own, which vLLM
-keeps because they differ from the target's. Norms on queries and keys make it a qwen3 layer, else
-it is a llama layer.
+router over the LM head has no place there: the whole head is written. The embedding goes along:
+without it speculators 0.9.0 computes with zeros, and vLLM shares the target's again where they are
+the same. So a target that scales its embeddings (Gemma) is no obstacle, as the scaled rows are
+written. Norms on queries and keys make it a qwen3 layer, else it is a llama layer.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ def write(source: Source) -> Written:
             "fc_norm": drafter.options.fc_norm,
             "norm_output": drafter.options.norm_output,
         },
-        tensors=written_tensors(source, drafter.options.taps) | scaled_rows(source),
+        tensors={
+            **written_tensors(source, drafter.options.taps),
+            "embed_tokens.weight": embedding_rows(source),
+        },
     )
 
 
