@@ -186,16 +186,23 @@ def _load_tokenizer(folder: Path, config: Any) -> Any:
         ) from error
     # A text longer than the context is cut or refused where it is used: no warning beside that.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
-    top = max(tokenizer.get_vocab().values(), default=-1)
-    if top >= config.get_text_config().vocab_size:
+    _check_ids(tokenizer, config.get_text_config().vocab_size, folder)
+    return tokenizer
+
+
+def _check_ids(tokenizer: Any, vocab_size: int, folder: Path) -> None:
+    """Refuse another model's tokenizer. Tokens added behind the model's own are let pass (Gemma 3's
+    image marker): the model never says them, and a text that spells one is refused or left out."""
+    added = tokenizer.added_tokens_decoder
+    top = max((i for i in tokenizer.get_vocab().values() if i not in added), default=-1)
+    if top >= vocab_size:
         raise IncompatibleError(
             "the tokenizer has ids that the model lacks",
             found=f"token id {top:,}",
-            expected=f"ids below {config.get_text_config().vocab_size:,}",
+            expected=f"ids below {vocab_size:,}",
             do="use the tokenizer that belongs to these weights",
             where=str(folder),
         )
-    return tokenizer
 
 
 def _load_model(folder: Path, dtype: torch.dtype, has_more_than_text: bool) -> Any:

@@ -19,7 +19,7 @@ from specctl.recipes.schema import DataPart, Recipe
 from specctl.runtime.report import Reporter, SilentReporter
 from specctl.runtime.target import Target
 from specctl.train.data.chat import encode_sample
-from specctl.train.data.context import check_context
+from specctl.train.data.context import check_context, check_ids
 from specctl.train.data.pack import Document, Rows, best_fit, cut_documents, pack
 from specctl.train.data.records import Sample, without
 from specctl.train.data.regenerate import AnswerPlan, cut_prompts, regenerate
@@ -176,6 +176,7 @@ def encode_document(target: Target, sample: Sample, train_on_prompt: bool = Fals
         mask = [True] * len(ids)
     if len(ids) < 2:
         raise ValueError("shorter than two tokens")
+    check_ids(ids, target)
     if train_on_prompt:
         mask = [True] * len(ids)
     return Document(np.array(ids, dtype=np.int32), np.array(mask, dtype=np.bool_), sample.domain)
