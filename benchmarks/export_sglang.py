@@ -16,6 +16,7 @@ import importlib
 import sys
 import tempfile
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +39,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from specctl import load_target
+from specctl.export.blocks import check_confidence
 from specctl.export.formats import Source, export
 from specctl.export.load import load_package
 from specctl.export.manifest import read_manifest
@@ -52,7 +54,29 @@ from specctl.export.readers.trial import (
     without_router,
 )
 
-REAL = {f"sglang.srt.models.{name}" for name in ("llama", "llama_eagle", "llama_eagle3")}
+MODELS = ("llama", "llama_eagle", "llama_eagle3", "dflash", "dspark")
+REAL = {f"sglang.srt.models.{name}" for name in MODELS} | {
+    "sglang.srt.speculative.dflash_utils",
+    "sglang.srt.speculative.dspark_components.dspark_config",
+}
+
+
+class Struct:
+    """msgspec's records."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        del kwargs
+        dataclass(cls)
+
+
+def normed_heads(query: Tensor, key: Tensor, *norms: Any, **more: Any) -> list[Tensor]:
+    del more
+    pairs, width = zip((query, key), norms[:2], strict=True), norms[2]
+    return [norm(x.unflatten(-1, (-1, width))).flatten(-2) for x, norm in pairs]  # type: ignore
+
+
+def rope_config(config: Any) -> tuple[float, Any]:
+    return config.rope_parameters["rope_theta"], config.rope_parameters
 
 
 class Boundary:
@@ -94,7 +118,15 @@ def parts() -> dict[str, dict[str, Any]]:
             "ParallelLMHead": Rows,
         },
         "sglang.srt.layers.activation": {"SiluAndMul": SiluAndMul},
-        "sglang.srt.layers.radix_attention": {"RadixAttention": Attention},
+        "sglang.srt.layers.radix_attention": {
+            "RadixAttention": Attention,
+            "AttentionType": SimpleNamespace(DECODER="decoder", ENCODER_ONLY="encoder"),
+        },
+        "sglang.srt.layers.logits_processor": {"LogitsProcessorOutput": SimpleNamespace},
+        "sglang.srt.models.utils": {"apply_qk_norm": normed_heads},
+        "sglang.srt.utils.hf_transformers_utils": {"get_rope_config": rope_config},
+        "sglang.srt.utils.common": {"get_compiler_backend": lambda: "eager"},
+        "msgspec": {"Struct": Struct},
         "sglang.srt.layers.rotary_embedding": {
             "get_rope": lambda head_dim, base, **more: Rope(head_dim, base)
         },
@@ -104,7 +136,11 @@ def parts() -> dict[str, dict[str, Any]]:
             "get_parallel": lambda: SimpleNamespace(tp_size=1, pp_group=group),
             "get_spec": lambda: SimpleNamespace(speculative_draft_window_size=None),
         },
-        "sglang.srt.utils": {"add_prefix": lambda name, prefix: f"{prefix}.{name}"},
+        "sglang.srt.utils": {
+            "add_prefix": lambda name, prefix: f"{prefix}.{name}",
+            "is_npu": lambda: False,
+            "is_gfx95_supported": lambda: False,
+        },
         boundary: {
             "layer_stack": nullcontext,
             "declare_attn": lambda read: read,
@@ -117,23 +153,70 @@ def parts() -> dict[str, dict[str, Any]]:
     }
 
 
-def logits(folder: Path, source: Source, trial: Trial) -> Tensor:
-    """[N + 1, V] by SGLang's class for this folder."""
+FILES = {
+    "LlamaForCausalLMEagle3": "llama_eagle3",
+    "LlamaForCausalLMEagle": "llama_eagle",
+    "DFlashDraftModel": "dflash",
+    "Qwen3DSparkModel": "dspark",
+}
+
+
+def loaded(folder: Path) -> Any:
+    """SGLang's class for this folder, filled by its own loader."""
     config = AutoConfig.from_pretrained(folder)
     name = config.architectures[0]
-    module = importlib.import_module(
-        "sglang.srt.models.llama_eagle3" if name.endswith("3") else "sglang.srt.models.llama_eagle"
-    )
-    with torch.device("cpu"):
-        torch.set_default_dtype(torch.float64)
-        model = getattr(module, name)(config).double()
-        torch.set_default_dtype(torch.float32)
+    module = importlib.import_module(f"sglang.srt.models.{FILES[name]}")
+    torch.set_default_dtype(torch.float64)
+    model = getattr(module, name)(config).double()
+    torch.set_default_dtype(torch.float32)
+    for parameter in model.parameters():
+        parameter.data.fill_(torch.nan)
     model.load_weights(iter(load_file(folder / "model.safetensors").items()))
     empty = [n for n, p in model.named_parameters() if bool(p.isnan().any())]
     spared = ["model.embed_tokens.weight"] + ([] if name.endswith("3") else ["lm_head.weight"])
     empty = [n for n in empty if n not in spared]
     if empty:
         raise SystemExit(f"{name}: {empty[0]} gets no tensor")
+    return model
+
+
+def block_logits(model: Any, source: Source, trial: Trial) -> Tensor:
+    """[N + 1, V]: a block behind the context, as SGLang's workers drive the model."""
+    draft, config = model.draft_config, model.config
+    ids = draft.resolve_target_layer_ids(target_num_layers=len(trial.states) - 1)
+    taken = [trial.states[k] for k in range(len(trial.states)) if k in {v + 1 for v in ids}]
+    context_SD, batch = model.project_target_hidden(torch.cat(taken, -1)), SimpleNamespace(seen={})
+    for index, layer in enumerate(model.layers):
+        key, value = layer.self_attn.kv_proj_only(context_SD)
+        key = layer.self_attn.apply_k_norm(key)
+        key = layer.self_attn.apply_k_rope(torch.arange(len(context_SD)), key)
+        batch.seen[index] = [(key, value)]
+    ids_T = torch.tensor([trial.ids[-1]] + [draft.mask_token_id] * (model.block_size - 1))
+    position_T = len(context_SD) + torch.arange(len(ids_T))
+    out_TD = model(ids_T, position_T, batch, embedding_of(source)[ids_T]).hidden_states
+    head_VD = source.target.borrowed().head_VD.double()
+    if config.architectures == ["DFlashDraftModel"]:
+        return out_TD[1:] @ head_VD.T
+    said, before_N = [], torch.tensor([trial.ids[-1], *trial.drafted])
+    for row_D, token in zip(out_TD @ head_VD.T, before_N, strict=True):
+        bias, _ = model.markov_head.step_bias(token[None], hidden_states=None, state=None)
+        said.append(row_D + bias[0])
+    sure_N, _ = model.confidence_head.predict(
+        out_TD,
+        anchor_tokens=before_N[:1],
+        draft_tokens=torch.cat([before_N[1:], before_N[:1]])[None],
+        markov_head=model.markov_head,
+    )
+    check_confidence(source, sure_N[0], trial)
+    return torch.stack(said)
+
+
+def logits(folder: Path, source: Source, trial: Trial) -> Tensor:
+    """[N + 1, V] by SGLang's class for this folder."""
+    model = loaded(folder)
+    config, name = model.config, model.config.architectures[0]
+    if name in ("DFlashDraftModel", "Qwen3DSparkModel"):
+        return block_logits(model, source, trial)
     embedding_VD, is_third = embedding_of(source), name.endswith("3")
     head_VD = source.target.borrowed().head_VD.double()
     if is_third:
@@ -192,9 +275,11 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as out:
             export(package, "sglang", Path(out) / "draft", target)
             source = Source(package, manifest, load_package(package, target), target)
-            trial = Trial.of(source, 4)
+            places = getattr(source.drafter.options, "num_heads", 5) - 1
+            mask = getattr(source.drafter.options, "mask_id", None)
+            trial = Trial.of(source, places, without=mask)
             ours_NV = drafted_logits(twin(source, without_router(source.drafter)), trial)
-            with engine(wanted.sglang, REAL, parts()), torch.no_grad():
+            with engine(wanted.sglang, REAL, parts(), ("msgspec",)), torch.no_grad():
                 theirs_NV = logits(Path(out) / "draft", source, trial)
             config = AutoConfig.from_pretrained(Path(out) / "draft")
         said = ours_NV > -torch.inf
