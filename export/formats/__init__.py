@@ -103,14 +103,15 @@ def export(
     from specctl.export.atomic import new_folder
     from specctl.export.files import open_folder
     from specctl.export.folder import seal_folder, versions
-    from specctl.export.load import load_package
+    from specctl.export.load import read_package
     from specctl.export.manifest import read_manifest
 
     folder, out = open_folder(Path(package)), Path(out)
     _refuse_overlap(folder, out)
     manifest = read_manifest(folder)
     form = find_format(to, manifest.family)
-    source = Source(folder, manifest, load_package(folder, target, allow), target, tuple(allow))
+    drafter = read_package(folder, target, allow).to(target.device)  # in its own dtype
+    source = Source(folder, manifest, drafter, target, tuple(allow))
     with new_folder(out, is_package) as temp:
         form.write(source, temp)
         written = [path.name for path in temp.iterdir()]

@@ -9,7 +9,7 @@ from pathlib import Path
 from specctl.export.card import given_target
 from specctl.export.folder import compare_tensors, package_tensors
 from specctl.export.formats import Format, Source
-from specctl.export.load import load_package
+from specctl.export.load import read_package
 from specctl.export.manifest import WEIGHTS, check_files
 from specctl.recipes.errors import GateError
 
@@ -29,7 +29,7 @@ def check(source: Source, folder: Path) -> None:
             expected=str(old.get(WEIGHTS)),
             do="run the export again; check the disk if it happens twice",
         )
-    loaded = load_package(folder, source.target, source.allow)
+    loaded = read_package(folder, source.target, source.allow)
     compare_tensors(package_tensors(source.drafter), package_tensors(loaded))
 
 

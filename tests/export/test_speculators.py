@@ -60,6 +60,18 @@ def test_vllm_drafts_from_it_what_the_drafter_drafts(
     assert ("d2t" in tensors) == (options.get("kept") == KEPT)
 
 
+@pytest.mark.parametrize("to", ["speculators", "specctl"])
+def test_a_target_in_another_dtype_does_not_round_the_weights(
+    to: str, make_target: Any, tmp_path: Path
+) -> None:
+    made = make_target(num_layers=4, hidden=16, vocab=48, dtype=torch.bfloat16)
+    drafter = shaken("eagle3", made)
+    exported(drafter, replace(made, name="some/target"), tmp_path / "out", to)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    for name, tensor in drafter.tensors().items():
+        assert torch.equal(written[name], tensor), name
+
+
 def test_the_files_are_those_of_the_format(target: Target, tmp_path: Path) -> None:
     exported(shaken("eagle3", target, KEPT, fc_norm=True), target, tmp_path / "e", "speculators")
     exported(shaken("p-eagle", target, KEPT, **P_EAGLE), target, tmp_path / "p", "speculators")
