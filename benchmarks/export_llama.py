@@ -113,9 +113,8 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[list[Row], int, lis
     rows.append(ours("specctl, draft", target, prompts, args.tokens, **how))
     draft = (str(folder / "draft" / FILE), str(args.length))
     for way, given in (("llama.cpp", ()), ("llama.cpp, draft", draft)):
-        with serving(
-            args.llama_cpp, folder / "target.gguf", 1, context, args.threads, given
-        ) as url:
+        file = folder / "target.gguf"
+        with serving(args.llama_cpp, file, 1, context, args.threads, given, "f32") as url:
             rows.append(llama(way, url, prompts, args.tokens))
     assert isinstance(target.lm, LeanLM)
     rounding, faults = compared(rows, prompts, as_transformers(target.lm))

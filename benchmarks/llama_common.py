@@ -31,10 +31,18 @@ def write_target(target: Target, path: Path) -> None:
 
 @contextmanager
 def serving(
-    python: str, model: Path, users: int, context: int, threads: int, draft: Sequence[str] = ()
+    python: str,
+    model: Path,
+    users: int,
+    context: int,
+    threads: int,
+    draft: Sequence[str] = (),
+    cache: str = "f16",
 ) -> Iterator[str]:
-    """The address of a server; `draft` is a GGUF file and how many tokens it drafts."""
-    words = [python, str(SERVER), str(model), str(users), str(context), str(threads), *draft]
+    """The address of a server; `draft` is a GGUF file and how many tokens it drafts, `cache` the
+    type of keys and values (llama.cpp's own choice is f16)."""
+    sizes = map(str, (users, context, threads))
+    words = [python, str(SERVER), str(model), *sizes, cache, *draft]
     with subprocess.Popen(
         words,
         stdin=subprocess.PIPE,

@@ -2,8 +2,10 @@
 
 llama.cpp has one graph per `general.architecture`. `llama` rotates neighbours (2i, 2i + 1) while
 transformers rotates halves (i, i + D/2), so rows of its query and key projections (and biases) are
-reordered; `qwen2` and `qwen3` rotate halves and take the rows as they are. Vectors are float32,
-which llama.cpp's norms and biases demand; matrices keep the dtype of the package.
+reordered; `qwen3` rotates halves and takes the rows as they are. A draft of Qwen2's shape is
+written for the `llama` graph, which has room for its biases, too: the graph `qwen2` demands
+heads x width of a head = width of the model, which drafts (and widened ones) need not keep. Vectors
+are float32, which norms and biases demand; matrices keep the dtype of the package.
 Letters: D head width, H heads, E inputs.
 """
 
@@ -64,7 +66,7 @@ def architecture(shape: LlamaShape, max_positions: int) -> str:
     known = {
         (False, False, False): "llama",
         (False, True, True): "llama",
-        (False, True, False): "qwen2",
+        (False, True, False): "llama",
         (True, False, False): "qwen3",
     }
     if is_windowed or switches not in known:

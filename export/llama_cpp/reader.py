@@ -1,7 +1,7 @@
 """Reference reader of a GGUF file: what llama.cpp (b11549) computes from it, in float64.
 
-Mirrors src/llama-model.cpp and src/models/{llama,qwen2,qwen3}.cpp: defaults of missing keys, the
-graph by `general.architecture` (llama rotates neighbours, the others halves), an absent `output`
+Mirrors src/llama-model.cpp and src/models/{llama,qwen3}.cpp: defaults of missing keys, the
+graph by `general.architecture` (llama rotates neighbours, qwen3 halves), an absent `output`
 read from the embedding, `rope_freqs` as divisors in the llama graph only; a tensor that the graph
 does not ask for, or lacks, stops the load. It shares nothing with the writer.
 Letters: S sequence, H query heads, K key/value heads, D head width, V vocabulary.
@@ -21,7 +21,7 @@ from specctl.export.engines import gate
 from specctl.export.llama_cpp import library
 from specctl.export.llama_cpp.tokens import GgufTokens
 
-_IS_BIASED = {"llama": None, "qwen2": True, "qwen3": False}  # of query, key, value; None: if there
+_IS_BIASED = {"llama": None, "qwen3": False}  # of the attention; None: where there is a bias
 _REQUIRED = object()
 
 
@@ -40,7 +40,7 @@ class GgufReader:
             self._tensors[entry.name] = torch.from_numpy(array.copy()).double()
         self.arch = str(self._get("general.architecture"))
         if self.arch not in _IS_BIASED:
-            raise gate(f"architecture {self.arch}", "llama, qwen2 or qwen3")
+            raise gate(f"architecture {self.arch}", "llama or qwen3")
         self._used: set[str] = set()
         self._sizes()
         self.tokens = self._vocabulary()
@@ -147,8 +147,7 @@ class GgufReader:
         future = torch.ones(length, length, dtype=torch.bool).triu(1)
         share_HSS = score_HSS.masked_fill(future, -torch.inf).softmax(-1)
         mixed = torch.einsum("hst,thd->shd", share_HSS, value).flatten(1)
-        is_biased = None if self.arch == "llama" else False
-        return self._linear(mixed, f"{own}.attn_output", self.width, is_biased)
+        return self._linear(mixed, f"{own}.attn_output", self.width, has_bias)
 
     def logits(self, ids_S: Tensor) -> Tensor:
         """[S, V]."""

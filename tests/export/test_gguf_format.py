@@ -53,7 +53,7 @@ def target(make_target: Any) -> Target:
         ("llama", {"tied": False, "heads": 4, "kv_heads": 2}),
         ("llama", {"attention_bias": True, "output_bias": True}),
         ("llama", {"window": 256}),
-        ("qwen2", {"attention_bias": True}),
+        ("llama", {"attention_bias": True}),
         ("qwen3", {"qk_norm": True, "heads": 4, "kv_heads": 2}),
     ],
 )
