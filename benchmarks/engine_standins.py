@@ -150,6 +150,7 @@ class Linear(nn.Module):
             self.bias.weight_loader = self._load  # type: ignore[attr-defined]
 
     def _load(self, parameter: Tensor, loaded: Tensor, shard: Any = None) -> None:
+        shard = getattr(loaded, "shard_id", None) if shard is None else shard  # as vLLM tells it
         if shard is None:
             return copied(parameter, loaded)
         start = 0

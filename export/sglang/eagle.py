@@ -1,10 +1,11 @@
 """EAGLE-1 as a flat checkpoint: `fc` and decoder layers; embedding and LM head are the target's.
 
 HASS, CORAL and a bare FSPAD train the same net otherwise and are the same checkpoint. Its `fc` has
-a bias, which SGLang has and vLLM has not: vLLM refuses to load it, and has no weight into which it
-could be folded for every token. SGLang would draft all of the target's ids; a drafter of a trimmed
-vocabulary goes with a token map, a pickled list, which is not written here but made by the first
-of the commands, from `d2t`.
+a bias, which SGLang has and vLLM has not: under vLLM's own name for the architecture its loader
+would drop the bias without a word, and no weight could take it in for every token. The name here is
+SGLang's, which vLLM does not know and refuses. SGLang would draft all of the target's ids; a
+drafter of a trimmed vocabulary goes with a token map, a pickled list, which is not written here but
+made by the first of the commands, from `d2t`.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def serve(source: Source, folder: str, algorithm: str) -> tuple[str, ...]:
 
 
 def notes(source: Source) -> tuple[str, ...]:
-    vllm = "vLLM's EAGLE layer has no bias behind `fc` and refuses this folder."
+    vllm = "For SGLang only: vLLM's EAGLE layer has no bias behind `fc`, and would drop this one."
     if source.drafter.vocab is None:
         return (vllm,)
     return (
