@@ -4,16 +4,19 @@ Packages given with --draft, and random drafters of every shape that the format 
 for the embedded target; speculators (in a Python or a folder of its own, 0.9.0) loads the folders
 and runs its own forward pass on random states of the target. Its logits after the newest token and
 after each drafted one are compared with those of the drafter. It fails (exit 1) where they differ
-by more than 1e-5 of the largest, or where a parameter is missing or left over.
+by more than 1e-5 of the largest, or where a parameter is missing or left over. With --vllm, the
+config that vLLM's own code derives must be the one that the export's reader derives, too.
 
     pip install --no-deps --target OTHER speculators==0.9.0 hs-connectors==0.9.0 loguru \\
         pydantic-settings transformers==5.19.0
-    python benchmarks/export_speculators.py --packages OTHER --draft runs/eagle3/package
+    pip download --no-deps vllm==0.33.0      # and unpack it
+    python benchmarks/export_speculators.py --packages OTHER --draft runs/eagle3/package --vllm DIR
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -39,6 +42,7 @@ from specctl.export.readers.trial import (
     twin,
     without_router,
 )
+from specctl.export.readers.vllm_eagle3 import draft_config
 from specctl.recipes.errors import GateError
 from specctl.recipes.targets import resolve
 from specctl.runtime.target import Target
@@ -94,11 +98,28 @@ def prepare(package: Path, folder: Path, target: Target) -> torch.Tensor:
     return drafted_logits(twin(source, without_router(source.drafter)), trial)
 
 
+def derived(folder: Path, vllm: Path) -> list[str]:
+    """Keys of the draft model's config on which vLLM's own code and our reader disagree."""
+    place = vllm / "vllm/transformers_utils/configs/speculators/algos.py"
+    spec = importlib.util.spec_from_file_location("vllm_algos", place)
+    assert spec is not None
+    assert spec.loader is not None
+    algos = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(algos)
+    config = json.loads((folder / "config.json").read_text())
+    theirs = dict(config["transformer_layer_config"])
+    algos.SUPPORTED_SPECULATORS_TYPES[config["speculators_model_type"]](config, theirs)
+    ours = vars(draft_config(config))
+    passed = {key for key in theirs if key in ours or key in config}
+    return sorted(key for key in passed if theirs[key] != ours.get(key, theirs[key]))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--draft", action="append", default=[], help="package for the target tiny")
     parser.add_argument("--python", default=sys.executable, help="has speculators 0.9.0")
     parser.add_argument("--packages", default="", help="folder with speculators, for that Python")
+    parser.add_argument("--vllm", type=Path, help="folder of an unpacked vLLM 0.33.0 wheel")
     args = parser.parse_args()
     target = load_target("tiny", dtype="float32")
     torch.manual_seed(0)
@@ -125,6 +146,10 @@ def main() -> int:
             except GateError as fault:
                 failed = True
                 print(f"{name:44} DIFFERS: {fault.found}")
+            odd = [] if args.vllm is None else derived(folder, args.vllm)
+            if odd:
+                failed = True
+                print(f"{name:44} vLLM derives other values of {', '.join(odd)}")
     return int(failed)
 
 

@@ -11,6 +11,7 @@ over the target's ids after the newest known token and after each drafted one.
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,8 @@ def run(model: Any, trial: dict[str, Tensor]) -> Tensor:
     depth = torch.cat([torch.zeros_like(ids_1T[0]), torch.arange(num_drafted) + 1])
     peagle.generate_cod_sample_indices = lambda **how: (anchor, depth)  # one draft, no sampling
     model.verifier_norm.register_forward_pre_hook(_stop)
-    try:
+    with suppress(Enough):
         model(hidden_states=features, verifier_last_hidden_states=features, **given)
-    except Enough:
-        pass
     return torch.cat([said[0][newest][None], said[0][ids_1T.shape[1] :]])
 
 
