@@ -71,10 +71,12 @@ def layer_config(
     if qk_norm:
         layers = ["full_attention"] * num_layers
         kind = {"model_type": "qwen3", "layer_types": layers, "sliding_window": None}
+    rope = rope_fields(shape.rope_theta)
+    del rope["rope_scaling"]  # transformers 5, which reads this part, warns of it
     return {
         **kind,
         **dimensions(shape, source, num_layers),
-        **rope_fields(shape.rope_theta),
+        **rope,
         "num_aux_hidden_states": len(source.manifest.taps.indices),
     }
 
