@@ -4,7 +4,7 @@ Every user asks again as soon as an answer is complete; all ask the same held-ou
 on the same weights, in one run, way after way, `--repeats` times over. No way reuses what it has
 read for another user. Ways: plain decoding, fixed draft lengths, and the batch policies goodput,
 tetris, table and bass; beside them transformers' continuous batching and, with --llama-cpp,
-llama.cpp (a Python with xllamacpp and gguf: wheels). Break-even is where a way gets slower than
+llama.cpp (a Python with the wheel xllamacpp). Break-even is where a way gets slower than
 plain; "x predicted": goodput over what was expected. benchmarks/drafters.py makes runs/bench.
 
     python benchmarks/load.py --draft runs/bench/eagle3/package

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from llama_common import NoServer, serving, write_target
 from load_ways import Answer, Stamps, stream
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -21,7 +21,6 @@ from specctl.runtime.target import Target
 PAGE = 64  # tokens in a page of transformers' cache
 CACHE_FIELDS = {field.name for field in fields(ContinuousBatchingConfig)}
 PAGE_FIELD = "page_size" if "page_size" in CACHE_FIELDS else "block_size"  # transformers 5.17
-LLAMA = Path(__file__).with_name("load_llama.py")
 
 
 @dataclass
@@ -77,8 +76,7 @@ class OtherFailed(Exception):
 @dataclass
 class LlamaCpp:
     """llama.cpp's server (the package xllamacpp) on the same weights, in a process of its own.
-    `python` is an interpreter that has xllamacpp, gguf and numpy; it cannot speculate with our
-    drafters."""
+    `python` is an interpreter that has xllamacpp; it cannot speculate with our drafters."""
 
     target: Target
     tokens: int
@@ -88,28 +86,18 @@ class LlamaCpp:
     name: str = "llama.cpp"
 
     def __post_init__(self) -> None:
-        as_transformers(self.target.lm).save_pretrained(self.folder)
+        self.file = self.folder / "model.gguf"
 
     @contextmanager
     def open(self, users: int, longest: int) -> Iterator[None]:
         context = users * (longest + self.tokens + 16)
-        command = [self.python, str(LLAMA), str(self.folder), str(users), str(context)]
-        with subprocess.Popen(
-            [*command, str(self.threads)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        ) as process:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            try:
-                self.url = process.stdout.readline().strip()
-                if not self.url:
-                    raise OtherFailed(f"it did not start; run by hand: {' '.join(command)}")
+        try:
+            if not self.file.exists():
+                write_target(self.target, self.file)
+            with serving(self.python, self.file, users, context, self.threads) as self.url:
                 yield
-            finally:
-                process.stdin.close()
+        except NoServer as error:
+            raise OtherFailed(str(error)) from error
 
     async def ask(self, prompt: Sequence[int]) -> Answer:
         body = {

@@ -17,7 +17,7 @@ from specctl.cli.families_table import Heat
 from specctl.cli.flags import DRAFTING, Compile, Seed, Sets
 from specctl.cli.loading import NO_DRAFTER, DraftingFlags, LoadedDraft
 from specctl.cli.outputs import check_file, check_folder, write_report
-from specctl.cli.target_choice import TargetChoice, inflated_note, target_json
+from specctl.cli.target_choice import OWN_TARGET, TargetChoice, inflated_note, target_json
 from specctl.recipes.errors import GateError, RecipeError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ COMPARISONS = {">=": float.__ge__, "<=": float.__le__, ">": float.__gt__, "<": f
 def bench(
     console: Console,
     drafting: DraftingFlags,
-    target: TargetChoice,
+    target: TargetChoice = OWN_TARGET,
     draft: Annotated[
         list[str] | None,
         typer.Option(
@@ -120,6 +120,7 @@ def bench(
     """
     gates = [parse_gate(text) for text in gate or ()]
     baselines = parse_against(against or "")
+    target = target.or_packaged(*(draft or ()))
     refuse_ignored(
         families,
         {"--draft": draft, "--gate": gate, "how to draft": drafting != DraftingFlags() or None,

@@ -15,7 +15,7 @@ from specctl.cli.flags import Compile
 from specctl.cli.grammar import GrammarFlags
 from specctl.cli.loading import NO_DRAFTER, DraftChoice
 from specctl.cli.sampling import SamplingFlags
-from specctl.cli.target_choice import TargetChoice
+from specctl.cli.target_choice import OWN_TARGET, TargetChoice
 
 LONG_ANSWERS = SamplingFlags(max_new_tokens=512)
 
@@ -23,8 +23,8 @@ LONG_ANSWERS = SamplingFlags(max_new_tokens=512)
 def chat(
     console: Console,
     draft: DraftChoice,
-    target: TargetChoice,
     grammar: GrammarFlags,
+    target: TargetChoice = OWN_TARGET,
     sampling: SamplingFlags = LONG_ANSWERS,
     system: Annotated[
         str | None, typer.Option("--system", help="Told to the model before everything else.")
@@ -47,6 +47,7 @@ def chat(
       echo "write a loop" | specctl chat --max-new-tokens 32 --json
     """
     settings = sampling.sampling()
+    target = target.or_packaged(draft.draft)
     model = target.load(console, compiled)
     settings = replace(settings, grammar=grammar.load(model))
     loaded = draft.load(model)

@@ -14,7 +14,16 @@ from specctl.cli.target_choice import TargetChoice
 from specctl.recipes.errors import RecipeError, nearest
 
 OWN_TARGET = TargetChoice(name="")  # no name: what the package was made for
-FORMATS = ("hf", "specctl")
+FORMATS = (
+    "gguf",
+    "hf",
+    "medusa",
+    "mlp-speculator",
+    "sglang",
+    "specctl",
+    "speculators",
+    "vllm-medusa",
+)
 
 
 def export(
@@ -44,7 +53,9 @@ def export(
         )
     check_folder(out)
     from specctl.export.formats import export as export_
+    from specctl.export.formats import filled
     from specctl.export.manifest import read_manifest
+    from specctl.recipes.targets import resolve
 
     read_manifest(draft)  # what is no package fails before torch is imported
     model = target.or_packaged(str(draft)).load(console)
@@ -52,5 +63,9 @@ def export(
     manifest = export_(draft, to, out, model, allow=tuple(allow or ()))
     files = sorted(p.name for p in out.iterdir())
     console.out(f"{out}: {', '.join(files)}")
+    for note in manifest.notes:
+        console.warn(note)
+    place = resolve(model.name).path
+    commands = [filled(line, out, place) for line in manifest.served_by]
     result = {"out": str(out), "format": to, "files": files, "sha256": manifest.digest}
-    console.done(result, next=[f"specctl show {out}"])
+    console.done({**result, "serve": commands}, next=[f"specctl show {out}", *commands])

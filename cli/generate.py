@@ -17,7 +17,7 @@ from specctl.cli.loading import NO_DRAFTER, DraftChoice, LoadedDraft
 from specctl.cli.prompts import PromptText, read_prompts
 from specctl.cli.sampling import SamplingFlags
 from specctl.cli.stream import TextStream
-from specctl.cli.target_choice import TargetChoice, target_json
+from specctl.cli.target_choice import OWN_TARGET, TargetChoice, target_json
 
 if TYPE_CHECKING:
     from specctl.runtime.generate import Generated
@@ -32,7 +32,7 @@ def generate(
     draft: DraftChoice,
     sampling: SamplingFlags,
     grammar: GrammarFlags,
-    target: TargetChoice,
+    target: TargetChoice = OWN_TARGET,
     prompt: Annotated[
         str | None, typer.Argument(help="The text to continue; - reads standard input.")
     ] = None,
@@ -70,6 +70,7 @@ def generate(
         draft = replace(draft, draft="prompt-lookup")
         console.warn("--compare without --draft compares with prompt-lookup")
     settings = sampling.sampling()
+    target = target.or_packaged(draft.draft)
     model = target.load(console, compiled)
     settings = replace(settings, grammar=grammar.load(model))
     loaded = draft.load(model)

@@ -115,7 +115,7 @@ def _read_file(file: Path) -> list[PromptText]:
             expected="UTF-8",
             do=f"if it is Latin-1: iconv -f latin1 -t utf-8 {file} > prompts.txt",
         ) from error
-    lines = [(i, line) for i, line in enumerate(text.splitlines(), 1) if line.strip()]
+    lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
     if file.suffix.lower() not in (".jsonl", ".json"):
         return [PromptText(line) for _, line in lines]
     return [_record(line, f"{file}:{number}") for number, line in lines]

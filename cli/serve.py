@@ -14,7 +14,7 @@ from specctl.cli.console import Console
 from specctl.cli.flags import Compile
 from specctl.cli.loading import NO_DRAFTER, DraftChoice, LoadedDraft
 from specctl.cli.serving import AccessFlags, LimitFlags, check_batching, make_batching, priced
-from specctl.cli.target_choice import TargetChoice
+from specctl.cli.target_choice import OWN_TARGET, TargetChoice
 from specctl.recipes.errors import SpecctlError
 
 if TYPE_CHECKING:
@@ -29,9 +29,9 @@ EXTRA = ("fastapi", "uvicorn", "prometheus_client")
 def serve(
     console: Console,
     draft: DraftChoice,
-    target: TargetChoice,
     access: AccessFlags,
     limit: LimitFlags,
+    target: TargetChoice = OWN_TARGET,
     name: Annotated[
         str | None, typer.Option("--name", help="What clients call the model; else --target.")
     ] = None,
@@ -66,6 +66,7 @@ def serve(
     from specctl.runtime.server.record import Recorder
 
     door, limits = access.door(console), limit.limits()
+    target = target.or_packaged(draft.draft)
     socket = bind(access.host, access.port)
     url, called = url_of(socket), name or target.name
     recorder = Recorder(record) if record is not None else None

@@ -25,15 +25,20 @@ class TargetChoice:
     inflate: Inflate = None
     offline: Offline = False
 
-    def or_packaged(self, draft: str) -> TargetChoice:
-        """This choice; without a name, the target that the package was made for, else tiny."""
+    def or_packaged(self, *drafts: str) -> TargetChoice:
+        """This choice; without a name, the target that the first package was made for, else
+        tiny."""
         if self.name:
             return self
-        if not Path(draft).is_dir():
-            return replace(self, name="tiny")
-        from specctl.export.manifest import read_manifest
+        if self.offline:
+            go_offline()
+        from specctl.export.manifest import MANIFEST, read_manifest
 
-        record = read_manifest(Path(draft)).target
+        folders = (Path(draft).expanduser() for draft in drafts)
+        package = next((f for f in folders if (f / MANIFEST).is_file()), None)
+        if package is None:
+            return replace(self, name="tiny")
+        record = read_manifest(package).target
         inflate = self.inflate or record.inflated
         return replace(self, name=record.name, revision=record.revision, inflate=inflate)
 
@@ -65,6 +70,9 @@ class TargetChoice:
         if target.inflated:
             console.warn(inflated_note(target))
         return target
+
+
+OWN_TARGET = TargetChoice(name="")  # no name: what the package was made for
 
 
 def go_offline() -> None:

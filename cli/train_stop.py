@@ -10,7 +10,7 @@ import typer
 from specctl.cli.console import Console
 from specctl.cli.loading import DraftChoice
 from specctl.cli.outputs import check_file
-from specctl.cli.target_choice import TargetChoice
+from specctl.cli.target_choice import OWN_TARGET, TargetChoice
 from specctl.recipes.errors import SpecctlError
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 def train_stop(
     console: Console,
-    target: TargetChoice,
     draft: Annotated[str, typer.Option("--draft", "-d", help="Package of a stepwise drafter.")],
     rule: Annotated[
         str, typer.Option("--stop-rule", help="specdec-pp, disco or ada-eagle.")
@@ -30,6 +29,7 @@ def train_stop(
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts decoded to learn from.")] = 64,
     length: Annotated[int, typer.Option(min=2, max=64, help="Tokens drafted while learning.")] = 8,
     steps: Annotated[int, typer.Option(min=1, help="Updates of the small network.")] = 600,
+    target: TargetChoice = OWN_TARGET,
 ) -> None:
     """Learn when to stop drafting: SpecDec++, DISCO or AdaEAGLE.
 
@@ -46,6 +46,7 @@ def train_stop(
 
     wanted = learned_rule(rule)
     check_file(out)
+    target = target.or_packaged(draft)
     model = target.load(console)
     loaded = DraftChoice(draft=draft).load(model)
     if loaded.drafter is None:

@@ -12,7 +12,7 @@ from specctl.cli.console import Console
 from specctl.cli.flags import Allow, Out
 from specctl.cli.loading import DraftChoice
 from specctl.cli.outputs import check_folder
-from specctl.cli.target_choice import TargetChoice
+from specctl.cli.target_choice import OWN_TARGET, TargetChoice
 from specctl.cli.trimming import TrimJob, trim_and_package
 from specctl.recipes.errors import RecipeError
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 def vocab_trim(
     console: Console,
-    target: TargetChoice,
     draft: Annotated[str, typer.Option("--draft", "-d", help="Package (or model folder) to trim.")],
     out: Out,
     size: Annotated[
@@ -78,6 +77,7 @@ def vocab_trim(
         float, typer.Option(min=0.0, help="At which sizes are predicted and measured.")
     ] = 0.0,
     allow: Allow = None,
+    target: TargetChoice = OWN_TARGET,
 ) -> None:
     """Trim the vocabulary of any drafter with an LM head. Verification stays lossless.
 
@@ -111,6 +111,7 @@ def vocab_trim(
     )  # fmt: skip
     if data is not None:
         check_source(str(data), "auto")
+    target = target.or_packaged(draft)
     model = target.load(console)
     if size is not None and wanted != "auto" and not 2 <= wanted <= model.spec.vocab_size:
         raise _bad_size(size, f"2 to {model.spec.vocab_size:,} tokens, or auto")

@@ -4,13 +4,13 @@ Features of several depths of the target, joined by a matrix and a norm, are *in
 attends from the block to keys and values that it makes of them itself. Slot 0 holds the root, every
 other slot the same mask; inside the block attention goes both ways, and slot k predicts the token
 that stands there. One denoising step, so a draft of any length costs one pass. The embedding and
-the LM head are the target's; the mask is a learned vector rather than the row of a reserved id.
+the LM head are the target's; the mask is a learned vector, or the row of a reserved id (`mask_id`).
 Letters: X any leading axes, D width, I width of the joined features.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -21,7 +21,7 @@ from specctl.drafters.parts.block_drafter import TappedBlocks
 from specctl.drafters.parts.block_net import BlockNet
 from specctl.drafters.parts.blocks import RmsNorm
 from specctl.drafters.parts.heads import check_count
-from specctl.drafters.parts.options import HeadOptions
+from specctl.drafters.parts.options import ADDED, HeadOptions
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.vocab import VocabMap
 
@@ -29,16 +29,20 @@ from specctl.drafters.parts.vocab import VocabMap
 @dataclass(frozen=True, slots=True)
 class DFlashOptions(HeadOptions):
     """`num_heads` tokens are drafted by `layers` layers. `taps` are hidden_states indices, None
-    chooses them. `anchors`: blocks per row of a training batch."""
+    chooses them. `anchors`: blocks per row of a training batch. `mask_id`: the token whose row of
+    the target's embedding every mask is, as engines have it; None learns a vector for it."""
 
     decay: float = 0.78
     num_heads: int = 5
     layers: int = 2
     taps: tuple[int, ...] | None = None
     anchors: int = 64
+    mask_id: int | None = field(default=None, metadata=ADDED)
 
     def __post_init__(self) -> None:
         HeadOptions.__post_init__(self)
+        if self.mask_id is not None:
+            check_count("mask_id", self.mask_id, 0, 1 << 20)
         for name in ("layers", "anchors"):
             check_count(name, getattr(self, name))
         if self.taps is not None:
@@ -48,13 +52,17 @@ class DFlashOptions(HeadOptions):
 class InjectedNet(nn.Module):
     """The joined features, the mask, the layers, the last norm."""
 
-    def __init__(self, spec: ModelSpec, num_taps: int, layers: int) -> None:
+    def __init__(self, spec: ModelSpec, num_taps: int, options: DFlashOptions) -> None:
         super().__init__()
         width = spec.hidden_size
         self.fc = nn.Linear(num_taps * width, width, bias=False)
         self.fc_norm = RmsNorm(width, spec.norm_eps)
-        self.mask = nn.Parameter(torch.randn(width) * 0.02)
-        self.net = BlockNet(spec, layers, is_injected=True, qk_norm=True)
+        self.mask: nn.Parameter | None = None
+        if options.mask_id is None:
+            self.mask = nn.Parameter(torch.randn(width) * 0.02)
+        else:
+            check_count("mask_id", options.mask_id, 0, spec.vocab_size - 1)
+        self.net = BlockNet(spec, options.layers, is_injected=True, qk_norm=True)
         self.norm = RmsNorm(width, spec.norm_eps)
         for parameter in self.net.parameters():  # no slot says anything before it has attended
             if parameter.dim() == 2:
@@ -77,6 +85,8 @@ class InjectedBlocks(TappedBlocks):
     def slot(self, index: int, token_X: Tensor) -> Tensor:
         if index == 0:
             return self.embed(token_X)
+        if self.module.mask is None:
+            return self.embed(torch.full_like(token_X, self.options.mask_id))
         return self.module.mask.expand(*token_X.shape, -1)
 
 
@@ -90,7 +100,7 @@ class DFlash(InjectedBlocks):
         self, options: DFlashOptions, spec: ModelSpec, vocab: VocabMap | None = None
     ) -> None:
         super().__init__(options, spec, vocab)
-        self.module = InjectedNet(spec, len(self.own_taps), options.layers)
+        self.module = InjectedNet(spec, len(self.own_taps), options)
 
 
 def build(options: DFlashOptions, spec: ModelSpec, vocab: VocabMap | None) -> DFlash:

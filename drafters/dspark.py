@@ -49,7 +49,7 @@ class SparkNet(InjectedNet):
     """DFlash's module with the correction and the confidence head."""
 
     def __init__(self, spec: ModelSpec, num_taps: int, options: DSparkOptions, rows: int) -> None:
-        super().__init__(spec, num_taps, options.layers)
+        super().__init__(spec, num_taps, options)
         self.before = nn.Embedding(spec.vocab_size, options.rank)
         self.bias = nn.Linear(options.rank, rows, bias=False)
         self.confidence = nn.Linear(spec.hidden_size + options.rank, 1)

@@ -3,11 +3,11 @@
 True rows are EAGLE-3's: (embedding of token t + 1, features at t), of which the last predicts token
 t + 2. Behind it stand rows for what is not known yet: at position t + d the pair (mask embedding,
 mask features), both learned, which predicts token t + 2 + d from all true rows up to t and from the
-rows before it in the same draft. Training keeps only a share of the drafts at each depth (`keep`^d,
+rows before it in the same draft. The first layer is EAGLE-3's, whose attention reads both halves of
+a pair; ordinary layers follow. Training keeps only a share of the drafts at each depth (`keep`^d,
 at least `keep_least`; a draft that has a row at depth d has all before it), so that memory grows
-with the sum of the shares and not with the depth. Embedding and features are joined by a matrix in
-front of ordinary layers, where EAGLE-3 hands both to its first attention.
-Letters: X any leading axes, A anchors, D width, I width of the features.
+with the sum of the shares and not with the depth.
+Letters: X any leading axes, B rows, T tokens, D width, I width of the features.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from specctl.drafters.parts.base import Family
 from specctl.drafters.parts.block_drafter import TappedBlocks
 from specctl.drafters.parts.block_net import BlockNet
-from specctl.drafters.parts.blocks import RmsNorm
+from specctl.drafters.parts.blocks import Attending, LayerShape, RmsNorm, WideLayer
 from specctl.drafters.parts.heads import check_count, draft_size
 from specctl.drafters.parts.options import HeadOptions
 from specctl.drafters.parts.spec import ModelSpec
@@ -54,32 +54,42 @@ class PEagleOptions(HeadOptions):
             object.__setattr__(self, "taps", tuple(int(tap) for tap in self.taps))
 
 
+class PairLayer(WideLayer):
+    """EAGLE-3's layer on rows that carry both halves, embedding and features. Fresh, it passes the
+    features through."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(LayerShape.of(spec))
+        nn.init.zeros_(self.self_attn.o_proj.weight)
+        nn.init.zeros_(self.mlp.down_proj.weight)
+
+    def forward(self, pair_BT2D: Tensor, turn_BT2E: Tensor, attending: Attending) -> Tensor:
+        embedding_BTD, state_BTD = pair_BT2D.chunk(2, dim=-1)
+        attention, x_BT2D = self.self_attn, self.mix(embedding_BTD, state_BTD)
+        key, value = attention.key_value(x_BT2D, turn_BT2E)
+        return self.finish(state_BTD, attending(attention.query(x_BT2D, turn_BT2E), key, value))
+
+
 class PairNet(nn.Module):
-    """Features and embedding joined, their masks, the layers, the last norm and the LM head. The
-    highest tap passes through at first, as in EAGLE-3."""
+    """What joins the features, the two halves of a masked row, the layers, the last norm and the LM
+    head. The highest tap passes through at first, as in EAGLE-3."""
 
     def __init__(self, spec: ModelSpec, num_taps: int, layers: int, rows: int) -> None:
         super().__init__()
         width = spec.hidden_size
         self.fc = nn.Linear(num_taps * width, width, bias=False)
-        self.embedding_norm = RmsNorm(width, spec.norm_eps)
-        self.hidden_norm = RmsNorm(width, spec.norm_eps)
-        self.pair = nn.Linear(2 * width, width, bias=False)
         self.mask = nn.Parameter(torch.randn(width))
         self.mask_hidden = nn.Parameter(torch.randn(num_taps * width))
         self.net = BlockNet(spec, layers, is_injected=False)
+        self.net.layers[0] = PairLayer(spec)
         self.norm = RmsNorm(width, spec.norm_eps)
         self.lm_head = nn.Linear(width, rows, bias=False)
         with torch.no_grad():
             self.fc.weight.normal_(std=0.1 * self.fc.in_features**-0.5)
             self.fc.weight[:, -width:] += torch.eye(width)
-            self.pair.weight.mul_(0.1)
 
     def forward(self, embedding_XD: Tensor, features_XI: Tensor) -> Tensor:
-        g_XD = self.fc(features_XI)
-        both = torch.cat([self.embedding_norm(embedding_XD), self.hidden_norm(g_XD)], dim=-1)
-        joined_XD: Tensor = g_XD + self.pair(both)
-        return joined_XD
+        return torch.cat([embedding_XD, self.fc(features_XI)], dim=-1)
 
 
 class PEagle(TappedBlocks):
@@ -101,13 +111,13 @@ class PEagle(TappedBlocks):
         return [self.module.lm_head]
 
     def rows(self, state_BTD: Tensor, next_ids_BT: Tensor) -> Tensor:
-        rows_BTD: Tensor = self.module(self.embed(next_ids_BT), state_BTD)
-        return rows_BTD
+        pair_BT2D: Tensor = self.module(self.embed(next_ids_BT), state_BTD)
+        return pair_BT2D
 
     def slot(self, index: int, token_X: Tensor) -> Tensor:
         del index
-        row_D: Tensor = self.module(self.module.mask, self.module.mask_hidden)
-        return row_D.expand(*token_X.shape, -1)
+        pair_C: Tensor = self.module(self.module.mask, self.module.mask_hidden)
+        return pair_C.expand(*token_X.shape, -1)
 
     def counts(self, num_anchors: int) -> list[int]:
         options = self.options

@@ -33,7 +33,7 @@ def shown_target(manifest: Manifest) -> str:
     return manifest.target.repo or _last(manifest.target.name)
 
 
-def _given_target(manifest: Manifest) -> str:
+def given_target(manifest: Manifest) -> str:
     """What a command line takes as --target; a local folder is for the reader to fill in."""
     record = manifest.target
     return record.repo or (record.name if _last(record.name) == record.name else "TARGET_FOLDER")
@@ -64,10 +64,11 @@ def _front(manifest: Manifest) -> str:
 
 def _summary(manifest: Manifest) -> str:
     vocabulary, size = manifest.vocabulary, _count(manifest.parameters)
+    title = _TITLES.get(manifest.format, f"folder in the format {manifest.format}")
     text = (
         f"# Draft model for {shown_target(manifest)}\n\n"
         f"A `{manifest.family}` drafter ({size} parameters, {manifest.dtype}) for speculative "
-        f"decoding, as a {_TITLES.get(manifest.format, manifest.format)}. "
+        f"decoding, as a {title}. "
     )
     if manifest.verification == "lossless":
         text += "Verification is lossless: the output law is the target's own, whatever is drafted."
@@ -118,7 +119,7 @@ def _acceptance(measured: Acceptance | None) -> str:
 
 
 def _load(manifest: Manifest) -> str:
-    target = _given_target(manifest)
+    target = given_target(manifest)
     inflate = f" --inflate {manifest.target.inflated}" if manifest.target.inflated else ""
     if manifest.format == "hf":
         folder = manifest.target.repo or "TARGET_FOLDER"
@@ -132,7 +133,12 @@ def _load(manifest: Manifest) -> str:
             "out = target.generate(**inputs, assistant_model=draft, max_new_tokens=64)\n"
             "```\n\n"
             f'Or with specctl: `specctl generate --target {target} --draft THIS_FOLDER "def main("`'
+            + "".join(f"\n\n    {line}" for line in manifest.served_by)
         )
+    if manifest.format != "specctl":
+        lines = "\n".join(f"    {line}" for line in manifest.served_by)
+        notes = "".join(f"\n\n{note}" for note in manifest.notes)
+        return f"## Use\n\nWith the paths of your machine filled in:\n\n{lines}{notes}"
     return (
         "## Use\n\n"
         f'    specctl generate --target {target}{inflate} --draft THIS_FOLDER "def main("\n'

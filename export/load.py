@@ -72,12 +72,15 @@ def _family(manifest: Manifest) -> Family:
 
 
 def parse_options(family: Family, options: Mapping[str, Any]) -> Any:
-    """The family's options from JSON: every field present, no other, of the right type."""
-    wanted = {field.name for field in fields(family.options)}
+    """The family's options from JSON: every field present, no other, of the right type. One that
+    packages once had not (ADDED) is as it was then."""
+    wanted = {field.name: field for field in fields(family.options)}
+    added = {name: f.default for name, f in wanted.items() if f.metadata.get("added")}
     try:
-        if set(options) != wanted:
-            raise ValueError(f"missing or unknown: {', '.join(sorted(wanted ^ set(options)))}")
-        return TypeAdapter(family.options).validate_python(dict(options))
+        if set(options) | set(added) != set(wanted):
+            odd = set(wanted) ^ (set(options) | set(added))
+            raise ValueError(f"missing or unknown: {', '.join(sorted(odd))}")
+        return TypeAdapter(family.options).validate_python({**added, **options})
     except (ValueError, SpecctlError) as error:
         raise IncompatibleError(
             f"options: not the options of family {family.name} in this specctl",

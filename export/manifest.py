@@ -120,7 +120,8 @@ class Acceptance(Record):
 
 
 class Manifest(Record):
-    """See docs/package-format.md for every field."""
+    """See docs/package-format.md for every field; `served_by` and `notes` stand only in
+    exports."""
 
     format_version: Literal[1]
     format: Annotated[str, Field(min_length=1)]
@@ -143,6 +144,8 @@ class Manifest(Record):
     acceptance: Acceptance | None
     versions: dict[str, str]
     command: tuple[str, ...]
+    served_by: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @field_validator("spec")
     @classmethod
@@ -162,6 +165,9 @@ class Manifest(Record):
         body = self.model_dump(mode="json")
         if self.target.changed is None:
             del body["target"]["changed"]
+        for name in ("served_by", "notes"):
+            if not body[name]:
+                del body[name]
         return body
 
     def render(self) -> bytes:

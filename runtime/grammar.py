@@ -149,7 +149,7 @@ class Compiler:
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
         self.vocab_size, self.eos_ids = vocab_size, eos_ids
         self._about: dict[str, Any] = {
-            "backend": _backend(tokenizer),
+            "backend": _backend(tokenizer, vocab_size),
             "vocab_size": vocab_size,
             "eos_ids": list(eos_ids),
         }
@@ -245,7 +245,8 @@ def _library() -> Any:
     return llguidance
 
 
-def _backend(tokenizer: Any) -> str:
+def _backend(tokenizer: Any, vocab_size: int) -> str:
+    """The tokenizer's file, without added tokens that the model does not have."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise GrammarError(
@@ -255,7 +256,8 @@ def _backend(tokenizer: Any) -> str:
             do="load a target that has a tokenizer.json",
         )
     state = json.loads(backend.to_str())
-    return json.dumps({**state, "padding": None, "truncation": None})
+    added = [token for token in state["added_tokens"] if token["id"] < vocab_size]
+    return json.dumps({**state, "added_tokens": added, "padding": None, "truncation": None})
 
 
 def _depth(text: str) -> int:

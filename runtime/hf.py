@@ -6,6 +6,7 @@ only pickled. Refused before weights are read: architectures whose cache cannot 
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,29 +135,36 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_config(folder: Path, raw: dict[str, Any]) -> Any:
-    kind = raw.get("model_type")
+    kind, where = raw.get("model_type"), str(folder / "config.json")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        text = text_config(config) if is_multimodal(config) else config
-        model_class = AutoModelForCausalLM._model_mapping[type(text)]
-    except KeyError:
-        raise IncompatibleError(
-            f"{kind} is not a causal language model",
-            found=f"model_type {kind!r}",
-            expected="a decoder-only model that transformers loads with AutoModelForCausalLM",
-            do="choose a causal language model, or a multimodal one around a Llama, Qwen or Gemma",
-            where=str(folder / "config.json"),
-        ) from None
     except Exception as error:  # transformers raises many kinds for a bad or unknown config
         raise IncompatibleError(
             f"transformers does not read this configuration (model_type {kind!r})",
             found=str(error).split("\n")[0][:160],
             expected="a model type known to the installed transformers",
             do="pip install -U transformers, or choose another target",
-            where=str(folder / "config.json"),
+            where=where,
         ) from error
-    refuse_stateful(model_class, text)
+    check_causal(config, where)
     return config
+
+
+def check_causal(config: Any, where: str) -> None:
+    """Refuse what is no causal language model, or one whose cache cannot be rolled back."""
+    text = text_config(config) if is_multimodal(config) else config
+    try:
+        model_class = AutoModelForCausalLM._model_mapping[type(text)]
+    except KeyError:
+        kind = config.model_type
+        raise IncompatibleError(
+            f"{kind} is not a causal language model",
+            found=f"model_type {kind!r}",
+            expected="a decoder-only model that transformers loads with AutoModelForCausalLM",
+            do="choose a causal language model, or a multimodal one around a Llama, Qwen or Gemma",
+            where=where,
+        ) from None
+    refuse_stateful(model_class, text)
 
 
 def _load_tokenizer(folder: Path, config: Any) -> Any:
@@ -181,16 +189,23 @@ def _load_tokenizer(folder: Path, config: Any) -> Any:
         ) from error
     # A text longer than the context is cut or refused where it is used: no warning beside that.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
-    top = max(tokenizer.get_vocab().values(), default=-1)
-    if top >= config.get_text_config().vocab_size:
+    _check_ids(tokenizer, config.get_text_config().vocab_size, folder)
+    return tokenizer
+
+
+def _check_ids(tokenizer: Any, vocab_size: int, folder: Path) -> None:
+    """Refuse another model's tokenizer. Tokens added behind the model's own are let pass (Gemma 3's
+    image marker): the model never says them, and a text that spells one is refused or left out."""
+    added = tokenizer.added_tokens_decoder
+    top = max((i for i in tokenizer.get_vocab().values() if i not in added), default=-1)
+    if top >= vocab_size:
         raise IncompatibleError(
             "the tokenizer has ids that the model lacks",
             found=f"token id {top:,}",
-            expected=f"ids below {config.get_text_config().vocab_size:,}",
+            expected=f"ids below {vocab_size:,}",
             do="use the tokenizer that belongs to these weights",
             where=str(folder),
         )
-    return tokenizer
 
 
 def _load_model(folder: Path, dtype: torch.dtype, has_more_than_text: bool) -> Any:
@@ -247,7 +262,7 @@ def as_transformers(lm: LanguageModel) -> Any:
     lm = lm.lm if isinstance(lm, CompiledLM) else lm
     if not isinstance(lm, LeanLM):
         return lm.module
-    module, config = lm.module, _llama_config(lm)
+    module, config = lm.module, _config_of(lm)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=lm.dtype)
     for name, parameter in module.named_parameters():
@@ -262,6 +277,15 @@ def as_transformers(lm: LanguageModel) -> Any:
         if name.endswith(("q_norm", "k_norm")):
             part.variance_epsilon = module.shape.qk_norm_eps or module.shape.norm_eps
     return model.eval()
+
+
+def _config_of(lm: LeanLM) -> Any:
+    """The configuration that the weights came with, else one of their shape."""
+    if lm.config is None:
+        return _llama_config(lm)
+    config = copy.deepcopy(lm.config)
+    config.eos_token_id = list(lm.spec.eos_ids) or None
+    return config
 
 
 def _llama_config(lm: LeanLM) -> Any:

@@ -24,14 +24,15 @@ from specctl.train.adapt import attach
 from specctl.train.assemble import family_options, trainable_family
 from specctl.train.data.context import check_context
 from specctl.train.features.kept import Form
-from specctl.train.initial import completed
+from specctl.train.initial import TARGET, completed
 from specctl.train.joint_check import check_joint
 from specctl.train.joint_plan import joint_memory, num_added
 from specctl.train.metrics import read_log
 from specctl.train.optim import is_hidden_matrix
+from specctl.train.prune.cut import uncuttable
 from specctl.train.rehearsal import Rehearsal, num_saves, small
 from specctl.train.selective import COMPARING, reference_stage
-from specctl.train.target_shape import TargetShape, parameters_of, target_shape
+from specctl.train.target_shape import TargetShape, shape_of, target_shape
 from specctl.train.work import Part, Sizes, Work, num_parameters, passes, work_of
 
 ROW_BYTES = 13  # of a prepared token: id, document, position (4 each) and its loss mask
@@ -101,8 +102,10 @@ def plan(
     """The plan of a recipe for a target of shape `spec` (None: looked up by the target's name). If
     `out` holds a run of this recipe with enough steps behind it, the time is measured; so is all
     that a rehearsal has measured. `before`: the work between the text and the first step."""
-    shape = target_shape(recipe.target) if spec is None else TargetShape(spec, parameters_of(spec))
+    shape = target_shape(recipe.target) if spec is None else shape_of(spec)
     check_context(recipe, shape.spec)
+    if recipe.drafter.init == TARGET and (recipe.target.inflate or not shape.plain_head):
+        raise uncuttable(recipe.target.name, shape.spec.model_type, recipe.target.inflate)
     family = trainable_family(recipe)
     drafter = build_shape(family, recipe, shape.spec)
     check_joint(recipe, drafter.needs())
@@ -184,7 +187,7 @@ def _disk(
     if first is not None:
         found["reference"] = min(num_saves(first), train.keep) * checkpoint
     if train.joint is not None:
-        found["changed target"] = _wide(recipe) * shape.parameters
+        found["changed target"] = shape.itemsize(recipe.target) * shape.parameters
     if data.features == "offline":
         found["features"] = _feature_bytes(recipe, shape, drafter.needs()) * tokens
         if data.features_gb is not None:
@@ -193,10 +196,11 @@ def _disk(
 
 
 def _feature_bytes(recipe: Recipe, shape: TargetShape, needs: Needs) -> int:
-    """Of a token on disk; a teacher is counted as the target's last state."""
+    """Of a token on disk."""
     spec, topk = shape.spec, recipe.data.teacher_topk or 0
-    teacher = ("topk" if topk else "state") if needs.teacher else "none"
-    itemsize = _wide(recipe)
+    whole = "state" if shape.plain_head else "logits"
+    teacher = ("topk" if topk else whole) if needs.teacher else "none"
+    itemsize = shape.itemsize(recipe.target)
     dtype = recipe.data.feature_dtype
     form = Form(needs.taps, teacher, topk, dtype, spec.hidden_size, spec.vocab_size, itemsize)
     return form.bytes_per_token
@@ -212,7 +216,7 @@ def _measured_memory(recipe: Recipe, rehearsal: Rehearsal) -> dict[str, int]:
 def _memory(recipe: Recipe, shape: TargetShape, drafter: Drafter, training: int) -> dict[str, int]:
     """Bytes on one device while training; `training` = those of gradient and optimizer."""
     spec, tokens, needs = shape.spec, recipe.train.rows * recipe.train.seq_len, drafter.needs()
-    wide = _wide(recipe)
+    wide = shape.itemsize(recipe.target)
     width, parameters = spec.hidden_size, num_parameters(drafter)
     assert drafter.module is not None
     matrices = sum(p.numel() for p in drafter.module.parameters() if spec.vocab_size not in p.shape)
@@ -230,11 +234,6 @@ def _memory(recipe: Recipe, shape: TargetShape, drafter: Drafter, training: int)
         "activations": head + body,
         **joint_memory(recipe, shape, wide),
     }
-
-
-def _wide(recipe: Recipe) -> int:
-    """Bytes of a number of the target."""
-    return 4 if recipe.target.dtype in ("auto", "float32") else 2
 
 
 def _time(
@@ -262,7 +261,7 @@ def _time(
             "basis": f"measured {behind} steps in {out}, for the steps that are left",
         }
     speed = flops_per_second or matrix_speed()
-    sizes = Sizes.of(drafter, shape.parameters)
+    sizes = Sizes.of(drafter, shape.active)
     work = work_of(recipe, sizes, data_tokens(recipe), before(sizes))
     return {
         "parts": tuple(part.timed(speed) for part in work),

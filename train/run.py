@@ -103,11 +103,12 @@ def train_draft(
         if ranks.is_main:
             write_run_file(recipe, out, command)
         target = target or _load_target(recipe, accelerator.device)
+        initial = initial_of(recipe, target, load)  # what it refuses, before answers are written
+        needs = build_shape(family, recipe, target.spec).needs()
         if recipe.train.joint is not None:
             check_target(target)
-            check_joint(recipe, build_shape(family, recipe, target.spec).needs())
+            check_joint(recipe, needs)
         data = _data(recipe, target, out, talker, ranks)
-        initial = initial_of(recipe, target, load)
         target = spread(recipe, target, ranks)
         made = Made(target, data, initial, stop, accelerator, load)
         stop.is_deferred = True

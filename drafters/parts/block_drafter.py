@@ -119,7 +119,8 @@ class BlockDrafter(ParallelHeads):
                 continue
             out_BAD = self.norm(outs[i + self.first_slot])
             at_BAD = anchor_BA[:, : out_BAD.shape[1], None].expand_as(out_BAD)
-            yield torch.zeros_like(x_BSD).to(out_BAD).scatter(1, at_BAD, out_BAD)
+            blank_BSD = out_BAD.new_zeros(*known_BSD.shape)
+            yield blank_BSD.scatter(1, at_BAD, out_BAD)
 
 
 class TappedBlocks(BlockDrafter):

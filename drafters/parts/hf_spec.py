@@ -32,13 +32,21 @@ def spec_of(config: Any, eos_ids: tuple[int, ...] = ()) -> ModelSpec:
             _first(text, ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), 1e-5)
         ),
         rope_theta=float(rope.get("rope_theta") or 10000.0),
-        max_positions=int(_first(text, ("max_position_embeddings",), 1 << 20)),
+        max_positions=_positions(text, rope),
         bos_id=text.bos_token_id if isinstance(text.bos_token_id, int) else None,
         eos_ids=eos_ids,
         pad_id=text.pad_token_id if isinstance(text.pad_token_id, int) else None,
         embed_scale=_embed_scale(text),
         rope_scaling=_rope_scaling(rope),
     )
+
+
+def _positions(text: Any, rope: dict[str, Any]) -> int:
+    """The context. With longrope (Phi-3) it ends where short factors do: one token further every
+    position is turned by other angles, those in the cache and of other rows of a batch as well."""
+    context = int(_first(text, ("max_position_embeddings",), 1 << 20))
+    short = rope.get("original_max_position_embeddings")
+    return min(context, int(short)) if rope.get("rope_type") == "longrope" and short else context
 
 
 def _rope_scaling(rope: dict[str, Any]) -> dict[str, Any] | None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from specctl.drafters.parts.heads import check_count
 from specctl.drafters.parts.losses import LossOptions
 
+ADDED = {"added": True}  # metadata of an option that older packages lack: they have its default
+
 
 @dataclass(frozen=True, slots=True)
 class CompareOptions:

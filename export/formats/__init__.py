@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from specctl.drafters.parts.base import Drafter
     from specctl.runtime.target import Target
 
+FOLDER, TARGET = "THIS_FOLDER", "TARGET_FOLDER"  # stand for paths in the commands of a card
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -33,16 +36,25 @@ class Source:
     allow: tuple[str, ...] = ()
 
 
+def _no_notes(source: Source) -> tuple[str, ...]:
+    del source
+    return ()
+
+
 @dataclass(frozen=True, slots=True)
 class Format:
     """One export format. `families` it can hold (None = all); `write(source, folder)` writes its
-    files; `check(source, folder)` reads the sealed folder back and raises if anything differs."""
+    files; `check(source, folder)` reads the sealed folder back and raises if anything differs;
+    `serve(source, folder)` gives the shell commands that serve it from `folder`, with TARGET where
+    the target's folder or repository belongs; `notes(source)` is what a user must know of it."""
 
     name: str
     summary: str
     families: tuple[str, ...] | None
     write: Callable[[Source, Path], None]
     check: Callable[[Source, Path], None]
+    serve: Callable[[Source, str], tuple[str, ...]]
+    notes: Callable[[Source], tuple[str, ...]] = _no_notes
 
     def holds(self, family: str) -> bool:
         return self.families is None or family in self.families
@@ -91,22 +103,34 @@ def export(
     from specctl.export.atomic import new_folder
     from specctl.export.files import open_folder
     from specctl.export.folder import seal_folder, versions
-    from specctl.export.load import load_package
+    from specctl.export.load import read_package
     from specctl.export.manifest import read_manifest
 
     folder, out = open_folder(Path(package)), Path(out)
     _refuse_overlap(folder, out)
     manifest = read_manifest(folder)
     form = find_format(to, manifest.family)
-    source = Source(folder, manifest, load_package(folder, target, allow), target, tuple(allow))
+    drafter = read_package(folder, target, allow).to(target.device)  # in its own dtype
+    source = Source(folder, manifest, drafter, target, tuple(allow))
     with new_folder(out, is_package) as temp:
         form.write(source, temp)
         written = [path.name for path in temp.iterdir()]
         assert not {CARD, MANIFEST} & set(written), f"format {to} wrote {written}"
         about = manifest.to_json() | {"format": to, "versions": versions()}
+        named = manifest.target.repo or TARGET
+        about["served_by"] = [line.replace(TARGET, named) for line in form.serve(source, FOLDER)]
+        about["notes"] = list(form.notes(source))
         sealed = seal_folder(temp, {k: v for k, v in about.items() if k != "digest"})
         form.check(source, temp)
         return sealed
+
+
+def filled(command: str, folder: Path | str, target: Path | str | None) -> str:
+    """A command of the card with its places filled in; without a target's folder that one stays."""
+    words = [word.replace(FOLDER, str(folder)) for word in shlex.split(command)]
+    if target is not None:
+        words = [word.replace(TARGET, str(target)) for word in words]
+    return shlex.join(words)
 
 
 def _refuse_overlap(folder: Path, out: Path) -> None:

@@ -8,7 +8,7 @@ is scattered back; see `specctl.export.widen` for why the cut rows can never be 
 from __future__ import annotations
 
 import copy
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,14 @@ from torch import Tensor
 from specctl.drafters.parts.lean import LeanLlama, LeanLM, LlamaShape
 from specctl.drafters.parts.routed import PREFIX
 from specctl.drafters.small_lm import SmallLm
+from specctl.export.engines import (
+    draft_length,
+    dtype_fields,
+    dump_json,
+    sglang_command,
+    special_ids,
+    vllm_command,
+)
 from specctl.export.files import list_files
 from specctl.export.folder import compare_tensors, write_tensors
 from specctl.export.formats import Format, Source
@@ -34,8 +42,8 @@ def write(source: Source, folder: Path) -> None:
     write_tensors(wide.tensors, folder / WEIGHTS)
     if source.target.tokenizer is not None:
         write_tokenizer(source.target.tokenizer, folder)
-    _dump(config_of(wide.shape, source), folder / "config.json")
-    _dump(_generation_config(source), folder / "generation_config.json")
+    dump_json(config_of(wide.shape, source), folder / "config.json")
+    dump_json(_generation_config(source), folder / "generation_config.json")
     list_files(folder)  # no tokenizer may have written anything but plain files
 
 
@@ -84,9 +92,8 @@ def config_of(shape: LlamaShape, source: Source) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
         "tie_word_embeddings": shape.tied,
-        **_special_ids(source),
-        "dtype": source.manifest.dtype,
-        "torch_dtype": source.manifest.dtype,
+        **special_ids(source),
+        **dtype_fields(source),
         "use_cache": True,
     }
 
@@ -116,26 +123,13 @@ def _architecture(shape: LlamaShape) -> dict[str, Any]:
     return {"architectures": [f"{name}ForCausalLM"], "model_type": model_type, **extra}
 
 
-def _special_ids(source: Source) -> dict[str, Any]:
-    spec, eos = source.manifest.model_spec, list(source.target.eos_ids)
-    return {
-        "bos_token_id": spec.bos_id,
-        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
-        "pad_token_id": spec.pad_id,
-    }
-
-
 def _generation_config(source: Source) -> dict[str, Any]:
     """How transformers should draft with it: the package's own draft length, every round."""
-    body = {k: v for k, v in _special_ids(source).items() if v is not None}
+    body = {k: v for k, v in special_ids(source).items() if v is not None}
     length = source.manifest.serve.get("length")
     if isinstance(length, int):
         body |= {"num_assistant_tokens": length, "num_assistant_tokens_schedule": "constant"}
     return {**body, "do_sample": False}
-
-
-def _dump(body: dict[str, Any], path: Path) -> None:
-    path.write_text(json.dumps(body, indent=2, sort_keys=True) + "\n", encoding="ascii")
 
 
 def check(source: Source, folder: Path) -> None:
@@ -144,41 +138,60 @@ def check(source: Source, folder: Path) -> None:
     inspect_folder(folder)
     wide = widened(source)
     compare_tensors(wide.tensors, load_file(folder / WEIGHTS))
-    theirs, ours = _both_logits(source, folder)
+    ids_1S = probe_ids(source)
+    compare_logits(source, _their_logits(folder, ids_1S), own_logits(source, ids_1S), _gate)
+
+
+def compare_logits(
+    source: Source, theirs: Tensor, ours: Tensor, gate: Callable[[str, str], GateError]
+) -> None:
+    """What an engine computes over the whole vocabulary is what the draft computes over its own,
+    and cut tokens are out of reach."""
     vocab = source.drafter.vocab
     kept_K = torch.arange(ours.shape[-1]) if vocab is None else vocab.ids_K.cpu()
     spoken = theirs[..., kept_K]
     scale = max(float(ours.abs().max()), 1.0)
     error = float((spoken - ours).abs().max()) / scale
     eps = float(torch.finfo(getattr(torch, source.manifest.dtype)).eps)
-    if error > max(8 * eps, 1e-5):
-        raise _gate(f"logits differ by {error:.1e} of their size", "the drafter's own logits")
-    theirs[..., kept_K] = -torch.inf
-    if float(theirs.max()) > float(spoken.min()) - MARGIN / 2:
-        raise _gate("a cut token comes close to a kept one", f"{MARGIN:g} below every kept logit")
+    if not error <= max(8 * eps, 1e-5):
+        raise gate(f"logits differ by {error:.1e} of their size", "the drafter's own logits")
+    rest = theirs.clone()
+    rest[..., kept_K] = -torch.inf
+    if float(rest.max()) > float(spoken.min()) - MARGIN / 2:
+        raise gate("a cut token comes close to a kept one", f"{MARGIN:g} below every kept logit")
 
 
-def _both_logits(source: Source, folder: Path) -> tuple[Tensor, Tensor]:
-    """[1, S, V] logits by transformers and [1, S, K] by our own forward, in float64 on the CPU."""
-    from transformers import AutoModelForCausalLM
+def probe_ids(source: Source) -> Tensor:
+    """[1, S]: the same random ids every time."""
+    size = source.manifest.vocabulary.target_size
+    num_ids = min(64, source.manifest.model_spec.max_positions)
+    return torch.randint(size, (1, num_ids), generator=torch.Generator().manual_seed(0))
 
+
+def own_logits(source: Source, ids_1S: Tensor) -> Tensor:
+    """[1, S, K] logits of the draft by our own forward, in float64 on the CPU."""
     drafter = source.drafter
     assert isinstance(drafter, SmallLm)
     assert isinstance(drafter.module, LeanLlama)
     lm = LeanLM(copy.deepcopy(drafter.module).to("cpu", torch.float64), drafter.lm.spec)
-    size = source.manifest.vocabulary.target_size
-    num_ids = min(64, source.manifest.model_spec.max_positions)
-    ids_1S = torch.randint(size, (1, num_ids), generator=torch.Generator().manual_seed(0))
-    document_1S, position_1S = torch.zeros_like(ids_1S), torch.arange(num_ids)[None]
+    document_1S, position_1S = torch.zeros_like(ids_1S), torch.arange(ids_1S.shape[1])[None]
+    with torch.no_grad():
+        out = lm.dense(ids_1S, position_1S, lm.document_masks(document_1S))
+    assert out.logits_BTV is not None
+    return out.logits_BTV
+
+
+def _their_logits(folder: Path, ids_1S: Tensor) -> Tensor:
+    """[1, S, V] logits by transformers, in float64 on the CPU."""
+    from transformers import AutoModelForCausalLM
+
     with quietly():
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float64, local_files_only=True, use_safetensors=True
         )
     with torch.no_grad():
-        theirs = model.eval()(ids_1S).logits
-        out = lm.dense(ids_1S, position_1S, lm.document_masks(document_1S))
-    assert out.logits_BTV is not None
-    return theirs, out.logits_BTV
+        logits: Tensor = model.eval()(ids_1S).logits
+    return logits
 
 
 def _gate(found: str, expected: str) -> GateError:
@@ -190,10 +203,19 @@ def _gate(found: str, expected: str) -> GateError:
     )
 
 
+def serve(source: Source, folder: str) -> tuple[str, ...]:
+    length = draft_length(source)
+    return (
+        vllm_command("draft_model", length, folder),
+        sglang_command("STANDALONE", length, folder),
+    )
+
+
 FORMAT = Format(
     name="hf",
     summary="plain transformers causal-LM folder with the target's tokenizer",
     families=("small-lm",),
     write=write,
     check=check,
+    serve=serve,
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 
+from specctl.export.card import given_target
 from specctl.export.folder import compare_tensors, package_tensors
 from specctl.export.formats import Format, Source
-from specctl.export.load import load_package
+from specctl.export.load import read_package
 from specctl.export.manifest import WEIGHTS, check_files
 from specctl.recipes.errors import GateError
 
@@ -27,8 +29,13 @@ def check(source: Source, folder: Path) -> None:
             expected=str(old.get(WEIGHTS)),
             do="run the export again; check the disk if it happens twice",
         )
-    loaded = load_package(folder, source.target, source.allow)
+    loaded = read_package(folder, source.target, source.allow)
     compare_tensors(package_tensors(source.drafter), package_tensors(loaded))
+
+
+def serve(source: Source, folder: str) -> tuple[str, ...]:
+    words = ["specctl", "serve", "--target", given_target(source.manifest), "--draft", folder]
+    return (shlex.join(words),)
 
 
 FORMAT = Format(
@@ -37,4 +44,5 @@ FORMAT = Format(
     families=None,
     write=write,
     check=check,
+    serve=serve,
 )

@@ -273,7 +273,7 @@ def test_other_families_are_refused_with_the_formats_that_fit(
 ) -> None:
     with pytest.raises(IncompatibleError, match=r"cannot hold a toy.*formats that fit: specctl"):
         export(package, "hf", tmp_path / "out", plain_target)
-    with pytest.raises(SpecctlError, match=r"unknown export format 'gguff'.*hf, specctl"):
+    with pytest.raises(SpecctlError, match=r"unknown export format 'gguff'.*--to gguf"):
         export(package, "gguff", tmp_path / "out", plain_target)
     assert not (tmp_path / "out").exists()
 

@@ -244,3 +244,29 @@ def _silent() -> Any:
     from specctl.runtime.report import SilentReporter
 
     return SilentReporter()
+
+
+def test_what_cannot_be_begun_is_refused_before_the_target_writes(
+    make_model: Any, target: Target, text: Path, tmp_path: Path
+) -> None:
+    """Answers take hours; a target that cannot be cut, or a shape that cannot be, is told first."""
+    gemma = Target.from_model(make_model("gemma2", num_layers=2, vocab=6144), target.tokenizer)
+    cut = small_recipe(text, drafter__init="target")
+    with pytest.raises(IncompatibleError, match="no drafter can be cut"):
+        train_draft(cut, tmp_path / "gemma", target=gemma)
+    odd = small_recipe(text, drafter__options__heads=3, drafter__options__kv_heads=2)
+    with pytest.raises(RecipeError):
+        train_draft(odd, tmp_path / "odd", target=target)
+    assert not list(tmp_path.rglob("data"))
+
+
+def test_a_plan_refuses_a_target_that_no_drafter_can_be_cut_from(
+    make_model: Any, text: Path, tmp_path: Path
+) -> None:
+    make_model("gemma2", num_layers=2).config.save_pretrained(tmp_path)
+    recipe = small_recipe(text, drafter__init="target", target__name=str(tmp_path))
+    with pytest.raises(IncompatibleError) as caught:
+        plan(recipe, flops_per_second=1e10)
+    assert "drafter.init=null" in caught.value.do
+    fresh = small_recipe(text, drafter__init="null", target__name=str(tmp_path))
+    assert plan(fresh, flops_per_second=1e10).parameters > 0

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.recipes.errors import RecipeError
 from specctl.recipes.schema import Recipe
+from specctl.runtime.target import Target
+
+LEAST_PROMPT = 2  # tokens of a prompt; an answer stands behind them
+
+
+def check_ids(ids: Sequence[int], target: Target) -> None:
+    """ValueError for a text with a token that the target lacks: a tokenizer may have more."""
+    top = max(ids, default=0)
+    if top >= target.spec.vocab_size:
+        raise ValueError(f"the text spells token {top:,}, which the target lacks")
 
 
 def check_context(recipe: Recipe, spec: ModelSpec) -> None:
     """The recipe's rows, and the answers that it asks for, fit into the target's context."""
     limits = [("train.seq_len", recipe.train.seq_len, spec.max_positions)]
-    if recipe.data.regenerate:  # an answer stands behind one token of a prompt at least
-        limits.append(("data.new_tokens", recipe.data.new_tokens, spec.max_positions - 1))
+    if recipe.data.regenerate:
+        most = spec.max_positions - LEAST_PROMPT
+        limits.append(("data.new_tokens", recipe.data.new_tokens, most))
     for where, length, most in limits:
         if length > most:
             raise RecipeError(

@@ -58,6 +58,7 @@ def heldout_prompts(
         if i < len(group)
     ]
     prompts = [_prompt(target, found, record, file) for found, record in turns[:count]]
+    prompts = prompts if path is not None else [_short(target, prompt) for prompt in prompts]
     if not prompts:
         raise FileError(
             "the file of held-out prompts is empty",
@@ -66,6 +67,15 @@ def heldout_prompts(
             do="add prompts",
         )
     return prompts
+
+
+def _short(target: Target, prompt: Prompt) -> Prompt:
+    """An embedded prompt, which nobody chose for this target, in at most half of its context."""
+    most = max(1, target.spec.max_positions // 2)
+    if len(prompt.ids) <= most:
+        return prompt
+    ids = prompt.ids[:most]
+    return Prompt(ids, target.decode(ids), prompt.domain)
 
 
 def _records(file: Path) -> Iterator[tuple[str, Any]]:
@@ -81,7 +91,7 @@ def _records(file: Path) -> Iterator[tuple[str, Any]]:
             expected="a text file with one prompt per line, or JSONL",
             do="correct the path, or leave it out to use the embedded prompts",
         ) from error
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         if not is_json:

@@ -19,7 +19,7 @@ from specctl.recipes.schema import DataPart, Recipe
 from specctl.runtime.report import Reporter, SilentReporter
 from specctl.runtime.target import Target
 from specctl.train.data.chat import encode_sample
-from specctl.train.data.context import check_context
+from specctl.train.data.context import check_context, check_ids
 from specctl.train.data.pack import Document, Rows, best_fit, cut_documents, pack
 from specctl.train.data.records import Sample, without
 from specctl.train.data.regenerate import AnswerPlan, cut_prompts, regenerate
@@ -89,7 +89,8 @@ def _select(data: DataPart, defects: Defects) -> tuple[list[Sample], str]:
             "the data source holds nothing usable",
             where="data.source",
             found="; ".join(defects.lines()) or data.source,
-            expected='text, or objects with "messages", "prompt" and "response", or "text"',
+            expected='text, or one JSON object a line (or a list of them) with "messages", '
+            '"prompt" and "response", or "text"',
             do="correct the file or data.source",
         )
     samples = [s for _, _, s in sorted(chosen, key=lambda entry: entry[1])]
@@ -139,7 +140,7 @@ def _regenerated(
     if len(prompts) < plan.prompts:
         console.warn(f"data: only {len(prompts):,} of {plan.prompts:,} prompts found in the source")
     if not prompts:
-        raise _nothing_left(defects, "a prompt")
+        raise _nothing_left(defects, "a prompt", "give shorter ones, or raise train.seq_len")
     answers = regenerate(target, prompts, plan, folder, console=console)
     return [answer.document(data.train_on_prompt) for answer in answers]
 
@@ -160,7 +161,8 @@ def _encoded(
             continue
         num_tokens += len(documents[-1].ids)
     if not documents:
-        raise _nothing_left(defects, "a sample with something to predict")
+        answers = "let the target answer: --set data.regenerate=true"
+        raise _nothing_left(defects, "a sample with something to predict", answers)
     return documents
 
 
@@ -174,6 +176,7 @@ def encode_document(target: Target, sample: Sample, train_on_prompt: bool = Fals
         mask = [True] * len(ids)
     if len(ids) < 2:
         raise ValueError("shorter than two tokens")
+    check_ids(ids, target)
     if train_on_prompt:
         mask = [True] * len(ids)
     return Document(np.array(ids, dtype=np.int32), np.array(mask, dtype=np.bool_), sample.domain)
@@ -228,11 +231,11 @@ def better_seq_len(lengths: Sequence[int], seq_len: int) -> tuple[int, float]:
     return -minus_tried, fill
 
 
-def _nothing_left(defects: Defects, wanted: str) -> RecipeError:
+def _nothing_left(defects: Defects, wanted: str, do: str) -> RecipeError:
     return RecipeError(
         f"no sample of the data gave {wanted}",
         where="data.source",
         found="; ".join(defects.lines()),
         expected="conversations with an assistant turn, prompt/response pairs, or text",
-        do="correct the data or data.source",
+        do=f"correct the data, or {do}",
     )

@@ -9,8 +9,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-PAIRS = (("prompt", "response"), ("instruction", "output"), ("question", "answer"))
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant"}
+PAIRS = (
+    ("prompt", "response"),
+    ("prompt", "completion"),
+    ("instruction", "output"),
+    ("question", "answer"),
+)
+SYSTEM = ("system", "system_prompt")  # what a record may say before its first turn
+SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bard": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+}
 
 Message = dict[str, Any]
 
@@ -42,20 +55,69 @@ def sample_of(record: Any, where: str, domain: str = "") -> Sample:
     tools = record.get("tools") or ()
     if isinstance(tools, str) or not isinstance(tools, list | tuple):
         raise ValueError("tools is not a list")
-    if record.get("messages"):
-        return Sample(where, domain, messages=_messages(record["messages"]), tools=tuple(tools))
-    if record.get("conversations"):
-        turns = [_from_sharegpt(turn) for turn in _turns(record["conversations"])]
-        return Sample(where, domain, messages=_messages(turns), tools=tuple(tools))
-    for ask, answer in PAIRS:
-        if ask in record and answer in record:
-            turns = [{"role": "user", "content": record[ask]}]
-            turns.append({"role": "assistant", "content": record[answer]})
-            return Sample(where, domain, messages=_messages(turns))
     text = record.get("text")
-    if isinstance(text, str) and text.strip():
+    text = text if isinstance(text, str) and text.strip() else ""
+    turns = _conversation(record) or ([] if text else _prompt_alone(record))
+    if turns:
+        messages = _messages(_with_system(record, turns))
+        _check_unicode(*(m.get("content", "") for m in messages))
+        return Sample(where, domain, messages=messages, tools=tuple(tools))
+    if text:
+        _check_unicode(text)
         return Sample(where, domain, text=text)
     raise ValueError("record has no messages, prompt and response, or text")
+
+
+def _check_unicode(*texts: str) -> None:
+    """JSON can spell half of a surrogate pair, which is no character."""
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError:
+        raise ValueError("text holds half of a surrogate pair") from None
+
+
+def _conversation(record: Mapping[str, Any]) -> list[Any]:
+    """The turns of a record in which somebody answers; none where it holds something else."""
+    if record.get("messages"):
+        return _turns(record["messages"])
+    if record.get("conversations"):
+        return [_from_sharegpt(turn) for turn in _turns(record["conversations"])]
+    for ask, answer in PAIRS:
+        if ask in record and answer in record:
+            return [*_asked(record, ask), *_spoken(record[answer], "assistant")]
+    return []
+
+
+def _prompt_alone(record: Mapping[str, Any]) -> list[Any]:
+    """A conversation that waits for its answer."""
+    asked = next((ask for ask, _ in PAIRS if record.get(ask)), None)
+    return [] if asked is None else _asked(record, asked)
+
+
+def _with_system(record: Mapping[str, Any], turns: list[Any]) -> list[Any]:
+    """The turns behind the record's own system prompt, where they bring none."""
+    system = next((record[name] for name in SYSTEM if record.get(name)), None)
+    if not isinstance(system, str) or any(_role(turn) == "system" for turn in turns):
+        return turns
+    return [{"role": "system", "content": system}, *turns]
+
+
+def _role(turn: Any) -> Any:
+    return turn.get("role") if isinstance(turn, Mapping) else None
+
+
+def _asked(record: Mapping[str, Any], ask: str) -> list[Any]:
+    """What the user says: an instruction goes with the input that it is about (Alpaca)."""
+    more = record.get("input") if ask == "instruction" else None
+    if isinstance(more, str) and more.strip() and isinstance(record[ask], str):
+        return _spoken(f"{record[ask]}\n\n{more}", "user")
+    return _spoken(record[ask], "user")
+
+
+def _spoken(said: Any, role: str) -> list[Any]:
+    """One side of a pair as turns: words, or the messages themselves."""
+    is_turns = isinstance(said, list) and bool(said) and all(_role(turn) for turn in said)
+    return said if is_turns else [{"role": role, "content": said}]
 
 
 def _turns(turns: Any) -> list[Any]:
@@ -107,5 +169,7 @@ def _messages(turns: Any) -> tuple[Message, ...]:
             message["content"] = _said(message["content"])
         if "content" not in message and "tool_calls" not in message:
             raise ValueError("a message has no content")
+        if not isinstance(message.get("content", ""), str):
+            raise ValueError("the content of a message is neither text nor parts")
         messages.append(message)
     return tuple(messages)

@@ -30,6 +30,7 @@ from specctl.runtime.sampling import Sampling
 from specctl.runtime.session import Completion, Request, Row
 from specctl.runtime.target import Target
 from specctl.train.data.chat import conversation_prompt
+from specctl.train.data.context import LEAST_PROMPT, check_ids
 from specctl.train.data.pack import Document
 from specctl.train.data.prompts import PROSE, regions
 from specctl.train.data.records import Sample
@@ -116,13 +117,15 @@ def _cut_prompt(
     if sample.messages:
         ids = conversation_prompt(target.tokenizer, sample)
         if len(ids) > room:
-            raise ValueError(f"conversation of more than {room} tokens: no room for an answer")
+            raise ValueError(f"conversation of more than {room:,} tokens: no room for an answer")
+        check_ids(ids, target)
         return PromptCut(tuple(ids), sample.domain)
     start = _line_start(sample.text, Random(f"{plan.seed}:{sample.where}:{turn}"))
     text = sample.text[start : start + CHARS_PER_TOKEN * plan.prompt_tokens]
     ids = target.encode(text)[: min(plan.prompt_tokens, room)]
-    if len(ids) < 2:
+    if len(ids) < LEAST_PROMPT:
         raise ValueError("the text is shorter than two tokens")
+    check_ids(ids, target)
     end = start + len(target.decode(ids))
     return PromptCut(tuple(ids), domain_at(sample, end))
 

@@ -17,6 +17,15 @@ from specctl.runtime.report import Reporter
 from specctl.train.data.records import Sample, sample_of
 
 TEXT, JSONL, PARQUET, HUB = "text", "jsonl", "parquet", "hub"
+RECORDS = "records"  # a folder of record files, each read by its own suffix
+SUFFIXES = {
+    TEXT: (),
+    JSONL: (".jsonl", ".json", ".ndjson"),
+    PARQUET: (".parquet",),
+    RECORDS: (".jsonl", ".json", ".ndjson", ".parquet"),
+}
+TABLES = (".csv", ".tsv")
+ABOUT = ("readme", "license", "licence", "notice", "changelog")  # says nothing of a folder's kind
 
 
 class Defects:
@@ -49,8 +58,8 @@ def read_samples(
     if kind == HUB:
         yield from _hub(source, split, defects)
         return
-    for file in _files(path, kind):
-        reader = {TEXT: _text, JSONL: _jsonl, PARQUET: _parquet}[kind]
+    for file in _files(path, kind, defects):
+        reader = {TEXT: _text, JSONL: _jsonl, PARQUET: _parquet}[_kind_of(file, kind)]
         yield from reader(file, defects)
 
 
@@ -62,32 +71,68 @@ def check_source(source: str, format: str) -> tuple[str, Path]:
     kind = _kind(source, path) if format == "auto" else format
     if kind != HUB and not path.exists():
         raise _no_such_path(source, path)
+    if format == "auto" and path.suffix.lower() in TABLES:
+        raise FileError(
+            "a table of this kind is not read as records",
+            where="data.source",
+            found=source,
+            expected="JSONL or parquet with columns such as prompt and response, or text",
+            do="write it as parquet: pandas.read_csv(FILE).to_parquet(...); or as plain text: "
+            "--set data.format=text",
+        )
     return kind, path
 
 
 def _kind(source: str, path: Path) -> str:
-    """The format of a source by its name, or by what a folder holds."""
-    suffixes = {".jsonl": JSONL, ".json": JSONL, ".parquet": PARQUET}
+    """The format of a source by its name, or by what a folder holds most of."""
     if path.is_dir():
-        found = Counter(suffixes.get(p.suffix.lower(), TEXT) for p in path.rglob("*.*"))
-        return next((kind for kind in (JSONL, PARQUET) if found[kind] > found[TEXT]), TEXT)
-    if path.exists() or path.suffix.lower() in {*suffixes, ".txt", ".md", ".py"}:
-        return suffixes.get(path.suffix.lower(), TEXT)
+        names = [p for p in _visible(path) if not p.stem.lower().startswith(ABOUT)]
+        num_records = sum(p.suffix.lower() in SUFFIXES[RECORDS] for p in names)
+        return RECORDS if 2 * num_records >= max(len(names), 1) else TEXT
+    suffixes = (*SUFFIXES[RECORDS], ".txt", ".md", ".py")
+    if path.exists() or path.suffix.lower() in suffixes:
+        return _kind_of(path, RECORDS)
     is_path = source.startswith((".", "/", "~")) or source.count("/") > 1
     return TEXT if is_path else HUB
 
 
-def _files(path: Path, kind: str) -> list[Path]:
+def _kind_of(file: Path, kind: str) -> str:
+    """How a file is read: as the source says, or by its own suffix."""
+    if kind != RECORDS:
+        return kind
+    if not file.suffix and file.is_file() and _begins_with_record(file):
+        return JSONL
+    found = (k for k in (JSONL, PARQUET) if file.suffix.lower() in SUFFIXES[k])
+    return next(found, TEXT)
+
+
+def _begins_with_record(file: Path) -> bool:
+    """Whether the first line of a file without suffix is a JSON object."""
+    with file.open("rb") as lines:
+        try:
+            return isinstance(json.loads(lines.readline()), dict)
+        except ValueError:
+            return False
+
+
+def _visible(folder: Path) -> list[Path]:
+    """The files of a folder and of those in it, in order; what begins with a dot is left out."""
+    return [
+        p
+        for p in sorted(folder.rglob("*"))
+        if p.is_file() and not any(part.startswith(".") for part in p.relative_to(folder).parts)
+    ]
+
+
+def _files(path: Path, kind: str, defects: Defects) -> list[Path]:
     if path.is_file():
         return [path]
-    suffixes = {JSONL: (".jsonl", ".json"), PARQUET: (".parquet",), TEXT: ()}[kind]
-    found = [
-        p
-        for p in sorted(path.rglob("*"))
-        if p.is_file()
-        and not any(part.startswith(".") for part in p.relative_to(path).parts)
-        and (not suffixes or p.suffix.lower() in suffixes)
-    ]
+    suffixes, found = SUFFIXES[kind], []
+    for file in _visible(path):
+        if not suffixes or file.suffix.lower() in suffixes:
+            found.append(file)
+        elif not file.stem.lower().startswith(ABOUT):
+            defects.note("file of another kind beside the data", str(file))
     if not found:
         raise FileError(
             f"the data folder holds no {kind} files",
@@ -141,6 +186,14 @@ def _text(path: Path, defects: Defects) -> Iterator[Sample]:
 
 
 def _jsonl(path: Path, defects: Defects) -> Iterator[Sample]:
+    """A record per line, or a file that is one JSON list of records."""
+    listed = _json_list(path)
+    for number, record in enumerate(listed or (), start=1):
+        yield from _usable(record, f"{path}: record {number}", path.stem, defects)
+    if listed is not None:
+        return
+    if path.stat().st_size == 0:
+        defects.note("empty file", str(path))
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -152,6 +205,18 @@ def _jsonl(path: Path, defects: Defects) -> Iterator[Sample]:
                 defects.note(f"line is not JSON: {type(error).__name__}", where)
                 continue
             yield from _usable(record, where, path.stem, defects)
+
+
+def _json_list(path: Path) -> list[Any] | None:
+    """The records of a file that holds one JSON list; None for every other file."""
+    with path.open("rb") as file:
+        if not file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+            return None
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError:
+        return None
+    return found if isinstance(found, list) else None
 
 
 def _parquet(path: Path, defects: Defects) -> Iterator[Sample]:

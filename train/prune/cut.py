@@ -58,12 +58,16 @@ def prunable(target: Target) -> LeanLM:
     """The target's model, if it is one that can be cut; others are refused by name."""
     if type(target.lm) is LeanLM:
         return target.lm
-    found = f"inflated to {target.inflated}" if target.inflated else type(target.lm.module).__name__
-    raise IncompatibleError(
-        f"no drafter can be cut from target {target.name}",
-        found=found,
+    raise uncuttable(target.name, type(target.lm.module).__name__, target.inflated)
+
+
+def uncuttable(name: str, kind: str, inflated: str | None = None) -> IncompatibleError:
+    """The refusal to cut a drafter out of a target of that kind."""
+    return IncompatibleError(
+        f"no drafter can be cut from target {name}",
+        found=f"inflated to {inflated}" if inflated else kind,
         expected="a Llama, Mistral, Qwen2 or Qwen3 as published, with layers of one kind",
-        do="train an independent one: specctl distill, without drafter.init",
+        do="train fresh weights: specctl distill --set drafter.init=null",
         where="drafter.init",
     )
 

@@ -1,0 +1,294 @@
+"""A sglang export in SGLang's own model files: its classes, loaders and forward passes.
+
+Kernels are replaced by plain torch layers (`engine_standins`), everything between them is SGLang's
+code from the unpacked wheel. It fails (exit 1) where a parameter gets no tensor or where the logits
+of a draft step differ from the drafter's.
+
+    pip download --no-deps sglang==0.5.23 -d engines
+    python -m zipfile -e engines/sglang-*.whl engines/sglang
+    python benchmarks/export_sglang.py --sglang engines/sglang runs/NAME/package ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import tempfile
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from engine_standins import (
+    Attention,
+    Merged,
+    Norm,
+    Qkv,
+    Rope,
+    Rows,
+    SiluAndMul,
+    Single,
+    copied,
+    engine,
+)
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoConfig
+
+from specctl import load_target
+from specctl.export.blocks import check_confidence
+from specctl.export.formats import Source, export
+from specctl.export.load import load_package
+from specctl.export.manifest import read_manifest
+from specctl.export.readers.sglang_eagle import captured
+from specctl.export.readers.trial import (
+    Trial,
+    chained,
+    drafted_logits,
+    embedding_of,
+    over_targets,
+    twin,
+    without_router,
+)
+
+MODELS = ("llama", "llama_eagle", "llama_eagle3", "dflash", "dspark")
+REAL = {f"sglang.srt.models.{name}" for name in MODELS} | {
+    "sglang.srt.speculative.dflash_utils",
+    "sglang.srt.speculative.dspark_components.dspark_config",
+}
+
+
+class Struct:
+    """msgspec's records."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        del kwargs
+        dataclass(cls)
+
+
+def normed_heads(query: Tensor, key: Tensor, *norms: Any, **more: Any) -> list[Tensor]:
+    del more
+    pairs, width = zip((query, key), norms[:2], strict=True), norms[2]
+    return [norm(x.unflatten(-1, (-1, width))).flatten(-2) for x, norm in pairs]  # type: ignore
+
+
+def rope_config(config: Any) -> tuple[float, Any]:
+    return config.rope_parameters["rope_theta"], config.rope_parameters
+
+
+class Boundary:
+    """How SGLang's layers keep their residual: normed before a stage, or read as it is, and added
+    behind it."""
+
+    def __init__(self, read: Any, norm: nn.Module) -> None:
+        self.read, self.norm, self.residual = read, norm, torch.empty(0)
+
+    def prepare(self, x: Tensor, batch: Any, capture: Any = None) -> Tensor:
+        del batch, capture
+        self.residual = x
+        out: Tensor = x if self.read == "plain" else self.norm(x)
+        return out
+
+    def finish(self, x: Tensor, batch: Any) -> Tensor:
+        del batch
+        return self.residual + x
+
+
+def parts() -> dict[str, dict[str, Any]]:
+    """What SGLang's model files import and use."""
+    group = SimpleNamespace(is_first_rank=True, is_last_rank=True)
+    boundary = "sglang.srt.layers.layer_boundary"
+    keep = SimpleNamespace(
+        start=lambda batch: None,
+        fold=lambda x, batch: x,
+        take_output=lambda x, batch: x,
+    )
+    return {
+        "sglang.srt.layers.layernorm": {"RMSNorm": Norm},
+        "sglang.srt.layers.linear": {
+            "QKVParallelLinear": Qkv,
+            "MergedColumnParallelLinear": Merged,
+            "RowParallelLinear": Single,
+        },
+        "sglang.srt.layers.vocab_parallel_embedding": {
+            "VocabParallelEmbedding": Rows,
+            "ParallelLMHead": Rows,
+        },
+        "sglang.srt.layers.activation": {"SiluAndMul": SiluAndMul},
+        "sglang.srt.layers.radix_attention": {
+            "RadixAttention": Attention,
+            "AttentionType": SimpleNamespace(DECODER="decoder", ENCODER_ONLY="encoder"),
+        },
+        "sglang.srt.layers.logits_processor": {"LogitsProcessorOutput": SimpleNamespace},
+        "sglang.srt.models.utils": {"apply_qk_norm": normed_heads},
+        "sglang.srt.utils.hf_transformers_utils": {"get_rope_config": rope_config},
+        "sglang.srt.utils.common": {"get_compiler_backend": lambda: "eager"},
+        "msgspec": {"Struct": Struct},
+        "sglang.srt.layers.rotary_embedding": {
+            "get_rope": lambda head_dim, base, **more: Rope(head_dim, base)
+        },
+        "sglang.srt.layers.utils": {"get_layer_id": lambda name: None},
+        "sglang.srt.model_loader.weight_utils": {"default_weight_loader": copied},
+        "sglang.srt.runtime_context": {
+            "get_parallel": lambda: SimpleNamespace(tp_size=1, pp_group=group),
+            "get_spec": lambda: SimpleNamespace(speculative_draft_window_size=None),
+        },
+        "sglang.srt.utils": {
+            "add_prefix": lambda name, prefix: f"{prefix}.{name}",
+            "is_npu": lambda: False,
+            "is_gfx95_supported": lambda: False,
+        },
+        boundary: {
+            "layer_stack": nullcontext,
+            "declare_attn": lambda read: read,
+            "declare_ffn": lambda **facts: "norm",
+            "append_stages": lambda *stages: [Boundary(read, norm) for read, norm in stages],
+        },
+        f"{boundary}.residual": {"batch": keep},
+        f"{boundary}.residual.add_norm": {"NORM_QUANT_READOUT": "norm"},
+        f"{boundary}.residual.post_norm": {"PLAIN_READOUT": "plain"},
+    }
+
+
+FILES = {
+    "LlamaForCausalLMEagle3": "llama_eagle3",
+    "LlamaForCausalLMEagle": "llama_eagle",
+    "DFlashDraftModel": "dflash",
+    "Qwen3DSparkModel": "dspark",
+}
+
+
+def loaded(folder: Path) -> Any:
+    """SGLang's class for this folder, filled by its own loader."""
+    config = AutoConfig.from_pretrained(folder)
+    name = config.architectures[0]
+    module = importlib.import_module(f"sglang.srt.models.{FILES[name]}")
+    torch.set_default_dtype(torch.float64)
+    model = getattr(module, name)(config).double()
+    torch.set_default_dtype(torch.float32)
+    for parameter in model.parameters():
+        parameter.data.fill_(torch.nan)
+    model.load_weights(iter(load_file(folder / "model.safetensors").items()))
+    empty = [n for n, p in model.named_parameters() if bool(p.isnan().any())]
+    spared = ["model.embed_tokens.weight"] + ([] if name.endswith("3") else ["lm_head.weight"])
+    empty = [n for n in empty if n not in spared]
+    if empty:
+        raise SystemExit(f"{name}: {empty[0]} gets no tensor")
+    return model
+
+
+def block_logits(model: Any, source: Source, trial: Trial) -> Tensor:
+    """[N + 1, V]: a block behind the context, as SGLang's workers drive the model."""
+    draft, config = model.draft_config, model.config
+    ids = draft.resolve_target_layer_ids(target_num_layers=len(trial.states) - 1)
+    taken = [trial.states[k] for k in range(len(trial.states)) if k in {v + 1 for v in ids}]
+    context_SD, batch = model.project_target_hidden(torch.cat(taken, -1)), SimpleNamespace(seen={})
+    for index, layer in enumerate(model.layers):
+        key, value = layer.self_attn.kv_proj_only(context_SD)
+        key = layer.self_attn.apply_k_norm(key)
+        key = layer.self_attn.apply_k_rope(torch.arange(len(context_SD)), key)
+        batch.seen[index] = [(key, value)]
+    ids_T = torch.tensor([trial.ids[-1]] + [draft.mask_token_id] * (model.block_size - 1))
+    position_T = len(context_SD) + torch.arange(len(ids_T))
+    out_TD = model(ids_T, position_T, batch, embedding_of(source)[ids_T]).hidden_states
+    head_VD = source.target.borrowed().head_VD.double()
+    if config.architectures == ["DFlashDraftModel"]:
+        return out_TD[1:] @ head_VD.T
+    said, before_N = [], torch.tensor([trial.ids[-1], *trial.drafted])
+    for row_D, token in zip(out_TD @ head_VD.T, before_N, strict=True):
+        bias, _ = model.markov_head.step_bias(token[None], hidden_states=None, state=None)
+        said.append(row_D + bias[0])
+    sure_N, _ = model.confidence_head.predict(
+        out_TD,
+        anchor_tokens=before_N[:1],
+        draft_tokens=torch.cat([before_N[1:], before_N[:1]])[None],
+        markov_head=model.markov_head,
+    )
+    check_confidence(source, sure_N[0], trial)
+    return torch.stack(said)
+
+
+def logits(folder: Path, source: Source, trial: Trial) -> Tensor:
+    """[N + 1, V] by SGLang's class for this folder."""
+    model = loaded(folder)
+    config, name = model.config, model.config.architectures[0]
+    if name in ("DFlashDraftModel", "Qwen3DSparkModel"):
+        return block_logits(model, source, trial)
+    embedding_VD, is_third = embedding_of(source), name.endswith("3")
+    head_VD = source.target.borrowed().head_VD.double()
+    if is_third:
+        taps = [trial.states[k] for k in captured(config, len(trial.states) - 1)]
+        state_TD, head = torch.cat(taps, -1), model.lm_head.weight
+        ids_K = model.get_hot_token_id()
+    else:
+        vocab = source.drafter.vocab
+        ids_K = None if vocab is None else vocab.ids_K
+        state_TD, head = (
+            trial.states[max(trial.states)],
+            head_VD if ids_K is None else head_VD[ids_K],
+        )
+
+    def step(ids_T: Tensor, state_TD: Tensor) -> tuple[Tensor, Tensor]:
+        batch = SimpleNamespace(
+            seen={},
+            spec_info=SimpleNamespace(hidden_states=state_TD),
+            forward_mode=SimpleNamespace(is_decode=lambda: False, is_extend=lambda: True),
+        )
+        position_T, embeds_TD = torch.arange(len(ids_T)), embedding_VD[ids_T]
+        out = model.model(ids_T, position_T, batch, embeds_TD)
+        read_TD, fed_TD = (out[0], out[1][0]) if is_third else (out, out)
+        return read_TD @ head.T, fed_TD
+
+    if is_third and state_TD.shape[-1] != config.hidden_size:  # the engine feeds chunks apart
+        said_NK = fed_apart(model, step, trial, state_TD)
+    else:
+        said_NK = chained(step, trial, state_TD)
+    return over_targets(said_NK, ids_K, len(embedding_VD))
+
+
+def fed_apart(model: Any, step: Any, trial: Trial, taken_TI: Tensor) -> Tensor:
+    """Features and the drafter's own states never stand in one call: the features are joined once,
+    as the model joins them, and then chained."""
+    joined: list[Tensor] = []
+    first = model.model.layers[0]
+    handle = first.register_forward_pre_hook(
+        lambda layer, args: joined.append(args[2]) if not joined else None
+    )
+    step(torch.tensor(trial.ids[1:]), taken_TI)
+    handle.remove()
+    return chained(step, trial, joined[0])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sglang", type=Path, required=True, help="the unpacked wheel")
+    parser.add_argument("packages", type=Path, nargs="+")
+    wanted = parser.parse_args()
+    worst = 0.0
+    print("| package | class | parameters | largest error of a logit |\n|---|---|---|---|")
+    for package in wanted.packages:
+        manifest = read_manifest(package)
+        target = load_target(manifest.target.name)
+        with tempfile.TemporaryDirectory() as out:
+            export(package, "sglang", Path(out) / "draft", target)
+            source = Source(package, manifest, load_package(package, target), target)
+            places = getattr(source.drafter.options, "num_heads", 5) - 1
+            mask = getattr(source.drafter.options, "mask_id", None)
+            trial = Trial.of(source, places, without=mask)
+            ours_NV = drafted_logits(twin(source, without_router(source.drafter)), trial)
+            with engine(wanted.sglang, REAL, parts(), ("msgspec",)), torch.no_grad():
+                theirs_NV = logits(Path(out) / "draft", source, trial)
+            config = AutoConfig.from_pretrained(Path(out) / "draft")
+        said = ours_NV > -torch.inf
+        error = float((theirs_NV - ours_NV)[said].abs().max() / ours_NV[said].abs().max())
+        same = torch.equal(theirs_NV > -torch.inf, said)
+        worst = max(worst, error if same else torch.inf)
+        print(f"| {package} | {config.architectures[0]} | {manifest.parameters:,} | {error:.1e} |")
+    return 0 if worst < 1e-5 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""Flat checkpoints for SGLang; EAGLE-3's loads in vLLM as well. One layout per kind of drafter in
+`specctl.export.sglang`.
+
+SGLang drops tensors whose names it does not know and leaves parameters that it does not find as
+they are, so nothing here rests on its messages: the readers that `check` uses refuse both.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from specctl.export.engines import check_vocab, dump_json, refuse_scaled_embedding
+from specctl.export.folder import compare_tensors, refuse_not_finite, write_tensors
+from specctl.export.formats import Format, Source
+from specctl.export.manifest import WEIGHTS, check_files
+from specctl.export.sglang import blocks, eagle, eagle3
+from specctl.export.sglang.layout import Flat
+
+LAYOUTS: dict[str, Flat] = {
+    "coral": eagle.FLAT,
+    "dflash": blocks.DFLASH_FLAT,
+    "dspark": blocks.DSPARK_FLAT,
+    "eagle": eagle.FLAT,
+    "eagle3": eagle3.FLAT,
+    "fspad": eagle.FLAT,
+    "hass": eagle.FLAT,
+}
+
+
+def write(source: Source, folder: Path) -> None:
+    refuse_scaled_embedding(source, "SGLang")
+    written = LAYOUTS[source.manifest.family].write(source)
+    refuse_not_finite(written.tensors)
+    write_tensors(written.tensors, folder / WEIGHTS)
+    dump_json(written.config, folder / "config.json")
+
+
+def check(source: Source, folder: Path) -> None:
+    """What lies there is whole, drafts what the drafter drafts, and has sound vocabulary tables."""
+    check_files(folder)
+    layout, tensors = LAYOUTS[source.manifest.family], load_file(folder / WEIGHTS)
+    vocabulary = source.manifest.vocabulary
+    layout.check(source, folder)
+    check_vocab(tensors, vocabulary.draft_size, vocabulary.target_size)
+    compare_tensors(layout.write(source).tensors, tensors)
+
+
+def serve(source: Source, folder: str) -> tuple[str, ...]:
+    layout = LAYOUTS[source.manifest.family]
+    return layout.serve(source, folder, layout.algorithm)
+
+
+def notes(source: Source) -> tuple[str, ...]:
+    return LAYOUTS[source.manifest.family].notes(source)
+
+
+FORMAT = Format(
+    name="sglang",
+    summary="flat checkpoint for SGLang (EAGLE-3's for vLLM as well)",
+    families=tuple(sorted(LAYOUTS)),
+    write=write,
+    check=check,
+    serve=serve,
+    notes=notes,
+)

@@ -1,0 +1,61 @@
+"""The speculators format, which `vllm serve FOLDER` recognises by itself: config.json names the
+algorithm, the target and the number of drafted tokens; one safetensors file holds the drafter.
+
+Each family has a layout of its own in `export.speculators`.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from specctl.export.engines import check_vocab, dump_json, vllm_command
+from specctl.export.folder import compare_tensors, refuse_not_finite, write_tensors
+from specctl.export.formats import Format, Source
+from specctl.export.manifest import WEIGHTS, check_files
+from specctl.export.speculators import dflash, dspark, eagle3, p_eagle
+from specctl.export.speculators.layout import Layout, config_of
+
+LAYOUTS: dict[str, Layout] = {
+    "dflash": dflash.LAYOUT,
+    "dspark": dspark.LAYOUT,
+    "eagle3": eagle3.LAYOUT,
+    "p-eagle": p_eagle.LAYOUT,
+}
+
+
+def write(source: Source, folder: Path) -> None:
+    written = LAYOUTS[source.manifest.family].write(source)
+    refuse_not_finite(written.tensors)
+    write_tensors(written.tensors, folder / WEIGHTS)
+    dump_json(config_of(written, source), folder / "config.json")
+
+
+def check(source: Source, folder: Path) -> None:
+    """What lies there is whole, has sound vocabulary tables, and drafts what the drafter drafts."""
+    check_files(folder)
+    layout, tensors = LAYOUTS[source.manifest.family], load_file(folder / WEIGHTS)
+    vocabulary = source.manifest.vocabulary
+    check_vocab(tensors, vocabulary.draft_size, vocabulary.target_size)
+    layout.check(source, folder)
+    compare_tensors(layout.write(source).tensors, tensors)
+
+
+def serve(source: Source, folder: str) -> tuple[str, ...]:
+    """The folder alone where its target has a repository; and with the target named."""
+    layout = LAYOUTS[source.manifest.family]
+    named = vllm_command(layout.method, layout.length(source), folder, **layout.how)
+    alone = shlex.join(["vllm", "serve", folder])
+    return (alone, named) if source.manifest.target.repo else (named,)
+
+
+FORMAT = Format(
+    name="speculators",
+    summary="config.json and weights that `vllm serve` recognises by itself",
+    families=tuple(sorted(LAYOUTS)),
+    write=write,
+    check=check,
+    serve=serve,
+)

@@ -1,0 +1,87 @@
+"""How llama.cpp splits text in front of byte-level BPE, and which `tokenizer.ggml.pre` says so.
+
+llama.cpp knows splits by name only. A tokenizer is given a name when its own steps are those that
+the name stands for; there is no near enough. Source of the splits and of `ignore_merges`:
+llama.cpp, src/llama-vocab.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_END = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_CASELESS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPELLED = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_OTHER = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_MARKED_WORD = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
+_MARKED_OTHER = r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+
+
+def _split(contractions: str, word: str, digits: str, other: str) -> str:
+    return "|".join((contractions, word, digits, other, _END))
+
+
+@dataclass(frozen=True, slots=True)
+class Pre:
+    """`splits` are applied one after the other; with `ignore_merges` a piece that is a token is
+    taken whole."""
+
+    splits: tuple[str, ...]
+    ignore_merges: bool = False
+
+
+_THREE = _split(_SPELLED, _WORD, r"\p{N}{1,3}", _OTHER)
+KNOWN: Mapping[str, Pre] = {
+    "gpt-2": Pre((_GPT2,)),
+    "starcoder": Pre((r"\p{N}", _GPT2)),
+    "llama-bpe": Pre((_THREE,), ignore_merges=True),
+    "smaug-bpe": Pre((_THREE,)),
+    "qwen2": Pre((_split(_SPELLED, _WORD, r"\p{N}", _OTHER),)),
+    "qwen35": Pre((_split(_SPELLED, _MARKED_WORD, r"\p{N}", _MARKED_OTHER),)),
+}
+
+_STEPS: Mapping[tuple[tuple[str, ...], bool], str] = {
+    (("gpt2",), False): "gpt-2",
+    (("digits", "gpt2"), False): "starcoder",
+    ((_split(_CASELESS, _WORD, r"\p{N}{1,3}", _OTHER), "bytes"), True): "llama-bpe",
+    ((_split(_CASELESS, _WORD, r"\p{N}{1,3}", _OTHER), "bytes"), False): "smaug-bpe",
+    ((_split(_CASELESS, _WORD, r"\p{N}", _OTHER), "bytes"), False): "qwen2",
+    ((_split(_CASELESS, _MARKED_WORD, r"\p{N}", _MARKED_OTHER), "bytes"), False): "qwen35",
+}
+
+
+def pre_of(tokenizer: Mapping[str, Any]) -> str | None:
+    """The name of a tokenizer.json's split, None where llama.cpp has no name for it.
+
+    NFC is let pass: llama.cpp does not normalise, and text is nearly always in that form.
+    """
+    normalizer = tokenizer.get("normalizer")
+    if normalizer is not None and normalizer.get("type") != "NFC":
+        return None
+    steps = tuple(_step(step) for step in _flat(tokenizer.get("pre_tokenizer")))
+    ignores = bool(tokenizer["model"].get("ignore_merges", False))
+    return _STEPS.get((steps, ignores))
+
+
+def _flat(step: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    if step is None:
+        return []
+    if step["type"] == "Sequence":
+        return [part for inner in step["pretokenizers"] for part in _flat(inner)]
+    return [step]
+
+
+def _step(step: Mapping[str, Any]) -> str:
+    """A step in one word, or its regular expression; anything else as a word nothing matches."""
+    kind = step["type"]
+    if kind == "ByteLevel" and not step.get("add_prefix_space", True):
+        return "gpt2" if step.get("use_regex", True) else "bytes"
+    if kind == "Digits" and step.get("individual_digits"):
+        return "digits"
+    if kind == "Split" and step.get("behavior") == "Isolated" and not step.get("invert"):
+        return str(step["pattern"].get("Regex", "a fixed text"))
+    return f"unknown {kind}"

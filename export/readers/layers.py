@@ -1,0 +1,104 @@
+"""Llama's pieces over named tensors in float64, for the readers: nothing of the drafters' own
+forward is used, so that a mistake there cannot hide one here.
+
+Whole rows are computed anew at every step; under a causal mask that is what a cache gives.
+Letters: T rows, D width, I input width of an attention, H heads, K key/value heads, E head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a config says of every layer."""
+
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    eps: float
+    theta: float
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def rotated(x_HTE: Tensor, position_T: Tensor, theta: float) -> Tensor:
+    """Half-rotation rope ("neox" style) without scaling."""
+    E = x_HTE.shape[-1]
+    turns = theta ** (-torch.arange(0, E, 2, dtype=x_HTE.dtype) / E)
+    angle_TE = (position_T.to(x_HTE.dtype)[:, None] * turns).repeat(1, 2)
+    first, second = x_HTE.chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return x_HTE * angle_TE.cos() + turned * angle_TE.sin()
+
+
+def attention(
+    tensors: Tensors,
+    name: str,
+    x_TI: Tensor,
+    sizes: Sizes,
+    context_SI: Tensor | None = None,
+    is_causal: bool = True,
+) -> Tensor:
+    """[T, D]: attention of consecutive rows to themselves, or of rows that stand behind a context,
+    whose keys and values are made of other inputs."""
+    num_before = 0 if context_SI is None else len(context_SI)
+    seen_LI = x_TI if context_SI is None else torch.cat([context_SI, x_TI])
+    position_L = torch.arange(len(seen_LI))
+    query = _heads(tensors, f"{name}.q", x_TI, sizes)
+    key = _heads(tensors, f"{name}.k", seen_LI, sizes)
+    value = _heads(tensors, f"{name}.v", seen_LI, sizes)
+    query = rotated(query, position_L[num_before:], sizes.theta)
+    key = rotated(key, position_L, sizes.theta)
+    group = sizes.heads // sizes.kv_heads
+    key, value = key.repeat_interleave(group, dim=0), value.repeat_interleave(group, dim=0)
+    scores = query @ key.transpose(-1, -2) * sizes.head_dim**-0.5
+    if is_causal:
+        hidden = position_L[None] > position_L[num_before:, None]
+        scores = scores.masked_fill(hidden, -torch.inf)
+    out_HTE = scores.softmax(-1) @ value
+    return F.linear(out_HTE.transpose(0, 1).flatten(1), tensors[f"{name}.o_proj.weight"])
+
+
+def _heads(tensors: Tensors, name: str, x_TI: Tensor, sizes: Sizes) -> Tensor:
+    """[H, T, E]: a projection, normed where the checkpoint has a norm for it."""
+    out_THE = F.linear(x_TI, tensors[f"{name}_proj.weight"]).unflatten(-1, (-1, sizes.head_dim))
+    if f"{name}_norm.weight" in tensors:
+        out_THE = rms_norm(out_THE, tensors[f"{name}_norm.weight"], sizes.eps)
+    return out_THE.transpose(0, 1)
+
+
+def mlp(tensors: Tensors, name: str, x_TD: Tensor) -> Tensor:
+    """SwiGLU."""
+    gate = F.silu(F.linear(x_TD, tensors[f"{name}.gate_proj.weight"]))
+    inner = gate * F.linear(x_TD, tensors[f"{name}.up_proj.weight"])
+    return F.linear(inner, tensors[f"{name}.down_proj.weight"])
+
+
+def layer_shapes(name: str, sizes: Sizes, input_width: int, qk_norm: bool) -> dict[str, list[int]]:
+    """Names and shapes of one layer's attention, MLP and the norm between them."""
+    D, E = sizes.width, sizes.head_dim
+    shapes = {
+        f"{name}.self_attn.q_proj.weight": [sizes.heads * E, input_width],
+        f"{name}.self_attn.k_proj.weight": [sizes.kv_heads * E, input_width],
+        f"{name}.self_attn.v_proj.weight": [sizes.kv_heads * E, input_width],
+        f"{name}.self_attn.o_proj.weight": [D, sizes.heads * E],
+        f"{name}.post_attention_layernorm.weight": [D],
+        f"{name}.mlp.gate_proj.weight": [sizes.inner, D],
+        f"{name}.mlp.up_proj.weight": [sizes.inner, D],
+        f"{name}.mlp.down_proj.weight": [D, sizes.inner],
+    }
+    norms = {f"{name}.self_attn.{part}_norm.weight": [E] for part in ("q", "k")}
+    return shapes | norms if qk_norm else shapes

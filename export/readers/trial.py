@@ -1,0 +1,156 @@
+"""A trial: a random text with random states of a target, what our drafter drafts behind it, and
+whether an engine's reader says the same. Everything in float64 on the CPU.
+
+Letters: T known tokens, S states (T - 1: the newest token has none), D width, N drafted, K draft
+vocabulary, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from specctl.drafters import families
+from specctl.drafters.parts.base import Borrowed, Drafter, RoundView, Space, StepState
+from specctl.drafters.parts.routed import PREFIX
+from specctl.export.engines import gate
+from specctl.export.formats import Source
+
+CPU = torch.device("cpu")
+TOLERANCE = 1e-5  # of the largest logit
+KNOWN = 12
+
+Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # ids, states -> logits, fed back
+AnyDrafter = TypeVar("AnyDrafter", bound=Drafter)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Known tokens (the last has no states yet), tokens drafted behind them, and what the target
+    computed: `states[k]` [S, D] is its hidden state k, of all layers."""
+
+    ids: tuple[int, ...]
+    drafted: tuple[int, ...]
+    states: Mapping[int, Tensor]
+
+    @classmethod
+    def of(cls, source: Source, num_drafted: int, without: int | None = None) -> Trial:
+        """The same for every export of one shape; no token twice where there are enough, and none
+        `without`, whose embedding stands for something else."""
+        spec, random = source.manifest.model_spec, torch.Generator().manual_seed(0)
+        known = min(KNOWN, spec.max_positions - num_drafted)
+        order = torch.randperm(spec.vocab_size, generator=random)
+        order = order[order != (-1 if without is None else without)]
+        vocab = source.drafter.vocab
+        spoken = order if vocab is None else order[torch.isin(order, vocab.ids_K.cpu())]
+        ids = order.repeat(2)[:known]
+        shape = (spec.num_layers + 1, known - 1, spec.hidden_size)
+        states = torch.randn(shape, generator=random, dtype=torch.float64)
+        drafted = spoken.repeat(1 + num_drafted)[-num_drafted:] if num_drafted else spoken[:0]
+        return cls(tuple(ids.tolist()), tuple(drafted.tolist()), dict(enumerate(states)))
+
+
+def embedding_of(source: Source) -> Tensor:
+    """[V, D] float64: the target's bare rows, rounded to the dtype of the package, in which a
+    drafter reads them."""
+    rows_VD = source.target.borrowed().embedding_VD
+    return rows_VD.to(CPU, getattr(torch, source.manifest.dtype)).double()
+
+
+def twin(source: Source, drafter: AnyDrafter) -> AnyDrafter:
+    """The drafter in float64 on the CPU, bound to the same target; the original is untouched."""
+    made = copy.copy(drafter)
+    made.module = copy.deepcopy(drafter.module)
+    made.to(CPU, torch.float64)
+    borrowed = source.target.borrowed()
+    scaled = borrowed.embedding_VD * borrowed.embed_scale
+    rows_VD = scaled.to(CPU, getattr(torch, source.manifest.dtype)).double()
+    made.bind(replace(_on_cpu(borrowed), embedding_VD=rows_VD, embed_scale=1.0))
+    return made
+
+
+def without_router(drafter: Drafter) -> Drafter:
+    """The drafter reading its whole LM head, as engines do; itself where it does so already."""
+    if getattr(drafter.options, "head_groups", None) is None:
+        return drafter
+    options = replace(drafter.options, head_groups=None)
+    whole = families()[drafter.family].build(options, drafter.spec, drafter.vocab)
+    tensors = {n: t for n, t in drafter.tensors().items() if not n.startswith(PREFIX)}
+    first = next(iter(tensors.values()))
+    whole.to(first.device, first.dtype)
+    whole.load_tensors(tensors)
+    return whole
+
+
+def _on_cpu(borrowed: Borrowed) -> Borrowed:
+    bias = borrowed.head_bias_V
+    return replace(
+        borrowed, head_VD=borrowed.head_VD.to(CPU), head_bias_V=None if bias is None else bias.cpu()
+    )
+
+
+def spoken(drafter: Drafter, trial: Trial) -> Iterator[tuple[StepState, Tensor]]:
+    """The drafter as it serves, and its logits [K], after the root and after each drafted token."""
+    num_nodes = len(trial.drafted) + 1
+    space = Space(1, len(trial.ids) + num_nodes, num_nodes, CPU, torch.float64)
+    state = drafter.open(space)
+    assert isinstance(state, StepState), drafter.family
+    state.start(0, trial.ids, {tap: trial.states[tap] for tap in drafter.needs().taps})
+    at_1 = torch.tensor([len(trial.ids) - 1])
+    view = RoundView((0,), torch.tensor([0]), torch.tensor(trial.ids[-1:]), at_1, (trial.ids,))
+    yield state, state.root(view)[0]
+    for step, token in enumerate(trial.drafted):
+        yield state, state.expand(torch.tensor([[token]]), torch.tensor([[step - 1]]))[0, 0]
+
+
+@torch.no_grad()
+def drafted_logits(drafter: Drafter, trial: Trial) -> Tensor:
+    """[N + 1, V]: what the drafter says after the root and after each drafted token; -inf for the
+    ids that it cannot speak."""
+    rows, vocab = [logits_K for _, logits_K in spoken(drafter, trial)], drafter.vocab
+    if vocab is None:
+        return torch.stack(rows)
+    return over_targets(torch.stack(rows), vocab.ids_K, vocab.target_size)
+
+
+def chained(step: Step, trial: Trial, state_TD: Tensor) -> Tensor:
+    """[N + 1, K] by a reader: logits after the newest known token and after each drafted one, every
+    state of the drafter's own fed back beside the next token."""
+    ids, said = list(trial.ids[1:]), []
+    for token in (*trial.drafted, None):
+        logits_TK, fed_TD = step(torch.tensor(ids), state_TD)
+        said.append(logits_TK[-1])
+        if token is not None:
+            ids.append(token)
+            state_TD = torch.cat([state_TD, fed_TD[-1:]])
+    return torch.stack(said)
+
+
+def over_targets(said_NK: Tensor, ids_K: Tensor | None, size: int) -> Tensor:
+    """[N, V]: logits by target id, -inf for those without a row."""
+    if ids_K is None:
+        return said_NK
+    if int(ids_K.min()) < 0 or int(ids_K.max()) >= size:
+        raise gate("d2t leads out of the vocabulary", "offsets: target id = row + d2t[row]")
+    whole_NV = said_NK.new_full((len(said_NK), size), -torch.inf)
+    whole_NV[:, ids_K] = said_NK
+    return whole_NV
+
+
+def compare(engine: str, theirs_NV: Tensor, ours_NV: Tensor) -> float:
+    """The largest error as a share of the largest logit; above TOLERANCE a GateError."""
+    spoken = ours_NV > -torch.inf
+    if theirs_NV.shape != ours_NV.shape or not torch.equal(theirs_NV > -torch.inf, spoken):
+        raise gate(f"{engine} could draft other token ids", "the ids that the drafter can speak")
+    scale = max(float(ours_NV[spoken].abs().max()), 1e-30)
+    error_N = torch.where(spoken, (theirs_NV - ours_NV).abs(), 0.0).amax(-1) / scale
+    if not bool((error_N <= TOLERANCE).all()):
+        at = int((~(error_N <= TOLERANCE)).nonzero()[0])
+        found = f"drafted token {at + 1}: logits by {engine} differ by {float(error_N[at]):.1e}"
+        raise gate(found, f"the drafter's own logits, within {TOLERANCE:g} of their size")
+    return float(error_N.max())

@@ -1,0 +1,92 @@
+"""What a plan knows of a target that nobody has loaded is what loading it would show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from specctl.recipes.errors import IncompatibleError
+from specctl.recipes.load import load_recipe
+from specctl.recipes.schema import TargetPart
+from specctl.runtime.target import Target
+from specctl.train.plan import plan
+from specctl.train.target_shape import TargetShape, target_shape
+
+MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+SPEED = {"flops_per_second": 1e10}
+
+
+def folder_of(model: Any, folder: Path, dtype: str | None = None) -> Path:
+    """A folder with the configuration alone."""
+    model.config.dtype = dtype
+    model.config.save_pretrained(folder)
+    return folder
+
+
+def shape_of(folder: Path) -> TargetShape:
+    return target_shape(TargetPart(name=str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("llama", {"tie_word_embeddings": True}),
+        ("gpt2", {}),
+        ("gpt_neox", {}),
+        ("qwen3_moe", MOE),
+    ],
+)
+def test_parameters_are_those_of_the_model(
+    make_model: Any, tmp_path: Path, model_type: str, fields: dict[str, Any]
+) -> None:
+    model = make_model(model_type, num_layers=2, **fields)
+    found = shape_of(folder_of(model, tmp_path))
+    assert found.parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_a_token_meets_only_its_experts(make_model: Any, tmp_path: Path) -> None:
+    model = make_model("qwen3_moe", num_layers=2, **MOE)
+    found = shape_of(folder_of(model, tmp_path))
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    assert found.active == found.parameters - experts * 6 // 8
+    dense = shape_of(folder_of(make_model("llama", num_layers=2), tmp_path / "dense"))
+    assert dense.active == dense.parameters
+
+
+def test_teachers_on_disk_are_as_wide_as_the_target_s_head_asks(
+    make_model: Any, tmp_path: Path
+) -> None:
+    """Logits that are not the plain product with the head are kept whole."""
+    needs: dict[str, int] = {}
+    for name in ("llama", "gemma2"):
+        folder = folder_of(make_model(name, num_layers=2, vocab=4096), tmp_path / name, "float32")
+        sets = ["data.features=offline", "train.seq_len=64", "data.new_tokens=32"]
+        recipe = load_recipe("medusa", target=str(folder), sets=sets)
+        needs[name] = plan(recipe, **SPEED).disk["features"]
+    assert needs["gemma2"] > 20 * needs["llama"]
+
+
+def test_a_target_counts_in_the_dtype_it_will_be_loaded_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    bytes_of = TargetShape(target_shape(TargetPart()).spec, 8 * 10**9, 8 * 10**9, torch.bfloat16)
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr("specctl.train.target_shape.choose_device", lambda name: cuda)
+    assert bytes_of.itemsize(TargetPart()) == 2
+    assert bytes_of.itemsize(TargetPart(dtype="float32")) == 4
+    monkeypatch.setattr("specctl.train.target_shape.choose_device", lambda name: cpu)
+    small = TargetShape(bytes_of.spec, 10**6, 10**6, torch.bfloat16)
+    assert small.itemsize(TargetPart()) == 4
+
+
+def test_a_plan_refuses_what_cannot_be_a_target(tmp_path: Path) -> None:
+    AutoConfig.for_model("mamba", vocab_size=96, hidden_size=32).save_pretrained(tmp_path)
+    with pytest.raises(IncompatibleError, match="MambaForCausalLM cannot be a target"):
+        plan(load_recipe("medusa", target=str(tmp_path)), **SPEED)
+
+
+def test_planned_parameters_are_the_loaded_target_s(tiny_target: Target) -> None:
+    loaded = sum(p.numel() for p in tiny_target.lm.module.parameters())
+    assert target_shape(TargetPart(name="tiny")).parameters == pytest.approx(loaded, rel=0.01)
