@@ -38,6 +38,7 @@ def new_folder(out: Path, is_ours: Callable[[Path], bool]) -> Iterator[Path]:
         _sweep(out)
         yield temp
         for path in temp.iterdir():
+            _share(path)
             _fsync(path)
         _fsync(temp)
         _swap(temp, out)
@@ -84,6 +85,11 @@ def _explained(error: OSError, out: Path) -> FileError | ResourceError:
         do="check the rights of the folder, or choose another --out",
         where=str(out),
     )
+
+
+def _share(path: Path) -> None:
+    """Whoever may enter the folder may read the file: some libraries write for the owner alone."""
+    path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def _fsync(path: Path) -> None:

@@ -8,6 +8,7 @@ import random
 import resource
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -55,6 +56,19 @@ def test_weights_keep_their_dtype_on_disk(
     assert read_manifest(folder).dtype == str(dtype).removeprefix("torch.")
     expected = drafter.tensors()["table.weight"].to(plain_target.dtype)
     assert torch.equal(load_package(folder, plain_target).tensors()["table.weight"], expected)
+
+
+@pytest.mark.parametrize(("mask", "wanted"), [(0o022, 0o644), (0o077, 0o600)])
+def test_whoever_may_enter_a_package_may_read_all_of_it(
+    mask: int, wanted: int, make_toy: Any, save: Any
+) -> None:
+    before = os.umask(mask)
+    try:
+        folder = save(make_toy())
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+    assert set(modes.values()) == {wanted}, modes
 
 
 def test_every_flipped_byte_of_the_small_files_is_found(package: Path) -> None:
