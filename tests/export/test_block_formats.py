@@ -35,7 +35,9 @@ def target(make_target: Any) -> Target:
 
 @pytest.mark.parametrize("trimmed", [False, True])
 @pytest.mark.parametrize("name", ["dflash", "dspark"])
-@pytest.mark.parametrize("options", [{}, {"taps": (3, 0, 1), "layers": 1, "num_heads": 3}])
+@pytest.mark.parametrize(
+    "options", [{}, {"taps": (3, 0, 1), "layers": 1, "num_heads": 3, "dtype": torch.bfloat16}]
+)
 def test_a_block_passes_the_gate(
     name: str, options: dict[str, Any], trimmed: bool, target: Target, tmp_path: Path
 ) -> None:
@@ -50,7 +52,9 @@ def test_a_block_passes_the_gate(
     assert config["aux_hidden_state_layer_ids"] == sorted(drafter.own_taps)
     assert f'"method": "{name}"' in manifest.served_by[-1]
     assert ("lm_head.weight" in tensors) == ("d2t" in tensors) == trimmed
-    mask_V = (tensors["embed_tokens.weight"] - target.borrowed().embedding_VD).abs().amax(1)
+    assert tensors["embed_tokens.weight"].dtype == options.get("dtype", torch.float32)
+    rows_VD = target.borrowed().embedding_VD.to(tensors["embed_tokens.weight"])
+    mask_V = (tensors["embed_tokens.weight"] - rows_VD).abs().amax(1)
     assert mask_V.nonzero().flatten().tolist() == [config["mask_token_id"]]
     assert torch.equal(tensors["embed_tokens.weight"][config["mask_token_id"]], drafter.module.mask)
 
@@ -153,7 +157,9 @@ def test_packages_of_before_the_mask_token_have_their_own_mask() -> None:
 
 
 @pytest.mark.parametrize("name", ["dflash", "dspark"])
-@pytest.mark.parametrize("options", [{}, {"taps": (3, 1), "layers": 1, "num_heads": 3}])
+@pytest.mark.parametrize(
+    "options", [{}, {"taps": (3, 1), "layers": 1, "num_heads": 3, "dtype": torch.bfloat16}]
+)
 def test_a_block_whose_mask_is_a_token_passes_sglangs_gate(
     name: str, options: dict[str, Any], target: Target, tmp_path: Path
 ) -> None:
