@@ -25,7 +25,14 @@ from specctl.export.llama_cpp.reader import GgufReader
 from specctl.recipes.errors import FileError, GateError, IncompatibleError, SpecctlError
 from specctl.runtime.target import Target
 
-SMALL = {"layers": 2, "width": 16, "head_dim": 8, "heads": 2, "kv_heads": 1, "intermediate": 24}
+SMALL: dict[str, Any] = {
+    "layers": 2,
+    "width": 16,
+    "head_dim": 8,
+    "heads": 2,
+    "kv_heads": 1,
+    "intermediate": 24,
+}
 KEPT = (0, 1, 2, *range(3, 300, 3))
 LLAMA3 = {
     "rope_type": "llama3",
