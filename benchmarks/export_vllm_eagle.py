@@ -146,10 +146,9 @@ def loaded(folder: Path, source: Source) -> tuple[Any, Any]:
     """vLLM's model of this folder, filled by its own loader, and its config."""
     configs = importlib.import_module("vllm.transformers_utils.configs.speculators.base")
     config = configs.SpeculatorsConfig.from_pretrained(folder)
-    parallel = config.architectures[0].startswith("Peagle")
-    kind = (
-        "qwen3_eagle3" if config.architectures[0].endswith("Qwen3ForCausalLM") else "llama_eagle3"
-    )
+    (architecture,) = config.architectures
+    parallel, is_qwen = architecture.startswith("Peagle"), "Qwen3" in architecture
+    kind = "qwen3_eagle3" if is_qwen else "llama_eagle3"
     module = importlib.import_module(f"vllm.model_executor.models.{kind}")
     module.get_draft_quant_config = lambda config: None
     spec = source.manifest.model_spec

@@ -1,9 +1,9 @@
-"""`specctl export`: write a drafter in another format, loaded back and compared."""
+"""`specctl export`: write a drafter in another format, read back and compared."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
@@ -12,36 +12,29 @@ from specctl.cli.flags import Allow, Out
 from specctl.cli.outputs import check_folder
 from specctl.cli.target_choice import TargetChoice
 from specctl.recipes.errors import RecipeError, nearest
+from specctl.recipes.schema import Exported
 
 OWN_TARGET = TargetChoice(name="")  # no name: what the package was made for
-FORMATS = (
-    "gguf",
-    "hf",
-    "medusa",
-    "mlp-speculator",
-    "sglang",
-    "specctl",
-    "speculators",
-    "vllm-medusa",
-)
+FORMATS: tuple[str, ...] = get_args(Exported)
 
 
 def export(
     console: Console,
     draft: Annotated[Path, typer.Option("--draft", "-d", help="Package folder to export.")],
     out: Out,
-    to: Annotated[str, typer.Option("--to", help="hf (transformers) or specctl.")] = "hf",
+    to: Annotated[str, typer.Option("--to", help="Format: " + ", ".join(FORMATS) + ".")] = "hf",
     allow: Allow = None,
     target: TargetChoice = OWN_TARGET,
 ) -> None:
-    """Write a package in another format. What was written is loaded back and compared.
+    """Write a package in a serving engine's format. What was written is read back by that engine's
+    rules and must draft what the drafter drafts; the commands that serve it are printed.
 
-    An hf export of a small-lm drafter loads in transformers and works as assistant_model.
+    docs/export.md tells which format holds which family and which engine reads it.
 
     Examples:
 
       specctl export --draft runs/distill/package --to hf --out runs/distill-hf
-      specctl export --draft runs/distill/package --to specctl --out copies/distill
+      specctl export --draft runs/eagle3/package --to speculators --out exports/my-eagle3
     """
     if to not in FORMATS:
         raise RecipeError(

@@ -55,6 +55,7 @@ def show(
 
 
 def _package(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
+    from specctl.export.formats import filled
     from specctl.export.manifest import read_manifest
     from specctl.export.proof_record import read_record
 
@@ -82,6 +83,8 @@ def _package(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
         f"specctl verify {path} --target {manifest.target.name}",
         f'specctl generate --target {manifest.target.name} --draft {path} --compare "..."',
     ]
+    if not manifest.is_loadable:
+        following = [filled(line, path, None) for line in manifest.served_by]
     result = {"kind": "package", "path": str(path), "manifest": manifest.to_json()}
     return {**result, "proof": record}, following
 

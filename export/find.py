@@ -139,7 +139,16 @@ def _look(path: Path) -> Found:
     if not (folder / MANIFEST).exists() and (folder / "package" / MANIFEST).exists():
         folder = open_folder(folder / "package")
     if (folder / MANIFEST).exists():
-        native = read_manifest(folder).format == "specctl"
+        manifest = read_manifest(folder)
+        if not manifest.is_loadable:
+            raise FileError(
+                "the folder is an export for serving engines",
+                found=f"format {manifest.format}",
+                expected="a package, or an export in the format hf",
+                do="give the package that it was exported from; README.md says who serves this one",
+                where=str(path),
+            )
+        native = manifest.format == "specctl"
         return Found(Kind.PACKAGE if native else Kind.PRETRAINED, folder.name, folder)
     if (folder / "config.json").exists():
         return Found(Kind.PRETRAINED, folder.name, folder)

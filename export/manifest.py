@@ -157,6 +157,11 @@ class Manifest(Record):
         return spec
 
     @property
+    def is_loadable(self) -> bool:
+        """Whether specctl itself loads the folder; exports for engines are theirs."""
+        return self.format in ("specctl", "hf")
+
+    @property
     def model_spec(self) -> ModelSpec:
         """The shape of the target for which the drafter was built."""
         return ModelSpec.from_json(dict(self.spec))

@@ -236,10 +236,22 @@ class ScalingPart(Section):
     steps: tuple[Positive, ...] = Field(default=(60, 120, 240), description="token budgets")
 
 
+Exported = Literal[
+    "gguf",
+    "hf",
+    "medusa",
+    "mlp-speculator",
+    "sglang",
+    "specctl",
+    "speculators",
+    "vllm-medusa",
+]
+
+
 class ExportPart(Section):
     """Which formats are written after training."""
 
-    formats: tuple[Literal["specctl", "hf"], ...] = ("specctl",)
+    formats: tuple[Exported, ...] = ("specctl",)
 
 
 class Recipe(Section):

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import sdpa_mask
 
 from specctl.drafters.parts.base import Borrowed
-from specctl.drafters.parts.hf_spec import refuse_stateful, spec_of
+from specctl.drafters.parts.hf_spec import head_scale, refuse_stateful, spec_of
 from specctl.drafters.parts.kernels import attend
 from specctl.drafters.parts.lm import Feed, LanguageModel, LmOut, Masks
 from specctl.drafters.parts.slots import SlotKV
@@ -235,9 +235,10 @@ class HfLM(LanguageModel):
     def borrowed(self) -> Borrowed:
         head: Any = self.module.get_output_embeddings()
         bias = getattr(head, "bias", None)
+        scale, head_VD = head_scale(self.module.config), head.weight.detach()
         return Borrowed(
             self.embedding.detach(),
-            head.weight.detach(),
+            head_VD if scale == 1.0 else head_VD * scale,
             self.spec.embed_scale,
             None if bias is None else bias.detach(),
         )

@@ -67,6 +67,16 @@ def _embed_scale(text: Any) -> float:
     return float(getattr(text, "embedding_multiplier", None) or 1.0)
 
 
+def head_scale(config: Any) -> float:
+    """Factor between the product with the LM head and the logits: Granite divides by its scaling,
+    Cohere and HyperCLOVA X multiply."""
+    text = config.get_text_config()
+    scaling = getattr(text, "logits_scaling", None)
+    if scaling:
+        return float(scaling if text.model_type == "hyperclovax" else 1.0 / scaling)
+    return float(getattr(text, "logit_scale", None) or 1.0)
+
+
 def refuse_stateful(model_class: type, config: Any) -> None:
     """Raise for architectures whose state cannot be rolled back to an accepted path."""
     text = config.get_text_config()

@@ -8,7 +8,6 @@ is written over the whole vocabulary; see `specctl.export.whole_head`.
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from specctl.drafters.medusa import Medusa
 from specctl.drafters.parts.heads import ResBlock, head_rows
-from specctl.export.card import given_target
+from specctl.export import tgi
 from specctl.export.engines import dtype_fields, dump_json, vllm_command
 from specctl.export.folder import write_tensors
 from specctl.export.formats import Format, Source
@@ -63,7 +62,7 @@ def write(source: Source, folder: Path) -> None:
     config = {
         "model_type": "medusa",
         "version": "2",
-        "base_model_name_or_path": given_target(source.manifest),
+        "base_model_name_or_path": tgi.base_model(source),
         "medusa_num_heads": drafter.options.num_heads,
         "medusa_num_layers": drafter.options.num_blocks,
         "medusa_fc_bias": True,
@@ -99,14 +98,14 @@ def notes(source: Source) -> tuple[str, ...]:
             f"{drafter.options.num_heads} times ({size / 1e6:,.0f} MB); the format vllm-medusa "
             "holds it once."
         )
+    found += tgi.notes(source)
     found.append("vLLM serves Medusa up to 0.32; this layout needs 0.31 or 0.32.")
     return tuple(found)
 
 
 def serve(source: Source, folder: str) -> tuple[str, ...]:
     length = drafter_of(source).options.num_heads
-    tgi = ["text-generation-launcher", "--model-id", folder, "--speculate", str(length)]
-    return shlex.join(tgi), vllm_command("medusa", length, folder)
+    return tgi.command(folder, length), vllm_command("medusa", length, folder)
 
 
 FORMAT = Format(

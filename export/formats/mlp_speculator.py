@@ -9,13 +9,12 @@ it is always written. A trimmed head is written whole; see `specctl.export.whole
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
 import torch
 
 from specctl.drafters.mlp_speculator import MlpSpeculator
-from specctl.export.card import given_target
+from specctl.export import tgi
 from specctl.export.engines import dtype_fields, dump_json, vllm_command
 from specctl.export.folder import write_tensors
 from specctl.export.formats import Format, Source
@@ -55,7 +54,7 @@ def write(source: Source, folder: Path) -> None:
     config = {
         "model_type": "mlp_speculator",
         "architectures": ["MLPSpeculatorPreTrainedModel"],
-        "base_model_name_or_path": given_target(source.manifest),
+        "base_model_name_or_path": tgi.base_model(source),
         "vocab_size": spec.vocab_size,
         "emb_dim": spec.hidden_size,
         "inner_dim": options.inner or spec.hidden_size,
@@ -87,10 +86,9 @@ def check(source: Source, folder: Path) -> None:
 
 def serve(source: Source, folder: str) -> tuple[str, ...]:
     """TGI derives w_s from `--speculate`: it must be the number of heads."""
-    length = str(_drafter(source).options.num_heads)
-    tgi = shlex.join(["text-generation-launcher", "--model-id", folder, "--speculate", length])
-    vllm = vllm_command("mlp_speculator", int(length), folder)
-    return (vllm,) if _drafter(source).options.scale_input else (tgi, vllm)
+    options = _drafter(source).options
+    vllm = vllm_command("mlp_speculator", options.num_heads, folder)
+    return (vllm,) if options.scale_input else (tgi.command(folder, options.num_heads), vllm)
 
 
 def notes(source: Source) -> tuple[str, ...]:
@@ -100,9 +98,8 @@ def notes(source: Source) -> tuple[str, ...]:
             "Text-generation-inference has no scale_input: this folder stops it on loading."
         )
     else:
-        found.append(
-            "Text-generation-inference weighs by --speculate: leave it at the heads' number."
-        )
+        found.append("Text-generation-inference weighs by --speculate: keep the number of heads.")
+        found += tgi.notes(source)
     return tuple(found)
 
 

@@ -74,7 +74,8 @@ def attention(
 
 def _heads(tensors: Tensors, name: str, x_TI: Tensor, sizes: Sizes) -> Tensor:
     """[H, T, E]: a projection, normed where the checkpoint has a norm for it."""
-    out_THE = F.linear(x_TI, tensors[f"{name}_proj.weight"]).unflatten(-1, (-1, sizes.head_dim))
+    out_TI = F.linear(x_TI, tensors[f"{name}_proj.weight"])
+    out_THE = out_TI.view(len(x_TI), -1, sizes.head_dim)
     if f"{name}_norm.weight" in tensors:
         out_THE = rms_norm(out_THE, tensors[f"{name}_norm.weight"], sizes.eps)
     return out_THE.transpose(0, 1)

@@ -58,8 +58,16 @@ class Trial:
 def embedding_of(source: Source) -> Tensor:
     """[V, D] float64: the target's bare rows, rounded to the dtype of the package, in which a
     drafter reads them."""
-    rows_VD = source.target.borrowed().embedding_VD
-    return rows_VD.to(CPU, getattr(torch, source.manifest.dtype)).double()
+    return _rounded(source, source.target.borrowed().embedding_VD)
+
+
+def head_of(source: Source) -> Tensor:
+    """[V, D] float64: the target's LM head, rounded likewise."""
+    return _rounded(source, source.target.borrowed().head_VD)
+
+
+def _rounded(source: Source, rows_VD: Tensor) -> Tensor:
+    return rows_VD.detach().to(CPU, getattr(torch, source.manifest.dtype)).double()
 
 
 def twin(source: Source, drafter: AnyDrafter) -> AnyDrafter:
@@ -68,9 +76,12 @@ def twin(source: Source, drafter: AnyDrafter) -> AnyDrafter:
     made.module = copy.deepcopy(drafter.module)
     made.to(CPU, torch.float64)
     borrowed = source.target.borrowed()
-    scaled = borrowed.embedding_VD * borrowed.embed_scale
-    rows_VD = scaled.to(CPU, getattr(torch, source.manifest.dtype)).double()
-    made.bind(replace(_on_cpu(borrowed), embedding_VD=rows_VD, embed_scale=1.0))
+    bias, scaled = borrowed.head_bias_V, borrowed.embedding_VD * borrowed.embed_scale
+    made.bind(
+        Borrowed(
+            _rounded(source, scaled), head_of(source), 1.0, None if bias is None else bias.cpu()
+        )
+    )
     return made
 
 
@@ -85,13 +96,6 @@ def without_router(drafter: Drafter) -> Drafter:
     whole.to(first.device, first.dtype)
     whole.load_tensors(tensors)
     return whole
-
-
-def _on_cpu(borrowed: Borrowed) -> Borrowed:
-    bias = borrowed.head_bias_V
-    return replace(
-        borrowed, head_VD=borrowed.head_VD.to(CPU), head_bias_V=None if bias is None else bias.cpu()
-    )
 
 
 def spoken(drafter: Drafter, trial: Trial) -> Iterator[tuple[StepState, Tensor]]:

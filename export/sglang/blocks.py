@@ -23,7 +23,7 @@ from specctl.export.engines import (
 )
 from specctl.export.formats import Source
 from specctl.export.readers.sglang_blocks import DFLASH, DSPARK, ENGINE, SglangBlocks
-from specctl.export.readers.trial import Trial, compare, drafted_logits, embedding_of, twin
+from specctl.export.readers.trial import Trial, compare, drafted_logits, embedding_of, head_of, twin
 from specctl.export.sglang.layout import Flat, Written
 from specctl.recipes.errors import IncompatibleError
 
@@ -90,9 +90,8 @@ def check(source: Source, folder: Path) -> None:
     """SGLang drafts the block that the drafter drafts, and is as sure of it."""
     drafter = blocks_of(source)
     trial = Trial.of(source, int(drafter.options.num_heads) - 1, without=drafter.options.mask_id)
-    head_VD = source.target.borrowed().head_VD.detach().cpu().double()
     layers, kind = drafter.spec.num_layers, _architecture(source)
-    reader = SglangBlocks(folder, kind, embedding_of(source), head_VD, layers)
+    reader = SglangBlocks(folder, kind, embedding_of(source), head_of(source), layers)
     compare(ENGINE, reader.drafted_logits(trial), drafted_logits(twin(source, drafter), trial))
     if isinstance(drafter, DSpark):
         check_confidence(source, reader.confidences(trial), trial)

@@ -28,6 +28,7 @@ from specctl.export.readers.trial import (
     compare,
     drafted_logits,
     embedding_of,
+    head_of,
     twin,
     without_router,
 )
@@ -75,8 +76,7 @@ def check(source: Source, folder: Path) -> None:
     if source.drafter.vocab is not None:
         tables = load_file(folder / WEIGHTS)
         map_K = check_vocab(tables, vocabulary.draft_size, vocabulary.target_size)
-    head_VD = source.target.borrowed().head_VD.detach().cpu().double()
-    reader = SglangEagle(folder, embedding_of(source), head_VD, map_K)
+    reader = SglangEagle(folder, embedding_of(source), head_of(source), map_K)
     compare(ENGINE, reader.drafted_logits(trial), ours)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from specctl.export.blocks import block_tensors, blocks_of, embedding_tensors, mask_row
 from specctl.export.engines import hidden_state_ids
 from specctl.export.formats import Source
-from specctl.export.readers.trial import Trial, compare, drafted_logits, embedding_of, twin
+from specctl.export.readers.trial import Trial, compare, drafted_logits, embedding_of, head_of, twin
 from specctl.export.readers.vllm_blocks import ENGINE, VllmBlocks
 from specctl.export.speculators.eagle3 import layer_config
 from specctl.export.speculators.layout import Layout, Written
@@ -50,8 +50,7 @@ def write(source: Source) -> Written:
 
 def read(source: Source, folder: Path) -> VllmBlocks:
     """The folder as vLLM reads it beside this target."""
-    head_VD = source.target.borrowed().head_VD.detach().cpu().double()
-    return VllmBlocks(folder, embedding_of(source), head_VD)
+    return VllmBlocks(folder, embedding_of(source), head_of(source))
 
 
 def check(source: Source, folder: Path) -> None:

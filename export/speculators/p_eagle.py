@@ -28,7 +28,8 @@ from specctl.export.speculators.eagle3 import (
 from specctl.export.speculators.layout import Layout, Written
 from specctl.recipes.errors import IncompatibleError
 
-_SPARE = re.compile(r"reserved|unused", re.IGNORECASE)
+# <|reserved_special_token_7|>, <unused7>, [unused7], [control_7], <SPECIAL_7>
+_SPARE = re.compile(r"[<\[]\|?(reserved|unused|control_|special_)\w*\d\|?[>\]]", re.IGNORECASE)
 
 
 def write(source: Source) -> Written:
@@ -47,7 +48,8 @@ def write(source: Source) -> Written:
 
 def length(source: Source) -> int:
     """Tokens drafted a round, at most as many as were trained."""
-    return min(draft_length(source), source.drafter.options.num_heads)
+    trained: int = source.drafter.options.num_heads
+    return min(draft_length(source), trained)
 
 
 def _tensors(source: Source, drafter: PEagle) -> dict[str, Tensor]:
@@ -62,12 +64,10 @@ def mask_token(source: Source) -> int:
     """A token that no text contains: a row of the embedding without a token, else a token that the
     tokenizer keeps in reserve, else the padding, where it ends nothing."""
     spec, tokenizer = source.manifest.model_spec, source.target.tokenizer
-    ids = {} if tokenizer is None else tokenizer.get_vocab()
+    ids: dict[str, int] = {} if tokenizer is None else tokenizer.get_vocab()
     if ids and max(ids.values()) < spec.vocab_size - 1:
         return spec.vocab_size - 1
-    spare = [number for word, number in ids.items() if _SPARE.search(word)]
-    special = [] if tokenizer is None else tokenizer.all_special_ids
-    spare = [number for number in spare if number in special]
+    spare = [number for word, number in ids.items() if _SPARE.fullmatch(word)]
     if spare:
         return max(spare)
     if spec.pad_id is not None and spec.pad_id not in (spec.bos_id, *source.target.eos_ids):

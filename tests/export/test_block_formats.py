@@ -35,7 +35,9 @@ def target(make_target: Any) -> Target:
 
 @pytest.mark.parametrize("trimmed", [False, True])
 @pytest.mark.parametrize("name", ["dflash", "dspark"])
-@pytest.mark.parametrize("options", [{}, {"taps": (3, 0, 1), "layers": 1, "num_heads": 3}])
+@pytest.mark.parametrize(
+    "options", [{}, {"taps": (3, 0, 1), "layers": 1, "num_heads": 3, "dtype": torch.bfloat16}]
+)
 def test_a_block_passes_the_gate(
     name: str, options: dict[str, Any], trimmed: bool, target: Target, tmp_path: Path
 ) -> None:
@@ -50,7 +52,9 @@ def test_a_block_passes_the_gate(
     assert config["aux_hidden_state_layer_ids"] == sorted(drafter.own_taps)
     assert f'"method": "{name}"' in manifest.served_by[-1]
     assert ("lm_head.weight" in tensors) == ("d2t" in tensors) == trimmed
-    mask_V = (tensors["embed_tokens.weight"] - target.borrowed().embedding_VD).abs().amax(1)
+    assert tensors["embed_tokens.weight"].dtype == options.get("dtype", torch.float32)
+    rows_VD = target.borrowed().embedding_VD.to(tensors["embed_tokens.weight"])
+    mask_V = (tensors["embed_tokens.weight"] - rows_VD).abs().amax(1)
     assert mask_V.nonzero().flatten().tolist() == [config["mask_token_id"]]
     assert torch.equal(tensors["embed_tokens.weight"][config["mask_token_id"]], drafter.module.mask)
 
@@ -119,18 +123,6 @@ MISTAKES: dict[str, tuple[str, Change, str]] = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_silent_mistake_in_a_block_is_caught(
-    mistake: str, target: Target, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    name, change, said = MISTAKES[mistake]
-    faulty(monkeypatch, "speculators", change)
-    drafter = shaken(name, target, KEPT, taps=(0, 1))
-    with pytest.raises(GateError, match=said):
-        exported(drafter, target, tmp_path / "out", "speculators")
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_mask_that_is_a_token_needs_no_embedding_in_the_folder(
     target: Target, tmp_path: Path
 ) -> None:
@@ -153,7 +145,9 @@ def test_packages_of_before_the_mask_token_have_their_own_mask() -> None:
 
 
 @pytest.mark.parametrize("name", ["dflash", "dspark"])
-@pytest.mark.parametrize("options", [{}, {"taps": (3, 1), "layers": 1, "num_heads": 3}])
+@pytest.mark.parametrize(
+    "options", [{}, {"taps": (3, 1), "layers": 1, "num_heads": 3, "dtype": torch.bfloat16}]
+)
 def test_a_block_whose_mask_is_a_token_passes_sglangs_gate(
     name: str, options: dict[str, Any], target: Target, tmp_path: Path
 ) -> None:
@@ -198,44 +192,43 @@ FLAT_MISTAKES: dict[str, tuple[str, Change, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mistake", FLAT_MISTAKES)
-def test_a_silent_mistake_in_a_flat_block_is_caught(
-    mistake: str, target: Target, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+CASES = [("speculators", *case) for case in MISTAKES.items()]
+CASES += [("sglang", *case) for case in FLAT_MISTAKES.items()]
+
+
+@pytest.mark.parametrize(("to", "mistake", "case"), CASES, ids=lambda part: str(part)[:40])
+def test_a_silent_mistake_in_a_block_is_caught(
+    to: str,
+    mistake: str,
+    case: tuple[str, Change, str],
+    target: Target,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    name, change, said = FLAT_MISTAKES[mistake]
-    faulty(monkeypatch, "sglang", change)
-    drafter = shaken(name, target, mask_id=21, taps=(1, 3))
+    name, change, said = case
+    faulty(monkeypatch, to, change)
+    options: dict[str, Any] = {"taps": (0, 1), "kept": KEPT}
+    if to == "sglang":
+        options = {"taps": (1, 3), "mask_id": 21}
     with pytest.raises(GateError, match=said):
-        exported(drafter, target, tmp_path / "out", "sglang")
-    assert not (tmp_path / "out").exists()
+        exported(shaken(name, target, **options), target, tmp_path / "out", to)
+    assert not (tmp_path / "out").exists(), mistake
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "said"),
+    ("to", "name", "options", "said"),
     [
-        ("dflash", {}, "mask_id: null.*--to speculators"),
-        ("dspark", {"mask_id": 21, "kept": KEPT}, "a vocabulary of 14 ids"),
-        ("dflash", {"mask_id": 21, "taps": (0, 2)}, "distinct taps from 1 to 3"),
+        ("sglang", "dflash", {}, "mask_id: null.*--to speculators"),
+        ("sglang", "dspark", {"mask_id": 21, "kept": KEPT}, "a vocabulary of 14 ids"),
+        ("sglang", "dflash", {"mask_id": 21, "taps": (0, 2)}, "distinct taps from 1 to 3"),
+        ("speculators", "dspark", {"rank": 0}, "rank: 0"),
+        ("speculators", "dflash", {"taps": (2, 4)}, "distinct taps from 0 to 3"),
     ],
 )
-def test_what_sglang_cannot_hold_of_a_block_is_refused(
-    name: str, options: dict[str, Any], said: str, target: Target, tmp_path: Path
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_what_an_engine_cannot_hold_of_a_block_is_refused(
+    to: str, name: str, options: dict[str, Any], said: str, target: Target, tmp_path: Path
 ) -> None:
     with pytest.raises(IncompatibleError, match=said):
-        exported(shaken(name, target, **options), target, tmp_path / "out", "sglang")
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "said"),
-    [
-        ("dspark", {"rank": 0}, "rank: 0"),
-        ("dflash", {"taps": (2, 4)}, "distinct taps from 0 to 3"),
-    ],
-)
-def test_what_vllm_cannot_hold_is_refused(
-    name: str, options: dict[str, Any], said: str, target: Target, tmp_path: Path
-) -> None:
-    with pytest.raises(IncompatibleError, match=said):
-        exported(shaken(name, target, **options), target, tmp_path / "out", "speculators")
+        exported(shaken(name, target, **options), target, tmp_path / "out", to)
     assert not (tmp_path / "out").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,14 +15,24 @@ import torch
 from engine_cases import exported, shaken
 from gguf_cases import byte_tokenizer
 
+from specctl.cli.console import Console
+from specctl.cli.show import show
+from specctl.export.folder import load_drafter
 from specctl.export.formats.gguf import FILE
 from specctl.export.llama_cpp import model as model_
 from specctl.export.llama_cpp import vocab as vocab_
 from specctl.export.llama_cpp.reader import GgufReader
-from specctl.recipes.errors import GateError, IncompatibleError, SpecctlError
+from specctl.recipes.errors import FileError, GateError, IncompatibleError, SpecctlError
 from specctl.runtime.target import Target
 
-SMALL = {"layers": 2, "width": 16, "head_dim": 8, "heads": 2, "kv_heads": 1, "intermediate": 24}
+SMALL: dict[str, Any] = {
+    "layers": 2,
+    "width": 16,
+    "head_dim": 8,
+    "heads": 2,
+    "kv_heads": 1,
+    "intermediate": 24,
+}
 KEPT = (0, 1, 2, *range(3, 300, 3))
 LLAMA3 = {
     "rope_type": "llama3",
@@ -231,6 +242,16 @@ def test_the_commands_convert_the_target_and_draft_with_the_file(
     assert convert == "python convert_hf_to_gguf.py some/target --outfile target.gguf"
     assert f"-md THIS_FOLDER/{FILE} --spec-type draft-simple --spec-draft-n-max 3" in serve
     assert manifest.notes == ()
+
+
+def test_specctl_says_whose_folder_it_is(target: Target, tmp_path: Path) -> None:
+    out, shown = tmp_path / "out", io.StringIO()
+    exported(shaken("small-lm", target, **SMALL), target, out, "gguf")
+    with pytest.raises(FileError, match=r"export for serving engines.*format gguf.*package"):
+        load_drafter(out, target)
+    show(Console(shown, shown), out)
+    assert f"llama-server -m target.gguf -md {out}/{FILE}" in shown.getvalue()
+    assert "specctl generate" not in shown.getvalue()
 
 
 def test_without_the_library_the_error_names_it(

@@ -18,7 +18,14 @@ from specctl.export.llama_cpp.vocab import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSE
 from specctl.recipes.errors import GateError, IncompatibleError
 from specctl.runtime.target import Target
 
-SMALL = {"layers": 1, "width": 16, "head_dim": 8, "heads": 2, "kv_heads": 1, "intermediate": 24}
+SMALL: dict[str, Any] = {
+    "layers": 1,
+    "width": 16,
+    "head_dim": 8,
+    "heads": 2,
+    "kv_heads": 1,
+    "intermediate": 24,
+}
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ EAGLE3: list[dict[str, Any]] = [
     {},
     {"fc_norm": True, "norm_output": True, "taps": (3, 1)},
     {"heads": 2, "head_dim": 8, "intermediate": 24, "taps": (2, 3)},
-    {"head_groups": 4, "head_top": 2},
+    {"head_groups": 4, "head_top": 2, "dtype": torch.bfloat16},
 ]
 
 
@@ -138,7 +138,7 @@ def test_a_silent_mistake_in_eagle3_is_caught(
     ("name", "options"),
     [
         ("eagle", {}),
-        ("hass", {"intermediate": 24}),
+        ("hass", {"intermediate": 24, "dtype": torch.bfloat16}),
         ("coral", {"head_groups": 4, "head_top": 2}),
         ("fspad", {"feature_sampling": False, "split_readout": False}),
     ],

@@ -328,11 +328,12 @@ def test_the_mask_token_is_one_that_no_text_contains(
 ) -> None:
     from specctl.export.formats import Source
 
-    class Reserved:
-        all_special_ids = (0, 1, 7, 11)
+    class Words:
+        def __init__(self, *words: str) -> None:
+            self.ids = {**{word: 5 + i for i, word in enumerate(words)}, "x": 47}
 
         def get_vocab(self) -> dict[str, int]:
-            return {"<|reserved_7|>": 7, "<|reserved_11|>": 11, "unused": 12, "x": 47}
+            return self.ids
 
     class Named:
         def __init__(self, spec: Any) -> None:
@@ -344,7 +345,9 @@ def test_the_mask_token_is_one_that_no_text_contains(
 
     larger = replace(target.spec, vocab_size=64)
     assert chosen(word_tokenizer, larger) == 63  # a row without a token
-    assert chosen(Reserved(), target.spec) == 11
+    llama3 = Words("<|eot_id|>", "<|reserved_special_token_7|>", "unused7", "[x]", "reserved")
+    assert chosen(llama3, target.spec) == 6
+    assert [chosen(Words(word), target.spec) for word in ("<unused9>", "[control_4]")] == [5, 5]
     assert chosen(word_tokenizer, target.spec) == 9  # padding
     with pytest.raises(IncompatibleError):
         chosen(word_tokenizer, target.spec, eos=(2, 9))

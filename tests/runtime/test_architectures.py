@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from specctl.drafters import prompt_lookup
+from specctl.drafters.parts.hf_lm import HfLM
 from specctl.drafters.parts.lean import LeanLM
 from specctl.runtime.generate import generate
 from specctl.runtime.hf import as_transformers
@@ -66,6 +67,27 @@ def test_greedy_answers_are_those_of_transformers(make_model: MakeModel, kind: s
                 torch.tensor([prompt]), max_new_tokens=most, do_sample=False, pad_token_id=0
             )
             assert list(output.token_ids) == wanted[0, len(prompt) :].tolist(), (kind, given)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("granite", {"logits_scaling": 4.0}),
+        ("cohere2", {"logit_scale": 0.25}),
+        ("hyperclovax", {"logits_scaling": 0.25}),
+    ],
+)
+def test_a_borrowed_head_speaks_as_loudly_as_the_target(
+    make_model: MakeModel, model_type: str, fields: dict[str, Any]
+) -> None:
+    """Drafters that share the head would be surer, or less sure, than the target by that factor."""
+    lm = HfLM(make_model(model_type, num_layers=2, **fields))
+    ids = torch.arange(9)[None]
+    masks = lm.document_masks(torch.zeros_like(ids))
+    with torch.no_grad():
+        out = lm.dense(ids, torch.arange(9)[None], masks, (2,))
+    product = out.taps[2] @ lm.borrowed().head_VD.T
+    torch.testing.assert_close(product, out.logits_BTV, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["Qwen2 with a window in every layer", "tied Llama"])
