@@ -241,13 +241,8 @@ def refuse_not_finite(tensors: Mapping[str, Tensor]) -> None:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """One safetensors file with the rights of any new file; the library's own lets no server of
-    another user read it."""
-    path.touch()
-    rights = path.stat().st_mode
     try:
         save_file(dict(tensors), path, metadata={"format": "pt"})
-        path.chmod(rights)
     except SafetensorError as error:  # the library reports a full disk in its own words
         full = any(f"os error {code}" in str(error) for code in FULL)
         raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from error

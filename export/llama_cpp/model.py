@@ -120,8 +120,8 @@ def tensors_of(model: GgufModel, arch: str) -> dict[str, Tensor]:
 
 def neighbours(weight: Tensor, num_heads: int) -> Tensor:
     """[H D] or [H D, E]: rows i and i + D/2 of every head as rows 2i and 2i + 1."""
-    halves = weight.unflatten(0, (num_heads, 2, -1))
-    return halves.transpose(1, 2).flatten(0, 2).contiguous()
+    halves = weight.reshape(num_heads, 2, -1, *weight.shape[1:])
+    return halves.transpose(1, 2).reshape(weight.shape).contiguous()
 
 
 def _sizes(writer: Any, model: GgufModel) -> None:

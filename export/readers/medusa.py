@@ -59,7 +59,8 @@ class VllmMedusa:
             shapes[f"{name}.weight"] = (width, width)
             if config.get("medusa_fc_bias", False):
                 shapes[f"{name}.bias"] = (width,)
-        self.params, self.token_map = Parameters(shapes), None
+        self.params = Parameters(shapes)
+        self.token_map: Tensor | None = None
         self._load(folder)
 
     def _block_names(self, heads: range | None = None) -> list[str]:
@@ -133,7 +134,8 @@ class TgiMedusa:
     def _tensor(self, name: str) -> Tensor:
         if name not in self.tensors:
             raise gate(f"no tensor {name}", "a tensor that the engine demands")
-        return self.tensors[name].double()
+        tensor: Tensor = self.tensors[name]
+        return tensor.double()
 
     def logits(self, state_D: Tensor) -> Tensor:
         """[H, V] float64."""

@@ -1,4 +1,4 @@
-"""The journey with a target of one's own: a short context, no alias, a package that remembers it."""
+"""The journey with a target of one's own: a short context, no alias, a package that knows it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 import specctl.recipes
 
 SETS = (
-    "train.steps=1", "train.rows=2", "train.seq_len=32", "train.tau_prompts=1", "train.tau_tokens=4",
-    "data.prompts=4", "data.prompt_tokens=8", "data.new_tokens=8", "data.text_tokens=0",
-    "vocab.size=512",
+    "train.steps=1", "train.rows=2", "train.seq_len=32", "train.tau_prompts=1",
+    "train.tau_tokens=4", "data.prompts=4", "data.prompt_tokens=8", "data.new_tokens=8",
+    "data.text_tokens=0", "vocab.size=512",
 )  # fmt: skip
 
 
