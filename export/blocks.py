@@ -17,7 +17,7 @@ from torch import Tensor
 from specctl.drafters.dflash import InjectedBlocks
 from specctl.drafters.dspark import DSpark
 from specctl.drafters.parts.heads import head_rows
-from specctl.export.engines import gate
+from specctl.export.engines import gate, head_factor
 from specctl.export.folder import MAP_NAMES
 from specctl.export.formats import Source
 from specctl.export.readers.trial import TOLERANCE, Trial, spoken, twin
@@ -50,15 +50,15 @@ def blocks_of(source: Source) -> InjectedBlocks:
 
 
 def block_tensors(source: Source) -> dict[str, Tensor]:
-    """Every parameter but the mask under its published name; of a trimmed vocabulary the target's
-    rows as well."""
+    """Every parameter but the mask under its published name, and the target's LM-head rows where
+    an engine could not share them as they are: of a trimmed vocabulary, or multiplied (Granite)."""
     drafter = blocks_of(source)
     tensors = {
         _published(name): tensor
         for name, tensor in written_tensors(source, drafter.own_taps).items()
         if name != "mask"
     }
-    if "d2t" in tensors:
+    if "d2t" in tensors or head_factor(source) != 1.0:
         rows_KD = head_rows(source.target.borrowed(), drafter.vocab).detach()
         dtype = getattr(torch, source.manifest.dtype)
         tensors["lm_head.weight"] = rows_KD.to("cpu", dtype, copy=True).contiguous()

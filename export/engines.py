@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from specctl.drafters.parts.blocks import LayerShape
+from specctl.drafters.parts.hf_spec import head_scale
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.export.formats import FOLDER, TARGET, Source
 from specctl.recipes.errors import GateError, IncompatibleError
@@ -159,6 +160,25 @@ def refuse_scaled_embedding(source: Source, engine: str) -> None:
             f"{engine} hands unscaled embeddings to a drafter",
             found=f"a target that scales its embeddings by {scale:g}",
             expected="a target that reads its embedding rows as they are",
+            do="--to specctl",
+        )
+
+
+def head_factor(source: Source) -> float:
+    """What the target multiplies the product with its LM head by (Granite, Cohere): a drafter that
+    borrows the head has it in the rows, an engine that shares them has not."""
+    config = getattr(getattr(source.target.lm, "module", None), "config", None)
+    return 1.0 if config is None else head_scale(config)
+
+
+def refuse_scaled_head(source: Source, engine: str) -> None:
+    """Of drafters that read the target's own LM head."""
+    factor = head_factor(source)
+    if factor != 1.0:
+        raise IncompatibleError(
+            f"{engine} shares the bare LM head with a drafter",
+            found=f"a target that multiplies its logits by {factor:g}",
+            expected="a target whose LM head gives its logits",
             do="--to specctl",
         )
 

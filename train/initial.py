@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from specctl.runtime.target import Target
 from specctl.train.assemble import build_drafter, family_options
 from specctl.train.data.prepare import prepare
 from specctl.train.data.rows import TokenData
+from specctl.train.fitting import check_same_shape, check_shapes
 from specctl.train.prune.cut import Wanted, check_cut, cut_like, groups_left, prunable
 from specctl.train.saving.checkpoint import Checkpoints
 from specctl.train.vocab.draft_vocab import draft_vocab
@@ -115,6 +116,17 @@ def _check_sizes(recipe: Recipe, spec: ModelSpec) -> None:
         check_cut(wanted, spec)
 
 
+def check_fit(recipe: Recipe, spec: ModelSpec, initial: Initial | None) -> None:
+    """Refuse loaded weights of another shape before the target writes answers for them. The head's
+    rows are left aside: which of them stay is decided by those answers."""
+    if initial is None or initial.name == TARGET:
+        return
+    source, kind = initial.drafter, family(recipe.drafter.family)
+    with torch.device("meta"):
+        drafter = kind.build(family_options(kind, recipe), spec, source.vocab)
+    check_shapes(drafter, source, source.tensors(), frozenset({"lm_head.weight"}))
+
+
 def initialise(drafter: Drafter, initial: Initial, data: TokenData) -> None:
     """Put the initial weights into a freshly built drafter. A whole vocabulary is cut to the
     drafter's; `data` says which channels, heads and neurons matter where the target is sliced."""
@@ -127,7 +139,7 @@ def initialise(drafter: Drafter, initial: Initial, data: TokenData) -> None:
     tensors = dict(source.tensors())
     if isinstance(source.module, LeanLlama) and "lm_head.weight" in drafter.tensors():
         tensors.setdefault("lm_head.weight", source.module.head_weight.detach())
-    _check_same_shape(drafter, source, tensors)
+    check_same_shape(drafter, source, tensors)
     drafter.load_tensors({name: t.to("cpu", torch.float32) for name, t in tensors.items()})
 
 
@@ -246,49 +258,3 @@ def _same_vocab(initial: Initial, vocab: VocabMap | None) -> Drafter:
             where="drafter.init",
         )
     return source if vocab.digest() == has else source.trimmed(vocab)
-
-
-def _check_same_shape(drafter: Drafter, source: Drafter, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse tensors that do not fit, naming the first one and the options that would fit."""
-    wanted = {name: tuple(t.shape) for name, t in drafter.tensors().items()}
-    found = {name: tuple(t.shape) for name, t in tensors.items()}
-    names = sorted(wanted.keys() | found.keys())
-    wrong = [name for name in names if wanted.get(name) != found.get(name)]
-    if not wrong and _constants(drafter) == _constants(source):
-        return
-    fitting = _fitting_options(drafter, source)
-    name = wrong[0] if wrong else "window, norm or rotary constants"
-    raise IncompatibleError(
-        f"the initial weights do not fit the drafter of this recipe: {name}",
-        found=str(found.get(name, "no such tensor")) if wrong else "other constants",
-        expected=str(wanted.get(name, "no such tensor")) if wrong else "those of the recipe",
-        do=" ".join(f"--set drafter.options.{k}={v}" for k, v in fitting.items())
-        or "give weights of the same shape",
-        where=f"drafter.options.{next(iter(fitting))}" if fitting else "drafter.init",
-    )
-
-
-def _constants(drafter: Drafter) -> tuple[Any, ...]:
-    """What a Llama computes with beside its tensors."""
-    if not isinstance(drafter.module, LeanLlama):
-        return ()
-    shape, rotary = drafter.module.shape, drafter.module.rotary
-    eps = shape.qk_norm_eps or shape.norm_eps
-    return shape.window, shape.norm_eps, eps, rotary.scale, rotary.inv_freq.tolist()
-
-
-def _fitting_options(drafter: Drafter, source: Drafter) -> dict[str, Any]:
-    """Options under which the drafter would have the shape of the source."""
-    ours, theirs = drafter.module, source.module
-    if isinstance(ours, LeanLlama) and isinstance(theirs, LeanLlama):
-        here = options_of(ours.shape, drafter.spec)
-        there = options_of(theirs.shape, drafter.spec)
-        if not here["tied"]:
-            del there["tied"]  # a tied head unties itself
-    else:
-        here, there = asdict(drafter.options), asdict(source.options)
-        there = {k: v for k, v in there.items() if k not in _HOW}
-    return {k: v for k, v in there.items() if here.get(k) != v}
-
-
-_HOW = ("loss", "temperature", "chunk")  # options that say how to train, not what

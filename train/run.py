@@ -30,7 +30,7 @@ from specctl.train.assemble import trainable_family
 from specctl.train.changed import FOLDER, log_change, say_change, settled
 from specctl.train.data.prepare import prepare
 from specctl.train.data.rows import TokenData
-from specctl.train.initial import Loader, initial_of, loaded
+from specctl.train.initial import Loader, check_fit, initial_of, loaded
 from specctl.train.job import Made, make_job
 from specctl.train.joint import Joint
 from specctl.train.joint_check import check_joint, check_target
@@ -104,6 +104,7 @@ def train_draft(
             write_run_file(recipe, out, command)
         target = target or _load_target(recipe, accelerator.device)
         initial = initial_of(recipe, target, load)  # what it refuses, before answers are written
+        check_fit(recipe, target.spec, initial)
         needs = build_shape(family, recipe, target.spec).needs()
         if recipe.train.joint is not None:
             check_target(target)

@@ -17,6 +17,7 @@ from specctl.export.engines import (
     dimensions,
     dtype_fields,
     layer_ids,
+    refuse_scaled_head,
     rope_fields,
     sglang_command,
     special_ids,
@@ -31,6 +32,7 @@ from specctl.recipes.errors import IncompatibleError
 def write(source: Source) -> Written:
     drafter = blocks_of(source)
     _refuse(source)
+    refuse_scaled_head(source, "SGLang")
     spec, net, options = drafter.spec, drafter.net, drafter.options
     own: dict[str, Any] = {
         "mask_token_id": options.mask_id,

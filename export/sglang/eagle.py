@@ -19,7 +19,7 @@ from specctl.drafters.eagle import BlindNet
 from specctl.drafters.parts.feature_drafter import FeatureDrafter
 from specctl.drafters.parts.routed import PREFIX
 from specctl.drafters.parts.trunk import TrunkNet
-from specctl.export.engines import check_vocab, draft_length, sglang_command
+from specctl.export.engines import check_vocab, draft_length, refuse_scaled_head, sglang_command
 from specctl.export.formats import Source
 from specctl.export.manifest import WEIGHTS
 from specctl.export.readers.sglang_eagle import ENGINE, SglangEagle
@@ -49,6 +49,7 @@ def write(source: Source) -> Written:
     drafter = source.drafter
     assert isinstance(drafter, FeatureDrafter)
     _refuse_other_nets(drafter)
+    refuse_scaled_head(source, "SGLang")
     net = drafter.net
     config = llama_config("LlamaForCausalLMEagle", source, net.shape, len(net.layers))
     return Written(config, written_tensors(source, (drafter.tap,)))

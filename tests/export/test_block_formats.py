@@ -134,6 +134,20 @@ def test_a_mask_that_is_a_token_needs_no_embedding_in_the_folder(
     assert "embed_tokens.weight" not in load_file(tmp_path / "dspark" / WEIGHTS)
 
 
+def test_an_lm_head_whose_logits_are_multiplied_goes_along_or_is_refused(
+    make_target: Any, tmp_path: Path
+) -> None:
+    made = make_target("granite", hidden=16, vocab=48, pad_token_id=9, logits_scaling=4.0)
+    target = replace(made, name="some/target", eos_ids=(2,))
+    drafter = shaken("dspark", target, mask_id=21)
+    exported(drafter, target, tmp_path / "dspark", "speculators")
+    head_VD = load_file(tmp_path / "dspark" / WEIGHTS)["lm_head.weight"]
+    assert torch.equal(head_VD, target.borrowed().head_VD)
+    for index, odd in enumerate((drafter, shaken("eagle", target))):
+        with pytest.raises(IncompatibleError, match=r"multiplies its logits by 0\.25"):
+            exported(odd, target, tmp_path / f"out{index}", "sglang")
+
+
 def test_packages_of_before_the_mask_token_have_their_own_mask() -> None:
     family = families()["dflash"]
     options = asdict(family.options())

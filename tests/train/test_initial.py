@@ -20,7 +20,7 @@ from specctl.recipes.schema import Recipe
 from specctl.runtime.target import Target
 from specctl.train.initial import checkpoint_drafter, completed, initial_of, tensors_digest
 from specctl.train.plan import plan
-from specctl.train.prune.cut import spread_layers
+from specctl.train.prune.cut import prunable, spread_layers
 from specctl.train.run import train_draft
 from specctl.train.saving.checkpoint import Checkpoints
 
@@ -254,6 +254,11 @@ def test_what_cannot_be_begun_is_refused_before_the_target_writes(
     cut = small_recipe(text, drafter__init="target")
     with pytest.raises(IncompatibleError, match="no drafter can be cut"):
         train_draft(cut, tmp_path / "gemma", target=gemma)
+    other = small_recipe(text, drafter__init=tmp_path / "other", drafter__options__width=24)
+    whole = SmallLm.from_lm(prunable(target), target.spec)
+    with pytest.raises(IncompatibleError, match="do not fit") as caught:
+        train_draft(other, tmp_path / "wide", target=target, load=lambda name, target: whole)
+    assert "drafter.options.width=16" in caught.value.do
     odd = small_recipe(text, drafter__options__heads=3, drafter__options__kv_heads=2)
     with pytest.raises(RecipeError):
         train_draft(odd, tmp_path / "odd", target=target)

@@ -140,7 +140,7 @@ def _regenerated(
     if len(prompts) < plan.prompts:
         console.warn(f"data: only {len(prompts):,} of {plan.prompts:,} prompts found in the source")
     if not prompts:
-        raise _nothing_left(defects, "a prompt", "give shorter ones, or raise train.seq_len")
+        raise _nothing_left(defects, "a prompt", "a larger train.seq_len gives long prompts room")
     answers = regenerate(target, prompts, plan, folder, console=console)
     return [answer.document(data.train_on_prompt) for answer in answers]
 
@@ -161,7 +161,7 @@ def _encoded(
             continue
         num_tokens += len(documents[-1].ids)
     if not documents:
-        answers = "let the target answer: --set data.regenerate=true"
+        answers = "--set data.regenerate=true lets the target answer"
         raise _nothing_left(defects, "a sample with something to predict", answers)
     return documents
 
@@ -237,5 +237,5 @@ def _nothing_left(defects: Defects, wanted: str, do: str) -> RecipeError:
         where="data.source",
         found="; ".join(defects.lines()),
         expected="conversations with an assistant turn, prompt/response pairs, or text",
-        do=f"correct the data, or {do}",
+        do=f"correct the data; {do}",
     )
