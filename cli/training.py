@@ -141,7 +141,7 @@ def load_initial(name: str, target: Target) -> Drafter:
     found = locate(name)
     if found.kind is Kind.PACKAGE and found.folder is not None:
         return read_package(found.folder, target, sorted({*ALLOWABLE} - {"tokenizer"}))
-    return load_found(found, target, ())
+    return load_found(found, target, ("padding",))
 
 
 def other_formats(recipe: Recipe) -> list[str]:

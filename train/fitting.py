@@ -9,9 +9,19 @@ from typing import Any
 from torch import Tensor
 
 from specctl.drafters.parts.base import Drafter
+from specctl.drafters.parts.heads import fitting_rows
 from specctl.drafters.parts.lean import LeanLlama
 from specctl.drafters.small_lm import options_of
 from specctl.recipes.errors import IncompatibleError
+
+
+def fitting_vocab(source: Drafter, tensors: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
+    """The tensors with as many rows as the target has ids: models of one family pad one vocabulary
+    to different sizes (Qwen2.5 0.5B and 7B)."""
+    if not isinstance(source.module, LeanLlama):
+        return dict(tensors)
+    rows = {"model.embed_tokens.weight"} | ({"lm_head.weight"} if source.vocab is None else set())
+    return {name: fitting_rows(t, size) if name in rows else t for name, t in tensors.items()}
 
 
 def check_same_shape(drafter: Drafter, source: Drafter, tensors: Mapping[str, Tensor]) -> None:

@@ -31,7 +31,7 @@ from specctl.runtime.target import Target
 from specctl.train.assemble import build_drafter, family_options
 from specctl.train.data.prepare import prepare
 from specctl.train.data.rows import TokenData
-from specctl.train.fitting import check_same_shape, check_shapes
+from specctl.train.fitting import check_same_shape, check_shapes, fitting_vocab
 from specctl.train.prune.cut import Wanted, check_cut, cut_like, groups_left, prunable
 from specctl.train.saving.checkpoint import Checkpoints
 from specctl.train.vocab.draft_vocab import draft_vocab
@@ -124,7 +124,8 @@ def check_fit(recipe: Recipe, spec: ModelSpec, initial: Initial | None) -> None:
     source, kind = initial.drafter, family(recipe.drafter.family)
     with torch.device("meta"):
         drafter = kind.build(family_options(kind, recipe), spec, source.vocab)
-    check_shapes(drafter, source, source.tensors(), frozenset({"lm_head.weight"}))
+    tensors = fitting_vocab(source, source.tensors(), spec.vocab_size)
+    check_shapes(drafter, source, tensors, frozenset({"lm_head.weight"}))
 
 
 def initialise(drafter: Drafter, initial: Initial, data: TokenData) -> None:
@@ -139,6 +140,7 @@ def initialise(drafter: Drafter, initial: Initial, data: TokenData) -> None:
     tensors = dict(source.tensors())
     if isinstance(source.module, LeanLlama) and "lm_head.weight" in drafter.tensors():
         tensors.setdefault("lm_head.weight", source.module.head_weight.detach())
+    tensors = fitting_vocab(source, tensors, drafter.spec.vocab_size)
     check_same_shape(drafter, source, tensors)
     drafter.load_tensors({name: t.to("cpu", torch.float32) for name, t in tensors.items()})
 

@@ -12,13 +12,23 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import specctl.recipes
 from specctl.drafters.parts.base import Drafter
+from specctl.drafters.parts.lean import lean_from_hf
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
 from specctl.recipes.errors import IncompatibleError, RecipeError
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.target import Target
-from specctl.train.initial import checkpoint_drafter, completed, initial_of, tensors_digest
+from specctl.train.assemble import build_drafter
+from specctl.train.initial import (
+    Initial,
+    check_fit,
+    checkpoint_drafter,
+    completed,
+    initial_of,
+    initialise,
+    tensors_digest,
+)
 from specctl.train.plan import plan
 from specctl.train.prune.cut import prunable, spread_layers
 from specctl.train.run import train_draft
@@ -275,3 +285,26 @@ def test_a_plan_refuses_a_target_that_no_drafter_can_be_cut_from(
     assert "drafter.init=null" in caught.value.do
     fresh = small_recipe(text, drafter__init="null", target__name=str(tmp_path))
     assert plan(fresh, flops_per_second=1e10).parameters > 0
+
+
+def test_weights_padded_to_another_vocabulary_size_are_cut_or_stretched_to_fit(
+    make_model: Any, target: Target, text: Path
+) -> None:
+    """Only rows differ that no token of the tokenizer names."""
+    size = target.spec.vocab_size
+    for padded in (size + 16, size - 16):
+        lm = lean_from_hf(make_model(num_layers=2, vocab=padded))
+        assert lm is not None
+        source = Initial("small", SmallLm.from_lm(lm, target.spec), "")
+        shape = {**options_of(lm.module.shape, target.spec), "tied": False}
+        shape = {name: value for name, value in shape.items() if value is not None}
+        recipe = small_recipe(text, drafter__options=shape)
+        check_fit(recipe, target.spec, source)
+        drafter = build_drafter(recipe, target.spec, source.drafter.vocab)
+        initialise(drafter, source, None)  # type: ignore[arg-type]
+        kept = min(padded, size)
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            found, given = drafter.tensors()[name], dict(lm.module.named_parameters())[name]
+            assert torch.equal(found[:kept], given[:kept])
+        assert drafter.tensors()["model.embed_tokens.weight"].shape[0] == size
+        assert drafter.tensors()["lm_head.weight"].shape[0] == kept  # a missing id is never drafted
