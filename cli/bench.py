@@ -120,7 +120,7 @@ def bench(
     """
     gates = [parse_gate(text) for text in gate or ()]
     baselines = parse_against(against or "")
-    target = target.or_packaged(*(draft or ()))
+    target = target.or_own(*(draft or ()))
     refuse_ignored(
         families,
         {"--draft": draft, "--gate": gate, "how to draft": drafting != DraftingFlags() or None,

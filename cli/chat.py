@@ -47,7 +47,7 @@ def chat(
       echo "write a loop" | specctl chat --max-new-tokens 32 --json
     """
     settings = sampling.sampling()
-    target = target.or_packaged(draft.draft)
+    target = target.or_own(draft.draft)
     model = target.load(console, compiled)
     settings = replace(settings, grammar=grammar.load(model))
     loaded = draft.load(model)

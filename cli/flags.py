@@ -41,7 +41,7 @@ TargetName = Annotated[
     typer.Option(
         "--target",
         "-t",
-        help="Alias (tiny, qwen3-8b), hub id, or folder; else the package's own, or tiny.",
+        help="Alias (tiny, qwen3-8b), hub id, or folder.",
         rich_help_panel=TARGET,
     ),
 ]

@@ -70,7 +70,7 @@ def generate(
         draft = replace(draft, draft="prompt-lookup")
         console.warn("--compare without --draft compares with prompt-lookup")
     settings = sampling.sampling()
-    target = target.or_packaged(draft.draft)
+    target = target.or_own(draft.draft)
     model = target.load(console, compiled)
     settings = replace(settings, grammar=grammar.load(model))
     loaded = draft.load(model)

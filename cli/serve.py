@@ -66,7 +66,7 @@ def serve(
     from specctl.runtime.server.record import Recorder
 
     door, limits = access.door(console), limit.limits()
-    target = target.or_packaged(draft.draft)
+    target = target.or_own(draft.draft)
     socket = bind(access.host, access.port)
     url, called = url_of(socket), name or target.name
     recorder = Recorder(record) if record is not None else None

@@ -13,6 +13,8 @@ from specctl.cli.flags import Device, Dtype, Inflate, Offline, Revision, TargetN
 if TYPE_CHECKING:
     from specctl.runtime.target import Target
 
+OWN = "the package's own, or tiny"  # stands for a name that nobody gave
+
 
 @dataclass(frozen=True, slots=True)
 class TargetChoice:
@@ -25,10 +27,14 @@ class TargetChoice:
     inflate: Inflate = None
     offline: Offline = False
 
-    def or_packaged(self, *drafts: str) -> TargetChoice:
-        """This choice; without a name, the target that the first package was made for, else
+    def or_packaged(self, draft: str) -> TargetChoice:
+        """This choice; without a name, the target that the package was made for, else tiny."""
+        return self if self.name else replace(self, name=OWN).or_own(draft)
+
+    def or_own(self, *drafts: str) -> TargetChoice:
+        """This choice; where none was named, the target that the first package was made for, else
         tiny."""
-        if self.name:
+        if self.name != OWN:
             return self
         if self.offline:
             go_offline()
@@ -72,7 +78,7 @@ class TargetChoice:
         return target
 
 
-OWN_TARGET = TargetChoice(name="")  # no name: what the package was made for
+OWN_TARGET = TargetChoice(name=OWN)
 
 
 def go_offline() -> None:

@@ -46,7 +46,7 @@ def train_stop(
 
     wanted = learned_rule(rule)
     check_file(out)
-    target = target.or_packaged(draft)
+    target = target.or_own(draft)
     model = target.load(console)
     loaded = DraftChoice(draft=draft).load(model)
     if loaded.drafter is None:

@@ -111,7 +111,7 @@ def vocab_trim(
     )  # fmt: skip
     if data is not None:
         check_source(str(data), "auto")
-    target = target.or_packaged(draft)
+    target = target.or_own(draft)
     model = target.load(console)
     if size is not None and wanted != "auto" and not 2 <= wanted <= model.spec.vocab_size:
         raise _bad_size(size, f"2 to {model.spec.vocab_size:,} tokens, or auto")
