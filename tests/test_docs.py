@@ -179,6 +179,17 @@ def test_json_and_yaml_examples_are_well_formed(page: Path) -> None:
             yaml.safe_load(block.text)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_records_shown_are_records_that_training_reads(page: Path) -> None:
+    from specctl.train.data.records import sample_of
+
+    for block in blocks(page):
+        if block.language == "jsonl":
+            for line in block.text.splitlines():
+                sample = sample_of(json.loads(line), page.name)
+                assert sample.messages or sample.text, line
+
+
 def test_every_recipe_begins_with_a_command_that_is_understood() -> None:
     for path in sorted((ROOT / "recipes").glob("*.yaml")):
         if path.name == "targets.yaml":
