@@ -210,7 +210,7 @@ CASES = [("speculators", *case) for case in MISTAKES.items()]
 CASES += [("sglang", *case) for case in FLAT_MISTAKES.items()]
 
 
-@pytest.mark.parametrize(("to", "mistake", "case"), CASES, ids=lambda part: str(part)[:40])
+@pytest.mark.parametrize(("to", "mistake", "case"), CASES, ids=[f"{c[0]}-{c[1]}" for c in CASES])
 def test_a_silent_mistake_in_a_block_is_caught(
     to: str,
     mistake: str,
