@@ -22,6 +22,7 @@ from specctl.recipes.errors import FileError, ResourceError
 _AT_FDCWD = -100
 _EXCHANGE = 2
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_SHORT_WRITE = re.compile(r"\d+ requested and \d+ written")  # numpy's word for it, without errno
 
 
 @contextmanager
@@ -71,7 +72,7 @@ def _refuse_foreign(out: Path, is_ours: Callable[[Path], bool]) -> None:
 
 def _explained(error: OSError, out: Path) -> FileError | ResourceError:
     reason = os.strerror(error.errno) if error.errno else str(error)
-    if error.errno in FULL:
+    if error.errno in FULL or _SHORT_WRITE.search(reason):
         return ResourceError(
             "not enough disk space for the package; what was there before is unchanged",
             found=reason,
