@@ -1,0 +1,43 @@
+"""What can go wrong around an export is told as what it is, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specctl.drafters.small_lm import SmallLm, SmallLmOptions
+from specctl.export.atomic import new_folder
+from specctl.export.formats import export
+from specctl.export.manifest import is_package
+from specctl.recipes.errors import FileError, IncompatibleError, ResourceError
+from specctl.runtime.target import Target
+
+SMALL = SmallLmOptions(layers=1, width=16, head_dim=8, heads=2, kv_heads=1, intermediate=24)
+
+
+@pytest.fixture
+def package(plain_target: Target, save: Callable[..., Path]) -> Path:
+    return save(SmallLm(SMALL, plain_target.spec, None))
+
+
+def test_an_export_is_no_package_to_export_again(package: Path, plain_target: Target) -> None:
+    first, out = package.parent / "first", package.parent / "out"
+    export(package, "hf", first, plain_target)
+    with pytest.raises(FileError, match=r"is an export.*format hf.*a package.*exported from"):
+        export(first, "specctl", out, plain_target)
+    assert not out.exists()
+
+
+def test_a_short_write_of_numpy_is_a_full_disk(tmp_path: Path) -> None:
+    with pytest.raises(ResourceError, match="not enough disk space"):  # noqa: SIM117
+        with new_folder(tmp_path / "out", is_package):
+            np.zeros(1 << 20).tofile("/dev/full")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_family_that_does_not_fit_is_named(package: Path, plain_target: Target) -> None:
+    with pytest.raises(IncompatibleError, match=r"of family small-lm.*formats that fit"):
+        export(package, "medusa", package.parent / "out", plain_target)
