@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from pathlib import Path
 
 from specctl.export.manifest import Acceptance, Manifest
 
@@ -177,8 +176,3 @@ def _licence(manifest: Manifest) -> str:
         "the licence of that model, and of the training data, may bind these weights. "
         "Set `license` above before you publish."
     )
-
-
-def write_card(manifest: Manifest, path: Path) -> None:
-    """The card as a file of its own, for `specctl card`."""
-    path.write_text(render_card(manifest), encoding="utf-8")
