@@ -84,7 +84,7 @@ def find_format(name: str, family: str) -> Format:
     if not known[name].holds(family):
         fits = [n for n, form in known.items() if form.holds(family)]
         raise IncompatibleError(
-            f"format {name} cannot hold a {family} drafter",
+            f"format {name} cannot hold a drafter of family {family}",
             found=f"family {family}",
             expected=f"{name} holds " + ", ".join(known[name].families or ()),
             do=f"--to {fits[0]} (formats that fit: {', '.join(fits)})",

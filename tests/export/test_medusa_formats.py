@@ -140,5 +140,5 @@ def test_the_mean_of_the_kept_rows_is_never_the_first_choice() -> None:
 def test_other_heads_are_refused_by_both_layouts(plain_target: Target, tmp_path: Path) -> None:
     for to in FILES:
         assert formats()[to].families == ("medusa",)
-    with pytest.raises(IncompatibleError, match="cannot hold a hydra"):
+    with pytest.raises(IncompatibleError, match="cannot hold a drafter of family hydra"):
         exported(shaken("hydra", plain_target), plain_target, tmp_path / "out", "medusa")
