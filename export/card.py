@@ -18,7 +18,7 @@ _TITLES = {
 def render_card(manifest: Manifest) -> str:
     """The whole card; machine paths are cut to their last part and secrets never appear."""
     parts = [_front(manifest), _summary(manifest), _acceptance(manifest.acceptance)]
-    parts += [_load(manifest), _identity(manifest), _licence(manifest)]
+    parts += [_load(manifest), *manifest.notes, _identity(manifest), _licence(manifest)]
     return scrub("\n\n".join(parts)) + "\n"
 
 
@@ -136,8 +136,7 @@ def _load(manifest: Manifest) -> str:
         )
     if manifest.format != "specctl":
         lines = "\n".join(f"    {line}" for line in manifest.served_by)
-        notes = "".join(f"\n\n{note}" for note in manifest.notes)
-        return f"## Use\n\nWith the paths of your machine filled in:\n\n{lines}{notes}"
+        return f"## Use\n\nWith the paths of your machine filled in:\n\n{lines}"
     return (
         "## Use\n\n"
         f'    specctl generate --target {target}{inflate} --draft THIS_FOLDER "def main("\n'

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from engine_cases import shaken
 
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.export.atomic import new_folder
 from specctl.export.formats import export
-from specctl.export.manifest import is_package
+from specctl.export.manifest import is_package, read_manifest
 from specctl.recipes.errors import FileError, IncompatibleError, ResourceError
 from specctl.runtime.target import Target
 
@@ -41,3 +44,21 @@ def test_a_short_write_of_numpy_is_a_full_disk(tmp_path: Path) -> None:
 def test_a_family_that_does_not_fit_is_named(package: Path, plain_target: Target) -> None:
     with pytest.raises(IncompatibleError, match=r"of family small-lm.*formats that fit"):
         export(package, "medusa", package.parent / "out", plain_target)
+
+
+def test_another_target_is_the_one_that_is_served(
+    plain_target: Target, save: Callable[..., Path]
+) -> None:
+    other = replace(plain_target, name="some/tune", fingerprint="e" * 64)
+    package = save(shaken("eagle3", plain_target))
+    out = package.parent / "out"
+    with pytest.raises(IncompatibleError, match="--allow target"):
+        export(package, "speculators", out, other)
+    manifest = export(package, "speculators", out, other, allow=["target"])
+    assert [line.split()[2] for line in manifest.served_by] == ["THIS_FOLDER", "some/tune"]
+    verifier = json.loads((out / "config.json").read_text())["speculators_config"]["verifier"]
+    assert verifier["name_or_path"] == "some/tune"
+    assert manifest.target == read_manifest(package).target
+    card = (out / "README.md").read_text()
+    assert "beside some/tune, not beside some/target" in card
+    assert export(package, "speculators", out, plain_target).notes == ()
