@@ -65,7 +65,7 @@ def _refuse_foreign(out: Path, is_ours: Callable[[Path], bool]) -> None:
     raise FileError(
         "refused to overwrite something that specctl did not write",
         found=str(out),
-        expected="a new path, an empty folder, or an unchanged package",
+        expected="a new path, an empty folder, or a package and nothing else",
         do="choose another --out, or move that folder away yourself",
     )
 

@@ -18,7 +18,13 @@ from pydantic import TypeAdapter
 from specctl.drafters import families
 from specctl.drafters.parts.base import Drafter
 from specctl.export.files import open_folder, reading
-from specctl.export.manifest import LOADABLE, MANIFEST, read_manifest, refuse_export
+from specctl.export.manifest import (
+    LOADABLE,
+    MANIFEST,
+    package_in,
+    read_manifest,
+    refuse_export,
+)
 from specctl.recipes.errors import (
     FileError,
     IncompatibleError,
@@ -135,9 +141,7 @@ def _folder(path: Path) -> Found:
 
 
 def _look(path: Path) -> Found:
-    folder = open_folder(path)
-    if not (folder / MANIFEST).exists() and (folder / "package" / MANIFEST).exists():
-        folder = open_folder(folder / "package")
+    folder = open_folder(package_in(path))
     if (folder / MANIFEST).exists():
         manifest = read_manifest(folder)
         refuse_export(manifest, path, LOADABLE)

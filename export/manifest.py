@@ -257,6 +257,12 @@ def _invalid(error: ValidationError) -> IntegrityError:
     )
 
 
+def package_in(folder: Path) -> Path:
+    """The folder, or the package inside where it is the folder of a run."""
+    inside = folder / "package"
+    return inside if (inside / MANIFEST).is_file() and not (folder / MANIFEST).exists() else folder
+
+
 def refuse_export(manifest: Manifest, where: Path | str, readable: Sequence[str]) -> None:
     """Refuse a folder in another format than those `readable` here."""
     if manifest.format in readable:

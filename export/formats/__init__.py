@@ -96,7 +96,7 @@ def find_format(name: str, family: str) -> Format:
 def export(
     package: Path | str, to: str, out: Path | str, target: Target, *, allow: Sequence[str] = ()
 ) -> Manifest:
-    """Write `package` in format `to` at `out`; the new folder's manifest.
+    """Write `package` (its folder, or that of its run) in format `to` at `out`; the new manifest.
 
     The source is verified byte for byte first, what was written is read back and compared before
     it takes its place, and nothing foreign is overwritten.
@@ -105,9 +105,9 @@ def export(
     from specctl.export.files import open_folder
     from specctl.export.folder import seal_folder, versions
     from specctl.export.load import read_package
-    from specctl.export.manifest import read_manifest
+    from specctl.export.manifest import package_in, read_manifest
 
-    folder, out = open_folder(Path(package)), Path(out)
+    folder, out = open_folder(package_in(Path(package))), Path(out)
     _refuse_overlap(folder, out)
     manifest = read_manifest(folder)
     form = find_format(to, manifest.family)

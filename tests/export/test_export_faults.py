@@ -34,6 +34,15 @@ def test_an_export_is_no_package_to_export_again(package: Path, plain_target: Ta
     assert not out.exists()
 
 
+def test_the_folder_of_a_run_stands_for_its_package(
+    package: Path, plain_target: Target, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    manifest = export(
+        package.parent, "hf", tmp_path_factory.mktemp("exports") / "out", plain_target
+    )
+    assert manifest.format == "hf"
+
+
 def test_a_short_write_of_numpy_is_a_full_disk(tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match="not enough disk space"):  # noqa: SIM117
         with new_folder(tmp_path / "out", is_package):
