@@ -66,8 +66,8 @@ def _summary(manifest: Manifest) -> str:
     title = _TITLES.get(manifest.format, f"folder in the format {manifest.format}")
     text = (
         f"# Draft model for {shown_target(manifest)}\n\n"
-        f"A `{manifest.family}` drafter ({size} parameters, {manifest.dtype}) for speculative "
-        f"decoding, as a {title}. "
+        f"A drafter of family `{manifest.family}` ({size} parameters, {manifest.dtype}) for "
+        f"speculative decoding, as a {title}. "
     )
     if manifest.verification == "lossless":
         text += "Verification is lossless: the output law is the target's own, whatever is drafted."

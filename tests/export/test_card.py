@@ -39,7 +39,7 @@ def test_the_card_states_target_acceptance_and_use(manifest: Manifest) -> None:
     for text in (
         "# Draft model for some/target",
         "base_model: some/target",
-        "`toy` drafter",
+        "family `toy`",
         "24 of the target's 48 token ids",
         "2.345",
         "0.700, 0.550",
