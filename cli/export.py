@@ -20,7 +20,9 @@ FORMATS: tuple[str, ...] = get_args(Exported)
 
 def export(
     console: Console,
-    draft: Annotated[Path, typer.Option("--draft", "-d", help="Package folder to export.")],
+    draft: Annotated[
+        Path, typer.Option("--draft", "-d", help="Package folder to export, or its run.")
+    ],
     out: Out,
     to: Annotated[str, typer.Option("--to", help="Format: " + ", ".join(FORMATS) + ".")] = "hf",
     allow: Allow = None,
@@ -47,9 +49,10 @@ def export(
     check_folder(out)
     from specctl.export.formats import export as export_
     from specctl.export.formats import filled
-    from specctl.export.manifest import read_manifest
+    from specctl.export.manifest import package_in, read_manifest
     from specctl.recipes.targets import resolve
 
+    draft = package_in(draft)
     read_manifest(draft)  # what is no package fails before torch is imported
     model = target.or_packaged(str(draft)).load(console)
 

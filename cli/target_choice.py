@@ -38,9 +38,9 @@ class TargetChoice:
             return self
         if self.offline:
             go_offline()
-        from specctl.export.manifest import MANIFEST, read_manifest
+        from specctl.export.manifest import MANIFEST, package_in, read_manifest
 
-        folders = (Path(draft).expanduser() for draft in drafts)
+        folders = (package_in(Path(draft).expanduser()) for draft in drafts)
         package = next((f for f in folders if (f / MANIFEST).is_file()), None)
         if package is None:
             return replace(self, name="tiny")

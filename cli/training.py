@@ -155,7 +155,7 @@ def other_formats(recipe: Recipe) -> list[str]:
         if not formats()[name].holds(family):
             fits = [n for n, form in formats().items() if form.holds(family)]
             raise RecipeError(
-                f"format {name} cannot hold a {family} drafter",
+                f"format {name} cannot hold a drafter of family {family}",
                 where="export.formats",
                 found=name,
                 expected="one of " + ", ".join(fits),

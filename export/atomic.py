@@ -22,6 +22,7 @@ from specctl.recipes.errors import FileError, ResourceError
 _AT_FDCWD = -100
 _EXCHANGE = 2
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_SHORT_WRITE = re.compile(r"\d+ requested and \d+ written")  # numpy's word for it, without errno
 
 
 @contextmanager
@@ -64,14 +65,14 @@ def _refuse_foreign(out: Path, is_ours: Callable[[Path], bool]) -> None:
     raise FileError(
         "refused to overwrite something that specctl did not write",
         found=str(out),
-        expected="a new path, an empty folder, or an unchanged package",
+        expected="a new path, an empty folder, or a package and nothing else",
         do="choose another --out, or move that folder away yourself",
     )
 
 
 def _explained(error: OSError, out: Path) -> FileError | ResourceError:
     reason = os.strerror(error.errno) if error.errno else str(error)
-    if error.errno in FULL:
+    if error.errno in FULL or _SHORT_WRITE.search(reason):
         return ResourceError(
             "not enough disk space for the package; what was there before is unchanged",
             found=reason,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from pathlib import Path
 
 from specctl.export.manifest import Acceptance, Manifest
 
@@ -19,7 +18,7 @@ _TITLES = {
 def render_card(manifest: Manifest) -> str:
     """The whole card; machine paths are cut to their last part and secrets never appear."""
     parts = [_front(manifest), _summary(manifest), _acceptance(manifest.acceptance)]
-    parts += [_load(manifest), _identity(manifest), _licence(manifest)]
+    parts += [_load(manifest), *manifest.notes, _identity(manifest), _licence(manifest)]
     return scrub("\n\n".join(parts)) + "\n"
 
 
@@ -67,8 +66,8 @@ def _summary(manifest: Manifest) -> str:
     title = _TITLES.get(manifest.format, f"folder in the format {manifest.format}")
     text = (
         f"# Draft model for {shown_target(manifest)}\n\n"
-        f"A `{manifest.family}` drafter ({size} parameters, {manifest.dtype}) for speculative "
-        f"decoding, as a {title}. "
+        f"A drafter of family `{manifest.family}` ({size} parameters, {manifest.dtype}) for "
+        f"speculative decoding, as a {title}. "
     )
     if manifest.verification == "lossless":
         text += "Verification is lossless: the output law is the target's own, whatever is drafted."
@@ -137,8 +136,7 @@ def _load(manifest: Manifest) -> str:
         )
     if manifest.format != "specctl":
         lines = "\n".join(f"    {line}" for line in manifest.served_by)
-        notes = "".join(f"\n\n{note}" for note in manifest.notes)
-        return f"## Use\n\nWith the paths of your machine filled in:\n\n{lines}{notes}"
+        return f"## Use\n\nWith the paths of your machine filled in:\n\n{lines}"
     return (
         "## Use\n\n"
         f'    specctl generate --target {target}{inflate} --draft THIS_FOLDER "def main("\n'
@@ -177,8 +175,3 @@ def _licence(manifest: Manifest) -> str:
         "the licence of that model, and of the training data, may bind these weights. "
         "Set `license` above before you publish."
     )
-
-
-def write_card(manifest: Manifest, path: Path) -> None:
-    """The card as a file of its own, for `specctl card`."""
-    path.write_text(render_card(manifest), encoding="utf-8")

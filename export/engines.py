@@ -58,11 +58,6 @@ def ascending(taps: Sequence[int]) -> list[int]:
     return sorted(range(len(taps)), key=lambda at: taps[at])
 
 
-def taps_of_layer_ids(ids: Sequence[int]) -> list[int]:
-    """hidden_states indices of a field that counts layers."""
-    return [int(v) + 1 for v in ids]
-
-
 # -- vocabulary --------------------------------------------------------------------------------
 
 

@@ -18,7 +18,13 @@ from pydantic import TypeAdapter
 from specctl.drafters import families
 from specctl.drafters.parts.base import Drafter
 from specctl.export.files import open_folder, reading
-from specctl.export.manifest import MANIFEST, read_manifest
+from specctl.export.manifest import (
+    LOADABLE,
+    MANIFEST,
+    package_in,
+    read_manifest,
+    refuse_export,
+)
 from specctl.recipes.errors import (
     FileError,
     IncompatibleError,
@@ -135,19 +141,10 @@ def _folder(path: Path) -> Found:
 
 
 def _look(path: Path) -> Found:
-    folder = open_folder(path)
-    if not (folder / MANIFEST).exists() and (folder / "package" / MANIFEST).exists():
-        folder = open_folder(folder / "package")
+    folder = open_folder(package_in(path))
     if (folder / MANIFEST).exists():
         manifest = read_manifest(folder)
-        if not manifest.is_loadable:
-            raise FileError(
-                "the folder is an export for serving engines",
-                found=f"format {manifest.format}",
-                expected="a package, or an export in the format hf",
-                do="give the package that it was exported from; README.md says who serves this one",
-                where=str(path),
-            )
+        refuse_export(manifest, path, LOADABLE)
         native = manifest.format == "specctl"
         return Found(Kind.PACKAGE if native else Kind.PRETRAINED, folder.name, folder)
     if (folder / "config.json").exists():

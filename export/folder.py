@@ -116,14 +116,7 @@ def describe(drafter: Drafter, target: Target, tensors: Mapping[str, Tensor]) ->
         "spec": spec.to_json(),
         "dtype": widest_float(own),
         "parameters": sum(t.numel() for t in own.values() if t.is_floating_point()),
-        "target": {
-            "name": target.name,
-            "repo": _repo(target.name),
-            "revision": target.revision,
-            "fingerprint": target.fingerprint,
-            "inflated": target.inflated,
-            **({} if target.changed is None else {"changed": asdict(target.changed)}),
-        },
+        "target": target_record(target),
         "tokenizer": target.tokenizer_fingerprint,
         "chat_template": target.template_digest,
         "taps": {
@@ -139,6 +132,18 @@ def describe(drafter: Drafter, target: Target, tensors: Mapping[str, Tensor]) ->
         },
         "verification": "lossless" if drafter.lossless else "approximate",
         "versions": versions(),
+    }
+
+
+def target_record(target: Target) -> dict[str, Any]:
+    """How a manifest names a target."""
+    return {
+        "name": target.name,
+        "repo": _repo(target.name),
+        "revision": target.revision,
+        "fingerprint": target.fingerprint,
+        "inflated": target.inflated,
+        **({} if target.changed is None else {"changed": asdict(target.changed)}),
     }
 
 

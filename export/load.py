@@ -19,7 +19,14 @@ from specctl.drafters.parts.vocab import VocabMap
 from specctl.export.compat import Mismatch, check_compatible, made_for, raise_first
 from specctl.export.files import open_folder, read_header
 from specctl.export.folder import MAP_NAMES, refuse_not_finite
-from specctl.export.manifest import CARD, MANIFEST, WEIGHTS, Manifest, check_files
+from specctl.export.manifest import (
+    CARD,
+    MANIFEST,
+    WEIGHTS,
+    Manifest,
+    check_files,
+    refuse_export,
+)
 from specctl.recipes.errors import IncompatibleError, IntegrityError, SpecctlError, nearest, one_of
 from specctl.runtime.target import Target
 
@@ -34,6 +41,7 @@ def read_package(path: Path, target: Target | None, allow: Sequence[str] = ()) -
     Without a target the package is read as it is, fitting or not."""
     folder = open_folder(path)
     manifest = check_files(folder)
+    refuse_export(manifest, path, ("specctl",))
     if target is not None:
         check_compatible(manifest, target, allow)
     family = _family(manifest)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -41,6 +41,7 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 WEIGHTS = "model.safetensors"
 CARD = "README.md"
+LOADABLE = ("specctl", "hf")  # formats that specctl itself drafts with
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0)]
@@ -159,7 +160,7 @@ class Manifest(Record):
     @property
     def is_loadable(self) -> bool:
         """Whether specctl itself loads the folder; exports for engines are theirs."""
-        return self.format in ("specctl", "hf")
+        return self.format in LOADABLE
 
     @property
     def model_spec(self) -> ModelSpec:
@@ -253,6 +254,26 @@ def _invalid(error: ValidationError) -> IntegrityError:
         expected=f"every field of format {FORMAT_VERSION} and no other",
         do="get the package again, or export it again from its run",
         where=f"{MANIFEST}:{ascii(field)[1:-1][:100]}",
+    )
+
+
+def package_in(folder: Path) -> Path:
+    """The folder, or the package inside where it is the folder of a run."""
+    inside = folder / "package"
+    return inside if (inside / MANIFEST).is_file() and not (folder / MANIFEST).exists() else folder
+
+
+def refuse_export(manifest: Manifest, where: Path | str, readable: Sequence[str]) -> None:
+    """Refuse a folder in another format than those `readable` here."""
+    if manifest.format in readable:
+        return
+    others = "".join(f", or an export in the format {n}" for n in readable if n != "specctl")
+    raise FileError(
+        "the folder is an export" + ("" if manifest.is_loadable else " for serving engines"),
+        found=f"format {manifest.format}",
+        expected="a package" + others,
+        do="give the package that it was exported from; README.md says who serves this one",
+        where=str(where),
     )
 
 

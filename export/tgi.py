@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import shlex
 
-from specctl.export.card import given_target
-from specctl.export.formats import Source
+from specctl.export.formats import TARGET, Source
 
 
 def base_model(source: Source) -> str:
-    """What config.json names as the target: its repository, else a word that can be replaced."""
-    return source.manifest.target.repo or given_target(source.manifest)
+    """What config.json names as the target: its repository, else a word that a path replaces."""
+    return source.manifest.target.repo or TARGET
 
 
 def command(folder: str, length: int) -> str:

@@ -27,7 +27,8 @@ FOLDER, TARGET = "THIS_FOLDER", "TARGET_FOLDER"  # stand for paths in the comman
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What is exported: the verified package folder, its manifest, and the loaded drafter."""
+    """What is exported: the verified package folder, its manifest, and the loaded drafter beside a
+    target. The manifest names that target, which --allow may have let differ from the package's."""
 
     folder: Path
     manifest: Manifest
@@ -84,7 +85,7 @@ def find_format(name: str, family: str) -> Format:
     if not known[name].holds(family):
         fits = [n for n, form in known.items() if form.holds(family)]
         raise IncompatibleError(
-            f"format {name} cannot hold a {family} drafter",
+            f"format {name} cannot hold a drafter of family {family}",
             found=f"family {family}",
             expected=f"{name} holds " + ", ".join(known[name].families or ()),
             do=f"--to {fits[0]} (formats that fit: {', '.join(fits)})",
@@ -95,7 +96,7 @@ def find_format(name: str, family: str) -> Format:
 def export(
     package: Path | str, to: str, out: Path | str, target: Target, *, allow: Sequence[str] = ()
 ) -> Manifest:
-    """Write `package` in format `to` at `out`; the new folder's manifest.
+    """Write `package` (its folder, or that of its run) in format `to` at `out`; the new manifest.
 
     The source is verified byte for byte first, what was written is read back and compared before
     it takes its place, and nothing foreign is overwritten.
@@ -104,25 +105,49 @@ def export(
     from specctl.export.files import open_folder
     from specctl.export.folder import seal_folder, versions
     from specctl.export.load import read_package
-    from specctl.export.manifest import read_manifest
+    from specctl.export.manifest import package_in, read_manifest
 
-    folder, out = open_folder(Path(package)), Path(out)
+    folder, out = open_folder(package_in(Path(package))), Path(out)
     _refuse_overlap(folder, out)
     manifest = read_manifest(folder)
     form = find_format(to, manifest.family)
     drafter = read_package(folder, target, allow).to(target.device)  # in its own dtype
-    source = Source(folder, manifest, drafter, target, tuple(allow))
+    source = Source(folder, _beside(manifest, target), drafter, target, tuple(allow))
     with new_folder(out, is_package) as temp:
         form.write(source, temp)
         written = [path.name for path in temp.iterdir()]
         assert not {CARD, MANIFEST} & set(written), f"format {to} wrote {written}"
         about = manifest.to_json() | {"format": to, "versions": versions()}
-        named = manifest.target.repo or TARGET
+        named = source.manifest.target.repo or TARGET
         about["served_by"] = [line.replace(TARGET, named) for line in form.serve(source, FOLDER)]
-        about["notes"] = list(form.notes(source))
+        about["notes"] = [*_other_target(manifest, source), *form.notes(source)]
         sealed = seal_folder(temp, {k: v for k, v in about.items() if k != "digest"})
         form.check(source, temp)
         return sealed
+
+
+def _beside(manifest: Manifest, target: Target) -> Manifest:
+    """The manifest naming the target that is there, where it is not the one of the package."""
+    from specctl.export.folder import target_record
+    from specctl.export.manifest import TargetRecord
+
+    if manifest.target.fingerprint == target.fingerprint:
+        return manifest
+    record = TargetRecord.model_validate(target_record(target))
+    return manifest.model_copy(update={"target": record})
+
+
+def _other_target(manifest: Manifest, source: Source) -> list[str]:
+    if source.manifest is manifest:
+        return []
+    from specctl.export.card import shown_target
+
+    made_for, beside = shown_target(manifest), shown_target(source.manifest)
+    return [
+        f"Exported beside {beside}, not beside {made_for}, which the drafter was made for: what is "
+        "shared or copied of a target is that of the former, the acceptance above was measured "
+        "with the latter."
+    ]
 
 
 def filled(command: str, folder: Path | str, target: Path | str | None) -> str:

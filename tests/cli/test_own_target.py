@@ -45,6 +45,8 @@ def test_a_package_is_made_for_a_short_context_and_used_without_naming_its_targe
     said = run("generate", "--draft", package, "--json", *short, "def main(")
     assert said.code == 0, said.err
     assert said.json["result"]["target"]["name"] == str(own)
+    of_run = run("generate", "--draft", out, "--json", *short, "def main(")
+    assert of_run.code == 0, of_run.err
     talked = run("chat", "--draft", package, "--json", *short, stdin="hello\n")
     assert talked.code == 0, talked.err
     trimmed = run("vocab-trim", "--draft", package, "--size", "128", "--num-prompts", 1,

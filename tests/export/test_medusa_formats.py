@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,5 +141,15 @@ def test_the_mean_of_the_kept_rows_is_never_the_first_choice() -> None:
 def test_other_heads_are_refused_by_both_layouts(plain_target: Target, tmp_path: Path) -> None:
     for to in FILES:
         assert formats()[to].families == ("medusa",)
-    with pytest.raises(IncompatibleError, match="cannot hold a hydra"):
+    with pytest.raises(IncompatibleError, match="cannot hold a drafter of family hydra"):
         exported(shaken("hydra", plain_target), plain_target, tmp_path / "out", "medusa")
+
+
+def test_a_target_without_a_repository_is_left_to_the_user(
+    plain_target: Target, tmp_path: Path
+) -> None:
+    own = replace(plain_target, name="/models/mine")
+    manifest = exported(shaken("medusa", own), own, tmp_path / "out", "medusa")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["base_model_name_or_path"] == "TARGET_FOLDER"
+    assert any("which is TARGET_FOLDER: put" in note for note in manifest.notes)
