@@ -12,7 +12,7 @@ import pytest
 from specctl.cli.families import family_infos
 from specctl.drafters import families
 from specctl.drafters.parts.losses import LossOptions
-from specctl.drafters.parts.options import DepthOptions, HeadOptions
+from specctl.drafters.parts.options import ADDED, DepthOptions, HeadOptions
 from specctl.export.load import parse_options
 from specctl.recipes.errors import RecipeError
 
