@@ -58,28 +58,34 @@ class Trial:
 def embedding_of(source: Source) -> Tensor:
     """[V, D] float64: the target's bare rows, rounded to the dtype of the package, in which a
     drafter reads them."""
-    return _rounded(source, source.target.borrowed().embedding_VD)
+    return _rounded(source, source.target.borrowed().embedding_VD).double()
 
 
 def head_of(source: Source) -> Tensor:
     """[V, D] float64: the target's LM head, rounded likewise."""
-    return _rounded(source, source.target.borrowed().head_VD)
+    return _rounded(source, source.target.borrowed().head_VD).double()
 
 
 def _rounded(source: Source, rows_VD: Tensor) -> Tensor:
-    return rows_VD.detach().to(CPU, getattr(torch, source.manifest.dtype)).double()
+    return rows_VD.detach().to(CPU, getattr(torch, source.manifest.dtype))
 
 
 def twin(source: Source, drafter: AnyDrafter) -> AnyDrafter:
-    """The drafter in float64 on the CPU, bound to the same target; the original is untouched."""
+    """The drafter in float64 on the CPU, bound to the same target, whose rows it widens as it reads
+    them (a copy of them all would take gigabytes); the original is untouched."""
     made = copy.copy(drafter)
     made.module = copy.deepcopy(drafter.module)
     made.to(CPU, torch.float64)
     borrowed = source.target.borrowed()
-    bias, scaled = borrowed.head_bias_V, borrowed.embedding_VD * borrowed.embed_scale
+    bias, rows_VD = borrowed.head_bias_V, borrowed.embedding_VD
+    if borrowed.embed_scale != 1.0:
+        rows_VD = rows_VD * borrowed.embed_scale
     made.bind(
         Borrowed(
-            _rounded(source, scaled), head_of(source), 1.0, None if bias is None else bias.cpu()
+            _rounded(source, rows_VD),
+            _rounded(source, borrowed.head_VD),
+            1.0,
+            None if bias is None else bias.cpu(),
         )
     )
     return made
