@@ -10,11 +10,10 @@ import typer
 from specctl.cli.console import Console
 from specctl.cli.flags import Allow, Out
 from specctl.cli.outputs import check_folder
-from specctl.cli.target_choice import TargetChoice
+from specctl.cli.target_choice import OWN_TARGET, TargetChoice
 from specctl.recipes.errors import RecipeError, nearest
 from specctl.recipes.schema import Exported
 
-OWN_TARGET = TargetChoice(name="")  # no name: what the package was made for
 FORMATS: tuple[str, ...] = get_args(Exported)
 
 
