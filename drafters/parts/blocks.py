@@ -1,7 +1,7 @@
 """Decoder-layer pieces for feature-level drafters, with the parameter names of the public formats.
 
 `WideLayer` is the EAGLE-3 layer: its attention reads cat(norm(embedding), norm(state)), twice as
-wide as the model, and the un-normed state is the residual stream. Rotary positions follow the
+wide as the model, and the un-normed state is the residual stream (a switch makes it the normed). Rotary positions follow the
 half-rotation convention of transformers' Llama.
 Letters: B rows, T tokens, L key positions, S sequence, H heads, G query heads per key/value head,
 D width, E width of one head.
@@ -155,10 +155,14 @@ class WideAttention(nn.Module):
 
 
 class WideLayer(nn.Module):
-    """The EAGLE-3 decoder layer; the caller owns keys and values and does the attention."""
+    """The EAGLE-3 decoder layer; the caller owns keys and values and does the attention. The state
+    is the residual stream as it comes, or with `norm_before_residual` behind its norm."""
 
-    def __init__(self, shape: LayerShape, qk_norm: bool = False) -> None:
+    def __init__(
+        self, shape: LayerShape, qk_norm: bool = False, norm_before_residual: bool = False
+    ) -> None:
         super().__init__()
+        self.norm_before_residual = norm_before_residual
         width = shape.hidden_size
         self.input_layernorm = RmsNorm(width, shape.norm_eps)
         self.hidden_norm = RmsNorm(width, shape.norm_eps)
@@ -172,7 +176,8 @@ class WideLayer(nn.Module):
 
     def finish(self, state_BTD: Tensor, attended_BTI: Tensor) -> Tensor:
         """Output state: both residual additions."""
-        h_BTD = state_BTD + self.self_attn.o_proj(attended_BTI)
+        residual_BTD = self.hidden_norm(state_BTD) if self.norm_before_residual else state_BTD
+        h_BTD = residual_BTD + self.self_attn.o_proj(attended_BTI)
         out: Tensor = h_BTD + self.mlp(self.post_attention_layernorm(h_BTD))
         return out
 
@@ -227,6 +232,7 @@ class FeatureNet(nn.Module):
         fc_norm: bool,
         norm_output: bool,
         qk_norm: bool,
+        norm_before_residual: bool = False,
     ) -> None:
         super().__init__()
         width = shape.hidden_size
@@ -234,7 +240,7 @@ class FeatureNet(nn.Module):
         if fc_norm:
             self.fc_norm = nn.ModuleList(RmsNorm(width, shape.norm_eps) for _ in taps)
         self.fc = nn.Linear(len(taps) * width, width, bias=False)
-        self.layers = nn.ModuleList([WideLayer(shape, qk_norm)])
+        self.layers = nn.ModuleList([WideLayer(shape, qk_norm, norm_before_residual)])
         self.norm = RmsNorm(width, shape.norm_eps)
         self.lm_head = nn.Linear(width, rows, bias=False)
         self.router: Router | None = None

@@ -52,6 +52,7 @@ def write(source: Source) -> Written:
         layer=layer_config(source, drafter.module.shape, 1, drafter.options.qk_norm),
         own={
             **feature_keys(source),
+            "norm_before_residual": drafter.options.norm_before_residual,
             "fc_norm": drafter.options.fc_norm,
             "norm_output": drafter.options.norm_output,
         },
