@@ -26,6 +26,7 @@ from specctl.drafters.parts.heads import check_choice, check_count, cut_rows, dr
 from specctl.drafters.parts.losses import head_loss, judge_of, weighted_sum
 from specctl.drafters.parts.masks import document_mask
 from specctl.drafters.parts.options import ADDED, DepthOptions
+from specctl.drafters.parts.rope import scaled_frequencies
 from specctl.drafters.parts.routed import add_router, check_routing, cut_router, with_router
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.taps import taps_of
@@ -42,7 +43,8 @@ class Eagle3Options(DepthOptions):
     `lm_head`: "init" copies the target's rows and trains them, "frozen" copies and keeps them,
     "scratch" starts at random. `ttt_steps` steps are unrolled. `taps` are hidden_states indices,
     None chooses three. `head_groups` splits the LM head's rows, of which the `head_top` best groups
-    are read (CORAL). `rope_theta` is the base of the drafter's own rotary positions.
+    are read (CORAL). `rope_theta` is the base of the drafter's own rotary positions, which
+    are plain, or with `scaled_rope` scaled as the target's (llama3).
     """
 
     decay: float = 0.8
@@ -60,6 +62,7 @@ class Eagle3Options(DepthOptions):
     head_top: int = 4
     norm_before_residual: bool = field(default=False, metadata=ADDED)
     rope_theta: float | None = field(default=None, metadata=ADDED)
+    scaled_rope: bool = field(default=False, metadata=ADDED)
 
     def __post_init__(self) -> None:
         DepthOptions.__post_init__(self)
@@ -84,14 +87,16 @@ class Eagle3(Drafter):
         taps = taps_of(options.taps, spec)
         options = replace(options, taps=taps)
         super().__init__(options, spec, vocab)
+        head_dim, theta = options.head_dim or spec.head_dim, options.rope_theta or spec.rope_theta
         shape = LayerShape(
             spec.hidden_size,
             options.heads or spec.num_heads,
             options.kv_heads or (options.heads or spec.num_kv_heads),
-            options.head_dim or spec.head_dim,
+            head_dim,
             options.intermediate or spec.intermediate_size,
             spec.norm_eps,
-            options.rope_theta or spec.rope_theta,
+            theta,
+            scaled_frequencies(spec, head_dim, theta) if options.scaled_rope else None,
         )
         self.module = FeatureNet(
             shape,

@@ -26,7 +26,8 @@ Attending = Callable[[Tensor, Tensor, Tensor], Tensor]  # query, key, value -> a
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Sizes of one decoder layer."""
+    """Sizes of one decoder layer. `inv_freq` are the frequencies of its positions where those of
+    `rope_theta` are scaled, else None."""
 
     hidden_size: int
     num_heads: int
@@ -35,6 +36,7 @@ class LayerShape:
     intermediate_size: int
     norm_eps: float
     rope_theta: float
+    inv_freq: tuple[float, ...] | None = None
 
     @classmethod
     def of(cls, spec: ModelSpec, intermediate: int | None = None) -> LayerShape:
@@ -48,6 +50,10 @@ class LayerShape:
             spec.norm_eps,
             spec.rope_theta,
         )
+
+    def turn(self, position: Tensor) -> Tensor:
+        """[..., 2, E]: the rotation of these positions."""
+        return rotary(position, self.head_dim, self.rope_theta, self.inv_freq)
 
 
 class RmsNorm(nn.Module):
@@ -76,10 +82,16 @@ class Mlp(nn.Module):
         return out
 
 
-def rotary(position: Tensor, head_dim: int, theta: float) -> Tensor:
+def rotary(
+    position: Tensor, head_dim: int, theta: float, inv_freq: tuple[float, ...] | None = None
+) -> Tensor:
     """[..., 2, E] float32: cosines, and sines whose first half is negated (see `rotate`)."""
-    half = torch.arange(0, head_dim, 2, device=position.device, dtype=torch.float32)
-    angle = position[..., None].float() * theta ** (-half / head_dim)
+    if inv_freq is None:
+        half = torch.arange(0, head_dim, 2, device=position.device, dtype=torch.float32)
+        frequency = theta ** (-half / head_dim)
+    else:
+        frequency = torch.tensor(inv_freq, device=position.device, dtype=torch.float32)
+    angle = position[..., None].float() * frequency
     cos, sin = angle.cos(), angle.sin()
     return torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], dim=-2)
 
@@ -269,4 +281,4 @@ class FeatureNet(nn.Module):
         return torch.cat(chosen, dim=-1)
 
     def turn(self, position: Tensor) -> Tensor:
-        return rotary(position, self.shape.head_dim, self.shape.rope_theta)
+        return self.shape.turn(position)

@@ -23,10 +23,12 @@ from specctl.export.imports.heads import (
     refused,
     vocabulary,
 )
+from specctl.export.readers.layers import LLAMA3_FACTORS
 from specctl.runtime.target import Target
 
 TABLES, EMBEDDING = ("d2t", "t2d"), "embed_tokens.weight"
 OFF = ("attention_bias", "mlp_bias", "norm_before_fc", "use_sliding_window")
+LLAMA3 = ("rope_type", "original_max_position_embeddings", *LLAMA3_FACTORS)
 FED_BACK = 3  # states of the drafter's own that the proof compares
 
 
@@ -82,19 +84,20 @@ def _check(config: Any, target: Target) -> None:
     if layers[0] != "full_attention":
         what = "the head looks through a window"
         raise refused(what, f"layer_types: {layers}", "full_attention", ELSEWHERE)
-    _check_positions(config)
+    _check_positions(config, spec.rope_scaling or {})
 
 
-def _check_positions(config: Any) -> None:
-    """Plain rotary positions of any base. (`type` is the old spelling of `rope_type`.)"""
+def _check_positions(config: Any, target: Mapping[str, Any]) -> None:
+    """Plain rotary positions of any base, or the target's own where they are Llama 3's. (`type` is
+    the old spelling of `rope_type`.)"""
     for rope in (config.rope_parameters, getattr(config, "rope_scaling", None) or {}):
         kind = rope.get("rope_type", rope.get("type", "default"))
-        part = rope.get("partial_rotary_factor", 1.0)
-        if kind != "default" or part != 1.0:
+        is_shared = kind == "llama3" and all(rope.get(key) == target.get(key) for key in LLAMA3)
+        if (kind != "default" and not is_shared) or rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise refused(
-                "the head scales its positions, and ours are plain",
-                f"rope_type {kind}, partial_rotary_factor {part}",
-                "rope_type default over the whole head",
+                "the head scales its positions in a way that ours are not",
+                ", ".join(f"{key} {value}" for key, value in rope.items()),
+                "rope_type default over the whole head, or llama3 just as the target's",
                 ELSEWHERE,
                 "config.json:rope_parameters",
             )
@@ -114,6 +117,7 @@ def _options(config: Any, taps: tuple[int, ...]) -> Eagle3Options:
         intermediate=count_of(config, "intermediate_size"),
         norm_before_residual=bool(config.norm_before_residual),
         rope_theta=float(config.rope_parameters["rope_theta"]),
+        scaled_rope=config.rope_parameters.get("rope_type") == "llama3",
     )
 
 

@@ -72,7 +72,7 @@ def layer_config(
     if qk_norm:
         layers = ["full_attention"] * num_layers
         kind = {"model_type": "qwen3", "layer_types": layers, "sliding_window": None}
-    rope = rope_fields(shape.rope_theta)
+    rope = rope_fields(shape, source)
     del rope["rope_scaling"]  # transformers 5, which reads this part, warns of it
     return {
         **kind,

@@ -18,7 +18,7 @@ from specctl.drafters.parts.taps import default_taps
 from specctl.drafters.parts.tree import NodeKind, chain_tree, empty_tree
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.export.load import parse_options
-from specctl.recipes.errors import RecipeError
+from specctl.recipes.errors import IncompatibleError, RecipeError
 
 TEXT = [5, 17, 3, 88, 41, 9, 9, 60, 2, 33, 71, 12]
 
@@ -174,9 +174,14 @@ def test_the_residual_starts_at_the_state_or_behind_its_norm(
     torch.testing.assert_close(told[1], net.norm(net.layer.hidden_norm(state_BSD)))
 
 
+def test_only_positions_of_a_target_that_scales_them_can_be_shared(make_target: Any) -> None:
+    with pytest.raises(IncompatibleError, match="scaled_rope: false"):
+        make_drafter(make_target(), scaled_rope=True)
+
+
 def test_packages_without_the_later_options_are_read_as_they_were_written() -> None:
     options = asdict(Eagle3Options())
-    for name in ("norm_before_residual", "rope_theta"):
+    for name in ("norm_before_residual", "rope_theta", "scaled_rope"):
         del options[name]
     read = parse_options(FAMILY, options)
     assert (read.norm_before_residual, read.rope_theta) == (False, None)

@@ -231,6 +231,66 @@ def test_a_flat_head_with_a_normed_residual_is_proved_by_vllm(
     assert taken(folder, target, tmp_path / "package").engine.startswith("vLLM")
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 100.0,
+}
+
+
+def old_rope(config: Config, tensors: Tensors) -> None:
+    part = config.get("transformer_layer_config", config)
+    del part["rope_parameters"]
+    part["rope_scaling"] = {key: LLAMA3[key] for key in LLAMA3 if key != "rope_theta"}
+
+
+def other_factor(config: Config, tensors: Tensors) -> None:
+    part = config.get("transformer_layer_config", config)
+    part["rope_parameters"] = {**LLAMA3, "factor": 4.0}
+    part.pop("rope_scaling", None)
+
+
+@pytest.mark.parametrize("to", ["speculators", "sglang"])
+def test_positions_scaled_as_the_targets_are_taken_over_and_others_refused(
+    to: str, make_target: Any, tmp_path: Path
+) -> None:
+    made: Target = make_target(num_layers=8, hidden=16, vocab=48, rope_parameters=LLAMA3)
+    made = replace(made, name="some/target")
+    drafter = shaken("eagle3", made, scaled_rope=True)
+    for at, change in enumerate((None, old_rope, other_factor)):
+        out, package = tmp_path / f"head{at}", tmp_path / f"package{at}"
+        exported(drafter, made, out, to)
+        if change is not None:
+            config = json.loads((out / "config.json").read_text())
+            change(config, {})
+            (out / "config.json").write_text(json.dumps(config))
+        (out / MANIFEST).unlink()
+        if change is other_factor:
+            with pytest.raises(IncompatibleError, match=r"factor 4.0.*just as the target's"):
+                taken(out, made, package)
+            continue
+        taken(out, made, package)
+        found: Any = load_drafter(package, made)
+        assert found.options.scaled_rope
+        assert found.module.shape == drafter.module.shape  # type: ignore[union-attr]
+
+
+def test_a_drafter_that_forgot_the_scaling_is_caught(
+    make_target: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    from specctl.export.imports import eagle3
+
+    made: Target = make_target(num_layers=8, hidden=16, vocab=48, rope_parameters=LLAMA3)
+    made, right = replace(made, name="some/target"), eagle3._options
+    exported(shaken("eagle3", made, scaled_rope=True), made, tmp_path / "head", "sglang")
+    monkeypatch.setattr(eagle3, "_options", lambda *w: replace(right(*w), scaled_rope=False))
+    with pytest.raises(GateError, match="differ by"):
+        taken(tmp_path / "head", made, tmp_path / "package")
+
+
 # -- mistakes ------------------------------------------------------------------------------------
 
 
@@ -322,7 +382,7 @@ REFUSED: list[tuple[str, tuple[str, ...], Change, str]] = [
     ("embedding", ("speculators",), other_embedding, r"1 rows that differ.*some/target"),
     ("short embedding", ("speculators",), short_embedding, r"\(40, 16\).*\(48, 16\)"),
     ("scaled", BOTH, scaled, r"rope_type linear.*rope_type default"),
-    ("old rope", ("speculators",), scaled_in_the_old_spelling, r"rope_type dynamic"),
+    ("old rope", ("speculators",), scaled_in_the_old_spelling, r"type dynamic, factor 2.0"),
     ("quantised", BOTH, integers, r"fc.weight of torch.int8.*float32"),
     ("width", BOTH, layer_says(hidden_size=32), r"another target.*hidden_size: 32.*16.*--target"),
     ("vocabulary", BOTH, layer_says(vocab_size=50), r"vocab_size: 50.*48"),
