@@ -23,8 +23,8 @@ def import_(
     out: Out,
     target: TargetChoice = TINY,
 ) -> None:
-    """Make a package of a published EAGLE-3 head (speculators, SafeAILab, SpecForge, ModelOpt), so
-    that it can be verified, measured, served, adapted, trimmed and exported here.
+    """Make a package of a published EAGLE-3 head (speculators, SafeAILab, SpecForge, ModelOpt) or
+    of Medusa heads, so that it can be verified, measured, served, adapted, trimmed and exported.
 
     The package is written only if it drafts what the head's own engine would make of the folder.
     Pickles are refused and no code of the folder is run; docs/export.md tells what is read.

@@ -25,7 +25,7 @@ CONFIG = "config.json"
 CONVERT = (
     "where you trust its author, convert it beside itself and delete the pickle: "
     "t = torch.load('{name}', weights_only=True, map_location='cpu') ; "
-    "safetensors.torch.save_file({{n: w.clone() for n, w in t.items()}}, 'model.safetensors')"
+    "safetensors.torch.save_file({{n: w.clone() for n, w in t.items()}}, '{stem}.safetensors')"
 )
 
 
@@ -66,7 +66,7 @@ def read_published(path: Path) -> Published:
             expected="safetensors",
             do="delete it: there are safetensors beside it"
             if weights
-            else CONVERT.format(name=name),
+            else CONVERT.format(name=name, stem=Path(name).stem),
         )
     if CONFIG not in files or not weights:
         raise FileError(
