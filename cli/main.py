@@ -57,6 +57,7 @@ COMMANDS = {
     "show": Entry("show", LOOK, "What a package, a run or a model folder contains."),
     "runs": Entry("runs", LOOK, "List, follow, resume, compare and clean run folders."),
     "export": Entry("export", USE, "Write a drafter in another format."),
+    "import": Entry("import_", USE, "Make a package of a published drafter."),
 }
 
 

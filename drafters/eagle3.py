@@ -4,14 +4,15 @@ Row t reads (embedding of token t + 1, g_t) and predicts token t + 2, where g_t 
 the target at position t). When drafting, rows past the last true one take the layer's own output
 state in place of g; training unrolls exactly that for several steps (training-time test).
 `fc_norm` and `norm_output` are the two switches of EAGLE-3.1: a norm on each tap before `fc`, and
-feeding back the state after the final norm.
+feeding back the state after the final norm. `norm_before_residual` is speculators' switch: the
+residual stream starts at the normed state instead of the state itself.
 Letters: B rows, S sequence, D width, K draft vocabulary, V target vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -24,7 +25,8 @@ from specctl.drafters.parts.blocks import FeatureNet, LayerShape, attend_chains
 from specctl.drafters.parts.heads import check_choice, check_count, cut_rows, draft_size, head_rows
 from specctl.drafters.parts.losses import head_loss, judge_of, weighted_sum
 from specctl.drafters.parts.masks import document_mask
-from specctl.drafters.parts.options import DepthOptions
+from specctl.drafters.parts.options import ADDED, DepthOptions
+from specctl.drafters.parts.rope import scaled_frequencies
 from specctl.drafters.parts.routed import add_router, check_routing, cut_router, with_router
 from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.taps import taps_of
@@ -41,7 +43,8 @@ class Eagle3Options(DepthOptions):
     `lm_head`: "init" copies the target's rows and trains them, "frozen" copies and keeps them,
     "scratch" starts at random. `ttt_steps` steps are unrolled. `taps` are hidden_states indices,
     None chooses three. `head_groups` splits the LM head's rows, of which the `head_top` best groups
-    are read (CORAL).
+    are read (CORAL). `rope_theta` is the base of the drafter's own rotary positions, which
+    are plain, or with `scaled_rope` scaled as the target's (llama3).
     """
 
     decay: float = 0.8
@@ -57,6 +60,9 @@ class Eagle3Options(DepthOptions):
     intermediate: int | None = None
     head_groups: int | None = None
     head_top: int = 4
+    norm_before_residual: bool = field(default=False, metadata=ADDED)
+    rope_theta: float | None = field(default=None, metadata=ADDED)
+    scaled_rope: bool = field(default=False, metadata=ADDED)
 
     def __post_init__(self) -> None:
         DepthOptions.__post_init__(self)
@@ -65,6 +71,8 @@ class Eagle3Options(DepthOptions):
             object.__setattr__(self, "taps", tuple(int(tap) for tap in self.taps))
         check_choice("lm_head", self.lm_head, LM_HEADS)
         check_count("ttt_steps", self.ttt_steps)
+        if self.rope_theta is not None:
+            check_count("rope_theta", self.rope_theta, most=1e12)
 
 
 class Eagle3(Drafter):
@@ -79,14 +87,16 @@ class Eagle3(Drafter):
         taps = taps_of(options.taps, spec)
         options = replace(options, taps=taps)
         super().__init__(options, spec, vocab)
+        head_dim, theta = options.head_dim or spec.head_dim, options.rope_theta or spec.rope_theta
         shape = LayerShape(
             spec.hidden_size,
             options.heads or spec.num_heads,
             options.kv_heads or (options.heads or spec.num_kv_heads),
-            options.head_dim or spec.head_dim,
+            head_dim,
             options.intermediate or spec.intermediate_size,
             spec.norm_eps,
-            spec.rope_theta,
+            theta,
+            scaled_frequencies(spec, head_dim, theta) if options.scaled_rope else None,
         )
         self.module = FeatureNet(
             shape,
@@ -95,6 +105,7 @@ class Eagle3(Drafter):
             fc_norm=options.fc_norm,
             norm_output=options.norm_output,
             qk_norm=options.qk_norm,
+            norm_before_residual=options.norm_before_residual,
         )
         self.module.lm_head.weight.requires_grad_(options.lm_head != "frozen")
         rows = draft_size(vocab, spec.vocab_size)

@@ -93,12 +93,15 @@ def check_vocab(tensors: Mapping[str, Tensor], rows: int, target_size: int) -> T
 # -- config.json -------------------------------------------------------------------------------
 
 
-def rope_fields(theta: float) -> dict[str, Any]:
-    """A drafter's own rope, which is never scaled, in the new and the old spelling."""
+def rope_fields(shape: LayerShape, source: Source) -> dict[str, Any]:
+    """A drafter's own rope, plain or scaled as its target's, in the new and the old spelling."""
+    theta, scaling = shape.rope_theta, source.manifest.model_spec.rope_scaling
+    if shape.inv_freq is None:
+        scaling = None
     return {
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": theta},
         "rope_theta": theta,
-        "rope_scaling": None,
+        "rope_scaling": scaling,
     }
 
 

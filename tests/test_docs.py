@@ -40,6 +40,7 @@ PROVEN_ELSEWHERE = {
     "specctl verify": "tests/runtime/test_prove.py, small",
     "specctl bench": "tests/cli/test_commands.py, small",
     "specctl export": "tests/cli/test_commands.py",
+    "specctl import": "tests/export/test_import.py, on heads published there",
     "specctl show runs/": "tests/cli/test_commands.py, on a run made there",
     "specctl generate --target tiny --draft runs/": "tests/cli/test_commands.py",
     "specctl generate --draft runs/": "tests/cli/test_commands.py",

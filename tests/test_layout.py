@@ -23,7 +23,7 @@ BELOW = {
 }
 COMMANDS = (
     "quickstart", "doctor", "plan", "recipes", "train-draft", "distill", "vocab-trim", "pretrain",
-    "generate", "bench", "verify", "show", "export", "runs",
+    "generate", "bench", "verify", "show", "export", "import", "runs",
 )  # fmt: skip
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "numpy"}
 LONGEST_FILE = 500

@@ -1,8 +1,8 @@
 """Decoder-layer pieces for feature-level drafters, with the parameter names of the public formats.
 
 `WideLayer` is the EAGLE-3 layer: its attention reads cat(norm(embedding), norm(state)), twice as
-wide as the model, and the un-normed state is the residual stream. Rotary positions follow the
-half-rotation convention of transformers' Llama.
+wide as the model, and the un-normed state is the residual stream (a switch makes it the normed).
+Rotary positions follow the half-rotation convention of transformers' Llama.
 Letters: B rows, T tokens, L key positions, S sequence, H heads, G query heads per key/value head,
 D width, E width of one head.
 """
@@ -26,7 +26,8 @@ Attending = Callable[[Tensor, Tensor, Tensor], Tensor]  # query, key, value -> a
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Sizes of one decoder layer."""
+    """Sizes of one decoder layer. `inv_freq` are the frequencies of its positions where those of
+    `rope_theta` are scaled, else None."""
 
     hidden_size: int
     num_heads: int
@@ -35,6 +36,7 @@ class LayerShape:
     intermediate_size: int
     norm_eps: float
     rope_theta: float
+    inv_freq: tuple[float, ...] | None = None
 
     @classmethod
     def of(cls, spec: ModelSpec, intermediate: int | None = None) -> LayerShape:
@@ -48,6 +50,10 @@ class LayerShape:
             spec.norm_eps,
             spec.rope_theta,
         )
+
+    def turn(self, position: Tensor) -> Tensor:
+        """[..., 2, E]: the rotation of these positions."""
+        return rotary(position, self.head_dim, self.rope_theta, self.inv_freq)
 
 
 class RmsNorm(nn.Module):
@@ -76,10 +82,16 @@ class Mlp(nn.Module):
         return out
 
 
-def rotary(position: Tensor, head_dim: int, theta: float) -> Tensor:
+def rotary(
+    position: Tensor, head_dim: int, theta: float, inv_freq: tuple[float, ...] | None = None
+) -> Tensor:
     """[..., 2, E] float32: cosines, and sines whose first half is negated (see `rotate`)."""
-    half = torch.arange(0, head_dim, 2, device=position.device, dtype=torch.float32)
-    angle = position[..., None].float() * theta ** (-half / head_dim)
+    if inv_freq is None:
+        half = torch.arange(0, head_dim, 2, device=position.device, dtype=torch.float32)
+        frequency = theta ** (-half / head_dim)
+    else:
+        frequency = torch.tensor(inv_freq, device=position.device, dtype=torch.float32)
+    angle = position[..., None].float() * frequency
     cos, sin = angle.cos(), angle.sin()
     return torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], dim=-2)
 
@@ -155,10 +167,14 @@ class WideAttention(nn.Module):
 
 
 class WideLayer(nn.Module):
-    """The EAGLE-3 decoder layer; the caller owns keys and values and does the attention."""
+    """The EAGLE-3 decoder layer; the caller owns keys and values and does the attention. The state
+    is the residual stream as it comes, or with `norm_before_residual` behind its norm."""
 
-    def __init__(self, shape: LayerShape, qk_norm: bool = False) -> None:
+    def __init__(
+        self, shape: LayerShape, qk_norm: bool = False, norm_before_residual: bool = False
+    ) -> None:
         super().__init__()
+        self.norm_before_residual = norm_before_residual
         width = shape.hidden_size
         self.input_layernorm = RmsNorm(width, shape.norm_eps)
         self.hidden_norm = RmsNorm(width, shape.norm_eps)
@@ -172,7 +188,8 @@ class WideLayer(nn.Module):
 
     def finish(self, state_BTD: Tensor, attended_BTI: Tensor) -> Tensor:
         """Output state: both residual additions."""
-        h_BTD = state_BTD + self.self_attn.o_proj(attended_BTI)
+        residual_BTD = self.hidden_norm(state_BTD) if self.norm_before_residual else state_BTD
+        h_BTD = residual_BTD + self.self_attn.o_proj(attended_BTI)
         out: Tensor = h_BTD + self.mlp(self.post_attention_layernorm(h_BTD))
         return out
 
@@ -227,6 +244,7 @@ class FeatureNet(nn.Module):
         fc_norm: bool,
         norm_output: bool,
         qk_norm: bool,
+        norm_before_residual: bool = False,
     ) -> None:
         super().__init__()
         width = shape.hidden_size
@@ -234,7 +252,7 @@ class FeatureNet(nn.Module):
         if fc_norm:
             self.fc_norm = nn.ModuleList(RmsNorm(width, shape.norm_eps) for _ in taps)
         self.fc = nn.Linear(len(taps) * width, width, bias=False)
-        self.layers = nn.ModuleList([WideLayer(shape, qk_norm)])
+        self.layers = nn.ModuleList([WideLayer(shape, qk_norm, norm_before_residual)])
         self.norm = RmsNorm(width, shape.norm_eps)
         self.lm_head = nn.Linear(width, rows, bias=False)
         self.router: Router | None = None
@@ -263,4 +281,4 @@ class FeatureNet(nn.Module):
         return torch.cat(chosen, dim=-1)
 
     def turn(self, position: Tensor) -> Tensor:
-        return rotary(position, self.shape.head_dim, self.shape.rope_theta)
+        return self.shape.turn(position)

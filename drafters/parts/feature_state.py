@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from specctl.drafters.parts.base import Outcome, RoundView, Space, StepState
-from specctl.drafters.parts.blocks import LayerShape, rotary
+from specctl.drafters.parts.blocks import LayerShape
 from specctl.drafters.parts.growth import Growth, Place, aim_cache
 from specctl.drafters.parts.slots import SlotKV
 
@@ -96,7 +96,7 @@ class FeatureState(StepState):
 
     def _turns(self) -> Tensor:
         at_P = torch.arange(self.kv.max_len, device=self.device)
-        return rotary(at_P, self.shape.head_dim, self.shape.rope_theta).to(self.dtype)
+        return self.shape.turn(at_P).to(self.dtype)
 
     def of_parents(self, stored: list[Tensor], parent_BM: Tensor, place: Place) -> Tensor:
         """[B, M, ...]: entries of the nodes' parents."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specctl.drafters.parts.llama import default_inv_freq
 from specctl.drafters.parts.spec import ModelSpec
+from specctl.recipes.errors import IncompatibleError
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +40,18 @@ def rope_of(spec: ModelSpec, head_dim: int, theta: float) -> Rope:
         )
         rotary = LlamaRotaryEmbedding(config=config)
     return Rope(rotary.inv_freq.detach().float(), float(rotary.attention_scaling))
+
+
+def scaled_frequencies(spec: ModelSpec, head_dim: int, theta: float) -> tuple[float, ...]:
+    """The frequencies of a target whose positions are scaled as Llama 3's are (cos and sin are not,
+    unlike yarn's); another target has none to share."""
+    kind = (spec.rope_scaling or {}).get("rope_type", "default")
+    if kind != "llama3":
+        raise IncompatibleError(
+            "the target has no positions that a drafter can share",
+            found=f"rope_type {kind}",
+            expected="rope_type llama3",
+            do="write scaled_rope: false",
+            where="drafter.options.scaled_rope",
+        )
+    return tuple(rope_of(spec, head_dim, theta).inv_freq.tolist())

@@ -116,6 +116,8 @@ class WideState(FeatureState):
     def _finish(self, state_BMD: Tensor, attended_BMI: Tensor) -> Tensor:
         """The rest of the layer, its state remembered; logits."""
         layer, shape, fused = self.net.layer, self.net.shape, self._fused
+        if layer.norm_before_residual:
+            state_BMD = rms_norm(state_BMD, layer.hidden_norm.weight, shape.norm_eps)
         h = state_BMD + linear(attended_BMI, fused.output)
         flat = rms_norm(h, layer.post_attention_layernorm.weight, shape.norm_eps)
         gate, up = linear(flat, fused.gate_up).chunk(2, dim=-1)

@@ -7,6 +7,7 @@ Letters: T rows, D width, I input width of an attention, H heads, K key/value he
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Tensors = Mapping[str, Tensor]
+LLAMA3_FACTORS = ("low_freq_factor", "high_freq_factor", "factor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +30,32 @@ class Sizes:
     inner: int
     eps: float
     theta: float
+    scaling: Mapping[str, float] | None = None  # of Llama 3's positions
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
-def rotated(x_HTE: Tensor, position_T: Tensor, theta: float) -> Tensor:
-    """Half-rotation rope ("neox" style) without scaling."""
+def rotated(x_HTE: Tensor, position_T: Tensor, sizes: Sizes) -> Tensor:
+    """Half-rotation rope ("neox" style)."""
     E = x_HTE.shape[-1]
-    turns = theta ** (-torch.arange(0, E, 2, dtype=x_HTE.dtype) / E)
+    turns = sizes.theta ** (-torch.arange(0, E, 2, dtype=x_HTE.dtype) / E)
+    if sizes.scaling is not None:
+        turns = _as_llama3(turns, sizes.scaling)
     angle_TE = (position_T.to(x_HTE.dtype)[:, None] * turns).repeat(1, 2)
     first, second = x_HTE.chunk(2, dim=-1)
     turned = torch.cat([-second, first], dim=-1)
     return x_HTE * angle_TE.cos() + turned * angle_TE.sin()
+
+
+def _as_llama3(turns: Tensor, scaling: Mapping[str, float]) -> Tensor:
+    """Slow turns are slower by the factor, fast ones as they are, those between a mixture by how
+    often they go round within the original length."""
+    low, high, factor = (scaling[key] for key in LLAMA3_FACTORS)
+    rounds = scaling["original_max_position_embeddings"] * turns / (2 * math.pi)
+    kept = ((rounds - low) / (high - low)).clamp(0, 1)
+    return kept * turns + (1 - kept) * turns / factor
 
 
 def attention(
@@ -60,8 +74,8 @@ def attention(
     query = _heads(tensors, f"{name}.q", x_TI, sizes)
     key = _heads(tensors, f"{name}.k", seen_LI, sizes)
     value = _heads(tensors, f"{name}.v", seen_LI, sizes)
-    query = rotated(query, position_L[num_before:], sizes.theta)
-    key = rotated(key, position_L, sizes.theta)
+    query = rotated(query, position_L[num_before:], sizes)
+    key = rotated(key, position_L, sizes)
     group = sizes.heads // sizes.kv_heads
     key, value = key.repeat_interleave(group, dim=0), value.repeat_interleave(group, dim=0)
     scores = query @ key.transpose(-1, -2) * sizes.head_dim**-0.5

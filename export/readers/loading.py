@@ -51,8 +51,9 @@ def refuse_bias(config: Any) -> None:
 def sizes_of(config: Any) -> Sizes:
     """The sizes of a layer; `rope_parameters` is what transformers makes of either spelling."""
     rope = config.rope_parameters
-    if rope.get("rope_type", "default") != "default":
-        raise gate(f"rope_type {rope['rope_type']}", "default: drafters scale no positions")
+    kind = rope.get("rope_type", "default")
+    if kind not in ("default", "llama3"):
+        raise gate(f"rope_type {kind}", "default or llama3: drafters scale no other positions")
     heads, width = config.num_attention_heads, config.hidden_size
     return Sizes(
         width,
@@ -62,6 +63,7 @@ def sizes_of(config: Any) -> Sizes:
         config.intermediate_size,
         config.rms_norm_eps,
         float(rope["rope_theta"]),
+        rope if kind == "llama3" else None,
     )
 
 

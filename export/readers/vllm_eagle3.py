@@ -60,7 +60,8 @@ def draft_config(config: Mapping[str, Any]) -> Any:
         if "mask_token_id" not in config:
             raise gate("no mask_token_id", "the token whose embedding a masked row has")
         draft["pard_token"] = config["mask_token_id"]
-    rope = {"rope_theta": 10000.0, **(layer.get("rope_parameters") or {})}
+    scaled = layer.get("rope_parameters") or layer.get("rope_scaling") or {}  # new or old spelling
+    rope = {"rope_theta": 10000.0, **scaled}
     draft["rope_parameters"] = rope | {k: layer[k] for k in ("rope_theta",) if layer.get(k)}
     return SimpleNamespace(**draft)
 

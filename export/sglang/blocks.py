@@ -51,7 +51,7 @@ def write(source: Source) -> Written:
         "architectures": [_architecture(source)],
         "model_type": "qwen3",
         **dimensions(net.shape, source, len(net.layers)),
-        **rope_fields(net.shape.rope_theta),
+        **rope_fields(net.shape, source),
         **special_ids(source),
         **dtype_fields(source),
         "use_sliding_window": False,

@@ -68,6 +68,14 @@ def _refuse(drafter: Eagle3) -> None:
             expected="qk_norm: false",
             do="--to speculators (vLLM), or train with --set drafter.options.qk_norm=false",
         )
+    if drafter.options.norm_before_residual:
+        raise IncompatibleError(
+            "SGLang keeps the un-normed state as residual, whatever config.json says",
+            found="norm_before_residual: true",
+            expected="norm_before_residual: false",
+            do="--to speculators (vLLM), or train with "
+            "--set drafter.options.norm_before_residual=false",
+        )
     if len(drafter.options.taps or ()) == 1:
         raise IncompatibleError(
             "SGLang takes features as wide as the drafter for the drafter's own states",

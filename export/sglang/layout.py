@@ -58,7 +58,7 @@ def llama_config(
         "architectures": [architecture],
         "model_type": "llama",
         **dimensions(shape, source, num_layers),
-        **rope_fields(shape.rope_theta),
+        **rope_fields(shape, source),
         **special_ids(source),
         **dtype_fields(source),
     }

@@ -52,6 +52,7 @@ def write(source: Source) -> Written:
         layer=layer_config(source, drafter.module.shape, 1, drafter.options.qk_norm),
         own={
             **feature_keys(source),
+            "norm_before_residual": drafter.options.norm_before_residual,
             "fc_norm": drafter.options.fc_norm,
             "norm_output": drafter.options.norm_output,
         },
@@ -71,7 +72,7 @@ def layer_config(
     if qk_norm:
         layers = ["full_attention"] * num_layers
         kind = {"model_type": "qwen3", "layer_types": layers, "sliding_window": None}
-    rope = rope_fields(shape.rope_theta)
+    rope = rope_fields(shape, source)
     del rope["rope_scaling"]  # transformers 5, which reads this part, warns of it
     return {
         **kind,

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from specctl.drafters.eagle3 import Eagle3, Eagle3Options
+from specctl.drafters.eagle3 import FAMILY, Eagle3, Eagle3Options
 from specctl.drafters.parts.align import ahead_mask
 from specctl.drafters.parts.base import Outcome
 from specctl.drafters.parts.batch import TrainBatch
 from specctl.drafters.parts.taps import default_taps
 from specctl.drafters.parts.tree import NodeKind, chain_tree, empty_tree
 from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import RecipeError
+from specctl.export.load import parse_options
+from specctl.recipes.errors import IncompatibleError, RecipeError
 
 TEXT = [5, 17, 3, 88, 41, 9, 9, 60, 2, 33, 71, 12]
 
@@ -42,7 +43,12 @@ def one_text(ids: Sequence[int]) -> TrainBatch:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"fc_norm": True, "norm_output": True}, {"qk_norm": True, "heads": 4, "kv_heads": 1}],
+    [
+        {},
+        {"fc_norm": True, "norm_output": True},
+        {"qk_norm": True, "heads": 4, "kv_heads": 1},
+        {"norm_before_residual": True, "rope_theta": 500.0},
+    ],
 )
 def test_training_step_j_equals_j_real_drafting_steps(
     make_target: Any, drive: Any, capture_batch: Any, options: dict[str, Any]
@@ -146,6 +152,39 @@ def test_fresh_weights_pass_the_highest_tap_through(make_target: Any, make_batch
     assert float(alike.min()) > 0.9
     wanted = drafter.module.norm(state_BSD)
     torch.testing.assert_close(drafter.unroll(batch, 2)[1], wanted)
+
+
+def test_the_residual_starts_at_the_state_or_behind_its_norm(
+    make_target: Any, capture_batch: Any
+) -> None:
+    target = make_target()
+    drafters = [make_drafter(target, norm_before_residual=switch) for switch in (False, True)]
+    batch = capture_batch(target, drafters[0], one_text(TEXT))
+    told = []
+    for drafter in drafters:
+        layer = drafter.module.layer
+        with torch.no_grad():
+            layer.hidden_norm.weight.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(1))
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        told.append(drafter.unroll(batch, 1)[0])
+    net = drafters[0].module
+    state_BSD = net.fc(net.gathered(batch.taps))
+    torch.testing.assert_close(told[0], net.norm(state_BSD))
+    torch.testing.assert_close(told[1], net.norm(net.layer.hidden_norm(state_BSD)))
+
+
+def test_only_positions_of_a_target_that_scales_them_can_be_shared(make_target: Any) -> None:
+    with pytest.raises(IncompatibleError, match="scaled_rope: false"):
+        make_drafter(make_target(), scaled_rope=True)
+
+
+def test_packages_without_the_later_options_are_read_as_they_were_written() -> None:
+    options = asdict(Eagle3Options())
+    for name in ("norm_before_residual", "rope_theta", "scaled_rope"):
+        del options[name]
+    read = parse_options(FAMILY, options)
+    assert (read.norm_before_residual, read.rope_theta) == (False, None)
 
 
 def test_binding_again_keeps_loaded_weights(make_target: Any) -> None:

@@ -41,6 +41,7 @@ def target(make_target: Any) -> Target:
         ("eagle3", {"taps": (2,), "head_dim": 8}),
         ("eagle3", {"kept": KEPT, "head_groups": 4, "head_top": 1}),
         ("eagle3", {"dtype": torch.bfloat16}),
+        ("eagle3", {"norm_before_residual": True, "rope_theta": 500.0}),
         ("p-eagle", P_EAGLE),
         ("p-eagle", {**P_EAGLE, "kept": KEPT, "taps": (3, 2), "dtype": torch.bfloat16}),
         ("p-eagle", {"num_heads": 2, "layers": 1}),

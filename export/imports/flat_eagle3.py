@@ -1,0 +1,129 @@
+"""Flat EAGLE-3 folders of SafeAILab, SpecForge, ModelOpt and SGLang: one layer, named `midlayer` or
+`layers.0`, without a prefix.
+
+Two engines read them and differ. A list of layers inside `eagle_config` counts layers (SGLang), one
+at the top counts hidden states (vLLM); without any both take the same three. A missing
+`norm_before_residual` is false, and SGLang knows none. The folder is proved by the rules of SGLang,
+unless only vLLM would understand it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+
+from specctl.export.engines import LENGTH, taps_of_layer_ids
+from specctl.export.formats import Source
+from specctl.export.imports import Imported, Importer
+from specctl.export.imports.eagle3 import FED_BACK, default_layers, drafter_of
+from specctl.export.imports.heads import ELSEWHERE, REPAIR, refused
+from specctl.export.imports.published import Published
+from specctl.export.readers import sglang_eagle, vllm_eagle3
+from specctl.export.readers.trial import Trial, compare, drafted_logits, embedding_of, twin
+from specctl.runtime.target import Target
+
+NAME = "LlamaForCausalLMEagle3"  # what both engines call the model, whatever its trainer wrote
+LAYERS = "eagle_aux_hidden_state_layer_ids"
+NEEDED = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size",
+    "draft_vocab_size",
+)  # fmt: skip
+
+
+def knows(config: Mapping[str, Any]) -> bool:
+    named = config.get("architectures")
+    if "speculators_config" in config or "speculators_model_type" in config:
+        return False
+    if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str):
+        return False
+    return "Eagle3" in named[0] or (named[0] == "LlamaForCausalLM" and "draft_vocab_size" in config)
+
+
+def read(published: Published, target: Target) -> Imported:
+    body = published.config
+    _check(body)
+    config = _derived(body)
+    tensors = {_public(name): tensor for name, tensor in published.tensors.items()}
+    if len(tensors) != len(published.tensors):
+        raise refused("two tensors have one meaning", "midlayer and layers.0", "one", REPAIR)
+    drafter = drafter_of(config, tensors, _taps(body, target.spec.num_layers), target)
+    only_vllm = drafter.options.norm_before_residual or (LAYERS in body and not _nested(body))
+    engine = vllm_eagle3.ENGINE if only_vllm else sglang_eagle.ENGINE
+
+    def prove(source: Source) -> None:
+        trial, embedding_VD = Trial.of(source, FED_BACK), embedding_of(source)
+        with published.staged(architectures=[NAME], model_type="llama") as folder:
+            theirs = (
+                vllm_eagle3.VllmEagle3(folder, embedding_VD, vllm_eagle3.flat_config)
+                if only_vllm
+                else sglang_eagle.SglangEagle3(folder, embedding_VD)
+            ).drafted_logits(trial)
+        compare(engine, theirs, drafted_logits(twin(source, drafter), trial))
+
+    return Imported(drafter, engine, prove, LENGTH)
+
+
+def _check(body: Mapping[str, Any]) -> None:
+    """What must be written: an engine's defaults for these fit no head but by chance."""
+    for key in NEEDED:
+        if body.get(key) is None:
+            what = "config.json does not say a size of the head"
+            raise refused(what, f"no {key}", key, REPAIR, f"config.json:{key}")
+    kind = body.get("model_type")
+    if kind != "llama":
+        what = "of flat EAGLE-3 folders those of Llama layers are imported"
+        raise refused(what, f"model_type: {kind}", "llama", ELSEWHERE, "config.json:model_type")
+    if body.get("quantization_config") or body.get("tie_word_embeddings"):
+        found = "quantization_config" if body.get("quantization_config") else "tied embeddings"
+        raise refused("the head is not plain weights of its own", found, "neither", ELSEWHERE)
+    inner = body.get("eagle_config") or {}
+    at_once = inner.get("parallel_draft_step", 1)
+    if at_once != 1 or inner.get("use_aux_hidden_state", True) is not True:
+        found = f"parallel_draft_step {at_once}, use_aux_hidden_state "
+        found += str(inner.get("use_aux_hidden_state", True))
+        what = "the head drafts in another way than EAGLE-3"
+        raise refused(what, found, "1 and true", ELSEWHERE, "config.json:eagle_config")
+
+
+def _derived(body: Mapping[str, Any]) -> Any:
+    """What the engines make of config.json: missing keys are those of transformers' Llama."""
+    staged = {**body, "architectures": [NAME]}
+    staged.pop("auto_map", None)
+    try:
+        config = vllm_eagle3.flat_config(staged)
+    except (TypeError, ValueError, StrictDataclassError) as error:
+        found = str(error).replace("\n", " ")
+        what = "transformers cannot read config.json as a Llama"
+        raise refused(what, found, "its keys and kinds", REPAIR) from error
+    config.fc_norm = bool(config.fc_norm or getattr(config, "use_aux_norm", False))
+    return config
+
+
+def _nested(body: Mapping[str, Any]) -> list[int]:
+    return list((body.get("eagle_config") or {}).get(LAYERS) or [])
+
+
+def _taps(body: Mapping[str, Any], num_layers: int) -> list[int]:
+    """Hidden states, by whichever list there is; two that contradict each other are refused."""
+    top, nested = body.get(LAYERS), taps_of_layer_ids(_nested(body))
+    if top and nested and sorted(top) != sorted(nested):
+        raise refused(
+            "the two lists of layers say different layers",
+            f"hidden states {top} at the top, {nested} by eagle_config (which counts layers)",
+            "the same ones",
+            "ask its author which; write both, or the right one alone",
+            f"config.json:{LAYERS}",
+        )
+    return list(top or nested or default_layers(num_layers))
+
+
+def _public(name: str) -> str:
+    for old, new in sglang_eagle.RENAMED.items():
+        if name.startswith(f"{old}."):
+            return new + name.removeprefix(old)
+    return name
+
+
+IMPORTER = Importer("flat-eagle3", "architectures LlamaForCausalLMEagle3 and alike", knows, read)

@@ -1,0 +1,110 @@
+"""A published folder as it lies there: config.json and tensors, read by our own rules. Nothing of
+it is run and nothing unpickled; code that it names (`auto_map`) is never looked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from specctl.export.files import PICKLE_SUFFIXES, list_files, open_folder, read_header, read_json
+from specctl.export.folder import refuse_not_finite
+from specctl.export.manifest import MANIFEST, read_manifest
+from specctl.recipes.errors import FileError, IncompatibleError, IntegrityError
+
+CONFIG = "config.json"
+CONVERT = (
+    "where you trust its author, convert it beside itself and delete the pickle: "
+    "t = torch.load('{name}', weights_only=True, map_location='cpu') ; "
+    "safetensors.torch.save_file({{n: w.clone() for n, w in t.items()}}, '{stem}.safetensors')"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The folder, its configuration, its tensors by name, and the files that hold them."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    files: tuple[Path, ...]
+
+    @contextmanager
+    def staged(self, **fields: Any) -> Iterator[Path]:
+        """A folder with the same weights, and a configuration with other values of these keys and
+        without code, for a reader that asks for an engine's own spelling."""
+        body = {key: value for key, value in self.config.items() if key != "auto_map"}
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            (folder / CONFIG).write_text(json.dumps(body | fields), encoding="utf-8")
+            for path in self.files:
+                os.symlink(path, folder / path.name)
+            yield folder
+
+
+def read_published(path: Path) -> Published:
+    """The folder, or why it cannot be read."""
+    folder = open_folder(path)
+    files = list_files(folder)
+    _refuse_ours(folder, files)
+    pickles = [name for name in files if Path(name).suffix.lower() in PICKLE_SUFFIXES]
+    weights = [name for name in files if name.endswith(".safetensors")]
+    if pickles:
+        name = ascii(pickles[0])[1:-1]
+        raise IntegrityError(
+            "refused pickled weights: loading them can run code",
+            found=name,
+            expected="safetensors",
+            do="delete it: there are safetensors beside it"
+            if weights
+            else CONVERT.format(name=name, stem=Path(name).stem),
+        )
+    if CONFIG not in files or not weights:
+        raise FileError(
+            "the folder holds no published drafter",
+            found=", ".join(sorted(files)[:5]) or "an empty folder",
+            expected=f"{CONFIG} and weights in safetensors",
+            do="give the whole folder: `hf download OWNER/NAME --local-dir FOLDER`",
+            where=str(path),
+        )
+    paths = tuple(
+        files[name].resolve() if files[name].is_symlink() else files[name] for name in weights
+    )
+    return Published(folder, read_json(files[CONFIG]), _tensors(weights, paths), paths)
+
+
+def _refuse_ours(folder: Path, files: Mapping[str, Path]) -> None:
+    """A package is at home already; exports for engines may come back."""
+    if MANIFEST in files and read_manifest(folder).is_loadable:
+        raise IncompatibleError(
+            "the folder is a specctl package already",
+            found=MANIFEST,
+            expected="a drafter that another toolkit published",
+            do=f"use it as it is: specctl show {folder}",
+        )
+
+
+def _tensors(names: Sequence[str], paths: Sequence[Path]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, path in zip(names, paths, strict=True):
+        twice = sorted(read_header(path).keys() & found.keys())
+        if twice:
+            raise IntegrityError(
+                "two files hold a tensor of one name",
+                found=ascii(twice[0])[1:-1][:100],
+                expected="every tensor once",
+                do="keep the files of one version of the weights",
+                where=name,
+            )
+        found |= load_file(path)
+    refuse_not_finite(found)
+    return found

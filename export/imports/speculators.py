@@ -1,0 +1,52 @@
+"""EAGLE-3 in the speculators format, read as vLLM reads it: a missing `norm_before_residual` is
+true, the layer ids count hidden states, `d2t` holds offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from specctl.export.formats import Source
+from specctl.export.imports import Imported, Importer
+from specctl.export.imports.eagle3 import FED_BACK, default_layers, drafter_of
+from specctl.export.imports.heads import ELSEWHERE, refused
+from specctl.export.imports.published import Published
+from specctl.export.readers.trial import Trial, compare, drafted_logits, embedding_of, twin
+from specctl.export.readers.vllm_eagle3 import ENGINE, VllmEagle3, draft_config
+from specctl.runtime.target import Target
+
+
+def knows(config: Mapping[str, Any]) -> bool:
+    return "speculators_config" in config or "speculators_model_type" in config
+
+
+def read(published: Published, target: Target) -> Imported:
+    body = published.config
+    kind = body.get("speculators_model_type")
+    if kind != "eagle3":
+        what, where = "of the speculators format only eagle3 is imported", "speculators_model_type"
+        raise refused(what, f"{where}: {kind}", "eagle3", ELSEWHERE, f"config.json:{where}")
+    config = draft_config(body)
+    taps = getattr(
+        config, "eagle_aux_hidden_state_layer_ids", default_layers(target.spec.num_layers)
+    )
+    drafter = drafter_of(config, published.tensors, taps, target)
+
+    def prove(source: Source) -> None:
+        trial = Trial.of(source, FED_BACK)
+        theirs = VllmEagle3(published.folder, embedding_of(source)).drafted_logits(trial)
+        compare(ENGINE, theirs, drafted_logits(twin(source, drafter), trial))
+
+    return Imported(drafter, ENGINE, prove, max(1, config.length), _other_verifier(body, target))
+
+
+def _other_verifier(body: Mapping[str, Any], target: Target) -> tuple[str, ...]:
+    """The target that the folder names, where the one given has another name."""
+    named = body["speculators_config"]["verifier"]["name_or_path"]
+    if not isinstance(named, str) or named == target.name:
+        return ()
+    return (f"the folder names {ascii(named)[1:-1][:120]} as its target; given is {target.name}",)
+
+
+IMPORTER = Importer("speculators", "speculators_model_type eagle3", knows, read)
