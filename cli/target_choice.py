@@ -27,10 +27,6 @@ class TargetChoice:
     inflate: Inflate = None
     offline: Offline = False
 
-    def or_packaged(self, draft: str) -> TargetChoice:
-        """This choice; without a name, the target that the package was made for, else tiny."""
-        return self if self.name else replace(self, name=OWN).or_own(draft)
-
     def or_own(self, *drafts: str) -> TargetChoice:
         """This choice; where none was named, the target that the first package was made for, else
         tiny."""

@@ -11,13 +11,13 @@ from specctl.cli.console import Console
 from specctl.cli.flags import Allow, TranslateFlag
 from specctl.cli.loading import DraftChoice
 from specctl.cli.outputs import check_file, write_report
-from specctl.cli.target_choice import TargetChoice, go_offline, target_json
+from specctl.cli.target_choice import OWN, TargetChoice, go_offline, target_json
 from specctl.recipes.errors import GateError, RecipeError, nearest
 
 if TYPE_CHECKING:
     from specctl.runtime.findings import Proof
 
-OWN_TARGET = TargetChoice(name="", dtype="float32")  # no name: what the package was made for
+OWN_TARGET = TargetChoice(name=OWN, dtype="float32")  # no name: what the package was made for
 APPROXIMATE = "approximate"
 LEVELS = ("files", "compat", "lossless", "full")
 
@@ -72,7 +72,7 @@ def verify(
     _check_files(console, result, draft)
     proof = None
     if level != "files":
-        model = target.or_packaged(draft).load(console)
+        model = target.or_own(draft).load(console)
         names = [name for name in allow or () if name != APPROXIMATE]
         loaded = DraftChoice(draft, allow=names or None, translate=translate).load(model)
         loaded.announce(console)

@@ -52,6 +52,11 @@ def _checked(taps: Sequence[int], known: range, num_layers: int) -> list[int]:
     return [int(tap) for tap in taps]
 
 
+def taps_of_layer_ids(ids: Sequence[int]) -> list[int]:
+    """hidden_states indices of a field that counts layers."""
+    return [int(v) + 1 for v in ids]
+
+
 def ascending(taps: Sequence[int]) -> list[int]:
     """Where each tap stands in `taps`, lowest tap first: engines hand features out in the order of
     their layers, whatever the order of the list, so what reads them is written in that order."""

@@ -18,6 +18,7 @@ from specctl.export.engines import (
     hidden_state_ids,
     layer_ids,
     sglang_command,
+    taps_of_layer_ids,
     vllm_command,
     vocab_tensors,
 )
@@ -38,6 +39,7 @@ def test_engines_count_hidden_states_or_layers() -> None:
     taps = (2, 16, 29)
     assert hidden_state_ids(taps, 32) == [2, 16, 29]
     assert layer_ids(taps, 32) == [1, 15, 28]
+    assert taps_of_layer_ids(layer_ids(taps, 32)) == [2, 16, 29]
 
 
 @pytest.mark.parametrize(
