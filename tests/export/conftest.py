@@ -1,4 +1,5 @@
-"""A toy trained family (a bigram table) and packages of it, beside the real families."""
+"""A toy trained family (a bigram table) and packages of it, beside the real families; heads as other
+toolkits publish them, and a target of enough layers."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from engine_cases import Change, exported, shaken
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from specctl.drafters import families
@@ -18,7 +21,7 @@ from specctl.drafters.parts.spec import ModelSpec
 from specctl.drafters.parts.tree import DraftTree, NodeKind, chain_tree
 from specctl.drafters.parts.vocab import VocabMap
 from specctl.export.folder import save_package
-from specctl.export.manifest import MANIFEST, Manifest
+from specctl.export.manifest import CARD, MANIFEST, WEIGHTS, Manifest
 from specctl.runtime.target import Target
 
 
@@ -166,3 +169,30 @@ def word_tokenizer() -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<eos>", bos_token="<bos>", pad_token="<pad>"
     )
+
+
+@pytest.fixture(scope="module")
+def target(make_target: Any) -> Target:
+    """Of eight layers: the engines' default layers are three different ones, [2, 4, 5]."""
+    made: Target = make_target(num_layers=8, hidden=16, vocab=48, pad_token_id=9)
+    return replace(made, name="some/target", eos_ids=(2,))
+
+
+@pytest.fixture
+def publish(target: Target, tmp_path: Path) -> Callable[..., tuple[Drafter, Path]]:
+    """publish(to, change, **options): a random head, and a folder as another toolkit leaves it."""
+
+    def make(to: str, change: Change | None = None, **options: Any) -> tuple[Drafter, Path]:
+        drafter, out = shaken("eagle3", target, **options), tmp_path / "published"
+        exported(drafter, target, out, to)
+        for name in (MANIFEST, CARD):
+            (out / name).unlink()
+        config = json.loads((out / "config.json").read_text())
+        tensors = load_file(out / WEIGHTS)
+        if change is not None:
+            change(config, tensors)
+            (out / "config.json").write_text(json.dumps(config))
+            save_file({n: t.contiguous() for n, t in tensors.items()}, out / WEIGHTS)
+        return drafter, out
+
+    return make
