@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from functools import cache
 from typing import TYPE_CHECKING
 
 from specctl.recipes.errors import SpecctlError, unknown
+from specctl.recipes.plugins import plugins
 
 if TYPE_CHECKING:
     from specctl.drafters.parts.base import Family
@@ -16,13 +15,7 @@ if TYPE_CHECKING:
 @cache
 def families() -> dict[str, Family]:
     """Every family by name, in alphabetical order."""
-    found: dict[str, Family] = {}
-    for info in pkgutil.iter_modules(__path__):
-        if not info.ispkg:
-            module = importlib.import_module(f"specctl.drafters.{info.name}")
-            if hasattr(module, "FAMILY"):
-                found[module.FAMILY.name] = module.FAMILY
-    return dict(sorted(found.items()))
+    return plugins(__name__, __path__, "FAMILY")
 
 
 def family(name: str) -> Family:

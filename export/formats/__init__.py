@@ -6,8 +6,6 @@ everything back, and only then puts the folder in its place.
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from specctl.export.manifest import CARD, MANIFEST, Manifest, is_package
 from specctl.recipes.errors import FileError, IncompatibleError, SpecctlError, nearest
+from specctl.recipes.plugins import plugins
 
 if TYPE_CHECKING:
     from specctl.drafters.parts.base import Drafter
@@ -64,12 +63,7 @@ class Format:
 @cache
 def formats() -> dict[str, Format]:
     """Every format by name, in alphabetical order."""
-    found: dict[str, Format] = {}
-    for info in pkgutil.iter_modules(__path__):
-        module = importlib.import_module(f"specctl.export.formats.{info.name}")
-        if hasattr(module, "FORMAT"):
-            found[module.FORMAT.name] = module.FORMAT
-    return dict(sorted(found.items()))
+    return plugins(__name__, __path__, "FORMAT")
 
 
 def find_format(name: str, family: str) -> Format:

@@ -7,8 +7,6 @@ drafter says what the engine's rules make of the same folder; only then is the p
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specctl.recipes.errors import GateError, IncompatibleError
+from specctl.recipes.plugins import plugins
 
 if TYPE_CHECKING:
     from specctl.drafters.parts.base import Drafter
@@ -61,12 +60,7 @@ class Report:
 @cache
 def importers() -> dict[str, Importer]:
     """Every importer by name, in alphabetical order."""
-    found: dict[str, Importer] = {}
-    for info in pkgutil.iter_modules(__path__):
-        module = importlib.import_module(f"specctl.export.imports.{info.name}")
-        if hasattr(module, "IMPORTER"):
-            found[module.IMPORTER.name] = module.IMPORTER
-    return dict(sorted(found.items()))
+    return plugins(__name__, __path__, "IMPORTER")
 
 
 def find_importer(config: Mapping[str, Any]) -> Importer:

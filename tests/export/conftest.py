@@ -1,5 +1,5 @@
-"""A toy trained family (a bigram table) and packages of it, beside the real families; heads as other
-toolkits publish them, and a target of enough layers."""
+"""A toy trained family (a bigram table) and packages of it, beside the real families; heads as
+other toolkits publish them, and a target of enough layers."""
 
 from __future__ import annotations
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from functools import cache
 
 from specctl.recipes.errors import RecipeError, nearest
+from specctl.recipes.plugins import plugins
 from specctl.train.vocab.selectors.base import Evidence, Selector
 
 __all__ = ["Evidence", "Selector", "selector", "selectors"]
@@ -15,12 +14,7 @@ __all__ = ["Evidence", "Selector", "selector", "selectors"]
 @cache
 def selectors() -> dict[str, Selector]:
     """Every selector by name, in alphabetical order."""
-    found: dict[str, Selector] = {}
-    for info in pkgutil.iter_modules(__path__):
-        module = importlib.import_module(f"specctl.train.vocab.selectors.{info.name}")
-        if hasattr(module, "SELECTOR"):
-            found[module.SELECTOR.name] = module.SELECTOR
-    return dict(sorted(found.items()))
+    return plugins(__name__, __path__, "SELECTOR")
 
 
 def selector(name: str, where: str = "--selector") -> Selector:
