@@ -21,7 +21,7 @@ from torch import Tensor
 
 from specctl.drafters.parts.base import Borrowed
 from specctl.drafters.parts.lm import Feed, LanguageModel, LmOut, Masks
-from specctl.drafters.parts.slots import Aim, SlotKV
+from specctl.drafters.parts.slots import Aim, LayerShape, SlotKV
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 SPAN = 256
@@ -53,6 +53,10 @@ class CompiledLM(LanguageModel):
         self._recorded: dict[Shape, Recorded] = {}
         self._store: SlotKV | None = None
         self._is_lent = False
+
+    @property
+    def kv_layers(self) -> tuple[LayerShape, ...]:
+        return self.lm.kv_layers
 
     @property
     def num_shapes(self) -> int:
