@@ -31,6 +31,7 @@ from specctl.drafters.parts.hf_lm import HfLM
 from specctl.drafters.parts.slots import LayerShape
 from specctl.recipes.errors import SpecctlError
 from specctl.runtime.generate import generate
+from specctl.runtime.hf import check_causal
 from specctl.runtime.sampling import Sampling
 from specctl.runtime.target import Target
 
@@ -232,6 +233,9 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bart, saved as a decoder": ("bart", {"is_encoder_decoder": False}),
+    "mvp, saved as a decoder": ("mvp", {"is_encoder_decoder": False}),
+    "whisper, saved as a decoder": ("whisper", {"is_encoder_decoder": False}),
     "falcon, ALiBi": ("falcon", {"alibi": True}),
     "opt, projected embedding": ("opt", {"word_embed_proj_dim": 16}),
     "bert, not a decoder": ("bert", {"is_decoder": False}),
@@ -299,6 +303,7 @@ def find(name: str) -> Finding:
         return Finding(name, "not tried", why="nothing tiny of it can be made here")
     oracle = copy.deepcopy(model)
     try:
+        check_causal(_config(*VARIANTS.get(name, (name, {}))), name)
         target = Target.from_model(model)
     except SpecctlError as error:
         verdict = "capture only" if captures_rightly(model, oracle) else "refused"

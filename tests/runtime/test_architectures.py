@@ -30,12 +30,40 @@ from specctl.runtime.target import Target
 
 ROOT = Path(__file__).parents[2]
 SLICE = (
-    *("afmoe", "bart", "beam", "bert, not a decoder", "blenderbot-small", "bloom", "codegen"),
+    *(
+        "afmoe",
+        "bart",
+        "bart, saved as a decoder",
+        "beam",
+        "bert, not a decoder",
+        "blenderbot-small",
+        "bloom",
+        "codegen",
+    ),
     *("deepseek_v3", "doge", "exaone4", "falcon", "falcon, ALiBi", "gemma2, soft caps"),
     *("gemma3n_text", "gemma4_text, shared layers", "glm4_moe_lite", "gpt2", "gpt_neo", "gpt_oss"),
-    *("gptj", "jamba", "llama4_text", "mamba", "mimo_v2_flash", "minicpm3", "moshi", "mpt", "mvp"),
+    *(
+        "gptj",
+        "jamba",
+        "llama4_text",
+        "mamba",
+        "mimo_v2_flash",
+        "minicpm3",
+        "moshi",
+        "mpt",
+        "mvp, saved as a decoder",
+    ),
     *("olmo3", "openai-gpt", "opt", "opt, projected embedding", "pegasus", "phimoe", "roberta"),
-    *("qwen2, window", "qwen3_moe", "qwen3_next", "stablelm", "starcoder2", "whisper", "xglm"),
+    *(
+        "qwen2, window",
+        "qwen3_moe",
+        "qwen3_next",
+        "stablelm",
+        "starcoder2",
+        "whisper",
+        "whisper, saved as a decoder",
+        "xglm",
+    ),
 )
 MakeModel = Callable[..., Any]
 LONG = {
