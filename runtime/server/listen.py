@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -182,6 +183,7 @@ class Listener:
             self._server.should_exit = True
             await serving
             await asyncio.to_thread(self.service.stop)
+            gc.unfreeze()
             if not number:
                 await watching  # raises why the engine failed
         return 128 + number if was_cut else 0
@@ -206,6 +208,8 @@ class Listener:
         is_told = False
         while (state := self.service.status().state) != "failed":
             if state == "ready" and self._server.started and not is_told:
+                gc.collect()
+                gc.freeze()  # else every full collection visits all of torch: 0.2 s without a turn
                 on_ready()
                 is_told = True
             await asyncio.sleep(0.2 if is_told else 0.02)
