@@ -28,6 +28,7 @@ A blank before the slash sends a line that is no command."""
 ENDS = {
     "length": "the answer was cut at {limit:,} tokens (--max-new-tokens)",
     "context": "the context of the target is full: /reset begins anew",
+    "grammar": "the answer broke off: its grammar could not be followed within the limits",
     "stopped": "stopped",
 }
 

@@ -11,7 +11,7 @@ import typer
 
 from specctl.cli.console import Console
 from specctl.cli.flags import Compile
-from specctl.cli.generated import show_stats, tell_ends
+from specctl.cli.generated import check_forms, show_stats, tell_ends
 from specctl.cli.grammar import GrammarFlags
 from specctl.cli.loading import NO_DRAFTER, DraftChoice, LoadedDraft
 from specctl.cli.prompts import PromptText, read_prompts
@@ -82,14 +82,16 @@ def generate(
     costs = loaded.costs(model, tokens, min(batch, len(tokens)), sampled=sampled)
     job = Job(model, loaded, settings, tokens, prompts, batch, costs)
     if compare:
-        result = _compare(console, job)
+        made, result = _compare(console, job)
     else:
         run = _stream(console, job)
         if stats:
             show_stats(console, run.made.stats)
         run.tell(console)
         tell_ends(console, run.made.outputs, settings, model)
-        result = job.to_json(run)
+        made, result = run.made, job.to_json(run)
+    console.result = result
+    check_forms(made.outputs)
     where = f"--target {target.name}"
     where += f" --draft {draft.draft}" if draft.draft != NO_DRAFTER else ""
     console.done(result, next=_next(where, draft.draft, compare))
@@ -229,7 +231,7 @@ def _open_output(console: Console, job: Job, index: int, after: bool) -> None:
         console.write(("\n" if after else "") + f"[{index + 1}/{len(job.prompts)}] {line}\n")
 
 
-def _compare(console: Console, job: Job) -> dict[str, Any]:
+def _compare(console: Console, job: Job) -> tuple[Generated, dict[str, Any]]:
     """Plain and speculative decoding of the same prompts, side by side."""
     plain = LoadedDraft("plain", None, None, "auto", False)
     with console.task("compare", 4, "runs") as advance:
@@ -266,7 +268,7 @@ def _compare(console: Console, job: Job) -> dict[str, Any]:
         "identical": identical,
         "identical_outputs": sum(same) if identical is not None else None,
     }
-    return {**job.to_json(runs[1]), "comparison": comparison}
+    return fast, {**job.to_json(runs[1]), "comparison": comparison}
 
 
 def _row(name: str, stats: Stats, speedup: float, identical: bool | None) -> tuple[object, ...]:

@@ -4,6 +4,8 @@
 result. llguidance turns it into the set of tokens that may follow a text, at every node of a draft
 tree (`grammar_mask.py`). A grammar from a stranger is compiled in another process first
 (`grammar_worker.py`): deep nesting or a costly expression is an error there, never a crash here.
+What outgrows llguidance's limits at its first tokens is refused there, too; behind that the row
+ends with the finish reason "grammar", never as if its text were whole (`cut.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -122,6 +124,16 @@ class Grammar:
     def start(self) -> Any:
         """A matcher at the beginning of a text."""
         return self.matcher.deep_copy()
+
+    def accepts(self, text: Sequence[int], end: int) -> bool:
+        """The tokens of `text`, which the token `end` follows, are a text of the grammar. False as
+        well where the matcher gave up on the way: nobody knows then. Some 1 us per token."""
+        matcher = self.start()
+        if text and not matcher.consume_tokens(list(text)):
+            return False
+        if matcher.is_accepting():
+            return True
+        return bool(matcher.consume_tokens([end]) and matcher.is_accepting())  # it names the token
 
 
 def compile_grammar(spec: GrammarSpec, target: Target) -> Grammar:

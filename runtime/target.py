@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,12 +95,15 @@ class Target:
         """Token ids of a plain text, with the special tokens the tokenizer puts in front."""
         return list(self._tokenizer().encode(text))
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation, up to where the assistant speaks next."""
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant speaks next; control tokens that
+        are spelled in it are read as text."""
         from jinja2 import TemplateError
 
+        from specctl.runtime.chat_tokens import chat_tokens
+
         try:
-            text = self.chat_text(messages)
+            return chat_tokens(self, messages)
         except TemplateError as error:
             raise IncompatibleError(
                 f"the chat template of target {self.name} does not take this conversation",
@@ -108,9 +111,8 @@ class Target:
                 expected="roles in an order that it knows",
                 do="leave the system message out, or put it in front of the first user's",
             ) from error
-        return list(self._tokenizer().encode(text, add_special_tokens=False))
 
-    def chat_text(self, messages: Sequence[dict[str, str]]) -> str:
+    def chat_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """A conversation as its template writes it, up to where the assistant speaks next."""
         tokenizer = self._tokenizer()
         if self.template_digest is None:

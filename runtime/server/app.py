@@ -20,7 +20,7 @@ from specctl.runtime.server import errors
 from specctl.runtime.server.answers import Answer, Choice
 from specctl.runtime.server.asks import Desk
 from specctl.runtime.server.auth import Door, Guard, Keys
-from specctl.runtime.server.body import StrictRoute
+from specctl.runtime.server.body import BodyReader, StrictRoute
 from specctl.runtime.server.contract import Serving, Status
 from specctl.runtime.server.errors import ApiError, ErrorBody
 from specctl.runtime.server.logs import RequestLog
@@ -160,7 +160,7 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.limits = service.limits
+    app.state.bodies = BodyReader(service.limits.max_body)
     app.router.route_class = StrictRoute
     texts = TokenTexts(service.target)
     front = Front(service, name, verification, Desk(service), texts, recorder, int(time.time()))

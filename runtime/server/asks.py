@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+from specctl.runtime.chat_tokens import chat_tokens, spelled_controls
 from specctl.runtime.sampling import Sampling
-from specctl.runtime.server.chat_template import chat_pieces, encoded
+from specctl.runtime.server.chat_template import turns_of, written
 from specctl.runtime.server.contract import Ask, Serving, TooLong, Unavailable
 from specctl.runtime.server.errors import ApiError
 from specctl.runtime.server.forms import Forms
@@ -97,9 +98,10 @@ class Desk:
         """Token ids of every prompt; runs in the thread."""
         target = self.service.target
         if isinstance(body, ChatRequest):
-            pieces = chat_pieces(target, body.messages)
-            self._check_room("".join(pieces), "messages")
-            return [encoded(target, pieces)]
+            turns = turns_of(body.messages)
+            text = written(target, turns)
+            self._check_room(text, "messages")
+            return [chat_tokens(target, turns, text)]
         given = body.prompt
         texts = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
         for one in texts:
@@ -111,6 +113,10 @@ class Desk:
             if not tokens or max(tokens) >= size:
                 why = f"token ids are below {size:,}" if tokens else "it holds no token"
                 raise ApiError(400, f"prompt: {why}", param="prompt", code="invalid_value")
+            if not self.service.limits.control_tokens and spelled_controls(target, tokens):
+                message = "prompt: it holds a control token of the target, which this server "
+                message += "takes in no raw prompt; send messages to /v1/chat/completions"
+                raise ApiError(400, message, param="prompt", code="control_token")
         return found
 
     def _check_room(self, text: str, field: str) -> None:

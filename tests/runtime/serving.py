@@ -35,7 +35,7 @@ def stub_target() -> Target:
     return target_around(AutoTokenizer.from_pretrained(str(files("specctl.recipes") / "tiny")))
 
 
-def target_around(tokenizer: Any) -> Target:
+def target_around(tokenizer: Any, context: int = 1024) -> Target:
     """A model that is never run, with that tokenizer."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -43,7 +43,7 @@ def target_around(tokenizer: Any) -> Target:
         intermediate_size=8,
         num_hidden_layers=1,
         num_attention_heads=1,
-        max_position_embeddings=1024,
+        max_position_embeddings=context,
     )
     return Target.from_model(LlamaForCausalLM(config), tokenizer, "stub")
 
