@@ -15,6 +15,7 @@ from specctl.cli.flags import Compile
 from specctl.cli.loading import NO_DRAFTER, DraftChoice, LoadedDraft
 from specctl.cli.serving import AccessFlags, LimitFlags, check_batching, make_batching, priced
 from specctl.cli.target_choice import OWN_TARGET, TargetChoice
+from specctl.recipes.distribution import pip_install
 from specctl.recipes.errors import SpecctlError
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def _check_extra() -> None:
             where="this Python environment",
             found="no " + ", ".join(missing),
             expected=", ".join(EXTRA),
-            do="pip install 'specctl[serve]'",
+            do=pip_install("serve"),
         )
 
 

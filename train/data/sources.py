@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from specctl.recipes.distribution import pip_install
 from specctl.recipes.errors import FileError, NetworkError, RecipeError, SpecctlError, nearest
 from specctl.runtime.report import Reporter
 from specctl.train.data.records import Sample, sample_of
@@ -275,7 +276,7 @@ def _no_extra(package: str) -> SpecctlError:
     return SpecctlError(
         f"this data source needs the package {package}",
         found="not installed",
-        do="pip install 'specctl[data]'",
+        do=pip_install("data"),
     )
 
 
