@@ -246,7 +246,7 @@ def _compare(console: Console, job: Job) -> dict[str, Any]:
     identical = all(same) if job.sampling.temperature == 0 else None
     for index, output in enumerate(fast.outputs):
         _open_output(console, job, index, after=False)
-        console.out(output.text)
+        console.write(output.text + "\n")
     console.out()
     columns = ("", "tau", "tokens/s", "speed-up", "identical", "repetition")
     rows = [
