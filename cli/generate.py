@@ -69,10 +69,10 @@ def generate(
     if compare and draft.draft == NO_DRAFTER:
         draft = replace(draft, draft="prompt-lookup")
         console.warn("--compare without --draft compares with prompt-lookup")
-    settings = sampling.sampling()
+    sampling.sampling()  # what cannot be is refused before the target is read
     target = target.or_own(draft.draft)
     model = target.load(console, compiled)
-    settings = replace(settings, grammar=grammar.load(model))
+    settings = replace(sampling.settle(console, model), grammar=grammar.load(model))
     loaded = draft.load(model)
     loaded.announce(console)
     tokens = [p.tokens(model, chat) for p in prompts]
