@@ -109,10 +109,10 @@ class Room:
                 for new, accepted in self.talk.answer(text, interrupts.is_stopped):
                     if self.look.colours and new and accepted != colour:
                         colour = accepted
-                        self.console.write(ACCEPTED if colour else PLAIN)
+                        self.console.colour(ACCEPTED if colour else PLAIN)
                     self.console.write(new)
             finally:
-                self.console.write(PLAIN if colour else "")
+                self.console.colour(PLAIN if colour else "")
         self.console.out()
         self._after(self.talk.turns[before])
 

@@ -69,10 +69,10 @@ def generate(
     if compare and draft.draft == NO_DRAFTER:
         draft = replace(draft, draft="prompt-lookup")
         console.warn("--compare without --draft compares with prompt-lookup")
-    settings = sampling.sampling()
+    sampling.sampling()  # what cannot be is refused before the target is read
     target = target.or_own(draft.draft)
     model = target.load(console, compiled)
-    settings = replace(settings, grammar=grammar.load(model))
+    settings = replace(sampling.settle(console, model), grammar=grammar.load(model))
     loaded = draft.load(model)
     loaded.announce(console)
     tokens = [p.tokens(model, chat) for p in prompts]
@@ -248,7 +248,7 @@ def _compare(console: Console, job: Job) -> tuple[Generated, dict[str, Any]]:
     identical = all(same) if job.sampling.temperature == 0 else None
     for index, output in enumerate(fast.outputs):
         _open_output(console, job, index, after=False)
-        console.out(output.text)
+        console.write(output.text + "\n")
     console.out()
     columns = ("", "tau", "tokens/s", "speed-up", "identical", "repetition")
     rows = [

@@ -180,7 +180,7 @@ def last_metrics(path: Path) -> dict[str, Any]:
     for line in lines:
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue  # the last line of a run that is being written
         newest |= {k: v for k, v in record.items() if isinstance(v, (int, float))}
     return newest
@@ -190,7 +190,7 @@ def _model(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
     file = path / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FileError(
             f"{file} is not JSON",
             where=str(file),

@@ -27,6 +27,7 @@ from specctl.export.manifest import (
     check_files,
     refuse_export,
 )
+from specctl.recipes.distribution import pip_upgrade
 from specctl.recipes.errors import IncompatibleError, IntegrityError, SpecctlError, nearest, one_of
 from specctl.runtime.target import Target
 
@@ -72,7 +73,7 @@ def _family(manifest: Manifest) -> Family:
         "family: this specctl does not know the drafter's family",
         found=ascii(manifest.family)[1:-1][:80],
         expected=one_of(known, "specctl recipes ls"),
-        do="pip install --upgrade specctl, or train one of "
+        do=f"{pip_upgrade()}, or train one of "
         + nearest(manifest.family, known)
         + f" for {made_for(manifest)}",
         where=f"{MANIFEST}:family",

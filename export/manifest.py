@@ -35,6 +35,7 @@ from specctl.export.files import (
     reading,
     sha256_of,
 )
+from specctl.recipes.distribution import pip_upgrade
 from specctl.recipes.errors import FileError, IncompatibleError, IntegrityError
 
 FORMAT_VERSION = 1
@@ -240,7 +241,7 @@ def _check_version(body: Mapping[str, Any]) -> None:
             "format_version: the package was written by a newer specctl",
             found=str(version)[:40],
             expected=f"at most {FORMAT_VERSION}",
-            do="pip install --upgrade specctl",
+            do=pip_upgrade(),
             where=f"{MANIFEST}:format_version",
         )
 

@@ -18,6 +18,7 @@ import torch
 from specctl.drafters.parts.base import Drafter
 from specctl.runtime.cost import equip
 from specctl.runtime.generate import generate
+from specctl.runtime.generation_config import described
 from specctl.runtime.policies.base import Policy
 from specctl.runtime.policies.length import CostTable
 from specctl.runtime.report import Reporter, SilentReporter
@@ -183,9 +184,14 @@ def transformers_contender(
     (`assistant_model=...`, `prompt_lookup_num_tokens=...`)."""
 
     def run(prompts: Prompts, sampling: Sampling) -> Timed:
-        options: dict[str, Any] = {"do_sample": sampling.temperature > 0, **extra}
-        if sampling.temperature > 0:
-            options |= {"temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
+        options: dict[str, Any] = {"do_sample": not sampling.greedy, **extra}
+        # All is said: what is left out would come from the checkpoint's generation_config.json.
+        options["repetition_penalty"] = sampling.repetition_penalty or 1.0
+        if not sampling.greedy:
+            options |= {"temperature": sampling.temperature, "top_k": sampling.top_k or 0}
+            options["top_p"] = sampling.top_p or 1.0
+            if sampling.min_p is not None or model.generation_config.min_p is not None:
+                options["min_p"] = sampling.min_p or 0.0
         options["eos_token_id"] = None if sampling.ignore_eos else list(eos_ids)
         outputs, started = [], time.perf_counter()
         for index, prompt in enumerate(prompts):
@@ -241,11 +247,15 @@ def bench(
     )
 
 
+def setting_of(sampling: Sampling) -> str:
+    """The name of a sampling in the rows."""
+    return described(sampling).replace("temperature ", "T=").replace(",", "")
+
+
 def _rows(runs: dict[str, list[Timed]], sampling: Sampling) -> list[BenchRow]:
     rates = {n: statistics.median(t.tokens / t.seconds for t in ts) for n, ts in runs.items()}
     baseline = next(iter(runs))
-    greedy = sampling.temperature == 0
-    setting = "greedy" if greedy else f"T={sampling.temperature:g}"
+    greedy, setting = sampling.greedy, setting_of(sampling)
     rows = []
     for name, times in runs.items():
         last = times[-1]

@@ -21,6 +21,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from specctl.recipes.distribution import pip_install
 from specctl.recipes.errors import Exit, SpecctlError, nearest
 from specctl.runtime import grammar_worker
 from specctl.runtime.grammar_worker import make_matcher, make_tokenizer
@@ -252,7 +253,7 @@ def _library() -> Any:
         raise GrammarError(
             "grammars need the library llguidance",
             found="it is not installed",
-            do="pip install 'specctl[grammar]'",
+            do=pip_install("grammar"),
         ) from error
     return llguidance
 

@@ -27,19 +27,22 @@ from specctl.recipes.errors import (
 from specctl.recipes.targets import ResolvedTarget
 from specctl.runtime import hub
 from specctl.runtime.compiled import CompiledLM
+from specctl.runtime.generation_config import Suggested, read_suggested
 from specctl.runtime.multimodal import is_multimodal, load_text_side, text_config
 from specctl.runtime.place import check_memory, choose_dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A checkpoint in memory, the commit it came from where that is known, and the kind of the
-    multimodal model whose text side it is (None: it is the whole model)."""
+    """A checkpoint in memory, the commit it came from where that is known, the kind of the
+    multimodal model whose text side it is (None: it is the whole model), and the sampling that it
+    asks for."""
 
     model: Any
     tokenizer: Any
     revision: str | None
     inside_of: str | None
+    suggested: Suggested | None = None
 
 
 def load_checkpoint(
@@ -56,11 +59,12 @@ def load_checkpoint(
     count = sum(p.stat().st_size for p in folder.glob("*.safetensors")) // stored.itemsize
     wanted = choose_dtype(dtype, device, stored, count)
     check_memory(count * wanted.itemsize, wanted, device, f"the target {resolved.name}")
+    suggested = read_suggested(folder)
     tokenizer = _load_tokenizer(folder, config)
     whole = config.model_type if is_multimodal(config) else None
     model = _load_model(folder, wanted, whole is not None).to(device)
     commit = folder.name if resolved.path is None and folder.parent.name == "snapshots" else None
-    return Loaded(model, tokenizer, commit or resolved.revision, whole)
+    return Loaded(model, tokenizer, commit or resolved.revision, whole, suggested)
 
 
 def check_folder(folder: Path) -> Any:

@@ -21,6 +21,7 @@ from specctl.drafters.parts.spec import Identity, ModelSpec
 from specctl.recipes.errors import IncompatibleError
 from specctl.recipes.targets import resolve
 from specctl.runtime.compiled import CompiledLM
+from specctl.runtime.generation_config import Suggested
 from specctl.runtime.hf import load_checkpoint
 from specctl.runtime.place import LARGE, choose_device, choose_dtype
 
@@ -52,7 +53,8 @@ class Target:
     """A model that is only ever read. `fingerprint` names its weights, whatever dtype they are
     loaded in; `inflated` is the size it was inflated to, None for the model as published;
     `changed` says how far it is from the target that a joint training made it of; `inside_of` is
-    the kind of multimodal model whose text side it is."""
+    the kind of multimodal model whose text side it is; `suggested` the sampling that its checkpoint
+    asks for."""
 
     name: str
     revision: str | None
@@ -65,6 +67,7 @@ class Target:
     inflated: str | None = None
     changed: TargetChange | None = None
     inside_of: str | None = None
+    suggested: Suggested | None = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -191,7 +194,12 @@ def load_target(
     first = "float32" if inflate is not None else dtype
     loaded = load_checkpoint(resolved, first, where, offline)
     target = Target.from_model(loaded.model, loaded.tokenizer, name)
-    target = replace(target, revision=loaded.revision, inside_of=loaded.inside_of)
+    target = replace(
+        target,
+        revision=loaded.revision,
+        inside_of=loaded.inside_of,
+        suggested=loaded.suggested,
+    )
     if inflate is not None:
         from specctl.runtime.inflate import inflate as blow_up
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specctl.recipes.distribution import pip_install
 from specctl.recipes.errors import ResourceError
 
 KINDS = ("hnsw", "exact")
@@ -80,7 +81,7 @@ def _graph(key_NC: Tensor) -> Any:
             "approximate search over states needs the library usearch",
             found=str(error),
             expected="the extra dense",
-            do="pip install 'specctl[dense]', or set drafter.options.index=exact (slow for "
+            do=f"{pip_install('dense')}, or set drafter.options.index=exact (slow for "
             "large stores)",
         ) from error
     graph = library.Index(ndim=key_NC.shape[1], metric="cos", dtype="f32")

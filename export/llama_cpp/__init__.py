@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from specctl.recipes.distribution import pip_install
 from specctl.recipes.errors import SpecctlError
 
 
@@ -20,6 +21,6 @@ def library() -> Any:
             "GGUF files need the library gguf",
             found="it is not installed",
             expected="the optional dependency gguf",
-            do="pip install 'specctl[gguf]'",
+            do=pip_install("gguf"),
         ) from error
     return gguf

@@ -16,9 +16,10 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from specctl import __version__
+from specctl.runtime.sampling import Sampling
 from specctl.runtime.server import errors
 from specctl.runtime.server.answers import Answer, Choice
-from specctl.runtime.server.asks import Desk
+from specctl.runtime.server.asks import DEFAULTS, Desk
 from specctl.runtime.server.auth import Door, Guard, Keys
 from specctl.runtime.server.body import BodyReader, StrictRoute
 from specctl.runtime.server.contract import Serving, Status
@@ -138,9 +139,11 @@ def create_app(
     keys: Keys | None = None,
     recorder: Recorder | None = None,
     verification: str = "lossless",
+    defaults: Sampling = DEFAULTS,
 ) -> FastAPI:
     """The application. `name`: what clients call the target. `keys` (or a whole `door`): who may
-    ask; None lets everybody in. `verification`: lossless or approximate, told with every answer."""
+    ask; None lets everybody in. `verification`: lossless or approximate, told with every answer.
+    `defaults`: how a request is sampled that does not say it."""
     pages = page_routes()
     door = door if door is not None else Door(keys if keys is not None else Keys())
     door = Door(door.keys, door.hosts, frozenset(page.path for page in pages))
@@ -163,7 +166,8 @@ def create_app(
     app.state.bodies = BodyReader(service.limits.max_body)
     app.router.route_class = StrictRoute
     texts = TokenTexts(service.target)
-    front = Front(service, name, verification, Desk(service), texts, recorder, int(time.time()))
+    desk = Desk(service, defaults)
+    front = Front(service, name, verification, desk, texts, recorder, int(time.time()))
     _watch(app, service, metrics)
     _api(app, front)
     app.router.routes.extend(pages)

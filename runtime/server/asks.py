@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from specctl.runtime.chat_tokens import chat_tokens, spelled_controls
+from specctl.runtime.generation_config import SETTINGS
 from specctl.runtime.sampling import Sampling
 from specctl.runtime.server.chat_template import turns_of, written
 from specctl.runtime.server.contract import Ask, Serving, TooLong, Unavailable
@@ -24,6 +25,7 @@ from specctl.runtime.text_room import least_tokens
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI's API has it
 LEAST_TEMPERATURE = 1e-3  # below: greedy; logits divided by less would leave float32
 SEEDS = 1 << 63
+DEFAULTS = Sampling(temperature=1.0)  # as OpenAI's API has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,8 @@ class Plan:
 class Desk:
     """Makes plans. Stateless but for its threads."""
 
-    def __init__(self, service: Serving) -> None:
-        self.service = service
+    def __init__(self, service: Serving, defaults: Sampling = DEFAULTS) -> None:
+        self.service, self.defaults = service, defaults
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="specctl-prompts")
         self._forms = Forms(service.target)
 
@@ -151,13 +153,13 @@ class Desk:
         if bias and max(bias) >= vocab_size:
             message = f"logit_bias: token ids are below {vocab_size:,}"
             raise ApiError(400, message, param="logit_bias", code="invalid_value")
-        temperature = 1.0 if body.temperature is None else body.temperature
+        asked = {name: getattr(body, name) for name in SETTINGS}
+        asked = {n: getattr(self.defaults, n) if v is None else v for n, v in asked.items()}
+        temperature, top_k = asked.pop("temperature"), asked.pop("top_k")
         return Sampling(
+            **asked,
             temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
-            top_k=None if body.top_k is None else min(body.top_k, vocab_size),
-            top_p=body.top_p,
-            min_p=body.min_p,
-            repetition_penalty=body.repetition_penalty,
+            top_k=None if top_k is None else min(top_k, vocab_size),
             frequency_penalty=body.frequency_penalty or None,
             presence_penalty=body.presence_penalty or None,
             logit_bias=bias or None,

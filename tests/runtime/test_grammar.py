@@ -371,7 +371,7 @@ def test_a_missing_library_is_named(small, monkeypatch):
         return real(name, *args, **fields)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(GrammarError, match=r"specctl\[grammar\]"):
+    with pytest.raises(GrammarError, match=r"specctl-toolkit\[grammar\]"):
         Compiler(small.tokenizer, V, (EOS,)).compile(GrammarSpec("regex", "a"))
 
 

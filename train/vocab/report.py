@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from specctl.recipes.distribution import pip_install
 from specctl.recipes.errors import SpecctlError
 from specctl.train.vocab.domains import DomainRow, Side
 from specctl.train.vocab.measure import Measured
@@ -255,7 +256,7 @@ class TrimReport:
             from matplotlib.figure import Figure
         except ImportError as error:
             raise SpecctlError(
-                "drawing the coverage curve needs matplotlib", do="pip install 'specctl[plots]'"
+                "drawing the coverage curve needs matplotlib", do=pip_install("plots")
             ) from error
         figure = Figure(figsize=(6.4, 6.4), layout="constrained")
         upper, lower = figure.subplots(2, 1, sharex=True)

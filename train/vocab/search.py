@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from specctl.recipes.distribution import pip_install
 from specctl.recipes.errors import SpecctlError
 
 WEIGHTS = (0.1, 10.0)
@@ -82,7 +83,7 @@ def search_tpe(
             where="--search",
             found="no module optuna",
             expected="optuna",
-            do="pip install 'specctl[tune]', or --search exhaustive",
+            do=f"{pip_install('tune')}, or --search exhaustive",
         ) from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     found: list[Scored] = []
