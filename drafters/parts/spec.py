@@ -63,8 +63,11 @@ def check_spec(spec: ModelSpec) -> None:
     for name, most in MOST.items():
         size = getattr(spec, name)
         if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= most:
-            raise ValueError(f"{name} is {size!r:.60}, expected 1 to {most:,}")
+            raise ValueError(f"{name} is {str(size)[:60]}, expected 1 to {most:,}")
     for name in ("norm_eps", "rope_theta", "embed_scale"):
         number = getattr(spec, name)
         if not math.isfinite(number) or number < 0:
-            raise ValueError(f"{name} is {number!r:.60}, expected a finite number")
+            raise ValueError(f"{name} is {str(number)[:60]}, expected a finite number")
+    for token in (spec.bos_id, spec.pad_id, *spec.eos_ids):
+        if token is not None and not -1 <= token < 1 << 31:
+            raise ValueError(f"{str(token)[:60]} is no token id")
