@@ -114,6 +114,7 @@ _NO_MEMORY = (
     "out of memory",
     "could not create a primitive",  # oneDNN, whose descriptors and kernels did not fit
     "could not create a memory object",
+    "DefaultCPUAllocator",
 )
 
 
