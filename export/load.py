@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -36,6 +37,10 @@ from specctl.recipes.errors import (
 )
 from specctl.runtime.target import Target
 
+# Options that count modules, and how many may share a tensor.
+_STACKED = ("layers", "lstm_layers", "mlp_heads", "num_blocks", "num_heads", "prefix")
+_MODULES = 64
+
 
 def load_package(path: Path, target: Target, allow: Sequence[str] = ()) -> Drafter:
     """The drafter of a package folder, after every check; on the target's device and dtype."""
@@ -55,7 +60,7 @@ def read_package(path: Path, target: Target | None, allow: Sequence[str] = ()) -
     vocab = _vocab(manifest, tensors)
     if target is not None:
         _check_eos(manifest, vocab, target, allow)
-    _check_modest(manifest)
+    _check_modest(manifest, len(tensors))
     options = parse_options(family, manifest.options)
     own = {name: t for name, t in tensors.items() if name not in MAP_NAMES}
     with _building():
@@ -136,8 +141,19 @@ def parse_options(family: Family, options: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def _check_modest(manifest: Manifest) -> None:
-    """No size among the options may exceed what the weights could fill."""
+def _check_modest(manifest: Manifest, num_tensors: int) -> None:
+    """No size among the options may exceed what the weights could fill, and no stack of modules the
+    tensors that are stored: even without storage each module takes its time to make."""
+    counts = [manifest.options.get(name) for name in _STACKED]
+    modules = math.prod(count for count in counts if isinstance(count, int) and count > 1)
+    if modules > _MODULES * max(1, num_tensors):
+        raise IntegrityError(
+            "options: more modules than the package has tensors for",
+            found=f"{modules:,} modules",
+            expected=f"the modules of {num_tensors:,} tensors",
+            do="get the package again",
+            where=f"{MANIFEST}:options",
+        )
     stored = manifest.files.get(WEIGHTS)
     limit = max(1 << 20, 0 if stored is None else stored.bytes)
     for name, value in manifest.options.items():

@@ -138,6 +138,7 @@ def _load_tokenizer(folder: Path, config: Any) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
+        tokenizer.decode(tokenizer.encode("a"))  # settings of a wrong kind show in use only
     except Exception as error:  # tokenizers raises plain Exception for a damaged file
         raise IntegrityError(
             "the tokenizer cannot be read",

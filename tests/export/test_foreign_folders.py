@@ -7,6 +7,7 @@ import ast
 import json
 import os
 import pickle
+import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from mutations import is_refused, mutated
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specctl.cli.against import assistant_model
@@ -330,6 +332,23 @@ def test_a_plan_refuses_it_without_building_it(case: str, folder: Path) -> None:
     with pytest.raises(SpecctlError):
         target_shape(TargetPart(name=str(folder)))
     assert time.process_time() - before < 1.0
+
+
+def test_forty_mutated_folders_load_or_are_refused(folder: Path, bare: Target) -> None:
+    """None is a bug, none takes long."""
+    whole = {name: (folder / name).read_bytes() for name in SETTINGS}
+    draw, before, refused = random.Random(7), time.process_time(), 0
+    for number in range(40):
+        for name, text in whole.items():
+            (folder / name).write_bytes(text)
+        name = draw.choice(("config.json", *SETTINGS))
+        body = json.loads(whole[name])
+        mutated(body, draw)
+        (folder / name).write_text(json.dumps(body))
+        way = (as_target, as_draft)[number % 2]
+        refused += is_refused(lambda way=way: way(folder, bare))
+    assert 10 < refused < 40
+    assert time.process_time() - before < 30
 
 
 def test_every_reading_by_transformers_is_local_and_runs_no_code() -> None:

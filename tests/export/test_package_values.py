@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from mutations import is_refused, mutated
 from safetensors.torch import load_file, save_file
 
-from specctl.cli.failures import as_told
 from specctl.drafters import families
 from specctl.drafters.parts.options import read_options
 from specctl.export.folder import load_drafter
@@ -156,47 +156,29 @@ def test_an_option_that_may_be_none_is_read_as_none() -> None:
     assert read_options(options, {"taps": [1, 2, 3]}).taps == (1, 2, 3)
 
 
-ODD = [
-    None, True, False, -1, 0, 1, 2, 3, 63, 10**6, 10**9, 2**63, -(2**63), 1e9, 1e308, -0.5, "", "1",
-    "nan", "x" * 300, "../../etc/passwd", "\x1b[31m", [], [0], [1, 1], [64] * 20, [[]], {},
-    {"a": 1}, {"rope_type": "llama3"}, {"rope_type": "yarn", "factor": "x"},
-    "float32", "small-lm", "chain",
-]  # fmt: skip
+def test_options_cannot_ask_for_modules_without_end(
+    plain_target: Target, save: Any, reseal: Any
+) -> None:
+    family = families()["medusa"]
+    folder = save(family.build(family.options(), plain_target.spec, None))
+    load_drafter(folder, plain_target)
+    reseal(folder, lambda body: body["options"].update(num_heads=9999, num_blocks=9999))
+    before = time.process_time()
+    with pytest.raises(IntegrityError, match="more modules"):
+        load_drafter(folder, plain_target)
+    assert time.process_time() - before < 1
 
 
-def leaves(body: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every place of a JSON value, inner ones too."""
-    found = [path] if path else []
-    items = body.items() if isinstance(body, dict) else enumerate(body)
-    if isinstance(body, (dict, list)):
-        found += [inner for key, value in items for inner in leaves(value, (*path, key))]
-    return found
-
-
-def mutated(body: dict[str, Any], draw: random.Random) -> None:
-    """Change one to three places of a JSON object: another value, a missing or a further key."""
-    for _ in range(draw.choice((1, 1, 2, 3))):
-        *parents, last = draw.choice(leaves(body))
-        part: Any = body
-        for key in parents:
-            part = part[key]
-        kind = draw.randrange(8)
-        if kind == 0:
-            del part[last]
-        elif kind == 1 and isinstance(part, dict):
-            part["more"] = draw.choice(ODD)
-        elif kind == 2:
-            part[last] = [part[last]] * draw.choice((1, 2, 50))
-        else:
-            part[last] = draw.choice(ODD)
-
-
-def is_refused(action: Callable[[], object]) -> bool:
-    """Whether it is refused as a user can understand; anything else but success fails here."""
-    try:
-        action()
-    except Exception as error:
-        if as_told(error) is None:
-            raise
-        return True
-    return False
+def test_two_hundred_mutated_manifests_load_or_are_refused(
+    package: Path, plain_target: Target
+) -> None:
+    """Sealed again each time. None is a bug, none takes long."""
+    whole, refused = (package / MANIFEST).read_bytes(), 0
+    draw, before = random.Random(5), time.process_time()
+    for _ in range(200):
+        (package / MANIFEST).write_bytes(whole)
+        part = draw.choice(("options", "serve", "spec", "taps", "vocabulary"))
+        sealed(package, lambda body, part=part: mutated(body[part], draw))
+        refused += is_refused(lambda: load_drafter(package, plain_target))
+    assert 100 < refused < 200
+    assert time.process_time() - before < 20
