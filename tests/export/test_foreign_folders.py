@@ -20,9 +20,12 @@ from mutations import is_refused, mutated
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specctl.cli.against import assistant_model
+from specctl.cli.console import Console
+from specctl.cli.show import show
 from specctl.export.folder import load_drafter
 from specctl.export.imports.published import read_published
 from specctl.recipes.errors import IntegrityError, SpecctlError
+from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import TargetPart
 from specctl.runtime.checkpoint_folder import INDEX, WEIGHTS, check_size, weight_files
 from specctl.runtime.target import Target, load_target, tokenizer_fingerprint
@@ -178,6 +181,11 @@ def test_no_way_to_name_a_pickle_loads_it(
     assert not mark.exists()
 
 
+@pytest.mark.parametrize("way", [as_target, as_draft, as_assistant])
+def test_a_whole_folder_is_loaded_by_every_way(way: Any, folder: Path, bare: Target) -> None:
+    assert way(folder, bare) is not None
+
+
 def test_the_mark_would_be_seen(tmp_path: Path) -> None:
     pickle.loads(pickle.dumps(Bomb(tmp_path / "mark")))
     assert (tmp_path / "mark").exists()
@@ -321,6 +329,22 @@ def test_no_configuration_asks_for_memory_beside_its_weights() -> None:
     huge = AutoConfig.for_model("phi", **shape, partial_rotary_factor=1e10)
     with pytest.raises(IntegrityError, match="beside the weights"):
         check_size(huge, weights, "config.json")
+
+
+@pytest.mark.parametrize("text", [ABYSS, DEEP, "[]", ""], ids=["abyss", "deep", "list", "empty"])
+def test_showing_such_a_folder_is_refused(text: str, folder: Path) -> None:
+    (folder / "config.json").write_text(text)
+    with pytest.raises(SpecctlError):
+        show(Console(), folder)
+
+
+@pytest.mark.parametrize(
+    "text", ["a: " + ABYSS, "[" * 5000, "a:\n" + "".join(" " * i + "- a:\n" for i in range(2000))]
+)
+def test_a_recipe_of_an_abyss_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(text[:200_000])
+    with pytest.raises(SpecctlError):
+        load_recipe(str(tmp_path / "recipe.yaml"))
 
 
 @pytest.mark.parametrize("case", [name for name in FOLDERS if "layers" in name])
