@@ -34,6 +34,7 @@ from specctl.export.manifest import WEIGHTS, check_files
 from specctl.export.pretrained import inspect_folder, quietly
 from specctl.export.widen import MARGIN, Widened, widen
 from specctl.recipes.errors import GateError, IncompatibleError
+from specctl.runtime.checkpoint_folder import from_folder
 from specctl.runtime.write import write_tokenizer
 
 
@@ -186,9 +187,7 @@ def _their_logits(folder: Path, ids_1S: Tensor) -> Tensor:
     from transformers import AutoModelForCausalLM
 
     with quietly():
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float64, local_files_only=True, use_safetensors=True
-        )
+        model = from_folder(AutoModelForCausalLM, folder, dtype=torch.float64)
     with torch.no_grad():
         logits: Tensor = model.eval()(ids_1S).logits
     return logits

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
 from torch import Tensor
 
 from specctl.export.files import PICKLE_SUFFIXES, list_files, open_folder, read_header, read_json
-from specctl.export.folder import refuse_not_finite
+from specctl.export.folder import read_tensors
 from specctl.export.manifest import MANIFEST, read_manifest
 from specctl.recipes.errors import FileError, IncompatibleError, IntegrityError
 
@@ -105,6 +104,5 @@ def _tensors(names: Sequence[str], paths: Sequence[Path]) -> dict[str, Tensor]:
                 do="keep the files of one version of the weights",
                 where=name,
             )
-        found |= load_file(path)
-    refuse_not_finite(found)
+        found |= read_tensors(path)
     return found
