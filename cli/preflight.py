@@ -49,15 +49,17 @@ def _check_drafter(name: str) -> None:
 
 
 def check_allowed(names: Collection[str]) -> None:
-    """--allow names parts of a run that may have changed; any other word allows nothing."""
-    from specctl.train.saving.fingerprint import PARTS
+    """--allow names parts of a run that may have changed, or its restart; any other word allows
+    nothing."""
+    from specctl.train.saving.fingerprint import PARTS, RESTART
 
+    known = (*PARTS, RESTART)
     for name in names:
-        if name not in PARTS:
+        if name not in known:
             raise SpecctlError(
                 f"there is no --allow {name}",
                 where="--allow",
                 found=name,
-                expected="one of " + ", ".join(PARTS),
-                do=f"--allow {nearest(name, PARTS, 1)}",
+                expected="one of " + ", ".join(known),
+                do=f"--allow {nearest(name, known, 1)}",
             )

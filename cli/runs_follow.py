@@ -88,12 +88,20 @@ def _figures(line: dict[str, Any]) -> str:
     return f"step {line.get('step')}: " + ", ".join(words)
 
 
-def resume(console: Console, run: RunFolder) -> None:
+def resume(
+    console: Console,
+    run: RunFolder,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option("--allow", metavar="FIELD", help="As the training command takes it."),
+    ] = None,
+) -> None:
     """Continue an interrupted run as it was started, from wherever you are.
 
-    Example:
+    Examples:
 
       specctl runs resume runs/quickstart
+      specctl runs resume runs/distill --allow restart
     """
     from specctl.cli.main import main
     from specctl.train.runs import read_run
@@ -107,7 +115,7 @@ def resume(console: Console, run: RunFolder) -> None:
             expected="a run that was interrupted",
             do=f"specctl runs tail {run} --follow",
         )
-    words = resuming_words(found)
+    words = resuming_words(found) + [word for name in allow or () for word in ("--allow", name)]
     console.say(shlex.join(["specctl", *words]))
     sys.argv = ["specctl", *words]
     raise typer.Exit(main(words, console))

@@ -40,7 +40,7 @@ from specctl.train.plot import save_learning_curve
 from specctl.train.processes.ranks import Ranks
 from specctl.train.processes.target_shards import spread
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot
-from specctl.train.saving.fingerprint import check_same_run, config_fields
+from specctl.train.saving.fingerprint import RESTART, check_same_run, config_fields
 from specctl.train.saving.lock import locked
 from specctl.train.saving.run_file import write_run_file
 from specctl.train.selective import reference_stage
@@ -82,8 +82,9 @@ def train_draft(
     """Train the recipe's drafter in the run folder `out`, or continue the run that is there.
 
     `load` reads the folder that drafter.init may name. `allow` names what may differ from the run
-    being continued: config, target, data, vocab, init, world-size. Raises Interrupted (exit 75)
-    after a signal, with the state saved.
+    being continued: config, target, data, vocab, init, world-size; `restart` lets one that has no
+    whole checkpoint left begin again. Raises Interrupted (exit 75) after a signal, with the state
+    saved.
     """
     family = trainable_family(recipe)
     if dry_run:
@@ -183,7 +184,7 @@ def _found(
             do="choose another --out, or leave --no-resume out to continue it",
             where=str(checkpoints.folder.parent),
         )
-    snapshot = checkpoints.newest()
+    snapshot = checkpoints.newest(RESTART in allow)
     if snapshot is not None:
         now = {"config": config_fields(recipe), "world-size": checkpoints.ranks.size}
         check_same_run(snapshot.fingerprint, now, allow)
@@ -231,7 +232,7 @@ def _reference(
         reporter.say(f"first the reference: {stage.train.steps:,} steps in {out}")
         places = Checkpoints(out / "checkpoints", reporter, stage.train.keep, ranks)
         job = make_job(stage, made, places, None)
-        progress = train(job, _continue(job, places.newest(), allow))
+        progress = train(job, _continue(job, places.newest(RESTART in allow), allow))
         _best(job, progress, reporter)
         reference = job.drafter
     else:

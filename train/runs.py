@@ -12,6 +12,7 @@ from typing import Any
 from specctl.recipes.errors import FileError
 from specctl.recipes.load import parse_yaml
 from specctl.train.log import read_log
+from specctl.train.saving.aside import set_aside
 from specctl.train.saving.lock import Holder, live_holder
 from specctl.train.saving.whole import damage, progress, saved_steps, step_name
 
@@ -94,9 +95,10 @@ def read_run(folder: Path, hashes: bool = False) -> Run:
     taus = [(line["tau"], -line["step"]) for line in lines if line.get("tau") is not None]
     tau, best = max(taus, default=(None, 0))
     newest = whole[-1].step if whole else 0
+    lost = not whole and bool(saves or set_aside(folder / SAVES))
     return Run(
         path=folder,
-        state=_state(holder, saves, newest, int(record["recipe"]["train"]["steps"])),
+        state=_state(holder, lost, newest, int(record["recipe"]["train"]["steps"])),
         record=record,
         step=max([newest, *(line.get("step", 0) for line in lines)]) if holder else newest,
         tau=tau,
@@ -148,10 +150,10 @@ def best_steps(folder: Path, whole: list[int], lines: list[dict[str, Any]]) -> s
     return {step for step in found if step is not None}
 
 
-def _state(holder: Holder | None, saves: tuple[Saved, ...], newest: int, steps: int) -> str:
+def _state(holder: Holder | None, lost: bool, newest: int, steps: int) -> str:
     if holder is not None:
         return RUNNING
-    if saves and all(save.wrong is not None for save in saves):
+    if lost:
         return DAMAGED
     return FINISHED if newest >= steps else INTERRUPTED
 
@@ -183,13 +185,14 @@ def newest_figures(lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def dispensable(run: Run, keep: int = 2, is_ours: bool = False) -> list[Path]:
-    """What a run can do without: half-written leftovers, checkpoints set aside as damaged, and
-    whole ones beside the best and the newest `keep`. Nothing of a run that another process holds;
-    `is_ours`: the holder is the caller."""
+    """What a run can do without: half-written leftovers, and, where there is a whole checkpoint,
+    those set aside as damaged (else they are all that is left of the run) and whole ones beside the
+    best and the newest `keep`. Nothing of a run that another process holds; `is_ours`: the holder
+    is the caller."""
     folder = run.path / SAVES
     if (run.holder is not None and not is_ours) or not folder.is_dir():
         return []
-    left = [*folder.glob(".tmp-*"), *folder.glob("damaged-step*")]
     whole = [save for save in run.saves if save.wrong is None]
+    left = [*folder.glob(".tmp-*"), *(set_aside(folder) if whole else ())]
     surplus = [save.path for save in whole[: -max(1, keep)] if not save.is_best]
     return sorted(left) + surplus

@@ -131,6 +131,27 @@ def test_an_interrupted_run_is_continued_as_it_was_started(
     assert left.read_bytes() == right.read_bytes()
 
 
+def test_a_run_that_lost_its_checkpoints_stays_damaged_until_a_restart_is_allowed(
+    run: Any, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = runs / "damaged"
+    shutil.rmtree(folder / "package")
+    log = (folder / "metrics.jsonl").read_bytes()
+    saves = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    for _ in range(2):
+        ran = run("runs", "resume", folder, "--json")
+        assert ran.code == Exit.INTEGRITY
+        assert "--allow restart" in ran.json["error"]["do"]
+        assert (folder / "metrics.jsonl").read_bytes() == log
+        assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == saves
+        assert read_run(folder).state == "damaged"
+    assert run("runs", "clean", folder, "--yes", "--json").json["result"]["deleted"] == []
+    ran = run("runs", "resume", folder, "--allow", "restart", "--json")
+    assert ran.code == 0, ran.err
+    assert read_run(folder).state == "finished"
+
+
 def test_a_running_run_is_not_resumed(run: Any, runs: Path) -> None:
     with locked(runs / "interrupted", SilentReporter()):
         ran = run("runs", "resume", runs / "interrupted", "--json")

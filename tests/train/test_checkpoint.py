@@ -135,13 +135,33 @@ def test_a_flip_of_any_single_byte_of_the_manifest_is_found(tmp_path: Path) -> N
     assert missed == []
 
 
-def test_when_every_checkpoint_is_damaged_the_run_says_so_instead_of_starting_over(
+def test_a_run_without_a_whole_checkpoint_stays_refused_until_it_is_allowed_to_restart(
     tmp_path: Path,
 ) -> None:
     found = filled(tmp_path)
     for step in (1, 2, 3):
         (found.path(step) / "state.json").unlink()
-    with pytest.raises(IntegrityError, match=r"step000003: state.json is missing.*step000001"):
+    for _ in range(3):  # asking again changes nothing: not the answer, not the files
+        with pytest.raises(IntegrityError, match=r"step000003: state.json is missing.*step000001"):
+            found.newest()
+        assert found.steps() == [1, 2, 3]
+    assert found.newest(restart=True) is None
+    assert found.steps() == []
+    with pytest.raises(IntegrityError, match="set aside: damaged-step000001") as caught:
+        found.newest()  # nothing was saved since
+    assert "--allow restart" in caught.value.do
+    found.save(snapshot(1))
+    assert found.newest().step == 1
+
+
+def test_what_was_set_aside_is_not_forgotten_when_the_last_whole_checkpoint_goes(
+    tmp_path: Path,
+) -> None:
+    found = filled(tmp_path, (1, 2))
+    (found.path(2) / "state.json").unlink()
+    assert found.newest().step == 1
+    shutil.rmtree(found.path(1))
+    with pytest.raises(IntegrityError, match="set aside: damaged-step000002"):
         found.newest()
 
 

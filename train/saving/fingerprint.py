@@ -17,6 +17,7 @@ FREE = frozenset(
     }
 )  # fmt: skip
 PARTS = ("config", "target", "data", "vocab", "init", "world-size")  # of a run's fingerprint
+RESTART = "restart"  # allows a run that has lost every checkpoint to begin again
 DECIDING = ("target", "drafter", "data", "train", "vocab")
 
 
