@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import shutil
+import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from specctl.train.loop import Progress, restore, save, take_step, train
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot, read_snapshot
 from specctl.train.saving.disk import Disk, write_file
 from specctl.train.saving.fingerprint import check_same_run
-from specctl.train.saving.lock import locked
+from specctl.train.saving.lock import Holder, live_holder, locked
 from specctl.train.saving.tensorfile import DTYPES, tensor_chunks
 from specctl.train.saving.whole import damage
 
@@ -358,6 +360,17 @@ def test_a_second_process_on_the_folder_is_refused_and_told_who_holds_it(tmp_pat
         pass
 
 
+class Keeping(SilentReporter):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
 def test_the_lock_of_a_dead_process_is_taken_over_with_a_note(tmp_path: Path) -> None:
     ready, done = os.pipe()
     child = os.fork()
@@ -367,17 +380,46 @@ def test_the_lock_of_a_dead_process_is_taken_over_with_a_note(tmp_path: Path) ->
             os.kill(os.getpid(), 9)
     os.read(ready, 1)
     os.waitpid(child, 0)
-
-    class Keeping(SilentReporter):
-        def say(self, text: str) -> None:
-            said.append(text)
-
-    said: list[str] = []
-    with locked(tmp_path, Keeping()):
-        assert said == [f"took over the lock of process {child}, which is gone"]
+    assert live_holder(tmp_path) is None
+    keeping, here = Keeping(), socket.gethostname()
+    with locked(tmp_path, keeping):
+        assert keeping.said == [f"took over the lock of process {child} on {here}, which is gone"]
 
 
-def test_the_lock_of_another_host_is_never_overruled(tmp_path: Path) -> None:
+def test_a_restarted_container_takes_over_the_lock_that_it_left_under_another_name(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "run.lock").write_text(json.dumps({"pid": 1, "host": "elsewhere"}))
-    with pytest.raises(FileError, match="elsewhere"), locked(tmp_path, SilentReporter()):
-        pass
+    assert live_holder(tmp_path) is None
+    keeping = Keeping()
+    with locked(tmp_path, keeping):
+        assert keeping.said == ["took over the lock of process 1 on elsewhere, which is gone"]
+
+
+def test_a_lock_that_another_host_still_holds_is_refused_and_names_it(tmp_path: Path) -> None:
+    with locked(tmp_path, SilentReporter()):  # a file system that locks for all hosts
+        (tmp_path / "run.lock").write_text(json.dumps({"pid": 2**22 + 1, "host": "elsewhere"}))
+        assert live_holder(tmp_path) == Holder(2**22 + 1, "elsewhere")
+        with pytest.raises(FileError, match="elsewhere"), locked(tmp_path, SilentReporter()):
+            pass
+
+
+def test_looking_at_a_folder_never_makes_a_run_that_begins_there_leave(tmp_path: Path) -> None:
+    (tmp_path / "run.lock").write_text(json.dumps({"pid": 1, "host": "elsewhere"}))
+    ends = threading.Event()
+
+    def look() -> None:
+        while not ends.is_set():
+            live_holder(tmp_path)
+
+    watchers = [threading.Thread(target=look) for _ in range(2)]
+    for watcher in watchers:
+        watcher.start()
+    try:
+        for _ in range(200):
+            with locked(tmp_path, SilentReporter()):
+                pass
+    finally:
+        ends.set()
+        for watcher in watchers:
+            watcher.join()

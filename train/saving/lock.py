@@ -17,7 +17,7 @@ from specctl.recipes.errors import FileError
 from specctl.runtime.report import Reporter
 
 NAME = "run.lock"
-PATIENCE = 50  # times a hundredth of a second until a new holder has written its name
+PATIENCE = 50  # times a hundredth of a second that a lock is asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,38 +27,20 @@ class Holder:
     pid: int
     host: str
 
-    @property
-    def is_here(self) -> bool:
-        return self.host == socket.gethostname()
-
-    @property
-    def is_gone(self) -> bool:
-        """True if it surely does not run; a process on another host may."""
-        if not self.is_here:
-            return False
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except (PermissionError, OverflowError):
-            return False
-        return False
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
 
 
 def live_holder(folder: Path) -> Holder | None:
-    """The process that holds the folder now, as far as can be seen from here; takes no lock that
-    a run which is just starting could miss."""
+    """The process that holds the folder now. Whether one does, the kernel says, or the server of a
+    shared file system; a name alone may be that of a container that was started again."""
     try:
         descriptor = os.open(folder / NAME, os.O_RDONLY)
     except OSError:
         return None
     try:
         named = _named(descriptor)
-        if named is None or named.is_gone:
-            return None
-        if named.is_here and _is_free(descriptor):
-            return None  # the number now belongs to another process
-        return named
+        return None if named is None or _is_free(descriptor) else named
     finally:
         os.close(descriptor)
 
@@ -66,11 +48,11 @@ def live_holder(folder: Path) -> Holder | None:
 @contextmanager
 def locked(folder: Path, reporter: Reporter) -> Iterator[None]:
     """Hold the folder; a second process raises FileError. The kernel drops the lock of a dead
-    process, so its file is taken over with a note; a holder on another host is never overruled."""
-    path = folder / NAME
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    process, so its file is taken over with a note, whatever host it names. A folder that was made
+    for this and in which nothing was written is removed again."""
+    path, is_new = folder / NAME, not folder.exists()
+    descriptor = _taken(path, reporter)
     try:
-        _take(descriptor, path, reporter)
         body = json.dumps(asdict(Holder(os.getpid(), socket.gethostname())))
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, body.encode(), 0)
@@ -78,39 +60,44 @@ def locked(folder: Path, reporter: Reporter) -> Iterator[None]:
             yield
         finally:
             os.ftruncate(descriptor, 0)
+            if is_new and [*folder.iterdir()] == [path]:
+                path.unlink()
+                folder.rmdir()
     finally:
         os.close(descriptor)
 
 
-def _take(descriptor: int, path: Path, reporter: Reporter) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            raise FileError(
-                "cannot lock the run folder",
-                found=str(error),
-                expected="a file system with locks",
-                do="choose another --out",
-                where=str(path),
-            ) from error
-        raise _held(_awaited(descriptor), path) from None
-    named = _named(descriptor)
-    if named is None:
-        return
-    if not named.is_here:
-        raise _held(named, path)
-    reporter.say(f"took over the lock of process {named.pid}, which is gone")
+def _taken(path: Path, reporter: Reporter) -> int:
+    """The lock file, open and held; made anew if whoever held it before has just removed it."""
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            left = _take(descriptor, path)
+            is_there = path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
+        except BaseException:
+            os.close(descriptor)
+            raise
+        if is_there:
+            if left is not None:
+                reporter.say(f"took over the lock of {left}, which is gone")
+            return descriptor
+        os.close(descriptor)
 
 
-def _awaited(descriptor: int) -> Holder | None:
-    """Who holds a lock that was refused: it may not have written its name yet."""
+def _take(descriptor: int, path: Path) -> Holder | None:
+    """Take the lock; returns the dead process that its file still names. One that is refused is
+    asked for again for half a second: somebody may only be looking, or a holder that just began
+    may not have written its name yet."""
     for _ in range(PATIENCE):
-        named = _named(descriptor)
-        if named is not None and not named.is_gone:
-            return named
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return _named(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise _unlockable(error, path) from error
         time.sleep(0.01)
-    return None
+    raise _held(_named(descriptor), path)
 
 
 def _named(descriptor: int) -> Holder | None:
@@ -133,11 +120,20 @@ def _is_free(descriptor: int) -> bool:
 
 
 def _held(holder: Holder | None, path: Path) -> FileError:
-    name = "a process" if holder is None else f"process {holder.pid} on {holder.host}"
     return FileError(
         "another process uses this run folder",
-        found=name,
+        found="a process" if holder is None else str(holder),
         expected="one process per folder",
-        do=f"wait for it, choose another --out, or, if it is surely gone, rm {path}",
+        do="wait for it, or choose another --out",
+        where=str(path),
+    )
+
+
+def _unlockable(error: OSError, path: Path) -> FileError:
+    return FileError(
+        "cannot lock the run folder",
+        found=str(error),
+        expected="a file system with locks",
+        do="choose another --out",
         where=str(path),
     )
