@@ -3,12 +3,14 @@
 OUT/run.yaml         the resolved recipe, the origin of every value, the exact command
 OUT/data             the rows               OUT/checkpoints   states to resume from
 OUT/metrics.jsonl    what happened          OUT/package       the drafter with the best measured tau
+OUT/finished.json    what a finished run found; it is left alone from then on
 OUT/reference        the same for a first stage, where tokens are selected by comparison
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -28,9 +30,10 @@ from specctl.runtime.target import Target, load_target
 from specctl.train.adapt import ADAPTER, merge, save_adapter
 from specctl.train.assemble import trainable_family
 from specctl.train.changed import FOLDER, log_change, say_change, settled
-from specctl.train.data.prepare import prepare
+from specctl.train.data.prepare import prepare, rows_digest
 from specctl.train.data.rows import TokenData
-from specctl.train.initial import Loader, check_fit, initial_of, loaded
+from specctl.train.finished import MARK, read_mark
+from specctl.train.initial import Initial, Loader, check_fit, initial_of, loaded
 from specctl.train.job import Made, make_job
 from specctl.train.joint import Joint
 from specctl.train.joint_check import check_joint, check_target
@@ -40,9 +43,16 @@ from specctl.train.plot import save_learning_curve
 from specctl.train.processes.ranks import Ranks
 from specctl.train.processes.target_shards import spread
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot
-from specctl.train.saving.fingerprint import RESTART, check_same_run, config_fields
+from specctl.train.saving.fingerprint import (
+    RESTART,
+    check_same_run,
+    config_fields,
+    packaged_fields,
+    run_fingerprint,
+)
 from specctl.train.saving.lock import locked
 from specctl.train.saving.run_file import write_run_file
+from specctl.train.saving.store import write_json
 from specctl.train.selective import reference_stage
 from specctl.train.stop import Stop
 
@@ -78,8 +88,10 @@ def train_draft(
     package: Packager | None = None,
     load: Loader | None = None,
     target: Target | None = None,
+    package_folder: Path | None = None,
 ) -> RunResult:
-    """Train the recipe's drafter in the run folder `out`, or continue the run that is there.
+    """Train the recipe's drafter in the run folder `out`, or continue the run that is there; one
+    that is finished is left as it is. The package goes to `package_folder`, else to OUT/package.
 
     `load` reads the folder that drafter.init may name. `allow` names what may differ from the run
     being continued: config, target, data, vocab, init, world-size; `restart` lets one that has no
@@ -97,19 +109,30 @@ def train_draft(
         talker = (reporter or SilentReporter()) if ranks.is_main else SilentReporter()
         with ranks.together():
             if ranks.is_main:
-                out.mkdir(parents=True, exist_ok=True)
                 held.enter_context(locked(out, talker))
         checkpoints = Checkpoints(out / "checkpoints", talker, recipe.train.keep, ranks)
-        snapshot = _found(recipe, checkpoints, resume, allow)
-        if ranks.is_main:
-            write_run_file(recipe, out, command)
+        if not resume:
+            _refuse_second(checkpoints)
+        mark = finished_mark(recipe, out, allow)
+        if package is not None and mark is not None and mark["package"] is None:
+            mark = None
+        snapshot = None if mark is not None else _found(recipe, checkpoints, allow)
         target = target or _load_target(recipe, accelerator.device)
         initial = initial_of(recipe, target, load)  # what it refuses, before answers are written
+        if mark is not None:
+            if not _changes(mark, recipe, target, initial, ranks, allow):
+                talker.say(f"finished before, tau {mark['tau']}: {out} is left as it is")
+                accelerator.end_training()
+                return marked_result(mark, recipe, out)
+            snapshot = _found(recipe, checkpoints, allow)
         check_fit(recipe, target.spec, initial)
         needs = build_shape(family, recipe, target.spec).needs()
         if recipe.train.joint is not None:
             check_target(target)
             check_joint(recipe, needs)
+        if ranks.is_main:
+            (out / MARK).unlink(missing_ok=True)
+            write_run_file(recipe, out, command)
         data = _data(recipe, target, out, talker, ranks)
         target = spread(recipe, target, ranks)
         made = Made(target, data, initial, stop, accelerator, load)
@@ -119,7 +142,7 @@ def train_draft(
         progress = _continue(job, snapshot, allow)
         progress = train(job, progress)
         acceptance = _best(job, progress, talker)
-        written = out / "package"
+        written = package_folder or out / "package"
         with job.drafter.whole() as drafter, ranks.together():
             if ranks.is_main:
                 save_learning_curve(out / "metrics.jsonl", out / "curve.png")
@@ -134,17 +157,82 @@ def train_draft(
                     log_change(target, job.log, progress.step)
                 if package is not None:
                     package(drafter, target, written, acceptance)
+        best = None if progress.best_step is None else job.checkpoints.path(progress.best_step)
+        result = RunResult(
+            out=out,
+            best_checkpoint=best,
+            tau=None if acceptance is None else acceptance["tau"],
+            steps=progress.step,
+            seconds=progress.seconds,
+            package=written if package is not None else None,
+            target=None if recipe.train.joint is None else out / FOLDER,
+        )
+        with ranks.together():
+            if ranks.is_main:
+                write_mark(recipe, result, job.fingerprint)
         accelerator.end_training()
-    best = None if progress.best_step is None else job.checkpoints.path(progress.best_step)
+    return result
+
+
+def write_mark(recipe: Recipe, result: RunResult, fingerprint: Mapping[str, Any]) -> None:
+    """Write down that a run is finished, and with what; folders as seen from its own."""
+    kept = {"best": result.best_checkpoint, "package": result.package}
+    fields = {
+        "config": packaged_fields(recipe),
+        "fingerprint": {part: value for part, value in fingerprint.items() if part != "config"},
+        **{k: None if p is None else os.path.relpath(p, result.out) for k, p in kept.items()},
+        "tau": result.tau,
+        "steps": result.steps,
+        "seconds": result.seconds,
+    }
+    write_json(result.out / MARK, fields)
+
+
+def finished_mark(
+    recipe: Recipe, folder: Path, allow: Collection[str] = ()
+) -> Mapping[str, Any] | None:
+    """What the finished run in `folder` wrote down; None if there is something left to do. One that
+    was finished under another recipe is refused, or goes on where that is allowed."""
+    mark = read_mark(folder)
+    if mark is None:
+        return None
+    now = {"config": packaged_fields(recipe)}
+    return None if check_same_run(mark, now, allow) else mark
+
+
+def marked_result(mark: Mapping[str, Any], recipe: Recipe, folder: Path) -> RunResult:
+    """The result of a finished run."""
     return RunResult(
-        out=out,
-        best_checkpoint=best,
-        tau=None if acceptance is None else acceptance["tau"],
-        steps=progress.step,
-        seconds=progress.seconds,
-        package=written if package is not None else None,
-        target=None if recipe.train.joint is None else out / FOLDER,
+        folder,
+        mark["best"],
+        mark["tau"],
+        mark["steps"],
+        mark["seconds"],
+        package=mark["package"],
+        target=None if recipe.train.joint is None else folder / FOLDER,
     )
+
+
+def _changes(
+    mark: Mapping[str, Any],
+    recipe: Recipe,
+    target: Target,
+    initial: Initial | None,
+    ranks: Ranks,
+    allow: Collection[str],
+) -> list[str]:
+    """What has changed, on purpose, since the run was finished. Nothing is written to see it."""
+    saved = mark["fingerprint"]
+    now = run_fingerprint(
+        recipe,
+        target.fingerprint,
+        target.tokenizer_fingerprint,
+        rows_digest(recipe, target),
+        saved["vocab"],  # follows from the recipe and the rows
+        ranks.size,
+        None if initial is None else initial.digest,
+    )
+    return check_same_run(saved, {part: now[part] for part in now if part in saved}, allow)
 
 
 def _accelerator(recipe: Recipe, out: Path) -> Accelerator:
@@ -172,18 +260,21 @@ def _accelerator(recipe: Recipe, out: Path) -> Accelerator:
     return accelerator
 
 
-def _found(
-    recipe: Recipe, checkpoints: Checkpoints, resume: bool, allow: Collection[str]
-) -> Snapshot | None:
-    """The state to continue from. A changed recipe is refused here, before anything is written."""
-    if not resume and checkpoints.steps():
+def _refuse_second(checkpoints: Checkpoints) -> None:
+    """With --no-resume a folder holds no run yet."""
+    out = checkpoints.folder.parent
+    if checkpoints.steps() or read_mark(out) is not None:
         raise FileError(
             "the run folder already holds a run",
             found=str(checkpoints.folder),
             expected="an empty folder",
             do="choose another --out, or leave --no-resume out to continue it",
-            where=str(checkpoints.folder.parent),
+            where=str(out),
         )
+
+
+def _found(recipe: Recipe, checkpoints: Checkpoints, allow: Collection[str]) -> Snapshot | None:
+    """The state to continue from. A changed recipe is refused here, before anything is written."""
     snapshot = checkpoints.newest(RESTART in allow)
     if snapshot is not None:
         now = {"config": config_fields(recipe), "world-size": checkpoints.ranks.size}

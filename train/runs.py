@@ -11,6 +11,7 @@ from typing import Any
 
 from specctl.recipes.errors import FileError
 from specctl.recipes.load import parse_yaml
+from specctl.train.finished import read_mark
 from specctl.train.log import read_log
 from specctl.train.saving.aside import set_aside
 from specctl.train.saving.lock import Holder, live_holder
@@ -98,7 +99,7 @@ def read_run(folder: Path, hashes: bool = False) -> Run:
     lost = not whole and bool(saves or set_aside(folder / SAVES))
     return Run(
         path=folder,
-        state=_state(holder, lost, newest, int(record["recipe"]["train"]["steps"])),
+        state=_state(folder, holder, lost, newest >= int(record["recipe"]["train"]["steps"])),
         record=record,
         step=max([newest, *(line.get("step", 0) for line in lines)]) if holder else newest,
         tau=tau,
@@ -150,12 +151,14 @@ def best_steps(folder: Path, whole: list[int], lines: list[dict[str, Any]]) -> s
     return {step for step in found if step is not None}
 
 
-def _state(holder: Holder | None, lost: bool, newest: int, steps: int) -> str:
+def _state(folder: Path, holder: Holder | None, lost: bool, is_at_end: bool) -> str:
     if holder is not None:
         return RUNNING
     if lost:
         return DAMAGED
-    return FINISHED if newest >= steps else INTERRUPTED
+    has_package = (folder / "package").is_dir()
+    is_finished = read_mark(folder) is not None or (is_at_end and has_package)
+    return FINISHED if is_finished else INTERRUPTED
 
 
 def _age(folder: Path) -> float:

@@ -152,6 +152,34 @@ def test_a_run_that_lost_its_checkpoints_stays_damaged_until_a_restart_is_allowe
     assert read_run(folder).state == "finished"
 
 
+def test_a_finished_run_keeps_its_package_and_its_proof_whatever_is_asked(
+    run: Any, runs: Path
+) -> None:
+    folder = runs / "finished"
+    (folder / "package" / "proof.json").write_text('{"kept": true}')
+
+    def files() -> dict[Path, bytes]:
+        found = (path for path in folder.rglob("*") if path.is_file())
+        return {path: path.read_bytes() for path in found}
+
+    before, words = files(), [word for setting in SMALL for word in ("--set", setting)]
+    again = ("train-draft", "--recipe", "medusa", "--out", folder, *words, "--set",
+             "vocab.size=256", "--json")  # fmt: skip
+    for asked in (("runs", "resume", folder, "--json"), again):
+        ran = run(*asked)
+        assert ran.code == 0, ran.err
+        assert "left as it is" in ran.err
+        assert files() == before
+    assert ran.json["result"]["package"] == str(folder / "package")
+
+
+def test_a_run_that_was_killed_before_it_was_packaged_is_not_finished(run: Any, runs: Path) -> None:
+    shutil.rmtree(runs / "finished" / "package")
+    assert read_run(runs / "finished").state == "interrupted"
+    assert run("runs", "resume", runs / "finished", "--json").code == 0
+    assert read_run(runs / "finished").state == "finished"
+
+
 def test_a_running_run_is_not_resumed(run: Any, runs: Path) -> None:
     with locked(runs / "interrupted", SilentReporter()):
         ran = run("runs", "resume", runs / "interrupted", "--json")
