@@ -51,7 +51,7 @@ from specctl.train.saving.fingerprint import (
     run_fingerprint,
 )
 from specctl.train.saving.lock import locked
-from specctl.train.saving.run_file import write_run_file
+from specctl.train.saving.run_file import RECORD, write_run_file
 from specctl.train.saving.store import write_json
 from specctl.train.selective import reference_stage
 from specctl.train.stop import Stop
@@ -109,13 +109,13 @@ def train_draft(
         talker = (reporter or SilentReporter()) if ranks.is_main else SilentReporter()
         with ranks.together():
             if ranks.is_main:
-                held.enter_context(locked(out, talker))
+                held.enter_context(locked(out, talker, [RECORD]))
         checkpoints = Checkpoints(out / "checkpoints", talker, recipe.train.keep, ranks)
         if not resume:
             _refuse_second(checkpoints)
         mark = finished_mark(recipe, out, allow)
-        if package is not None and mark is not None and mark["package"] is None:
-            mark = None
+        if mark is not None and mark["package"] is None:
+            mark = None  # its checkpoints are all it left; there is no package to leave alone
         snapshot = None if mark is not None else _found(recipe, checkpoints, allow)
         target = target or _load_target(recipe, accelerator.device)
         initial = initial_of(recipe, target, load)  # what it refuses, before answers are written
@@ -178,7 +178,7 @@ def write_mark(recipe: Recipe, result: RunResult, fingerprint: Mapping[str, Any]
     """Write down that a run is finished, and with what; folders as seen from its own."""
     kept = {"best": result.best_checkpoint, "package": result.package}
     fields = {
-        "config": packaged_fields(recipe),
+        "config": _deciding(recipe, result.package),
         "fingerprint": {part: value for part, value in fingerprint.items() if part != "config"},
         **{k: None if p is None else os.path.relpath(p, result.out) for k, p in kept.items()},
         "tau": result.tau,
@@ -196,8 +196,13 @@ def finished_mark(
     mark = read_mark(folder)
     if mark is None:
         return None
-    now = {"config": packaged_fields(recipe)}
+    now = {"config": _deciding(recipe, mark["package"])}
     return None if check_same_run(mark, now, allow) else mark
+
+
+def _deciding(recipe: Recipe, package: Path | None) -> dict[str, Any]:
+    """The fields of a recipe that decide what a run leaves behind."""
+    return config_fields(recipe) if package is None else packaged_fields(recipe)
 
 
 def marked_result(mark: Mapping[str, Any], recipe: Recipe, folder: Path) -> RunResult:

@@ -71,7 +71,8 @@ def is_run(folder: Path) -> bool:
 
 
 def find_runs(folder: Path, depth: int = 3) -> list[Path]:
-    """Run folders in `folder`, itself included, at most `depth` levels down, by path."""
+    """Run folders in `folder`, itself included, at most `depth` levels down, by path. A hidden
+    folder is seen where it is a run itself, and not looked into."""
     return sorted(_walk(folder, depth))
 
 
@@ -82,8 +83,8 @@ def _walk(folder: Path, depth: int) -> Iterator[Path]:
         return
     for path in folder.iterdir():
         is_own = path.name in (SAVES, "data", "package")
-        if path.is_dir() and not path.is_symlink() and not is_own and path.name[0] != ".":
-            yield from _walk(path, depth - 1)
+        if path.is_dir() and not path.is_symlink() and not is_own:
+            yield from _walk(path, 0 if path.name[0] == "." else depth - 1)
 
 
 def read_run(folder: Path, hashes: bool = False) -> Run:

@@ -18,6 +18,7 @@ import yaml
 from specctl.cli import runs_follow
 from specctl.cli.console import Console
 from specctl.cli.main import main
+from specctl.cli.recipe_flags import folder_name
 from specctl.cli.runs_follow import resuming_words
 from specctl.recipes.errors import Exit
 from specctl.runtime.report import SilentReporter
@@ -308,3 +309,48 @@ def test_mistakes_are_answered_with_something_to_do(
 def test_folders_inside_a_run_are_not_runs(runs: Path) -> None:
     (runs / "finished" / "half").mkdir()
     assert [p.name for p in find_runs(runs)] == ["damaged", "finished", "interrupted"]
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        ("tiny", "tiny"),
+        ("org/model", "org--model"),
+        ("./model", "model"),
+        ("../all/./model/", "all--model"),
+        ("/models/.cache/m", "models--.cache--m"),
+        (".hidden/m", "hidden--m"),
+        ("..", None),
+    ],
+)
+def test_no_target_makes_a_hidden_run_folder(target: str, name: str | None) -> None:
+    assert folder_name(target) == (name or Path.cwd().parent.name)
+
+
+def test_a_run_in_a_hidden_folder_is_listed_and_others_are_not_looked_into(runs: Path) -> None:
+    (runs / "finished").rename(runs / ".--model-medusa")
+    shutil.copytree(runs / "damaged", runs / ".venv" / "run", symlinks=True)
+    names = [path.name for path in find_runs(runs)]
+    assert names == [".--model-medusa", "damaged", "interrupted"]
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        ("--target", "./nowhere"),
+        ("--target", "tyni"),
+        ("--data", "EMPTY"),
+        ("--set", "drafter.options.num_heads=0"),
+    ],
+)
+def test_a_mistake_leaves_no_run_behind(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: tuple[str, str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.jsonl").write_text("{}\n")
+    words = [word.replace("EMPTY", "empty.jsonl") for word in mistake]
+    sets = [word for setting in SMALL for word in ("--set", setting)]
+    ran = run("train-draft", "--recipe", "medusa", *sets, *words, "--out", "runs/new")
+    assert ran.code not in (0, 1), ran.err
+    assert not (tmp_path / "runs" / "new").exists()
+    assert run("runs", "ls", tmp_path, "--json").json["result"]["runs"] == []

@@ -8,7 +8,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,10 +46,11 @@ def live_holder(folder: Path) -> Holder | None:
 
 
 @contextmanager
-def locked(folder: Path, reporter: Reporter) -> Iterator[None]:
+def locked(folder: Path, reporter: Reporter, records: Collection[str] = ()) -> Iterator[None]:
     """Hold the folder; a second process raises FileError. The kernel drops the lock of a dead
     process, so its file is taken over with a note, whatever host it names. A folder that was made
-    for this and in which nothing was written is removed again."""
+    for this, and in which nothing but files of the names `records` was written, goes again: what a
+    mistake on the command line began is no run."""
     path, is_new = folder / NAME, not folder.exists()
     descriptor = _taken(path, reporter)
     try:
@@ -60,11 +61,19 @@ def locked(folder: Path, reporter: Reporter) -> Iterator[None]:
             yield
         finally:
             os.ftruncate(descriptor, 0)
-            if is_new and [*folder.iterdir()] == [path]:
-                path.unlink()
-                folder.rmdir()
+            if is_new:
+                _leave_nothing(folder, {NAME, *records})
     finally:
         os.close(descriptor)
+
+
+def _leave_nothing(folder: Path, records: Collection[str]) -> None:
+    """Remove a folder that holds nothing but these files; the lock, which is ours, last."""
+    paths = sorted(folder.iterdir(), key=lambda path: path.name == NAME)
+    if all(path.name in records for path in paths):
+        for path in paths:
+            path.unlink()
+        folder.rmdir()
 
 
 def _taken(path: Path, reporter: Reporter) -> int:
