@@ -13,7 +13,7 @@ from specctl.cli.console import Console
 from specctl.cli.launch import check_gpus, is_launched, relaunch, watch_front
 from specctl.cli.memory import peak_memory, peak_text
 from specctl.cli.plan import show_plans, without_dry_run
-from specctl.cli.preflight import check_allowed, check_run
+from specctl.cli.preflight import check_allowed, check_out, check_run
 from specctl.cli.progress import duration
 from specctl.cli.recipe_flags import TrainingFlags
 from specctl.cli.target_choice import go_offline
@@ -47,6 +47,7 @@ def run_training(
     if is_launched():
         watch_front()
     processes, is_cpu = _processes(flags, min(each.train.rows for each in runs_of(recipe)))
+    check_out(out)
     check_run(recipe, out)
     if flags.dry_run:
         console.done(show_plans(console, recipe, out), next=[without_dry_run()])

@@ -38,10 +38,11 @@ from specctl.train.job import Made, make_job
 from specctl.train.joint import Joint
 from specctl.train.joint_check import check_joint, check_target
 from specctl.train.loop import Job, Progress, measure, restore, train
-from specctl.train.plan import Plan, build_shape, plan
+from specctl.train.plan import Plan, build_shape, disk_needs, plan
 from specctl.train.plot import save_learning_curve
 from specctl.train.processes.ranks import Ranks
 from specctl.train.processes.target_shards import spread
+from specctl.train.room import lacking_disk, refuse_lacks
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot
 from specctl.train.saving.fingerprint import (
     RESTART,
@@ -130,6 +131,10 @@ def train_draft(
         if recipe.train.joint is not None:
             check_target(target)
             check_joint(recipe, needs)
+        with ranks.together():
+            if ranks.is_main:
+                room = [(out, disk_needs(recipe, target.spec))]
+                refuse_lacks(lacking_disk(room), "what the run will write", out)
         if ranks.is_main:
             (out / MARK).unlink(missing_ok=True)
             write_run_file(recipe, out, command)

@@ -26,7 +26,8 @@ from specctl.train.data.context import check_context
 from specctl.train.finished import stage_folders
 from specctl.train.initial import Loader
 from specctl.train.joint_check import check_stages
-from specctl.train.plan import Plan, plan
+from specctl.train.plan import Plan, disk_needs, plan
+from specctl.train.room import lacking_disk, refuse_lacks
 from specctl.train.run import Packager, RunResult, finished_mark, marked_result, train_draft
 from specctl.train.saving.run_file import write_run_file
 from specctl.train.target_shape import target_shape
@@ -82,6 +83,10 @@ def train_recipe(
         check_context(stage.recipe, spec)
     is_main = PartialState().is_main_process
     talker = (reporter or SilentReporter()) if is_main else SilentReporter()
+    left = [stage for stage in todo if finished_mark(stage.recipe, stage.folder, allow) is None]
+    if left:
+        room = [(stage.folder, disk_needs(stage.recipe, spec)) for stage in left]
+        refuse_lacks(lacking_disk(room), "what the stages will write", out)
     if is_main:
         out.mkdir(parents=True, exist_ok=True)
         write_run_file(recipe, out, command)

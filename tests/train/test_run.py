@@ -21,15 +21,23 @@ from small_runs import Talk
 
 import specctl.recipes
 from specctl.drafters.parts.base import Drafter
-from specctl.recipes.errors import Exit, FileError, IncompatibleError, RecipeError
+from specctl.recipes.errors import (
+    Exit,
+    FileError,
+    IncompatibleError,
+    RecipeError,
+    ResourceError,
+)
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.report import SilentReporter
 from specctl.runtime.target import Target
+from specctl.train import room
 from specctl.train.loop import Progress, train
 from specctl.train.metrics import read_log
 from specctl.train.run import RunResult, train_draft
 from specctl.train.saving.checkpoint import Checkpoints
+from specctl.train.saving.disk import Disk
 from specctl.train.saving.lock import locked
 from specctl.train.saving.state import seed_everything
 from specctl.train.stop import Interrupted
@@ -140,6 +148,20 @@ def test_a_stopped_run_resumed_by_the_same_call_gives_the_same_drafter(
     (tmp_path / "cut" / "package").rmdir()
     _, again, _ = run(recipe, tmp_path / "cut", target)  # nothing is left to train
     assert again.digest == whole.digest
+
+
+def test_a_run_without_room_for_what_it_will_write_is_refused_before_it_begins(
+    tmp_path: Path, target: Target, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Small(Disk):
+        def free(self, folder: Path) -> int:
+            return 1000
+
+    monkeypatch.setattr(room, "Disk", Small)
+    with pytest.raises(ResourceError, match=r"does not fit here.*GB") as caught:
+        run(small_recipe("medusa", text), tmp_path / "run", target)
+    assert caught.value.exit == Exit.RESOURCES == 6
+    assert not (tmp_path / "run").exists()
 
 
 def files(folder: Path) -> dict[Path, tuple[int, bytes]]:
