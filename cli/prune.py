@@ -98,7 +98,8 @@ def prune(
     if offline:
         go_offline()
     out = run.folder(recipe)
-    check_out(out)
+    if not search.search:  # which keeps a folder of its own kind
+        check_out(out)
     check_run(recipe, out)
     if search.search:
         if dry_run:

@@ -99,7 +99,7 @@ def train_draft(
     whole checkpoint left begin again. Raises Interrupted (exit 75) after a signal, with the state
     saved.
     """
-    family = trainable_family(recipe)
+    trainable_family(recipe)
     if dry_run:
         return RunResult(out, None, None, 0, 0.0, plan=plan(recipe, out=out))
     stop = Stop(shlex.join(command) if command else "run the same command again")
@@ -122,15 +122,11 @@ def train_draft(
         initial = initial_of(recipe, target, load)  # what it refuses, before answers are written
         if mark is not None:
             if not _changes(mark, recipe, target, initial, ranks, allow):
-                talker.say(f"finished before, tau {mark['tau']}: {out} is left as it is")
+                talker.say(f"{finished_text(mark)}: {out} is left as it is")
                 accelerator.end_training()
                 return marked_result(mark, recipe, out)
             snapshot = _found(recipe, checkpoints, allow)
-        check_fit(recipe, target.spec, initial)
-        needs = build_shape(family, recipe, target.spec).needs()
-        if recipe.train.joint is not None:
-            check_target(target)
-            check_joint(recipe, needs)
+        _check(recipe, target, initial)
         with ranks.together():
             if ranks.is_main:
                 room = [(out, disk_needs(recipe, target.spec))]
@@ -147,21 +143,6 @@ def train_draft(
         progress = _continue(job, snapshot, allow)
         progress = train(job, progress)
         acceptance = _best(job, progress, talker)
-        written = package_folder or out / "package"
-        with job.drafter.whole() as drafter, ranks.together():
-            if ranks.is_main:
-                save_learning_curve(out / "metrics.jsonl", out / "curve.png")
-                adapted = drafter.module
-                if recipe.train.lora is not None and adapted is not None:
-                    if recipe.train.lora.keep:
-                        save_adapter(adapted, out / ADAPTER)
-                    merge(adapted)
-                if isinstance(job.drafter, Joint):
-                    target = settled(job.drafter, target, recipe, data, out)
-                    say_change(target, out / FOLDER, talker)
-                    log_change(target, job.log, progress.step)
-                if package is not None:
-                    package(drafter, target, written, acceptance)
         best = None if progress.best_step is None else job.checkpoints.path(progress.best_step)
         result = RunResult(
             out=out,
@@ -169,14 +150,41 @@ def train_draft(
             tau=None if acceptance is None else acceptance["tau"],
             steps=progress.step,
             seconds=progress.seconds,
-            package=written if package is not None else None,
+            package=None if package is None else package_folder or out / "package",
             target=None if recipe.train.joint is None else out / FOLDER,
         )
-        with ranks.together():
+        with job.drafter.whole() as drafter, ranks.together():
             if ranks.is_main:
-                write_mark(recipe, result, job.fingerprint)
+                _leave(drafter, job, made, recipe, result, acceptance, package)
         accelerator.end_training()
     return result
+
+
+def _leave(
+    drafter: Drafter,
+    job: Job,
+    made: Made,
+    recipe: Recipe,
+    result: RunResult,
+    acceptance: Mapping[str, Any] | None,
+    package: Packager | None,
+) -> None:
+    """Write what a run leaves behind: its curve, its additions, the changed target, the package,
+    and last the mark that it is finished."""
+    out, target = result.out, made.target
+    save_learning_curve(out / "metrics.jsonl", out / "curve.png")
+    adapted = drafter.module
+    if recipe.train.lora is not None and adapted is not None:
+        if recipe.train.lora.keep:
+            save_adapter(adapted, out / ADAPTER)
+        merge(adapted)
+    if isinstance(job.drafter, Joint):
+        target = settled(job.drafter, target, recipe, made.data, out)
+        say_change(target, out / FOLDER, job.reporter)
+        log_change(target, job.log, result.steps)
+    if package is not None and result.package is not None:
+        package(drafter, target, result.package, acceptance)
+    write_mark(recipe, result, job.fingerprint)
 
 
 def write_mark(recipe: Recipe, result: RunResult, fingerprint: Mapping[str, Any]) -> None:
@@ -208,6 +216,12 @@ def finished_mark(
 def _deciding(recipe: Recipe, package: Path | None) -> dict[str, Any]:
     """The fields of a recipe that decide what a run leaves behind."""
     return config_fields(recipe) if package is None else packaged_fields(recipe)
+
+
+def finished_text(mark: Mapping[str, Any]) -> str:
+    """What is said of a finished run."""
+    tau = "not measured" if mark["tau"] is None else f"{mark['tau']:.3f}"
+    return f"finished before, tau {tau}"
 
 
 def marked_result(mark: Mapping[str, Any], recipe: Recipe, folder: Path) -> RunResult:
@@ -268,6 +282,15 @@ def _accelerator(recipe: Recipe, out: Path) -> Accelerator:
     if trackers:
         accelerator.init_trackers("specctl")
     return accelerator
+
+
+def _check(recipe: Recipe, target: Target, initial: Initial | None) -> None:
+    """Refuse a recipe that does not fit the target or the first weights."""
+    check_fit(recipe, target.spec, initial)
+    needs = build_shape(trainable_family(recipe), recipe, target.spec).needs()
+    if recipe.train.joint is not None:
+        check_target(target)
+        check_joint(recipe, needs)
 
 
 def _refuse_second(checkpoints: Checkpoints) -> None:

@@ -28,7 +28,14 @@ from specctl.train.initial import Loader
 from specctl.train.joint_check import check_stages
 from specctl.train.plan import Plan, disk_needs, plan
 from specctl.train.room import lacking_disk, refuse_lacks
-from specctl.train.run import Packager, RunResult, finished_mark, marked_result, train_draft
+from specctl.train.run import (
+    Packager,
+    RunResult,
+    finished_mark,
+    finished_text,
+    marked_result,
+    train_draft,
+)
 from specctl.train.saving.run_file import write_run_file
 from specctl.train.target_shape import target_shape
 
@@ -96,7 +103,7 @@ def train_recipe(
         mark = finished_mark(stage.recipe, stage.folder, allow) if resume else None
         title = f"stage {number} of {len(todo)}, {stage.name}"
         if mark is not None:
-            talker.say(f"{title}: finished before, tau {mark['tau']}")
+            talker.say(f"{title}: {finished_text(mark)}")
             results.append(marked_result(mark, stage.recipe, stage.folder))
             continue
         talker.say(title)
