@@ -1,6 +1,6 @@
 """`specctl bench --families`: every trained family under one budget, in one table and one plot.
 
-OUT/NAME            an ordinary run of family NAME; a finished one holds stage.json and is kept
+OUT/NAME            an ordinary run of family NAME; a finished one holds finished.json and is kept
 OUT/families.json   the rows        OUT/families.png   speed-ups over plain decoding
 """
 
@@ -138,16 +138,15 @@ def train_family(
     """The family trained in `out`: kept if that is finished, continued if it was interrupted, begun
     on the rows of a finished one else."""
     from specctl.export.manifest import read_manifest
+    from specctl.train.run import finished_mark, marked_result
     from specctl.train.scaling import share_data
-    from specctl.train.stages import Stage, finished, mark_finished
 
-    stage = Stage(name, out, recipe)
-    result = finished(stage)
-    if result is None:
+    mark = finished_mark(recipe, out)
+    if mark is None:
         share_data(done, out)
         result = train_and_package(console, recipe, out)
-        mark_finished(stage, result)
     else:
+        result = marked_result(mark, recipe, out)
         console.say(f"{name}: trained before, kept")
     assert result.package is not None, "a finished run has a package"
     parameters = read_manifest(result.package).parameters

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TextIO
 from specctl.cli.printable import PrintableStream, one_line, printable
 from specctl.runtime.report import Advance
 
+DAY = 86_400  # seconds
 PLAIN_SECONDS = 15.0
 EVENT_SECONDS = 1.0
 NARROW = 80  # columns of a terminal below which only the figures are shown
@@ -26,13 +27,17 @@ class Progress(Protocol):
 
 
 def duration(seconds: float) -> str:
-    """12.3 -> "12s", 75 -> "1m15s", 3700 -> "1h01m"."""
+    """12.3 -> "12s", 75 -> "1m15s", 3700 -> "1h01m", 100,000 -> "1d03h", 10^7 -> "115 days"."""
     whole = round(max(0.0, seconds))
     if whole < 60:
         return f"{whole}s"
     if whole < 3600:
         return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    if whole < DAY:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    if whole < 100 * DAY:
+        return f"{whole // DAY}d{whole % DAY // 3600:02d}h"
+    return f"{whole // DAY:,} days"
 
 
 def rate_text(rate: float, unit: str) -> str:

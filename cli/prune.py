@@ -12,7 +12,7 @@ from specctl.cli.console import Console
 from specctl.cli.cutting import Job, cut_and_heal
 from specctl.cli.flags import Offline
 from specctl.cli.plan import shown, without_dry_run
-from specctl.cli.preflight import check_run
+from specctl.cli.preflight import check_out, check_run
 from specctl.cli.recipe_flags import DryRun, RecipeFlags
 from specctl.cli.shapes import SearchFlags, search_shapes
 from specctl.cli.target_choice import go_offline
@@ -98,6 +98,8 @@ def prune(
     if offline:
         go_offline()
     out = run.folder(recipe)
+    if not search.search:  # which keeps a folder of its own kind
+        check_out(out)
     check_run(recipe, out)
     if search.search:
         if dry_run:
@@ -121,7 +123,7 @@ def _show_plans(console: Console, job: Job) -> None:
     recipe = job.data_recipe()
     wanted = job.wanted(target_shape(recipe.target).spec)
     plans = prune_plans(recipe, wanted, job.steps, job.two_step)
-    console.done(shown(console, recipe, plans), next=[without_dry_run()])
+    console.done(shown(console, recipe, plans, job.out), next=[without_dry_run()])
 
 
 def _search_unplanned() -> RecipeError:

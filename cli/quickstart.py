@@ -16,7 +16,7 @@ import typer
 from specctl.cli.console import Console
 from specctl.cli.flags import Sets
 from specctl.cli.memory import peak_memory, peak_text
-from specctl.cli.preflight import check_run
+from specctl.cli.preflight import check_out, check_run
 from specctl.cli.progress import duration
 from specctl.cli.quickstart_compare import compare
 from specctl.recipes.errors import Exit, SpecctlError
@@ -61,6 +61,7 @@ def quickstart(
     """
     started = time.monotonic()
     loaded = scaled(recipe, target, minutes, tuple(set_ or ()))
+    check_out(out)
     check_run(loaded, out)
     from specctl.cli.target_choice import TargetChoice
     from specctl.runtime.inflate import inflatable, size_named

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from specctl.cli.console import Console
-from specctl.cli.launch import check_gpus, is_launched, relaunch
+from specctl.cli.launch import check_gpus, is_launched, relaunch, watch_front
 from specctl.cli.memory import peak_memory, peak_text
 from specctl.cli.plan import show_plans, without_dry_run
-from specctl.cli.preflight import check_allowed, check_run
+from specctl.cli.preflight import check_allowed, check_out, check_run
 from specctl.cli.progress import duration
 from specctl.cli.recipe_flags import TrainingFlags
 from specctl.cli.target_choice import go_offline
@@ -44,7 +44,10 @@ def run_training(
     if flags.offline:
         go_offline()
     check_allowed(flags.allow or ())
+    if is_launched():
+        watch_front()
     processes, is_cpu = _processes(flags, min(each.train.rows for each in runs_of(recipe)))
+    check_out(out)
     check_run(recipe, out)
     if flags.dry_run:
         console.done(show_plans(console, recipe, out), next=[without_dry_run()])
