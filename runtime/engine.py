@@ -188,7 +188,7 @@ class Engine:
         verdict = run_rule(rule, tree, scores_BTV, turn.noise)
         if not tree.is_chain:
             self._cache().keep(view.slot_B, view.kept_len_B, verdict.path_BP)
-        done = self._commit(tree, verdict, plan)
+        done = self._commit(tree, verdict)
         logprobs = logprobs_of(logits_BTV, verdict.path_BP, self.live.rows, done.emitted)
         verified = time.perf_counter()
         self.draft_seconds += drafted - started
@@ -252,8 +252,8 @@ class Engine:
             return self._early.forward(feed, tree, self._cache())
         return tree, self.target.lm.run(feed, self._cache())
 
-    def _commit(self, tree: DraftTree, verdict: Verdict, plan: Plan) -> Committed:
-        return commit(self.live.rows, tree, verdict, plan, self.target)
+    def _commit(self, tree: DraftTree, verdict: Verdict) -> Committed:
+        return commit(self.live.rows, tree, verdict, self.target)
 
     # -- pieces of a round ----------------------------------------------------------------------
 

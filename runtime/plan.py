@@ -30,10 +30,6 @@ class Plan:
         """Whether row b drafts at all."""
         return self.budget.depth > 0 and (self.lengths is None or self.lengths[b] > 0)
 
-    def depth(self, b: int, tree: DraftTree) -> int:
-        """How deep row b's part of the tree goes."""
-        return tree.depth if self.lengths is None else min(tree.depth, self.lengths[b])
-
     def cut(self, tree: DraftTree) -> DraftTree:
         """The tree without what lies beyond its row's own length."""
         if self.lengths is None:
