@@ -24,7 +24,7 @@ from specctl.runtime.engine import Engine
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling import Sampling
 from specctl.runtime.session import Request
-from specctl.runtime.stats import add_counts
+from specctl.runtime.stats import add_counts, shares
 from specctl.runtime.target import Target
 
 
@@ -136,9 +136,12 @@ def measure(
     ]
     done = engine.run(requests)
     rounds = sum(c.stats.rounds for c in done)
-    accepted = add_counts(c.stats.accepted_at for c in done)
+    counts = (
+        add_counts(c.stats.accepted_at for c in done),
+        add_counts(c.stats.tested_at for c in done),
+    )
     return Measured(
         sum(c.stats.tokens for c in done) / rounds,
-        tuple(n / rounds for n in accepted),
+        shares(*counts),
         tuple(c.tokens for c in done),
     )

@@ -39,7 +39,6 @@ class Timed:
     tau: float | None = None
     draft_share: float | None = None
     accepted_per_position: tuple[float, ...] = ()
-    alpha_per_position: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,6 @@ class BenchRow:
     identical: bool | None
     draft_share: float | None
     accepted_per_position: tuple[float, ...]
-    alpha_per_position: tuple[float, ...]
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -74,7 +72,6 @@ class BenchRow:
             "identical_to_plain": self.identical,
             "draft_share": None if self.draft_share is None else round(self.draft_share, 3),
             "accepted_per_position": [round(x, 3) for x in self.accepted_per_position],
-            "alpha_per_position": [round(x, 3) for x in self.alpha_per_position],
         }
 
 
@@ -140,7 +137,6 @@ def engine_contender(
             stats.tau,
             stats.draft_share,
             stats.accepted_per_position,
-            stats.alpha_per_position,
         )
 
     return Contender(name, run)
@@ -271,7 +267,6 @@ def _rows(runs: dict[str, list[Timed]], sampling: Sampling) -> list[BenchRow]:
                 same,
                 last.draft_share,
                 last.accepted_per_position,
-                last.alpha_per_position,
             )
         )
     return rows

@@ -186,7 +186,7 @@ def test_a_search_heals_every_shape_and_ranks_by_what_it_measured(
     assert ran.code == 0, ran.err
     assert "4 of 4 shapes are healed for 1 steps" in ran.err
     found = ran.json["result"]
-    reached = found["acceptance"]["accepted_per_position"]
+    reached = found["acceptance"]["reached_per_position"]
     assert set(reached) == {"1x64", "1x128", "2x64", "2x128"}
     for row in found["ranking"]:
         share_at = reached[f"{row['layers']}x{row['width']}"]

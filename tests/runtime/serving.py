@@ -152,7 +152,7 @@ class StubService:
 
     def _count(self, ticket: Ticket, piece: Piece) -> None:
         num = len(piece.tokens)
-        ticket.stats.count(max(num - 1, 0), max(num - 1, 0), sum(piece.accepted), num)
+        ticket.stats.count(max(num - 1, 0), sum(piece.accepted), num, is_rejected=False)
         self.counters.rounds += 1
         self.counters.steps += 1
         self.counters.tokens += num
