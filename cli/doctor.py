@@ -98,7 +98,7 @@ def _namesakes() -> Iterator[Check]:
         among = sum(file.is_relative_to(HERE) for file in files)
         found = f"{dist.name} {dist.version} is another project with a command `specctl`"
         found += f"; {among} of its files lie among ours" if among else ""
-        do = f"pip uninstall {dist.name}, then pip install --force-reinstall --no-deps {ours}"
+        do = f"pip uninstall {dist.name}, then install {ours} again (its folder: pip install -e .)"
         yield Check("specctl", RED, found, do)
 
 
