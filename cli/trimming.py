@@ -61,6 +61,8 @@ def trim_and_package(console: Console, job: TrimJob, out: Path) -> tuple[TrimRep
     for line in done.report.lines():
         console.out(line)
     console.out(done.report.plot())
+    for text in done.report.warnings(job.settings.min_coverage):
+        console.warn(text)
     manifest = _package(job, done.drafter, done.policy, material.prompts, out / "package")
     save_report(done.report, out)
     return done.report, manifest
