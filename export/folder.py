@@ -32,6 +32,7 @@ from specctl.drafters.parts.lean import LeanLlama
 from specctl.export.atomic import FULL, new_folder, write_file
 from specctl.export.card import render_card
 from specctl.export.compat import check_allow
+from specctl.export.files import check_name
 from specctl.export.manifest import (
     CARD,
     FORMAT_VERSION,
@@ -39,8 +40,9 @@ from specctl.export.manifest import (
     WEIGHTS,
     Manifest,
     file_records,
-    is_package,
+    read_manifest,
 )
+from specctl.export.proof_record import RECORDS
 from specctl.recipes.errors import GateError, IncompatibleError, IntegrityError, SpecctlError
 from specctl.recipes.targets import resolve
 from specctl.runtime.target import Target
@@ -71,11 +73,25 @@ def save_package(
         "acceptance": None if acceptance is None else dict(acceptance),
         "command": redacted(command),
     }
-    with new_folder(Path(out), is_package) as folder:
+    with new_folder(Path(out), own_files) as folder:
         if tensors:
             write_tensors(tensors, folder / WEIGHTS)
             compare_tensors(tensors, load_file(folder / WEIGHTS))
         return seal_folder(folder, about)
+
+
+def own_files(folder: Path) -> tuple[str, ...] | None:
+    """The files of a package that specctl wrote, the manifest last, so that a deletion that was
+    cut short can be finished; None for any other folder. What cannot be read is a FileError."""
+    if not (folder / MANIFEST).is_file():
+        return None
+    try:
+        names = read_manifest(folder).files
+        for name in names:
+            check_name(name)
+    except (IntegrityError, IncompatibleError):
+        return None
+    return (*RECORDS, *names, MANIFEST)
 
 
 def seal_folder(folder: Path, about: Mapping[str, Any]) -> Manifest:

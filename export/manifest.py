@@ -326,12 +326,3 @@ def _fault(what: str, found: str, expected: str) -> IntegrityError:
         expected=expected,
         do="get the package again, or export it again from its run",
     )
-
-
-def is_package(folder: Path) -> bool:
-    """True if specctl wrote this folder and nobody added to it, so that it may be replaced."""
-    try:
-        manifest = read_manifest(folder)
-        return set(list_files(folder)) == {*manifest.files, MANIFEST}
-    except (FileError, IntegrityError, IncompatibleError):
-        return False

@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from specctl.drafters.parts.vocab import VocabMap
-from specctl.export.folder import load_drafter, save_package
+from specctl.export.folder import load_drafter, own_files, save_package
 from specctl.export.load import load_package
-from specctl.export.manifest import MANIFEST, WEIGHTS, check_files, is_package, read_manifest
+from specctl.export.manifest import MANIFEST, WEIGHTS, check_files, read_manifest
 from specctl.recipes.errors import (
     FileError,
     IncompatibleError,
@@ -314,7 +314,7 @@ def test_leftovers_of_killed_writers_are_swept(make_toy: Any, save: Any, tmp_pat
 def test_renaming_aside_is_used_where_folders_cannot_be_exchanged(
     make_toy: Any, save: Any, tmp_path: Path, plain_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specctl.export.atomic._exchange", lambda *names: False)
+    monkeypatch.setattr("specctl.export.atomic._renamed", lambda *names: False)
     save(make_toy(seed=1))
     folder = save(make_toy(seed=2))
     assert [p.name for p in tmp_path.iterdir()] == ["package"]
@@ -350,13 +350,13 @@ def test_acceptance_must_be_complete(make_toy: Any, save: Any) -> None:
             save(make_toy(), acceptance={**whole, **bad})
 
 
-def test_is_package_knows_ours_from_others(package: Path, tmp_path: Path) -> None:
-    assert is_package(package)
+def test_only_what_the_manifest_lists_is_ours(package: Path, tmp_path: Path) -> None:
+    assert set(own_files(package) or ()) >= {path.name for path in package.iterdir()}
     copy = tmp_path / "copy"
     shutil.copytree(package, copy)
     (copy / MANIFEST).unlink()
-    assert not is_package(copy)
-    assert not is_package(tmp_path / "nothing")
+    assert own_files(copy) is None
+    assert own_files(tmp_path / "nothing") is None
 
 
 def test_save_package_says_what_the_target_was(package: Path, plain_target: Target) -> None:
