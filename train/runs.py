@@ -13,7 +13,14 @@ from specctl.recipes.errors import FileError
 from specctl.recipes.load import parse_yaml
 from specctl.train.log import read_log
 from specctl.train.saving.lock import Holder, live_holder
-from specctl.train.saving.whole import damage, progress, saved_steps, step_name
+from specctl.train.saving.whole import (
+    damage,
+    left_over,
+    progress,
+    saved_steps,
+    set_aside,
+    step_name,
+)
 
 RECORD, LOG, SAVES = "run.yaml", "metrics.jsonl", "checkpoints"
 RUNNING, INTERRUPTED, FINISHED, DAMAGED = "running", "interrupted", "finished", "damaged"
@@ -189,7 +196,7 @@ def dispensable(run: Run, keep: int = 2, is_ours: bool = False) -> list[Path]:
     folder = run.path / SAVES
     if (run.holder is not None and not is_ours) or not folder.is_dir():
         return []
-    left = [*folder.glob(".tmp-*"), *folder.glob("damaged-step*")]
+    left = [*left_over(folder), *set_aside(folder)]
     whole = [save for save in run.saves if save.wrong is None]
     surplus = [save.path for save in whole[: -max(1, keep)] if not save.is_best]
     return sorted(left) + surplus

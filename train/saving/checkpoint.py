@@ -32,6 +32,9 @@ from specctl.train.saving.whole import (
     canonical,
     damage,
     digest,
+    drop,
+    free_name,
+    left_over,
     read_manifest,
     saved_steps,
     step_name,
@@ -172,7 +175,12 @@ class Checkpoints:
             if step not in kept:
                 gone = self.folder / f".tmp-old-{step_name(step)}"
                 self.disk.replace(self.path(step), gone)
-                shutil.rmtree(gone, ignore_errors=True)
+                self._drop(gone)
+
+    def _drop(self, path: Path) -> None:
+        kept = drop(path)
+        if kept is not None:
+            self.reporter.warn(f"a checkpoint went; what else lay in it is kept in {kept}")
 
     def newest(self) -> Snapshot | None:
         """The newest whole checkpoint, None if the run has none. Damaged ones are moved aside."""
@@ -184,8 +192,8 @@ class Checkpoints:
         return None if chosen is None else read_snapshot(self.path(chosen), self.ranks.rank)
 
     def _choose(self) -> int | None:
-        for path in self.folder.glob(".tmp-*"):
-            path.unlink() if path.is_symlink() else shutil.rmtree(path)
+        for path in left_over(self.folder):
+            self._drop(path)
         reasons: list[str] = []
         for step in reversed(self.steps()):
             folder = self.path(step)
@@ -206,10 +214,7 @@ class Checkpoints:
         return None
 
     def _set_aside(self, folder: Path) -> None:
-        aside = folder.with_name(f"damaged-{folder.name}")
-        if aside.exists():
-            shutil.rmtree(aside)
-        folder.rename(aside)
+        folder.rename(free_name(folder.with_name(f"damaged-{folder.name}")))
 
     def load(self, step: int) -> Snapshot:
         """The checkpoint of that step, verified."""
