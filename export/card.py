@@ -6,6 +6,7 @@ import re
 import shlex
 
 from specctl.export.manifest import LOADABLE, Acceptance, Manifest, TargetRecord
+from specctl.runtime.meaning import EXACT, meaning, stamp
 
 _SECRET = re.compile(r"(hf_|sk-|ghp_|glpat-|xox[bp]-|AKIA)[A-Za-z0-9_-]{8,}")
 
@@ -69,7 +70,7 @@ def _summary(manifest: Manifest) -> str:
         f"speculative decoding, as a {title}. "
     )
     if manifest.verification == "lossless":
-        text += "Verification is lossless: the output law is the target's own, whatever is drafted."
+        text += _lossless(manifest.target.dtype)
     else:
         text += "Verification is **approximate**: the output law differs from the target's."
     changed = manifest.target.changed
@@ -88,6 +89,15 @@ def _summary(manifest: Manifest) -> str:
             f"{vocabulary.target_size:,} token ids."
         )
     return text
+
+
+def _lossless(dtype: str | None) -> str:
+    """What is kept of the target in the arithmetic of the package, and in float32."""
+    mark, words = stamp("lossless", dtype), meaning("lossless", dtype)
+    text = f"Verification is {mark}, whatever is drafted: {words}."
+    if dtype is None or dtype in EXACT:
+        return text
+    return f"{text} In float32 it is {meaning('lossless', 'float32')}."
 
 
 def _count(number: int) -> str:

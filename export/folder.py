@@ -159,6 +159,7 @@ def target_record(target: Target) -> dict[str, Any]:
         "revision": target.revision,
         "fingerprint": target.fingerprint,
         "inflated": target.inflated,
+        "dtype": str(target.dtype).removeprefix("torch."),
         **({} if target.changed is None else {"changed": asdict(target.changed)}),
     }
 

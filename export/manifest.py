@@ -72,14 +72,16 @@ class ChangeRecord(Record):
 
 
 class TargetRecord(Record):
-    """The model the drafter was made for. `inflated` is the size it was grown to, or null;
-    `changed` stands only where joint training made that model."""
+    """The model the drafter was made for. `inflated` is the size it was grown to, or null; `dtype`
+    is what it computed in then (packages of before do not say); `changed` stands only where joint
+    training made that model."""
 
     name: str
     repo: str | None
     revision: str | None
     fingerprint: str
     inflated: str | None
+    dtype: str | None = None
     changed: ChangeRecord | None = None
 
 
@@ -169,8 +171,9 @@ class Manifest(Record):
 
     def to_json(self) -> dict[str, Any]:
         body = self.model_dump(mode="json")
-        if self.target.changed is None:
-            del body["target"]["changed"]
+        for name in ("dtype", "changed"):
+            if body["target"][name] is None:
+                del body["target"][name]
         for name in ("served_by", "notes"):
             if not body[name]:
                 del body[name]
