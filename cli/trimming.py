@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from specctl.cli.console import Console
 from specctl.cli.loading import LoadedDraft, packaged_serve
+from specctl.cli.measured import Measurement
 from specctl.recipes.errors import SpecctlError
 
 if TYPE_CHECKING:
@@ -131,15 +132,13 @@ def _package(
         policy=policy,
         rule=job.draft.rule,
     )
-    acceptance = {
-        "tau": made.stats.tau,
-        "alpha": list(made.stats.accepted_per_position),
-        "command": f"specctl vocab-trim --draft {job.draft.name} --size {settings.size}",
-        "data": "held-out prompts",
-        "temperature": 0.0,
-        "prompts": len(prompts),
-        "new_tokens": settings.new_tokens,
-    }
+    measured = Measurement(
+        tau=made.stats.tau,
+        accepted_per_position=made.stats.accepted_per_position,
+        num_prompts=len(prompts),
+        new_tokens=settings.new_tokens,
+        prompts=job.prompts,
+    )
     serve = packaged_serve(job.draft.name)
     if policy != job.draft.policy:
         serve["length"] = policy.depth
@@ -149,7 +148,7 @@ def _package(
         folder,
         serve=serve,
         recipe_digest=_recipe_digest(job.draft.name),
-        acceptance=acceptance,
+        acceptance=measured.record(job.target),
         command=["specctl", *sys.argv[1:]],
     )
 

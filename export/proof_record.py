@@ -22,6 +22,7 @@ from specctl.export.manifest import read_manifest
 from specctl.recipes.errors import FileError, IntegrityError
 
 FOLDER, REPORT, PROSE = ".verification", "report.json", "report.md"
+RECORDS = (f"{FOLDER}/{REPORT}", f"{FOLDER}/{PROSE}")
 
 
 def write_record(

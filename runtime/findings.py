@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from specctl.runtime.meaning import meaning, stamp
 from specctl.runtime.power import samples_for
 from specctl.runtime.report import Advance
 
@@ -81,7 +82,7 @@ class Step:
 class Proof:
     """All findings on a pair. `passed`: nothing contradicts what `verification` claims. A drafter
     that is approximate by construction is measured: how far its law is from the target's is said
-    and not judged."""
+    and not judged. `dtype`: what the target computed in."""
 
     target: str
     family: str
@@ -89,6 +90,13 @@ class Proof:
     checks: tuple[Check, ...]
     warnings: tuple[str, ...] = ()
     verification: str = "lossless"
+    dtype: str | None = None
+
+    @property
+    def claim(self) -> str:
+        """What was checked, in the arithmetic in which it was."""
+        mark = stamp(self.verification, self.dtype)
+        return f"{mark}: {meaning(self.verification, self.dtype)}"
 
     @property
     def passed(self) -> bool:
@@ -120,6 +128,8 @@ class Proof:
             "family": self.family,
             "level": self.level,
             "verification": self.verification,
+            "dtype": self.dtype,
+            "claim": self.claim,
             "passed": self.passed,
             "checks": [asdict(check) for check in self.checks],
             "warnings": list(self.warnings),

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specctl.export.manifest import CARD, MANIFEST, Manifest, is_package
+from specctl.export.manifest import CARD, MANIFEST, Manifest
 from specctl.recipes.errors import FileError, IncompatibleError, SpecctlError, nearest
 from specctl.recipes.plugins import plugins
 
@@ -97,7 +97,7 @@ def export(
     """
     from specctl.export.atomic import new_folder
     from specctl.export.files import open_folder
-    from specctl.export.folder import seal_folder, versions
+    from specctl.export.folder import own_files, seal_folder, versions
     from specctl.export.load import read_package
     from specctl.export.manifest import package_in, read_manifest
 
@@ -107,7 +107,7 @@ def export(
     form = find_format(to, manifest.family)
     drafter = read_package(folder, target, allow).to(target.device)  # in its own dtype
     source = Source(folder, _beside(manifest, target), drafter, target, tuple(allow))
-    with new_folder(out, is_package) as temp:
+    with new_folder(out, own_files) as temp:
         form.write(source, temp)
         written = [path.name for path in temp.iterdir()]
         assert not {CARD, MANIFEST} & set(written), f"format {to} wrote {written}"
