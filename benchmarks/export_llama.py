@@ -27,12 +27,12 @@ import torch
 from llama_common import serving, write_target
 
 from specctl import Sampling, generate, load_drafter, load_target
-from specctl.drafters.parts.lean import LeanLM
 from specctl.export.formats import export
 from specctl.export.formats.gguf import FILE
-from specctl.runtime.hf import as_transformers
+from specctl.models.fast_llama import LeanLM
 from specctl.runtime.policies import make_policy
-from specctl.runtime.target import Target
+from specctl.runtime.target.checkpoint import as_transformers
+from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts
 
 ULPS = 8.0

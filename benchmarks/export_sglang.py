@@ -39,10 +39,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from specctl import load_target
-from specctl.export.blocks import check_confidence
 from specctl.export.formats import Source, export
-from specctl.export.load import load_package
-from specctl.export.manifest import read_manifest
+from specctl.export.layouts.blocks import check_confidence
+from specctl.export.package.load import load_package
+from specctl.export.package.manifest import read_manifest
 from specctl.export.readers.sglang_eagle import captured
 from specctl.export.readers.trial import (
     Trial,

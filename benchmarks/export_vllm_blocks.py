@@ -29,10 +29,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from specctl import load_target
-from specctl.export.blocks import check_confidence
 from specctl.export.formats import Source, export
-from specctl.export.load import load_package
-from specctl.export.manifest import read_manifest
+from specctl.export.layouts.blocks import check_confidence
+from specctl.export.package.load import load_package
+from specctl.export.package.manifest import read_manifest
 from specctl.export.readers.trial import (
     Trial,
     compare,

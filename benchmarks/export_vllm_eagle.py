@@ -39,9 +39,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from specctl import load_drafter, load_target
-from specctl.export.folder import save_package
+from specctl.core.errors import GateError
 from specctl.export.formats import Source, export
-from specctl.export.manifest import read_manifest
+from specctl.export.layouts.speculators.p_eagle import mask_token
+from specctl.export.package.folder import save_package
+from specctl.export.package.manifest import read_manifest
 from specctl.export.readers.trial import (
     Trial,
     chained,
@@ -50,8 +52,6 @@ from specctl.export.readers.trial import (
     twin,
     without_router,
 )
-from specctl.export.speculators.p_eagle import mask_token
-from specctl.recipes.errors import GateError
 
 MODELS = ("llama", "qwen2", "qwen3", "llama_eagle3", "qwen3_eagle3", "utils", "interfaces")
 REAL = {f"vllm.model_executor.models.{name}" for name in (*MODELS, "interfaces_base")} | {

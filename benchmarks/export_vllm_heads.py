@@ -30,14 +30,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from specctl import load_target
+from specctl.core.drafter import Drafter
+from specctl.core.vocab import VocabMap
 from specctl.drafters import families
-from specctl.drafters.parts.base import Drafter
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.export.folder import save_package
 from specctl.export.formats import Source, export
-from specctl.export.manifest import read_manifest
+from specctl.export.package.folder import save_package
+from specctl.export.package.manifest import read_manifest
 from specctl.export.readers.trial import Trial, drafted_logits, twin
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("medusa", "medusa", {"num_heads": 3, "num_blocks": 2}),

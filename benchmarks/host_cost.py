@@ -23,13 +23,13 @@ from typing import Any
 from workloads import WORKLOADS
 
 from specctl import Sampling, load_target
+from specctl.core.drafter import DraftState
+from specctl.core.errors import SpecctlError
 from specctl.drafters import families
-from specctl.drafters.parts.base import DraftState
-from specctl.recipes.errors import SpecctlError
-from specctl.runtime.engine import Engine
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 
 MOST = 0.05
 

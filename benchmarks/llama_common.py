@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from specctl.drafters.parts.lean import LeanLM
-from specctl.export.llama_cpp.model import GgufModel, write_gguf
-from specctl.export.llama_cpp.vocab import vocabulary_of
-from specctl.runtime.target import Target
+from specctl.export.layouts.llama_cpp.model import GgufModel, write_gguf
+from specctl.export.layouts.llama_cpp.vocab import vocabulary_of
+from specctl.models.fast_llama import LeanLM
+from specctl.runtime.target.target import Target
 
 SERVER = Path(__file__).with_name("load_llama.py")
 

@@ -17,13 +17,13 @@ from typing import Any, Protocol
 
 import httpx
 
-from specctl.drafters.parts.base import Drafter
+from specctl.core.drafter import Drafter
+from specctl.runtime.batching import Batching
 from specctl.runtime.policies import Policy
-from specctl.runtime.policies.batch import Batching
-from specctl.runtime.sampling import Sampling
+from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.server.limits import Limits
 from specctl.runtime.server.service import Ask, Service
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.drafters.parts.align import Aim
-from specctl.drafters.parts.batch import HeadRows
-from specctl.drafters.parts.losses import KINDS, LinearHead, LossOptions, head_loss
+from specctl.core.batch import HeadRows
+from specctl.drafters.losses.align import Aim
+from specctl.drafters.losses.head_losses import KINDS, LinearHead, LossOptions, head_loss
 
 WAYS = ("naive", "recomputed", "sliced", "sliced, by rows")
 NAIVE_COPIES = 6  # float32 logits alive at once, draft and target together; for the room check

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl.recipes.load import load_recipe
-from specctl.runtime.report import Reporter, SilentReporter
+from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.train.metrics import read_log
 from specctl.train.run import train_draft
 

@@ -23,7 +23,7 @@ from unittest.mock import patch
 import torch
 from proof_common import Check, checked, parser, report, small_target, start_child, wait
 
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 from specctl.train.data import regenerate as module
 from specctl.train.data.regenerate import Answer, AnswerPlan, PromptCut, regenerate
 

@@ -22,13 +22,13 @@ import torch.distributed as dist
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from specctl.cli.console import Console
-from specctl.recipes.errors import Exit, SpecctlError
+from specctl.cli.app.console import Console
+from specctl.core.errors import Exit, SpecctlError
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
+from specctl.train.distributed.ranks import Ranks
 from specctl.train.metrics import read_log
-from specctl.train.processes.ranks import Ranks
 from specctl.train.saving.checkpoint import Snapshot
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ()=:\n"

@@ -34,10 +34,10 @@ from proof_common import (
     write_text,
 )
 
-from specctl.recipes.errors import IntegrityError
-from specctl.runtime.report import SilentReporter
+from specctl.core.errors import IntegrityError
+from specctl.runtime.measure.reporter import SilentReporter
+from specctl.train.distributed.ranks import Ranks
 from specctl.train.loop import Progress, train
-from specctl.train.processes.ranks import Ranks
 from specctl.train.run import train_draft
 from specctl.train.saving.checkpoint import Checkpoints
 from specctl.train.saving.whole import step_name

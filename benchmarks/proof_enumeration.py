@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from specctl.drafters.parts.tree import NodeKind
+from specctl.core.tree import NodeKind
+from specctl.runtime.proof.cases import proof_cases
+from specctl.runtime.proof.compare import differences, random_round
+from specctl.runtime.proof.enumerate import enumerate_case
 from specctl.runtime.verify import RULES, legal
-from specctl.runtime.verify.cases import proof_cases
-from specctl.runtime.verify.compare import differences, random_round
-from specctl.runtime.verify.enumerate import enumerate_case
 
 TOLERANCE = 1e-12
 GATE = 8

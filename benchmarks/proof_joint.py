@@ -23,17 +23,17 @@ from proof_common import Check, parser, report
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, PreTrainedTokenizerFast
 
+from specctl.core.drafter import Drafter
+from specctl.core.vocab import VocabMap
 from specctl.drafters import families
-from specctl.drafters.parts.base import Drafter
-from specctl.drafters.parts.vocab import VocabMap
 from specctl.drafters.small_lm import SmallLm
-from specctl.runtime.engine import Engine
-from specctl.runtime.joint import TextLaw
+from specctl.runtime.cross_vocab.translate import translated
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
-from specctl.runtime.translate import translated
+from specctl.runtime.proof.exact_distribution import TextLaw
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 
 FAMILY_WISE = 1e-3
 CONTEXT, EOS = 20, 7

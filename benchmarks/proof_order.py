@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from proof_common import Check, checked, load_toy, parser, report, run_ranks
 
-from specctl.recipes.errors import Exit
+from specctl.core.errors import Exit
 from specctl.train.data.order import Order, share
+from specctl.train.distributed.ranks import Ranks
 from specctl.train.loop import Progress, restore, train
-from specctl.train.processes.ranks import Ranks
 from specctl.train.stop import Interrupted, Stop
 
 toy = load_toy()

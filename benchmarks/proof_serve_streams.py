@@ -27,7 +27,7 @@ from test_server_text import byte_fallback_tokenizer
 
 from specctl.runtime.server.contract import Ask, Piece
 from specctl.runtime.server.text import Speech, TextStream
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 
 SCRIPTS = (
     "def f(x):\n    return x\n", "caf\u00e9 na\u00efve \u1e9b\u0323 e\u0301\u0323\u0301",

@@ -35,10 +35,10 @@ from proof_common import (
     write_text,
 )
 
-from specctl.recipes.errors import SpecctlError
+from specctl.core.errors import SpecctlError
 from specctl.recipes.schema import Recipe
-from specctl.runtime.report import SilentReporter
-from specctl.runtime.target import Target
+from specctl.runtime.measure.reporter import SilentReporter
+from specctl.runtime.target.target import Target
 from specctl.train.features import shards as module
 from specctl.train.features.shards import Layout, Shards
 from specctl.train.run import train_draft

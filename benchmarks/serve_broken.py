@@ -9,8 +9,8 @@ import torch
 from serve_common import make_drafter
 from test_guarded import FailingDrafter
 
-from specctl.drafters.parts.base import DraftState
-from specctl.runtime.target import Target
+from specctl.core.drafter import DraftState
+from specctl.runtime.target.target import Target
 
 
 class BreakingState(DraftState):

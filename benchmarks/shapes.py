@@ -24,11 +24,11 @@ import torch
 from shape_speed import ERRORS, Effort, Speed, measured, noise
 
 from specctl import load_target
-from specctl.cli.console import Console
-from specctl.cli.progress import duration
-from specctl.drafters.parts.base import Drafter
+from specctl.cli.app.console import Console
+from specctl.cli.app.progress import duration
+from specctl.core.drafter import Drafter
 from specctl.recipes.load import load_recipe
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts
 from specctl.train.prune.cut import prunable
 from specctl.train.prune.search.acceptance import Reached, fit_acceptance, measure_reached

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from specctl import load_target
-from specctl.cli.loading import DraftChoice
-from specctl.cli.trimming import TrimJob, gathered
-from specctl.drafters.parts.base import Drafter
+from specctl.cli.commands.trimming import TrimJob, gathered
+from specctl.cli.options.loading import DraftChoice
+from specctl.core.drafter import Drafter
 from specctl.runtime.policies import Policy
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import Prompt
 from specctl.train.vocab.coverage import always_kept, coverage_curve, ranking
 from specctl.train.vocab.head_cost import measure_head_cost
@@ -139,7 +139,7 @@ def row(report: TrimReport) -> dict[str, Any]:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """The table in the words of runtime/stats.py."""
+    """The table in the words of runtime/measure/stats.py."""
     note = f"inflated to the cost of {found['inflated']}" if found["inflated"] else "embedded"
     heat = f"T = {found['temperature']:g}" if found["temperature"] else "greedy"
     lines = [

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
-from specctl.recipes.errors import SpecctlError, unknown
-from specctl.recipes.plugins import plugins
+from specctl.core.errors import SpecctlError, unknown
+from specctl.core.plugins import plugins
 
 if TYPE_CHECKING:
-    from specctl.drafters.parts.base import Family
+    from specctl.core.drafter import Family
 
 
 @cache

@@ -20,22 +20,28 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from specctl.drafters.parts.base import (
+from specctl.core.drafter import (
     Budget,
     Family,
     Outcome,
     Space,
 )
-from specctl.drafters.parts.best_first import Guess, best_first
-from specctl.drafters.parts.heads import check_choice
-from specctl.drafters.parts.laws import LawDrafter, learn_round, learn_text, step, tail
-from specctl.drafters.parts.mcts import Puct, most_visited
-from specctl.drafters.parts.room import Scope
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.store import Ids
-from specctl.drafters.parts.trie import Trie, TrieState
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import RecipeError
+from specctl.core.errors import RecipeError
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
+from specctl.drafters.nets.heads import check_choice
+from specctl.drafters.retrieval.best_first import Guess, best_first
+from specctl.drafters.retrieval.mcts import Puct, most_visited
+from specctl.drafters.retrieval.store import Ids
+from specctl.drafters.retrieval.store_registry import Scope
+from specctl.drafters.retrieval.trie import Trie, TrieState
+from specctl.drafters.states.ngram_distributions import (
+    LawDrafter,
+    learn_round,
+    learn_text,
+    step,
+    tail,
+)
 
 MAKERS = ("best-first", "mcts", "ranks")
 LENGTHS = range(2, 0, -1)  # of the contexts: the pair, then its last token

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import (
+from specctl.core.drafter import (
     Budget,
     Drafter,
     DraftState,
@@ -31,14 +31,14 @@ from specctl.drafters.parts.base import (
     RoundView,
     Space,
 )
-from specctl.drafters.parts.heads import check_choice, check_count
-from specctl.drafters.parts.iterate import blank_token
-from specctl.drafters.parts.probes import with_probes
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.tree import DraftTree, NodeKind, chain_tree, empty_tree
-from specctl.drafters.parts.trie import Trie, TrieState
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import RecipeError
+from specctl.core.errors import RecipeError
+from specctl.core.spec import ModelSpec
+from specctl.core.tree import DraftTree, NodeKind, chain_tree, empty_tree
+from specctl.core.vocab import VocabMap
+from specctl.drafters.nets.heads import check_choice, check_count
+from specctl.drafters.retrieval.trie import Trie, TrieState
+from specctl.drafters.states.iterate import blank_token
+from specctl.drafters.states.probes import with_probes
 
 MODES = ("input", "generalised")
 

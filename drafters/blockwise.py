@@ -19,17 +19,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specctl.drafters.parts.base import Family
-from specctl.drafters.parts.batch import LossOut, TrainBatch
-from specctl.drafters.parts.heads import check_choice, check_count, draft_size
-from specctl.drafters.parts.losses import joined
-from specctl.drafters.parts.ngrams import NgramCounts, NgramNet
-from specctl.drafters.parts.options import HeadOptions
-from specctl.drafters.parts.parallel_heads import MAX_RANK, ParallelHeads, first_ranks
-from specctl.drafters.parts.rescore import Rescoring
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.template import as_paths
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.batch import LossOut, TrainBatch
+from specctl.core.drafter import Family
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
+from specctl.drafters.losses.head_losses import joined
+from specctl.drafters.nets.heads import check_choice, check_count, draft_size
+from specctl.drafters.nets.options import HeadOptions
+from specctl.drafters.nets.parallel_heads import MAX_RANK, ParallelHeads, first_ranks
+from specctl.drafters.nets.rescore import Rescoring
+from specctl.drafters.nets.small_ngrams import NgramCounts, NgramNet
+from specctl.drafters.states.template import as_paths
 
 RESCORERS = ("none", "ngram", "neural")
 

@@ -19,17 +19,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from specctl.drafters.parts.base import DraftState, Family, Space
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.drafters.parts.block_drafter import BlockDrafter
-from specctl.drafters.parts.block_net import BlockNet
-from specctl.drafters.parts.blocks import DecoderLayer, LayerShape, RmsNorm, attending, rotary
-from specctl.drafters.parts.heads import ResBlock, check_count, draft_size
-from specctl.drafters.parts.options import HeadOptions
-from specctl.drafters.parts.path_state import REACH, Nodes, PathState
-from specctl.drafters.parts.slots import SlotKV
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.batch import TrainBatch
+from specctl.core.drafter import DraftState, Family, Space
+from specctl.core.kv_cache import SlotKV
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
+from specctl.drafters.nets.block_drafter import BlockDrafter
+from specctl.drafters.nets.block_net import BlockNet
+from specctl.drafters.nets.blocks import DecoderLayer, LayerShape, RmsNorm, attending, rotary
+from specctl.drafters.nets.heads import ResBlock, check_count, draft_size
+from specctl.drafters.nets.options import HeadOptions
+from specctl.drafters.states.path_state import REACH, Nodes, PathState
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from specctl.drafters.parts.base import Budget, Drafter, Family, Needs, Space
-from specctl.drafters.parts.occurrences import Occurrences, copied
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.trie import Trie, TrieState
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import RecipeError
+from specctl.core.drafter import Budget, Drafter, Family, Needs, Space
+from specctl.core.errors import RecipeError
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
+from specctl.drafters.retrieval.occurrences import Occurrences, copied
+from specctl.drafters.retrieval.trie import Trie, TrieState
 
 STAYS = 0.9  # guessed chance that a copy holds for one more token; policies read it, no verifier
 

@@ -13,17 +13,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from specctl.core.batch import LossOut, TrainBatch
+from specctl.core.drafter import Family
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
 from specctl.drafters.hass import Hass, HassOptions
-from specctl.drafters.parts.align import aim
-from specctl.drafters.parts.base import Family
-from specctl.drafters.parts.batch import LossOut, TrainBatch
-from specctl.drafters.parts.feature_drafter import Unrolled
-from specctl.drafters.parts.heads import draft_size
-from specctl.drafters.parts.losses import joined
-from specctl.drafters.parts.routed import add_router, check_routing
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.step_losses import agreement_loss
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.drafters.losses.align import aim
+from specctl.drafters.losses.head_losses import joined
+from specctl.drafters.losses.step_losses import agreement_loss
+from specctl.drafters.nets.feature_drafter import Unrolled
+from specctl.drafters.nets.heads import draft_size
+from specctl.drafters.nets.routed import add_router, check_routing
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,14 +16,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from specctl.drafters.parts.base import Family
-from specctl.drafters.parts.block_drafter import TappedBlocks
-from specctl.drafters.parts.block_net import BlockNet
-from specctl.drafters.parts.blocks import RmsNorm
-from specctl.drafters.parts.heads import check_count
-from specctl.drafters.parts.options import ADDED, HeadOptions
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.drafter import Family
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
+from specctl.drafters.nets.block_drafter import TappedBlocks
+from specctl.drafters.nets.block_net import BlockNet
+from specctl.drafters.nets.blocks import RmsNorm
+from specctl.drafters.nets.heads import check_count
+from specctl.drafters.nets.options import ADDED, HeadOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,15 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.drafters.parts.base import Budget, Drafter, Family, Needs, Outcome, Space
-from specctl.drafters.parts.corpus import BREAK, joined
-from specctl.drafters.parts.dense import KINDS, DenseIndex, Projection
-from specctl.drafters.parts.heads import check_choice, check_count
-from specctl.drafters.parts.occurrences import copied
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.trie import Trie, TrieState, counted
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import IntegrityError
+from specctl.core.drafter import Budget, Drafter, Family, Needs, Outcome, Space
+from specctl.core.errors import IntegrityError
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
+from specctl.drafters.nets.heads import check_choice, check_count
+from specctl.drafters.retrieval.corpus import BREAK, joined
+from specctl.drafters.retrieval.dense import KINDS, DenseIndex, Projection
+from specctl.drafters.retrieval.occurrences import copied
+from specctl.drafters.retrieval.trie import Trie, TrieState, counted
 
 TRUST = 0.7  # guessed chance that a neighbour goes on alike; policies read it, no verifier
 

@@ -20,16 +20,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specctl.core.batch import LossOut, TrainBatch
+from specctl.core.drafter import DraftState, Family, Space
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
 from specctl.drafters.dflash import DFlashOptions, InjectedBlocks, InjectedNet
-from specctl.drafters.parts.align import shifted
-from specctl.drafters.parts.base import DraftState, Family, Space
-from specctl.drafters.parts.batch import LossOut, TrainBatch
-from specctl.drafters.parts.head_drafter import Learned
-from specctl.drafters.parts.head_state import GroundedState
-from specctl.drafters.parts.heads import check_count, draft_size
-from specctl.drafters.parts.losses import acceptance, joined, laws
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.drafters.losses.align import shifted
+from specctl.drafters.losses.head_losses import acceptance, joined, laws
+from specctl.drafters.nets.head_drafter import Learned
+from specctl.drafters.nets.heads import check_count, draft_size
+from specctl.drafters.states.head_state import GroundedState
 
 
 @dataclass(frozen=True, slots=True)

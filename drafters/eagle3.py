@@ -18,20 +18,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.align import aim, shifted
-from specctl.drafters.parts.base import Borrowed, Drafter, Family, Needs, Space
-from specctl.drafters.parts.batch import LossOut, TrainBatch
-from specctl.drafters.parts.blocks import FeatureNet, LayerShape, attend_chains
-from specctl.drafters.parts.heads import check_choice, check_count, cut_rows, draft_size, head_rows
-from specctl.drafters.parts.losses import head_loss, judge_of, weighted_sum
-from specctl.drafters.parts.masks import document_mask
-from specctl.drafters.parts.options import ADDED, DepthOptions
-from specctl.drafters.parts.rope import scaled_frequencies
-from specctl.drafters.parts.routed import add_router, check_routing, cut_router, with_router
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.taps import taps_of
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.drafters.parts.wide_state import WideState
+from specctl.core.batch import LossOut, TrainBatch
+from specctl.core.drafter import Borrowed, Drafter, Family, Needs, Space
+from specctl.core.masks import document_mask
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
+from specctl.drafters.losses.align import aim, shifted
+from specctl.drafters.losses.head_losses import head_loss, judge_of, weighted_sum
+from specctl.drafters.nets.blocks import FeatureNet, LayerShape, attend_chains
+from specctl.drafters.nets.heads import check_choice, check_count, cut_rows, draft_size, head_rows
+from specctl.drafters.nets.options import ADDED, DepthOptions
+from specctl.drafters.nets.routed import add_router, check_routing, cut_router, with_router
+from specctl.drafters.nets.taps import taps_of
+from specctl.drafters.states.eagle3_state import WideState
+from specctl.models.rope import scaled_frequencies
 
 LM_HEADS = ("init", "frozen", "scratch")
 

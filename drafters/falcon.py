@@ -21,19 +21,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.align import ahead_mask, shifted
-from specctl.drafters.parts.base import Family, Space
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.drafters.parts.blocks import LayerShape
-from specctl.drafters.parts.feature_drafter import FeatureDrafter, FeatureOptions, Unrolled
-from specctl.drafters.parts.glancing import Glance, ahead, behind, choose
-from specctl.drafters.parts.heads import check_count
-from specctl.drafters.parts.masks import document_mask
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.stride_net import StrideNet, pick
-from specctl.drafters.parts.stride_state import StrideState
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import RecipeError
+from specctl.core.batch import TrainBatch
+from specctl.core.drafter import Family, Space
+from specctl.core.errors import RecipeError
+from specctl.core.masks import document_mask
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
+from specctl.drafters.losses.align import ahead_mask, shifted
+from specctl.drafters.losses.glancing import Glance, ahead, behind, choose
+from specctl.drafters.nets.blocks import LayerShape
+from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions, Unrolled
+from specctl.drafters.nets.heads import check_count
+from specctl.drafters.nets.stride_net import StrideNet, pick
+from specctl.drafters.states.stride_state import StrideState
 
 AT_ONCE = 256  # rows of logits alive while the first pass is judged
 

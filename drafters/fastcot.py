@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import (
+from specctl.core.drafter import (
     Budget,
     Drafter,
     DraftState,
@@ -27,11 +27,11 @@ from specctl.drafters.parts.base import (
     RoundView,
     Space,
 )
-from specctl.drafters.parts.iterate import Iterate, blank_token
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.tree import DraftTree, NodeKind, chain_tree, empty_tree
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import RecipeError
+from specctl.core.errors import RecipeError
+from specctl.core.spec import ModelSpec
+from specctl.core.tree import DraftTree, NodeKind, chain_tree, empty_tree
+from specctl.core.vocab import VocabMap
+from specctl.drafters.states.iterate import Iterate, blank_token
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,23 +23,23 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from specctl.drafters.parts.base import (
+from specctl.core.drafter import (
     Budget,
     Family,
     Outcome,
     Space,
 )
-from specctl.drafters.parts.best_first import Guess, best_first
-from specctl.drafters.parts.heads import check_choice
-from specctl.drafters.parts.laws import LawDrafter, learn_round
-from specctl.drafters.parts.rates import Rates, record_round
-from specctl.drafters.parts.room import Scope
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.store import NgramStore
-from specctl.drafters.parts.trie import Trie, TrieState
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.errors import RecipeError
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
+from specctl.drafters.nets.heads import check_choice
 from specctl.drafters.prompt_lookup import NgramIndex
-from specctl.recipes.errors import RecipeError
+from specctl.drafters.retrieval.best_first import Guess, best_first
+from specctl.drafters.retrieval.rates import Rates, record_round
+from specctl.drafters.retrieval.store import NgramStore
+from specctl.drafters.retrieval.store_registry import Scope
+from specctl.drafters.retrieval.trie import Trie, TrieState
+from specctl.drafters.states.ngram_distributions import LawDrafter, learn_round
 
 SHAPES = ("spine", "balanced")
 LAST = range(1, 0, -1)  # branches are keyed by one token

@@ -18,13 +18,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from specctl.drafters.parts.base import Family
-from specctl.drafters.parts.blocks import LayerShape
-from specctl.drafters.parts.feature_drafter import FeatureDrafter, FeatureOptions
-from specctl.drafters.parts.heads import ResBlock, check_count
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.trunk import TrunkNet
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.drafter import Family
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
+from specctl.drafters.nets.blocks import LayerShape
+from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions
+from specctl.drafters.nets.heads import ResBlock, check_count
+from specctl.drafters.nets.trunk import TrunkNet
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,16 +15,16 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from specctl.drafters.parts.align import Aim
-from specctl.drafters.parts.base import Family
-from specctl.drafters.parts.batch import LossOut
-from specctl.drafters.parts.feature_drafter import FeatureDrafter, FeatureOptions
-from specctl.drafters.parts.heads import check_count
-from specctl.drafters.parts.judge import Judge
-from specctl.drafters.parts.losses import LinearHead, joined
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.step_losses import topk_loss
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.batch import LossOut
+from specctl.core.drafter import Family
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
+from specctl.drafters.losses.align import Aim
+from specctl.drafters.losses.head_losses import LinearHead, joined
+from specctl.drafters.losses.step_losses import topk_loss
+from specctl.drafters.losses.teacher import Judge
+from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions
+from specctl.drafters.nets.heads import check_count
 
 
 @dataclass(frozen=True, slots=True)

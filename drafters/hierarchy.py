@@ -22,7 +22,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from specctl.drafters.parts.base import (
+from specctl.core.drafter import (
     Budget,
     Drafter,
     Family,
@@ -30,13 +30,13 @@ from specctl.drafters.parts.base import (
     Outcome,
     Space,
 )
-from specctl.drafters.parts.laws import learning_scope
-from specctl.drafters.parts.room import Scope
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.store import Ids, NgramStore, StoreLimits, StoreRoom
-from specctl.drafters.parts.trie import Trie, TrieState
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import FileError, RecipeError
+from specctl.core.errors import FileError, RecipeError
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
+from specctl.drafters.retrieval.store import Ids, NgramStore, StoreLimits, StoreRoom
+from specctl.drafters.retrieval.store_registry import Scope
+from specctl.drafters.retrieval.trie import Trie, TrieState
+from specctl.drafters.states.ngram_distributions import learning_scope
 
 LEVELS = "WSL"
 FILES = {"S": "model.", "L": "statistics."}

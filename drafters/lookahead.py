@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import (
+from specctl.core.drafter import (
     Budget,
     Drafter,
     DraftState,
@@ -29,15 +29,15 @@ from specctl.drafters.parts.base import (
     RoundView,
     Space,
 )
-from specctl.drafters.parts.laws import learning_scope
-from specctl.drafters.parts.probes import with_probes
-from specctl.drafters.parts.room import Scope
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.store import StoreLimits, StoreRoom
-from specctl.drafters.parts.tree import DraftTree
-from specctl.drafters.parts.trie import merged, pack
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import RecipeError
+from specctl.core.errors import RecipeError
+from specctl.core.spec import ModelSpec
+from specctl.core.tree import DraftTree
+from specctl.core.vocab import VocabMap
+from specctl.drafters.retrieval.store import StoreLimits, StoreRoom
+from specctl.drafters.retrieval.store_registry import Scope
+from specctl.drafters.retrieval.trie import merged, pack
+from specctl.drafters.states.ngram_distributions import learning_scope
+from specctl.drafters.states.probes import with_probes
 
 
 @dataclass(frozen=True, slots=True)

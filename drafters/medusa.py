@@ -12,13 +12,13 @@ from typing import ClassVar, cast
 
 from torch import Tensor, nn
 
-from specctl.drafters.parts.base import Family
-from specctl.drafters.parts.heads import ResBlock, check_choice, draft_size
-from specctl.drafters.parts.options import HeadOptions
-from specctl.drafters.parts.parallel_heads import MAX_RANK, ParallelHeads, default_tree
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.template import as_paths
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.drafter import Family
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
+from specctl.drafters.nets.heads import ResBlock, check_choice, draft_size
+from specctl.drafters.nets.options import HeadOptions
+from specctl.drafters.nets.parallel_heads import MAX_RANK, ParallelHeads, default_tree
+from specctl.drafters.states.template import as_paths
 
 HEADS = ("own", "shared")
 

@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specctl.drafters.parts.base import Family
-from specctl.drafters.parts.head_drafter import HeadDrafter
-from specctl.drafters.parts.heads import draft_size
-from specctl.drafters.parts.options import HeadOptions
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.drafter import Family
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
+from specctl.drafters.nets.head_drafter import HeadDrafter
+from specctl.drafters.nets.heads import draft_size
+from specctl.drafters.nets.options import HeadOptions
 
 NORM_EPS = 1e-6
 

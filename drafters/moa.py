@@ -18,11 +18,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from specctl.drafters.parts.base import Family, Needs
-from specctl.drafters.parts.blocks import DecoderLayer, LayerShape, attending
-from specctl.drafters.parts.cross_drafter import CrossDrafter, CrossNet, CrossOptions
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.drafter import Family, Needs
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
+from specctl.drafters.nets.blocks import DecoderLayer, LayerShape, attending
+from specctl.drafters.nets.cross_drafter import CrossDrafter, CrossNet, CrossOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import (
+from specctl.core.drafter import (
     Budget,
     Drafter,
     DraftState,
@@ -26,10 +26,10 @@ from specctl.drafters.parts.base import (
     RoundView,
     Space,
 )
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.tree import DraftTree, NodeKind, chain_tree, empty_tree
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import RecipeError
+from specctl.core.errors import RecipeError
+from specctl.core.spec import ModelSpec
+from specctl.core.tree import DraftTree, NodeKind, chain_tree, empty_tree
+from specctl.core.vocab import VocabMap
 
 
 @dataclass(frozen=True, slots=True)

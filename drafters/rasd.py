@@ -16,18 +16,18 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from specctl.drafters.parts.base import Budget, Family, Outcome, RoundView, Space
-from specctl.drafters.parts.growth import expansions
-from specctl.drafters.parts.lm import LanguageModel
-from specctl.drafters.parts.lm_state import LmState
-from specctl.drafters.parts.retrieve import Retriever
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.tree import DraftTree
-from specctl.drafters.parts.trie import Trie, pack
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.drafter import Budget, Family, Outcome, RoundView, Space
+from specctl.core.errors import RecipeError
+from specctl.core.language_model import LanguageModel
+from specctl.core.spec import ModelSpec
+from specctl.core.tree import DraftTree
+from specctl.core.vocab import VocabMap
 from specctl.drafters.rest import Rest, RestOptions
+from specctl.drafters.retrieval.retrieve import Retriever
+from specctl.drafters.retrieval.trie import Trie, pack
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
-from specctl.recipes.errors import RecipeError
+from specctl.drafters.states.lm_state import LmState
+from specctl.drafters.states.tree_layout import expansions
 
 
 @dataclass(frozen=True, slots=True)

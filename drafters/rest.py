@@ -14,12 +14,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from specctl.drafters.parts.base import Budget, Family, Needs, Space
-from specctl.drafters.parts.corpus import CorpusDrafter
-from specctl.drafters.parts.retrieve import Reach, Retriever, indexed
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.trie import Trie, TrieState
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.drafter import Budget, Family, Needs, Space
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
+from specctl.drafters.retrieval.corpus import CorpusDrafter
+from specctl.drafters.retrieval.retrieve import Reach, Retriever, indexed
+from specctl.drafters.retrieval.trie import Trie, TrieState
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,32 +16,32 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from specctl.drafters.parts.align import aim
-from specctl.drafters.parts.base import (
+from specctl.core.batch import LossOut, TrainBatch
+from specctl.core.drafter import (
     Borrowed,
     Drafter,
     Family,
     Needs,
     Space,
 )
-from specctl.drafters.parts.batch import LossOut, TrainBatch
-from specctl.drafters.parts.heads import cut_rows, fitting_rows, head_rows
-from specctl.drafters.parts.lean import LeanLlama, LeanLM, LlamaShape
-from specctl.drafters.parts.lm import LanguageModel
-from specctl.drafters.parts.lm_state import LmState
-from specctl.drafters.parts.losses import LinearHead, head_loss, judge_of
-from specctl.drafters.parts.options import CompareOptions
-from specctl.drafters.parts.rope import rope_of
-from specctl.drafters.parts.routed import (
+from specctl.core.errors import IncompatibleError, RecipeError
+from specctl.core.language_model import LanguageModel
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
+from specctl.drafters.losses.align import aim
+from specctl.drafters.losses.head_losses import LinearHead, head_loss, judge_of
+from specctl.drafters.nets.heads import cut_rows, fitting_rows, head_rows
+from specctl.drafters.nets.options import CompareOptions
+from specctl.drafters.nets.routed import (
     add_router,
     check_routing,
     cut_router,
     with_router,
 )
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.spoken import Spoken
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import IncompatibleError, RecipeError
+from specctl.drafters.nets.vocab_restricted_lm import Spoken
+from specctl.drafters.states.lm_state import LmState
+from specctl.models.fast_llama import LeanLlama, LeanLM, LlamaShape
+from specctl.models.rope import rope_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,17 +12,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from specctl.drafters.parts.align import aim
-from specctl.drafters.parts.base import Family, Space
-from specctl.drafters.parts.batch import LossOut, TrainBatch
-from specctl.drafters.parts.exit_state import ExitState
-from specctl.drafters.parts.kernels import rms_norm
-from specctl.drafters.parts.lean import LeanLM
-from specctl.drafters.parts.losses import LinearHead, head_loss, judge_of, weighted_sum
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.batch import LossOut, TrainBatch
+from specctl.core.drafter import Family, Space
+from specctl.core.errors import RecipeError
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
+from specctl.drafters.losses.align import aim
+from specctl.drafters.losses.head_losses import LinearHead, head_loss, judge_of, weighted_sum
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
-from specctl.recipes.errors import RecipeError
+from specctl.drafters.states.exit_state import ExitState
+from specctl.models.fast_llama import LeanLM
+from specctl.models.kernels import rms_norm
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,17 +19,17 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import Family, RoundView, Space
-from specctl.drafters.parts.growth import aim_cache
-from specctl.drafters.parts.heads import check_choice, check_count
-from specctl.drafters.parts.laws import learning_scope, tail
-from specctl.drafters.parts.lm_state import LmState
-from specctl.drafters.parts.room import Scope
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.store import StoreLimits, StoreRoom
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.drafter import Family, RoundView, Space
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
+from specctl.drafters.nets.heads import check_choice, check_count
 from specctl.drafters.prompt_lookup import NgramIndex
+from specctl.drafters.retrieval.store import StoreLimits, StoreRoom
+from specctl.drafters.retrieval.store_registry import Scope
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
+from specctl.drafters.states.lm_state import LmState
+from specctl.drafters.states.ngram_distributions import learning_scope, tail
+from specctl.drafters.states.tree_layout import aim_cache
 
 INNER = ("ngram", "prompt-lookup")
 

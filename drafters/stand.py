@@ -23,19 +23,25 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import (
+from specctl.core.drafter import (
     Family,
     Outcome,
     RoundView,
     Space,
     StepState,
 )
-from specctl.drafters.parts.laws import LawDrafter, learn_round, learn_text, step, tail
-from specctl.drafters.parts.room import Scope
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.store import Ids
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import RecipeError
+from specctl.core.errors import RecipeError
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
+from specctl.drafters.retrieval.store import Ids
+from specctl.drafters.retrieval.store_registry import Scope
+from specctl.drafters.states.ngram_distributions import (
+    LawDrafter,
+    learn_round,
+    learn_text,
+    step,
+    tail,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,14 +15,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from specctl.drafters.parts.automaton import Match, SuffixAutomaton
-from specctl.drafters.parts.base import Budget, Family, Needs, Space
-from specctl.drafters.parts.corpus import BREAK, CorpusDrafter
-from specctl.drafters.parts.occurrences import copied
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.trie import Trie, TrieState
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import RecipeError
+from specctl.core.drafter import Budget, Family, Needs, Space
+from specctl.core.errors import RecipeError
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
+from specctl.drafters.retrieval.corpus import BREAK, CorpusDrafter
+from specctl.drafters.retrieval.occurrences import copied
+from specctl.drafters.retrieval.suffix_automaton import Match, SuffixAutomaton
+from specctl.drafters.retrieval.trie import Trie, TrieState
 
 
 @dataclass(frozen=True, slots=True)

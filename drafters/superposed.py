@@ -27,18 +27,23 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import Budget, Family, Needs, Outcome, RoundView, Space
-from specctl.drafters.parts.growth import aim_cache
-from specctl.drafters.parts.laws import learn_round, learn_text, learning_scope, tail
-from specctl.drafters.parts.lean import LeanLM
-from specctl.drafters.parts.lm_state import LmState
-from specctl.drafters.parts.room import Scope
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.store import Ids, StoreLimits, StoreRoom
-from specctl.drafters.parts.tree import DraftTree, NodeKind, empty_tree
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.drafter import Budget, Family, Needs, Outcome, RoundView, Space
+from specctl.core.errors import IncompatibleError, RecipeError
+from specctl.core.spec import ModelSpec
+from specctl.core.tree import DraftTree, NodeKind, empty_tree
+from specctl.core.vocab import VocabMap
+from specctl.drafters.retrieval.store import Ids, StoreLimits, StoreRoom
+from specctl.drafters.retrieval.store_registry import Scope
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
-from specctl.recipes.errors import IncompatibleError, RecipeError
+from specctl.drafters.states.lm_state import LmState
+from specctl.drafters.states.ngram_distributions import (
+    learn_round,
+    learn_text,
+    learning_scope,
+    tail,
+)
+from specctl.drafters.states.tree_layout import aim_cache
+from specctl.models.fast_llama import LeanLM
 
 TOPK = 4  # tokens kept of each of the target's laws
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specctl.drafters import family
-from specctl.drafters.parts.base import (
+from specctl.core.drafter import (
     Borrowed,
     Budget,
     Drafter,
@@ -30,10 +29,11 @@ from specctl.drafters.parts.base import (
     Space,
     StepState,
 )
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.tree import DraftTree, NodeKind
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import RecipeError
+from specctl.core.errors import RecipeError
+from specctl.core.spec import ModelSpec
+from specctl.core.tree import DraftTree, NodeKind
+from specctl.core.vocab import VocabMap
+from specctl.drafters import family
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import (
+from specctl.core.drafter import (
     Budget,
     Drafter,
     DraftState,
@@ -28,14 +28,14 @@ from specctl.drafters.parts.base import (
     RoundView,
     Space,
 )
-from specctl.drafters.parts.heads import check_choice, check_count
-from specctl.drafters.parts.recycled import Pages, RecycledStore, followers
-from specctl.drafters.parts.room import Room, Scope
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.template import Template, compile_template, greedy_paths
-from specctl.drafters.parts.tree import DraftTree, empty_tree, fitted
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import FileError, RecipeError
+from specctl.core.errors import FileError, RecipeError
+from specctl.core.spec import ModelSpec
+from specctl.core.tree import DraftTree, empty_tree, fitted
+from specctl.core.vocab import VocabMap
+from specctl.drafters.nets.heads import check_choice, check_count
+from specctl.drafters.retrieval.recycled import Pages, RecycledStore, followers
+from specctl.drafters.retrieval.store_registry import Room, Scope
+from specctl.drafters.states.template import Template, compile_template, greedy_paths
 
 TEMPLATE_NODES = 80
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from specctl.recipes.errors import FileError, SpecctlError, nearest
+from specctl.core.errors import FileError, SpecctlError, nearest
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 

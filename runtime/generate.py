@@ -7,20 +7,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from specctl.core.drafter import Drafter
+from specctl.core.errors import RecipeError, SpecctlError
 from specctl.drafters import family
-from specctl.drafters.parts.base import Drafter
-from specctl.recipes.errors import RecipeError, SpecctlError
-from specctl.runtime.cut import trim_stop
-from specctl.runtime.engine import Engine
-from specctl.runtime.pearl import Pearl
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Completion, Request, Row
+from specctl.runtime.engine.stopping import trim_stop
+from specctl.runtime.measure.stats import Stats, add_counts, repetition_rate
+from specctl.runtime.pearl.pearl import Pearl
 from specctl.runtime.policies import Policy, make_policy
 from specctl.runtime.policies.length import LengthChooser
 from specctl.runtime.policies.switch import Switch
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Completion, Request, Row
-from specctl.runtime.stats import Stats, add_counts, repetition_rate
-from specctl.runtime.target import Target
-from specctl.runtime.text_room import check_room
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.prompt_limits import check_room
+from specctl.runtime.target.target import Target
 from specctl.runtime.verify.choice import verification_of
 
 OnTokens = Callable[[int, tuple[int, ...]], None]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 
 # A shell that starts the tests in the background hands down an ignored Ctrl-C; some tests press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -80,6 +80,6 @@ def make_target() -> Callable[..., Target]:
 @pytest.fixture(scope="session")
 def tiny_target() -> Target:
     """The embedded target in float32."""
-    from specctl.runtime.target import load_target
+    from specctl.runtime.target.target import load_target
 
     return load_target("tiny", dtype="float32")

@@ -202,7 +202,7 @@ def test_every_recipe_begins_with_a_command_that_is_understood() -> None:
 
 
 def test_every_shipped_recipe_is_valid() -> None:
-    from specctl.cli.families import check_options
+    from specctl.cli.options.families import check_options
     from specctl.recipes.load import load_recipe, recipe_names
 
     for name in recipe_names():
@@ -218,7 +218,7 @@ def test_every_command_is_documented() -> None:
 
 
 def test_every_exit_code_is_documented() -> None:
-    from specctl.recipes.errors import Exit
+    from specctl.core.errors import Exit
 
     page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     for code in Exit:

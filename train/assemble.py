@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+from specctl.core.drafter import Drafter, Family
+from specctl.core.errors import RecipeError, nearest, one_of
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
 from specctl.drafters import family as family_named
-from specctl.drafters.parts.base import Drafter, Family
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import RecipeError, nearest, one_of
 from specctl.recipes.schema import Recipe
 from specctl.runtime.generate import generate
+from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.policies import make_policy, policies_of
-from specctl.runtime.report import Reporter
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts
 from specctl.train.data.rows import TokenData
 from specctl.train.data.sources import is_corpus

@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from specctl.drafters.parts.base import Drafter, Needs
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import RecipeError
+from specctl.core.batch import TrainBatch
+from specctl.core.drafter import Drafter, Needs
+from specctl.core.errors import RecipeError
+from specctl.core.vocab import VocabMap
 from specctl.recipes.schema import Recipe
-from specctl.runtime.report import Reporter
-from specctl.runtime.target import Target
-from specctl.train.adapt import attach
+from specctl.runtime.measure.reporter import Reporter
+from specctl.runtime.target.target import Target
 from specctl.train.assemble import (
     build_drafter,
     decoder,
@@ -31,20 +30,21 @@ from specctl.train.assemble import (
     say_data,
     what_trains,
 )
-from specctl.train.capture import capture
 from specctl.train.data.on_policy import text_of
 from specctl.train.data.order import Order
 from specctl.train.data.rows import TokenData
 from specctl.train.data.supply import Text
+from specctl.train.distributed.ranks import Ranks
+from specctl.train.distributed.sharding import Sharded
+from specctl.train.distributed.target_shards import spread_layers
+from specctl.train.features.capture import capture
 from specctl.train.features.offline import BatchOf, feature_source
-from specctl.train.initial import Initial, Loader, completed, initialise, tensors_digest
-from specctl.train.joint import Joint
+from specctl.train.init.initial import Initial, Loader, completed, initialise, tensors_digest
+from specctl.train.joint.joint import Joint
 from specctl.train.loop import Job
+from specctl.train.lora import attach
 from specctl.train.metrics import MetricsLog
 from specctl.train.optim import Gradient, build_optimizers
-from specctl.train.processes.ranks import Ranks
-from specctl.train.processes.sharding import Sharded
-from specctl.train.processes.target_shards import spread_layers
 from specctl.train.saving.checkpoint import Checkpoints
 from specctl.train.saving.fingerprint import run_fingerprint
 from specctl.train.saving.state import Optimizers, seed_everything

@@ -20,13 +20,14 @@ from typing import Any
 
 import torch
 
-from specctl.drafters.parts.base import Drafter
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.recipes.errors import DivergedError
+from specctl.core.batch import TrainBatch
+from specctl.core.drafter import Drafter
+from specctl.core.errors import DivergedError
 from specctl.recipes.schema import TrainPart
-from specctl.runtime.report import Advance, Reporter
+from specctl.runtime.measure.reporter import Advance, Reporter
 from specctl.train.data.order import Order, share
 from specctl.train.data.supply import Text
+from specctl.train.distributed.ranks import Ranks
 from specctl.train.metrics import (
     Acceptance,
     MetricsLog,
@@ -38,7 +39,6 @@ from specctl.train.metrics import (
     simulated_tau,
 )
 from specctl.train.optim import Gradient, learning_rate, set_learning_rate
-from specctl.train.processes.ranks import Ranks
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot
 from specctl.train.saving.state import (
     Optimizers,

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.batch import LossOut, TrainBatch
+from specctl.core.batch import LossOut, TrainBatch
+from specctl.train.distributed.ranks import Ranks
 from specctl.train.log import read_log as read_log
-from specctl.train.processes.ranks import Ranks
 from specctl.train.saving.store import write_bytes
 
 Window = dict[str, tuple[float, float]]

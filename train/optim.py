@@ -13,11 +13,11 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor, nn
 
-from specctl.recipes.errors import RecipeError
+from specctl.core.errors import RecipeError
 from specctl.recipes.schema import TrainPart
-from specctl.train.processes.muon import ShardedMuon
-from specctl.train.processes.pieces import is_piece, local, with_piece
-from specctl.train.processes.ranks import Ranks
+from specctl.train.distributed.muon import ShardedMuon
+from specctl.train.distributed.pieces import is_piece, local, with_piece
+from specctl.train.distributed.ranks import Ranks
 
 SCHEDULES = ("wsd", "cosine", "linear")
 

@@ -20,25 +20,25 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
-from specctl.drafters.parts.base import Drafter
-from specctl.recipes.errors import FileError, IntegrityError, RecipeError
+from specctl.core.drafter import Drafter
+from specctl.core.errors import FileError, IntegrityError, RecipeError
 from specctl.recipes.schema import Recipe
-from specctl.runtime.report import Reporter, SilentReporter
-from specctl.runtime.target import Target, load_target
-from specctl.train.adapt import ADAPTER, merge, save_adapter
+from specctl.runtime.measure.reporter import Reporter, SilentReporter
+from specctl.runtime.target.target import Target, load_target
 from specctl.train.assemble import trainable_family
-from specctl.train.changed import FOLDER, log_change, say_change, settled
 from specctl.train.data.prepare import prepare
 from specctl.train.data.rows import TokenData
-from specctl.train.initial import Loader, check_fit, initial_of, loaded
+from specctl.train.distributed.ranks import Ranks
+from specctl.train.distributed.target_shards import spread
+from specctl.train.init.initial import Loader, check_fit, initial_of, loaded
 from specctl.train.job import Made, make_job
-from specctl.train.joint import Joint
-from specctl.train.joint_check import check_joint, check_target
+from specctl.train.joint.check import check_joint, check_target
+from specctl.train.joint.joint import Joint
+from specctl.train.joint.joint_target import FOLDER, log_change, say_change, settled
 from specctl.train.loop import Job, Progress, measure, restore, train
-from specctl.train.plan import Plan, build_shape, plan
+from specctl.train.lora import ADAPTER, merge, save_adapter
+from specctl.train.planning.plan import Plan, build_shape, plan
 from specctl.train.plot import save_learning_curve
-from specctl.train.processes.ranks import Ranks
-from specctl.train.processes.target_shards import spread
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot
 from specctl.train.saving.fingerprint import check_same_run, config_fields
 from specctl.train.saving.lock import locked

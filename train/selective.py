@@ -15,9 +15,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import Drafter
-from specctl.drafters.parts.batch import Select, TrainBatch
-from specctl.recipes.errors import IncompatibleError, RecipeError
+from specctl.core.batch import Select, TrainBatch
+from specctl.core.drafter import Drafter
+from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.recipes.schema import Recipe
 
 COMPARING = ("highest", "lowest")

@@ -19,18 +19,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specctl.core.drafter import Drafter, Outcome, RoundSeconds
+from specctl.core.errors import IncompatibleError, RecipeError, SpecctlError
 from specctl.drafters import family
-from specctl.drafters.parts.base import Drafter, Outcome, RoundSeconds
-from specctl.recipes.errors import IncompatibleError, RecipeError, SpecctlError
-from specctl.runtime.engine import Engine
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
+from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.policies import policies_of
 from specctl.runtime.policies.chain import Chain
-from specctl.runtime.policies.stops import STOPS, Learned, Step, StopRule, tested_rows
-from specctl.runtime.policies.stops import trained_stops as names_of_trained
-from specctl.runtime.report import Reporter
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.stops import STOPS, Learned, Step, StopRule, tested_rows
+from specctl.runtime.stops import trained_stops as names_of_trained
+from specctl.runtime.target.target import Target
 
 HELD = 5  # one example in so many measures
 

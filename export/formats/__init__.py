@@ -13,13 +13,13 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specctl.export.manifest import CARD, MANIFEST, Manifest, is_package
-from specctl.recipes.errors import FileError, IncompatibleError, SpecctlError, nearest
-from specctl.recipes.plugins import plugins
+from specctl.core.errors import FileError, IncompatibleError, SpecctlError, nearest
+from specctl.core.plugins import plugins
+from specctl.export.package.manifest import CARD, MANIFEST, Manifest, is_package
 
 if TYPE_CHECKING:
-    from specctl.drafters.parts.base import Drafter
-    from specctl.runtime.target import Target
+    from specctl.core.drafter import Drafter
+    from specctl.runtime.target.target import Target
 
 FOLDER, TARGET = "THIS_FOLDER", "TARGET_FOLDER"  # stand for paths in the commands of a card
 
@@ -95,11 +95,11 @@ def export(
     The source is verified byte for byte first, what was written is read back and compared before
     it takes its place, and nothing foreign is overwritten.
     """
-    from specctl.export.atomic import new_folder
-    from specctl.export.files import open_folder
-    from specctl.export.folder import seal_folder, versions
-    from specctl.export.load import read_package
-    from specctl.export.manifest import package_in, read_manifest
+    from specctl.export.package.atomic import new_folder
+    from specctl.export.package.files import open_folder
+    from specctl.export.package.folder import seal_folder, versions
+    from specctl.export.package.load import read_package
+    from specctl.export.package.manifest import package_in, read_manifest
 
     folder, out = open_folder(package_in(Path(package))), Path(out)
     _refuse_overlap(folder, out)
@@ -122,8 +122,8 @@ def export(
 
 def _beside(manifest: Manifest, target: Target) -> Manifest:
     """The manifest naming the target that is there, where it is not the one of the package."""
-    from specctl.export.folder import target_record
-    from specctl.export.manifest import TargetRecord
+    from specctl.export.package.folder import target_record
+    from specctl.export.package.manifest import TargetRecord
 
     if manifest.target.fingerprint == target.fingerprint:
         return manifest
@@ -134,7 +134,7 @@ def _beside(manifest: Manifest, target: Target) -> Manifest:
 def _other_target(manifest: Manifest, source: Source) -> list[str]:
     if source.manifest is manifest:
         return []
-    from specctl.export.card import shown_target
+    from specctl.export.package.card import shown_target
 
     made_for, beside = shown_target(manifest), shown_target(source.manifest)
     return [

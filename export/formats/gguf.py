@@ -2,8 +2,8 @@
 
 llama.cpp refuses a draft whose vocabulary is not the target's, text by text, so the file holds the
 target's own tokenizer and one LM-head row per target token; a trimmed draft is widened as for
-transformers (`specctl.export.widen`). Requests are split into tokens by the target's file, never by
-the draft's. Float32 keeps what widening built; a file quantised afterwards may not.
+transformers (`specctl.export.layouts.widen`). Requests are split into tokens by the target's file,
+never by the draft's. Float32 keeps what widening built; a file quantised afterwards may not.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specctl.export.engines import draft_length, gate
 from specctl.export.formats import TARGET, Format, Source
 from specctl.export.formats.hf import compare_logits, own_logits, probe_ids, widened
-from specctl.export.llama_cpp import library
-from specctl.export.llama_cpp.model import GgufModel, architecture, write_gguf
-from specctl.export.llama_cpp.pretokenizers import KNOWN
-from specctl.export.llama_cpp.reader import GgufReader
-from specctl.export.llama_cpp.tokens import PROBES
-from specctl.export.llama_cpp.vocab import vocabulary_of
-from specctl.export.manifest import check_files
+from specctl.export.layouts.engines import draft_length, gate
+from specctl.export.layouts.llama_cpp import library
+from specctl.export.layouts.llama_cpp.model import GgufModel, architecture, write_gguf
+from specctl.export.layouts.llama_cpp.pretokenizers import KNOWN
+from specctl.export.layouts.llama_cpp.reader import GgufReader
+from specctl.export.layouts.llama_cpp.tokens import PROBES
+from specctl.export.layouts.llama_cpp.vocab import vocabulary_of
+from specctl.export.package.manifest import check_files
 
 FILE = "draft.gguf"
 DRAFTED = 4  # tokens that the file drafts on its own in `check`

@@ -2,7 +2,7 @@
 `draft_model`, SGLang's STANDALONE and every converter that reads Hugging Face models.
 
 The vocabulary always has one row per target token (engines compare the two sizes). A trimmed draft
-is scattered back; see `specctl.export.widen` for why the cut rows can never be drafted.
+is scattered back; see `specctl.export.layouts.widen` for why the cut rows can never be drafted.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specctl.drafters.parts.lean import LeanLlama, LeanLM, LlamaShape
-from specctl.drafters.parts.routed import PREFIX
+from specctl.core.errors import GateError, IncompatibleError
+from specctl.drafters.nets.routed import PREFIX
 from specctl.drafters.small_lm import SmallLm
-from specctl.export.engines import (
+from specctl.export.formats import Format, Source
+from specctl.export.layouts.engines import (
     draft_length,
     dtype_fields,
     dump_json,
@@ -27,14 +28,13 @@ from specctl.export.engines import (
     special_ids,
     vllm_command,
 )
-from specctl.export.files import list_files
-from specctl.export.folder import compare_tensors, write_tensors
-from specctl.export.formats import Format, Source
-from specctl.export.manifest import WEIGHTS, check_files
-from specctl.export.pretrained import inspect_folder, quietly
-from specctl.export.widen import MARGIN, Widened, widen
-from specctl.recipes.errors import GateError, IncompatibleError
-from specctl.runtime.write import write_tokenizer
+from specctl.export.layouts.widen import MARGIN, Widened, widen
+from specctl.export.package.files import list_files
+from specctl.export.package.folder import compare_tensors, write_tensors
+from specctl.export.package.manifest import WEIGHTS, check_files
+from specctl.export.package.pretrained import inspect_folder, quietly
+from specctl.models.fast_llama import LeanLlama, LeanLM, LlamaShape
+from specctl.runtime.target.save_target import write_tokenizer
 
 
 def write(source: Source, folder: Path) -> None:

@@ -3,7 +3,7 @@
 One folder serves both, because `architectures` is left out (TGI would look for no heads) and
 `medusa_fc_bias` is true (vLLM would drop the biases). Every head carries an LM head of its own, so
 a drafter that reads through the target's head is written with a copy of it per head. A trimmed head
-is written over the whole vocabulary; see `specctl.export.whole_head`.
+is written over the whole vocabulary; see `specctl.export.layouts.whole_head`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from specctl.drafters.medusa import Medusa
-from specctl.drafters.parts.heads import ResBlock, head_rows
-from specctl.export import tgi
-from specctl.export.engines import dtype_fields, dump_json, vllm_command
-from specctl.export.folder import write_tensors
+from specctl.drafters.nets.heads import ResBlock, head_rows
 from specctl.export.formats import Format, Source
-from specctl.export.manifest import check_files
+from specctl.export.layouts import tgi
+from specctl.export.layouts.engines import dtype_fields, dump_json, vllm_command
+from specctl.export.layouts.whole_head import whole_head, without_cut
+from specctl.export.package.folder import write_tensors
+from specctl.export.package.manifest import check_files
 from specctl.export.readers.medusa import TgiMedusa, VllmMedusa
 from specctl.export.readers.trial import Trial, compare, drafted_logits, twin
-from specctl.export.whole_head import whole_head, without_cut
 
 FILE = "medusa_lm_head.safetensors"
 

@@ -4,7 +4,7 @@ Our equations are those of both engines (arXiv 2404.19124, section 3): the weigh
 exact GELU, a root-mean-square norm with scale and shift and eps 1e-6. Two traps are in the layout.
 TGI has no `scale_input` and would leave it out without a word, so such a drafter is written without
 the prefix that TGI demands: it stops there, and vLLM loads it. TGI reads `inner_dim` 0 as zero, so
-it is always written. A trimmed head is written whole; see `specctl.export.whole_head`.
+it is always written. A trimmed head is written whole; see `specctl.export.layouts.whole_head`.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from pathlib import Path
 
 import torch
 
+from specctl.core.errors import IncompatibleError
 from specctl.drafters.mlp_speculator import MlpSpeculator
-from specctl.export import tgi
-from specctl.export.engines import dtype_fields, dump_json, vllm_command
-from specctl.export.folder import write_tensors
 from specctl.export.formats import Format, Source
-from specctl.export.manifest import WEIGHTS, check_files
+from specctl.export.layouts import tgi
+from specctl.export.layouts.engines import dtype_fields, dump_json, vllm_command
+from specctl.export.layouts.whole_head import whole_head, without_cut
+from specctl.export.package.folder import write_tensors
+from specctl.export.package.manifest import WEIGHTS, check_files
 from specctl.export.readers.mlp_speculator import TgiMlp, VllmMlp
 from specctl.export.readers.trial import Trial, compare, drafted_logits, twin
-from specctl.export.whole_head import whole_head, without_cut
-from specctl.recipes.errors import IncompatibleError
 
 PREFIX = "speculator."
 

@@ -1,5 +1,5 @@
 """Flat checkpoints for SGLang; EAGLE-3's loads in vLLM as well. One layout per kind of drafter in
-`specctl.export.sglang`.
+`specctl.export.layouts.sglang`.
 
 SGLang drops tensors whose names it does not know and leaves parameters that it does not find as
 they are, so nothing here rests on its messages: the readers that `check` uses refuse both.
@@ -11,12 +11,12 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from specctl.export.engines import check_vocab, dump_json, refuse_scaled_embedding
-from specctl.export.folder import compare_tensors, refuse_not_finite, write_tensors
 from specctl.export.formats import Format, Source
-from specctl.export.manifest import WEIGHTS, check_files
-from specctl.export.sglang import blocks, eagle, eagle3
-from specctl.export.sglang.layout import Flat
+from specctl.export.layouts.engines import check_vocab, dump_json, refuse_scaled_embedding
+from specctl.export.layouts.sglang import blocks, eagle, eagle3
+from specctl.export.layouts.sglang.layout import Flat
+from specctl.export.package.folder import compare_tensors, refuse_not_finite, write_tensors
+from specctl.export.package.manifest import WEIGHTS, check_files
 
 LAYOUTS: dict[str, Flat] = {
     "coral": eagle.FLAT,

@@ -6,12 +6,12 @@ import shlex
 import shutil
 from pathlib import Path
 
-from specctl.export.card import given_target
-from specctl.export.folder import compare_tensors, package_tensors
+from specctl.core.errors import GateError
 from specctl.export.formats import Format, Source
-from specctl.export.load import read_package
-from specctl.export.manifest import WEIGHTS, check_files
-from specctl.recipes.errors import GateError
+from specctl.export.package.card import given_target
+from specctl.export.package.folder import compare_tensors, package_tensors
+from specctl.export.package.load import read_package
+from specctl.export.package.manifest import WEIGHTS, check_files
 
 
 def write(source: Source, folder: Path) -> None:

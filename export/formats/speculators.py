@@ -11,12 +11,12 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from specctl.export.engines import check_vocab, dump_json, vllm_command
-from specctl.export.folder import compare_tensors, refuse_not_finite, write_tensors
 from specctl.export.formats import Format, Source
-from specctl.export.manifest import WEIGHTS, check_files
-from specctl.export.speculators import dflash, dspark, eagle3, p_eagle
-from specctl.export.speculators.layout import Layout, config_of
+from specctl.export.layouts.engines import check_vocab, dump_json, vllm_command
+from specctl.export.layouts.speculators import dflash, dspark, eagle3, p_eagle
+from specctl.export.layouts.speculators.layout import Layout, config_of
+from specctl.export.package.folder import compare_tensors, refuse_not_finite, write_tensors
+from specctl.export.package.manifest import WEIGHTS, check_files
 
 LAYOUTS: dict[str, Layout] = {
     "dflash": dflash.LAYOUT,

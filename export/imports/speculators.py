@@ -14,7 +14,7 @@ from specctl.export.imports.heads import ELSEWHERE, refused
 from specctl.export.imports.published import Published
 from specctl.export.readers.trial import Trial, compare, drafted_logits, embedding_of, twin
 from specctl.export.readers.vllm_eagle3 import ENGINE, VllmEagle3, draft_config
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 
 
 def knows(config: Mapping[str, Any]) -> bool:

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specctl.export.engines import gate
-from specctl.export.manifest import WEIGHTS
+from specctl.export.layouts.engines import gate
+from specctl.export.package.manifest import WEIGHTS
 from specctl.export.readers.layers import Sizes
 
 

@@ -15,11 +15,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from specctl.core.drafter import Borrowed, Drafter, RoundView, Space, StepState
 from specctl.drafters import families
-from specctl.drafters.parts.base import Borrowed, Drafter, RoundView, Space, StepState
-from specctl.drafters.parts.routed import PREFIX
-from specctl.export.engines import gate
+from specctl.drafters.nets.routed import PREFIX
 from specctl.export.formats import Source
+from specctl.export.layouts.engines import gate
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-5  # of the largest logit

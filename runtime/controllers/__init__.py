@@ -1,0 +1,1 @@
+"""Controllers: which configuration speculates in the next round, if any does."""

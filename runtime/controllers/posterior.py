@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specctl.runtime.controllers.base import Arm, Controller, Prices, Score, first
-from specctl.runtime.stats import expected_tau
+from specctl.runtime.measure.stats import expected_tau
 
 
 @dataclass

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from specctl.drafters.parts.base import Family
-from specctl.recipes.errors import unknown
+from specctl.core.drafter import Family
+from specctl.core.errors import unknown
 from specctl.runtime.policies.base import Growth, Policy
 from specctl.runtime.policies.cape import Caterpillar
 from specctl.runtime.policies.chain import Chain

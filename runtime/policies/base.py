@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 from torch import Tensor
 
-from specctl.drafters.parts.base import (
+from specctl.core.drafter import (
     Budget,
     DraftState,
     Outcome,
@@ -15,13 +15,13 @@ from specctl.drafters.parts.base import (
     RoundView,
     StepState,
 )
-from specctl.drafters.parts.tree import DraftTree, NodeKind
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.runtime.noise import RoundNoise
-from specctl.runtime.sampling import SamplingBatch
+from specctl.core.tree import DraftTree, NodeKind
+from specctl.core.vocab import VocabMap
+from specctl.runtime.sampling.noise import RoundNoise
+from specctl.runtime.sampling.sampling import SamplingBatch
 
 if TYPE_CHECKING:
-    from specctl.runtime.grammar_mask import Guide
+    from specctl.runtime.sampling.grammar_mask import Guide
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.tree import DraftTree, NodeKind, empty_tree
+from specctl.core.tree import DraftTree, NodeKind, empty_tree
 from specctl.runtime.policies.base import Growth
 
 Stop = Callable[["Pool"], bool]  # after a level: is this enough?

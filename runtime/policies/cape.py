@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.tree import DraftTree, NodeKind, empty_tree
-from specctl.recipes.errors import RecipeError
+from specctl.core.errors import RecipeError
+from specctl.core.tree import DraftTree, NodeKind, empty_tree
 from specctl.runtime.policies.base import Growth, PointTree
 from specctl.runtime.policies.draw import log_guess
 

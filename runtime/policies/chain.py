@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import Outcome, RoundSeconds
-from specctl.drafters.parts.tree import DraftTree, NodeKind, QRows, chain_tree, empty_tree
-from specctl.recipes.errors import RecipeError
+from specctl.core.drafter import Outcome, RoundSeconds
+from specctl.core.errors import RecipeError
+from specctl.core.tree import DraftTree, NodeKind, QRows, chain_tree, empty_tree
 from specctl.runtime.policies.base import Growth
-from specctl.runtime.policies.stops import Step, StopRule, make_stop
+from specctl.runtime.stops import Step, StopRule, make_stop
 from specctl.runtime.verify.walk import best_token, log_law
 
 

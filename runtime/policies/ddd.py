@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from specctl.drafters.parts.tree import DraftTree
+from specctl.core.tree import DraftTree
 from specctl.runtime.policies.base import Growth, PointTree
 from specctl.runtime.policies.beam import Pool, grow_beam
 from specctl.runtime.policies.hardware import TreeCosts

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specctl.drafters.parts.tree import NodeKind, QRows
+from specctl.core.tree import NodeKind, QRows
 from specctl.runtime.policies.base import Growth
 from specctl.runtime.verify.walk import best_token, log_law
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specctl.drafters.parts.tree import DraftTree
+from specctl.core.tree import DraftTree
 from specctl.runtime.policies.base import Growth, PointTree
 from specctl.runtime.policies.beam import grow_beam
 

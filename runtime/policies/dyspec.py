@@ -26,7 +26,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.tree import DraftTree, empty_tree
+from specctl.core.tree import DraftTree, empty_tree
 from specctl.runtime.policies.base import DrawnTree, Growth
 from specctl.runtime.policies.draw import Children, children, log_guess, q_rows
 

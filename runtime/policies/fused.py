@@ -11,10 +11,10 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from specctl.drafters.parts.base import Budget, RoundView
-from specctl.drafters.parts.fuse import fuse
-from specctl.drafters.parts.tree import DraftTree
-from specctl.recipes.errors import RecipeError
+from specctl.core.drafter import Budget, RoundView
+from specctl.core.errors import RecipeError
+from specctl.core.tree import DraftTree
+from specctl.drafters.retrieval.fuse import fuse
 from specctl.runtime.policies.base import Growth, PointTree
 from specctl.runtime.policies.beam import grow_beam
 

@@ -1,7 +1,7 @@
 """What a tree costs on this device: the prices by which policies choose sizes and depths.
 
 A round of a tree with n nodes, d levels deep, costs d draft steps and a verification of n nodes;
-both come from the measured cost table of a chain (`runtime/cost.py`).
+both come from the measured cost table of a chain (`runtime/measure/cost.py`).
 """
 
 from __future__ import annotations

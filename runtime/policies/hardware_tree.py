@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
-from specctl.drafters.parts.template import Path, greedy_paths
-from specctl.drafters.parts.tree import DraftTree
-from specctl.recipes.errors import RecipeError
+from specctl.core.errors import RecipeError
+from specctl.core.tree import DraftTree
+from specctl.drafters.states.template import Path, greedy_paths
 from specctl.runtime.policies.base import Growth, PointTree
 from specctl.runtime.policies.hardware import TreeCosts
 from specctl.runtime.policies.shaped import grow_shape, shape_of

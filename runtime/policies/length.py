@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from specctl.drafters.parts.base import Outcome, RoundSeconds
-from specctl.runtime.stats import expected_tau
+from specctl.core.drafter import Outcome, RoundSeconds
+from specctl.runtime.measure.stats import expected_tau
 
 
 def on_line(known: Mapping[int, float], at: int) -> float:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.tree import DraftTree, NodeKind
+from specctl.core.tree import DraftTree, NodeKind
 from specctl.runtime.policies.base import Growth
 from specctl.runtime.policies.draw import log_guess
 from specctl.runtime.policies.shaped import grow_shape, shape_of

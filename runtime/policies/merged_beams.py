@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specctl.drafters.parts.tree import DraftTree, empty_tree
+from specctl.core.tree import DraftTree, empty_tree
 from specctl.runtime.policies.base import Growth, PointTree
 from specctl.runtime.policies.beam import search_beam
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from specctl.drafters.parts.tree import DraftTree
+from specctl.core.tree import DraftTree
 from specctl.runtime.policies.base import Growth, PointTree
 from specctl.runtime.policies.beam import Pool, grow_beam
 from specctl.runtime.policies.hardware import TreeCosts

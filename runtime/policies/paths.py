@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specctl.drafters.parts.tree import DraftTree, NodeKind
+from specctl.core.tree import DraftTree, NodeKind
 from specctl.runtime.policies.base import Growth, PointTree
 from specctl.runtime.policies.static_tree import grow_whole_levels
 

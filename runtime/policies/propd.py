@@ -8,17 +8,17 @@ of the size with most expected tokens per second. Batch size and context need no
 they show in the seconds. Every `refresh` rounds the choice is made anew, and one round then drafts
 the largest tree, so that ranks and sizes no longer chosen stay known.
 
-Early pruning (`runtime/early.py`): with `early_layer` the target's lower layers drop children that
-are not among their `early_top` best. Both decide from earlier rounds and the text alone, and
-candidates are best tokens: POINT. Letters: B rows, N nodes, P path.
+Early pruning (`runtime/engine/early_pruning.py`): with `early_layer` the target's lower layers drop
+children that are not among their `early_top` best. Both decide from earlier rounds and the text
+alone, and candidates are best tokens: POINT. Letters: B rows, N nodes, P path.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from specctl.drafters.parts.base import Outcome, RoundSeconds
-from specctl.drafters.parts.tree import DraftTree
+from specctl.core.drafter import Outcome, RoundSeconds
+from specctl.core.tree import DraftTree
 from specctl.runtime.policies.base import Growth, PointTree
 from specctl.runtime.policies.hardware_tree import TYPICAL, Profile, best_paths, worth
 from specctl.runtime.policies.shaped import grow_shape, shape_of

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.tree import DraftTree, empty_tree
+from specctl.core.tree import DraftTree, empty_tree
 from specctl.runtime.policies.base import DrawnTree, Growth
 from specctl.runtime.policies.draw import draft_law, log_guess, q_rows
 from specctl.runtime.verify.walk import log_law

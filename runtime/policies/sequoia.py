@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from specctl.drafters.parts.template import Path
-from specctl.drafters.parts.tree import DraftTree, NodeKind
-from specctl.recipes.errors import RecipeError
+from specctl.core.errors import RecipeError
+from specctl.core.tree import DraftTree, NodeKind
+from specctl.drafters.states.template import Path
 from specctl.runtime.policies.base import Growth, PointTree
 from specctl.runtime.policies.hardware import TreeCosts
 from specctl.runtime.policies.shaped import grow_shape, shape_of

@@ -1,6 +1,6 @@
 """Trees of a shape known beforehand: level by level, each node gets the children its shape says.
 
-A shape is a set of rank paths (`drafters/parts/template.py`); the child of rank r is the r-th best
+A shape is a set of rank paths (`drafters/states/template.py`); the child of rank r is the r-th best
 or the r-th drawn. Letters: B rows, N nodes, J nodes of a level, M expanded nodes, C children of
 each, K draft vocabulary.
 """
@@ -14,8 +14,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.template import Path, Template, compile_template
-from specctl.drafters.parts.tree import DraftTree, NodeKind, empty_tree
+from specctl.core.tree import DraftTree, NodeKind, empty_tree
+from specctl.drafters.states.template import Path, Template, compile_template
 from specctl.runtime.policies.base import Growth
 from specctl.runtime.policies.draw import Children, children, q_rows
 

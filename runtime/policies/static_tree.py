@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import product
 
-from specctl.drafters.parts.template import Path
-from specctl.drafters.parts.tree import DraftTree, NodeKind
-from specctl.recipes.errors import RecipeError
+from specctl.core.errors import RecipeError
+from specctl.core.tree import DraftTree, NodeKind
+from specctl.drafters.states.template import Path
 from specctl.runtime.policies.base import Growth
 from specctl.runtime.policies.shaped import grow_shape, shape_of
 

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from specctl.drafters.parts.base import Budget, Outcome, RoundSeconds, StepState
-from specctl.drafters.parts.tree import DraftTree, NodeKind, empty_tree, fitted
+from specctl.core.drafter import Budget, Outcome, RoundSeconds, StepState
+from specctl.core.errors import unknown
+from specctl.core.tree import DraftTree, NodeKind, empty_tree, fitted
 from specctl.drafters.team import TeamState
-from specctl.recipes.errors import unknown
 from specctl.runtime.controllers.auto import Auto
 from specctl.runtime.controllers.bandit import Exp3, Ucb
 from specctl.runtime.controllers.base import OFF, Arm, ArmCount, Controller, Prices, Score

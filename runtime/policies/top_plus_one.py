@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specctl.drafters.parts.tree import DraftTree, NodeKind
+from specctl.core.tree import DraftTree, NodeKind
 from specctl.runtime.policies.base import Growth
 from specctl.runtime.policies.static_tree import BranchTree, grow_whole_levels
 

@@ -122,7 +122,7 @@ class Answer(ABC):
         return {**self._about(self.chunk_object), "choices": choices}
 
     def _stats(self, choices: Sequence[Choice]) -> Json:
-        """What speculation did, in the words of `runtime/stats.py`."""
+        """What speculation did, in the words of `runtime/measure/stats.py`."""
         rows = [choice.ticket.stats for choice in choices]
         rounds, tokens = sum(r.rounds for r in rows), sum(r.tokens for r in rows)
         depth = max((len(r.accepted_at) for r in rows), default=0)

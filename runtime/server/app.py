@@ -18,11 +18,11 @@ from fastapi.responses import JSONResponse
 from specctl import __version__
 from specctl.runtime.server import errors
 from specctl.runtime.server.answers import Answer, Choice
-from specctl.runtime.server.asks import Desk
 from specctl.runtime.server.auth import Door, Guard, Keys
 from specctl.runtime.server.body import StrictRoute
 from specctl.runtime.server.contract import Serving, Status
 from specctl.runtime.server.errors import ApiError, ErrorBody
+from specctl.runtime.server.generate_request import Desk
 from specctl.runtime.server.logs import RequestLog
 from specctl.runtime.server.metrics import TYPE, Metrics
 from specctl.runtime.server.page import page_routes

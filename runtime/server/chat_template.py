@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from jinja2 import TemplateError
 
-from specctl.recipes.errors import SpecctlError
+from specctl.core.errors import SpecctlError
 from specctl.runtime.server.protocol import Message
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 
 MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # no characters, by definition of Unicode
 ROLES = {"developer": "system"}  # what OpenAI calls a system message of late

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from specctl.recipes.errors import ResourceError, SpecctlError
-from specctl.runtime.sampling import Sampling
+from specctl.core.errors import ResourceError, SpecctlError
+from specctl.runtime.engine.request import TokenLogprob
+from specctl.runtime.measure.stats import RowStats
+from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.server.limits import Limits
-from specctl.runtime.session import TokenLogprob
-from specctl.runtime.stats import RowStats
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from specctl.runtime.engine.request import Emission, Request, Row
+from specctl.runtime.measure.stats import RowStats
 from specctl.runtime.server.contract import Counters, Finished, Piece, Ticket
 from specctl.runtime.server.text import TextStream
-from specctl.runtime.session import Emission, Request, Row
-from specctl.runtime.stats import RowStats
 
 
 @dataclass(slots=True, eq=False)

@@ -1,7 +1,7 @@
 """/metrics: what Prometheus scrapes. Counts of speculation come from the engine's own counters.
 
 Names follow vLLM's (`spec_decode_num_drafts`, ...) under the prefix `specctl:`; tau counts the
-bonus token, `accepted` never does (`runtime/stats.py`).
+bonus token, `accepted` never does (`runtime/measure/stats.py`).
 """
 
 from __future__ import annotations

@@ -16,13 +16,15 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from specctl.drafters.parts.base import Drafter
-from specctl.recipes.errors import SpecctlError
+from specctl.core.drafter import Drafter
+from specctl.core.errors import SpecctlError
+from specctl.runtime.batching.base import Batching
+from specctl.runtime.engine.guard import GuardedEngine, place_of
+from specctl.runtime.engine.request import TokenLogprob
 from specctl.runtime.generate import default_policy
-from specctl.runtime.guarded import GuardedEngine, place_of
 from specctl.runtime.policies.base import Policy
-from specctl.runtime.policies.batch.base import Batching
-from specctl.runtime.sampling import SamplingBatch
+from specctl.runtime.sampling.sampling import SamplingBatch
+from specctl.runtime.server.capacity import Room, room_for
 from specctl.runtime.server.contract import (
     Ask,
     Busy,
@@ -35,12 +37,10 @@ from specctl.runtime.server.contract import (
     TooLong,
     Unavailable,
 )
-from specctl.runtime.server.desk import Desk
 from specctl.runtime.server.limits import Limits
-from specctl.runtime.server.room import Room, room_for
+from specctl.runtime.server.request_queue import Desk
 from specctl.runtime.server.worker import Worker
-from specctl.runtime.session import TokenLogprob
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 from specctl.runtime.verify.choice import check_rule
 
 __all__ = [

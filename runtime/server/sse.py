@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from specctl.recipes.errors import SpecctlError
+from specctl.core.errors import SpecctlError
 from specctl.runtime.server.answers import Answer, Choice, Json
 from specctl.runtime.server.contract import Piece
 from specctl.runtime.server.errors import ApiError, api_error, broken

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from specctl.runtime.lexicon import Lexicon
-from specctl.runtime.session import TokenLogprob
-from specctl.runtime.target import Target
+from specctl.runtime.cross_vocab.token_bytes import Lexicon
+from specctl.runtime.engine.request import TokenLogprob
+from specctl.runtime.target.target import Target
 
 LEAST = -9999.0  # stands for the log-probability of what cannot come: JSON has no infinity
 

@@ -9,13 +9,13 @@ from asyncio import AbstractEventLoop
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from specctl.recipes.errors import ResourceError, SpecctlError
-from specctl.runtime.guarded import GuardedEngine, place_of
+from specctl.core.errors import ResourceError, SpecctlError
+from specctl.runtime.engine.guard import GuardedEngine, place_of
+from specctl.runtime.engine.request import Emission, Row
 from specctl.runtime.server.contract import Busy, Counters, Finished, Piece, Ticket
-from specctl.runtime.server.desk import Desk
 from specctl.runtime.server.job import Job
+from specctl.runtime.server.request_queue import Desk
 from specctl.runtime.server.text import Speech, TextStream
-from specctl.runtime.session import Emission, Row
 
 LOG = logging.getLogger("specctl.server")
 CRASHES = 3  # rounds in a row that fail before the service gives up

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from specctl.drafters.parts.tree import DraftTree, NodeKind
-from specctl.recipes.errors import RecipeError, unknown
-from specctl.runtime.noise import Noise
+from specctl.core.errors import RecipeError, unknown
+from specctl.core.tree import DraftTree, NodeKind
+from specctl.runtime.sampling.noise import Noise
 from specctl.runtime.verify.block import block
 from specctl.runtime.verify.chain import chain
 from specctl.runtime.verify.greedy import greedy

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.tree import DraftTree
+from specctl.core.tree import DraftTree
 
 
 def with_forced(scores_BTV: Tensor, tree: DraftTree) -> Tensor:

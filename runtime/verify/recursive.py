@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from specctl.drafters.parts.tree import DraftTree
-from specctl.runtime.noise import Noise
+from specctl.core.tree import DraftTree
+from specctl.runtime.sampling.noise import Noise
 from specctl.runtime.verify.siblings import Missed, residual, scaled, walk_down
 from specctl.runtime.verify.walk import Verdict
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.tree import DraftTree
-from specctl.runtime.noise import Noise
+from specctl.core.tree import DraftTree
+from specctl.runtime.sampling.noise import Noise
 from specctl.runtime.verify.chain import bonus_only
 from specctl.runtime.verify.walk import DraftLaw, Verdict, draw, draw_key, row, tree_verdict
 

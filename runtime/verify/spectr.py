@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.tree import DraftTree
-from specctl.runtime.noise import Noise
+from specctl.core.tree import DraftTree
+from specctl.runtime.sampling.noise import Noise
 from specctl.runtime.verify.chain import bonus_only
 from specctl.runtime.verify.walk import DraftLaw, Verdict, children_of, draw, row, tree_verdict
 

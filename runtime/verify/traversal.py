@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specctl.drafters.parts.tree import DraftTree
-from specctl.runtime.noise import Noise
+from specctl.core.tree import DraftTree
+from specctl.runtime.sampling.noise import Noise
 from specctl.runtime.verify.block import block
 from specctl.runtime.verify.chain import bonus_only
 from specctl.runtime.verify.walk import (

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.tree import DraftTree
-from specctl.runtime.noise import Noise
+from specctl.core.tree import DraftTree
+from specctl.runtime.sampling.noise import Noise
 
 
 @dataclass(frozen=True, slots=True)

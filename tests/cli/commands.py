@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from specctl.cli.failures import USAGE_ERROR
+from specctl.cli.app.failures import USAGE_ERROR
 from specctl.cli.main import COMMANDS, app, load_command
 
 

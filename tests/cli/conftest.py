@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from specctl.cli.console import Console
+from specctl.cli.app.console import Console
 from specctl.cli.main import main
 
 ROOT = Path(__file__).parents[2]

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from specctl.cli import families_bench
-from specctl.cli.families_bench import Budget, chosen, family_recipe, recipes_of
-from specctl.cli.families_table import short, tree_of
-from specctl.cli.target_choice import TargetChoice
-from specctl.recipes.errors import Exit, RecipeError
+from specctl.cli.commands import families_bench
+from specctl.cli.commands.families_bench import Budget, chosen, family_recipe, recipes_of
+from specctl.cli.commands.families_table import short, tree_of
+from specctl.cli.options.target_choice import TargetChoice
+from specctl.core.errors import Exit, RecipeError
 
 SMALL = (
     "data.text_tokens=0", "data.prompts=8", "data.prompt_tokens=16", "data.new_tokens=16",

@@ -18,16 +18,16 @@ import pytest
 from terminal import Terminal
 from transformers import AutoTokenizer
 
-from specctl.cli.chat_input import Interrupts, Lines
-from specctl.cli.chat_talk import Talk
-from specctl.cli.console import Console
-from specctl.cli.failures import INTERRUPTED
-from specctl.cli.loading import DraftChoice, LoadedDraft
-from specctl.cli.target_choice import TargetChoice
-from specctl.recipes.errors import Exit, SpecctlError
+from specctl.cli.app.console import Console
+from specctl.cli.app.failures import INTERRUPTED
+from specctl.cli.commands.chat_input import Interrupts, Lines
+from specctl.cli.commands.chat_talk import Talk
+from specctl.cli.options.loading import DraftChoice, LoadedDraft
+from specctl.cli.options.target_choice import TargetChoice
+from specctl.core.errors import Exit, SpecctlError
 from specctl.runtime.generate import generate
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 from specctl.train.data.sources import Defects, read_samples
 
 LINES = "write a loop\nand a class with two methods\n"

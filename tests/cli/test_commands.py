@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from specctl.cli.launch import launch_command
-from specctl.cli.prompts import read_prompts
-from specctl.cli.vocab_trim import parse_size
-from specctl.recipes.errors import Exit, RecipeError
+from specctl.cli.app.launch import launch_command
+from specctl.cli.commands.vocab_trim import parse_size
+from specctl.cli.options.prompts import read_prompts
+from specctl.core.errors import Exit, RecipeError
 
 SMALL = (
     "data.text_tokens=0", "data.prompts=12", "data.prompt_tokens=16", "data.new_tokens=16",
@@ -122,7 +122,7 @@ def test_a_full_context_is_said_and_what_ended_the_others(
 
 def tokens_of(text: str) -> int:
     """How many tokens the embedded target reads of a text."""
-    from specctl.runtime.target import load_target
+    from specctl.runtime.target.target import load_target
 
     return len(load_target("tiny").encode(text))
 
@@ -240,7 +240,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four steps: its folder."""
     import sys
 
-    from specctl.cli.console import Console
+    from specctl.cli.app.console import Console
     from specctl.cli.main import main
 
     out = tmp_path_factory.mktemp("run") / "distill"
@@ -376,8 +376,8 @@ def test_the_exit_code_of_several_processes_is_the_first_ones(start: Any, tmp_pa
 def test_quickstart_goes_from_nothing_to_a_table(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specctl.cli import quickstart, quickstart_compare
-    from specctl.runtime import prove
+    from specctl.cli.commands import quickstart, quickstart_compare
+    from specctl.runtime.proof import prove
 
     level = prove.LEVELS["lossless"]
     small = replace(level, prompts=2, tokens=8, samples=100)

@@ -13,7 +13,7 @@ from typing import Any
 import commands
 import pytest
 
-from specctl.recipes.errors import Exit
+from specctl.core.errors import Exit
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "recipes" / "tiny"

@@ -13,14 +13,14 @@ from typing import Any, get_args
 import commands
 import pytest
 
-from specctl.cli.command import command
+from specctl.cli.app.command import command
+from specctl.cli.app.outputs import check_file
 from specctl.cli.main import COMMANDS, load_command
-from specctl.cli.outputs import check_file
 from specctl.drafters import families
-from specctl.export.folder import save_package
+from specctl.export.package.folder import save_package
 from specctl.recipes.schema import InflateName
-from specctl.runtime.inflate import SIZES
-from specctl.runtime.target import Target
+from specctl.runtime.target.inflate import SIZES
+from specctl.runtime.target.target import Target
 
 FASTDRAFT = ("train-draft", "-r", "fastdraft", "--dry-run")
 ABSURD = {int: ("9" * 30,), float: ("nan", "inf")}
@@ -29,7 +29,7 @@ ABSURD = {int: ("9" * 30,), float: ("nan", "inf")}
 def leaves() -> Iterator[tuple[str, Any, Callable[..., None]]]:
     """Every command: the words that call it, its parameters, and the function behind it."""
     for name, entry in COMMANDS.items():
-        module = importlib.import_module(f"specctl.cli.{entry.module}")
+        module = importlib.import_module(f"specctl.cli.commands.{entry.module}")
         if hasattr(module, "app"):
             for leaf in module.app.registered_commands:
                 below = load_command(name).commands[leaf.name]

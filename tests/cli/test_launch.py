@@ -11,7 +11,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 from torch.distributed.run import get_args_parser
 
-from specctl.cli.launch import configuration, launch_command
+from specctl.cli.app.launch import configuration, launch_command
 
 WORDS = ["train-draft", "--recipe", "eagle3", "--gpus", "4"]
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from specctl.cli.preflight import check_run
-from specctl.recipes.errors import FileError
+from specctl.cli.options.preflight import check_run
+from specctl.core.errors import FileError
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
-from specctl.train.finished import MARK, read_mark, remaining, stage_folders
+from specctl.train.runs.finished import MARK, read_mark, remaining, stage_folders
 
 TWO = """
 name: two

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from specctl.cli.prune import parse_heads, parse_width
-from specctl.recipes.errors import RecipeError
+from specctl.cli.commands.prune import parse_heads, parse_width
+from specctl.core.errors import RecipeError
 from specctl.recipes.load import load_recipe
-from specctl.runtime.target import load_target
+from specctl.runtime.target.target import load_target
 from specctl.train.prune.search.healing import plan_healing
 from specctl.train.prune.search.shape import DraftShape
 
@@ -151,8 +151,8 @@ def test_flags_that_cannot_be_are_refused(
 def test_a_search_ranks_shapes_by_predicted_speed(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specctl.cli.shapes.ROUNDS", 2)
-    monkeypatch.setattr("specctl.cli.shapes.LENGTHS", (1, 3))
+    monkeypatch.setattr("specctl.cli.commands.shapes.ROUNDS", 2)
+    monkeypatch.setattr("specctl.cli.commands.shapes.LENGTHS", (1, 3))
     table = tmp_path / "alphas.json"
     shapes = [(layers, width) for layers in (1, 2) for width in (64, 256)]
     rows = [{"layers": d, "width": w, "alpha": 0.3 + d * w / 2000} for d, w in shapes]
@@ -178,7 +178,7 @@ def test_a_search_heals_every_shape_and_ranks_by_what_it_measured(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"ROUNDS": 2, "LENGTHS": (1, 3), "PROMPTS": 3, "TOKENS": 8}.items():
-        monkeypatch.setattr(f"specctl.cli.shapes.{name}", value)
+        monkeypatch.setattr(f"specctl.cli.commands.shapes.{name}", value)
     out = tmp_path / "healed"
     grid = ("--search", "--depths", "1,2", "--widths", "64,128", "--heal-steps", "1")
     ran = run(*words(out, *grid))

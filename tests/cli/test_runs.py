@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import yaml
 
-from specctl.cli import runs_follow
-from specctl.cli.console import Console
+from specctl.cli.app.console import Console
+from specctl.cli.commands import runs_follow
+from specctl.cli.commands.runs_follow import resuming_words
 from specctl.cli.main import main
-from specctl.cli.runs_follow import resuming_words
-from specctl.recipes.errors import Exit
-from specctl.runtime.report import SilentReporter
-from specctl.train.runs import find_runs, read_run
+from specctl.core.errors import Exit
+from specctl.runtime.measure.reporter import SilentReporter
+from specctl.train.runs.folders import find_runs, read_run
 from specctl.train.saving.lock import live_holder, locked
 
 SMALL = (

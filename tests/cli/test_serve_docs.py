@@ -15,9 +15,9 @@ import httpx
 import pytest
 from web import running
 
-from specctl.cli.loading import DraftChoice
+from specctl.cli.options.loading import DraftChoice
 from specctl.runtime.server.service import Service
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")

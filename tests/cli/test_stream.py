@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from specctl.cli.stream import TextStream
+from specctl.cli.app.stream import TextStream
 
 TEXT = "na\u00efve caf\u00e9 \u4e2d\u6587 \U0001f600 end"
 

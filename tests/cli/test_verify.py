@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from specctl.core.errors import Exit
 from specctl.drafters import family
-from specctl.export.folder import save_package
-from specctl.recipes.errors import Exit
-from specctl.runtime import prove
-from specctl.runtime.findings import Check, Level, Proof
+from specctl.export.package.folder import save_package
+from specctl.runtime.proof import prove
+from specctl.runtime.proof.proof_report import Check, Level, Proof
 from specctl.runtime.verify import RULES
 from specctl.train.data.tokenizer import train_tokenizer
 

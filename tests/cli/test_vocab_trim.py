@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.cli.trimming import split
+from specctl.cli.commands.trimming import split
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
-from specctl.export.folder import save_package
-from specctl.runtime.target import Target
+from specctl.export.package.folder import save_package
+from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import Prompt
 
 

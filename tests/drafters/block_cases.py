@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from head_cases import make_heads
 
-from specctl.drafters.parts.base import Budget, Space
-from specctl.runtime.target import Target
+from specctl.core.drafter import Budget, Space
+from specctl.runtime.target.target import Target
 
 
 def passes(target: Target, name: str, length: int, drive: Any, round_view: Any) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from specctl.drafters.parts.batch import TrainBatch
+from specctl.core.batch import TrainBatch
 
 
 def check_no_depth_sees_a_feature_behind_its_anchor(drafter: Any, batch: TrainBatch) -> None:

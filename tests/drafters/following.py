@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from specctl.drafters.parts.base import Budget, Drafter, RoundView, Space
-from specctl.drafters.parts.tree import DraftTree
+from specctl.core.drafter import Budget, Drafter, RoundView, Space
+from specctl.core.tree import DraftTree
 
 ViewOf = Callable[[Mapping[int, Sequence[int]]], RoundView]
 CPU = torch.device("cpu")

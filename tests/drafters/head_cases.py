@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from specctl.core.batch import TrainBatch
+from specctl.core.drafter import Drafter
+from specctl.core.vocab import VocabMap
 from specctl.drafters import family
-from specctl.drafters.parts.base import Drafter
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 
 MakeBatch = Callable[..., TrainBatch]
 

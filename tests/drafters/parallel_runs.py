@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from specctl.drafters.parts.base import Drafter, Outcome, RoundSeconds
-from specctl.runtime.engine import Engine
+from specctl.core.drafter import Drafter, Outcome, RoundSeconds
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Completion, Request
 from specctl.runtime.policies import make_policy
 from specctl.runtime.policies.length import CostTable, LengthChooser
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Completion, Request
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 
 PROMPTS = ((3, 1, 4, 1, 5), (20, 2, 20, 2))
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from parallel_runs import Ran, counting_target, decode
 
+from specctl.core.drafter import Outcome, Space
+from specctl.core.errors import RecipeError
 from specctl.drafters.aggressive import Aggressive, AggressiveOptions, Alignment, BlockState
-from specctl.drafters.parts.base import Outcome, Space
-from specctl.recipes.errors import RecipeError
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 
 START = 9  # the root: the counting target goes on with 10, 11, ...
 

@@ -7,16 +7,16 @@ from functools import partial
 import pytest
 import torch
 
+from specctl.core.drafter import RoundSeconds
 from specctl.drafters import families
-from specctl.drafters.parts.base import RoundSeconds
-from specctl.drafters.parts.lm_state import MOST_AT_ROOT
-from specctl.runtime.engine import Engine
-from specctl.runtime.guarded import GuardedEngine
+from specctl.drafters.states.lm_state import MOST_AT_ROOT
+from specctl.runtime.batching import Fixed
+from specctl.runtime.batching.table import BySize
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.guard import GuardedEngine
+from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
-from specctl.runtime.policies.batch import Fixed
-from specctl.runtime.policies.batch.table import BySize
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
+from specctl.runtime.sampling.sampling import Sampling
 
 PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6), (7,), (11, 12, 11, 12, 11), (20, 2, 20), (8, 8))
 

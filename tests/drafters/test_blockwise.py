@@ -13,12 +13,12 @@ from head_cases import fit, make_heads, nearly_markov
 from parallel_runs import decode
 from torch import Tensor
 
+from specctl.core.batch import TrainBatch
+from specctl.core.errors import RecipeError
+from specctl.core.vocab import VocabMap
 from specctl.drafters.blockwise import Blockwise, BlockwiseOptions
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.drafters.parts.ngrams import BACKOFF, NgramCounts
-from specctl.drafters.parts.rescore import NONE, Rescoring
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import RecipeError
+from specctl.drafters.nets.rescore import NONE, Rescoring
+from specctl.drafters.nets.small_ngrams import BACKOFF, NgramCounts
 
 HEADS, TOP = 3, 8
 KINDS = ("none", "ngram", "neural")

@@ -9,9 +9,9 @@ import torch
 from cross_cases import check_no_depth_sees_a_feature_behind_its_anchor
 from head_cases import fit, make_heads
 
+from specctl.core.batch import TrainBatch
+from specctl.core.errors import RecipeError
 from specctl.drafters.chimera import ChimeraOptions
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.recipes.errors import RecipeError
 
 
 def test_no_depth_sees_a_feature_behind_its_anchor(make_target: Any, make_batch: Any) -> None:

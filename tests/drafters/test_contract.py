@@ -16,19 +16,19 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
+from specctl.core.batch import TrainBatch
+from specctl.core.drafter import Budget, Drafter, Outcome, RoundSeconds, Space, StepState
+from specctl.core.tree import DraftTree
+from specctl.core.vocab import VocabMap
 from specctl.drafters import families
-from specctl.drafters.parts.align import ahead_mask
-from specctl.drafters.parts.base import Budget, Drafter, Outcome, RoundSeconds, Space, StepState
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.drafters.parts.tree import DraftTree
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.runtime.engine import Engine
-from specctl.runtime.guarded import GuardedEngine
+from specctl.drafters.losses.align import ahead_mask
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.guard import GuardedEngine
+from specctl.runtime.engine.request import Completion, Request
 from specctl.runtime.policies import POLICIES, make_policy
 from specctl.runtime.policies.length import CostTable, LengthChooser
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Completion, Request
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 
 SIZE = 24
 NAMES = sorted(families())

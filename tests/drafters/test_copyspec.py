@@ -9,10 +9,10 @@ import pytest
 import torch
 from following import check_rows_are_private, follow
 
+from specctl.core.drafter import Budget, Space
+from specctl.core.errors import RecipeError
 from specctl.drafters.copyspec import CopySpec, CopySpecOptions
-from specctl.drafters.parts.base import Budget, Space
-from specctl.recipes.errors import RecipeError
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from head_cases import fit, make_heads, nearly_markov
 
-from specctl.drafters.parts.step_losses import agreement_loss
+from specctl.drafters.losses.step_losses import agreement_loss
 
 
 def agreement(drafter: Any, batch: Any) -> float:

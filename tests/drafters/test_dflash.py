@@ -10,9 +10,9 @@ import torch
 from block_cases import passes
 from head_cases import fit, make_heads
 
+from specctl.core.batch import TrainBatch
+from specctl.core.errors import RecipeError
 from specctl.drafters.dflash import DFlashOptions
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.recipes.errors import RecipeError
 
 
 @pytest.mark.parametrize("length", [2, 7])

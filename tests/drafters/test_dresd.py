@@ -13,15 +13,15 @@ import torch
 from following import CPU, accepted
 from torch import Tensor
 
+from specctl.core.drafter import Budget, Space
+from specctl.core.errors import IntegrityError, RecipeError, ResourceError
 from specctl.drafters.dresd import Dresd, DresdOptions
-from specctl.drafters.parts.base import Budget, Space
-from specctl.drafters.parts.dense import DenseIndex, Projection
 from specctl.drafters.rest import Rest, RestOptions
-from specctl.recipes.errors import IntegrityError, RecipeError, ResourceError
+from specctl.drafters.retrieval.dense import DenseIndex, Projection
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 from specctl.train.datastore import teach
 
 SAME, OTHER = 4, 5  # kinds of context: words 10 to 19 mean the one, 20 to 29 the other

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from head_cases import fit, make_heads, nearly_markov
 
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 
 
 def alpha(target: Target, make_batch: Any, name: str, step: int = 0, **options: Any) -> float:

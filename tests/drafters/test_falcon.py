@@ -9,10 +9,10 @@ import torch
 from head_cases import alphas, make_heads, nearly_markov, train
 from parallel_runs import decode
 
+from specctl.core.errors import RecipeError
 from specctl.drafters.falcon import FalconOptions
-from specctl.drafters.parts.glancing import Glance, choose
-from specctl.drafters.parts.lstm import TextLstm
-from specctl.recipes.errors import RecipeError
+from specctl.drafters.losses.glancing import Glance, choose
+from specctl.drafters.nets.lstm import TextLstm
 
 TEXT = [5, 17, 3, 8, 21, 1, 2, 9]
 

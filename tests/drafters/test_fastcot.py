@@ -8,14 +8,14 @@ import pytest
 import torch
 from parallel_runs import PROMPTS, Ran, decode
 
+from specctl.core.drafter import Outcome, Space
+from specctl.core.errors import RecipeError
 from specctl.drafters.fastcot import FastCot, FastCotOptions, FastCotState
 from specctl.drafters.jacobi import Jacobi, JacobiOptions
-from specctl.drafters.parts.base import Outcome, Space
-from specctl.recipes.errors import RecipeError
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 
 TRIGGER = (22, 23)
 

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specctl.drafters.parts.base import Budget
-from specctl.drafters.parts.fuse import fuse
-from specctl.drafters.parts.tree import DraftTree, NodeKind, empty_tree
-from specctl.drafters.parts.trie import Trie, counted, pack
-from specctl.recipes.errors import RecipeError
+from specctl.core.drafter import Budget
+from specctl.core.errors import RecipeError
+from specctl.core.tree import DraftTree, NodeKind, empty_tree
+from specctl.drafters.retrieval.fuse import fuse
+from specctl.drafters.retrieval.trie import Trie, counted, pack
 
 CPU = torch.device("cpu")
 BIG = Budget(64, 16)

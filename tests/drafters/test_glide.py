@@ -10,8 +10,8 @@ from cross_cases import check_no_depth_sees_a_feature_behind_its_anchor
 from head_cases import fit, make_heads, nearly_markov, train
 from parallel_runs import decode
 
+from specctl.core.errors import RecipeError
 from specctl.drafters.glide import GlideOptions
-from specctl.recipes.errors import RecipeError
 
 
 def test_no_depth_sees_a_feature_behind_its_anchor(make_target: Any, make_batch: Any) -> None:

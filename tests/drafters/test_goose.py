@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
+from specctl.core.drafter import Budget, Outcome, Space
+from specctl.core.errors import RecipeError
+from specctl.core.tree import DraftTree
 from specctl.drafters import families
 from specctl.drafters.goose import Goose, GooseOptions, GooseState
-from specctl.drafters.parts.base import Budget, Outcome, Space
-from specctl.drafters.parts.rates import Rates
-from specctl.drafters.parts.tree import DraftTree
-from specctl.recipes.errors import RecipeError
-from specctl.runtime.engine import Engine
+from specctl.drafters.retrieval.rates import Rates
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts
 
 CPU = torch.device("cpu")

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from head_cases import fit, make_heads, nearly_markov
 
-from specctl.drafters.parts.align import aim
-from specctl.drafters.parts.judge import Judge
-from specctl.drafters.parts.losses import LinearHead
-from specctl.drafters.parts.step_losses import topk_loss
+from specctl.drafters.losses.align import aim
+from specctl.drafters.losses.head_losses import LinearHead
+from specctl.drafters.losses.step_losses import topk_loss
+from specctl.drafters.losses.teacher import Judge
 
 
 def deep_alpha(drafter: Any, batch: Any) -> list[float]:

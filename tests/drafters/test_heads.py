@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from head_cases import make_heads, train
 from parallel_runs import PROMPTS, decode
 
-from specctl.drafters.parts.base import Budget, Space
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.drafters.parts.head_drafter import HeadDrafter
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.batch import TrainBatch
+from specctl.core.drafter import Budget, Space
+from specctl.core.vocab import VocabMap
+from specctl.drafters.nets.head_drafter import HeadDrafter
 
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("medusa", {"num_blocks": 2}),

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from specctl.core.drafter import Budget, Space
+from specctl.core.errors import FileError, RecipeError
 from specctl.drafters.hierarchy import Hierarchy, HierarchyOptions, HierarchyState
-from specctl.drafters.parts.base import Budget, Space
-from specctl.recipes.errors import FileError, RecipeError
-from specctl.runtime.engine import Engine
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 
 CPU = torch.device("cpu")
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from parallel_runs import PROMPTS, Ran, decode
 
+from specctl.core.drafter import Budget, Outcome, Space
+from specctl.core.errors import RecipeError
 from specctl.drafters.jacobi import Jacobi, JacobiOptions, JacobiState
-from specctl.drafters.parts.base import Budget, Outcome, Space
-from specctl.recipes.errors import RecipeError
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 
 
 @pytest.fixture(scope="module")

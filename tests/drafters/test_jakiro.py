@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from head_cases import fit, make_heads, nearly_markov
 
-from specctl.drafters.parts.align import aim
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.drafters.parts.losses import LinearHead, LossOptions, head_loss
+from specctl.core.batch import TrainBatch
+from specctl.drafters.losses.align import aim
+from specctl.drafters.losses.head_losses import LinearHead, LossOptions, head_loss
 
 
 def steady(rows: int, seed: int) -> TrainBatch:

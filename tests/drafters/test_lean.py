@@ -10,11 +10,11 @@ import torch
 from lm_cases import difference, random_ids, whole
 from torch import nn
 
-from specctl.drafters.parts.kernels import can_pack, linear, pack
-from specctl.drafters.parts.lean import LeanLlama, LeanLM, LlamaShape
-from specctl.drafters.parts.lm import Masks
-from specctl.drafters.parts.masks import document_mask
-from specctl.drafters.parts.spec import ModelSpec
+from specctl.core.language_model import Masks
+from specctl.core.masks import document_mask
+from specctl.core.spec import ModelSpec
+from specctl.models.fast_llama import LeanLlama, LeanLM, LlamaShape
+from specctl.models.kernels import can_pack, linear, pack
 
 
 def small_shape(**fields: Any) -> LlamaShape:

@@ -10,13 +10,13 @@ import torch
 from lm_cases import difference, random_ids, whole
 from torch import Tensor, nn
 
-from specctl.drafters.parts.hf_lm import HfLM
-from specctl.drafters.parts.lean import lean_from_hf
-from specctl.drafters.parts.lm import Feed, LanguageModel, LmOut, Masks
-from specctl.drafters.parts.masks import chain_mask, tree_mask
-from specctl.drafters.parts.slots import SlotKV
-from specctl.drafters.parts.tree import DraftTree, NodeKind
-from specctl.recipes.errors import IncompatibleError
+from specctl.core.errors import IncompatibleError
+from specctl.core.kv_cache import SlotKV
+from specctl.core.language_model import Feed, LanguageModel, LmOut, Masks
+from specctl.core.masks import chain_mask, tree_mask
+from specctl.core.tree import DraftTree, NodeKind
+from specctl.models.fast_llama import lean_from_hf
+from specctl.models.hf_lm import HfLM
 
 MakeModel = Callable[..., Any]
 LEAN = ("llama", "mistral", "qwen2", "qwen3")

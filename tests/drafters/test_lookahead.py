@@ -8,10 +8,10 @@ import pytest
 import torch
 from parallel_runs import PROMPTS, Ran, decode
 
+from specctl.core.drafter import Budget, Space
+from specctl.core.errors import RecipeError
 from specctl.drafters.lookahead import Lookahead, LookaheadOptions, LookaheadState, Window
-from specctl.drafters.parts.base import Budget, Space
-from specctl.recipes.errors import RecipeError
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.drafters.parts.align import Aim
-from specctl.drafters.parts.batch import HeadRows
-from specctl.drafters.parts.losses import (
+from specctl.core.batch import HeadRows
+from specctl.core.errors import RecipeError
+from specctl.core.vocab import VocabMap
+from specctl.drafters.losses.align import Aim
+from specctl.drafters.losses.head_losses import (
     KINDS,
     Judge,
     LinearHead,
@@ -21,8 +23,6 @@ from specctl.drafters.parts.losses import (
     laws,
     weighted_sum,
 )
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import RecipeError
 
 V, D, N = 11, 6, 9
 KEPT = (0, 2, 3, 5, 8, 9)

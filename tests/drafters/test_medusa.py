@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from specctl.core.drafter import Budget, Space
+from specctl.core.errors import RecipeError
+from specctl.core.vocab import VocabMap
+from specctl.drafters.losses.align import aim
 from specctl.drafters.medusa import Medusa, MedusaOptions
-from specctl.drafters.parts.align import aim
-from specctl.drafters.parts.base import Budget, Space
-from specctl.drafters.parts.parallel_heads import MAX_RANK, default_tree
-from specctl.drafters.parts.template import compile_template
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import RecipeError
+from specctl.drafters.nets.parallel_heads import MAX_RANK, default_tree
+from specctl.drafters.states.template import compile_template
 
 TEXT = [5, 17, 3, 88, 41, 9, 9, 60]
 

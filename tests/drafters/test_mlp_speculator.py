@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from head_cases import learned, nearly_markov
 
+from specctl.core.errors import RecipeError
 from specctl.drafters.mlp_speculator import MlpOptions, MlpSpeculator
-from specctl.recipes.errors import RecipeError
 
 TEXT = [5, 17, 3, 88, 41, 9]
 

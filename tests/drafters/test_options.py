@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from specctl.cli.families import family_infos
+from specctl.cli.options.families import family_infos
+from specctl.core.errors import RecipeError
 from specctl.drafters import families
-from specctl.drafters.parts.losses import LossOptions
-from specctl.drafters.parts.options import ADDED, DepthOptions, HeadOptions
-from specctl.export.load import parse_options
-from specctl.recipes.errors import RecipeError
+from specctl.drafters.losses.head_losses import LossOptions
+from specctl.drafters.nets.options import ADDED, DepthOptions, HeadOptions
+from specctl.export.package.load import parse_options
 
 STORED = json.loads(Path(__file__).with_name("stored_options.json").read_text())
 

@@ -9,8 +9,8 @@ import torch
 from block_cases import passes
 from head_cases import make_heads
 
+from specctl.core.errors import RecipeError
 from specctl.drafters.p_eagle import PEagleOptions
-from specctl.recipes.errors import RecipeError
 
 
 def test_a_draft_is_one_pass_behind_the_true_rows(

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.align import ahead_mask, aim, shifted
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.drafters.parts.blocks import attend, attend_chains, rotary, rotate
-from specctl.drafters.parts.growth import Growth
-from specctl.drafters.parts.heads import ResBlock, cut_rows
-from specctl.drafters.parts.masks import document_mask
-from specctl.drafters.parts.slots import SlotKV
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import IncompatibleError
+from specctl.core.batch import TrainBatch
+from specctl.core.errors import IncompatibleError
+from specctl.core.kv_cache import SlotKV
+from specctl.core.masks import document_mask
+from specctl.core.vocab import VocabMap
+from specctl.drafters.losses.align import ahead_mask, aim, shifted
+from specctl.drafters.nets.blocks import attend, attend_chains, rotary, rotate
+from specctl.drafters.nets.heads import ResBlock, cut_rows
+from specctl.drafters.states.tree_layout import Growth
 
 
 def batch_of(document: list[int], loss: list[int]) -> TrainBatch:

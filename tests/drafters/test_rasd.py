@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import Budget, RoundView, Space
-from specctl.drafters.parts.fuse import fuse
-from specctl.drafters.parts.tree import DraftTree
-from specctl.drafters.parts.trie import Trie, counted, pack
+from specctl.core.drafter import Budget, RoundView, Space
+from specctl.core.errors import RecipeError
+from specctl.core.tree import DraftTree
 from specctl.drafters.rasd import Rasd, RasdOptions, RasdState, _Read
-from specctl.recipes.errors import RecipeError
-from specctl.runtime.engine import Engine
+from specctl.drafters.retrieval.fuse import fuse
+from specctl.drafters.retrieval.trie import Trie, counted, pack
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
 from specctl.runtime.policies.fused import Fused
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 
 V = 12
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from head_cases import alphas, make_heads, nearly_markov, train
 from parallel_runs import decode
 
+from specctl.core.errors import RecipeError
 from specctl.drafters.recurrent import RecurrentOptions
-from specctl.recipes.errors import RecipeError
 
 
 @pytest.fixture(scope="module")

@@ -10,16 +10,16 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from specctl.core.drafter import Drafter
+from specctl.core.errors import RecipeError
+from specctl.core.vocab import VocabMap
 from specctl.drafters import family
-from specctl.drafters.parts.base import Drafter
-from specctl.drafters.parts.routed import RoutedHead, Router, balanced_groups, read_head
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import RecipeError
-from specctl.runtime.engine import Engine
+from specctl.drafters.nets.routed import RoutedHead, Router, balanced_groups, read_head
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 
 FAMILIES = ["eagle3", "small-lm"]
 SIZE, GROUPS, TOP = 24, 6, 2

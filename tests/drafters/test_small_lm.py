@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.drafters.parts.lean import LeanLM
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.errors import RecipeError
+from specctl.core.vocab import VocabMap
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions, draft_shape
-from specctl.recipes.errors import RecipeError
+from specctl.models.fast_llama import LeanLM
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 
 GREEDY = Sampling(max_new_tokens=20, ignore_eos=True)
 PROMPTS = ([3, 1, 4, 1, 5], [7], [9, 2, 6])

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.drafters.parts.base import Outcome, Space
-from specctl.drafters.parts.exit_state import ExitState
-from specctl.drafters.parts.growth import Growth
-from specctl.drafters.parts.masks import tree_mask
+from specctl.core.drafter import Outcome, Space
+from specctl.core.errors import RecipeError
+from specctl.core.masks import tree_mask
 from specctl.drafters.sorted_lm import SortedLm, SortedOptions, default_exits
-from specctl.recipes.errors import RecipeError
-from specctl.runtime.engine import Engine
+from specctl.drafters.states.exit_state import ExitState
+from specctl.drafters.states.tree_layout import Growth
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [7], [20, 2, 20])
 POLICIES: list[dict[str, Any]] = [

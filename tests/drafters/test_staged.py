@@ -8,10 +8,10 @@ import pytest
 import torch
 from parallel_runs import Ran, decode
 
+from specctl.core.errors import RecipeError
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.drafters.staged import INNER, Staged, StagedOptions, StagedState
-from specctl.recipes.errors import RecipeError
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 
 
 @pytest.fixture(scope="module")

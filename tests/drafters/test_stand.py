@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.drafters.parts.base import Space
-from specctl.drafters.parts.tree import DraftTree, NodeKind, QRows, fitted
+from specctl.core.drafter import Space
+from specctl.core.errors import RecipeError
+from specctl.core.tree import DraftTree, NodeKind, QRows, fitted
 from specctl.drafters.stand import Stand, StandOptions, StandState
-from specctl.recipes.errors import RecipeError
-from specctl.runtime.engine import Engine
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Completion, Request
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Completion, Request
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 
 CPU = torch.device("cpu")
 PROMPT = (3, 1, 4, 1, 5)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from specctl.drafters.parts.room import Scope
-from specctl.drafters.parts.spec import Identity
-from specctl.drafters.parts.store import NgramStore, StoreLimits, StoreRoom
-from specctl.recipes.errors import IntegrityError, RecipeError
+from specctl.core.errors import IntegrityError, RecipeError
+from specctl.core.spec import Identity
+from specctl.drafters.retrieval.store import NgramStore, StoreLimits, StoreRoom
+from specctl.drafters.retrieval.store_registry import Scope
 
 HERE = Identity("tokenizer", "target")
 

@@ -12,12 +12,12 @@ from following import check_rows_are_private, follow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specctl.drafters.parts.automaton import Match, SuffixAutomaton
-from specctl.drafters.parts.base import Budget, Space
+from specctl.core.drafter import Budget, Space
+from specctl.core.errors import RecipeError
 from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
+from specctl.drafters.retrieval.suffix_automaton import Match, SuffixAutomaton
 from specctl.drafters.suffix_automaton import SuffixAutomatonDrafter, SuffixAutomatonOptions
-from specctl.recipes.errors import RecipeError
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 
 tokens_lists = st.lists(st.integers(0, 2), max_size=40)
 

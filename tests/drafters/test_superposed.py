@@ -8,12 +8,12 @@ import pytest
 import torch
 from parallel_runs import Ran, decode
 
-from specctl.drafters.parts.base import Budget, Space
-from specctl.drafters.parts.hf_lm import HfLM
+from specctl.core.drafter import Budget, Space
+from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.drafters.superposed import Superposed, SuperposedOptions, SuperposedState
-from specctl.recipes.errors import IncompatibleError, RecipeError
-from specctl.runtime.target import Target
+from specctl.models.hf_lm import HfLM
+from specctl.runtime.target.target import Target
 
 PROMPTS = [(3, 1, 4, 1, 5), (20, 2, 20, 2), (7, 8, 9)]
 

@@ -7,20 +7,20 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.drafters.parts.base import Budget, Space
-from specctl.drafters.parts.recycled import RecycledStore
-from specctl.drafters.parts.spec import Identity
-from specctl.drafters.parts.template import greedy_paths
+from specctl.core.drafter import Budget, Space
+from specctl.core.errors import FileError, RecipeError
+from specctl.core.spec import Identity
+from specctl.drafters.retrieval.recycled import RecycledStore
+from specctl.drafters.states.template import greedy_paths
 from specctl.drafters.token_recycling import (
     TokenRecycling,
     TokenRecyclingOptions,
     TokenRecyclingState,
 )
-from specctl.recipes.errors import FileError, RecipeError
-from specctl.runtime.engine import Engine
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
+from specctl.runtime.sampling.sampling import Sampling
 
 CPU = torch.device("cpu")
 

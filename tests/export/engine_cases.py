@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specctl.core.drafter import Drafter
+from specctl.core.vocab import VocabMap
 from specctl.drafters import families
-from specctl.drafters.parts.base import Drafter
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.export.folder import save_package
 from specctl.export.formats import Source, export, formats
-from specctl.export.manifest import WEIGHTS, Manifest
-from specctl.runtime.target import Target
+from specctl.export.package.folder import save_package
+from specctl.export.package.manifest import WEIGHTS, Manifest
+from specctl.runtime.target.target import Target
 
 KEPT = (0, 2, 3, 4, 5, 7, 11, 20, 21, 22, 30, 31, 40, 47)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from specctl.export.imports import Report, import_published
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 
 Config, Tensors = dict[str, Any], dict[str, torch.Tensor]
 COMMAND = ["specctl", "import"]

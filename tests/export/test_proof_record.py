@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from specctl.export.folder import load_drafter
-from specctl.export.manifest import check_files, is_package
-from specctl.export.proof_record import FOLDER, PROSE, REPORT, read_record, write_record
+from specctl.export.package.folder import load_drafter
+from specctl.export.package.manifest import check_files, is_package
+from specctl.export.package.proof_record import FOLDER, PROSE, REPORT, read_record, write_record
 
 BODY = {"level": "lossless", "proof": {"passed": True}}
 ROWS = [("rules, exact law", "passed  500 cases"), ("cache rollback", "passed  12 rounds")]

@@ -13,11 +13,11 @@ import torch
 from engine_cases import KEPT, Change, exported, faulty, packaged, shaken
 from safetensors.torch import load_file
 
+from specctl.core.errors import GateError, IncompatibleError
 from specctl.export.formats import find_format
+from specctl.export.layouts.speculators.p_eagle import mask_token
 from specctl.export.readers.vllm_eagle3 import draft_config
-from specctl.export.speculators.p_eagle import mask_token
-from specctl.recipes.errors import GateError, IncompatibleError
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 
 Config, Tensors = dict[str, Any], dict[str, torch.Tensor]
 P_EAGLE = {"num_heads": 4, "layers": 2}

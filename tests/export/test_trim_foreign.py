@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.errors import IncompatibleError
+from specctl.core.vocab import VocabMap
 from specctl.drafters.small_lm import SmallLm
-from specctl.export.folder import load_drafter
 from specctl.export.formats import export
-from specctl.recipes.errors import IncompatibleError
-from specctl.runtime.engine import Engine
+from specctl.export.package.folder import load_drafter
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 
 SIZE = 48
 KEPT = VocabMap(torch.tensor([0, 1, 2, 3, 5, 8, 13, 21, 30, 40, 47]), SIZE)

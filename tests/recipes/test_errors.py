@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from specctl.core.errors import LISTED, RecipeError, SpecctlError, did_you_mean, one_of, unknown
+from specctl.core.tree import NodeKind
 from specctl.drafters import families, family
-from specctl.drafters.parts.tree import NodeKind
-from specctl.export.find import locate
-from specctl.recipes.errors import LISTED, RecipeError, SpecctlError, did_you_mean, one_of, unknown
+from specctl.export.package.find import locate
 from specctl.recipes.load import load_recipe, recipe_names
 from specctl.runtime.policies import POLICIES, make_policy
 from specctl.runtime.verify import RULES, check_legal

@@ -11,13 +11,13 @@ from serving import stub_target
 
 from specctl.drafters import families
 from specctl.runtime.generate import generate
-from specctl.runtime.sampling import Sampling
+from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.server.service import (
     Ask,
     Limits,
     Service,
 )
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 
 
 def small_target(make_model):

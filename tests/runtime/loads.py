@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from specctl.drafters.parts.base import Outcome, RoundSeconds, RoundView
-from specctl.drafters.parts.tree import empty_tree
-from specctl.runtime.policies.batch import RowView
-from specctl.runtime.policies.batch.costs import BatchCosts
+from specctl.core.drafter import Outcome, RoundSeconds, RoundView
+from specctl.core.tree import empty_tree
+from specctl.runtime.batching import RowView
+from specctl.runtime.batching.costs import BatchCosts
 from specctl.runtime.policies.length import CostTable
 
 LONGEST = 8

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from specctl.drafters.parts.base import (
+from specctl.core.drafter import (
     Borrowed,
     Drafter,
     Needs,
@@ -24,15 +24,15 @@ from specctl.drafters.parts.base import (
     Space,
     StepState,
 )
-from specctl.drafters.parts.lm import Feed, LanguageModel, LmOut
-from specctl.drafters.parts.slots import SlotKV
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.runtime.engine import Engine
+from specctl.core.kv_cache import SlotKV
+from specctl.core.language_model import Feed, LanguageModel, LmOut
+from specctl.core.spec import ModelSpec
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
 from specctl.runtime.policies.base import Policy
 from specctl.runtime.policies.length import CostTable, LengthChooser
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 
 
 class MarkovLM(LanguageModel):

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from specctl.runtime.verify.cases import make_case
-from specctl.runtime.verify.enumerate import enumerate_case
+from specctl.runtime.proof.cases import make_case
+from specctl.runtime.proof.enumerate import enumerate_case
 
 
 def ratio(p, q):

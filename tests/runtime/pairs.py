@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from specctl.drafters.small_lm import SmallLm
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 
 
 def disturbed(make_target: Any, target: Target, **fields: Any) -> SmallLm:

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from specctl.recipes.errors import SpecctlError
+from specctl.core.errors import SpecctlError
 from specctl.runtime.server.service import (
     Ask,
     Busy,
@@ -26,7 +26,7 @@ from specctl.runtime.server.service import (
     TooLong,
     Unavailable,
 )
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 
 
 @cache

@@ -8,13 +8,13 @@ from functools import cache
 import pytest
 import torch
 
+from specctl.core.errors import SpecctlError
 from specctl.drafters import families
-from specctl.recipes.errors import SpecctlError
-from specctl.runtime.engine import Engine
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
 from specctl.runtime.generate import default_policy, generate
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
+from specctl.runtime.sampling.sampling import Sampling
 
 TREE = {"policy": "dynamic-tree", "length": 3, "nodes": 6, "beam": 3}
 CHAIN = {"policy": "chain", "length": 4}

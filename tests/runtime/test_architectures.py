@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from specctl.drafters import prompt_lookup
-from specctl.drafters.parts.hf_lm import HfLM
-from specctl.drafters.parts.lean import LeanLM
+from specctl.models.fast_llama import LeanLM
+from specctl.models.hf_lm import HfLM
 from specctl.runtime.generate import generate
-from specctl.runtime.hf import as_transformers
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.checkpoint import as_transformers
+from specctl.runtime.target.target import Target
 
 MakeModel = Callable[..., Any]
 LONG = {

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.drafters.parts.base import RoundView
-from specctl.drafters.parts.tree import NodeKind, chain_tree
+from specctl.core.drafter import RoundView
+from specctl.core.tree import NodeKind, chain_tree
 from specctl.drafters.team import Team, TeamOptions
 from specctl.runtime.controllers.auto import Auto, Survival
 from specctl.runtime.controllers.base import OFF, Arm, Prices, Score
 from specctl.runtime.controllers.match import Matches
 from specctl.runtime.controllers.shadow import Shadows
-from specctl.runtime.cost import equip, measure_costs
 from specctl.runtime.generate import generate
+from specctl.runtime.measure.cost import equip, measure_costs
 from specctl.runtime.policies.direct import Direct
 from specctl.runtime.policies.length import CostTable
 from specctl.runtime.policies.switch import Switch
-from specctl.runtime.sampling import Sampling
+from specctl.runtime.sampling.sampling import Sampling
 
 DEAR = CostTable(dict.fromkeys((0, 16), 0.0), {0: 1.0, 16: 2.6}, "", "", 1)  # a tenth per node
 MEMBERS = TeamOptions(("prompt-lookup", "token-recycling"))

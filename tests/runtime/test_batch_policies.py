@@ -7,22 +7,22 @@ import pytest
 from loads import LONGEST, SIZES, costs_of, outcome_of, seconds_of
 from pairs import disturbed
 
+from specctl.core.drafter import RoundSeconds
+from specctl.core.errors import RecipeError
 from specctl.drafters import family
-from specctl.drafters.parts.base import RoundSeconds
 from specctl.drafters.small_lm import SmallLm
-from specctl.recipes.errors import RecipeError
-from specctl.runtime.cost import measure_batch_costs
-from specctl.runtime.engine import Engine
+from specctl.runtime.batching import Batching, RowView, make_batching
+from specctl.runtime.batching.fixed import Bass, Fixed
+from specctl.runtime.batching.goodput import Goodput
+from specctl.runtime.batching.history import History
+from specctl.runtime.batching.table import BySize
+from specctl.runtime.batching.tetris import Tetris
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
+from specctl.runtime.measure.cost import measure_batch_costs
+from specctl.runtime.measure.stats import expected_tau
 from specctl.runtime.policies import make_policy
-from specctl.runtime.policies.batch import Batching, RowView, make_batching
-from specctl.runtime.policies.batch.fixed import Bass, Fixed
-from specctl.runtime.policies.batch.goodput import Goodput
-from specctl.runtime.policies.batch.history import History
-from specctl.runtime.policies.batch.table import BySize
-from specctl.runtime.policies.batch.tetris import Tetris
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.stats import expected_tau
+from specctl.runtime.sampling.sampling import Sampling
 
 DIRECT = {"policy": "direct", "length": 3}
 

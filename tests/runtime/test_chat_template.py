@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from serving import stub_target
 
-from specctl.recipes.errors import SpecctlError
+from specctl.core.errors import SpecctlError
 from specctl.runtime.server.chat_template import MARKS, chat_tokens
 from specctl.runtime.server.protocol import Message
 

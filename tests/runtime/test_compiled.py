@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.drafters.parts.hf_lm import HfLM
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
-from specctl.runtime import compiled
-from specctl.runtime.compiled import SPAN, WIDTHS, CompiledLM
+from specctl.models import compiled
+from specctl.models.compiled import SPAN, WIDTHS, CompiledLM
+from specctl.models.hf_lm import HfLM
 from specctl.runtime.generate import Generated, generate
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 
 PROMPTS = ([3, 1, 4, 1, 5], [9, 2], [5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4])
 POLICIES: dict[str, dict[str, Any]] = {

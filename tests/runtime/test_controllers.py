@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from specctl.core.errors import RecipeError
 from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.drafters.team import Team, TeamOptions
 from specctl.drafters.token_recycling import TokenRecycling, TokenRecyclingOptions
-from specctl.recipes.errors import RecipeError
 from specctl.runtime.controllers.bandit import Exp3, Ucb
 from specctl.runtime.controllers.base import OFF, Arm, Controller, Prices, Score
 from specctl.runtime.controllers.cascade import Cascade
@@ -21,12 +21,12 @@ from specctl.runtime.controllers.hedge import Hedge
 from specctl.runtime.controllers.match import SUFFIXES, MatchIndex
 from specctl.runtime.controllers.posterior import Posterior
 from specctl.runtime.generate import generate
+from specctl.runtime.measure.stats import expected_tau
 from specctl.runtime.policies.chain import Chain
 from specctl.runtime.policies.direct import Direct
 from specctl.runtime.policies.length import CostTable
 from specctl.runtime.policies.switch import CONTROLLERS, Switch
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.stats import expected_tau
+from specctl.runtime.sampling.sampling import Sampling
 
 LENGTHS = (2, 4, 8)
 TABLE = CostTable(dict.fromkeys((0, 8), 0.0), {0: 1.0, 8: 1.8}, "", "", 1)  # a tenth per node

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specctl.drafters.parts.base import Budget, Needs, Space, StepState
-from specctl.drafters.parts.lm import Masks
-from specctl.recipes.errors import RecipeError, SpecctlError
-from specctl.runtime.cost import adaptive
-from specctl.runtime.engine import Engine
+from specctl.core.drafter import Budget, Needs, Space, StepState
+from specctl.core.errors import RecipeError, SpecctlError
+from specctl.core.language_model import Masks
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.prefill import STEP
+from specctl.runtime.engine.request import Request
 from specctl.runtime.generate import generate
+from specctl.runtime.measure.cost import adaptive
 from specctl.runtime.policies import make_policy
 from specctl.runtime.policies.length import CostTable, FixedLength, LengthChooser
-from specctl.runtime.prefill import STEP
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
+from specctl.runtime.sampling.sampling import Sampling
 
 PROMPTS = ([3, 1, 4, 1, 5], [9, 2], [6], [5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4])
 
@@ -147,7 +147,7 @@ def test_plain_decoding_needs_one_forward_per_token(target, monkeypatch):
 
 
 def test_prompts_of_several_chunks_are_read_whole(target, monkeypatch):
-    monkeypatch.setattr("specctl.runtime.admission.CHUNK", 4)
+    monkeypatch.setattr("specctl.runtime.engine.scheduler.CHUNK", 4)
     prompts = [list(range(n)) for n in (1, 4, 5, 8, 11)]
     result = generate(target, prompts, sampling=Sampling(max_new_tokens=4), batch=5)
     for prompt, output in zip(prompts, result.outputs, strict=True):
@@ -267,7 +267,7 @@ def test_the_kept_cache_equals_a_fresh_prefill_after_every_round(target, other):
         ids = torch.tensor([row.tokens[:length]])
         start = torch.zeros(1, dtype=torch.long)
         fresh.begin((0,), start, start, length, length, 0)
-        from specctl.drafters.parts.masks import chain_mask
+        from specctl.core.masks import chain_mask
 
         with torch.inference_mode():
             target.lm.forward(

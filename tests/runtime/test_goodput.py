@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from loads import LONGEST, SIZES, Load, costs_of, outcome_of, seconds_of
 
-from specctl.drafters.parts.base import RoundSeconds
-from specctl.runtime.policies.batch import RowView
-from specctl.runtime.policies.batch.fixed import Fixed
-from specctl.runtime.policies.batch.goodput import Goodput
+from specctl.core.drafter import RoundSeconds
+from specctl.runtime.batching import RowView
+from specctl.runtime.batching.fixed import Fixed
+from specctl.runtime.batching.goodput import Goodput
 
 
 def test_rows_that_have_missed_much_are_not_expected_to_draft():

@@ -16,19 +16,25 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from specctl.core.drafter import RoundView
+from specctl.core.tree import DraftTree, NodeKind
 from specctl.drafters import family
-from specctl.drafters.parts.base import RoundView
-from specctl.drafters.parts.tree import DraftTree, NodeKind
 from specctl.drafters.small_lm import SmallLm
-from specctl.runtime import grammar_worker
-from specctl.runtime.engine import Engine
-from specctl.runtime.grammar import Compiler, GrammarError, GrammarSpec, Guard, compile_grammar
-from specctl.runtime.grammar_mask import Walk
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling, SamplingBatch
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target, load_target
-from specctl.runtime.verify.enumerate import Case, enumerate_case
+from specctl.runtime.proof.enumerate import Case, enumerate_case
+from specctl.runtime.sampling import grammar_worker
+from specctl.runtime.sampling.grammar import (
+    Compiler,
+    GrammarError,
+    GrammarSpec,
+    Guard,
+    compile_grammar,
+)
+from specctl.runtime.sampling.grammar_mask import Walk
+from specctl.runtime.sampling.sampling import Sampling, SamplingBatch
+from specctl.runtime.target.target import Target, load_target
 
 TOKENS = ("a", "b", "c", "ab", "ba", "<eos>")
 V, EOS = len(TOKENS), len(TOKENS) - 1
@@ -239,7 +245,7 @@ def test_a_schema_given_as_values_must_be_json():
 
 
 def test_a_compiler_that_hangs_or_dies_is_replaced(small, monkeypatch, tmp_path):
-    import specctl.runtime.grammar as module
+    import specctl.runtime.sampling.grammar as module
 
     worker = tmp_path / "worker.py"
     worker.write_text(
@@ -297,7 +303,7 @@ def test_a_text_that_left_its_grammar_can_only_end(grammar):
 MEMORY_OF_ONE = """
 import json, sys
 from pathlib import Path
-from specctl.runtime.grammar_worker import make_matcher, make_tokenizer
+from specctl.runtime.sampling.grammar_worker import make_matcher, make_tokenizer
 about, small, large = json.load(sys.stdin)
 tokenizer = make_tokenizer(**about)
 held = lambda: int(Path("/proc/self/statm").read_text().split()[1]) >> 8  # MiB of pages of 4 KiB

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from markov import Pair, Rounds, alike, mixed
 
-from specctl.recipes.errors import RecipeError
+from specctl.core.errors import RecipeError
 from specctl.runtime.policies import make_policy
 from specctl.runtime.policies.base import Policy
 from specctl.runtime.policies.cape import Caterpillar

@@ -6,16 +6,16 @@ import pytest
 import torch
 from test_translate import drafter_of, make_tokenizer
 
-from specctl.drafters.parts.base import DraftState, Needs, StepState
-from specctl.drafters.parts.lm_state import LmState
-from specctl.drafters.parts.tree import NodeKind, chain_tree
-from specctl.runtime.engine import Engine
+from specctl.core.drafter import DraftState, Needs, StepState
+from specctl.core.tree import NodeKind, chain_tree
+from specctl.drafters.states.lm_state import LmState
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.guard import IN_A_ROW, GuardedEngine
+from specctl.runtime.engine.request import Request
 from specctl.runtime.generate import generate
-from specctl.runtime.guarded import IN_A_ROW, GuardedEngine
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 
 PROMPTS = [(3, 1, 4), (9, 2), (6, 5, 3, 5)]
 CHAIN = {"policy": "chain", "length": 3}

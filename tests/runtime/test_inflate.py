@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.lm import LmOut, Masks
-from specctl.drafters.parts.masks import chain_mask
-from specctl.recipes.errors import IncompatibleError, SpecctlError
-from specctl.runtime import inflate as module
-from specctl.runtime.hf import as_transformers
-from specctl.runtime.inflate import SIZES, Size, count_parameters, inflate, inflated_shape
-from specctl.runtime.target import Target
+from specctl.core.errors import IncompatibleError, SpecctlError
+from specctl.core.language_model import LmOut, Masks
+from specctl.core.masks import chain_mask
+from specctl.runtime.target import inflate as module
+from specctl.runtime.target.checkpoint import as_transformers
+from specctl.runtime.target.inflate import SIZES, Size, count_parameters, inflate, inflated_shape
+from specctl.runtime.target.target import Target
 
 TAPS = (0, 1, 2, 3)
 IDS = torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(2))

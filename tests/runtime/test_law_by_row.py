@@ -15,12 +15,12 @@ import torch
 from markov import MarkovDrafter, MarkovState, Pair, mixed
 from scipy.stats import chi2
 
-from specctl.drafters.parts.base import Outcome, RoundSeconds
-from specctl.runtime.engine import Engine
-from specctl.runtime.guarded import GuardedEngine
+from specctl.core.drafter import Outcome, RoundSeconds
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.guard import GuardedEngine
+from specctl.runtime.engine.request import Completion, Request
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Completion, Request
+from specctl.runtime.sampling.sampling import Sampling
 
 ROWS, TOKENS = 96, 80
 SERVES = {

@@ -6,10 +6,10 @@ import pytest
 import torch
 from pairs import disturbed
 
-from specctl.runtime.engine import Engine
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
+from specctl.runtime.sampling.sampling import Sampling
 
 
 @pytest.fixture(scope="module")

@@ -11,16 +11,16 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from specctl.drafters.parts.lean import LeanLM
+from specctl.core.errors import IncompatibleError
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
-from specctl.recipes.errors import IncompatibleError
+from specctl.models.fast_llama import LeanLM
 from specctl.runtime.generate import generate
-from specctl.runtime.hf import check_config
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.target import Target, load_target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.checkpoint import check_config
+from specctl.runtime.target.target import Target, load_target
 from specctl.train.data.tokenizer import train_tokenizer
-from specctl.train.joint_check import check_target
+from specctl.train.joint.check import check_target
 
 TEXT = {
     "vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy import stats
 
-from specctl.runtime.noise import RoundNoise, _codes, _gumbel, _long, _mix, _uniform
+from specctl.runtime.sampling.noise import RoundNoise, _codes, _gumbel, _long, _mix, _uniform
 
 CPU = torch.device("cpu")
 

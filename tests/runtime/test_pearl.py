@@ -12,19 +12,19 @@ import torch
 from markov import MarkovDrafter, alike
 from scipy.stats import chi2
 
+from specctl.core.errors import RecipeError
 from specctl.drafters.eagle3 import Eagle3, Eagle3Options
 from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.drafters.token_recycling import TokenRecycling, TokenRecyclingOptions
-from specctl.recipes.errors import RecipeError
+from specctl.runtime.engine.request import Request
 from specctl.runtime.generate import generate
-from specctl.runtime.pearl import Pearl
-from specctl.runtime.pearl_row import LONGEST_RUN, PearlRow
+from specctl.runtime.pearl.pearl import Pearl
+from specctl.runtime.pearl.pearl_row import LONGEST_RUN, PearlRow
 from specctl.runtime.policies.chain import Chain
 from specctl.runtime.policies.direct import Direct
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [7], [11, 12, 11, 12, 11])
 

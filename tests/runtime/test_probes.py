@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.tree import DraftTree, NodeKind, QRows, fitted
-from specctl.runtime.noise import RoundNoise
+from specctl.core.tree import DraftTree, NodeKind, QRows, fitted
+from specctl.runtime.sampling.noise import RoundNoise
 from specctl.runtime.verify import RULES, legal, run_rule
 from specctl.runtime.verify.forced import with_forced
 
@@ -139,8 +139,8 @@ def test_without_forced_nodes_the_scores_are_the_targets_own() -> None:
 
 def test_a_lossless_drafter_may_not_force(make_target: Any) -> None:
     from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions, PromptLookupState
-    from specctl.runtime.engine import Engine
-    from specctl.runtime.session import Request
+    from specctl.runtime.engine.engine import Engine
+    from specctl.runtime.engine.request import Request
 
     class Pushy(PromptLookupState):
         def propose(self, view: Any, budget: Any) -> DraftTree:

@@ -9,14 +9,14 @@ import pytest
 from markov import alike
 from pairs import disturbed
 
+from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.drafters.small_lm import SmallLm
-from specctl.recipes.errors import IncompatibleError, RecipeError
-from specctl.runtime.engine import Engine
+from specctl.runtime.engine.engine import Engine
 from specctl.runtime.generate import generate
+from specctl.runtime.measure.stats import Stats
 from specctl.runtime.policies.propd import Experience, Progressive, Regression
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.stats import Stats
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 
 TEXTS = ("def main():\n    ", "The capital of France is", "import os\nimport sys\n\n")
 

@@ -8,17 +8,18 @@ import pytest
 import torch
 from scipy import stats
 
+from specctl.core.errors import RecipeError
+from specctl.core.kv_cache import SlotKV
+from specctl.core.tree import QRows
 from specctl.drafters import family
-from specctl.drafters.parts.slots import SlotKV
-from specctl.drafters.parts.tree import QRows
 from specctl.drafters.small_lm import SmallLm
-from specctl.recipes.errors import RecipeError
-from specctl.runtime import prove, verify
-from specctl.runtime.noise import RoundNoise
-from specctl.runtime.oracle import Joint, Replay, chi_square, target_law
+from specctl.runtime import verify
+from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.policies import make_policy
-from specctl.runtime.report import SilentReporter
-from specctl.runtime.sampling import Sampling
+from specctl.runtime.proof import prove
+from specctl.runtime.proof.reference_checks import Joint, Replay, chi_square, target_law
+from specctl.runtime.sampling.noise import RoundNoise
+from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.verify.walk import DraftLaw
 
 CHAIN, TREE = {"policy": "chain", "length": 3}, {"policy": "static-tree", "branch": (2, 2)}

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from specctl.core.drafter import Outcome
 from specctl.drafters import families
-from specctl.drafters.parts.base import Outcome
-from specctl.runtime.engine import Engine
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.guard import GuardedEngine
+from specctl.runtime.engine.request import Request
 from specctl.runtime.generate import default_policy, generate
-from specctl.runtime.guarded import GuardedEngine
 from specctl.runtime.policies.length import CostTable, LengthChooser
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
+from specctl.runtime.sampling.sampling import Sampling
 
 # a model of its own, alone and with more beside it; features of the target, one or several layers,
 # several tokens per pass

@@ -10,12 +10,12 @@ from asking import alone, asks_of, collect, drafter_of, served, small_target, to
 from test_translate import drafter_of as foreign_drafter
 from test_translate import make_tokenizer
 
+from specctl.core.drafter import Space
+from specctl.core.errors import ResourceError
+from specctl.core.state_memory import tensor_bytes
 from specctl.drafters import families
-from specctl.drafters.parts.base import Space
-from specctl.drafters.parts.held import tensor_bytes
-from specctl.recipes.errors import ResourceError
 from specctl.runtime.server.service import Limits, Service
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 
 KEEPING = ("small-lm", "eagle3", "medusa", "hydra", "glide")
 

@@ -15,10 +15,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from specctl.drafters.parts.base import RoundView
-from specctl.drafters.parts.tree import DraftTree, NodeKind, empty_tree
-from specctl.recipes.errors import SpecctlError
-from specctl.runtime.sampling import Sampling, SamplingBatch
+from specctl.core.drafter import RoundView
+from specctl.core.errors import SpecctlError
+from specctl.core.tree import DraftTree, NodeKind, empty_tree
+from specctl.runtime.sampling.sampling import Sampling, SamplingBatch
 
 V = 40
 TEXTS = ([3, 7, 7, 1], [9, 2, 9, 2, 9, 5])

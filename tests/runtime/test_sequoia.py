@@ -10,8 +10,8 @@ import pytest
 import torch
 from markov import Pair, alike, sibling_acceptance
 
-from specctl.drafters.parts.tree import NodeKind
-from specctl.recipes.errors import RecipeError
+from specctl.core.errors import RecipeError
+from specctl.core.tree import NodeKind
 from specctl.runtime.policies import make_policy
 from specctl.runtime.policies.hardware import TreeCosts
 from specctl.runtime.policies.length import CostTable

@@ -14,7 +14,7 @@ from serving import StubService
 from starlette.routing import Route
 from web import ask, error_of, make_app
 
-from specctl.recipes.errors import FileError, SpecctlError
+from specctl.core.errors import FileError, SpecctlError
 from specctl.runtime.server.auth import OPEN, Door, Keys, is_loopback, read_keys
 
 RIGHT, OTHER = "right-key", "other-key"

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from serving import StubService, stub_target
 
-from specctl.recipes.errors import RecipeError
-from specctl.runtime.sampling import Sampling
+from specctl.core.errors import RecipeError
+from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.server.service import Ask, Busy, Limits, TooLong, Unavailable
 
 

@@ -12,8 +12,8 @@ import pytest
 from serving import StubService
 from web import BASE, ask_all, error_of, make_app, post
 
-from specctl.runtime.grammar import GrammarError, GrammarSpec
-from specctl.runtime.server import forms
+from specctl.runtime.sampling.grammar import GrammarError, GrammarSpec
+from specctl.runtime.server import grammar_compiler as forms
 
 TEXT = "/v1/completions"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

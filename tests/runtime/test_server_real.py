@@ -11,10 +11,10 @@ from web import Running, running
 
 from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
 from specctl.runtime.generate import generate
-from specctl.runtime.sampling import Sampling
+from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.server.limits import Limits
 from specctl.runtime.server.service import Service
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 
 PROMPT = "import os\nimport sys\nimport os\nimport"
 TALK = [{"role": "user", "content": "write a loop"}]

@@ -10,7 +10,7 @@ import pytest
 from serving import StubService
 from web import make_app, post
 
-from specctl.recipes.errors import FileError
+from specctl.core.errors import FileError
 from specctl.runtime.server.record import Recorder
 from specctl.train.data.sources import Defects, read_samples
 

@@ -11,9 +11,9 @@ from serving import stub_target
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from specctl.runtime.cut import trim_stop
+from specctl.runtime.engine.stopping import trim_stop
 from specctl.runtime.server.text import Speech, TextStream
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 
 TEXTS = (
     "plain words, then more",

@@ -14,9 +14,10 @@ import pytest
 from serving import StubService
 from web import Running, error_of, running
 
-from specctl.recipes.errors import ResourceError, SpecctlError
-from specctl.runtime.grammar import GrammarError, GrammarSpec
-from specctl.runtime.server import body, forms, listen
+from specctl.core.errors import ResourceError, SpecctlError
+from specctl.runtime.sampling.grammar import GrammarError, GrammarSpec
+from specctl.runtime.server import body, listen
+from specctl.runtime.server import grammar_compiler as forms
 from specctl.runtime.server.limits import Limits
 from specctl.runtime.server.logs import CLIENT_LEFT
 

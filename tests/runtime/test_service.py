@@ -18,10 +18,10 @@ from asking import (
     tokens_of,
 )
 
+from specctl.runtime.batching import BATCHINGS, BatchCosts, make_batching
 from specctl.runtime.policies import make_policy
-from specctl.runtime.policies.batch import BATCHINGS, BatchCosts, make_batching
 from specctl.runtime.policies.length import CostTable
-from specctl.runtime.sampling import Sampling
+from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.server.service import (
     Ask,
     Busy,

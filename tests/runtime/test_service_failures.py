@@ -17,7 +17,7 @@ from asking import (
     tokens_of,
 )
 
-from specctl.runtime.sampling import Sampling
+from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.server.service import (
     Ask,
     Limits,

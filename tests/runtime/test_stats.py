@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from specctl.runtime.cut import trim_stop
-from specctl.runtime.policies.length import CostTable
-from specctl.runtime.stats import (
+from specctl.runtime.engine.stopping import trim_stop
+from specctl.runtime.measure.stats import (
     RowStats,
     add_counts,
     expected_tau,
     memory_bound_speedup,
     repetition_rate,
 )
+from specctl.runtime.policies.length import CostTable
 
 
 def test_a_round_counts_accepted_without_the_bonus():

@@ -12,21 +12,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import Budget, Outcome, RoundSeconds, RoundView, Space, StepState
-from specctl.drafters.parts.tree import NodeKind, chain_tree
+from specctl.core.drafter import Budget, Outcome, RoundSeconds, RoundView, Space, StepState
+from specctl.core.errors import FileError, RecipeError
+from specctl.core.tree import NodeKind, chain_tree
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
-from specctl.recipes.errors import FileError, RecipeError
-from specctl.runtime.noise import RoundNoise
 from specctl.runtime.policies import make_policy
 from specctl.runtime.policies.base import Growth, fresh
 from specctl.runtime.policies.chain import Chain
-from specctl.runtime.policies.stops import STOPS, Learned, Step, StopRule, make_stop, trained_stops
-from specctl.runtime.policies.stops.confidence import RocThreshold, best_threshold
-from specctl.runtime.policies.stops.draft_verify import DraftVerify
-from specctl.runtime.policies.stops.learned import write_stop
-from specctl.runtime.policies.stops.schedule import Heuristic
-from specctl.runtime.policies.stops.thompson import Thompson
-from specctl.runtime.sampling import Sampling, SamplingBatch
+from specctl.runtime.sampling.noise import RoundNoise
+from specctl.runtime.sampling.sampling import Sampling, SamplingBatch
+from specctl.runtime.stops import STOPS, Learned, Step, StopRule, make_stop, trained_stops
+from specctl.runtime.stops.confidence import RocThreshold, best_threshold
+from specctl.runtime.stops.draft_verify import DraftVerify
+from specctl.runtime.stops.learned import write_stop
+from specctl.runtime.stops.schedule import Heuristic
+from specctl.runtime.stops.thompson import Thompson
 from specctl.runtime.verify import run_rule
 
 NO_TIME = RoundSeconds(0.0, 0.0, 0.0)

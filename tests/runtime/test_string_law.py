@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from specctl.drafters.parts.tree import NodeKind
-from specctl.recipes.errors import IncompatibleError
-from specctl.runtime.lexicon import Lexicon, Reader
-from specctl.runtime.string_law import LIMIT, StringLaw
-from specctl.runtime.translate import translated
-from specctl.runtime.verify.enumerate import Case, enumerate_case
+from specctl.core.errors import IncompatibleError
+from specctl.core.tree import NodeKind
+from specctl.runtime.cross_vocab.first_token_distribution import LIMIT, StringLaw
+from specctl.runtime.cross_vocab.token_bytes import Lexicon, Reader
+from specctl.runtime.cross_vocab.translate import translated
+from specctl.runtime.proof.enumerate import Case, enumerate_case
 
 TARGETS = {"a b ab": ["a", "b", "ab"], "long": ["a", "b", "aba", "bbaa"], "gaps": ["ab", "ba"]}
 DRAFTS = {
@@ -116,7 +116,7 @@ def test_psi_is_the_probability_of_every_text_that_begins_with_the_token(target,
 
 def test_sequences_are_read_in_steps_of_any_width(monkeypatch):
     whole = Toy("long", "longer").psi()
-    monkeypatch.setattr("specctl.runtime.string_law.AT_ONCE", 1)
+    monkeypatch.setattr("specctl.runtime.cross_vocab.first_token_distribution.AT_ONCE", 1)
     toy = Toy("long", "longer")
     assert toy.law.num_nodes > 4
     assert np.abs(toy.psi() - whole).max() < 1e-15

@@ -10,11 +10,11 @@ import pytest
 from transformers import AutoTokenizer
 
 import specctl.recipes
-from specctl.recipes.errors import SpecctlError
+from specctl.core.errors import SpecctlError
 from specctl.runtime.generate import generate
-from specctl.runtime.grammar import GrammarSpec, compile_grammar
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.target import Target, load_target
+from specctl.runtime.sampling.grammar import GrammarSpec, compile_grammar
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target, load_target
 from specctl.train.data.prepare import encode_document
 from specctl.train.data.records import Sample, sample_of
 from specctl.train.data.regenerate import AnswerPlan, cut_prompts

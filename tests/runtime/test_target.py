@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from specctl.recipes.errors import (
+from specctl.core.errors import (
     FileError,
     IncompatibleError,
     IntegrityError,
@@ -20,9 +20,9 @@ from specctl.recipes.errors import (
     SpecctlError,
 )
 from specctl.recipes.targets import aliases, resolve
-from specctl.runtime.hf import as_transformers
-from specctl.runtime.place import choose_dtype
-from specctl.runtime.target import Target, load_target, tokenizer_fingerprint
+from specctl.runtime.target.checkpoint import as_transformers
+from specctl.runtime.target.device import choose_dtype
+from specctl.runtime.target.target import Target, load_target, tokenizer_fingerprint
 
 TINY = resolve("tiny").path
 assert TINY is not None

@@ -9,17 +9,17 @@ from loads import LONGEST, Load, outcome_of
 from pairs import disturbed
 from scipy.stats import chisquare
 
-from specctl.drafters.parts.base import RoundSeconds
-from specctl.drafters.parts.tree import NodeKind, QRows, chain_tree
-from specctl.runtime.engine import Engine
-from specctl.runtime.noise import RoundNoise
+from specctl.core.drafter import RoundSeconds
+from specctl.core.tree import NodeKind, QRows, chain_tree
+from specctl.runtime.batching import Batching, RowView
+from specctl.runtime.batching.fixed import Fixed
+from specctl.runtime.batching.tetris import Tetris, shares
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
+from specctl.runtime.measure.stats import expected_tau
 from specctl.runtime.policies import make_policy
-from specctl.runtime.policies.batch import Batching, RowView
-from specctl.runtime.policies.batch.fixed import Fixed
-from specctl.runtime.policies.batch.tetris import Tetris, shares
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.stats import expected_tau
+from specctl.runtime.sampling.noise import RoundNoise
+from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.verify import run_rule
 
 

@@ -16,12 +16,12 @@ from tokenizers.models import BPE, WordLevel
 from transformers import PreTrainedTokenizerFast
 from web import error_of, make_app, post
 
-from specctl.cli.prompts import PromptText
-from specctl.recipes.errors import SpecctlError
+from specctl.cli.options.prompts import PromptText
+from specctl.core.errors import SpecctlError
+from specctl.runtime.cross_vocab.token_bytes import ALPHABET
 from specctl.runtime.generate import generate
-from specctl.runtime.lexicon import ALPHABET
-from specctl.runtime.target import Target
-from specctl.runtime.text_room import bytes_per_token, check_room, least_tokens
+from specctl.runtime.target.prompt_limits import bytes_per_token, check_room, least_tokens
+from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts
 
 LONG = "ab " * 100_000  # of 1,024 tokens of 35 bytes, 35,840 bytes fit

@@ -9,17 +9,17 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from specctl.drafters.parts.tree import QRows
-from specctl.export.folder import load_drafter
-from specctl.recipes.errors import IncompatibleError, RecipeError
-from specctl.runtime.engine import Engine
-from specctl.runtime.lexicon import Lexicon, Shared
-from specctl.runtime.oracle import Joint, Watched
+from specctl.core.errors import IncompatibleError, RecipeError
+from specctl.core.tree import QRows
+from specctl.export.package.folder import load_drafter
+from specctl.runtime.cross_vocab.token_bytes import Lexicon, Shared
+from specctl.runtime.cross_vocab.translate import translated
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
-from specctl.runtime.translate import translated
+from specctl.runtime.proof.reference_checks import Joint, Watched
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 
 LETTERS = "abcde"
 CHAIN, TREE = {"policy": "chain", "length": 3}, {"policy": "static-tree", "branch": (2, 2)}

@@ -10,18 +10,18 @@ import pytest
 from markov import Pair, mixed
 from pairs import disturbed
 
+from specctl.core.errors import RecipeError
+from specctl.core.tree import NodeKind
 from specctl.drafters import families
-from specctl.drafters.parts.tree import NodeKind
-from specctl.recipes.errors import RecipeError
 from specctl.recipes.serve import POLICY_FIELDS, PolicyName, ServePart
-from specctl.runtime import prove
-from specctl.runtime.cost import equip, measure_costs
-from specctl.runtime.oracle import Replay, chi_square
+from specctl.runtime.measure.cost import equip, measure_costs
 from specctl.runtime.policies import POLICIES, TREES, make_policy, policies_of
 from specctl.runtime.policies.base import Policy
 from specctl.runtime.policies.hardware import Fitting
 from specctl.runtime.policies.length import CostTable
-from specctl.runtime.sampling import Sampling
+from specctl.runtime.proof import prove
+from specctl.runtime.proof.reference_checks import Replay, chi_square
+from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.verify import RULES, default_rule, legal
 
 SMALL: dict[str, dict[str, Any]] = {

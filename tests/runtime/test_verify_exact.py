@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from scipy.optimize import brentq
 
-from specctl.drafters.parts.tree import NodeKind
+from specctl.core.tree import NodeKind
+from specctl.runtime.proof.cases import FAMILIES, TREES, is_chain, make_case, proof_cases
+from specctl.runtime.proof.enumerate import Case, enumerate_case, fixed_siblings
 from specctl.runtime.verify import RULES, legal
-from specctl.runtime.verify.cases import FAMILIES, TREES, is_chain, make_case, proof_cases
-from specctl.runtime.verify.enumerate import Case, enumerate_case, fixed_siblings
 
 CASES = list(proof_cases("slice"))
 

@@ -10,8 +10,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from specctl.runtime.joint import TextLaw
-from specctl.runtime.sampling import Sampling
+from specctl.runtime.proof.exact_distribution import TextLaw
+from specctl.runtime.sampling.sampling import Sampling
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SLICE = [

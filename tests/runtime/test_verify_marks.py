@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from pairs import disturbed
 
-from specctl.drafters.parts.tree import NodeKind
-from specctl.recipes.errors import RecipeError
+from specctl.core.errors import RecipeError
+from specctl.core.tree import NodeKind
 from specctl.recipes.serve import RuleName
-from specctl.runtime import prove
-from specctl.runtime.engine import Engine
-from specctl.runtime.findings import Check, Proof
+from specctl.runtime.engine.engine import Engine
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
-from specctl.runtime.power import critical, noncentrality, samples_for, visible
-from specctl.runtime.sampling import Sampling
+from specctl.runtime.proof import prove
+from specctl.runtime.proof.proof_report import Check, Proof
+from specctl.runtime.proof.sample_size import critical, noncentrality, samples_for, visible
+from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.verify import RULES, check_legal, default_rule, legal, legal_rules
 from specctl.runtime.verify.choice import verification_of
 

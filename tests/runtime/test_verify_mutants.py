@@ -12,16 +12,16 @@ import torch
 from mutants import Mutant, as_drafts, as_q, as_rule, is_exact, ratio
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from specctl.drafters.parts.base import RoundView
-from specctl.drafters.parts.tree import DraftTree, NodeKind, QRows, chain_tree, empty_tree
-from specctl.runtime.noise import RoundNoise
-from specctl.runtime.sampling import Sampling, SamplingBatch
+from specctl.core.drafter import RoundView
+from specctl.core.tree import DraftTree, NodeKind, QRows, chain_tree, empty_tree
+from specctl.runtime.proof.cases import make_case
+from specctl.runtime.proof.compare import FixedNoise, random_round, scalar_round
+from specctl.runtime.proof.enumerate import all_drafts, enumerate_case, top_drafts
+from specctl.runtime.proof.scalar import SCALAR_RULES
+from specctl.runtime.proof.scalar_parts import norm, positive, without
+from specctl.runtime.sampling.noise import RoundNoise
+from specctl.runtime.sampling.sampling import Sampling, SamplingBatch
 from specctl.runtime.verify import run_rule
-from specctl.runtime.verify.cases import make_case
-from specctl.runtime.verify.compare import FixedNoise, random_round, scalar_round
-from specctl.runtime.verify.enumerate import all_drafts, enumerate_case, top_drafts
-from specctl.runtime.verify.scalar import SCALAR_RULES
-from specctl.runtime.verify.scalar_parts import norm, positive, without
 from specctl.runtime.verify.walk import best_token, chain_verdict
 
 IID, WOR, POINT = NodeKind.IID, NodeKind.WITHOUT_REPLACEMENT, NodeKind.POINT

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from specctl.drafters.parts.tree import DraftTree, NodeKind, QRows, chain_tree, empty_tree
-from specctl.recipes.errors import RecipeError
-from specctl.runtime.noise import RoundNoise
+from specctl.core.errors import RecipeError
+from specctl.core.tree import DraftTree, NodeKind, QRows, chain_tree, empty_tree
+from specctl.runtime.proof.compare import FixedNoise, differences, random_round
+from specctl.runtime.sampling.noise import RoundNoise
 from specctl.runtime.verify import (
     RULES,
     check_legal,
@@ -17,7 +18,6 @@ from specctl.runtime.verify import (
     legal_rules,
     run_rule,
 )
-from specctl.runtime.verify.compare import FixedNoise, differences, random_round
 from specctl.runtime.verify.traversal import traverse
 from specctl.runtime.verify.walk import best_token
 

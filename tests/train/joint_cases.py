@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specctl.core.batch import TrainBatch
+from specctl.core.drafter import Drafter
 from specctl.drafters import families
-from specctl.drafters.parts.base import Drafter
-from specctl.drafters.parts.batch import TrainBatch
 from specctl.recipes.low_rank import JointPart
-from specctl.runtime.target import Target
-from specctl.train.joint import Joint
+from specctl.runtime.target.target import Target
+from specctl.train.joint.joint import Joint
 
 AT_ONCE = JointPart(rank=4, warmup=0.0, weight=1.0)
 VOCAB = 24

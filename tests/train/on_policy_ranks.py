@@ -10,7 +10,7 @@ import test_on_policy as shared
 import torch
 from accelerate import Accelerator
 
-from specctl.train.processes.ranks import Ranks
+from specctl.train.distributed.ranks import Ranks
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import conftest

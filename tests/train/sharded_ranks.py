@@ -12,9 +12,9 @@ import torch
 import toy
 from accelerate import Accelerator
 
+from specctl.train.distributed.pieces import local
+from specctl.train.distributed.ranks import Ranks
 from specctl.train.loop import Progress, restore, train
-from specctl.train.processes.pieces import local
-from specctl.train.processes.ranks import Ranks
 
 out = Path(sys.argv[1])
 torch.set_num_threads(1)

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specctl.drafters.parts.base import Drafter
+from specctl.core.drafter import Drafter
 from specctl.recipes.load import load_recipe
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 from specctl.train.data.tokenizer import train_tokenizer
-from specctl.train.processes.target_shards import spread_layers
+from specctl.train.distributed.target_shards import spread_layers
 from specctl.train.run import train_draft
 
 

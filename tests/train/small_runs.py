@@ -19,12 +19,12 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import specctl.recipes
-from specctl.drafters.parts.base import Drafter
-from specctl.drafters.parts.batch import TrainBatch
+from specctl.core.batch import TrainBatch
+from specctl.core.drafter import Drafter
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
-from specctl.runtime.report import SilentReporter
-from specctl.runtime.target import Target
+from specctl.runtime.measure.reporter import SilentReporter
+from specctl.runtime.target.target import Target
 from specctl.train.run import RunResult, train_draft
 
 __all__ = [

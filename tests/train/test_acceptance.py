@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from specctl.core.batch import TrainBatch
+from specctl.core.drafter import Drafter
+from specctl.core.language_model import Masks
+from specctl.core.masks import document_mask
+from specctl.core.vocab import VocabMap
 from specctl.drafters import family
-from specctl.drafters.parts.base import Drafter
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.drafters.parts.lm import Masks
-from specctl.drafters.parts.masks import document_mask
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.runtime.engine import Engine
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import Prompt
 from specctl.train.vocab.acceptance import Ranked, overlap, passing, size_curves, walk
 from specctl.train.vocab.chains import capture_chains, write_answers

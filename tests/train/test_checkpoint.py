@@ -15,7 +15,7 @@ import torch
 import toy
 from safetensors import safe_open
 
-from specctl.recipes.errors import (
+from specctl.core.errors import (
     Exit,
     FileError,
     IncompatibleError,
@@ -23,7 +23,7 @@ from specctl.recipes.errors import (
     ResourceError,
     SpecctlError,
 )
-from specctl.runtime.report import SilentReporter
+from specctl.runtime.measure.reporter import SilentReporter
 from specctl.train.loop import Progress, restore, save, take_step, train
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot, read_snapshot
 from specctl.train.saving.disk import Disk, write_file

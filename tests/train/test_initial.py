@@ -11,16 +11,16 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import specctl.recipes
-from specctl.drafters.parts.base import Drafter
-from specctl.drafters.parts.lean import lean_from_hf
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.drafter import Drafter
+from specctl.core.errors import IncompatibleError, RecipeError
+from specctl.core.vocab import VocabMap
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
-from specctl.recipes.errors import IncompatibleError, RecipeError
+from specctl.models.fast_llama import lean_from_hf
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 from specctl.train.assemble import build_drafter
-from specctl.train.initial import (
+from specctl.train.init.initial import (
     Initial,
     check_fit,
     checkpoint_drafter,
@@ -29,7 +29,7 @@ from specctl.train.initial import (
     initialise,
     tensors_digest,
 )
-from specctl.train.plan import plan
+from specctl.train.planning.plan import plan
 from specctl.train.prune.cut import prunable, spread_layers
 from specctl.train.run import train_draft
 from specctl.train.saving.checkpoint import Checkpoints
@@ -251,7 +251,7 @@ def test_a_plan_counts_the_drafter_that_will_be_cut(target: Target, text: Path) 
 
 
 def _silent() -> Any:
-    from specctl.runtime.report import SilentReporter
+    from specctl.runtime.measure.reporter import SilentReporter
 
     return SilentReporter()
 

@@ -10,16 +10,16 @@ import small_runs as small
 import torch
 from joint_cases import AT_ONCE, VOCAB, logits, make, perturb, rows, steps
 
-from specctl.drafters.parts.align import aim
-from specctl.drafters.parts.losses import feature_loss
-from specctl.recipes.errors import RecipeError
+from specctl.core.errors import RecipeError
+from specctl.drafters.losses.align import aim
+from specctl.drafters.losses.head_losses import feature_loss
 from specctl.recipes.load import load_recipe
 from specctl.recipes.low_rank import JointPart
 from specctl.recipes.schema import TrainPart
-from specctl.runtime.target import Target
-from specctl.train.capture import capture
-from specctl.train.changed import measured_change
-from specctl.train.joint import Joint, changing, hidden_matrices, weight_at
+from specctl.runtime.target.target import Target
+from specctl.train.features.capture import capture
+from specctl.train.joint.joint import Joint, changing, hidden_matrices, weight_at
+from specctl.train.joint.joint_target import measured_change
 from specctl.train.optim import build_optimizers, set_learning_rate
 
 

@@ -17,16 +17,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.export.folder import load_drafter, save_package
-from specctl.recipes.errors import IncompatibleError, RecipeError, SpecctlError
+from specctl.core.batch import TrainBatch
+from specctl.core.errors import IncompatibleError, RecipeError, SpecctlError
+from specctl.export.package.folder import load_drafter, save_package
 from specctl.recipes.load import load_recipe
 from specctl.recipes.low_rank import JointPart
-from specctl.runtime.target import Target, load_target
-from specctl.train.changed import held_out, measured_change, settled
-from specctl.train.joint import Joint
-from specctl.train.joint_check import check_joint, check_stages, check_target
-from specctl.train.plan import plan
+from specctl.runtime.target.target import Target, load_target
+from specctl.train.joint.check import check_joint, check_stages, check_target
+from specctl.train.joint.joint import Joint
+from specctl.train.joint.joint_target import held_out, measured_change, settled
+from specctl.train.planning.plan import plan
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ import pytest
 import torch
 import toy
 
-from specctl.drafters.parts.batch import LossOut
-from specctl.recipes.errors import DivergedError, Exit
+from specctl.core.batch import LossOut
+from specctl.core.errors import DivergedError, Exit
 from specctl.train.data.order import Order, share
 from specctl.train.loop import Progress, restore, take_step, train
 from specctl.train.metrics import MetricsLog, read_log

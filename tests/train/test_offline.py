@@ -12,22 +12,22 @@ import numpy as np
 import pytest
 import torch
 
-from specctl.drafters.parts.base import Needs
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.recipes.errors import RecipeError, ResourceError
+from specctl.core.batch import TrainBatch
+from specctl.core.drafter import Needs
+from specctl.core.errors import RecipeError, ResourceError
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
-from specctl.runtime.report import SilentReporter
-from specctl.runtime.target import Target
-from specctl.train.capture import capture
+from specctl.runtime.measure.reporter import SilentReporter
+from specctl.runtime.target.target import Target
 from specctl.train.data.pack import Document, pack
 from specctl.train.data.rows import TokenData, write_rows
 from specctl.train.data.sources import Defects
+from specctl.train.distributed.ranks import Ranks
+from specctl.train.features.capture import capture
 from specctl.train.features.kept import Form, decode, encode, read_target
 from specctl.train.features.offline import feature_source
 from specctl.train.features.shards import Layout, kept_shards
 from specctl.train.metrics import read_log
-from specctl.train.processes.ranks import Ranks
 from specctl.train.run import train_draft
 from specctl.train.saving.disk import Disk
 

@@ -16,14 +16,14 @@ import small_runs as runs
 import torch
 
 import specctl
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.batch import TrainBatch
+from specctl.core.errors import RecipeError
+from specctl.core.vocab import VocabMap
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
-from specctl.recipes.errors import RecipeError
-from specctl.runtime.engine import Engine
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 from specctl.train.data.on_policy import OnPolicy, Writing
 from specctl.train.data.order import Order
 from specctl.train.data.pack import Document, pack
@@ -31,7 +31,7 @@ from specctl.train.data.regenerate import AnswerPlan
 from specctl.train.data.rows import TokenData, write_rows
 from specctl.train.data.sources import Defects
 from specctl.train.data.supply import Text, joined
-from specctl.train.processes.ranks import Ranks
+from specctl.train.distributed.ranks import Ranks
 from specctl.train.stop import Interrupted
 
 SEQ_LEN, ROOM, VOCAB = 60, 30, 96

@@ -15,7 +15,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specctl.recipes.errors import FileError, RecipeError
+from specctl.core.errors import FileError, RecipeError
 from specctl.train.data.corpus import STDLIB, Source, collect
 from specctl.train.pretrain.data import Rows, prepare_data
 from specctl.train.pretrain.recipe import (

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.drafters.parts.lean import LeanLlama, LeanLM
-from specctl.drafters.parts.slice import Keep, sliced, with_layers
+from specctl.core.batch import TrainBatch
+from specctl.core.errors import RecipeError
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
-from specctl.recipes.errors import RecipeError
+from specctl.models.fast_llama import LeanLlama, LeanLM
+from specctl.models.slice import Keep, sliced, with_layers
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 from specctl.train.prune.cut import Wanted, choose, fitted
 from specctl.train.prune.scores import acceptance, acceptance_drop, measure_scores
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from specctl.drafters.parts.lm import Masks
-from specctl.drafters.parts.masks import document_mask
-from specctl.recipes.errors import IntegrityError
+from specctl.core.errors import IntegrityError
+from specctl.core.language_model import Masks
+from specctl.core.masks import document_mask
 from specctl.recipes.schema import DataPart, Recipe, TrainPart
-from specctl.runtime.report import Advance, SilentReporter
-from specctl.runtime.target import Target
+from specctl.runtime.measure.reporter import Advance, SilentReporter
+from specctl.runtime.target.target import Target
 from specctl.train.data import regenerate as module
 from specctl.train.data.prepare import prepare
 from specctl.train.data.records import Sample

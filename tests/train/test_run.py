@@ -19,12 +19,12 @@ import yaml
 from small_runs import Talk
 
 import specctl.recipes
-from specctl.drafters.parts.base import Drafter
-from specctl.recipes.errors import Exit, FileError, IncompatibleError, RecipeError
+from specctl.core.drafter import Drafter
+from specctl.core.errors import Exit, FileError, IncompatibleError, RecipeError
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
-from specctl.runtime.report import SilentReporter
-from specctl.runtime.target import Target
+from specctl.runtime.measure.reporter import SilentReporter
+from specctl.runtime.target.target import Target
 from specctl.train.loop import Progress, train
 from specctl.train.metrics import read_log
 from specctl.train.run import RunResult, train_draft

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
-from specctl.runtime.report import SilentReporter
-from specctl.runtime.target import Target
+from specctl.runtime.measure.reporter import SilentReporter
+from specctl.runtime.target.target import Target
 from specctl.train.prune.search.ranking import Candidate, agreement
 from specctl.train.prune.search.shape import DraftShape
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.drafters.parts.llama import LlamaShape
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.errors import SpecctlError
+from specctl.core.vocab import VocabMap
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
-from specctl.recipes.errors import SpecctlError
-from specctl.runtime.cost import measure_costs
+from specctl.models.llama import LlamaShape
+from specctl.runtime.measure.cost import measure_costs
+from specctl.runtime.measure.stats import expected_tau
 from specctl.runtime.policies.length import CostTable
-from specctl.runtime.stats import expected_tau
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 from specctl.train.prune.search.acceptance import (
     Acceptances,
     Reached,

@@ -16,10 +16,10 @@ import torch
 import toy
 
 import specctl
-from specctl.runtime.report import SilentReporter
+from specctl.runtime.measure.reporter import SilentReporter
+from specctl.train.distributed.muon import orthogonal_step
 from specctl.train.loop import Progress, restore, train
 from specctl.train.metrics import read_log
-from specctl.train.processes.muon import orthogonal_step
 from specctl.train.saving.checkpoint import Checkpoints
 
 SAME: dict[str, Any] = {"dropout": 0.0, "accumulate": 2, "rows": 4, "save_every": 6, "keep": 4}

@@ -8,10 +8,10 @@ import pytest
 import torch
 from vocab_cases import COST, counts
 
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import SpecctlError
-from specctl.runtime.stats import expected_tau
-from specctl.runtime.target import Target
+from specctl.core.errors import SpecctlError
+from specctl.core.vocab import VocabMap
+from specctl.runtime.measure.stats import expected_tau
+from specctl.runtime.target.target import Target
 from specctl.train.vocab.coverage import (
     always_kept,
     count_tokens,

@@ -13,17 +13,17 @@ import torch
 from scipy.stats import chisquare
 from vocab_cases import COST, counts
 
+from specctl.core.drafter import Drafter, RoundView, Space, StepState
+from specctl.core.errors import SpecctlError
+from specctl.core.language_model import Masks
+from specctl.core.masks import document_mask
+from specctl.core.vocab import VocabMap
 from specctl.drafters import family
-from specctl.drafters.parts.base import Drafter, RoundView, Space, StepState
-from specctl.drafters.parts.lm import Masks
-from specctl.drafters.parts.masks import document_mask
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import SpecctlError
-from specctl.runtime.engine import Engine
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import Prompt
 from specctl.train.data.records import Sample
 from specctl.train.vocab.chains import write_answers

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from specctl.drafters.parts.spec import ModelSpec
+from specctl.core.spec import ModelSpec
 from specctl.recipes.load import load_recipe
-from specctl.train.plan import Plan, plan
+from specctl.train.planning.plan import Plan, plan
+from specctl.train.planning.rehearsal import Rehearsal
+from specctl.train.planning.work import ANSWERS
 from specctl.train.prune.cut import CALIBRATION_TOKENS, Wanted
 from specctl.train.prune.plan import prune_plans
-from specctl.train.rehearsal import Rehearsal
-from specctl.train.work import ANSWERS
 
 SPEC = ModelSpec("llama", 4, 32, 88, 4, 2, 8, 64, 1e-5, 1e4, 1024)
 SPEED = 1e10

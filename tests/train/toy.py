@@ -15,17 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specctl.drafters.parts.base import Drafter, DraftState, Needs, Space
-from specctl.drafters.parts.batch import LossOut, TrainBatch
-from specctl.drafters.parts.spec import ModelSpec
+from specctl.core.batch import LossOut, TrainBatch
+from specctl.core.drafter import Drafter, DraftState, Needs, Space
+from specctl.core.spec import ModelSpec
 from specctl.recipes.schema import TrainPart
-from specctl.runtime.report import Reporter, SilentReporter
+from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.train.data.order import Order
+from specctl.train.distributed.ranks import Ranks
+from specctl.train.distributed.sharding import Sharded
 from specctl.train.loop import Job
 from specctl.train.metrics import Acceptance, MetricsLog
 from specctl.train.optim import Gradient, build_optimizers
-from specctl.train.processes.ranks import Ranks
-from specctl.train.processes.sharding import Sharded
 from specctl.train.saving.checkpoint import Checkpoints
 from specctl.train.saving.disk import Disk
 from specctl.train.saving.state import seed_everything

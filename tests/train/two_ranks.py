@@ -13,9 +13,9 @@ import torch
 import toy
 from accelerate import Accelerator
 
-from specctl.recipes.errors import Exit, SpecctlError
+from specctl.core.errors import Exit, SpecctlError
+from specctl.train.distributed.ranks import Ranks
 from specctl.train.loop import Progress, restore, train
-from specctl.train.processes.ranks import Ranks
 from specctl.train.saving.disk import Disk
 from specctl.train.stop import Interrupted, Stop
 

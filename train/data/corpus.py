@@ -18,7 +18,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from specctl.recipes.errors import RecipeError, nearest
+from specctl.core.errors import RecipeError, nearest
 
 STDLIB = "python"
 

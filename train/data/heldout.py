@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specctl.recipes.errors import FileError, SpecctlError, nearest
-from specctl.runtime.target import Target
-from specctl.runtime.text_room import check_room
+from specctl.core.errors import FileError, SpecctlError, nearest
+from specctl.runtime.target.prompt_limits import check_room
+from specctl.runtime.target.target import Target
 from specctl.train.data.chat import conversation_prompt
 from specctl.train.data.records import sample_of
 

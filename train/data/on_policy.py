@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import Drafter
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.recipes.errors import RecipeError
+from specctl.core.batch import TrainBatch
+from specctl.core.drafter import Drafter
+from specctl.core.errors import RecipeError
 from specctl.recipes.schema import Recipe
-from specctl.runtime.engine import Engine
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
+from specctl.runtime.target.target import Target
 from specctl.train.assemble import document_prompts, measuring_rows
 from specctl.train.data.order import Order
 from specctl.train.data.pack import Document, Rows, laid_out
@@ -29,7 +29,7 @@ from specctl.train.data.prepare import LEAST_ANSWER
 from specctl.train.data.regenerate import Answer, AnswerPlan, PromptCut, sampling_of, slots_for
 from specctl.train.data.rows import TokenData
 from specctl.train.data.supply import Mixed, Prepared, Text
-from specctl.train.processes.ranks import Ranks
+from specctl.train.distributed.ranks import Ranks
 from specctl.train.saving.state import untouched_random_state
 
 NAMES = ("ids_RS", "mask_RS", "document_RS", "position_RS")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from specctl.recipes.errors import SpecctlError
+from specctl.core.errors import SpecctlError
 
 
 class Order:

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from specctl.recipes.errors import RecipeError, SpecctlError
+from specctl.core.errors import RecipeError, SpecctlError
 from specctl.recipes.schema import DataPart, Recipe
-from specctl.runtime.report import Reporter, SilentReporter
-from specctl.runtime.target import Target
+from specctl.runtime.measure.reporter import Reporter, SilentReporter
+from specctl.runtime.target.target import Target
 from specctl.train.data.chat import encode_sample
 from specctl.train.data.context import check_context, check_ids
 from specctl.train.data.pack import Document, Rows, best_fit, cut_documents, pack

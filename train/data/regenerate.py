@@ -23,12 +23,12 @@ import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
 
-from specctl.recipes.errors import IntegrityError, SpecctlError
-from specctl.runtime.engine import Engine
-from specctl.runtime.report import Reporter, SilentReporter
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Completion, Request, Row
-from specctl.runtime.target import Target
+from specctl.core.errors import IntegrityError, SpecctlError
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Completion, Request, Row
+from specctl.runtime.measure.reporter import Reporter, SilentReporter
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 from specctl.train.data.chat import conversation_prompt
 from specctl.train.data.context import LEAST_PROMPT, check_ids
 from specctl.train.data.pack import Document

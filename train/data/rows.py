@@ -19,8 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.recipes.errors import FileError, IntegrityError
+from specctl.core.batch import TrainBatch
+from specctl.core.errors import FileError, IntegrityError
 from specctl.train.data.pack import Rows
 from specctl.train.data.sources import Defects
 from specctl.train.saving.store import sha256_file, write_arrays, write_json

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from specctl.recipes.errors import FileError, NetworkError, RecipeError, SpecctlError, nearest
-from specctl.runtime.report import Reporter
+from specctl.core.errors import FileError, NetworkError, RecipeError, SpecctlError, nearest
+from specctl.runtime.measure.reporter import Reporter
 from specctl.train.data.records import Sample, sample_of
 
 TEXT, JSONL, PARQUET, HUB = "text", "jsonl", "parquet", "hub"

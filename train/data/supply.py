@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.drafters.parts.batch import TrainBatch
+from specctl.core.batch import TrainBatch
 from specctl.train.data.rows import TokenData
 
 

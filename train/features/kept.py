@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import Needs
-from specctl.drafters.parts.batch import HeadRows, TrainBatch
+from specctl.core.batch import HeadRows, TrainBatch
+from specctl.core.drafter import Needs
 from specctl.recipes.schema import DataPart
-from specctl.runtime.target import Target
-from specctl.train.capture import capture, has_plain_head, head_logits
+from specctl.runtime.target.target import Target
+from specctl.train.features.capture import capture, has_plain_head, head_logits
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0

@@ -14,17 +14,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import Needs
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.recipes.errors import RecipeError, ResourceError
+from specctl.core.batch import TrainBatch
+from specctl.core.drafter import Needs
+from specctl.core.errors import RecipeError, ResourceError
 from specctl.recipes.schema import Recipe
-from specctl.runtime.report import Reporter
-from specctl.runtime.target import Target
-from specctl.train.capture import capture, to_device
+from specctl.runtime.measure.reporter import Reporter
+from specctl.runtime.target.target import Target
 from specctl.train.data.rows import TokenData
+from specctl.train.distributed.ranks import Ranks
+from specctl.train.features.capture import capture, to_device
 from specctl.train.features.kept import Form, decode, encode, read_target, with_features
 from specctl.train.features.shards import Layout, Shards, make_room, sweep
-from specctl.train.processes.ranks import Ranks
 from specctl.train.saving.disk import Disk
 from specctl.train.saving.store import digest_of
 

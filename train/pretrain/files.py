@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from specctl.recipes.errors import FileError
+from specctl.core.errors import FileError
 from specctl.train.data.tokenizer import end_ids
 from specctl.train.pretrain.recipe import Progress
 

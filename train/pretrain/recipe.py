@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from specctl.recipes.errors import FileError, RecipeError, nearest
+from specctl.core.errors import FileError, RecipeError, nearest
 
 Section = TypeVar("Section")
 

@@ -24,7 +24,7 @@ import yaml
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specctl.recipes.errors import DivergedError
+from specctl.core.errors import DivergedError
 from specctl.train.pretrain.data import Ids, Rows, prepare_data, rows_of_phase
 from specctl.train.pretrain.files import (
     Journal,

@@ -2,7 +2,7 @@
 
 What stays is decided by scores measured on text (`specctl.train.prune.scores`), once: ranking anew
 after every cut does not pay (Minitron, arXiv 2407.14679). The cutting itself is
-`specctl.drafters.parts.slice`.
+`specctl.models.slice`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.drafters.parts.heads import cut_rows
-from specctl.drafters.parts.lean import LeanLM
-from specctl.drafters.parts.llama import LlamaShape
-from specctl.drafters.parts.slice import Inside, Keep, sliced
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.batch import TrainBatch
+from specctl.core.errors import IncompatibleError, RecipeError
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
+from specctl.drafters.nets.heads import cut_rows
 from specctl.drafters.small_lm import SmallLm
-from specctl.recipes.errors import IncompatibleError, RecipeError
-from specctl.runtime.target import Target
-from specctl.train.capture import to_device
+from specctl.models.fast_llama import LeanLM
+from specctl.models.llama import LlamaShape
+from specctl.models.slice import Inside, Keep, sliced
+from specctl.runtime.target.target import Target
 from specctl.train.data.rows import TokenData
+from specctl.train.features.capture import to_device
 from specctl.train.prune.scores import Scores, acceptance_drop, measure_scores
 
 Importance = Literal["bi", "alpha", "activation"]

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from specctl.drafters.parts.spec import ModelSpec
+from specctl.core.spec import ModelSpec
 from specctl.recipes.schema import Recipe
 from specctl.train.assemble import trainable_family
-from specctl.train.plan import Plan, build_shape, data_tokens, plan
+from specctl.train.planning.plan import Plan, build_shape, data_tokens, plan
+from specctl.train.planning.target_shape import target_shape
+from specctl.train.planning.work import ANSWERS, Sizes, Work, measuring, num_parameters
 from specctl.train.prune.cut import CALIBRATION_TOKENS, Wanted, check_cut
 from specctl.train.prune.run import halfway
-from specctl.train.target_shape import target_shape
-from specctl.train.work import ANSWERS, Sizes, Work, measuring, num_parameters
 
 
 def prune_plans(

@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from specctl.drafters.parts.lean import LeanLM
-from specctl.drafters.parts.llama import LlamaShape
-from specctl.drafters.parts.slice import Keep, sliced
-from specctl.drafters.parts.spec import ModelSpec
+from specctl.core.errors import RecipeError
+from specctl.core.spec import ModelSpec
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
-from specctl.recipes.errors import RecipeError
+from specctl.models.fast_llama import LeanLM
+from specctl.models.llama import LlamaShape
+from specctl.models.slice import Keep, sliced
 from specctl.recipes.schema import Recipe
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 from specctl.train.assemble import decoder, family_options, measuring_prompts, trainable_family
-from specctl.train.capture import capture
 from specctl.train.data.rows import TokenData
+from specctl.train.features.capture import capture
 from specctl.train.metrics import Acceptance
 from specctl.train.prune.cut import Wanted, calibration, choose, fitted, prunable
 

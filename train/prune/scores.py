@@ -21,14 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.drafters.parts.align import ahead_mask
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.drafters.parts.kernels import rms_norm
-from specctl.drafters.parts.lean import LeanLM
-from specctl.drafters.parts.llama import LayerWeights
-from specctl.drafters.parts.lm import LanguageModel
-from specctl.drafters.parts.slice import with_layers
-from specctl.drafters.parts.slots import SlotKV
+from specctl.core.batch import TrainBatch
+from specctl.core.kv_cache import SlotKV
+from specctl.core.language_model import LanguageModel
+from specctl.drafters.losses.align import ahead_mask
+from specctl.models.fast_llama import LeanLM
+from specctl.models.kernels import rms_norm
+from specctl.models.llama import LayerWeights
+from specctl.models.slice import with_layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.vocab import VocabMap
 from specctl.train.vocab.chains import Chain
 
 CHUNK_ELEMENTS = 2**23

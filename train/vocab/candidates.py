@@ -14,11 +14,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import Drafter
-from specctl.recipes.errors import SpecctlError
+from specctl.core.drafter import Drafter
+from specctl.core.errors import SpecctlError
+from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.policies import Policy
-from specctl.runtime.report import Reporter
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 from specctl.train.vocab.acceptance import Ranked
 from specctl.train.vocab.chains import Chain, can_capture, capture_chains
 from specctl.train.vocab.coverage import (

@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.drafters.parts.base import Drafter, RoundView, Space, StepState
-from specctl.runtime.engine import Engine
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
+from specctl.core.drafter import Drafter, RoundView, Space, StepState
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import Prompt
 
 CHUNK_ELEMENTS = 2**24  # float32 draft logits made at once: 64 MiB

@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import Drafter, Outcome, RoundSeconds
-from specctl.runtime.engine import Engine
+from specctl.core.drafter import Drafter, Outcome, RoundSeconds
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import Policy
 from specctl.runtime.policies.length import CostTable, LengthChooser
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import Prompt
 from specctl.train.data.prepare import encode_document
 from specctl.train.data.records import Sample

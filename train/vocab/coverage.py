@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import SpecctlError
-from specctl.runtime.target import Target
+from specctl.core.errors import SpecctlError
+from specctl.core.vocab import VocabMap
+from specctl.runtime.target.target import Target
 
 HELDOUT_EVERY = 5
 DEFAULT_SHARES = (1 / 64, 1 / 32, 1 / 16, 1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 1.0)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from specctl.runtime.stats import memory_bound_speedup
+from specctl.runtime.measure.stats import memory_bound_speedup
 from specctl.train.vocab.head_cost import HeadCost
 from specctl.train.vocab.measure import Measured
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import Drafter
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.runtime.cost import measure_costs
+from specctl.core.drafter import Drafter
+from specctl.core.vocab import VocabMap
+from specctl.runtime.measure.cost import measure_costs
 from specctl.runtime.policies import Policy
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import Prompt
 
 PARALLEL_FAMILIES = frozenset({"medusa", "blockwise"})  # one draft call gives every position

@@ -17,9 +17,9 @@ from operator import add
 import torch
 from torch import Tensor
 
+from specctl.runtime.measure.stats import expected_tau
 from specctl.runtime.policies import Policy
 from specctl.runtime.policies.chain import Chain
-from specctl.runtime.stats import expected_tau
 from specctl.train.vocab.acceptance import Ranked, size_curves
 from specctl.train.vocab.chains import Chain as TextChain
 from specctl.train.vocab.head_cost import HeadCost

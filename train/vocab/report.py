@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specctl.recipes.errors import SpecctlError
+from specctl.core.errors import SpecctlError
 from specctl.train.vocab.domains import DomainRow, Side
 from specctl.train.vocab.measure import Measured
 from specctl.train.vocab.predict import Predicted

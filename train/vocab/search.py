@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specctl.recipes.errors import SpecctlError
+from specctl.core.errors import SpecctlError
 
 WEIGHTS = (0.1, 10.0)
 

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from specctl.drafters.parts.base import Drafter
-from specctl.recipes.errors import SpecctlError
+from specctl.core.drafter import Drafter
+from specctl.core.errors import SpecctlError
+from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.policies import Policy
-from specctl.runtime.report import Reporter, SilentReporter
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 from specctl.train.saving.store import write_json
 from specctl.train.vocab.candidates import Candidates, Measure
 from specctl.train.vocab.coverage import (

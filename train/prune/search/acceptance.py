@@ -12,13 +12,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from specctl.drafters.parts.base import Drafter
-from specctl.runtime.engine import Engine
+from specctl.core.drafter import Drafter
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
+from specctl.runtime.measure.stats import add_counts, expected_tau
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.stats import add_counts, expected_tau
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 from specctl.train.prune.search.fits import Fit, least_squares
 from specctl.train.prune.search.latency import LENGTHS
 from specctl.train.prune.search.shape import DraftShape

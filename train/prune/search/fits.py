@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specctl.recipes.errors import SpecctlError
+from specctl.core.errors import SpecctlError
 
 _OWN = 1.0 - 1e-6  # a point of this leverage is needed to determine the fit at all
 

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specctl.drafters.parts.base import Drafter
+from specctl.core.drafter import Drafter
 from specctl.recipes.schema import Recipe
-from specctl.runtime.report import Reporter
-from specctl.runtime.target import Target
+from specctl.runtime.measure.reporter import Reporter
+from specctl.runtime.target.target import Target
 from specctl.train.assemble import measuring_prompts
 from specctl.train.data.prepare import prepare
-from specctl.train.initial import checkpoint_drafter
-from specctl.train.plan import plan
+from specctl.train.init.initial import checkpoint_drafter
+from specctl.train.planning.plan import plan
+from specctl.train.planning.work import ANSWERS
 from specctl.train.prune.cut import prunable
 from specctl.train.prune.search.shape import DraftShape
 from specctl.train.run import train_draft
 from specctl.train.saving.whole import step_name
-from specctl.train.work import ANSWERS
 
 
 def quick_recipe(recipe: Recipe, options: Mapping[str, Any], steps: int) -> Recipe:

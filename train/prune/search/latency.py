@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from specctl.drafters.parts.llama import LeanLlama, LlamaShape
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.vocab import VocabMap
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
-from specctl.runtime.cost import measure_costs
+from specctl.models.llama import LeanLlama, LlamaShape
+from specctl.runtime.measure.cost import measure_costs
+from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.policies import make_policy
-from specctl.runtime.report import Reporter, SilentReporter
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 from specctl.train.prune.search.fits import Fit, least_squares
 from specctl.train.prune.search.shape import DraftShape
 
@@ -82,8 +82,9 @@ def measure_latency(
     lengths: Sequence[int] = LENGTHS,
     reporter: Reporter | None = None,
 ) -> Latency:
-    """Drafts of random weights through the engine at batch 1; medians, as `specctl.runtime.cost`
-    takes them. Host time of a round that no draft step causes counts as verification."""
+    """Drafts of random weights through the engine at batch 1; medians, as
+    `specctl.runtime.measure.cost` takes them. Host time of a round that no draft step causes counts
+    as verification."""
     talker = reporter if reporter is not None else SilentReporter()
     policy = make_policy({"policy": "chain", "length": max(lengths)})
     ends = (min(lengths), max(lengths))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from specctl.drafters.parts.llama import LlamaShape
+from specctl.models.llama import LlamaShape
 
 
 @dataclass(frozen=True, slots=True, order=True)

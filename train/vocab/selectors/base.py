@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from specctl.drafters.parts.base import Drafter
+from specctl.core.drafter import Drafter
 from specctl.runtime.policies import Policy
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import Prompt
 from specctl.train.data.records import Sample
 from specctl.train.data.rows import TokenData

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from specctl.recipes.errors import SpecctlError
+from specctl.core.errors import SpecctlError
 from specctl.train.vocab.counting import text_tokens
 from specctl.train.vocab.coverage import Counted
 from specctl.train.vocab.selectors.base import Evidence, Selector

@@ -1,0 +1,190 @@
+"""`specctl quickstart`: from nothing to a measured, lossless speed-up on this machine."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specctl.cli.app.console import Console
+from specctl.cli.app.memory import peak_memory, peak_text
+from specctl.cli.app.progress import duration
+from specctl.cli.commands.quickstart_compare import compare
+from specctl.cli.options.flags import Sets
+from specctl.cli.options.preflight import check_run
+from specctl.core.errors import Exit, SpecctlError
+
+if TYPE_CHECKING:
+    from specctl.recipes.schema import Recipe
+    from specctl.runtime.target.target import Target
+
+FULL_MINUTES = 10.0  # the budget for which the recipe's own sizes are meant, on two CPU cores
+LEAST = {"data.prompts": 32, "train.steps": 40}
+TRIM_PROMPTS, TRIM_TOKENS = 12, 48
+
+
+def quickstart(
+    console: Console,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Run folder; an interrupted run continues there.")
+    ] = Path("runs/quickstart"),
+    target: Annotated[
+        str, typer.Option("--target", "-t", help="tiny (embedded), or another target.")
+    ] = "tiny",
+    recipe: Annotated[
+        str, typer.Option("--recipe", "-r", help="A recipe's name or a YAML file.")
+    ] = "quickstart",
+    minutes: Annotated[
+        float, typer.Option(min=0.1, help="Rough time budget; scales data and steps.")
+    ] = FULL_MINUTES,
+    inflate: Annotated[
+        str | None,
+        typer.Option(help="Compare at this cost, too (100m, 300m, 1b, none); 300m for tiny."),
+    ] = None,
+    set_: Sets = None,
+) -> None:
+    """Train a drafter for the embedded target, trim it, prove it lossless, and measure it.
+
+    About ten minutes on two CPU cores, no download. Stopped half-way, the same command continues.
+
+    Examples:
+
+      specctl quickstart
+      specctl quickstart --minutes 3 --out runs/small
+    """
+    started = time.monotonic()
+    loaded = scaled(recipe, target, minutes, tuple(set_ or ()))
+    check_run(loaded, out)
+    from specctl.cli.options.target_choice import TargetChoice
+    from specctl.runtime.target.inflate import inflatable, size_named
+
+    size = inflate or ("300m" if target == "tiny" else "none")
+    if size != "none":
+        size_named(size)
+
+    console.heading(f"1/5 target {target}")
+    model = TargetChoice(target, loaded.target.revision, loaded.target.dtype).load(console)
+    if size != "none":
+        inflatable(model, size, model.dtype)  # known now rather than after the training
+    spec = model.spec
+    console.say(
+        f"{spec.model_type}, {spec.num_layers} layers, width {spec.hidden_size}, "
+        f"vocabulary {spec.vocab_size:,}"
+    )
+    console.heading("2/5 data written by the target, drafter trained on it")
+    run = _train(console, loaded, out)
+    with continued(out):
+        console.heading("3/5 vocabulary trimmed")
+        package = _trim(console, model, out)
+        console.heading("4/5 lossless?")
+        _prove(console, model, package)
+        console.heading("5/5 plain against speculative")
+        report = compare(console, model, package, None if size == "none" else size)
+    seconds = time.monotonic() - started
+    console.say(f"\ndone in {duration(seconds)}, {peak_text()}; everything is in {out}")
+    result = {"out": str(out), "package": str(package), "seconds": round(seconds, 1)}
+    result["peak_bytes"] = peak_memory()
+    result |= {"tau_trained": run, **report}
+    (out / "quickstart.json").write_text(json.dumps(result, indent=1) + "\n")
+    chosen = f"--target {target} --draft {package}"
+    console.done(
+        result,
+        next=[
+            f'specctl generate {chosen} --stats "def main("',
+            f"specctl bench {chosen} --draft prompt-lookup --inflate 300m",
+            "specctl train-draft --target tiny --recipe eagle3   (the same with an EAGLE-3 head)",
+        ],
+    )
+
+
+@contextmanager
+def continued(out: Path) -> Iterator[None]:
+    """Ctrl-C in here loses no training: the same command goes on from it."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise SpecctlError(
+            "stopped on request, the trained drafter is kept",
+            where=str(out),
+            do=shlex.join(["specctl", *sys.argv[1:]]),
+            exit=Exit.INTERRUPTED,
+        ) from error
+
+
+def scaled(recipe: str, target: str, minutes: float, sets: tuple[str, ...]) -> Recipe:
+    """The recipe with data and steps in proportion to the budget (never less than a minimum)."""
+    from specctl.recipes.load import load_recipe
+
+    base = load_recipe(recipe, target=target)
+    share = min(1.0, minutes / FULL_MINUTES)
+    flags: dict[str, Any] = {
+        "data.prompts": max(LEAST["data.prompts"], round(base.data.prompts * share)),
+        "train.steps": max(LEAST["train.steps"], round(base.train.steps * share)),
+        "data.text_tokens": round(base.data.text_tokens * share),
+    }
+    flags["train.save_every"] = max(10, round(base.train.save_every * share))
+    flags["train.tau_every"] = max(10, round(base.train.tau_every * share))
+    # Trimming is a step of its own here, so that its effect can be seen.
+    flags["vocab.size"] = None
+    if share == 1.0:
+        flags = {"vocab.size": None}
+    return load_recipe(recipe, sets, target=target, flags=flags)
+
+
+def _train(console: Console, recipe: Recipe, out: Path) -> float | None:
+    from specctl.cli.options.training import train_and_package
+
+    result = train_and_package(console, recipe, out)
+    tau = "not measured" if result.tau is None else f"{result.tau:.2f}"
+    console.say(f"trained {result.steps:,} steps in {duration(result.seconds)}, tau {tau}")
+    return result.tau
+
+
+def _trim(console: Console, model: Target, out: Path) -> Path:
+    """OUT/trimmed/package; kept when it was made from the same weights."""
+    from specctl.cli.commands.trimming import TrimJob, trim_and_package
+    from specctl.cli.options.loading import DraftChoice
+    from specctl.export.package.manifest import WEIGHTS, check_files
+    from specctl.train.vocab.selectors import selector
+    from specctl.train.vocab.settings import TrimSettings
+
+    source, folder = out / "package", out / "trimmed"
+    mark = folder / "of.json"
+    digest = check_files(source).files[WEIGHTS].sha256
+    if mark.is_file() and json.loads(mark.read_text()).get("digest") == digest:
+        console.say("trimmed before; kept")
+        return folder / "package"
+    draft = DraftChoice(str(source)).load(model)
+    settings = TrimSettings(new_tokens=TRIM_TOKENS)
+    job = TrimJob(model, draft, settings, selector("vocab-trim"), num_prompts=TRIM_PROMPTS)
+    trim_and_package(console, job, folder)
+    mark.write_text(json.dumps({"digest": digest}))
+    return folder / "package"
+
+
+def _prove(console: Console, model: Target, package: Path) -> None:
+    from specctl.cli.options.loading import DraftChoice
+    from specctl.core.errors import GateError
+    from specctl.runtime.proof.prove import verify
+
+    draft = DraftChoice(str(package)).load(model)
+    assert draft.drafter is not None, "a package holds a drafter"
+    proof = verify(model, draft.drafter, policy=draft.policy, rule=draft.rule, reporter=console)
+    for line in proof.lines():
+        if not line.startswith("warning:"):
+            console.say(line)
+    if not proof.passed:
+        raise GateError(
+            "the drafter is not lossless",
+            where=str(package),
+            found="a failed check above",
+            expected="every check passed",
+            do=f"report it with the output of `specctl verify {package} --json`",
+        )

@@ -1,0 +1,66 @@
+"""Alignment: which row of a packed batch predicts which token, with every mask applied.
+
+Row t holds the state after reading token t. Looking `steps` ahead, row t is to predict token
+t + steps, and the teacher's row for that token is t + steps - 1. So an ordinary LM looks 1 ahead;
+EAGLE row t, which has also read token t + 1, looks 2 ahead (its training-time-test step j: 2 + j);
+Medusa head i looks 2 + i ahead. Letters: B rows, S sequence, V target vocabulary, N chosen rows,
+R = B * S flat rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from specctl.core.batch import HeadRows, Select, TrainBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """The flat rows that have something to predict, and what.
+
+    row_N      flat index b * S + t of the predicting state
+    label_N    target id to be predicted
+    judge_N    flat index of the teacher row that holds the target's law for that token
+    teacher_RV raw target logits, at hand or computed by rows, or None
+    select     which of the rows a loss may sum, asked when it knows how far it is off
+    """
+
+    row_N: Tensor
+    label_N: Tensor
+    judge_N: Tensor
+    teacher_RV: Tensor | HeadRows | None
+    select: Select | None = None
+
+    def only(self, keep_N: Tensor) -> Aim:
+        """The rows where `keep_N` is True."""
+        row_N, label_N, judge_N = (x[keep_N] for x in (self.row_N, self.label_N, self.judge_N))
+        return replace(self, row_N=row_N, label_N=label_N, judge_N=judge_N)
+
+
+def shifted(values_BS: Tensor, steps: int, fill: int = 0) -> Tensor:
+    """[B, S]: entry t holds values[t + steps]; `fill` where the row has ended."""
+    return F.pad(values_BS[:, steps:], (0, min(steps, values_BS.shape[1])), value=fill)
+
+
+def ahead_mask(batch: TrainBatch, steps: int) -> Tensor:
+    """Bool [B, S]: token t + steps is to be predicted and belongs to the document of row t."""
+    same_BS = shifted(batch.document_BS, steps, fill=-1) == batch.document_BS
+    wanted_BS = shifted(batch.loss_mask_BS.long(), steps) > 0
+    return same_BS & (batch.document_BS >= 0) & wanted_BS
+
+
+def aim(batch: TrainBatch, steps: int) -> Aim:
+    """Everything that rows looking `steps` ahead are trained on."""
+    row_N = ahead_mask(batch, steps).flatten().nonzero()[:, 0]
+    label_N = batch.ids_BS.flatten()[(row_N + steps).clamp(max=batch.ids_BS.numel() - 1)]
+    return Aim(row_N, label_N, row_N + steps - 1, teacher_of(batch), batch.select)
+
+
+def teacher_of(batch: TrainBatch) -> Tensor | HeadRows | None:
+    """Target logits by flat row."""
+    if batch.teacher_BSV is not None:
+        return batch.teacher_BSV.flatten(0, 1)
+    return batch.teacher_rows

@@ -1,0 +1,286 @@
+"""Losses of a draft head against the target's law: sums with counts, float32, in chunks of rows.
+
+p is the target's law, q the draft's, both at one temperature; alpha = sum_v min(p, q) is the chance
+that a token drawn from q passes rejection sampling. Kinds:
+
+ce         -log q(label), the label being the text (sequence-level distillation)
+kl         KL(p || q)              rkl   KL(q || p)
+jsd        Jensen-Shannon          tv    1 - alpha           (DistillSpec, arXiv 2310.08461, eq. 2)
+lk_alpha   -log alpha              lk_hybrid  w KL + (1 - w) TV with w = exp(-3 alpha), w detached
+           (LK losses, arXiv 2602.23881)
+
+Trimmed vocabulary: `tv` and `lk_alpha` compare with the full p, whose cut ids simply cannot be
+drafted. The others compare with p restricted to the kept ids and renormalised, and skip rows whose
+most probable target token (for `ce`: whose label) was cut. Letters: N rows, V target vocabulary,
+K draft vocabulary, D width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specctl.core.batch import LossOut, TrainBatch
+from specctl.core.vocab import VocabMap
+from specctl.drafters.losses.align import Aim, teacher_of
+from specctl.drafters.losses.align import aim as aim_at
+from specctl.drafters.losses.teacher import Judge, wide
+from specctl.drafters.nets.heads import check_choice, check_count
+from specctl.models.sliced_head import Head, LinearHead, Rows, sum_slices
+
+__all__ = [
+    "KINDS", "Judge", "LinearHead", "LossOptions", "acceptance", "feature_loss", "head_loss",
+    "joined", "judge_of", "laws", "weighted_sum",
+]  # fmt: skip
+
+KINDS = ("ce", "kl", "rkl", "jsd", "tv", "lk_alpha", "lk_hybrid")
+HYBRID_RATE = 3.0
+CACHED, AT_ONCE = 2**20, 2**24  # logits of a slice: what a CPU's cache holds, what keeps a GPU busy
+LEAST_ROWS = 128  # of a slice: fewer, and adding up the head's gradient costs more than it saves
+
+
+@dataclass(frozen=True, slots=True)
+class LossOptions:
+    """How a head is compared with the target. `chunk`: rows per slice, None fits the vocabulary."""
+
+    kind: str = "kl"
+    temperature: float = 1.0
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("loss", self.kind, KINDS)
+        check_count("temperature", self.temperature, 0.01, 1_000)
+        if self.chunk is not None:
+            check_count("chunk", self.chunk, most=10**9)
+
+
+def fitting_chunk(width: int, device: torch.device) -> int:
+    """Rows of a slice over that many ids. V = 6,144, 2,304 rows, one core of an AVX512 machine:
+    0.32 s a loss with its gradient in slices of 128 or 256 rows, 0.42 of 1,024, 0.58 in one."""
+    elements = CACHED if device.type == "cpu" else AT_ONCE
+    return max(LEAST_ROWS, elements // width)
+
+
+@dataclass(frozen=True, slots=True)
+class Laws:
+    """One slice of rows over the draft ids: log p, log p renormalised there, log q."""
+
+    log_p_NK: Tensor
+    log_r_NK: Tensor
+    log_q_NK: Tensor
+
+
+def laws(draft_NK: Tensor, log_p_NK: Tensor, temperature: float, is_whole: bool) -> Laws:
+    """Laws of raw draft logits and of the target, both at the temperature; `is_whole`: the draft
+    ids are all ids, so that p needs no renormalising."""
+    scores_NK = wide(draft_NK)
+    scores_NK = scores_NK if temperature == 1.0 else scores_NK / temperature
+    log_q_NK = F.log_softmax(scores_NK, dim=-1)
+    if is_whole:
+        return Laws(log_p_NK, log_p_NK, log_q_NK)
+    return Laws(log_p_NK, log_p_NK - log_p_NK.logsumexp(-1, keepdim=True), log_q_NK)
+
+
+def _kl(of: Laws) -> Tensor:
+    return (of.log_r_NK.exp() * (of.log_r_NK - of.log_q_NK)).sum(-1)
+
+
+def _rkl(of: Laws) -> Tensor:
+    return (of.log_q_NK.exp() * (of.log_q_NK - of.log_r_NK)).sum(-1)
+
+
+def _jsd(of: Laws) -> Tensor:
+    p, q = of.log_r_NK.exp(), of.log_q_NK.exp()
+    log_m = torch.logaddexp(of.log_r_NK, of.log_q_NK) - math.log(2.0)
+    return 0.5 * (p * (of.log_r_NK - log_m) + q * (of.log_q_NK - log_m)).sum(-1)
+
+
+def acceptance(of: Laws) -> Tensor:
+    """[N]: alpha = sum_v min(p, q)."""
+    return torch.minimum(of.log_p_NK, of.log_q_NK).exp().sum(-1)
+
+
+def _tv(of: Laws) -> Tensor:
+    return 1.0 - acceptance(of)
+
+
+def _lk_alpha(of: Laws) -> Tensor:
+    return -torch.minimum(of.log_p_NK, of.log_q_NK).logsumexp(-1)
+
+
+def _lk_hybrid(of: Laws) -> Tensor:
+    alpha_N = acceptance(of)
+    weight_N = torch.exp(-HYBRID_RATE * alpha_N.detach())
+    return weight_N * _kl(of) + (1.0 - weight_N) * (1.0 - alpha_N)
+
+
+_DIVERGENCES: Mapping[str, Callable[[Laws], Tensor]] = {
+    "kl": _kl,
+    "rkl": _rkl,
+    "jsd": _jsd,
+    "tv": _tv,
+    "lk_alpha": _lk_alpha,
+    "lk_hybrid": _lk_hybrid,
+}
+_NEEDS_NO_RENORMALISING = frozenset({"tv", "lk_alpha"})
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A draft head against the target, or against the text where there is no judge. `ids_K` are
+    the draft's target ids (None = all), `row_V` the draft row of a target id, -1 where cut."""
+
+    options: LossOptions
+    judge: Judge | None
+    ids_K: Tensor | None
+    row_V: Tensor | None
+
+    @classmethod
+    def of(cls, options: LossOptions, judge: Judge | None, vocab: VocabMap | None) -> Comparison:
+        if vocab is None:
+            return cls(options, judge, None, None)
+        judge = None if judge is None else judge.over(vocab.ids_K)
+        return cls(options, judge, vocab.ids_K, vocab.to_draft())
+
+    def sums(self, draft_NK: Tensor, row_N: Tensor, label_N: Tensor, judge_N: Tensor) -> Tensor:
+        """[4]: loss, its count, top1, alpha."""
+        del row_N
+        first_N = self._first(draft_NK)
+        if self.judge is None:
+            loss, count = _label_loss(draft_NK, label_N, self.row_V)
+            return torch.stack([loss, count, (first_N == label_N).sum(), torch.zeros_like(loss)])
+        law = self.judge.law(judge_N, self.ids_K)
+        of = laws(draft_NK, law.log_p_NK, self.options.temperature, self.ids_K is None)
+        if self.options.kind == "ce":
+            loss, count = _label_loss(draft_NK, label_N, self.row_V)
+        else:
+            loss, count = _law_loss(of, self._learnable(law.best_N), self.options.kind)
+        with torch.no_grad():
+            top1, alpha = (first_N == law.best_N).sum(), acceptance(of).sum()
+        return torch.stack([loss, count, top1, alpha])
+
+    @torch.no_grad()
+    def rows(self, draft_NK: Tensor, row_N: Tensor, label_N: Tensor, judge_N: Tensor) -> Tensor:
+        """[4, N], row by row: KL(p || q), whether the row can be learned, top1, alpha."""
+        del row_N, label_N
+        assert self.judge is not None, "rows are told apart by how far they are off the target"
+        law = self.judge.law(judge_N, self.ids_K)
+        of = laws(draft_NK, law.log_p_NK, self.options.temperature, self.ids_K is None)
+        top1_N = self._first(draft_NK) == law.best_N
+        return torch.stack([_kl(of), self._learnable(law.best_N), top1_N, acceptance(of)])
+
+    def _learnable(self, best_N: Tensor) -> Tensor:
+        """False where a law that is restricted to the draft ids has lost its best one."""
+        if self.row_V is None or self.options.kind in _NEEDS_NO_RENORMALISING:
+            return torch.ones_like(best_N, dtype=torch.bool)
+        return self.row_V[best_N] >= 0
+
+    @torch.no_grad()
+    def _first(self, draft_NK: Tensor) -> Tensor:
+        best_N = draft_NK.argmax(-1)
+        return best_N if self.ids_K is None else self.ids_K[best_N]
+
+
+def head_loss(
+    state_RD: Tensor,
+    head: Head,
+    aim: Aim,
+    vocab: VocabMap | None,
+    options: LossOptions,
+    judge: Judge | None = None,
+) -> LossOut:
+    """Sum of the loss over the rows of `aim`, in slices (see `sliced`). A `LinearHead` or a linear
+    module as head is smallest and fastest; any other function will do.
+
+    `judge` may be shared by losses over the same batch. Metrics: `top1` (the draft's first choice
+    is the target's, or the label without a teacher) and, with a teacher, `alpha`; both over all
+    rows, cut or not, selected or not.
+    """
+    if judge is None and aim.teacher_RV is not None:
+        judge = Judge(aim.teacher_RV, options.temperature)
+    compare = Comparison.of(options, judge, vocab)
+    size = options.chunk or fitting_chunk(_width(judge, vocab), state_RD.device)
+    number = torch.tensor(float(aim.row_N.numel()), device=state_RD.device)
+    if aim.select is None:
+        total_4 = sum_slices(state_RD, head, _slices(aim, size), compare.sums)
+        metrics = {"top1": (total_4[2].detach(), number), "alpha": (total_4[3].detach(), number)}
+        if judge is None:
+            del metrics["alpha"]
+        return LossOut(total_4[0], total_4[1].detach(), metrics)
+    with torch.no_grad():
+        found = [compare.rows(head(state_RD[s[0]]), *s) for s in _slices(aim, size)]
+    kl_N, learnable_N, top1_N, alpha_N = torch.cat(found, dim=1)
+    keep_N = learnable_N > 0
+    keep_N[keep_N.clone()] = aim.select(kl_N[keep_N])
+    total_4 = sum_slices(state_RD, head, _slices(aim.only(keep_N), size), compare.sums)
+    metrics = {"top1": (top1_N.sum(), number), "alpha": (alpha_N.sum(), number)}
+    metrics["selected"] = (keep_N.sum(), (learnable_N > 0).sum())
+    return LossOut(total_4[0], total_4[1].detach(), metrics)
+
+
+def _slices(aim: Aim, size: int) -> list[Rows]:
+    parts = (torch.split(rows, size) for rows in (aim.row_N, aim.label_N, aim.judge_N))
+    return list(zip(*parts, strict=True))
+
+
+def _width(judge: Judge | None, vocab: VocabMap | None) -> int:
+    """Columns of a slice's logits; a guess when nothing tells."""
+    if judge is not None:
+        return judge.logits_RV.shape[-1]
+    return 2**15 if vocab is None else vocab.size
+
+
+def judge_of(batch: TrainBatch, options: LossOptions) -> Judge | None:
+    """One judge for every loss over `batch`, however far its rows look ahead."""
+    teacher = teacher_of(batch)
+    if teacher is None:
+        return None
+    size = options.chunk or fitting_chunk(teacher.shape[-1], teacher.device)
+    return Judge.of(teacher, aim_at(batch, 1).judge_N, options.temperature, size)
+
+
+def _label_loss(draft_NK: Tensor, label_N: Tensor, row_V: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Sum and count of hard cross-entropy over the labels that were not cut."""
+    row_N = label_N if row_V is None else row_V[label_N]
+    loss = F.cross_entropy(wide(draft_NK), row_N, ignore_index=-1, reduction="sum")
+    return loss, (row_N >= 0).sum().to(loss.dtype)
+
+
+def _law_loss(of: Laws, learnable_N: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Sum and count of a divergence over the rows that can be learned."""
+    loss_N = _DIVERGENCES[kind](of)
+    return (loss_N * learnable_N).sum(), learnable_N.sum().to(loss_N.dtype)
+
+
+def feature_loss(state_RD: Tensor, aim: Aim, target_RD: Tensor) -> LossOut:
+    """SmoothL1, the mean over the width, between drafted states and the target's (EAGLE, eq. 3). A
+    target that learns, too, does not learn to be easy to hit: its side has no gradient."""
+    wanted_ND = wide(target_RD.detach()[aim.judge_N])
+    loss = F.smooth_l1_loss(wide(state_RD[aim.row_N]), wanted_ND, reduction="sum")
+    count = torch.tensor(float(aim.row_N.numel()), device=state_RD.device)
+    return LossOut(
+        loss / state_RD.shape[-1], count, {"feature": (loss.detach() / state_RD.shape[-1], count)}
+    )
+
+
+def joined(out: LossOut, term: LossOut, weight: float = 1.0) -> LossOut:
+    """A loss with the mean of another added to its own mean, though they count other rows."""
+    scale = weight * out.count / term.count.clamp(min=1.0)
+    return LossOut(out.sum + term.sum * scale, out.count, {**out.metrics, **term.metrics})
+
+
+def weighted_sum(parts: list[tuple[float, LossOut]]) -> LossOut:
+    """A weighted mean of several losses as one sum and count; metrics are those of the first part,
+    the others under name/step."""
+    first = parts[0][1]
+    total = torch.stack([weight * out.sum for weight, out in parts]).sum()
+    count = torch.stack([weight * out.count for weight, out in parts]).sum()
+    metrics = dict(first.metrics)
+    for step, (_, out) in enumerate(parts[1:], start=1):
+        metrics.update({f"{name}/{step}": pair for name, pair in out.metrics.items()})
+    return LossOut(total, count, metrics)

@@ -1,0 +1,88 @@
+"""The target's laws as a loss asks for them: log p at the draft's ids, and the most probable id.
+
+Letters: R flat rows, N chosen rows, V target vocabulary, K draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from specctl.core.batch import HeadRows
+
+
+@dataclass(frozen=True, slots=True)
+class TargetLaw:
+    """`log_p_NK` over the draft ids, not renormalised there; `best_N` most probable target ids."""
+
+    log_p_NK: Tensor
+    best_N: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """The target's laws at one temperature. Where several losses ask for the same rows, their
+    log-normalisers and most probable ids are read once beforehand (`of`); a single loss reads each
+    row when it needs it. Rows that `of` was not given hold zeros. `logits_RK`: those of
+    the draft ids alone, where `over` found them cheaper."""
+
+    logits_RV: Tensor | HeadRows
+    temperature: float = 1.0
+    log_z_R: Tensor | None = None
+    best_R: Tensor | None = None
+    logits_RK: HeadRows | None = None
+
+    @classmethod
+    @torch.no_grad()
+    def of(
+        cls, logits_RV: Tensor | HeadRows, row_N: Tensor, temperature: float, chunk: int
+    ) -> Judge:
+        """Reads the whole vocabulary once per row of `row_N`, `chunk` rows at a time."""
+        judge = cls(logits_RV, temperature)
+        best_R = torch.zeros(len(logits_RV), dtype=torch.long, device=logits_RV.device)
+        log_z_R: Tensor | None = None
+        for rows in torch.split(row_N, chunk):
+            part_NV = judge._scores(rows)
+            if log_z_R is None:
+                log_z_R = part_NV.new_zeros(len(logits_RV))
+            log_z_R[rows], best_R[rows] = part_NV.logsumexp(-1), part_NV.argmax(-1)
+        return cls(logits_RV, temperature, log_z_R, best_R)
+
+    def over(self, ids_K: Tensor) -> Judge:
+        """This judge for laws at these draft ids: what is already known of the whole vocabulary
+        need not be computed again."""
+        if self.log_z_R is None or isinstance(self.logits_RV, Tensor):
+            return self
+        return replace(self, logits_RK=self.logits_RV.over(ids_K))
+
+    @torch.no_grad()
+    def law(self, row_N: Tensor, ids_K: Tensor | None) -> TargetLaw:
+        """The law of rows at the draft ids (None = all)."""
+        if self.log_z_R is None or self.best_R is None:
+            scores_NV = self._scores(row_N)
+            log_z_N, best_N = scores_NV.logsumexp(-1), scores_NV.argmax(-1)
+            scores_NK = scores_NV if ids_K is None else scores_NV[:, ids_K]
+        else:
+            log_z_N, best_N = self.log_z_R[row_N], self.best_R[row_N]
+            scores_NK = self._scores(row_N, ids_K)
+        return TargetLaw(scores_NK.sub_(log_z_N[:, None]), best_N)
+
+    def _scores(self, row_N: Tensor, ids_K: Tensor | None = None) -> Tensor:
+        """A copy of raw logits, in float32 or better, over the temperature."""
+        if ids_K is None:
+            picked = self.logits_RV[row_N]
+        elif self.logits_RK is not None:
+            picked = self.logits_RK[row_N]
+        elif isinstance(self.logits_RV, Tensor):
+            picked = self.logits_RV[row_N[:, None], ids_K]
+        else:
+            picked = self.logits_RV[row_N][:, ids_K]
+        picked = wide(picked)
+        return picked if self.temperature == 1.0 else picked / self.temperature
+
+
+def wide(logits: Tensor) -> Tensor:
+    """Float32, unless it is float64 already."""
+    return logits if logits.dtype == torch.float64 else logits.float()

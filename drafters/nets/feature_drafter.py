@@ -1,0 +1,202 @@
+"""FeatureDrafter: the frame of drafters that predict the target's features (EAGLE-1 and its kin).
+
+Row t reads token t + 1 and f_t, the target's last state; its output stands for f_{t+1} and, read by
+the target's own LM head, predicts token t + 2. The loss is that of the head against the target's
+law plus `feature_weight` times SmoothL1 between output and f_{t+1} (EAGLE, arXiv 2401.15077, eq. 3:
+10 to 1). It may be unrolled: step j feeds the output back and reads token t + 2 + j, exactly as a
+chain is drafted. What a family adds is a net (see `trunk`), or terms of the loss.
+Letters: X any leading axes, B rows, S sequence, R flat rows, D width, K draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specctl.core.batch import LossOut, TrainBatch
+from specctl.core.drafter import Borrowed, Drafter, Needs, Space
+from specctl.core.masks import document_mask
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
+from specctl.drafters.losses.align import Aim, aim, shifted
+from specctl.drafters.losses.head_losses import (
+    LinearHead,
+    feature_loss,
+    head_loss,
+    joined,
+    judge_of,
+    weighted_sum,
+)
+from specctl.drafters.losses.teacher import Judge
+from specctl.drafters.nets.blocks import LayerShape
+from specctl.drafters.nets.heads import check_count, cut_rows, head_rows
+from specctl.drafters.nets.options import DepthOptions
+from specctl.drafters.nets.routed import Router, cut_router, with_router
+from specctl.drafters.nets.trunk import Chains, TrunkNet
+from specctl.drafters.states.feature_state import FeatureState
+from specctl.drafters.states.trunk_state import TrunkState
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureOptions(DepthOptions):
+    """What all of them have. `ttt_steps` steps are unrolled; `noise` is the half-width of uniform
+    noise on the features that are read while training; `intermediate` is the width of the MLP, None
+    that of the target."""
+
+    ttt_steps: int = 1
+    feature_weight: float = 10.0
+    noise: float = 0.0
+    intermediate: int | None = None
+
+    def __post_init__(self) -> None:
+        DepthOptions.__post_init__(self)
+        check_count("ttt_steps", self.ttt_steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Unrolled:
+    """One step over whole rows: what the LM head reads, what is compared with the feature, and the
+    rows that have seen what they are to predict (None: none)."""
+
+    ready_BSD: Tensor
+    state_BSD: Tensor
+    known_BS: Tensor | None = None
+
+
+class FeatureDrafter(Drafter):
+    """Binding, trimming, unrolling and the loss. A family gives its net and may add to the loss."""
+
+    module: TrunkNet
+    options: FeatureOptions
+    detach: bool = True  # steps learn from what was fed back to them, not how to feed better
+
+    def __init__(
+        self, options: FeatureOptions, spec: ModelSpec, vocab: VocabMap | None = None
+    ) -> None:
+        super().__init__(options, spec, vocab)
+        self.module = self.make_net(LayerShape.of(spec, options.intermediate))
+        self.router: Router | None = None
+        self.borrowed: Borrowed | None = None
+        self._head_KD: Tensor | None = None
+        self._is_fresh = True
+
+    def make_net(self, shape: LayerShape) -> TrunkNet:
+        return TrunkNet(shape)
+
+    def term(self, out: LossOut, ready_RD: Tensor, rows: Aim, judge: Judge | None) -> LossOut:
+        """The loss of a step with what the family adds to it."""
+        del ready_RD, rows, judge
+        return out
+
+    def whole_loss(self, out: LossOut, steps: list[Unrolled], batch: TrainBatch) -> LossOut:
+        """The loss of all steps with what the family adds to it."""
+        del steps, batch
+        return out
+
+    # -- the frame ------------------------------------------------------------------------------
+
+    @property
+    def net(self) -> TrunkNet:
+        return self.module
+
+    @property
+    def tap(self) -> int:
+        return self.spec.num_layers
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.module.fc.weight.dtype
+
+    def needs(self) -> Needs:
+        return Needs((self.tap,), teacher=self.options.loss != "ce", borrow=True)
+
+    def bind(self, borrowed: Borrowed) -> None:
+        self.borrowed, self._head_KD = borrowed, head_rows(borrowed, self.vocab)
+        if self._is_fresh and self.router is not None:
+            self.router.arrange(self._head_KD)
+        self._is_fresh = False
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        super().load_tensors(tensors)
+        self._is_fresh = False
+
+    def trimmed(self, vocab: VocabMap) -> Self:
+        weights, options = cut_router(self.module, self.options, self.vocab, vocab)
+        small = type(self)(options, self.spec, vocab)
+        small.module.to(self.module.fc.weight)
+        small.module.load_state_dict(weights)
+        small.borrowed, small._is_fresh = self.borrowed, self._is_fresh
+        if self._head_KD is not None:
+            small._head_KD = cut_rows(self._head_KD, self.vocab, vocab)
+        return small
+
+    def open(self, space: Space) -> FeatureState:
+        return TrunkState(self, space)
+
+    def version(self) -> int:
+        return sum(parameter._version for parameter in self.module.parameters())
+
+    def head_weight(self) -> Tensor:
+        """[K, D]: the target's LM head over the draft vocabulary."""
+        assert self._head_KD is not None, "bind() the target's LM head first"
+        return self._head_KD.to(self.dtype)
+
+    def embed(self, ids_X: Tensor) -> Tensor:
+        """[X, D]: the target's embeddings."""
+        assert self.borrowed is not None, "bind() the target's embedding first"
+        rows_XD = F.embedding(ids_X, self.borrowed.embedding_VD)
+        scale = self.borrowed.embed_scale
+        return (rows_XD if scale == 1.0 else rows_XD * scale).to(self.dtype)
+
+    def noisy(self, batch: TrainBatch) -> Tensor:
+        """[B, S, D]: the target's features with the noise of training."""
+        state_BSD = batch.taps[self.tap].to(self.dtype)
+        if self.options.noise > 0:
+            state_BSD = state_BSD + self.options.noise * (2 * torch.rand_like(state_BSD) - 1)
+        return state_BSD
+
+    def unroll(self, batch: TrainBatch) -> list[Unrolled]:
+        """The steps, then the parallel heads, at every position."""
+        net, state_BSD = self.module, self.noisy(batch)
+        mask_B1SS = document_mask(batch.document_BS)
+        chains = [Chains(mask_B1SS) for _ in net.layers]
+        steps, ahead = [], 0
+        while True:
+            x_BSD = net.mix(self.embed(shifted(batch.ids_BS, 1 + ahead)), state_BSD)
+            if ahead == self.options.ttt_steps:
+                break
+            turn = net.turn(batch.position_BS + ahead)
+            out_BSO = net.through(x_BSD, turn, lambda layer: chains[layer].attending)
+            steps.append(Unrolled(net.ready(out_BSO), net.fed_back(out_BSO)))
+            state_BSD = steps[-1].state_BSD.detach() if self.detach else steps[-1].state_BSD
+            before_BSD, ahead = x_BSD, ahead + 1
+        if net.num_parallel:
+            carry_BSC = net.handed(before_BSD, x_BSD, out_BSO)
+            for index in range(net.num_parallel):
+                guess_BSD = net.parallel(index, carry_BSC)
+                steps.append(Unrolled(guess_BSD, guess_BSD))
+        return steps
+
+    def loss(self, batch: TrainBatch) -> LossOut:
+        """Sum over steps of decay^j times the loss of predicting 2 + j ahead (A1)."""
+        options = self.options
+        how = options.compared()
+        judge, head, parts = judge_of(batch, how), LinearHead(self.head_weight()), []
+        steps, feature_RD = self.unroll(batch), batch.taps[self.tap].flatten(0, 1)
+        for step, unrolled in enumerate(steps):
+            rows, ready_RD = aim(batch, 2 + step), unrolled.ready_BSD.flatten(0, 1)
+            if unrolled.known_BS is not None:
+                rows = rows.only(~unrolled.known_BS.flatten()[rows.row_N])
+            out = head_loss(ready_RD, head, rows, self.vocab, how, judge)
+            if options.feature_weight > 0:
+                near = feature_loss(unrolled.state_BSD.flatten(0, 1), rows, feature_RD)
+                out = joined(out, near, options.feature_weight)
+            out = self.term(out, ready_RD, rows, judge)
+            out = with_router(out, self.router, ready_RD, rows, self.vocab, judge)
+            parts.append((options.decay**step, out))
+        return self.whole_loss(weighted_sum(parts), steps, batch)

@@ -1,0 +1,107 @@
+"""The memory of heads while serving: the features of each row, and the carries of one round.
+
+Letters: B rows, M nodes, C carry, E width in front of the LM head, K draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specctl.core.drafter import Outcome, RoundView, StepState
+from specctl.drafters.states.last_state import Features
+from specctl.models.kernels import Weight, can_pack, linear, pack
+
+
+class Heads(Protocol):
+    """What the state needs of its drafter (see `head_drafter`)."""
+
+    @property
+    def num_stages(self) -> int: ...
+
+    def begin(self, state_XD: Tensor) -> Tensor: ...
+
+    def read(self, depth: int, carry_XC: Tensor, ids_X: Tensor) -> Tensor: ...
+
+    def ready(self, depth: int, carry_XC: Tensor) -> Tensor: ...
+
+    def head_weights(self) -> list[Tensor]: ...
+
+    def version(self) -> int: ...
+
+
+class HeadState(StepState):
+    """Features of the rows, and LM heads laid out for serving whenever a weight has changed."""
+
+    def __init__(self, drafter: Heads, features: Features) -> None:
+        self.drafter, self.features = drafter, features
+        self._version, self._laid = drafter.version(), self._lay()
+
+    def _lay(self) -> list[Weight]:
+        weights = self.drafter.head_weights()
+        return [pack(weight) if can_pack(weight) else weight.detach() for weight in weights]
+
+    def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
+        if self._version != self.drafter.version():
+            self._version, self._laid = self.drafter.version(), self._lay()
+        self.features.start(slot, tokens, taps)
+
+    def observe(self, outcome: Outcome) -> None:
+        self.features.observe(outcome)
+
+
+class GroundedState(HeadState):
+    """Heads that read the tokens drafted before them: each node's carry comes of its parent's."""
+
+    def __init__(self, drafter: Heads, features: Features) -> None:
+        super().__init__(drafter, features)
+        self._carries: list[Tensor] = []
+        self._depths: list[Tensor] = []
+        self._ready_BE: Tensor | None = None
+
+    def root(self, view: RoundView) -> Tensor:
+        carry_BC = self.drafter.begin(self.features.at(view))
+        carry_B1C = self.drafter.read(0, carry_BC, view.root_B)[:, None]
+        self._carries, self._depths = [carry_B1C], [torch.zeros_like(view.root_B[:, None])]
+        return self._speak(0, carry_B1C)[:, 0]
+
+    def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
+        assert self._carries, "root() begins a round"
+        every_BNC, at_BM = torch.cat(self._carries, dim=1), parent_BM + 1
+        depth_BM = torch.cat(self._depths, dim=1).gather(1, at_BM) + 1
+        before_BMC = every_BNC.gather(1, at_BM[:, :, None].expand(-1, -1, every_BNC.shape[-1]))
+        carry_BMC = logits_BMK = None
+        for depth in self._present(depth_BM):
+            new_BMC = self.drafter.read(depth, before_BMC, token_BM)
+            new_BMK = self._speak(depth, new_BMC)
+            if carry_BMC is None or logits_BMK is None:
+                carry_BMC, logits_BMK = new_BMC, new_BMK
+            else:
+                is_here_BM1 = (depth_BM == depth)[:, :, None]
+                carry_BMC = torch.where(is_here_BM1, new_BMC, carry_BMC)
+                logits_BMK = torch.where(is_here_BM1, new_BMK, logits_BMK)
+        assert carry_BMC is not None
+        assert logits_BMK is not None
+        self._carries.append(carry_BMC)
+        self._depths.append(depth_BM)
+        return logits_BMK
+
+    def _present(self, depth_BM: Tensor) -> list[int]:
+        """Depths of the nodes, one after another. Where all of them are treated alike nothing is
+        read; else the host reads the depths, as weights cannot be chosen on the device."""
+        if self.drafter.num_stages <= 2:
+            return [1]
+        found: list[int] = torch.unique(depth_BM).tolist()
+        return found
+
+    def _speak(self, depth: int, carry_BMC: Tensor) -> Tensor:
+        ready_BME = self.drafter.ready(depth, carry_BMC)
+        self._ready_BE = ready_BME[:, -1]
+        return linear(ready_BME, self._laid[min(depth, len(self._laid) - 1)])
+
+    def hidden(self) -> Tensor:
+        assert self._ready_BE is not None, "root() begins a round"
+        return self._ready_BE

@@ -1,0 +1,81 @@
+"""Before a round's draft: how much each row may draft.
+
+What is decided here follows from earlier rounds only. A length that looked at this round's drafts
+would bias what is emitted (non-anticipation).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specctl.core.drafter import Budget
+from specctl.core.tree import DraftTree
+from specctl.runtime.batching.base import Batching, RowView
+from specctl.runtime.engine.request import Row
+from specctl.runtime.policies.base import Policy
+from specctl.runtime.policies.length import LengthChooser
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The budget of a round's trees, and the length of every row where a batch policy decides."""
+
+    budget: Budget
+    lengths: tuple[int, ...] | None = None
+
+    def drafts(self, b: int) -> bool:
+        """Whether row b drafts at all."""
+        return self.budget.depth > 0 and (self.lengths is None or self.lengths[b] > 0)
+
+    def depth(self, b: int, tree: DraftTree) -> int:
+        """How deep row b's part of the tree goes."""
+        return tree.depth if self.lengths is None else min(tree.depth, self.lengths[b])
+
+    def cut(self, tree: DraftTree) -> DraftTree:
+        """The tree without what lies beyond its row's own length."""
+        if self.lengths is None:
+            return tree
+        return tree.within(torch.tensor(self.lengths, device=tree.token_BN.device))
+
+    def of_rows(self, at: Sequence[int]) -> Plan:
+        """The plan of some rows only."""
+        lengths = self.lengths
+        return Plan(self.budget, None if lengths is None else tuple(lengths[b] for b in at))
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Asks who may shorten drafts: the length chooser for the round, the batch policy by row."""
+
+    context: int
+    policy: Policy
+    chooser: LengthChooser | None
+    batching: Batching | None
+
+    def plan(self, rows: Sequence[Row]) -> Plan:
+        """No deeper than the row with the most room can use: its last token is the bonus."""
+        rooms = self._rooms(rows)
+        depth, lengths = min(self.policy.depth, max(rooms)), None
+        if self.chooser is not None:
+            depth = min(depth, self.chooser.length(len(rows)))
+        if self.batching is not None:
+            lengths = self.batching.lengths(self._views(rows, rooms))
+            depth = min(depth, max(lengths))
+        budget = Budget(nodes=self.policy.nodes, depth=max(depth, 0))
+        return Plan(budget, lengths)
+
+    def would_draft(self, rows: Sequence[Row]) -> bool:
+        """Whether any of these rows may be expected to draft."""
+        if self.batching is None:
+            return True
+        return self.batching.would_draft(self._views(rows, self._rooms(rows)))
+
+    def _rooms(self, rows: Sequence[Row]) -> list[int]:
+        return [min(row.room, self.context - len(row.tokens)) - 1 for row in rows]
+
+    def _views(self, rows: Sequence[Row], rooms: Sequence[int]) -> list[RowView]:
+        pairs = zip(rows, rooms, strict=True)
+        return [RowView(row.index, room, row.speculates, row.num_missed) for row, room in pairs]

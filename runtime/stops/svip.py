@@ -1,0 +1,25 @@
+"""SVIP (arXiv 2411.18462): stop where the drafter's entropy says that acceptance is unlikely.
+
+Acceptance is at least 1 - sqrt(KL / 2), and the divergence is cross-entropy minus the draft's own
+entropy H(q). With the cross-entropy taken as proportional to H(q), a bound that needs no target is
+1 - sqrt(c H(q)): stop behind a token when sqrt(c H(q)) > h. H is that of the full untempered law.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from specctl.runtime.stops.base import Step, StopRule, entropy_B
+
+
+@dataclass(slots=True)
+class Svip(StopRule):
+    """sqrt(`scale` H) > `threshold`: with the defaults, more than 0.6 nat."""
+
+    threshold: float = 0.3
+    scale: float = 0.15
+
+    def stops(self, step: Step) -> Tensor:
+        return (self.scale * entropy_B(step.law_BK())).sqrt() > self.threshold
