@@ -33,7 +33,7 @@ from specctl.core.drafter import Drafter
 from specctl.core.errors import GateError
 from specctl.core.vocab import VocabMap
 from specctl.drafters import families
-from specctl.export.formats import Source, export
+from specctl.export.formats import ExportSource, export
 from specctl.export.package.folder import save_package
 from specctl.export.package.manifest import read_manifest
 from specctl.export.readers.trial import (
@@ -85,7 +85,7 @@ def prepare(package: Path, folder: Path, target: Target) -> torch.Tensor:
     """Export into `folder` with a trial beside it; the drafter's own logits [N + 1, V]."""
     export(package, "speculators", folder, target)
     manifest = read_manifest(package)
-    source = Source(package, manifest, load_drafter(package, target), target)
+    source = ExportSource(package, manifest, load_drafter(package, target), target)
     config = json.loads((folder / "config.json").read_text())
     length = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
     trial = Trial.of(source, length - 1, without=config.get("mask_token_id"))

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from specctl import load_drafter, load_target
 from specctl.core.errors import GateError
-from specctl.export.formats import Source, export
+from specctl.export.formats import ExportSource, export
 from specctl.export.layouts.speculators.p_eagle import mask_token
 from specctl.export.package.folder import save_package
 from specctl.export.package.manifest import read_manifest
@@ -142,7 +142,7 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 
 
-def loaded(folder: Path, source: Source) -> tuple[Any, Any]:
+def loaded(folder: Path, source: ExportSource) -> tuple[Any, Any]:
     """vLLM's model of this folder, filled by its own loader, and its config."""
     configs = importlib.import_module("vllm.transformers_utils.configs.speculators.base")
     config = configs.SpeculatorsConfig.from_pretrained(folder)
@@ -177,7 +177,7 @@ def loaded(folder: Path, source: Source) -> tuple[Any, Any]:
     return model, config
 
 
-def vllm_logits(folder: Path, source: Source, trial: Trial) -> Tensor:
+def vllm_logits(folder: Path, source: ExportSource, trial: Trial) -> Tensor:
     """[N + 1, V]: as vLLM's proposer drives the model."""
     model, config = loaded(folder, source)
     taken = [
@@ -220,7 +220,7 @@ def main() -> int:
             folder = Path(temp) / f"f{index}"
             export(package, "speculators", folder, target)
             drafter = load_drafter(package, target)
-            source = Source(package, read_manifest(package), drafter, target)
+            source = ExportSource(package, read_manifest(package), drafter, target)
             mask = mask_token(source) if drafter.family == "p-eagle" else None
             trial = Trial.of(source, 3, without=mask)
             ours_NV = drafted_logits(twin(source, without_router(drafter)), trial)

@@ -33,7 +33,7 @@ from specctl import load_target
 from specctl.core.drafter import Drafter
 from specctl.core.vocab import VocabMap
 from specctl.drafters import families
-from specctl.export.formats import Source, export
+from specctl.export.formats import ExportSource, export
 from specctl.export.package.folder import save_package
 from specctl.export.package.manifest import read_manifest
 from specctl.export.readers.trial import Trial, drafted_logits, twin
@@ -171,7 +171,7 @@ def compare(drafter: Drafter, target: Target, to: str, wheels: Wheels, room: Pat
     about: dict[str, Any] = {"serve": {}, "recipe_digest": "", "acceptance": None, "command": []}
     save_package(drafter, target, room / "package", **about)
     export(room / "package", to, room / "out", target)
-    source = Source(room / "package", read_manifest(room / "package"), drafter, target)
+    source = ExportSource(room / "package", read_manifest(room / "package"), drafter, target)
     count, ours_of = drafter.options.num_heads, twin(source, drafter)
     trial = Trial.of(source, count - 1)
     state_D = trial.states[target.spec.num_layers][-1]

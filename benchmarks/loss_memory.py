@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.core.batch import HeadRows
-from specctl.drafters.losses.align import Aim
+from specctl.drafters.losses.align import AlignedRows
 from specctl.drafters.losses.head_losses import KINDS, LinearHead, LossOptions, head_loss
 
 WAYS = ("naive", "recomputed", "sliced", "sliced, by rows")
@@ -72,7 +72,7 @@ def measure(way: str, args: argparse.Namespace) -> dict[str, Any]:
     else:
         linear = LinearHead(weight_VD)
         head = (lambda x: linear(x)) if way == "recomputed" else linear
-        aim = Aim(row_N, row_N % args.vocab, row_N, teacher)
+        aim = AlignedRows(row_N, row_N % args.vocab, row_N, teacher)
         loss = head_loss(state_ND, head, aim, None, LossOptions(args.loss)).sum
     (loss / args.tokens).backward()
     seconds = time.thread_time() - began

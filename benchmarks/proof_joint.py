@@ -31,7 +31,7 @@ from specctl.runtime.cross_vocab.translate import translated
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
-from specctl.runtime.proof.exact_distribution import TextLaw
+from specctl.runtime.proof.exact_distribution import ExactDistribution
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 
@@ -176,7 +176,7 @@ def run(draft: str, setting: str, samples: int) -> Found:
     how, fields = DRAFTS[draft], dict(SAMPLINGS[setting])
     prompt = tuple(fields.pop("prompt", [1, 2, 3, 1, 2]))
     fields = {"temperature": 1.0, "max_new_tokens": 3, "ignore_eos": True, **fields}
-    law = TextLaw.of(target(), prompt, Sampling(**fields))
+    law = ExactDistribution.of(target(), prompt, Sampling(**fields))
     engine = Engine(target(), how.make(), make_policy(how.serve), how.rule, num_slots=ROWS)
     done = engine.run([Request(prompt, Sampling(**fields, seed=i)) for i in range(samples)])
     test = law.test([completion.tokens for completion in done])

@@ -25,8 +25,8 @@ from serve_wire import Heard, heard, request_bytes
 from serving import StubService, stub_target, target_around
 from test_server_text import byte_fallback_tokenizer
 
-from specctl.runtime.server.contract import Ask, Piece
-from specctl.runtime.server.text import Speech, TextStream
+from specctl.runtime.server.contract import GenerateRequest, Piece
+from specctl.runtime.server.text import AnswerText, Speech
 from specctl.runtime.target.target import Target
 
 SCRIPTS = (
@@ -45,9 +45,9 @@ ROUNDING = 1e-3  # of log-probabilities: the last bits of float32 depend on the 
 class EchoService(StubService):
     """Answers every ask with its own prompt, as the engine would hand it out."""
 
-    def _pieces(self, ask: Ask) -> list[Piece]:
+    def _pieces(self, ask: GenerateRequest) -> list[Piece]:
         rng = random.Random(len(ask.tokens) + ask.sampling.seed)
-        stream, pieces, rest = TextStream(Speech(self.target)), [], list(ask.tokens)
+        stream, pieces, rest = AnswerText(Speech(self.target)), [], list(ask.tokens)
         while rest:
             size = rng.randint(1, 5)
             part, rest = rest[:size], rest[size:]

@@ -27,10 +27,10 @@ from specctl.cli.options.loading import DraftChoice
 from specctl.core.drafter import Drafter
 from specctl.runtime.policies import Policy
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import Prompt
+from specctl.train.data.heldout import HeldoutPrompt
 from specctl.train.vocab.coverage import always_kept, coverage_curve, ranking
 from specctl.train.vocab.head_cost import measure_head_cost
-from specctl.train.vocab.measure import Measured, measure_drafter
+from specctl.train.vocab.measure import MeasuredDrafter, measure_drafter
 from specctl.train.vocab.predict import predict_from_coverage
 from specctl.train.vocab.report import MBSU_FORMULA, TrimReport, kendall
 from specctl.train.vocab.selectors import selector
@@ -45,13 +45,13 @@ class Clock:
     One writer: the benchmark."""
 
     def __init__(
-        self, target: Target, prompts: list[Prompt], settings: TrimSettings, repeats: int
+        self, target: Target, prompts: list[HeldoutPrompt], settings: TrimSettings, repeats: int
     ) -> None:
         self.target, self.prompts, self.settings = target, prompts, settings
         self.repeats = repeats
-        self.known: dict[int, Measured] = {}
+        self.known: dict[int, MeasuredDrafter] = {}
 
-    def __call__(self, drafter: Drafter, policy: Policy) -> Measured:
+    def __call__(self, drafter: Drafter, policy: Policy) -> MeasuredDrafter:
         size = self.target.spec.vocab_size if drafter.vocab is None else drafter.vocab.size
         if size not in self.known:
             given = (self.prompts, self.settings.new_tokens, self.settings.temperature)

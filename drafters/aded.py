@@ -36,7 +36,7 @@ from specctl.drafters.retrieval.store import Ids
 from specctl.drafters.retrieval.store_registry import Scope
 from specctl.drafters.retrieval.trie import Trie, TrieState
 from specctl.drafters.states.ngram_distributions import (
-    LawDrafter,
+    NgramDrafter,
     learn_round,
     learn_text,
     step,
@@ -73,7 +73,7 @@ class AdedOptions:
             )
 
 
-class Aded(LawDrafter):
+class Aded(NgramDrafter):
     """No weights; the tri-grams are in stores."""
 
     family: ClassVar[str] = "aded"

@@ -75,7 +75,7 @@ class Aggressive(Drafter):
     def open(self, space: Space) -> DraftState:
         if self.options.mode == "input":
             return InputState(self.options, space)
-        return BlockState(self.options.block, blank_token(self.spec), space)
+        return GuessedBlocks(self.options.block, blank_token(self.spec), space)
 
 
 @dataclass(slots=True)
@@ -132,7 +132,7 @@ class InputState(TrieState):
         self.alignments[slot] = Alignment.of((), 0)
 
 
-class BlockState(DraftState):
+class GuessedBlocks(DraftState):
     """GAD: the block that the target has filled in for each slot. A block of masks hangs behind the
     root and behind every drafted token; the one behind the last accepted token is kept."""
 

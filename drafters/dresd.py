@@ -112,7 +112,7 @@ def _damaged(found: str, expected: str) -> IntegrityError:
 
 
 @dataclass(slots=True)
-class _Row:
+class _DenseRow:
     """The target's last states of one row, in order. One writer: the DraftState."""
 
     states: list[Tensor] = field(default_factory=list)
@@ -124,7 +124,7 @@ class DresdState(TrieState):
     def __init__(self, drafter: Dresd, space: Space) -> None:
         self.drafter, self.device = drafter, space.device
         self.tap = drafter.spec.num_layers
-        self.rows = [_Row() for _ in range(space.num_slots)]
+        self.rows = [_DenseRow() for _ in range(space.num_slots)]
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
         del tokens
@@ -133,7 +133,7 @@ class DresdState(TrieState):
             self.rows[slot].states.append(taps[self.tap].float().cpu())
 
     def end(self, slot: int) -> None:
-        self.rows[slot] = _Row()
+        self.rows[slot] = _DenseRow()
 
     def observe(self, outcome: Outcome) -> None:
         """States of the root and of the accepted nodes: the last one predicts the new root."""

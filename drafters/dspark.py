@@ -27,7 +27,7 @@ from specctl.core.vocab import VocabMap
 from specctl.drafters.dflash import DFlashOptions, InjectedBlocks, InjectedNet
 from specctl.drafters.losses.align import shifted
 from specctl.drafters.losses.head_losses import acceptance, joined, laws
-from specctl.drafters.nets.head_drafter import Learned
+from specctl.drafters.nets.head_drafter import HeadLearned
 from specctl.drafters.nets.heads import check_count, draft_size
 from specctl.drafters.states.head_state import GroundedState
 
@@ -98,7 +98,7 @@ class DSpark(InjectedBlocks):
             before_BSr = self.module.before(shifted(batch.ids_BS, 1 + index))
             yield torch.cat([state_BSD, before_BSr.to(state_BSD)], dim=-1)
 
-    def beside(self, out: LossOut, learned: Learned, batch: TrainBatch) -> LossOut:
+    def beside(self, out: LossOut, learned: HeadLearned, batch: TrainBatch) -> LossOut:
         """With the confidence head's loss, where the target's law is at hand."""
         del batch
         if learned.judge is None:

@@ -30,7 +30,7 @@ from specctl.drafters.nets.heads import check_choice, check_count, cut_rows, dra
 from specctl.drafters.nets.options import ADDED, DepthOptions
 from specctl.drafters.nets.routed import add_router, check_routing, cut_router, with_router
 from specctl.drafters.nets.taps import taps_of
-from specctl.drafters.states.eagle3_state import WideState
+from specctl.drafters.states.eagle3_state import Eagle3State
 from specctl.models.rope import scaled_frequencies
 
 LM_HEADS = ("init", "frozen", "scratch")
@@ -144,8 +144,8 @@ class Eagle3(Drafter):
         small._embedding_VD, small._embed_scale = self._embedding_VD, self._embed_scale
         return small
 
-    def open(self, space: Space) -> WideState:
-        return WideState(self.module, self.embed, space)
+    def open(self, space: Space) -> Eagle3State:
+        return Eagle3State(self.module, self.embed, space)
 
     def embed(self, ids: Tensor) -> Tensor:
         assert self._embedding_VD is not None, "bind() the target's embedding first"

@@ -39,7 +39,7 @@ from specctl.drafters.retrieval.rates import Rates, record_round
 from specctl.drafters.retrieval.store import NgramStore
 from specctl.drafters.retrieval.store_registry import Scope
 from specctl.drafters.retrieval.trie import Trie, TrieState
-from specctl.drafters.states.ngram_distributions import LawDrafter, learn_round
+from specctl.drafters.states.ngram_distributions import NgramDrafter, learn_round
 
 SHAPES = ("spine", "balanced")
 LAST = range(1, 0, -1)  # branches are keyed by one token
@@ -73,7 +73,7 @@ class GooseOptions:
         check_choice("shape", self.shape, SHAPES)
 
 
-class Goose(LawDrafter):
+class Goose(NgramDrafter):
     """No weights; branches are in stores, matches and acceptances with their row."""
 
     family: ClassVar[str] = "goose"

@@ -19,10 +19,10 @@ from specctl.core.batch import LossOut
 from specctl.core.drafter import Family
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
-from specctl.drafters.losses.align import Aim
+from specctl.drafters.losses.align import AlignedRows
 from specctl.drafters.losses.head_losses import LinearHead, joined
 from specctl.drafters.losses.step_losses import topk_loss
-from specctl.drafters.losses.teacher import Judge
+from specctl.drafters.losses.teacher import TeacherLogits
 from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions
 from specctl.drafters.nets.heads import check_count
 
@@ -46,7 +46,9 @@ class Hass(FeatureDrafter):
     family: ClassVar[str] = "hass"
     options: HassOptions
 
-    def term(self, out: LossOut, ready_RD: Tensor, rows: Aim, judge: Judge | None) -> LossOut:
+    def term(
+        self, out: LossOut, ready_RD: Tensor, rows: AlignedRows, judge: TeacherLogits | None
+    ) -> LossOut:
         if judge is None or self.options.top_weight == 0.0:
             return out
         head = LinearHead(self.head_weight())

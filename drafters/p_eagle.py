@@ -24,7 +24,7 @@ from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.block_drafter import TappedBlocks
 from specctl.drafters.nets.block_net import BlockNet
-from specctl.drafters.nets.blocks import Attending, LayerShape, RmsNorm, WideLayer
+from specctl.drafters.nets.blocks import Attending, Eagle3Layer, LayerShape, RmsNorm
 from specctl.drafters.nets.heads import check_count, draft_size
 from specctl.drafters.nets.options import HeadOptions
 
@@ -54,7 +54,7 @@ class PEagleOptions(HeadOptions):
             object.__setattr__(self, "taps", tuple(int(tap) for tap in self.taps))
 
 
-class PairLayer(WideLayer):
+class PairLayer(Eagle3Layer):
     """EAGLE-3's layer on rows that carry both halves, embedding and features. Fresh, it passes the
     features through."""
 

@@ -100,7 +100,7 @@ class Rasd(SmallLm):
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
+class _RasdRound:
     """Nodes that the model has read this round, and the target ids it holds likeliest after each.
     Entry 0 is the root; `child[b]`: (entry, token) -> entry."""
 
@@ -118,7 +118,7 @@ class RasdState(LmState):
         reach = drafter.source.options.reach
         self.retriever = Retriever(reach, space.num_slots, drafter.source.store)
         self._kept_ids = None if self.vocab is None else set(self.vocab.ids_K.tolist())
-        self._seen: _Read | None = None
+        self._seen: _RasdRound | None = None
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
         super().start(slot, tokens, taps)
@@ -130,7 +130,9 @@ class RasdState(LmState):
 
     def root(self, view: RoundView) -> Tensor:
         logits_BK = super().root(view)
-        self._seen = _Read([[row] for row in self._likely(logits_BK)], [{} for _ in view.slots])
+        self._seen = _RasdRound(
+            [[row] for row in self._likely(logits_BK)], [{} for _ in view.slots]
+        )
         return logits_BK
 
     def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:

@@ -38,9 +38,9 @@ from specctl.drafters.nets.routed import (
     cut_router,
     with_router,
 )
-from specctl.drafters.nets.vocab_restricted_lm import Spoken
+from specctl.drafters.nets.vocab_restricted_lm import VocabRestrictedLM
 from specctl.drafters.states.lm_state import LmState
-from specctl.models.fast_llama import LeanLlama, LeanLM, LlamaShape
+from specctl.models.fast_llama import FastLlama, LlamaModel, LlamaShape
 from specctl.models.rope import rope_of
 
 
@@ -185,8 +185,8 @@ class SmallLm(Drafter):
         if lm is None:
             shape = draft_shape(options, spec, vocab)
             rope = rope_of(spec, shape.head_dim, shape.rope_theta)
-            module = LeanLlama(shape, rope.inv_freq, rope.scale)
-            lm = LeanLM(module, _draft_spec(shape, spec))
+            module = LlamaModel(shape, rope.inv_freq, rope.scale)
+            lm = FastLlama(module, _draft_spec(shape, spec))
         self.lm, self.module = lm, lm.module
         rows = spec.vocab_size if vocab is None else vocab.size
         width = lm.spec.hidden_size
@@ -219,7 +219,7 @@ class SmallLm(Drafter):
         return LmState(self, space)
 
     def trimmed(self, vocab: VocabMap) -> SmallLm:
-        if not isinstance(self.module, LeanLlama):
+        if not isinstance(self.module, LlamaModel):
             raise IncompatibleError(
                 "only a Llama-shaped draft model can be trimmed",
                 found=type(self.module).__name__,
@@ -230,14 +230,14 @@ class SmallLm(Drafter):
             self.module.shape, tied=False, out_size=vocab.size, vocab_size=self.spec.vocab_size
         )
         rotary = self.module.rotary
-        small = LeanLlama(shape, rotary.inv_freq, rotary.scale)
+        small = LlamaModel(shape, rotary.inv_freq, rotary.scale)
         weights, options = cut_router(self.module, self.options, self.vocab, vocab)
         head_KD = self.module.head_weight
         weights["lm_head.weight"] = cut_rows(head_KD.detach(), self.vocab, vocab)
         embedding_VD = weights["model.embed_tokens.weight"]
         weights["model.embed_tokens.weight"] = fitting_rows(embedding_VD, self.spec.vocab_size)
         lm_spec = replace(self.lm.spec, vocab_size=self.spec.vocab_size)
-        cut = type(self)(replace(options, tied=False), self.spec, vocab, LeanLM(small, lm_spec))
+        cut = type(self)(replace(options, tied=False), self.spec, vocab, FastLlama(small, lm_spec))
         small.to(device=head_KD.device, dtype=head_KD.dtype)
         small.load_state_dict(weights)
         cut._is_fresh = self._is_fresh
@@ -248,7 +248,7 @@ class SmallLm(Drafter):
         how = self.options.compared()
         masks = self.lm.document_masks(batch.document_BS)
         ids_BS, rows, module = self.readable(batch.ids_BS), aim(batch, 1), self.module
-        if not isinstance(module, LeanLlama):
+        if not isinstance(module, LlamaModel):
             logits_BTV = self.lm.dense(ids_BS, batch.position_BS, masks).logits_BTV
             assert logits_BTV is not None
             state_RK = self.spoken(logits_BTV).flatten(0, 1)
@@ -264,7 +264,7 @@ class SmallLm(Drafter):
 
     def language_model(self) -> LanguageModel:
         size = self.spec.vocab_size
-        return Spoken(self.lm, size, self.vocab, self.readable, self.spoken)
+        return VocabRestrictedLM(self.lm, size, self.vocab, self.readable, self.spoken)
 
     def readable(self, ids: Tensor) -> Tensor:
         """Ids inside the draft's embedding; padding ids of a larger target are read as its last."""

@@ -21,7 +21,7 @@ from specctl.drafters.losses.align import aim
 from specctl.drafters.losses.head_losses import LinearHead, head_loss, judge_of, weighted_sum
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.drafters.states.exit_state import ExitState
-from specctl.models.fast_llama import LeanLM
+from specctl.models.fast_llama import FastLlama
 from specctl.models.kernels import rms_norm
 
 
@@ -84,14 +84,14 @@ class SortedLm(SmallLm):
     """A small-lm whose shallower depths are drafters of their own."""
 
     family: ClassVar[str] = "sorted"
-    lm: LeanLM
+    lm: FastLlama
 
     def __init__(
         self,
         options: SortedOptions,
         spec: ModelSpec,
         vocab: VocabMap | None = None,
-        lm: LeanLM | None = None,
+        lm: FastLlama | None = None,
     ) -> None:
         super().__init__(resolved(options, spec), spec, vocab, lm)
 
@@ -120,7 +120,7 @@ class SortedLm(SmallLm):
 
     def trimmed(self, vocab: VocabMap) -> SortedLm:
         small = super().trimmed(vocab)
-        assert isinstance(small.lm, LeanLM)
+        assert isinstance(small.lm, FastLlama)
         return SortedLm(small.options, self.spec, vocab, small.lm)
 
     def loss(self, batch: TrainBatch) -> LossOut:

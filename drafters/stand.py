@@ -36,7 +36,7 @@ from specctl.core.vocab import VocabMap
 from specctl.drafters.retrieval.store import Ids
 from specctl.drafters.retrieval.store_registry import Scope
 from specctl.drafters.states.ngram_distributions import (
-    LawDrafter,
+    NgramDrafter,
     learn_round,
     learn_text,
     step,
@@ -65,7 +65,7 @@ class StandOptions:
             )
 
 
-class Stand(LawDrafter):
+class Stand(NgramDrafter):
     """No weights; the laws are in stores."""
 
     family: ClassVar[str] = "stand"

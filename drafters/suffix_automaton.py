@@ -66,7 +66,7 @@ class SuffixAutomatonDrafter(CorpusDrafter):
 
 
 @dataclass(slots=True)
-class _Row:
+class _AutomatonRow:
     """One row's automaton and its place in the static one. One writer: the DraftState."""
 
     own: SuffixAutomaton = field(default_factory=SuffixAutomaton)
@@ -78,15 +78,15 @@ class SuffixAutomatonState(TrieState):
 
     def __init__(self, drafter: SuffixAutomatonDrafter, space: Space) -> None:
         self.drafter, self.device = drafter, space.device
-        self.rows = [_Row() for _ in range(space.num_slots)]
+        self.rows = [_AutomatonRow() for _ in range(space.num_slots)]
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
         del taps
-        self.rows[slot] = _Row()
+        self.rows[slot] = _AutomatonRow()
         self._read(slot, tokens)
 
     def end(self, slot: int) -> None:
-        self.rows[slot] = _Row()
+        self.rows[slot] = _AutomatonRow()
 
     def _read(self, slot: int, tokens: Sequence[int]) -> None:
         row = self.rows[slot]

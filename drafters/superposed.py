@@ -43,7 +43,7 @@ from specctl.drafters.states.ngram_distributions import (
     tail,
 )
 from specctl.drafters.states.tree_layout import aim_cache
-from specctl.models.fast_llama import LeanLM
+from specctl.models.fast_llama import FastLlama
 
 TOPK = 4  # tokens kept of each of the target's laws
 
@@ -92,7 +92,7 @@ class Superposed(SmallLm):
         return replace(SmallLm.needs(self), topk=topk, topk_logp=True)
 
     def open(self, space: Space) -> SuperposedState:
-        if not isinstance(self.lm, LeanLM):
+        if not isinstance(self.lm, FastLlama):
             raise IncompatibleError(
                 "this draft model cannot read a mixture of tokens",
                 found=type(self.lm).__name__,
@@ -109,7 +109,7 @@ class Superposed(SmallLm):
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class BeamLevel:
     """The drafts after one step: their last tokens, which draft of the step before each goes on
     from, and their scores, all [B, P]."""
 
@@ -122,7 +122,7 @@ class SuperposedState(LmState):
     """The draft model's true keys and values, and the target's laws. `num_forwards` counts what
     drafting took."""
 
-    lm: LeanLM
+    lm: FastLlama
 
     def __init__(self, drafter: Superposed, space: Space) -> None:
         super().__init__(drafter, space)
@@ -176,12 +176,12 @@ class SuperposedState(LmState):
     def _target_ids(self, row: Tensor) -> Tensor:
         return row if self.vocab is None else self.vocab.ids_K[row]
 
-    def _first(self, logits_BK: Tensor, paths: int) -> Level:
+    def _first(self, logits_BK: Tensor, paths: int) -> BeamLevel:
         best = logits_BK.float().log_softmax(-1).topk(paths, dim=-1)
         from_BP = torch.zeros_like(best.indices)
-        return Level(self._target_ids(best.indices), from_BP, best.values)
+        return BeamLevel(self._target_ids(best.indices), from_BP, best.values)
 
-    def _mixture(self, view: RoundView, level: Level, step: int) -> Tensor:
+    def _mixture(self, view: RoundView, level: BeamLevel, step: int) -> Tensor:
         """[B, K]: logits after the drafts' last tokens, read as one."""
         growth, module = self._growth, self.lm.module
         assert growth is not None, "root() begins a round"
@@ -199,8 +199,8 @@ class SuperposedState(LmState):
         return self.drafter.spoken(self.lm.speak(state_B1D))[:, 0]
 
     def _pairs(
-        self, view: RoundView, logits_BK: Tensor, level: Level, texts: list[list[Ids]]
-    ) -> Level:
+        self, view: RoundView, logits_BK: Tensor, level: BeamLevel, texts: list[list[Ids]]
+    ) -> BeamLevel:
         """The best pairs of a draft and a token."""
         logp_BK = logits_BK.float().log_softmax(-1)
         best = logp_BK.topk(min(self.options.candidates, logp_BK.shape[-1]), dim=-1)
@@ -211,7 +211,7 @@ class SuperposedState(LmState):
         gain_BPC = torch.where(gram_BPC > 0, known_BPC, logp_B1C - self.options.penalty)
         pairs = (level.score_BP[:, :, None] + gain_BPC).flatten(1)
         kept, C = pairs.topk(level.token_BP.shape[1], dim=-1), token_BC.shape[1]
-        return Level(token_BC.gather(1, kept.indices % C), kept.indices // C, kept.values)
+        return BeamLevel(token_BC.gather(1, kept.indices % C), kept.indices // C, kept.values)
 
     def _ngrams(self, view: RoundView, token_BC: Tensor, texts: list[list[Ids]]) -> Tensor:
         """[B, P, C]: the weighted sum of the target's laws after each draft; 0: none knows it. With
@@ -239,7 +239,7 @@ class SuperposedState(LmState):
         return law
 
 
-def _followed(texts: list[list[Ids]], level: Level, length: int) -> list[list[Ids]]:
+def _followed(texts: list[list[Ids]], level: BeamLevel, length: int) -> list[list[Ids]]:
     """The ends of the drafts' texts, one token later."""
     tokens, origins = level.token_BP.tolist(), level.from_BP.tolist()
     return [
@@ -248,7 +248,7 @@ def _followed(texts: list[list[Ids]], level: Level, length: int) -> list[list[Id
     ]
 
 
-def _tree(levels: list[Level]) -> DraftTree:
+def _tree(levels: list[BeamLevel]) -> DraftTree:
     """Every draft of every step, level by level."""
     B, P = levels[0].token_BP.shape
     parents = [

@@ -34,7 +34,7 @@ from specctl.core.tree import DraftTree, empty_tree, fitted
 from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.heads import check_choice, check_count
 from specctl.drafters.retrieval.recycled import Pages, RecycledStore, followers
-from specctl.drafters.retrieval.store_registry import Room, Scope
+from specctl.drafters.retrieval.store_registry import Scope, StoreRegistry
 from specctl.drafters.states.template import Template, compile_template, greedy_paths
 
 TEMPLATE_NODES = 80
@@ -79,7 +79,7 @@ class TokenRecycling(Drafter):
         super().__init__(options, spec, vocab)
         self.matrix_VR: Tensor | None = None
         new = partial(RecycledStore, self.needs().topk, options.max_mib << 20)
-        self.room = Room(Scope(options.scope), new)
+        self.room = StoreRegistry(Scope(options.scope), new)
 
     @property
     def is_frozen(self) -> bool:

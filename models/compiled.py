@@ -28,7 +28,7 @@ SPAN = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class RoundShape:
     """What one recording serves."""
 
     rows: int
@@ -38,7 +38,7 @@ class Shape:
     taps: tuple[int, ...]
 
     @classmethod
-    def of(cls, feed: Feed, aim: Aim) -> Shape:
+    def of(cls, feed: Feed, aim: Aim) -> RoundShape:
         rows, num_fed = feed.ids_BT.shape
         width = next(width for width in WIDTHS if width >= num_fed)
         return cls(rows, width, -(-aim.span // SPAN) * SPAN, aim.is_whole, feed.taps)
@@ -50,7 +50,7 @@ class CompiledLM(LanguageModel):
     def __init__(self, lm: LanguageModel, backend: str = "inductor") -> None:
         self.lm, self.backend = lm, backend
         self.spec, self.module, self.windows = lm.spec, lm.module, lm.windows
-        self._recorded: dict[Shape, Recorded] = {}
+        self._recorded: dict[RoundShape, Recorded] = {}
         self._store: SlotKV | None = None
         self._is_lent = False
 
@@ -65,7 +65,7 @@ class CompiledLM(LanguageModel):
         is_round = feed.logits and feed.only is None and feed.ids_BT.shape[1] <= WIDTHS[-1]
         if torch.is_grad_enabled() or not is_round:
             return self.lm.run(feed, kv)
-        shape = Shape.of(feed, kv.aim)
+        shape = RoundShape.of(feed, kv.aim)
         recorded = self._recorded.get(shape)
         if recorded is None:
             recorded = self._recorded[shape] = Recorded(self.lm, kv, shape, self.backend)
@@ -96,7 +96,7 @@ class Recorded:
     """One shape's forward with its own input buffers. What it returns is overwritten by the next
     call, but for the taps, which drafters keep."""
 
-    def __init__(self, lm: LanguageModel, kv: SlotKV, shape: Shape, backend: str) -> None:
+    def __init__(self, lm: LanguageModel, kv: SlotKV, shape: RoundShape, backend: str) -> None:
         B, W, L = shape.rows, shape.width, shape.span
         device = kv.key_SHLD[0].device
         with torch.inference_mode(False):

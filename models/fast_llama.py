@@ -1,4 +1,4 @@
-"""LeanLM: our own forward for Llama-shaped models (Llama, Mistral, Qwen2, Qwen3).
+"""FastLlama: our own forward for Llama-shaped models (Llama, Mistral, Qwen2, Qwen3).
 
 The same arithmetic as transformers' modules with a third of their operations: query, key and value
 are one product, gate and up another, rotary tables are made once in float32, keys and values are
@@ -21,9 +21,9 @@ from specctl.core.language_model import Feed, LanguageModel, LmOut
 from specctl.core.spec import ModelSpec
 from specctl.models.hf_spec import spec_of
 from specctl.models.kernels import Weight, additive_mask, attend, linear, rms_norm
-from specctl.models.llama import LayerWeights, LeanLlama, LlamaShape
+from specctl.models.llama import LayerWeights, LlamaModel, LlamaShape
 
-__all__ = ["LeanLM", "LeanLlama", "LlamaShape", "lean_from_hf"]
+__all__ = ["FastLlama", "LlamaModel", "LlamaShape", "lean_from_hf"]
 
 
 def _project(x: Tensor, weights: tuple[Weight, ...], biases: tuple[Tensor | None, ...]) -> Tensor:
@@ -33,14 +33,14 @@ def _project(x: Tensor, weights: tuple[Weight, ...], biases: tuple[Tensor | None
     return torch.cat(parts, dim=-1)
 
 
-class LeanLM(LanguageModel):
-    """`LeanLlama` behind the LanguageModel interface."""
+class FastLlama(LanguageModel):
+    """`LlamaModel` behind the LanguageModel interface."""
 
-    module: LeanLlama
+    module: LlamaModel
     config: Any = None  # of transformers, and how it generates, where the weights came from there
     generation_config: Any = None
 
-    def __init__(self, module: LeanLlama, spec: ModelSpec) -> None:
+    def __init__(self, module: LlamaModel, spec: ModelSpec) -> None:
         self.module, self.spec = module, spec
         window = module.shape.window
         self.windows = () if window is None else (window,)
@@ -151,7 +151,7 @@ _CLASSES: Mapping[str, bool] = {
 }
 
 
-def lean_from_hf(model: Any, eos_ids: tuple[int, ...] = ()) -> LeanLM | None:
+def lean_from_hf(model: Any, eos_ids: tuple[int, ...] = ()) -> FastLlama | None:
     """A LeanLM over the very parameters of a transformers model; None if it has anything that the
     lean forward does not do (other architecture, mixed layers, quantised or spread weights)."""
     if type(model).__name__ not in _CLASSES or not _is_plain(model):
@@ -162,12 +162,12 @@ def lean_from_hf(model: Any, eos_ids: tuple[int, ...] = ()) -> LeanLM | None:
     if 2 * inv_freq.numel() != spec.head_dim:
         return None
     with torch.device("meta"):
-        module = LeanLlama(_shape_of(model, spec), inv_freq, float(rotary.attention_scaling))
+        module = LlamaModel(_shape_of(model, spec), inv_freq, float(rotary.attention_scaling))
     theirs = dict(model.named_parameters())
     for name, _ in list(module.named_parameters()):
         owner, leaf = name.rsplit(".", 1)
         setattr(module.get_submodule(owner), leaf, theirs[name])
-    lm = LeanLM(module.eval(), spec)
+    lm = FastLlama(module.eval(), spec)
     lm.config, lm.generation_config = model.config, getattr(model, "generation_config", None)
     return lm
 

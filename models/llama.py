@@ -1,4 +1,4 @@
-"""LeanLlama: the parameters of a Llama-shaped model and the forms in which a forward reads them.
+"""LlamaModel: the parameters of a Llama-shaped model and the forms in which a forward reads them.
 
 Parameter names are those of a transformers Llama folder, and the parameters may be shared with a
 transformers model. Letters: B rows, T fed tokens, H query heads, D head width (or width of the
@@ -163,7 +163,7 @@ def default_inv_freq(head_dim: int, theta: float) -> Tensor:
     return 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
 
 
-class LeanLlama(nn.Module):
+class LlamaModel(nn.Module):
     """The parameters of a Llama-shaped model under their transformers names."""
 
     def __init__(
@@ -199,7 +199,7 @@ class LeanLlama(nn.Module):
         """The output head [out_size or V, D]; the embedding itself when tied."""
         return self.model.embed_tokens.weight if self.shape.tied else self.lm_head.weight
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LeanLlama:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LlamaModel:
         self.packs.clear()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self

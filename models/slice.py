@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from specctl.models.fast_llama import LeanLM
-from specctl.models.llama import LeanLlama, LlamaShape
+from specctl.models.fast_llama import FastLlama
+from specctl.models.llama import LlamaModel, LlamaShape
 
 _READERS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 _WRITERS = ("o_proj", "down_proj")
@@ -72,11 +72,11 @@ def sliced(shape: LlamaShape, tensors: Mapping[str, Tensor], keep: Keep) -> Slic
     return Sliced(_shape_of(shape, keep), {n: t.clone() for n, t in found.items()})
 
 
-def with_layers(lm: LeanLM, layers: Sequence[int]) -> LeanLM:
+def with_layers(lm: FastLlama, layers: Sequence[int]) -> FastLlama:
     """The model with only these layers, over the very parameters of `lm`."""
     shape, rotary = replace(lm.module.shape, num_layers=len(layers)), lm.module.rotary
     with torch.device("meta"):
-        small = LeanLlama(shape, rotary.inv_freq, rotary.scale)
+        small = LlamaModel(shape, rotary.inv_freq, rotary.scale)
     theirs = dict(lm.module.named_parameters())
     for name, _ in list(small.named_parameters()):
         owner, leaf = name.rsplit(".", 1)
@@ -84,7 +84,7 @@ def with_layers(lm: LeanLM, layers: Sequence[int]) -> LeanLM:
         if parts[1] == "layers":
             parts[2] = str(layers[int(parts[2])])
         setattr(small.get_submodule(owner), leaf, theirs[".".join(parts)])
-    return LeanLM(small.eval(), replace(lm.spec, num_layers=len(layers)))
+    return FastLlama(small.eval(), replace(lm.spec, num_layers=len(layers)))
 
 
 def _inner(name: str, tensor: Tensor, inside: Inside, head_dim: int) -> Tensor:

@@ -23,7 +23,7 @@ from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts
 from specctl.train.data.rows import TokenData
 from specctl.train.data.sources import is_corpus
-from specctl.train.metrics import Acceptance
+from specctl.train.metrics import MeasuredAcceptance
 
 HELD_SHARE = 20  # one row in so many is kept for measuring when the data are the user's own
 Prompts = Sequence[Sequence[int]]
@@ -139,17 +139,17 @@ def document_prompts(data: TokenData, rows: Sequence[int], count: int, most: int
 
 def decoder(
     recipe: Recipe, target: Target, drafter: Drafter, prompts: Prompts
-) -> Callable[[], Acceptance]:
+) -> Callable[[], MeasuredAcceptance]:
     """A function that decodes the prompts greedily through the engine and measures acceptance."""
     policy = make_policy(recipe.serve.model_dump())
     sampling = Sampling(temperature=0.0, max_new_tokens=recipe.train.tau_tokens)
 
-    def measure() -> Acceptance:
+    def measure() -> MeasuredAcceptance:
         made = generate(
             target, prompts, drafter=drafter, sampling=sampling, policy=policy, batch=len(prompts)
         )
         stats = made.stats
-        return Acceptance(
+        return MeasuredAcceptance(
             tau=stats.tau,
             alpha=stats.alpha,
             accepted_per_position=stats.accepted_per_position,

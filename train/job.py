@@ -40,7 +40,7 @@ from specctl.train.distributed.target_shards import spread_layers
 from specctl.train.features.capture import capture
 from specctl.train.features.offline import BatchOf, feature_source
 from specctl.train.init.initial import Initial, Loader, completed, initialise, tensors_digest
-from specctl.train.joint.joint import Joint
+from specctl.train.joint.joint import JointModel
 from specctl.train.loop import Job
 from specctl.train.lora import attach
 from specctl.train.metrics import MetricsLog
@@ -54,7 +54,7 @@ from specctl.train.vocab.draft_vocab import draft_vocab
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class RunInputs:
     """What the stages of a run share."""
 
     target: Target
@@ -66,7 +66,7 @@ class Made:
 
 
 def make_job(
-    recipe: Recipe, made: Made, checkpoints: Checkpoints, reference: Drafter | None
+    recipe: Recipe, made: RunInputs, checkpoints: Checkpoints, reference: Drafter | None
 ) -> Job:
     """Everything the loop works with; `reference` is what the selection of tokens compares with."""
     settings, ranks, reporter = recipe.train, checkpoints.ranks, checkpoints.reporter
@@ -77,7 +77,7 @@ def make_job(
     num_rows = data.num_rows - len(measuring_rows(recipe, data))
     say_data(recipe, num_rows, reporter)
     trained = _trained(recipe, drafter, target, ranks, reporter)
-    joint = trained if isinstance(trained, Joint) else None
+    joint = trained if isinstance(trained, JointModel) else None
     trainable = trained.trainable()
     vocab_sizes = {target.spec.vocab_size} | ({drafter.vocab.size} if drafter.vocab else set())
     seed_everything(settings.seed, ranks.rank)
@@ -120,7 +120,7 @@ def _trained(
     if settings.joint is None:
         return drafter
     torch.manual_seed(settings.seed)  # the same additions on every process
-    joint = Joint(drafter, target, settings.joint)
+    joint = JointModel(drafter, target, settings.joint)
     number = sum(joint.trainable()[name].numel() for name in joint.slow())
     alone = math.ceil(settings.joint.warmup * settings.steps)
     reporter.warn(
@@ -134,7 +134,7 @@ def _trained(
 
 def _optimizers(recipe: Recipe, trained: Drafter, vocab_sizes: frozenset[int]) -> Optimizers:
     """Over all that trains; additions to the target learn at their own share of the rate."""
-    slow = trained.slow() if isinstance(trained, Joint) else ()
+    slow = trained.slow() if isinstance(trained, JointModel) else ()
     share = 1.0 if recipe.train.joint is None else recipe.train.joint.rate
     return build_optimizers(trained.trainable(), recipe.train, vocab_sizes, slow, share)
 
@@ -151,7 +151,7 @@ def check_rows(rows: int, processes: int) -> None:
         )
 
 
-def _begun(recipe: Recipe, made: Made, ranks: Ranks, reporter: Reporter) -> Drafter:
+def _begun(recipe: Recipe, made: RunInputs, ranks: Ranks, reporter: Reporter) -> Drafter:
     """The drafter with its first weights and its adapters, announced."""
     target, initial, lora = made.target, made.initial, recipe.train.lora
     complete = completed(recipe, target.spec, initial)
@@ -197,7 +197,7 @@ def _batches(
 
 
 def _fingerprint(
-    recipe: Recipe, made: Made, vocab: VocabMap | None, ranks: Ranks, reference: Drafter | None
+    recipe: Recipe, made: RunInputs, vocab: VocabMap | None, ranks: Ranks, reference: Drafter | None
 ) -> dict[str, Any]:
     """What a resumed run must share with the run it continues."""
     target, initial = made.target, made.initial

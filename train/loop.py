@@ -29,7 +29,7 @@ from specctl.train.data.order import Order, share
 from specctl.train.data.supply import Text
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.metrics import (
-    Acceptance,
+    MeasuredAcceptance,
     MetricsLog,
     Totals,
     Window,
@@ -54,7 +54,7 @@ from specctl.train.stop import Stop
 
 
 @dataclass(slots=True)
-class Progress:
+class TrainProgress:
     """Where the run stands, saved with every checkpoint. One writer: the loop."""
 
     step: int = 0
@@ -79,7 +79,7 @@ class Job:
     settings: TrainPart
     order: Order
     batch: Callable[[list[int]], TrainBatch]
-    measure: Callable[[], Acceptance]
+    measure: Callable[[], MeasuredAcceptance]
     optimizers: Optimizers
     gradient: Gradient
     checkpoints: Checkpoints
@@ -96,7 +96,7 @@ class Job:
     text: Text = field(default_factory=Text)
 
 
-def train(job: Job, progress: Progress) -> Progress:
+def train(job: Job, progress: TrainProgress) -> TrainProgress:
     """Continue from `progress` to the last step. Raises Interrupted once the state is saved after a
     signal, DivergedError after too many bad steps in a row."""
     with job.reporter.task("train", job.settings.steps, "step") as advance:
@@ -111,7 +111,7 @@ def train(job: Job, progress: Progress) -> Progress:
             take_step(job, progress, advance)
 
 
-def take_step(job: Job, progress: Progress, advance: Advance) -> None:
+def take_step(job: Job, progress: TrainProgress, advance: Advance) -> None:
     """One optimizer step on the next rows of the stream."""
     settings, began = job.settings, time.perf_counter()
     job.text.refresh(progress.step, progress.position)
@@ -150,7 +150,7 @@ def take_step(job: Job, progress: Progress, advance: Advance) -> None:
         skip(job, progress, {"rows": rows, "loss": repr(figures["loss"][0]), "norm": repr(norm)})
 
 
-def skip(job: Job, progress: Progress, bad: dict[str, Any]) -> None:
+def skip(job: Job, progress: TrainProgress, bad: dict[str, Any]) -> None:
     """Note a step without update, its loss or gradient not being finite; raise after too many."""
     progress.skipped += 1
     progress.bad.append({"step": progress.step, **bad})
@@ -173,7 +173,7 @@ def skip(job: Job, progress: Progress, bad: dict[str, Any]) -> None:
     )
 
 
-def review(job: Job, progress: Progress) -> None:
+def review(job: Job, progress: TrainProgress) -> None:
     """What is due between two steps: measure tau, then save. Every step is reviewed exactly once,
     also when the run was stopped before its review."""
     settings, step = job.settings, progress.step
@@ -194,12 +194,12 @@ def review(job: Job, progress: Progress) -> None:
         save(job, progress)
 
 
-def measure(job: Job) -> Acceptance:
+def measure(job: Job) -> MeasuredAcceptance:
     """Decode for real on the main rank; training's random numbers do not notice."""
     module = job.drafter.module
     assert module is not None
     module.eval()
-    found: Acceptance | None = None
+    found: MeasuredAcceptance | None = None
     with job.drafter.whole(), job.ranks.together(), untouched_random_state(job.ranks.device):
         if job.ranks.is_main:
             with torch.inference_mode():
@@ -210,7 +210,7 @@ def measure(job: Job) -> Acceptance:
     return result
 
 
-def write_log(job: Job, progress: Progress, rate: float, norm: float) -> None:
+def write_log(job: Job, progress: TrainProgress, rate: float, norm: float) -> None:
     """Log the means since the last line, when a line is due."""
     step, settings = progress.step, job.settings
     if step % settings.log_every and step != settings.steps:
@@ -228,7 +228,7 @@ def write_log(job: Job, progress: Progress, rate: float, norm: float) -> None:
     progress.window = {}
 
 
-def save(job: Job, progress: Progress) -> None:
+def save(job: Job, progress: TrainProgress) -> None:
     """Save the state of this step, once."""
     if job.checkpoints.path(progress.step).exists():
         return
@@ -246,7 +246,7 @@ def save(job: Job, progress: Progress) -> None:
     job.checkpoints.save(snapshot, pinned)
 
 
-def restore(job: Job, snapshot: Snapshot) -> Progress:
+def restore(job: Job, snapshot: Snapshot) -> TrainProgress:
     """Put weights, optimizers and generators back; returns where the run stood."""
     job.drafter.load_tensors(snapshot.tensors["model"])
     tensors, scalars = snapshot.tensors["optimizer"], snapshot.scalars["optimizer"]
@@ -256,6 +256,6 @@ def restore(job: Job, snapshot: Snapshot) -> Progress:
         set_random_state(snapshot.own, job.ranks.device)
     fields = dict(snapshot.scalars["progress"])
     fields["window"] = {name: tuple(pair) for name, pair in fields["window"].items()}
-    progress = Progress(**fields)
+    progress = TrainProgress(**fields)
     job.log.rewind(progress.step, progress.tau_step)
     return progress

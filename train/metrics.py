@@ -89,7 +89,7 @@ def simulated_tau(alpha: Sequence[float], length: int) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Acceptance:
+class MeasuredAcceptance:
     """What a short real decode through the engine measured."""
 
     tau: float

@@ -31,13 +31,13 @@ from specctl.train.data.rows import TokenData
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.distributed.target_shards import spread
 from specctl.train.init.initial import Loader, check_fit, initial_of, loaded
-from specctl.train.job import Made, make_job
+from specctl.train.job import RunInputs, make_job
 from specctl.train.joint.check import check_joint, check_target
-from specctl.train.joint.joint import Joint
+from specctl.train.joint.joint import JointModel
 from specctl.train.joint.joint_target import FOLDER, log_change, say_change, settled
-from specctl.train.loop import Job, Progress, measure, restore, train
+from specctl.train.loop import Job, TrainProgress, measure, restore, train
 from specctl.train.lora import ADAPTER, merge, save_adapter
-from specctl.train.planning.plan import Plan, build_shape, plan
+from specctl.train.planning.plan import RunPlan, build_shape, plan
 from specctl.train.plot import save_learning_curve
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot
 from specctl.train.saving.fingerprint import check_same_run, config_fields
@@ -61,7 +61,7 @@ class RunResult:
     tau: float | None
     steps: int
     seconds: float
-    plan: Plan | None = None
+    plan: RunPlan | None = None
     package: Path | None = None
     target: Path | None = None
 
@@ -111,7 +111,7 @@ def train_draft(
             check_joint(recipe, needs)
         data = _data(recipe, target, out, talker, ranks)
         target = spread(recipe, target, ranks)
-        made = Made(target, data, initial, stop, accelerator, load)
+        made = RunInputs(target, data, initial, stop, accelerator, load)
         stop.is_deferred = True
         reference = _reference(recipe, made, checkpoints, allow)
         job = make_job(recipe, made, checkpoints, reference)
@@ -127,7 +127,7 @@ def train_draft(
                     if recipe.train.lora.keep:
                         save_adapter(adapted, out / ADAPTER)
                     merge(adapted)
-                if isinstance(job.drafter, Joint):
+                if isinstance(job.drafter, JointModel):
                     target = settled(job.drafter, target, recipe, data, out)
                     say_change(target, out / FOLDER, talker)
                     log_change(target, job.log, progress.step)
@@ -211,7 +211,7 @@ def _data(recipe: Recipe, target: Target, out: Path, reporter: Reporter, ranks: 
 
 
 def _reference(
-    recipe: Recipe, made: Made, checkpoints: Checkpoints, allow: Collection[str]
+    recipe: Recipe, made: RunInputs, checkpoints: Checkpoints, allow: Collection[str]
 ) -> Drafter | None:
     """What the selection of tokens compares with: a drafter of a folder, or one trained first in
     OUT/reference, which a resumed run finds as it stood."""
@@ -241,18 +241,18 @@ def _reference(
     return reference
 
 
-def _continue(job: Job, snapshot: Snapshot | None, allow: Collection[str]) -> Progress:
+def _continue(job: Job, snapshot: Snapshot | None, allow: Collection[str]) -> TrainProgress:
     """Where the run stands: at the given state, or at the beginning."""
     if snapshot is None:
         job.log.rewind(-1, -1)
-        return Progress()
+        return TrainProgress()
     for change in check_same_run(snapshot.fingerprint, job.fingerprint, allow):
         job.reporter.warn(f"continuing although {change}")
     job.reporter.say(f"continuing from step {snapshot.step:,}")
     return restore(job, snapshot)
 
 
-def _best(job: Job, progress: Progress, reporter: Reporter) -> dict[str, Any] | None:
+def _best(job: Job, progress: TrainProgress, reporter: Reporter) -> dict[str, Any] | None:
     """Put the weights with the highest measured tau into the drafter; returns what was measured."""
     found = progress.best
     if progress.best_step is not None and progress.best_step != progress.step:

@@ -28,7 +28,7 @@ class ClosedPipe(Exception):
     """Whoever read our output has left."""
 
 
-class Interrupted(Exception):
+class CommandInterrupted(Exception):
     """Ctrl-C or SIGTERM, as an error that typer does not answer itself."""
 
 
@@ -40,7 +40,7 @@ def console_of(ctx: typer.Context) -> Console:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class FlagGroup:
     """A parameter of a command that stands for several options."""
 
     name: str
@@ -73,7 +73,7 @@ def command(
         except BrokenPipeError as error:
             raise ClosedPipe from error  # typer would turn it into exit code 1
         except KeyboardInterrupt as error:
-            raise Interrupted from error  # typer would end without a word
+            raise CommandInterrupted from error  # typer would end without a word
 
     params = [inspect.Parameter("ctx", _BOTH, annotation=typer.Context), *own, *_everywhere()]
     run.__signature__ = inspect.Signature(params)  # type: ignore[attr-defined]
@@ -105,15 +105,15 @@ def unwrap(doc: str) -> str:
     return "\n\n".join(p if p.startswith(" ") else " ".join(p.split("\n")) for p in paragraphs)
 
 
-def _options(body: Callable[..., None]) -> tuple[list[inspect.Parameter], list[Group]]:
+def _options(body: Callable[..., None]) -> tuple[list[inspect.Parameter], list[FlagGroup]]:
     """The options of a command's own parameters, groups spread out in their places."""
     hints = get_type_hints(body, include_extras=True)
     options: list[inspect.Parameter] = []
-    groups: list[Group] = []
+    groups: list[FlagGroup] = []
     for parameter in list(inspect.signature(body).parameters.values())[1:]:
         kind = hints[parameter.name]
         if is_dataclass(kind):
-            groups.append(Group(parameter.name, kind, tuple(_spread(parameter, kind))))
+            groups.append(FlagGroup(parameter.name, kind, tuple(_spread(parameter, kind))))
             options += groups[-1].options
         else:
             options.append(parameter.replace(annotation=kind, kind=_KEYWORD))

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from specctl.cli.app.command import ClosedPipe, Interrupted
+from specctl.cli.app.command import ClosedPipe, CommandInterrupted
 from specctl.cli.app.config_file import META
 from specctl.cli.app.console import STOPPED, Console
 from specctl.core.errors import (
@@ -93,7 +93,7 @@ def leave(code: int) -> NoReturn:
 
 def handle(error: BaseException, console: Console) -> int:
     """Tell the user, and return the exit code."""
-    if isinstance(error, (KeyboardInterrupt, Interrupted)):
+    if isinstance(error, (KeyboardInterrupt, CommandInterrupted)):
         return _interrupted(error, console)
     if isinstance(error, (BrokenPipeError, ClosedPipe)):
         _close_quietly()

@@ -13,7 +13,7 @@ import typer
 from specctl.cli.app.console import Console
 from specctl.cli.app.outputs import check_file, check_folder, write_report
 from specctl.cli.commands.against import cannot_assist, parse_against, transformers_contenders
-from specctl.cli.commands.families_bench import Budget, bench_families
+from specctl.cli.commands.families_bench import TrainingBudget, bench_families
 from specctl.cli.commands.families_table import Heat
 from specctl.cli.options.flags import DRAFTING, Compile, Seed, Sets
 from specctl.cli.options.loading import NO_DRAFTER, DraftingFlags, LoadedDraft
@@ -128,7 +128,9 @@ def bench(
         {"--budget-steps": budget_steps, "--set": sets},
     )  # fmt: skip
     if families is not None:
-        budget = Budget(families, target, budget_steps, tuple(sets or ()), out or FAMILIES_OUT)
+        budget = TrainingBudget(
+            families, target, budget_steps, tuple(sets or ()), out or FAMILIES_OUT
+        )
         check_folder(budget.out)
         heats = tuple(temperature or (0.0,))
         heat = Heat(

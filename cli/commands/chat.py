@@ -9,8 +9,8 @@ import typer
 
 from specctl.cli.app.console import Console
 from specctl.cli.commands.chat_input import Interrupts, Lines
-from specctl.cli.commands.chat_room import Look, Room
-from specctl.cli.commands.chat_talk import Talk
+from specctl.cli.commands.chat_room import ChatRepl, Look
+from specctl.cli.commands.chat_talk import ChatSession
 from specctl.cli.options.flags import Compile
 from specctl.cli.options.grammar import GrammarFlags
 from specctl.cli.options.loading import NO_DRAFTER, DraftChoice
@@ -54,9 +54,9 @@ def chat(
     loaded.announce(console)
     if loaded.parallel:
         console.warn("drafting in parallel is left out: a chat keeps its text in one engine")
-    talk = Talk(model, loaded, settings)
+    talk = ChatSession(model, loaded, settings)
     look = Look(show_accepted and _has_colours(console), stats)
-    room = Room(console, talk, look, Lines(console))
+    room = ChatRepl(console, talk, look, Lines(console))
     if system is not None:
         room.tell_system(system)
     room.open()

@@ -10,7 +10,7 @@ from typing import Any
 
 from specctl.cli.app.console import Console
 from specctl.cli.commands.chat_input import Interrupts, Lines
-from specctl.cli.commands.chat_talk import Talk, Turn
+from specctl.cli.commands.chat_talk import ChatSession, ChatTurn
 from specctl.cli.commands.generated import stats_lines
 from specctl.cli.options.target_choice import target_json
 from specctl.core.errors import FileError, SpecctlError, nearest
@@ -40,10 +40,10 @@ class Look:
     stats: bool
 
 
-class Room:
+class ChatRepl:
     """The chat as people meet it. One writer: the command; `saved` are the files of /save."""
 
-    def __init__(self, console: Console, talk: Talk, look: Look, lines: Lines) -> None:
+    def __init__(self, console: Console, talk: ChatSession, look: Look, lines: Lines) -> None:
         self.console, self.talk, self.look, self.lines = console, talk, look, lines
         self.saved: set[Path] = set()
         self.commands: dict[str, Callable[[str], None]] = {
@@ -115,7 +115,7 @@ class Room:
         self.console.out()
         self._after(self.talk.turns[before])
 
-    def _after(self, turn: Turn) -> None:
+    def _after(self, turn: ChatTurn) -> None:
         """What else is to be said about an answer."""
         self.console.result = self.to_json()
         reason = ENDS.get(turn.completion.finish_reason)

@@ -23,7 +23,7 @@ LEAST_ROOM = 2048  # positions that are reserved at first; they double when a ta
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ChatTurn:
     """What was said and what came back. `finish_reason` is that of a completion, or "stopped";
     `reused` counts the tokens of the prompt that had been read before."""
 
@@ -50,7 +50,7 @@ class Turn:
 
 
 @dataclass(slots=True)
-class Talk:
+class ChatSession:
     """The turns so far, and the engine that goes on with them. One writer: whoever calls it.
 
     With a chat template the turns become messages; without one everything said is one text, a line
@@ -61,8 +61,8 @@ class Talk:
     draft: LoadedDraft
     sampling: Sampling
     system: str | None = None
-    turns: list[Turn] = field(default_factory=list)
-    past: list[Turn] = field(default_factory=list)  # of conversations that were reset
+    turns: list[ChatTurn] = field(default_factory=list)
+    past: list[ChatTurn] = field(default_factory=list)  # of conversations that were reset
     _engine: Engine | None = None
     _name: str = field(default_factory=lambda: secrets.token_hex(16))
 
@@ -161,7 +161,7 @@ class Talk:
         self._engine.open(min(room, self._engine.context))
         return self._engine
 
-    def _turn(self, text: str, request: Any, last: Emission | None, seconds: float) -> Turn:
+    def _turn(self, text: str, request: Any, last: Emission | None, seconds: float) -> ChatTurn:
         from specctl.runtime.engine.request import Completion
         from specctl.runtime.engine.stopping import trim_stop
         from specctl.runtime.measure.stats import RowStats
@@ -171,7 +171,7 @@ class Talk:
         reason = "stopped" if last is None else last.row.finished or "stopped"
         answer = trim_stop(self.target.decode(new), self.sampling.stop)
         reused = 0 if last is None else last.row.reused_len
-        return Turn(text, answer, Completion(request, new, reason, stats), seconds, reused)
+        return ChatTurn(text, answer, Completion(request, new, reason, stats), seconds, reused)
 
 
 def _request(tokens: list[int], sampling: Sampling, conversation: str) -> Any:

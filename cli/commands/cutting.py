@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from specctl.recipes.schema import Recipe
     from specctl.runtime.target.target import Target
     from specctl.train.prune.cut import Wanted
-    from specctl.train.prune.run import Cut, CutReport
+    from specctl.train.prune.run import CutDrafter, CutReport
 
 REPORT = "prune.json"
 SCORE_PROMPTS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PruneJob:
     """A cut to be made: the recipe that heals it, what is wanted of a target's shape, the folder,
     the steps. `request` is what decides the cut."""
 
@@ -48,7 +48,7 @@ class Job:
         return self.recipe.model_copy(update={"data": data.model_copy(update=few)})
 
 
-def cut_and_heal(console: Console, job: Job) -> None:
+def cut_and_heal(console: Console, job: PruneJob) -> None:
     """Cut once, or halfway first; train after each cut; say what came of it."""
     from specctl.train.prune.run import heal_recipe
 
@@ -70,7 +70,9 @@ def cut_and_heal(console: Console, job: Job) -> None:
     finish(console, recipe, result, more={"prune": _report_of(job.out)})
 
 
-def _made(console: Console, job: Job, folder: Path, half: bool, source: Path | None) -> SmallLm:
+def _made(
+    console: Console, job: PruneJob, folder: Path, half: bool, source: Path | None
+) -> SmallLm:
     """The cut of this stage in FOLDER/cut: made, or the one that is already there."""
     from specctl.drafters.small_lm import SmallLm
     from specctl.train.saving.lock import locked
@@ -115,7 +117,7 @@ def _refuse_other_run(folder: Path) -> None:
 
 
 def _make(
-    console: Console, job: Job, target: Target, folder: Path, half: bool, source: Path | None
+    console: Console, job: PruneJob, target: Target, folder: Path, half: bool, source: Path | None
 ) -> None:
     """Score, cut, package and report one stage."""
     from specctl.drafters.small_lm import SmallLm
@@ -143,7 +145,7 @@ def _make(
     (folder / REPORT).write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
 
 
-def _save(job: Job, target: Target, folder: Path, made: Cut) -> None:
+def _save(job: PruneJob, target: Target, folder: Path, made: CutDrafter) -> None:
     from specctl.export.package.check import check_package
     from specctl.export.package.folder import save_package
 
@@ -196,7 +198,7 @@ def _as_json(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
-def _finish_unhealed(console: Console, job: Job) -> None:
+def _finish_unhealed(console: Console, job: PruneJob) -> None:
     report = _report_of(job.out)
     package, target = job.out / "cut", job.recipe.target.name
     if job.recipe.vocab.size is not None:

@@ -30,7 +30,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class Finding:
     """One finding: `state` is ok, note (works, but) or fix (does not work)."""
 
     name: str
@@ -69,32 +69,32 @@ def doctor(
         raise typer.Exit(int(Exit.RESOURCES))
 
 
-def _python() -> Iterator[Check]:
+def _python() -> Iterator[Finding]:
     version = platform.python_version()
     ready = sys.version_info >= (3, 11)
     do = "" if ready else "install Python 3.11 or newer and make a new environment"
-    yield Check("python", GREEN if ready else RED, version, do)
+    yield Finding("python", GREEN if ready else RED, version, do)
 
 
-def _packages() -> Iterator[Check]:
+def _packages() -> Iterator[Finding]:
     for name in ("torch", *NEEDED):
         try:
-            yield Check(name, GREEN, importlib.metadata.version(name))
+            yield Finding(name, GREEN, importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
-            yield Check(name, RED, "not installed", f"pip install {name}")
+            yield Finding(name, RED, "not installed", f"pip install {name}")
     for name, why in OPTIONAL.items():
         if importlib.util.find_spec(name) is None:
-            yield Check(name, YELLOW, "not installed", f"only for {why}")
+            yield Finding(name, YELLOW, "not installed", f"only for {why}")
 
 
-def _machine() -> Iterator[Check]:
+def _machine() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Check("cpu", GREEN, f"{cores} cores, {_vector_units()}")
+    yield Finding("cpu", GREEN, f"{cores} cores, {_vector_units()}")
     free = _free_memory()
     if free is not None:
         low = free < 2 * GIB
         do = "close other programs, or use small targets" if low else ""
-        yield Check("memory", YELLOW if low else GREEN, f"{free / GIB:.1f} GiB free", do)
+        yield Finding("memory", YELLOW if low else GREEN, f"{free / GIB:.1f} GiB free", do)
 
 
 def _vector_units() -> str:
@@ -126,18 +126,18 @@ def _free_memory() -> int | None:
     return free if limit == "max" else max(0, min(free, int(limit) - used))
 
 
-def _folders() -> Iterator[Check]:
+def _folders() -> Iterator[Finding]:
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     for name, folder in (("working folder", Path.cwd()), ("model cache", home)):
         existing = next(p for p in (folder, *folder.parents) if p.exists())
         if not _is_writable(existing):
             do = f"chmod u+w {existing}, or set HF_HOME / change to another folder"
-            yield Check(name, RED, f"{existing} is not writable", do)
+            yield Finding(name, RED, f"{existing} is not writable", do)
             continue
         free = shutil.disk_usage(existing).free
         low = free < 5 * GIB
         do = "free some disk space before training" if low else ""
-        yield Check(name, YELLOW if low else GREEN, f"{folder}: {free / GIB:.0f} GiB free", do)
+        yield Finding(name, YELLOW if low else GREEN, f"{folder}: {free / GIB:.0f} GiB free", do)
 
 
 def _is_writable(folder: Path) -> bool:
@@ -148,30 +148,32 @@ def _is_writable(folder: Path) -> bool:
         return False
 
 
-def _hub() -> Iterator[Check]:
+def _hub() -> Iterator[Finding]:
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     token = Path(os.environ.get("HF_TOKEN_PATH", home / "token"))
     has_token = bool(os.environ.get("HF_TOKEN")) or token.is_file()
     offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
     found = ("a token is set" if has_token else "no token") + (", offline mode" if offline else "")
     do = "" if has_token else "only for gated models: hf auth login"
-    yield Check("hub", GREEN if has_token and not offline else YELLOW, found, do)
+    yield Finding("hub", GREEN if has_token and not offline else YELLOW, found, do)
 
 
-def _device() -> Iterator[Check]:
+def _device() -> Iterator[Finding]:
     try:
         import torch
     except Exception as error:  # a broken build fails in many ways
-        yield Check("device", RED, f"torch does not load: {error}", "reinstall: pip install torch")
+        yield Finding(
+            "device", RED, f"torch does not load: {error}", "reinstall: pip install torch"
+        )
         return
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(index)
             name = torch.cuda.get_device_name(index)
             found = f"{name}, {free / GIB:.0f} of {total / GIB:.0f} GiB free"
-            yield Check(f"cuda:{index}", GREEN, found)
+            yield Finding(f"cuda:{index}", GREEN, found)
         return
     built = torch.version.cuda is not None
     found = f"no GPU, {torch.get_num_threads()} CPU threads"
     do = "check the GPU driver: nvidia-smi" if built and shutil.which("nvidia-smi") else ""
-    yield Check("device", YELLOW if do else GREEN, found, do)
+    yield Finding("device", YELLOW if do else GREEN, found, do)

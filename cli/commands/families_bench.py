@@ -33,7 +33,7 @@ OWN = ("steps", "learning_rate", "schedule", "warmup", "decay", "optimizer", "we
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class TrainingBudget:
     """What is trained: which families, for which target, on how much, where."""
 
     families: str
@@ -43,7 +43,7 @@ class Budget:
     out: Path
 
 
-def bench_families(console: Console, budget: Budget, heat: Heat) -> None:
+def bench_families(console: Console, budget: TrainingBudget, heat: Heat) -> None:
     """Train what is not trained yet, measure all of it, report; GateError if a family failed."""
     recipes = {name: family_recipe(name, budget) for name in chosen(budget.families)}
     budget.out.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ def shipped() -> tuple[RecipeInfo, ...]:
     return tuple(list_recipes())
 
 
-def family_recipe(family: str, budget: Budget) -> Recipe:
+def family_recipe(family: str, budget: TrainingBudget) -> Recipe:
     """The family's recipe in one stage on the shared target, data and batches. How fast it learns
     (rate, schedule, optimizer), what it is and how it is served stay its own."""
     tree = load_recipe(SHARED).to_json()

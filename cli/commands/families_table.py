@@ -60,7 +60,7 @@ class Heat:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FamilyEntry:
     """A family that takes part: its contenders by the word for their shape."""
 
     trained: Trained
@@ -83,7 +83,7 @@ def measure(
         Sampling(temperature=one, seed=heat.seed, max_new_tokens=heat.max_new_tokens)
         for one in heat.temperatures
     ]
-    entries: list[Entry] = []
+    entries: list[FamilyEntry] = []
     rows: list[dict[str, Any]] = []
     for one in trained:
         try:
@@ -111,7 +111,7 @@ def measure(
     return rows
 
 
-def enter(one: Trained, target: Target, batch: int) -> Entry:
+def enter(one: Trained, target: Target, batch: int) -> FamilyEntry:
     """The family as a chain of five and as its tree."""
     from specctl.drafters import family
     from specctl.runtime.measure.bench import engine_contender
@@ -133,7 +133,7 @@ def enter(one: Trained, target: Target, batch: int) -> Entry:
         for word, policy in policies.items()
     }
     first = next(iter(policies.values()))
-    return Entry(one, replace(loaded, policy=first), tree, made)
+    return FamilyEntry(one, replace(loaded, policy=first), tree, made)
 
 
 def tree_of(policies: Sequence[str]) -> str | None:
@@ -143,7 +143,9 @@ def tree_of(policies: Sequence[str]) -> str | None:
     return next((name for name in policies if name != "chain"), None)
 
 
-def probe(entry: Entry, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> None:
+def probe(
+    entry: FamilyEntry, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]
+) -> None:
     """A few tokens by each contender, so that what cannot draft fails before anything is timed."""
     for sampling in samplings:
         tokens = min(PROBE_TOKENS, sampling.max_new_tokens)
@@ -167,7 +169,7 @@ def about(one: Trained, target: Target) -> dict[str, Any]:
     }
 
 
-def figures(entry: Entry, target: Target, found: dict[str, BenchRow]) -> dict[str, Any]:
+def figures(entry: FamilyEntry, target: Target, found: dict[str, BenchRow]) -> dict[str, Any]:
     """The row of a family in one setting. Costs and speeds are those of the faster shape."""
     by_word = {word: found[one.name] for word, one in entry.contenders.items()}
     faster = max(by_word, key=lambda word: by_word[word].speedup)

@@ -80,7 +80,7 @@ def generate(
         console.warn("--batch is ignored: drafting in parallel serves one prompt at a time")
     sampled = settings.temperature > 0
     costs = loaded.costs(model, tokens, min(batch, len(tokens)), sampled=sampled)
-    job = Job(model, loaded, settings, tokens, prompts, batch, costs)
+    job = GenerateJob(model, loaded, settings, tokens, prompts, batch, costs)
     if compare:
         result = _compare(console, job)
     else:
@@ -96,7 +96,7 @@ def generate(
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class GenerateJob:
     """All that one call of generate() needs."""
 
     target: Target
@@ -107,7 +107,7 @@ class Job:
     batch: int
     costs: CostTable | None = None
 
-    def run(self, draft: LoadedDraft, on_tokens: Any = None) -> Run:
+    def run(self, draft: LoadedDraft, on_tokens: Any = None) -> GenerateRun:
         from specctl.runtime.generate import generate as generate_
         from specctl.runtime.measure.cost import equip, fitted_sizes
 
@@ -124,9 +124,9 @@ class Job:
             on_tokens=on_tokens,
             parallel=draft.parallel,
         )
-        return Run(made, chosen.chooser, fitted_sizes(draft.policy, chosen.policy))
+        return GenerateRun(made, chosen.chooser, fitted_sizes(draft.policy, chosen.policy))
 
-    def to_json(self, run: Run) -> dict[str, Any]:
+    def to_json(self, run: GenerateRun) -> dict[str, Any]:
         outputs = [
             {**output.to_json(), "prompt": prompt.text}
             for output, prompt in zip(run.made.outputs, self.prompts, strict=True)
@@ -142,7 +142,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class GenerateRun:
     """What was generated, what chose the draft lengths (None: they were fixed), and what of the
     policy was fitted to measured costs."""
 
@@ -174,7 +174,7 @@ def _short(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def _stream(console: Console, job: Job) -> Run:
+def _stream(console: Console, job: GenerateJob) -> GenerateRun:
     """Generate, writing text as it comes; rows decoded together are written when all are done."""
     streams = [TextStream(job.target.decode, job.sampling.stop) for _ in job.prompts]
     is_live = job.batch == 1 or len(job.prompts) == 1
@@ -206,7 +206,9 @@ def _stream(console: Console, job: Job) -> Run:
     return run
 
 
-def _keep(console: Console, job: Job, heard: Sequence[Sequence[int]], is_live: bool) -> None:
+def _keep(
+    console: Console, job: GenerateJob, heard: Sequence[Sequence[int]], is_live: bool
+) -> None:
     """What was generated until Ctrl-C: written where it is not yet, and in the answer of --json.
     Whether a text was at its end is not known any more."""
     outputs: list[dict[str, Any]] = []
@@ -223,13 +225,13 @@ def _keep(console: Console, job: Job, heard: Sequence[Sequence[int]], is_live: b
     console.result = {"outputs": outputs}
 
 
-def _open_output(console: Console, job: Job, index: int, after: bool) -> None:
+def _open_output(console: Console, job: GenerateJob, index: int, after: bool) -> None:
     if len(job.prompts) > 1:
         line = " ".join(job.prompts[index].text.split())[:70]
         console.write(("\n" if after else "") + f"[{index + 1}/{len(job.prompts)}] {line}\n")
 
 
-def _compare(console: Console, job: Job) -> dict[str, Any]:
+def _compare(console: Console, job: GenerateJob) -> dict[str, Any]:
     """Plain and speculative decoding of the same prompts, side by side."""
     plain = LoadedDraft("plain", None, None, "auto", False)
     with console.task("compare", 4, "runs") as advance:
@@ -275,7 +277,7 @@ def _row(name: str, stats: Stats, speedup: float, identical: bool | None) -> tup
     return (name, *shown, identical, f"{stats.repetition_rate:.2f}")
 
 
-def _explain_difference(console: Console, job: Job) -> None:
+def _explain_difference(console: Console, job: GenerateJob) -> None:
     if str(job.target.dtype) == "torch.float32":
         console.warn("outputs differ in float32: run `specctl verify` and report the result")
         return

@@ -22,7 +22,7 @@ from specctl.core.errors import SpecctlError
 
 if TYPE_CHECKING:
     from specctl.recipes.schema import Recipe
-    from specctl.train.planning.plan import Plan
+    from specctl.train.planning.plan import RunPlan
     from specctl.train.planning.work import Part
 
 
@@ -88,7 +88,9 @@ def show_plans(
     return shown(console, recipe, made)
 
 
-def shown(console: Console, recipe: Recipe, made: Sequence[tuple[Recipe, Plan]]) -> dict[str, Any]:
+def shown(
+    console: Console, recipe: Recipe, made: Sequence[tuple[Recipe, RunPlan]]
+) -> dict[str, Any]:
     """One plan, or those of several stages and what they come to."""
     for part, plan in made:
         show_plan(console, part, plan)
@@ -118,7 +120,7 @@ def without_dry_run() -> str:
     return shlex.join(["specctl", *(word for word in sys.argv[1:] if word not in left_out)])
 
 
-def _named(made: Sequence[tuple[Recipe, Plan]]) -> dict[str, Plan]:
+def _named(made: Sequence[tuple[Recipe, RunPlan]]) -> dict[str, RunPlan]:
     """Plans by the name of their recipe; of one recipe several times, numbered."""
     names = [part.name for part, _ in made]
     if len({*names}) < len(names):
@@ -126,7 +128,7 @@ def _named(made: Sequence[tuple[Recipe, Plan]]) -> dict[str, Plan]:
     return dict(zip(names, (plan for _, plan in made), strict=True))
 
 
-def _rehearsed(console: Console, recipe: Recipe) -> Plan:
+def _rehearsed(console: Console, recipe: Recipe) -> RunPlan:
     """The plan of a run after its rehearsal."""
     from specctl.cli.commands.rehearse import rehearse
     from specctl.train.planning.plan import plan
@@ -142,7 +144,7 @@ def _rehearsed(console: Console, recipe: Recipe) -> Plan:
     return plan(recipe, rehearsal=rehearse(recipe))
 
 
-def show_plan(console: Console, recipe: Recipe, plan: Plan) -> None:
+def show_plan(console: Console, recipe: Recipe, plan: RunPlan) -> None:
     """What a run will take, before anything is spent."""
     low, high = plan.seconds_range
     rows = [
@@ -161,7 +163,7 @@ def show_plan(console: Console, recipe: Recipe, plan: Plan) -> None:
     console.table(("what", "how much"), rows)
 
 
-def _change_text(plan: Plan) -> str:
+def _change_text(plan: RunPlan) -> str:
     return f"{plan.added:,} added numbers are merged into it; the drafter is for OUT/target alone"
 
 

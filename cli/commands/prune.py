@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specctl.cli.app.console import Console
-from specctl.cli.commands.cutting import Job, cut_and_heal
+from specctl.cli.commands.cutting import PruneJob, cut_and_heal
 from specctl.cli.commands.plan import shown, without_dry_run
 from specctl.cli.commands.shapes import SearchFlags, search_shapes
 from specctl.cli.options.flags import Offline
@@ -106,14 +106,14 @@ def prune(
         return
     steps = recipe.train.steps if cut.heal_steps is None else cut.heal_steps
     wanted = partial(wanted_of, cut, recipe)
-    job = Job(recipe, wanted, _request(cut, recipe), out, steps, cut.two_step)
+    job = PruneJob(recipe, wanted, _request(cut, recipe), out, steps, cut.two_step)
     if dry_run:
         _show_plans(console, job)
     else:
         cut_and_heal(console, job)
 
 
-def _show_plans(console: Console, job: Job) -> None:
+def _show_plans(console: Console, job: PruneJob) -> None:
     """What the cut and its healing will take; nothing is loaded."""
     from specctl.train.planning.target_shape import target_shape
     from specctl.train.prune.plan import prune_plans

@@ -18,7 +18,7 @@ from specctl.cli.commands.runs_follow import resume, tail
 from specctl.core.errors import FileError, SpecctlError
 
 if TYPE_CHECKING:
-    from specctl.train.runs.folders import Run
+    from specctl.train.runs.folders import RunStatus
 
 RUNS = Path("runs")
 
@@ -146,7 +146,7 @@ def compare(
     console.done({"runs": names, "recipe": differing, "figures": measured})
 
 
-def _compared(run: Run) -> dict[str, Any]:
+def _compared(run: RunStatus) -> dict[str, Any]:
     wanted = ("loss", "top1", "simulated_tau", "tokens_per_second")
     return {
         "state": run.state,
@@ -159,7 +159,7 @@ def _compared(run: Run) -> dict[str, Any]:
     }
 
 
-def to_json(run: Run) -> dict[str, Any]:
+def to_json(run: RunStatus) -> dict[str, Any]:
     """A run as --json tells it."""
     holder = None if run.holder is None else {"pid": run.holder.pid, "host": run.holder.host}
     return {
@@ -185,7 +185,7 @@ def to_json(run: Run) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _row(run: Run) -> tuple[object, ...]:
+def _row(run: RunStatus) -> tuple[object, ...]:
     tau = "-" if run.tau is None else f"{run.tau:.3f}"
     about = run.recipe["drafter"]["family"], run.recipe["target"]["name"]
     return (
@@ -200,13 +200,13 @@ def _row(run: Run) -> tuple[object, ...]:
     )
 
 
-def _state_text(run: Run) -> str:
+def _state_text(run: RunStatus) -> str:
     if run.holder is None:
         return run.state
     return f"{run.state} (process {run.holder.pid} on {run.holder.host})"
 
 
-def _after_list(runs: list[Run]) -> list[str]:
+def _after_list(runs: list[RunStatus]) -> list[str]:
     waiting = [run for run in runs if run.state == "interrupted"]
     return after((waiting or runs)[0]) if runs else ["specctl train-draft --help"]
 

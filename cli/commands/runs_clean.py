@@ -15,7 +15,7 @@ from specctl.cli.app.memory import size_text
 from specctl.core.errors import FileError
 
 if TYPE_CHECKING:
-    from specctl.train.runs.folders import Run
+    from specctl.train.runs.folders import RunStatus
 
 Keep = Annotated[
     int, typer.Option("--keep", min=1, help="Newest checkpoints kept beside the best.")
@@ -86,7 +86,7 @@ def _asked(console: Console, count: int, size: int) -> bool:
     return typer.confirm(f"delete these {count} ({size_text(size)})?", default=False, err=True)
 
 
-def _delete(console: Console, run: Run, keep: int) -> list[Path]:
+def _delete(console: Console, run: RunStatus, keep: int) -> list[Path]:
     """Delete what the run can do without, holding its folder; a checkpoint is renamed first, so
     that no half-deleted one ever looks like one."""
     from specctl.train.runs.folders import dispensable, read_run

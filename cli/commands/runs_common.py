@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from specctl.train.runs.folders import Run
+    from specctl.train.runs.folders import RunStatus
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 
 
-def after(run: Run) -> list[str]:
+def after(run: RunStatus) -> list[str]:
     """What to do next with a run."""
     if run.state == "running":
         return [f"specctl runs tail {run.path} --follow"]

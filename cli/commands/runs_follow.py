@@ -16,7 +16,7 @@ from specctl.cli.commands.runs_common import RunFolder, after
 from specctl.core.errors import FileError, SpecctlError
 
 if TYPE_CHECKING:
-    from specctl.train.runs.folders import Run
+    from specctl.train.runs.folders import RunStatus
 
 POLL = 0.5  # seconds between two looks at a log that is followed
 RESOLVED = ("train-draft", "distill")  # commands that run.yaml alone can continue
@@ -113,7 +113,7 @@ def resume(console: Console, run: RunFolder) -> None:
     raise typer.Exit(main(words, console))
 
 
-def resuming_words(run: Run) -> list[str]:
+def resuming_words(run: RunStatus) -> list[str]:
     """The command line that continues a run: its recipe as resolved, its folder, its processes; or,
     for commands that do more than train, the one that began it."""
     words = shlex.split(run.command)[1:]

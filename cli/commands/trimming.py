@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from specctl.export.package.manifest import Manifest
     from specctl.runtime.policies import Policy
     from specctl.runtime.target.target import Target
-    from specctl.train.data.heldout import Prompt
+    from specctl.train.data.heldout import HeldoutPrompt
     from specctl.train.data.records import Sample
     from specctl.train.vocab.report import TrimReport
     from specctl.train.vocab.selectors import Selector
@@ -82,7 +82,9 @@ def gathered(job: TrimJob) -> Material:
     return Material(job.selector.name, counts, heldout, answers, measured)
 
 
-def split(pool: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt], list[Prompt]]:
+def split(
+    pool: Sequence[HeldoutPrompt],
+) -> tuple[list[HeldoutPrompt], list[HeldoutPrompt], list[HeldoutPrompt]]:
     """In the proportions of SHARES, each at least one; of fewer than three prompts, all for all."""
     if len(pool) < len(SHARES):
         return list(pool), list(pool), list(pool)
@@ -91,7 +93,7 @@ def split(pool: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt], list[Prom
     return list(pool[:first]), list(pool[first : first + second]), list(pool[first + second :])
 
 
-def _evidence(job: TrimJob, counted: list[Prompt]) -> Any:
+def _evidence(job: TrimJob, counted: list[HeldoutPrompt]) -> Any:
     """What the selector may count."""
     from specctl.train.data.heldout import heldout_prompts
     from specctl.train.data.rows import TokenData
@@ -113,7 +115,7 @@ def _samples(source: str) -> Iterable[Sample]:
 
 
 def _package(
-    job: TrimJob, drafter: Drafter, policy: Policy, prompts: Sequence[Prompt], folder: Path
+    job: TrimJob, drafter: Drafter, policy: Policy, prompts: Sequence[HeldoutPrompt], folder: Path
 ) -> Manifest:
     """Write the trimmed drafter, with tau measured once more as it will be served."""
     from specctl.cli.options.training import packaged

@@ -18,7 +18,7 @@ from specctl.core.batch import HeadRows, Select, TrainBatch
 
 
 @dataclass(frozen=True, slots=True)
-class Aim:
+class AlignedRows:
     """The flat rows that have something to predict, and what.
 
     row_N      flat index b * S + t of the predicting state
@@ -34,7 +34,7 @@ class Aim:
     teacher_RV: Tensor | HeadRows | None
     select: Select | None = None
 
-    def only(self, keep_N: Tensor) -> Aim:
+    def only(self, keep_N: Tensor) -> AlignedRows:
         """The rows where `keep_N` is True."""
         row_N, label_N, judge_N = (x[keep_N] for x in (self.row_N, self.label_N, self.judge_N))
         return replace(self, row_N=row_N, label_N=label_N, judge_N=judge_N)
@@ -52,11 +52,11 @@ def ahead_mask(batch: TrainBatch, steps: int) -> Tensor:
     return same_BS & (batch.document_BS >= 0) & wanted_BS
 
 
-def aim(batch: TrainBatch, steps: int) -> Aim:
+def aim(batch: TrainBatch, steps: int) -> AlignedRows:
     """Everything that rows looking `steps` ahead are trained on."""
     row_N = ahead_mask(batch, steps).flatten().nonzero()[:, 0]
     label_N = batch.ids_BS.flatten()[(row_N + steps).clamp(max=batch.ids_BS.numel() - 1)]
-    return Aim(row_N, label_N, row_N + steps - 1, teacher_of(batch), batch.select)
+    return AlignedRows(row_N, label_N, row_N + steps - 1, teacher_of(batch), batch.select)
 
 
 def teacher_of(batch: TrainBatch) -> Tensor | HeadRows | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.batch import TrainBatch
-from specctl.drafters.losses.align import Aim, ahead_mask
+from specctl.drafters.losses.align import AlignedRows, ahead_mask
 
 
 def random_anchors(batch: TrainBatch, most: int) -> Tensor:
@@ -19,7 +19,7 @@ def random_anchors(batch: TrainBatch, most: int) -> Tensor:
     return chance_BS.topk(min(most, wanted_BS.shape[1]), dim=1).indices
 
 
-def behind(rows: Aim, batch: TrainBatch, anchor_BA: Tensor) -> Aim:
+def behind(rows: AlignedRows, batch: TrainBatch, anchor_BA: Tensor) -> AlignedRows:
     """Of the rows those that are anchors."""
     stands_BS = torch.zeros_like(batch.ids_BS, dtype=torch.bool).scatter_(1, anchor_BA, True)
     return rows.only(stands_BS.flatten()[rows.row_N])

@@ -27,15 +27,24 @@ from torch import Tensor
 
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.vocab import VocabMap
-from specctl.drafters.losses.align import Aim, teacher_of
+from specctl.drafters.losses.align import AlignedRows, teacher_of
 from specctl.drafters.losses.align import aim as aim_at
-from specctl.drafters.losses.teacher import Judge, wide
+from specctl.drafters.losses.teacher import TeacherLogits, wide
 from specctl.drafters.nets.heads import check_choice, check_count
 from specctl.models.sliced_head import Head, LinearHead, Rows, sum_slices
 
 __all__ = [
-    "KINDS", "Judge", "LinearHead", "LossOptions", "acceptance", "feature_loss", "head_loss",
-    "joined", "judge_of", "laws", "weighted_sum",
+    "KINDS",
+    "LinearHead",
+    "LossOptions",
+    "TeacherLogits",
+    "acceptance",
+    "feature_loss",
+    "head_loss",
+    "joined",
+    "judge_of",
+    "laws",
+    "weighted_sum",
 ]  # fmt: skip
 
 KINDS = ("ce", "kl", "rkl", "jsd", "tv", "lk_alpha", "lk_hybrid")
@@ -67,7 +76,7 @@ def fitting_chunk(width: int, device: torch.device) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Laws:
+class RowDistributions:
     """One slice of rows over the draft ids: log p, log p renormalised there, log q."""
 
     log_p_NK: Tensor
@@ -75,51 +84,53 @@ class Laws:
     log_q_NK: Tensor
 
 
-def laws(draft_NK: Tensor, log_p_NK: Tensor, temperature: float, is_whole: bool) -> Laws:
+def laws(
+    draft_NK: Tensor, log_p_NK: Tensor, temperature: float, is_whole: bool
+) -> RowDistributions:
     """Laws of raw draft logits and of the target, both at the temperature; `is_whole`: the draft
     ids are all ids, so that p needs no renormalising."""
     scores_NK = wide(draft_NK)
     scores_NK = scores_NK if temperature == 1.0 else scores_NK / temperature
     log_q_NK = F.log_softmax(scores_NK, dim=-1)
     if is_whole:
-        return Laws(log_p_NK, log_p_NK, log_q_NK)
-    return Laws(log_p_NK, log_p_NK - log_p_NK.logsumexp(-1, keepdim=True), log_q_NK)
+        return RowDistributions(log_p_NK, log_p_NK, log_q_NK)
+    return RowDistributions(log_p_NK, log_p_NK - log_p_NK.logsumexp(-1, keepdim=True), log_q_NK)
 
 
-def _kl(of: Laws) -> Tensor:
+def _kl(of: RowDistributions) -> Tensor:
     return (of.log_r_NK.exp() * (of.log_r_NK - of.log_q_NK)).sum(-1)
 
 
-def _rkl(of: Laws) -> Tensor:
+def _rkl(of: RowDistributions) -> Tensor:
     return (of.log_q_NK.exp() * (of.log_q_NK - of.log_r_NK)).sum(-1)
 
 
-def _jsd(of: Laws) -> Tensor:
+def _jsd(of: RowDistributions) -> Tensor:
     p, q = of.log_r_NK.exp(), of.log_q_NK.exp()
     log_m = torch.logaddexp(of.log_r_NK, of.log_q_NK) - math.log(2.0)
     return 0.5 * (p * (of.log_r_NK - log_m) + q * (of.log_q_NK - log_m)).sum(-1)
 
 
-def acceptance(of: Laws) -> Tensor:
+def acceptance(of: RowDistributions) -> Tensor:
     """[N]: alpha = sum_v min(p, q)."""
     return torch.minimum(of.log_p_NK, of.log_q_NK).exp().sum(-1)
 
 
-def _tv(of: Laws) -> Tensor:
+def _tv(of: RowDistributions) -> Tensor:
     return 1.0 - acceptance(of)
 
 
-def _lk_alpha(of: Laws) -> Tensor:
+def _lk_alpha(of: RowDistributions) -> Tensor:
     return -torch.minimum(of.log_p_NK, of.log_q_NK).logsumexp(-1)
 
 
-def _lk_hybrid(of: Laws) -> Tensor:
+def _lk_hybrid(of: RowDistributions) -> Tensor:
     alpha_N = acceptance(of)
     weight_N = torch.exp(-HYBRID_RATE * alpha_N.detach())
     return weight_N * _kl(of) + (1.0 - weight_N) * (1.0 - alpha_N)
 
 
-_DIVERGENCES: Mapping[str, Callable[[Laws], Tensor]] = {
+_DIVERGENCES: Mapping[str, Callable[[RowDistributions], Tensor]] = {
     "kl": _kl,
     "rkl": _rkl,
     "jsd": _jsd,
@@ -136,12 +147,14 @@ class Comparison:
     the draft's target ids (None = all), `row_V` the draft row of a target id, -1 where cut."""
 
     options: LossOptions
-    judge: Judge | None
+    judge: TeacherLogits | None
     ids_K: Tensor | None
     row_V: Tensor | None
 
     @classmethod
-    def of(cls, options: LossOptions, judge: Judge | None, vocab: VocabMap | None) -> Comparison:
+    def of(
+        cls, options: LossOptions, judge: TeacherLogits | None, vocab: VocabMap | None
+    ) -> Comparison:
         if vocab is None:
             return cls(options, judge, None, None)
         judge = None if judge is None else judge.over(vocab.ids_K)
@@ -189,10 +202,10 @@ class Comparison:
 def head_loss(
     state_RD: Tensor,
     head: Head,
-    aim: Aim,
+    aim: AlignedRows,
     vocab: VocabMap | None,
     options: LossOptions,
-    judge: Judge | None = None,
+    judge: TeacherLogits | None = None,
 ) -> LossOut:
     """Sum of the loss over the rows of `aim`, in slices (see `sliced`). A `LinearHead` or a linear
     module as head is smallest and fastest; any other function will do.
@@ -202,7 +215,7 @@ def head_loss(
     rows, cut or not, selected or not.
     """
     if judge is None and aim.teacher_RV is not None:
-        judge = Judge(aim.teacher_RV, options.temperature)
+        judge = TeacherLogits(aim.teacher_RV, options.temperature)
     compare = Comparison.of(options, judge, vocab)
     size = options.chunk or fitting_chunk(_width(judge, vocab), state_RD.device)
     number = torch.tensor(float(aim.row_N.numel()), device=state_RD.device)
@@ -223,25 +236,25 @@ def head_loss(
     return LossOut(total_4[0], total_4[1].detach(), metrics)
 
 
-def _slices(aim: Aim, size: int) -> list[Rows]:
+def _slices(aim: AlignedRows, size: int) -> list[Rows]:
     parts = (torch.split(rows, size) for rows in (aim.row_N, aim.label_N, aim.judge_N))
     return list(zip(*parts, strict=True))
 
 
-def _width(judge: Judge | None, vocab: VocabMap | None) -> int:
+def _width(judge: TeacherLogits | None, vocab: VocabMap | None) -> int:
     """Columns of a slice's logits; a guess when nothing tells."""
     if judge is not None:
         return judge.logits_RV.shape[-1]
     return 2**15 if vocab is None else vocab.size
 
 
-def judge_of(batch: TrainBatch, options: LossOptions) -> Judge | None:
+def judge_of(batch: TrainBatch, options: LossOptions) -> TeacherLogits | None:
     """One judge for every loss over `batch`, however far its rows look ahead."""
     teacher = teacher_of(batch)
     if teacher is None:
         return None
     size = options.chunk or fitting_chunk(teacher.shape[-1], teacher.device)
-    return Judge.of(teacher, aim_at(batch, 1).judge_N, options.temperature, size)
+    return TeacherLogits.of(teacher, aim_at(batch, 1).judge_N, options.temperature, size)
 
 
 def _label_loss(draft_NK: Tensor, label_N: Tensor, row_V: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -251,13 +264,13 @@ def _label_loss(draft_NK: Tensor, label_N: Tensor, row_V: Tensor | None) -> tupl
     return loss, (row_N >= 0).sum().to(loss.dtype)
 
 
-def _law_loss(of: Laws, learnable_N: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def _law_loss(of: RowDistributions, learnable_N: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Sum and count of a divergence over the rows that can be learned."""
     loss_N = _DIVERGENCES[kind](of)
     return (loss_N * learnable_N).sum(), learnable_N.sum().to(loss_N.dtype)
 
 
-def feature_loss(state_RD: Tensor, aim: Aim, target_RD: Tensor) -> LossOut:
+def feature_loss(state_RD: Tensor, aim: AlignedRows, target_RD: Tensor) -> LossOut:
     """SmoothL1, the mean over the width, between drafted states and the target's (EAGLE, eq. 3). A
     target that learns, too, does not learn to be easy to hit: its side has no gradient."""
     wanted_ND = wide(target_RD.detach()[aim.judge_N])

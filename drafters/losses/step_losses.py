@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from specctl.core.batch import LossOut
 from specctl.core.vocab import VocabMap
-from specctl.drafters.losses.align import Aim
-from specctl.drafters.losses.teacher import Judge, wide
+from specctl.drafters.losses.align import AlignedRows
+from specctl.drafters.losses.teacher import TeacherLogits, wide
 from specctl.models.sliced_head import Head
 
 ROWS_AT_ONCE = 256
@@ -25,7 +25,12 @@ NEGATIVES = 512
 
 
 def topk_loss(
-    ready_RD: Tensor, head: Head, aim: Aim, vocab: VocabMap | None, judge: Judge, top: int
+    ready_RD: Tensor,
+    head: Head,
+    aim: AlignedRows,
+    vocab: VocabMap | None,
+    judge: TeacherLogits,
+    top: int,
 ) -> LossOut:
     """-sum over the target's `top` likeliest draft tokens of p log q, p as it is (HASS, eq. 2)."""
     ids_K = None if vocab is None else vocab.ids_K

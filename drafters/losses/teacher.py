@@ -14,7 +14,7 @@ from specctl.core.batch import HeadRows
 
 
 @dataclass(frozen=True, slots=True)
-class TargetLaw:
+class TeacherRows:
     """`log_p_NK` over the draft ids, not renormalised there; `best_N` most probable target ids."""
 
     log_p_NK: Tensor
@@ -22,7 +22,7 @@ class TargetLaw:
 
 
 @dataclass(frozen=True, slots=True)
-class Judge:
+class TeacherLogits:
     """The target's laws at one temperature. Where several losses ask for the same rows, their
     log-normalisers and most probable ids are read once beforehand (`of`); a single loss reads each
     row when it needs it. Rows that `of` was not given hold zeros. `logits_RK`: those of
@@ -38,7 +38,7 @@ class Judge:
     @torch.no_grad()
     def of(
         cls, logits_RV: Tensor | HeadRows, row_N: Tensor, temperature: float, chunk: int
-    ) -> Judge:
+    ) -> TeacherLogits:
         """Reads the whole vocabulary once per row of `row_N`, `chunk` rows at a time."""
         judge = cls(logits_RV, temperature)
         best_R = torch.zeros(len(logits_RV), dtype=torch.long, device=logits_RV.device)
@@ -50,7 +50,7 @@ class Judge:
             log_z_R[rows], best_R[rows] = part_NV.logsumexp(-1), part_NV.argmax(-1)
         return cls(logits_RV, temperature, log_z_R, best_R)
 
-    def over(self, ids_K: Tensor) -> Judge:
+    def over(self, ids_K: Tensor) -> TeacherLogits:
         """This judge for laws at these draft ids: what is already known of the whole vocabulary
         need not be computed again."""
         if self.log_z_R is None or isinstance(self.logits_RV, Tensor):
@@ -58,7 +58,7 @@ class Judge:
         return replace(self, logits_RK=self.logits_RV.over(ids_K))
 
     @torch.no_grad()
-    def law(self, row_N: Tensor, ids_K: Tensor | None) -> TargetLaw:
+    def law(self, row_N: Tensor, ids_K: Tensor | None) -> TeacherRows:
         """The law of rows at the draft ids (None = all)."""
         if self.log_z_R is None or self.best_R is None:
             scores_NV = self._scores(row_N)
@@ -67,7 +67,7 @@ class Judge:
         else:
             log_z_N, best_N = self.log_z_R[row_N], self.best_R[row_N]
             scores_NK = self._scores(row_N, ids_K)
-        return TargetLaw(scores_NK.sub_(log_z_N[:, None]), best_N)
+        return TeacherRows(scores_NK.sub_(log_z_N[:, None]), best_N)
 
     def _scores(self, row_N: Tensor, ids_K: Tensor | None = None) -> Tensor:
         """A copy of raw logits, in float32 or better, over the temperature."""

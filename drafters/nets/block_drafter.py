@@ -24,13 +24,13 @@ from specctl.core.drafter import Needs, RoundView, Space
 from specctl.core.masks import chain_mask
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
-from specctl.drafters.losses.align import Aim, aim, shifted
+from specctl.drafters.losses.align import AlignedRows, aim, shifted
 from specctl.drafters.losses.anchors import behind, random_anchors
 from specctl.drafters.nets.block_net import Block, BlockNet
 from specctl.drafters.nets.parallel_heads import ParallelHeads, first_ranks
 from specctl.drafters.nets.prefix import PrefixState
 from specctl.drafters.nets.taps import taps_of
-from specctl.drafters.states.last_state import Features
+from specctl.drafters.states.last_state import DraftFeatures
 
 
 class BlockDrafter(ParallelHeads):
@@ -85,7 +85,7 @@ class BlockDrafter(ParallelHeads):
     def prefix(self) -> BlockNet:
         return self.net
 
-    def features(self, space: Space) -> Features:
+    def features(self, space: Space) -> DraftFeatures:
         return BlockState(self, space, next(self.module.parameters()))
 
     def ready(self, depth: int, carry_XC: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class BlockDrafter(ParallelHeads):
     def anchors(self, batch: TrainBatch) -> Tensor:
         return random_anchors(batch, self.options.anchors)
 
-    def aimed(self, index: int, batch: TrainBatch, anchor_BA: Tensor | None) -> Aim:
+    def aimed(self, index: int, batch: TrainBatch, anchor_BA: Tensor | None) -> AlignedRows:
         rows, slot = aim(batch, 2 + index), index + self.first_slot
         if slot < 0 or anchor_BA is None:
             return rows

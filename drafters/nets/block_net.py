@@ -18,7 +18,7 @@ from specctl.core.batch import TrainBatch
 from specctl.core.kv_cache import SlotKV
 from specctl.core.masks import document_mask
 from specctl.core.spec import ModelSpec
-from specctl.drafters.nets.blocks import Attending, DecoderLayer, WideAttention, attend, rotary
+from specctl.drafters.nets.blocks import Attending, DecoderLayer, Eagle3Attention, attend, rotary
 from specctl.drafters.nets.prefix import PrefixNet
 
 
@@ -61,7 +61,7 @@ class BlockNet(PrefixNet):
         self.is_injected = is_injected
         if qk_norm:
             for layer in self.layers:
-                layer.self_attn = WideAttention(self.shape, spec.hidden_size, qk_norm=True)
+                layer.self_attn = Eagle3Attention(self.shape, spec.hidden_size, qk_norm=True)
 
     def take(self, x_BTD: Tensor, position_BT: Tensor, mask: Tensor, kv: SlotKV) -> Tensor:
         """Write features into the aimed cache; [B, T, D]: what the layers make of them."""

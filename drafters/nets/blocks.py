@@ -1,6 +1,6 @@
 """Decoder-layer pieces for feature-level drafters, with the parameter names of the public formats.
 
-`WideLayer` is the EAGLE-3 layer: its attention reads cat(norm(embedding), norm(state)), twice as
+`Eagle3Layer` is the EAGLE-3 layer: its attention reads cat(norm(embedding), norm(state)), twice as
 wide as the model, and the un-normed state is the residual stream (a switch makes it the normed).
 Rotary positions follow the half-rotation convention of transformers' Llama.
 Letters: B rows, T tokens, L key positions, S sequence, H heads, G query heads per key/value head,
@@ -139,7 +139,7 @@ def attend_chains(
     return out.reshape(B, H, S, E).transpose(1, 2).reshape(B, S, H * E)
 
 
-class WideAttention(nn.Module):
+class Eagle3Attention(nn.Module):
     """Projections of an attention whose input is `input_width` wide."""
 
     def __init__(self, shape: LayerShape, input_width: int, qk_norm: bool) -> None:
@@ -166,7 +166,7 @@ class WideAttention(nn.Module):
         return x_BTI.view(B, T, -1, self.shape.head_dim).transpose(1, 2)
 
 
-class WideLayer(nn.Module):
+class Eagle3Layer(nn.Module):
     """The EAGLE-3 decoder layer; the caller owns keys and values and does the attention. The state
     is the residual stream as it comes, or with `norm_before_residual` behind its norm."""
 
@@ -178,7 +178,7 @@ class WideLayer(nn.Module):
         width = shape.hidden_size
         self.input_layernorm = RmsNorm(width, shape.norm_eps)
         self.hidden_norm = RmsNorm(width, shape.norm_eps)
-        self.self_attn = WideAttention(shape, 2 * width, qk_norm)
+        self.self_attn = Eagle3Attention(shape, 2 * width, qk_norm)
         self.post_attention_layernorm = RmsNorm(width, shape.norm_eps)
         self.mlp = Mlp(width, shape.intermediate_size)
 
@@ -212,7 +212,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         width, eps = shape.hidden_size, shape.norm_eps
         self.input_layernorm = RmsNorm(width, eps) if input_norm else nn.Identity()
-        self.self_attn = WideAttention(shape, width, qk_norm=False)
+        self.self_attn = Eagle3Attention(shape, width, qk_norm=False)
         self.post_attention_layernorm = RmsNorm(width, eps)
         self.mlp = Mlp(width, shape.intermediate_size)
         nn.init.zeros_(self.self_attn.o_proj.weight)
@@ -252,7 +252,7 @@ class FeatureNet(nn.Module):
         if fc_norm:
             self.fc_norm = nn.ModuleList(RmsNorm(width, shape.norm_eps) for _ in taps)
         self.fc = nn.Linear(len(taps) * width, width, bias=False)
-        self.layers = nn.ModuleList([WideLayer(shape, qk_norm, norm_before_residual)])
+        self.layers = nn.ModuleList([Eagle3Layer(shape, qk_norm, norm_before_residual)])
         self.norm = RmsNorm(width, shape.norm_eps)
         self.lm_head = nn.Linear(width, rows, bias=False)
         self.router: Router | None = None
@@ -270,8 +270,8 @@ class FeatureNet(nn.Module):
         self.fc.weight[:, -width:] += torch.eye(width)
 
     @property
-    def layer(self) -> WideLayer:
-        return cast(WideLayer, self.layers[0])
+    def layer(self) -> Eagle3Layer:
+        return cast(Eagle3Layer, self.layers[0])
 
     def gathered(self, taps: Mapping[int, Tensor]) -> Tensor:
         """[..., taps * D]: what `fc` reads of the target's features; g is its output."""

@@ -21,7 +21,7 @@ from specctl.core.batch import TrainBatch
 from specctl.core.drafter import DraftState, Space
 from specctl.core.kv_cache import SlotKV
 from specctl.core.masks import document_mask
-from specctl.drafters.losses.align import Aim, aim
+from specctl.drafters.losses.align import AlignedRows, aim
 from specctl.drafters.losses.anchors import behind, random_anchors
 from specctl.drafters.nets.blocks import (
     DecoderLayer,
@@ -144,7 +144,7 @@ class CrossDrafter(HeadDrafter):
     def anchors(self, batch: TrainBatch) -> Tensor:
         return random_anchors(batch, self.options.anchors)
 
-    def aimed(self, index: int, batch: TrainBatch, anchor_BA: Tensor | None) -> Aim:
+    def aimed(self, index: int, batch: TrainBatch, anchor_BA: Tensor | None) -> AlignedRows:
         rows = aim(batch, 2 + index)
         return rows if anchor_BA is None else behind(rows, batch, anchor_BA)
 

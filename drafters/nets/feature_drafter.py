@@ -23,7 +23,7 @@ from specctl.core.drafter import Borrowed, Drafter, Needs, Space
 from specctl.core.masks import document_mask
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
-from specctl.drafters.losses.align import Aim, aim, shifted
+from specctl.drafters.losses.align import AlignedRows, aim, shifted
 from specctl.drafters.losses.head_losses import (
     LinearHead,
     feature_loss,
@@ -32,7 +32,7 @@ from specctl.drafters.losses.head_losses import (
     judge_of,
     weighted_sum,
 )
-from specctl.drafters.losses.teacher import Judge
+from specctl.drafters.losses.teacher import TeacherLogits
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.heads import check_count, cut_rows, head_rows
 from specctl.drafters.nets.options import DepthOptions
@@ -88,7 +88,9 @@ class FeatureDrafter(Drafter):
     def make_net(self, shape: LayerShape) -> TrunkNet:
         return TrunkNet(shape)
 
-    def term(self, out: LossOut, ready_RD: Tensor, rows: Aim, judge: Judge | None) -> LossOut:
+    def term(
+        self, out: LossOut, ready_RD: Tensor, rows: AlignedRows, judge: TeacherLogits | None
+    ) -> LossOut:
         """The loss of a step with what the family adds to it."""
         del ready_RD, rows, judge
         return out

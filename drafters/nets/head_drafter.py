@@ -24,10 +24,10 @@ from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Borrowed, Drafter, DraftState, Needs, Space
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
-from specctl.drafters.losses.align import Aim, aim, shifted
+from specctl.drafters.losses.align import AlignedRows, aim, shifted
 from specctl.drafters.losses.head_losses import (
-    Judge,
     LinearHead,
+    TeacherLogits,
     feature_loss,
     head_loss,
     joined,
@@ -37,18 +37,18 @@ from specctl.drafters.losses.head_losses import (
 from specctl.drafters.nets.heads import cut_rows, head_rows
 from specctl.drafters.nets.prefix import PrefixNet, PrefixState
 from specctl.drafters.states.head_state import GroundedState
-from specctl.drafters.states.last_state import Features, LastState
+from specctl.drafters.states.last_state import DraftFeatures, LastState
 
 
 @dataclass(frozen=True, slots=True)
-class Learned:
+class HeadLearned:
     """What a head has just learned from: the states its LM head read, which rows of them, the LM
     head, and the target's laws (None: it learned from the text)."""
 
     ready_RE: Tensor
-    rows: Aim
+    rows: AlignedRows
     head: LinearHead
-    judge: Judge | None
+    judge: TeacherLogits | None
 
 
 class HeadDrafter(Drafter):
@@ -101,7 +101,7 @@ class HeadDrafter(Drafter):
         """Layers of its own between the target's states and the heads, if it has any."""
         return None
 
-    def beside(self, out: LossOut, learned: Learned, batch: TrainBatch) -> LossOut:
+    def beside(self, out: LossOut, learned: HeadLearned, batch: TrainBatch) -> LossOut:
         """A head's loss with whatever else is learned from its rows."""
         if self.feature_weight == 0:
             return out
@@ -123,7 +123,7 @@ class HeadDrafter(Drafter):
         del batch
         return None
 
-    def aimed(self, index: int, batch: TrainBatch, anchor_BA: Tensor | None) -> Aim:
+    def aimed(self, index: int, batch: TrainBatch, anchor_BA: Tensor | None) -> AlignedRows:
         """What head `index` learns from."""
         del anchor_BA
         return aim(batch, 2 + index)
@@ -146,7 +146,7 @@ class HeadDrafter(Drafter):
         """[..., I]: what is read of the target; its last state."""
         return taps[self.spec.num_layers].to(self.dtype)
 
-    def features(self, space: Space) -> Features:
+    def features(self, space: Space) -> DraftFeatures:
         """The same while serving."""
         like, prefix = next(self.module.parameters()), self.prefix()
         if prefix is None:
@@ -226,7 +226,7 @@ class HeadDrafter(Drafter):
             head = LinearHead(weights[min(i, len(weights) - 1)])
             ready_RE = ready_BSE.flatten(0, 1)
             out = head_loss(ready_RE, head, rows, self.vocab, how, judge)
-            out = self.beside(out, Learned(ready_RE, rows, head, judge), batch)
+            out = self.beside(out, HeadLearned(ready_RE, rows, head, judge), batch)
             parts.append((options.decay**i, out))
         total = weighted_sum(parts)
         return total if len(parts) == options.num_heads else replace(total, metrics={})

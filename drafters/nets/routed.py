@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from specctl.core.batch import LossOut
 from specctl.core.errors import IntegrityError, RecipeError
 from specctl.core.vocab import VocabMap
-from specctl.drafters.losses.align import Aim
-from specctl.drafters.losses.teacher import Judge
+from specctl.drafters.losses.align import AlignedRows
+from specctl.drafters.losses.teacher import TeacherLogits
 from specctl.models.kernels import Weight, can_pack, linear, pack
 
 PREFIX = "router."
@@ -164,9 +164,9 @@ def with_router(
     out: LossOut,
     router: Router | None,
     state_RD: Tensor,
-    aim: Aim,
+    aim: AlignedRows,
     vocab: VocabMap | None,
-    judge: Judge | None,
+    judge: TeacherLogits | None,
 ) -> LossOut:
     """`out` and the router's cross-entropy against the target's mass of each group (the label's
     group without a teacher). Metric `routed`: that mass inside the picked groups."""

@@ -1,6 +1,6 @@
-"""Spoken: a draft model as a model of its own over the target's ids, so that the engine can let it
-write text. What it cannot say has no chance. Letters: B rows, T fed tokens, K draft vocabulary, V
-target vocabulary.
+"""VocabRestrictedLM: a draft model as a model of its own over the target's ids, so that the engine
+can let it write text. What it cannot say has no chance. Letters: B rows, T fed tokens, K draft
+vocabulary, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from specctl.core.language_model import Feed, LanguageModel, LmOut
 from specctl.core.vocab import VocabMap
 
 
-class Spoken(LanguageModel):
+class VocabRestrictedLM(LanguageModel):
     """`readable` takes target ids into the draft's embedding, `spoken` cuts its logits to the
     draft vocabulary; both are the drafter's own."""
 

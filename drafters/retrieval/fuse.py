@@ -22,14 +22,16 @@ from specctl.drafters.retrieval.trie import Trie, pack
 
 
 @dataclass(frozen=True, slots=True)
-class Fused:
+class FusedTree:
     """The fused tree; bit s of `source_BN` says that source s proposed the node."""
 
     tree: DraftTree
     source_BN: Tensor
 
 
-def fuse(trees: Sequence[DraftTree], budget: Budget, trust: Sequence[float] | None = None) -> Fused:
+def fuse(
+    trees: Sequence[DraftTree], budget: Budget, trust: Sequence[float] | None = None
+) -> FusedTree:
     """One tree of the best nodes of all. `trust[s]` scales the estimates of source s (1 by
     default). The first tree may come from a StepState: the result says which of its nodes were
     expanded (`expanded_BN`); those of the other sources never were."""
@@ -55,7 +57,7 @@ def fuse(trees: Sequence[DraftTree], budget: Budget, trust: Sequence[float] | No
     size = tree.num_nodes
     if size:
         tree = replace(tree, expanded_BN=_padded(expanded, size, -1, device))
-    return Fused(tree, _padded(tags, size, 0, device))
+    return FusedTree(tree, _padded(tags, size, 0, device))
 
 
 @dataclass(frozen=True, slots=True)

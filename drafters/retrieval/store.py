@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.errors import IntegrityError, RecipeError
-from specctl.drafters.retrieval.store_registry import Guarded, Room, Scope
+from specctl.drafters.retrieval.store_registry import Guarded, Scope, StoreRegistry
 
 Ids = tuple[int, ...]
 
@@ -181,7 +181,7 @@ def _runs(ids: np.ndarray, end: np.ndarray) -> list[Ids]:
     return [tuple(flat[a:b]) for a, b in itertools.pairwise(ends)]
 
 
-class StoreRoom(Room[NgramStore]):
+class StoreRoom(StoreRegistry[NgramStore]):
     """A room of n-gram stores."""
 
     def __init__(

@@ -1,6 +1,6 @@
 """Rooms: whose text may help whom, for any kind of store.
 
-A `Room` belongs to a Drafter; its `Scope` says who shares a store:
+A `StoreRegistry` belongs to a Drafter; its `Scope` says who shares a store:
 
     request       a row learns from itself alone; forgotten when the row ends (the default)
     conversation  rows of one `Request.conversation` share; a row without one is alone
@@ -57,7 +57,7 @@ class Store(Protocol):
 S = TypeVar("S", bound=Store)
 
 
-class Room(Guarded, Generic[S]):
+class StoreRegistry(Guarded, Generic[S]):
     """The stores of one Drafter, for all engines that it serves; `new` makes an empty one."""
 
     def __init__(self, scope: Scope, new: Callable[[], S], disk: S | None = None) -> None:
@@ -101,7 +101,7 @@ class Room(Guarded, Generic[S]):
 class RowStores(Generic[S]):
     """Which store each slot reads and writes. One writer: the DraftState that owns it."""
 
-    def __init__(self, room: Room[S], identity: Identity | None, num_slots: int) -> None:
+    def __init__(self, room: StoreRegistry[S], identity: Identity | None, num_slots: int) -> None:
         self.room, self.identity = room, identity
         self._conversation: list[str | None] = [None] * num_slots
         self._store: list[S | None] = [None] * num_slots

@@ -1,4 +1,4 @@
-"""WideState: how an EAGLE-3 drafter serves, with its weights fused.
+"""Eagle3State: how an EAGLE-3 drafter serves, with its weights fused.
 
 Letters: B rows, S slots, T tokens, M nodes, L key positions, D width, H query heads, K key/value
 heads or draft vocabulary, E head width.
@@ -22,7 +22,7 @@ from specctl.models.kernels import Weight, can_pack, linear, pack, rms_norm
 
 
 @dataclass(frozen=True, slots=True)
-class Fused:
+class FusedWeights:
     """Inference copies: projections joined, the two input norms folded into the first one."""
 
     fc: Weight
@@ -33,7 +33,7 @@ class Fused:
     head: Weight | RoutedHead
 
     @classmethod
-    def of(cls, net: FeatureNet) -> Fused:
+    def of(cls, net: FeatureNet) -> FusedWeights:
         layer, attention = net.layer, net.layer.self_attn
 
         def lay(weight: Tensor) -> Weight:
@@ -53,7 +53,7 @@ class Fused:
         )
 
 
-class WideState(FeatureState):
+class Eagle3State(FeatureState):
     """Memory of one engine. `embed` maps target ids to embeddings in the drafter's dtype."""
 
     def __init__(self, net: FeatureNet, embed: Callable[[Tensor], Tensor], space: Space) -> None:
@@ -64,7 +64,7 @@ class WideState(FeatureState):
         return sum(parameter._version for parameter in self.net.parameters())
 
     def lay(self) -> None:
-        self._fused = Fused.of(self.net)
+        self._fused = FusedWeights.of(self.net)
 
     def features(self, taps: Mapping[int, Tensor]) -> Tensor:
         return linear(self.net.gathered(taps), self._fused.fc)

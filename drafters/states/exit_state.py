@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.core.drafter import Outcome, RoundView, Space, StepState
-from specctl.drafters.states.tree_layout import Growth, aim_cache, expansions
-from specctl.models.fast_llama import LeanLM
+from specctl.drafters.states.tree_layout import TreeLayout, aim_cache, expansions
+from specctl.models.fast_llama import FastLlama
 
 CHUNK = 512  # entries fed at once while a single row catches up
 LONG = 32  # a row that has missed more entries than this catches up alone
@@ -31,7 +31,7 @@ class ExitModel(Protocol):
     """What the state needs of its drafter: parts of the depth, and when to leave."""
 
     @property
-    def lm(self) -> LeanLM: ...
+    def lm(self) -> FastLlama: ...
 
     @property
     def parts(self) -> tuple[range, ...]: ...
@@ -59,7 +59,7 @@ class ExitState(StepState):
         ]
         self.filled = [[0] * space.num_slots for _ in self.parts]
         self.num_known = [0] * space.num_slots
-        self._growth: Growth | None = None
+        self._growth: TreeLayout | None = None
         self._known: list[int] = []
 
     @torch.no_grad()
@@ -86,7 +86,7 @@ class ExitState(StepState):
         self._read(view.slot_B, ids_BW, entry_BW)
         for slot, count in zip(view.slots, known, strict=True):
             self.num_known[slot] = count
-        self._growth = Growth(view, self.kv, known, view.kept_len_B + 1)
+        self._growth = TreeLayout(view, self.kv, known, view.kept_len_B + 1)
         return self._speak(view.kept_len_B[:, None])[:, 0]
 
     @torch.no_grad()
@@ -119,7 +119,7 @@ class ExitState(StepState):
 
     # -- entries --------------------------------------------------------------------------------
 
-    def _grown(self) -> Growth:
+    def _grown(self) -> TreeLayout:
         assert self._growth is not None, "root() begins a round"
         return self._growth
 

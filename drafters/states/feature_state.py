@@ -20,7 +20,7 @@ from torch import Tensor
 from specctl.core.drafter import Outcome, RoundView, Space, StepState
 from specctl.core.kv_cache import SlotKV
 from specctl.drafters.nets.blocks import LayerShape
-from specctl.drafters.states.tree_layout import Growth, Place, aim_cache
+from specctl.drafters.states.tree_layout import Place, TreeLayout, aim_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class FeatureState(StepState):
         self.num_rows = [0] * space.num_slots
         self._num_ahead = [0] * space.num_slots
         self._turn_P2E = self._turns()
-        self._growth: Growth | None = None
+        self._growth: TreeLayout | None = None
         self._states: list[Tensor] = []
         self.lay()
         self._version = self.weights_version()
@@ -154,7 +154,7 @@ class FeatureState(StepState):
         counts, kept = self._lengths(view)
         kept_B = view.kept_len_B.clamp(min=1)
         fed = self._aim_pending(view, counts, kept, kept_B)
-        self._growth = Growth(view, self.kv, kept, kept_B)
+        self._growth = TreeLayout(view, self.kv, kept, kept_B)
         self._states = []
         return self.newest(fed, kept_B)[:, 0]
 

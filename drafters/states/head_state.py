@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.drafter import Outcome, RoundView, StepState
-from specctl.drafters.states.last_state import Features
+from specctl.drafters.states.last_state import DraftFeatures
 from specctl.models.kernels import Weight, can_pack, linear, pack
 
 
@@ -36,7 +36,7 @@ class Heads(Protocol):
 class HeadState(StepState):
     """Features of the rows, and LM heads laid out for serving whenever a weight has changed."""
 
-    def __init__(self, drafter: Heads, features: Features) -> None:
+    def __init__(self, drafter: Heads, features: DraftFeatures) -> None:
         self.drafter, self.features = drafter, features
         self._version, self._laid = drafter.version(), self._lay()
 
@@ -56,7 +56,7 @@ class HeadState(StepState):
 class GroundedState(HeadState):
     """Heads that read the tokens drafted before them: each node's carry comes of its parent's."""
 
-    def __init__(self, drafter: Heads, features: Features) -> None:
+    def __init__(self, drafter: Heads, features: DraftFeatures) -> None:
         super().__init__(drafter, features)
         self._carries: list[Tensor] = []
         self._depths: list[Tensor] = []

@@ -14,7 +14,7 @@ from torch import Tensor
 from specctl.core.drafter import Outcome, RoundView
 
 
-class Features(Protocol):
+class DraftFeatures(Protocol):
     """What heads draft from: one state per row, made of what the target has read. `is_known[slot]`
     is False while it has read nothing."""
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from specctl.core.drafter import Outcome, RoundView, Space, StepState
 from specctl.core.language_model import LanguageModel, Masks
 from specctl.drafters.nets.routed import RoutedHead, Router
-from specctl.drafters.states.tree_layout import Growth, aim_cache, expansions
-from specctl.models.fast_llama import LeanLlama
+from specctl.drafters.states.tree_layout import TreeLayout, aim_cache, expansions
+from specctl.models.fast_llama import LlamaModel
 
 PREFILL_CHUNK = 512
 MOST_AT_ROOT = 32  # tokens behind that a root reads with itself
@@ -54,7 +54,7 @@ class LmState(StepState):
         self.kv = self.lm.new_kv(space.num_slots, space.max_len + space.max_nodes + 2)
         self.num_cached = [0] * space.num_slots
         self._num_ahead = [0] * space.num_slots
-        self._growth: Growth | None = None
+        self._growth: TreeLayout | None = None
         self._kept: list[int] = []
         self._routed: RoutedHead | None = None
         self._newest_BTD = torch.empty(0)
@@ -88,7 +88,7 @@ class LmState(StepState):
     def _refresh(self) -> None:
         """Lay out a routed head again when its weights have changed."""
         router, module = self.drafter.router, self.drafter.module
-        if router is None or not isinstance(module, LeanLlama):
+        if router is None or not isinstance(module, LlamaModel):
             return
         version = module.head_weight._version + router.weight._version
         if version != self._version:
@@ -140,7 +140,7 @@ class LmState(StepState):
         aim_cache(self.kv, view, start_B, W, span, uniform)
         read_BWX: Tensor = self._feed(ids_BW, start_B, span)
         self._kept = [start + count for start, count in zip(starts, counts, strict=True)]
-        self._growth = Growth(view, self.kv, self._kept, view.kept_len_B + 1)
+        self._growth = TreeLayout(view, self.kv, self._kept, view.kept_len_B + 1)
         if min(counts) == max(counts):
             last = slice(W - G - 1, W)
             self._newest_BTD = self._newest_BTD[:, last]

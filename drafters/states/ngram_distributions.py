@@ -39,7 +39,7 @@ def learning_scope(name: str) -> Scope:
     return Scope(name)
 
 
-class LawDrafter(Drafter):
+class NgramDrafter(Drafter):
     """A drafter without weights whose memory is what the target thought. Its options have `scope`
     and `max_mib`; `num_kept` tokens of each law are kept."""
 

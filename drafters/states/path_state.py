@@ -22,7 +22,7 @@ from torch import Tensor
 from specctl.core.drafter import Outcome, RoundView, Space, StepState
 from specctl.core.kv_cache import SlotKV
 from specctl.drafters.nets.blocks import LayerShape
-from specctl.drafters.states.tree_layout import Growth, Place
+from specctl.drafters.states.tree_layout import Place, TreeLayout
 from specctl.models.kernels import Weight, can_pack, linear, pack
 
 REACH = 3  # newest tokens of a path that a drafter may look at
@@ -84,7 +84,7 @@ class PathState(StepState):
         )
         self.num_rows = [0] * space.num_slots
         self._version, self._head = drafter.version(), self._lay()
-        self._growth: Growth | None = None
+        self._growth: TreeLayout | None = None
         self._ready_BMD = torch.empty(0)
         self._paths: list[Tensor] = []
         width = drafter.num_features
@@ -137,7 +137,7 @@ class PathState(StepState):
     @torch.no_grad()
     def root(self, view: RoundView) -> Tensor:
         kept = [self.num_rows[slot] for slot in view.slots]
-        self._growth = Growth(view, self.kv, kept, view.kept_len_B)
+        self._growth = TreeLayout(view, self.kv, kept, view.kept_len_B)
         before = [(*(text[:1] * REACH), *text)[-REACH:] for text in map(tuple, view.tokens)]
         self._paths = [torch.tensor(before, device=view.slot_B.device)[:, None]]
         return self._nodes(self._paths[0], torch.full_like(view.root_B[:, None], -1))[:, 0]

@@ -24,7 +24,7 @@ from specctl.drafters.states.tree_layout import Place
 from specctl.models.kernels import Weight, can_pack, linear, pack
 
 
-class Served(Protocol):
+class StrideServing(Protocol):
     """What the state needs of its drafter."""
 
     @property
@@ -44,7 +44,7 @@ class StrideState(FeatureState):
     """Memory of one engine: per slot the recurrence behind the newest true row and the last
     `stride` rows; of the nodes of a round the same, what their block says, and their depth."""
 
-    def __init__(self, drafter: Served, space: Space) -> None:
+    def __init__(self, drafter: StrideServing, space: Space) -> None:
         self.drafter, self.net = drafter, drafter.net
         net, like = self.net, self.net.fc.weight
         width = net.shape.hidden_size

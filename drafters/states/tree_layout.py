@@ -1,4 +1,4 @@
-"""Growth: where the nodes of one round stand in a drafter's own cache, and what they may see.
+"""TreeLayout: where the nodes of one round stand in a drafter's own cache, and what they may see.
 
 Node i (in order of expansion) is written at kept + i, after the rows that are true for good; its
 position is kept + depth - 1. A chain is recognised and needs no ancestor table, and with one common
@@ -28,7 +28,7 @@ class Place:
     is_next: bool  # one node per row, child of the node before it
 
 
-class Growth:
+class TreeLayout:
     """Bookkeeping of one round. One writer: the StepState that owns it."""
 
     def __init__(self, view: RoundView, kv: SlotKV, kept: Sequence[int], kept_B: Tensor) -> None:

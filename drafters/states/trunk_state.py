@@ -23,7 +23,7 @@ from specctl.drafters.states.tree_layout import Place
 from specctl.models.kernels import Weight, can_pack, pack
 
 
-class Served(Protocol):
+class TrunkServing(Protocol):
     """What the state needs of its drafter (see `feature_drafter`)."""
 
     @property
@@ -46,7 +46,7 @@ class TrunkState(FeatureState):
     """Memory of one engine. Of the nodes of a round it keeps, by call: what was mixed, what the
     layers made of it, what was handed to parallel heads, and how deep they stand."""
 
-    def __init__(self, drafter: Served, space: Space) -> None:
+    def __init__(self, drafter: TrunkServing, space: Space) -> None:
         self.drafter, self.net = drafter, drafter.net
         self._mixed: list[Tensor] = []
         self._outs: list[Tensor] = []

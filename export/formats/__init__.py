@@ -25,7 +25,7 @@ FOLDER, TARGET = "THIS_FOLDER", "TARGET_FOLDER"  # stand for paths in the comman
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ExportSource:
     """What is exported: the verified package folder, its manifest, and the loaded drafter beside a
     target. The manifest names that target, which --allow may have let differ from the package's."""
 
@@ -36,7 +36,7 @@ class Source:
     allow: tuple[str, ...] = ()
 
 
-def _no_notes(source: Source) -> tuple[str, ...]:
+def _no_notes(source: ExportSource) -> tuple[str, ...]:
     del source
     return ()
 
@@ -51,10 +51,10 @@ class Format:
     name: str
     summary: str
     families: tuple[str, ...] | None
-    write: Callable[[Source, Path], None]
-    check: Callable[[Source, Path], None]
-    serve: Callable[[Source, str], tuple[str, ...]]
-    notes: Callable[[Source], tuple[str, ...]] = _no_notes
+    write: Callable[[ExportSource, Path], None]
+    check: Callable[[ExportSource, Path], None]
+    serve: Callable[[ExportSource, str], tuple[str, ...]]
+    notes: Callable[[ExportSource], tuple[str, ...]] = _no_notes
 
     def holds(self, family: str) -> bool:
         return self.families is None or family in self.families
@@ -106,7 +106,7 @@ def export(
     manifest = read_manifest(folder)
     form = find_format(to, manifest.family)
     drafter = read_package(folder, target, allow).to(target.device)  # in its own dtype
-    source = Source(folder, _beside(manifest, target), drafter, target, tuple(allow))
+    source = ExportSource(folder, _beside(manifest, target), drafter, target, tuple(allow))
     with new_folder(out, is_package) as temp:
         form.write(source, temp)
         written = [path.name for path in temp.iterdir()]
@@ -131,7 +131,7 @@ def _beside(manifest: Manifest, target: Target) -> Manifest:
     return manifest.model_copy(update={"target": record})
 
 
-def _other_target(manifest: Manifest, source: Source) -> list[str]:
+def _other_target(manifest: Manifest, source: ExportSource) -> list[str]:
     if source.manifest is manifest:
         return []
     from specctl.export.package.card import shown_target

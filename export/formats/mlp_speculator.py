@@ -15,7 +15,7 @@ import torch
 
 from specctl.core.errors import IncompatibleError
 from specctl.drafters.mlp_speculator import MlpSpeculator
-from specctl.export.formats import Format, Source
+from specctl.export.formats import ExportSource, Format
 from specctl.export.layouts import tgi
 from specctl.export.layouts.engines import dtype_fields, dump_json, vllm_command
 from specctl.export.layouts.whole_head import whole_head, without_cut
@@ -27,12 +27,12 @@ from specctl.export.readers.trial import Trial, compare, drafted_logits, twin
 PREFIX = "speculator."
 
 
-def _drafter(source: Source) -> MlpSpeculator:
+def _drafter(source: ExportSource) -> MlpSpeculator:
     assert isinstance(source.drafter, MlpSpeculator)
     return source.drafter
 
 
-def write(source: Source, folder: Path) -> None:
+def write(source: ExportSource, folder: Path) -> None:
     drafter, options = _drafter(source), _drafter(source).options
     if not options.read_tokens:
         raise IncompatibleError(
@@ -68,7 +68,7 @@ def write(source: Source, folder: Path) -> None:
     dump_json(config, folder / "config.json")
 
 
-def check(source: Source, folder: Path) -> None:
+def check(source: ExportSource, folder: Path) -> None:
     """Every step by the rules of each engine that can serve the folder, on random states."""
     check_files(folder)
     drafter = twin(source, _drafter(source))
@@ -84,14 +84,14 @@ def check(source: Source, folder: Path) -> None:
         compare(reader.name, theirs_NV, ours_NV)
 
 
-def serve(source: Source, folder: str) -> tuple[str, ...]:
+def serve(source: ExportSource, folder: str) -> tuple[str, ...]:
     """TGI derives w_s from `--speculate`: it must be the number of heads."""
     options = _drafter(source).options
     vllm = vllm_command("mlp_speculator", options.num_heads, folder)
     return (vllm,) if options.scale_input else (tgi.command(folder, options.num_heads), vllm)
 
 
-def notes(source: Source) -> tuple[str, ...]:
+def notes(source: ExportSource) -> tuple[str, ...]:
     found = ["vLLM serves MLP speculators up to 0.9; its engine of later versions does not."]
     if _drafter(source).options.scale_input:
         found.append(

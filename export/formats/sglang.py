@@ -11,7 +11,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from specctl.export.formats import Format, Source
+from specctl.export.formats import ExportSource, Format
 from specctl.export.layouts.engines import check_vocab, dump_json, refuse_scaled_embedding
 from specctl.export.layouts.sglang import blocks, eagle, eagle3
 from specctl.export.layouts.sglang.layout import Flat
@@ -29,7 +29,7 @@ LAYOUTS: dict[str, Flat] = {
 }
 
 
-def write(source: Source, folder: Path) -> None:
+def write(source: ExportSource, folder: Path) -> None:
     refuse_scaled_embedding(source, "SGLang")
     written = LAYOUTS[source.manifest.family].write(source)
     refuse_not_finite(written.tensors)
@@ -37,7 +37,7 @@ def write(source: Source, folder: Path) -> None:
     dump_json(written.config, folder / "config.json")
 
 
-def check(source: Source, folder: Path) -> None:
+def check(source: ExportSource, folder: Path) -> None:
     """What lies there is whole, drafts what the drafter drafts, and has sound vocabulary tables."""
     check_files(folder)
     layout, tensors = LAYOUTS[source.manifest.family], load_file(folder / WEIGHTS)
@@ -47,12 +47,12 @@ def check(source: Source, folder: Path) -> None:
     compare_tensors(layout.write(source).tensors, tensors)
 
 
-def serve(source: Source, folder: str) -> tuple[str, ...]:
+def serve(source: ExportSource, folder: str) -> tuple[str, ...]:
     layout = LAYOUTS[source.manifest.family]
     return layout.serve(source, folder, layout.algorithm)
 
 
-def notes(source: Source) -> tuple[str, ...]:
+def notes(source: ExportSource) -> tuple[str, ...]:
     return LAYOUTS[source.manifest.family].notes(source)
 
 

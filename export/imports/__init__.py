@@ -19,7 +19,7 @@ from specctl.core.plugins import plugins
 
 if TYPE_CHECKING:
     from specctl.core.drafter import Drafter
-    from specctl.export.formats import Source
+    from specctl.export.formats import ExportSource
     from specctl.export.imports.published import Published
     from specctl.export.package.manifest import Manifest
     from specctl.runtime.target.target import Target
@@ -32,7 +32,7 @@ class Imported:
 
     drafter: Drafter
     engine: str
-    prove: Callable[[Source], None]
+    prove: Callable[[ExportSource], None]
     length: int
     notes: tuple[str, ...] = ()
 
@@ -87,7 +87,7 @@ def import_published(
 ) -> Report:
     """Write the published drafter at `path` as a package for `target` at `out`."""
     from specctl.drafters import families
-    from specctl.export.formats import Source
+    from specctl.export.formats import ExportSource
     from specctl.export.imports.published import read_published
     from specctl.export.package.files import reading
     from specctl.export.package.folder import describe, package_tensors, save_package
@@ -106,7 +106,7 @@ def import_published(
         }
         described = describe(drafter, target, package_tensors(drafter))
         draft = Manifest.seal({**described, **about, "files": {}, "command": []})
-        found.prove(Source(published.folder, draft, drafter, target))
+        found.prove(ExportSource(published.folder, draft, drafter, target))
     manifest = save_package(drafter, target, Path(out), command=command, **about)
     return Report(importer.name, found.engine, manifest, found.notes + _eos_note(drafter, target))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 
-from specctl.export.formats import Source
+from specctl.export.formats import ExportSource
 from specctl.export.imports import Imported, Importer
 from specctl.export.imports.eagle3 import FED_BACK, default_layers, drafter_of
 from specctl.export.imports.heads import ELSEWHERE, REPAIR, refused
@@ -52,7 +52,7 @@ def read(published: Published, target: Target) -> Imported:
     only_vllm = drafter.options.norm_before_residual or (LAYERS in body and not _nested(body))
     engine = vllm_eagle3.ENGINE if only_vllm else sglang_eagle.ENGINE
 
-    def prove(source: Source) -> None:
+    def prove(source: ExportSource) -> None:
         trial, embedding_VD = Trial.of(source, FED_BACK), embedding_of(source)
         with published.staged(architectures=[NAME], model_type="llama") as folder:
             theirs = (

@@ -18,7 +18,7 @@ from specctl.core.errors import IncompatibleError
 from specctl.drafters.dflash import InjectedBlocks
 from specctl.drafters.dspark import DSpark
 from specctl.drafters.nets.heads import head_rows
-from specctl.export.formats import Source
+from specctl.export.formats import ExportSource
 from specctl.export.layouts.engines import gate, head_factor
 from specctl.export.layouts.speculators.eagle3 import embedding_rows, scaled_rows, written_tensors
 from specctl.export.layouts.speculators.p_eagle import mask_token
@@ -36,7 +36,7 @@ PUBLISHED = {  # our prefix -> theirs; the mask has no place of its own
 }
 
 
-def blocks_of(source: Source) -> InjectedBlocks:
+def blocks_of(source: ExportSource) -> InjectedBlocks:
     """The drafter, refused where an engine has no room for a part of it."""
     drafter = cast(InjectedBlocks, source.drafter)
     if isinstance(drafter, DSpark) and drafter.options.rank == 0:
@@ -49,7 +49,7 @@ def blocks_of(source: Source) -> InjectedBlocks:
     return drafter
 
 
-def block_tensors(source: Source) -> dict[str, Tensor]:
+def block_tensors(source: ExportSource) -> dict[str, Tensor]:
     """Every parameter but the mask under its published name, and the target's LM-head rows where
     an engine could not share them as they are: of a trimmed vocabulary, or multiplied (Granite)."""
     drafter = blocks_of(source)
@@ -73,13 +73,13 @@ def _published(name: str) -> str:
     return name
 
 
-def mask_row(source: Source) -> int:
+def mask_row(source: ExportSource) -> int:
     """The token id of every mask: the one it was trained with, or one that texts do not contain."""
     given: int | None = blocks_of(source).options.mask_id
     return mask_token(source) if given is None else given
 
 
-def embedding_tensors(source: Source) -> dict[str, Tensor]:
+def embedding_tensors(source: ExportSource) -> dict[str, Tensor]:
     """The drafter's own embedding, where the target's bare rows are not what it reads: the mask in
     the row of its token, all others scaled as the target scales them (Gemma)."""
     mask_D = blocks_of(source).module.mask
@@ -90,7 +90,7 @@ def embedding_tensors(source: Source) -> dict[str, Tensor]:
     return {"embed_tokens.weight": rows_VD}
 
 
-def check_confidence(source: Source, theirs_N: Tensor | None, trial: Trial) -> None:
+def check_confidence(source: ExportSource, theirs_N: Tensor | None, trial: Trial) -> None:
     """A GateError unless an engine is as sure of each place as the drafter is while serving."""
     if theirs_N is None:
         raise gate("no confidence head", "the drafter's own")

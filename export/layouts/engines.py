@@ -21,7 +21,7 @@ from torch import Tensor
 from specctl.core.errors import GateError, IncompatibleError
 from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.blocks import LayerShape
-from specctl.export.formats import FOLDER, TARGET, Source
+from specctl.export.formats import FOLDER, TARGET, ExportSource
 from specctl.models.hf_spec import head_scale
 
 LENGTH = 3  # tokens drafted a round where the package names no number
@@ -98,7 +98,7 @@ def check_vocab(tensors: Mapping[str, Tensor], rows: int, target_size: int) -> T
 # -- config.json -------------------------------------------------------------------------------
 
 
-def rope_fields(shape: LayerShape, source: Source) -> dict[str, Any]:
+def rope_fields(shape: LayerShape, source: ExportSource) -> dict[str, Any]:
     """A drafter's own rope, plain or scaled as its target's, in the new and the old spelling."""
     theta, scaling = shape.rope_theta, source.manifest.model_spec.rope_scaling
     if shape.inv_freq is None:
@@ -110,7 +110,7 @@ def rope_fields(shape: LayerShape, source: Source) -> dict[str, Any]:
     }
 
 
-def dimensions(shape: LayerShape, source: Source, num_layers: int) -> dict[str, Any]:
+def dimensions(shape: LayerShape, source: ExportSource, num_layers: int) -> dict[str, Any]:
     """The sizes that every engine reads. `vocab_size` and the positions are the target's."""
     spec = source.manifest.model_spec
     return {
@@ -132,7 +132,7 @@ def dimensions(shape: LayerShape, source: Source, num_layers: int) -> dict[str, 
     }
 
 
-def special_ids(source: Source) -> dict[str, Any]:
+def special_ids(source: ExportSource) -> dict[str, Any]:
     """The target's ids of begin, end and padding."""
     spec, eos = source.manifest.model_spec, list(source.target.eos_ids)
     return {
@@ -142,7 +142,7 @@ def special_ids(source: Source) -> dict[str, Any]:
     }
 
 
-def dtype_fields(source: Source) -> dict[str, str]:
+def dtype_fields(source: ExportSource) -> dict[str, str]:
     """The dtype of the weights in the new and the old spelling."""
     return {"dtype": source.manifest.dtype, "torch_dtype": source.manifest.dtype}
 
@@ -154,7 +154,7 @@ def dump_json(body: Mapping[str, Any], path: Path) -> None:
 # -- refusals and faults -----------------------------------------------------------------------
 
 
-def refuse_scaled_embedding(source: Source, engine: str) -> None:
+def refuse_scaled_embedding(source: ExportSource, engine: str) -> None:
     """Gemma scales embeddings before its layers, and a drafter beside it reads the scaled ones; an
     engine that shares the bare rows would feed it others."""
     scale = source.manifest.model_spec.embed_scale
@@ -167,14 +167,14 @@ def refuse_scaled_embedding(source: Source, engine: str) -> None:
         )
 
 
-def head_factor(source: Source) -> float:
+def head_factor(source: ExportSource) -> float:
     """What the target multiplies the product with its LM head by (Granite, Cohere): a drafter that
     borrows the head has it in the rows, an engine that shares them has not."""
     config = getattr(getattr(source.target.lm, "module", None), "config", None)
     return 1.0 if config is None else head_scale(config)
 
 
-def refuse_scaled_head(source: Source, engine: str) -> None:
+def refuse_scaled_head(source: ExportSource, engine: str) -> None:
     """Of drafters that read the target's own LM head."""
     factor = head_factor(source)
     if factor != 1.0:
@@ -199,7 +199,7 @@ def gate(found: str, expected: str) -> GateError:
 # -- serving -----------------------------------------------------------------------------------
 
 
-def draft_length(source: Source) -> int:
+def draft_length(source: ExportSource) -> int:
     """Tokens drafted a round: the package's own number."""
     length = source.manifest.serve.get("length")
     return length if isinstance(length, int) and length > 0 else LENGTH

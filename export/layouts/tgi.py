@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import shlex
 
-from specctl.export.formats import TARGET, Source
+from specctl.export.formats import TARGET, ExportSource
 
 
-def base_model(source: Source) -> str:
+def base_model(source: ExportSource) -> str:
     """What config.json names as the target: its repository, else a word that a path replaces."""
     return source.manifest.target.repo or TARGET
 
@@ -18,7 +18,7 @@ def command(folder: str, length: int) -> str:
     return shlex.join(words)
 
 
-def notes(source: Source) -> tuple[str, ...]:
+def notes(source: ExportSource) -> tuple[str, ...]:
     """Said where the target has no repository that the engine could ask for."""
     if source.manifest.target.repo is not None:
         return ()

@@ -29,7 +29,7 @@ from specctl.runtime.target.target import Target
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class DrafterAcceptance:
     """Acceptance of one drafter on one set of prompts."""
 
     tau: float
@@ -43,8 +43,8 @@ class CheckReport:
 
     files: int
     tensors: int
-    loaded: Measured | None
-    before: Measured | None
+    loaded: DrafterAcceptance | None
+    before: DrafterAcceptance | None
     recorded_tau: float | None
 
     def to_json(self) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def measure(
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
     temperature: float,
-) -> Measured:
+) -> DrafterAcceptance:
     """Decode every prompt with a drafter as the manifest's serve settings say."""
     if not all(prompts):
         raise SpecctlError("a check prompt is empty", do="give prompts of at least one token")
@@ -137,7 +137,7 @@ def measure(
     done = engine.run(requests)
     rounds = sum(c.stats.rounds for c in done)
     accepted = add_counts(c.stats.accepted_at for c in done)
-    return Measured(
+    return DrafterAcceptance(
         sum(c.stats.tokens for c in done) / rounds,
         tuple(n / rounds for n in accepted),
         tuple(c.tokens for c in done),

@@ -41,7 +41,7 @@ from specctl.export.package.manifest import (
     file_records,
     is_package,
 )
-from specctl.models.fast_llama import LeanLlama
+from specctl.models.fast_llama import LlamaModel
 from specctl.recipes.targets import resolve
 from specctl.runtime.target.target import Target
 
@@ -227,7 +227,7 @@ def refuse_unbuildable(drafter: Drafter) -> None:
 def _layout(drafter: Drafter) -> tuple[Any, ...]:
     """Names and shapes of what is stored, and the constants of a Llama that are not stored."""
     sizes = {name: tuple(t.shape) for name, t in drafter.tensors().items()}
-    if not isinstance(drafter.module, LeanLlama):
+    if not isinstance(drafter.module, LlamaModel):
         return (sizes,)
     rotary = drafter.module.rotary
     return sizes, drafter.module.shape, rotary.scale, rotary.inv_freq.tolist()

@@ -30,7 +30,7 @@ from specctl.export.package.files import (
     read_json,
 )
 from specctl.export.package.manifest import MANIFEST, check_files
-from specctl.models.fast_llama import LeanLlama, lean_from_hf
+from specctl.models.fast_llama import LlamaModel, lean_from_hf
 from specctl.models.hf_lm import HfLM
 from specctl.runtime.target.target import Target, tokenizer_fingerprint
 
@@ -53,7 +53,7 @@ def load_pretrained(path: Path, target: Target, allow: Sequence[str] = ()) -> Dr
 
 def described(drafter: SmallLm) -> SmallLm:
     """The drafter with options that say its shape, so that a trimmed one can be packaged."""
-    if isinstance(drafter.module, LeanLlama):
+    if isinstance(drafter.module, LlamaModel):
         drafter.options = SmallLmOptions(**options_of(drafter.module.shape, drafter.spec))
     return drafter
 

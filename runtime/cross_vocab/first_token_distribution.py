@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specctl.core.errors import IncompatibleError
-from specctl.runtime.cross_vocab.token_bytes import Lexicon, Reader
+from specctl.runtime.cross_vocab.token_bytes import Reader, TokenBytes
 
 LIMIT = 1024  # draft token sequences that a round may have to read
 AT_ONCE = 64  # of them in one forward
@@ -33,7 +33,7 @@ Expand = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class StringLaw:
+class FirstTokenDistribution:
     """The undecided draft token sequences, parents first, and what every next token decides.
 
     token_N, parent_N   the sequences' last tokens, and the sequences they continue (-1 = empty)
@@ -47,7 +47,7 @@ class StringLaw:
     size: int
 
     @classmethod
-    def of(cls, reader: Reader, draft_size: int, size: int) -> StringLaw:
+    def of(cls, reader: Reader, draft_size: int, size: int) -> FirstTokenDistribution:
         """For a draft and a target whose heads have so many rows; refused beyond `LIMIT`."""
         words = _Words.of(reader)
         number = words.count()
@@ -76,10 +76,10 @@ class StringLaw:
     def num_nodes(self) -> int:
         return len(self.token_N)
 
-    def to(self, device: torch.device) -> StringLaw:
+    def to(self, device: torch.device) -> FirstTokenDistribution:
         parts = (self.token_N, self.parent_N, self.first_TU)
         token_N, parent_N, first_TU = (part.to(device) for part in parts)
-        return StringLaw(token_N, parent_N, first_TU, self.size)
+        return FirstTokenDistribution(token_N, parent_N, first_TU, self.size)
 
     def psi(self, root_BU: Tensor, expand: Expand) -> Tensor:
         """[B, V] from the draft's logits behind the text; `expand(token_BM, parent_BM)` gives them
@@ -114,7 +114,7 @@ class StringLaw:
 class _Words:
     """Target tokens by what they continue, draft tokens by what they begin with."""
 
-    target: Lexicon
+    target: TokenBytes
     ends: dict[int, int]  # draft id -> target id of what stands for no text
     draft_ids: dict[bytes, list[int]]
     starting: dict[bytes, list[int]]  # draft ids

@@ -21,7 +21,7 @@ from torch import Tensor
 from specctl.core.drafter import Outcome, RoundView, Space, StepState
 from specctl.core.spec import ModelSpec
 from specctl.drafters.small_lm import SmallLm
-from specctl.runtime.cross_vocab.first_token_distribution import StringLaw
+from specctl.runtime.cross_vocab.first_token_distribution import FirstTokenDistribution
 from specctl.runtime.cross_vocab.string_match import as_target
 from specctl.runtime.cross_vocab.token_bytes import Reader
 from specctl.runtime.cross_vocab.translate import Texts, Translated, Translation
@@ -33,7 +33,7 @@ class StringRejection(Translated):
     policies = ("chain",)
 
     def __init__(self, inner: SmallLm, spec: ModelSpec, reader: Reader, about: Translation) -> None:
-        law = StringLaw.of(reader, inner.lm.spec.vocab_size, spec.vocab_size)
+        law = FirstTokenDistribution.of(reader, inner.lm.spec.vocab_size, spec.vocab_size)
         super().__init__(inner, spec, reader, about)
         self.law = law.to(inner.lm.device)
 

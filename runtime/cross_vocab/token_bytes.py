@@ -1,4 +1,4 @@
-"""Lexicon: what every token of a tokenizer stands for, as bytes, so that two tokenizers compare.
+"""TokenBytes: what every token of a tokenizer stands for, as bytes, so that two tokenizers compare.
 
 Byte-level tokenizers write bytes in a printable alphabet, others write a space as U+2581 and bytes
 as <0x0A>; both are undone here. Special tokens are markers: they stand for themselves, never for
@@ -31,7 +31,7 @@ ALPHABET = _printable_bytes()
 
 
 @dataclass(frozen=True, slots=True)
-class Lexicon:
+class TokenBytes:
     """`text_of[id]`: the bytes of a token; `marker_of[id]`: the name of a special one; `id_of` and
     `marker_id` the way back, the lowest id among equals. `tokenizer` reads whole texts."""
 
@@ -51,7 +51,7 @@ class Lexicon:
         object.__setattr__(self, "longest", max(map(len, texts), default=1))
 
     @classmethod
-    def of(cls, tokenizer: Any, size: int, eos_id: int | None) -> Lexicon:
+    def of(cls, tokenizer: Any, size: int, eos_id: int | None) -> TokenBytes:
         """The tokens below `size`, the rows of the model's head."""
         added = getattr(tokenizer, "added_tokens_decoder", {})
         special = {i for i, token in added.items() if token.special} | set(
@@ -130,7 +130,7 @@ class Shared:
     draft_ids: tuple[int, ...]
 
     @classmethod
-    def of(cls, draft: Lexicon, target: Lexicon) -> Shared:
+    def of(cls, draft: TokenBytes, target: TokenBytes) -> Shared:
         """Equal texts, equal markers, and the two ends of text; where several ids of one side mean
         the same, the lowest."""
         pairs = {i: draft.id_of[text] for text, i in target.id_of.items() if text in draft.id_of}
@@ -148,8 +148,8 @@ class Shared:
 class Reader:
     """Target text as draft tokens."""
 
-    draft: Lexicon
-    target: Lexicon
+    draft: TokenBytes
+    target: TokenBytes
     shared: dict[int, int]  # target id -> draft id
 
     def prompt(self, tokens: Sequence[int]) -> list[int]:

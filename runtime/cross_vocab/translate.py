@@ -36,7 +36,7 @@ from specctl.core.vocab import VocabMap
 from specctl.drafters import family
 from specctl.drafters.small_lm import SmallLm
 from specctl.drafters.states.lm_state import LmState
-from specctl.runtime.cross_vocab.token_bytes import Lexicon, Reader, Shared
+from specctl.runtime.cross_vocab.token_bytes import Reader, Shared, TokenBytes
 from specctl.runtime.policies import policies_of
 from specctl.runtime.target.target import Target
 
@@ -86,8 +86,8 @@ def translated(
     vocabularies share enough tokens."""
     check_method(method)
     target_eos = target.eos_ids[0] if target.eos_ids else None
-    draft = Lexicon.of(tokenizer, lm.spec.vocab_size, eos_id)
-    ours = Lexicon.of(target.tokenizer, target.spec.vocab_size, target_eos)
+    draft = TokenBytes.of(tokenizer, lm.spec.vocab_size, eos_id)
+    ours = TokenBytes.of(target.tokenizer, target.spec.vocab_size, target_eos)
     shared = Shared.of(draft, ours)
     smaller = min(len(draft.text_of), len(ours.text_of))
     if method == "auto":

@@ -1,4 +1,4 @@
-"""Live: the rows of the coming round, and what follows from who they are. Letters: B rows."""
+"""ActiveRows: the rows of the coming round, and what follows from who they are. Letters: B rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specctl.runtime.sampling.sampling import SamplingBatch
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class RoundInputs:
     """What rows bring to a round."""
 
     view: RoundView
@@ -23,7 +23,7 @@ class Turn:
     noise: RoundNoise
 
 
-class Live:
+class ActiveRows:
     """Rows in the order of their slots. One writer: the engine."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -42,17 +42,17 @@ class Live:
         self.rows = [row for row in self.rows if id(row) not in gone]
         self._is_stale = self._is_stale or bool(gone)
 
-    def turn(self) -> Turn:
+    def turn(self) -> RoundInputs:
         """The coming round of all rows."""
-        return Turn(self.view(), self.sampling(), self.noise())
+        return RoundInputs(self.view(), self.sampling(), self.noise())
 
-    def turn_of(self, turn: Turn, at: Sequence[int]) -> Turn:
+    def turn_of(self, turn: RoundInputs, at: Sequence[int]) -> RoundInputs:
         """The same of some rows only."""
         if len(at) == len(self.rows):
             return turn
         rows, at_B = [self.rows[b] for b in at], torch.tensor(at, device=self.device)
         view = view_of_rows(turn.view, at, at_B)
-        return Turn(view, self.sampling_of(rows), self.noise_of(rows))
+        return RoundInputs(view, self.sampling_of(rows), self.noise_of(rows))
 
     def view(self) -> RoundView:
         """What drafter and policies see."""

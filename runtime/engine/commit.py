@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from specctl.core.tree import DraftTree
-from specctl.runtime.engine.plan import Plan
+from specctl.runtime.engine.plan import RoundPlan
 from specctl.runtime.engine.request import Row
 from specctl.runtime.engine.stopping import cut
 from specctl.runtime.target.target import Target
@@ -23,7 +23,7 @@ class Committed(NamedTuple):
 
 
 def commit(
-    rows: Sequence[Row], tree: DraftTree, verdict: Verdict, plan: Plan, target: Target
+    rows: Sequence[Row], tree: DraftTree, verdict: Verdict, plan: RoundPlan, target: Target
 ) -> Committed:
     """Append what a round emitted to its rows; EOS, stop strings and limits are cut here, in token
     order."""

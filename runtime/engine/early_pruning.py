@@ -22,7 +22,7 @@ from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LanguageModel, LmOut
 from specctl.core.tree import DraftTree, NodeKind
-from specctl.models.fast_llama import LeanLM
+from specctl.models.fast_llama import FastLlama
 from specctl.models.kernels import rms_norm
 from specctl.runtime.policies.base import Policy, Pruning
 
@@ -39,14 +39,14 @@ def pruning_of(lm: LanguageModel, policy: Policy) -> EarlyPruning | None:
 class EarlyPruning:
     """A forward that stops at `layer` to drop children outside the `top` best there."""
 
-    lm: LeanLM
+    lm: FastLlama
     layer: int
     top: int
 
     @classmethod
     def of(cls, lm: LanguageModel, layer: int, top: int) -> EarlyPruning:
         """Refuses targets that cannot be stopped between layers."""
-        if type(lm) is not LeanLM:
+        if type(lm) is not FastLlama:
             raise IncompatibleError(
                 "this target cannot be read layer by layer",
                 found=type(lm).__name__,
@@ -71,13 +71,13 @@ class EarlyPruning:
         mask = feed.masks.full if window is None else feed.masks.windows[window]
         x_BTD = F.embedding(feed.ids_BT, lm.module.model.embed_tokens.weight)
         taps: dict[int, Tensor] = {}
-        lower = _Read(lm, feed.position_BT, mask, kv, feed.taps)
+        lower = _LayerRange(lm, feed.position_BT, mask, kv, feed.taps)
         x_BTD = lower.layers(x_BTD, 0, self.layer, taps)
         alive_BT = self._survivors(lm.speak(x_BTD), tree)
         at_BM = (~alive_BT).to(torch.int8).argsort(dim=1, stable=True)
         at_BM = at_BM[:, : int(alive_BT.sum(1).max())]
         rows_B1 = torch.arange(len(at_BM), device=at_BM.device)[:, None]
-        upper = _Read(
+        upper = _LayerRange(
             lm,
             feed.position_BT[rows_B1, at_BM],
             mask[rows_B1, 0, at_BM][:, None],
@@ -105,10 +105,10 @@ class EarlyPruning:
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
+class _LayerRange:
     """Fed tokens at their positions, against an aimed cache."""
 
-    lm: LeanLM
+    lm: FastLlama
     position_BT: Tensor
     mask: Tensor
     kv: SlotKV

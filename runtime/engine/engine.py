@@ -30,16 +30,16 @@ from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LmOut
 from specctl.core.tree import DraftTree, empty_tree, fitted
 from specctl.runtime.batching.base import Batching
-from specctl.runtime.engine.active_rows import Live, Turn
+from specctl.runtime.engine.active_rows import ActiveRows, RoundInputs
 from specctl.runtime.engine.commit import Committed, commit
 from specctl.runtime.engine.early_pruning import pruning_of
-from specctl.runtime.engine.lazy_drafter import Sleep, meet
+from specctl.runtime.engine.lazy_drafter import LazyDrafter, meet
 from specctl.runtime.engine.logprobs import logprobs_of
 from specctl.runtime.engine.outcome import outcome_of, spread, with_topk
-from specctl.runtime.engine.plan import Plan, Planner
+from specctl.runtime.engine.plan import RoundPlan, RoundPlanner
 from specctl.runtime.engine.request import Completion, Emission, Request, Row
-from specctl.runtime.engine.scheduler import Admission, roots_of
-from specctl.runtime.policies.base import Growth, Learner, Policy, fresh
+from specctl.runtime.engine.scheduler import Scheduler, roots_of
+from specctl.runtime.policies.base import GrowRequest, Learner, Policy, fresh
 from specctl.runtime.policies.direct import Direct
 from specctl.runtime.policies.length import LengthChooser
 from specctl.runtime.target.target import Target
@@ -73,13 +73,13 @@ class Engine:
         self.chooser, self.batching = chooser, batching
         self.device, self.context = target.device, target.spec.max_positions
         self.policy: Policy = fresh(policy) if policy is not None else Direct()
-        self._planner = Planner(self.context, self.policy, chooser, batching)
+        self._planner = RoundPlanner(self.context, self.policy, chooser, batching)
         self._early = pruning_of(target.lm, self.policy)
         self._learners = [each for each in (chooser, self.policy) if isinstance(each, Learner)]
         self.needs = drafter.needs() if drafter is not None else Needs()
         self.num_slots, self.max_len = num_slots, max_len
-        self.live = Live(target.spec.vocab_size, target.device)
-        self.admission = Admission(target, num_slots, self.needs.taps, prefill_chunk)
+        self.live = ActiveRows(target.spec.vocab_size, target.device)
+        self.admission = Scheduler(target, num_slots, self.needs.taps, prefill_chunk)
         self.prefill_seconds = self.draft_seconds = self.verify_seconds = 0.0
         check_rule(rule, drafter, self.policy)
         if drafter is not None and self.needs.borrow:
@@ -87,7 +87,7 @@ class Engine:
         self._kv: SlotKV | None = None
         self._state: DraftState | None = None
         self._ahead: LmOut | None = None
-        self.sleep = Sleep(self.device, self.policy.nodes + 1, not self.needs.topk)
+        self.sleep = LazyDrafter(self.device, self.policy.nodes + 1, not self.needs.topk)
         self._at: list[int] = []  # rows that draft in this round
 
     def run(
@@ -206,7 +206,7 @@ class Engine:
         self._part([row for row in self.live.rows if row.finished is not None])
         return emissions
 
-    def _wake(self, plan: Plan) -> float:
+    def _wake(self, plan: RoundPlan) -> float:
         """Who drafts is told what the drafter has missed; the seconds that took."""
         started = time.perf_counter()
         self._at = self.sleep.drafting(self.rows, plan)
@@ -216,19 +216,19 @@ class Engine:
         self.prefill_seconds += (woken := time.perf_counter() - started)
         return woken
 
-    def _draft(self, turn: Turn, plan: Plan) -> DraftTree:
+    def _draft(self, turn: RoundInputs, plan: RoundPlan) -> DraftTree:
         """Of the rows that draft; the tree of all rows has nothing for the others."""
         if not self._at or self._state is None:
             return empty_tree(len(self.rows), self.device)
         part, plan = self.live.turn_of(turn, self._at), plan.of_rows(self._at)
         return spread(self._grow(self._state, part, plan), self._at, len(self.rows))
 
-    def _grow(self, state: DraftState, turn: Turn, plan: Plan) -> DraftTree:
+    def _grow(self, state: DraftState, turn: RoundInputs, plan: RoundPlan) -> DraftTree:
         assert self.drafter is not None, "a state belongs to a drafter"
         words, coupled = self.drafter.vocab, self.rule == "target-only"
         guide = turn.sampling.guide(turn.view)
         given = (turn.view, plan.budget, turn.sampling, turn.noise, words, coupled, guide)
-        tree = self.policy.grow(Growth(state, *given))
+        tree = self.policy.grow(GrowRequest(state, *given))
         assert tree.forced_BN is None or not self.drafter.lossless, "only approximate ones force"
         return fitted(plan.cut(tree))
 
@@ -252,7 +252,7 @@ class Engine:
             return self._early.forward(feed, tree, self._cache())
         return tree, self.target.lm.run(feed, self._cache())
 
-    def _commit(self, tree: DraftTree, verdict: Verdict, plan: Plan) -> Committed:
+    def _commit(self, tree: DraftTree, verdict: Verdict, plan: RoundPlan) -> Committed:
         return commit(self.live.rows, tree, verdict, plan, self.target)
 
     # -- pieces of a round ----------------------------------------------------------------------

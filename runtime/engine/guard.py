@@ -21,10 +21,10 @@ from torch import Tensor
 
 from specctl.core.drafter import DraftState, Outcome, RoundSeconds
 from specctl.core.tree import DraftTree, QRows, empty_tree
-from specctl.runtime.engine.active_rows import Turn
+from specctl.runtime.engine.active_rows import RoundInputs
 from specctl.runtime.engine.commit import Committed
 from specctl.runtime.engine.engine import Engine
-from specctl.runtime.engine.plan import Plan
+from specctl.runtime.engine.plan import RoundPlan
 from specctl.runtime.engine.request import Row
 from specctl.runtime.verify import Verdict
 
@@ -57,7 +57,7 @@ class GuardedEngine(Engine):
 
     # -- a round --------------------------------------------------------------------------------
 
-    def _wake(self, plan: Plan) -> float:
+    def _wake(self, plan: RoundPlan) -> float:
         try:
             return super()._wake(plan)
         except Exception as error:
@@ -65,7 +65,7 @@ class GuardedEngine(Engine):
             self._at = []
             return 0.0
 
-    def _draft(self, turn: Turn, plan: Plan) -> DraftTree:
+    def _draft(self, turn: RoundInputs, plan: RoundPlan) -> DraftTree:
         self._seen, self._bad_B = [], None
         try:
             return super()._draft(turn, plan)
@@ -74,7 +74,7 @@ class GuardedEngine(Engine):
             self._at, self._bad_B = [], None
             return empty_tree(len(self.rows), self.device)
 
-    def _grow(self, state: DraftState, turn: Turn, plan: Plan) -> DraftTree:
+    def _grow(self, state: DraftState, turn: RoundInputs, plan: RoundPlan) -> DraftTree:
         watched = replace(turn, view=replace(turn.view, watch=self._see))
         return self._checked(super()._grow(state, watched, plan), len(turn.view.slots))
 
@@ -97,7 +97,7 @@ class GuardedEngine(Engine):
         token_BN = token_BN.masked_fill(bad_B1, 0)
         return replace(tree, token_BN=token_BN, valid_BN=tree.valid_BN & ~bad_B1, q=q)
 
-    def _commit(self, tree: DraftTree, verdict: Verdict, plan: Plan) -> Committed:
+    def _commit(self, tree: DraftTree, verdict: Verdict, plan: RoundPlan) -> Committed:
         made = super()._commit(tree, verdict, plan)
         if self._bad_B is not None:
             bad = [

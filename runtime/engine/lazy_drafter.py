@@ -19,11 +19,11 @@ from torch import Tensor
 from specctl.core.drafter import DraftState, Outcome, RoundView
 from specctl.core.tree import NodeKind, chain_tree
 from specctl.runtime.engine.outcome import of_rows
-from specctl.runtime.engine.plan import Plan
+from specctl.runtime.engine.plan import RoundPlan
 from specctl.runtime.engine.request import Row
 
 
-class Sleep:
+class LazyDrafter:
     """Who sleeps, and the taps of the rounds that they miss. A sleeping row emits one token a
     round, so that its newest m positions are the last m entries. Up to `most` positions are told at
     once. Not `is_allowed`: all rows are drafted for if one is, and no round is missed; so it is
@@ -36,7 +36,7 @@ class Sleep:
     def __len__(self) -> int:
         return len(self._rounds)
 
-    def drafting(self, rows: Sequence[Row], plan: Plan) -> list[int]:
+    def drafting(self, rows: Sequence[Row], plan: RoundPlan) -> list[int]:
         """The rows that take part in this round's draft."""
         at = [b for b, row in enumerate(rows) if row.speculates]
         found = [b for b in at if plan.drafts(b)]

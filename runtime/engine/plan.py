@@ -20,7 +20,7 @@ from specctl.runtime.policies.length import LengthChooser
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RoundPlan:
     """The budget of a round's trees, and the length of every row where a batch policy decides."""
 
     budget: Budget
@@ -40,14 +40,14 @@ class Plan:
             return tree
         return tree.within(torch.tensor(self.lengths, device=tree.token_BN.device))
 
-    def of_rows(self, at: Sequence[int]) -> Plan:
+    def of_rows(self, at: Sequence[int]) -> RoundPlan:
         """The plan of some rows only."""
         lengths = self.lengths
-        return Plan(self.budget, None if lengths is None else tuple(lengths[b] for b in at))
+        return RoundPlan(self.budget, None if lengths is None else tuple(lengths[b] for b in at))
 
 
 @dataclass(frozen=True, slots=True)
-class Planner:
+class RoundPlanner:
     """Asks who may shorten drafts: the length chooser for the round, the batch policy by row."""
 
     context: int
@@ -55,7 +55,7 @@ class Planner:
     chooser: LengthChooser | None
     batching: Batching | None
 
-    def plan(self, rows: Sequence[Row]) -> Plan:
+    def plan(self, rows: Sequence[Row]) -> RoundPlan:
         """No deeper than the row with the most room can use: its last token is the bonus."""
         rooms = self._rooms(rows)
         depth, lengths = min(self.policy.depth, max(rooms)), None
@@ -65,7 +65,7 @@ class Planner:
             lengths = self.batching.lengths(self._views(rows, rooms))
             depth = min(depth, max(lengths))
         budget = Budget(nodes=self.policy.nodes, depth=max(depth, 0))
-        return Plan(budget, lengths)
+        return RoundPlan(budget, lengths)
 
     def would_draft(self, rows: Sequence[Row]) -> bool:
         """Whether any of these rows may be expected to draft."""

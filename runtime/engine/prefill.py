@@ -27,7 +27,7 @@ STEP = 16  # widths are multiples of it: CPU kernels are made, and kept, for eve
 
 
 @dataclass(slots=True, eq=False)
-class Reading:
+class PrefillProgress:
     """A row whose prompt is being read: positions below `at` are in its slot, those below `end`
     are wanted. `taps` of what was read; `root_1V`: logits at the last token, where it was read;
     `followed`: so many positions the drafter has read, too. One writer: whoever calls `read`."""
@@ -72,7 +72,7 @@ class Reading:
 
 def prefill(target: Target, kv: SlotKV, row: Row, taps: tuple[int, ...] = ()) -> dict[int, Tensor]:
     """Fill the cache with a prompt up to its last token; its taps, [kept_len, D]."""
-    reading = Reading(row, 0, row.kept_len)
+    reading = PrefillProgress(row, 0, row.kept_len)
     while not reading.is_done:
         read(target, kv, [reading], CHUNK, taps)
     return reading.prompt_taps()
@@ -81,7 +81,7 @@ def prefill(target: Target, kv: SlotKV, row: Row, taps: tuple[int, ...] = ()) ->
 def read(
     target: Target,
     kv: SlotKV,
-    readings: Sequence[Reading],
+    readings: Sequence[PrefillProgress],
     num_tokens: int,
     taps: tuple[int, ...] = (),
     logits: bool = False,

@@ -1,4 +1,4 @@
-"""Admission: what happens to a request before its first round.
+"""Scheduler: what happens to a request before its first round.
 
 Requests wait in order; a free slot takes the first of them, its prompt is read, whole or (where
 live rows shall go on meanwhile) one chunk per round, and the row joins. A free slot keeps what it
@@ -19,13 +19,13 @@ from torch import Tensor
 from specctl.core.errors import SpecctlError
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import LmOut
-from specctl.runtime.engine.prefill import CHUNK, Follow, Reading, read
+from specctl.runtime.engine.prefill import CHUNK, Follow, PrefillProgress, read
 from specctl.runtime.engine.request import Request, Row
 from specctl.runtime.target.target import Target
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class CachedPrefix:
     """What a free slot still holds: the tokens whose entries are true, and the taps at them."""
 
     conversation: str
@@ -44,7 +44,7 @@ class Kept:
 
 
 @dataclass(slots=True)
-class Admission:
+class Scheduler:
     """Waiting requests, prompts being read, free slots. One writer: the engine.
 
     `chunk` prompt tokens are read per round, shared by the rows that join; None reads whole
@@ -56,9 +56,9 @@ class Admission:
     taps: tuple[int, ...] = ()
     chunk: int | None = None
     waiting: deque[tuple[int, Request]] = field(default_factory=deque)
-    readings: list[Reading] = field(default_factory=list)
+    readings: list[PrefillProgress] = field(default_factory=list)
     free: list[int] = field(init=False)
-    kept: dict[int, Kept] = field(default_factory=dict)  # by slot, the longest unused first
+    kept: dict[int, CachedPrefix] = field(default_factory=dict)  # by slot, the longest unused first
 
     def __post_init__(self) -> None:
         self.free = list(range(self.num_slots))
@@ -98,7 +98,7 @@ class Admission:
         while self.waiting and self.free:
             self.readings.append(self._seat(*self.waiting.popleft(), roots))
 
-    def read(self, kv: SlotKV, roots: bool, follow: Follow | None = None) -> list[Reading]:
+    def read(self, kv: SlotKV, roots: bool, follow: Follow | None = None) -> list[PrefillProgress]:
         """Read on, and return the rows whose prompts are read, until they are said to have
         `joined`. `roots`: read the last tokens too, and prompts whole. `follow`: what has a drafter
         read as much in a round."""
@@ -115,14 +115,14 @@ class Admission:
             done = [reading for reading in done if reading not in behind]
         return sorted(done, key=lambda reading: reading.row.slot)
 
-    def joined(self, done: Sequence[Reading]) -> list[Row]:
+    def joined(self, done: Sequence[PrefillProgress]) -> list[Row]:
         """The rows of these readings, with the taps of their prompts, take part in rounds now."""
         self.readings = [reading for reading in self.readings if reading not in done]
         for reading in done:
             reading.row.prompt_taps = reading.prompt_taps()
         return [reading.row for reading in done]
 
-    def _seat(self, index: int, request: Request, roots: bool) -> Reading:
+    def _seat(self, index: int, request: Request, roots: bool) -> PrefillProgress:
         """The slot that holds most of the request; else the first that holds nothing; else the one
         that was not used for longest."""
         best = max(self.kept, key=lambda slot: self.kept[slot].common(request), default=-1)
@@ -133,7 +133,7 @@ class Admission:
         held = self.kept.pop(slot, None)
         row = Row.of(index, slot, request)
         row.reused_len = common
-        reading = Reading(row, common, row.kept_len + roots)
+        reading = PrefillProgress(row, common, row.kept_len + roots)
         if common and held is not None and held.taps:
             reading.taps.append({tap: value[:common] for tap, value in held.taps.items()})
         return reading
@@ -145,13 +145,13 @@ class Admission:
         if name is not None:
             ends = [row.kept_len, *(len(value) for value in taps.values())]
             if taps or not self.taps:
-                self.kept[row.slot] = Kept(name, tuple(row.tokens[: min(ends)]), taps)
+                self.kept[row.slot] = CachedPrefix(name, tuple(row.tokens[: min(ends)]), taps)
 
     def forget(self) -> None:
         """The caches are new: nothing is kept of anybody."""
         self.kept.clear()
 
 
-def roots_of(readings: Sequence[Reading]) -> LmOut:
+def roots_of(readings: Sequence[PrefillProgress]) -> LmOut:
     """What a forward of the roots returns, where they were read with the prompts."""
     return LmOut(torch.stack([each.root_1V for each in readings if each.root_1V is not None]))

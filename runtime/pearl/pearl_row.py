@@ -29,7 +29,7 @@ from specctl.core.tree import DraftTree, NodeKind, QRows, chain_tree, empty_tree
 from specctl.runtime.engine.prefill import prefill
 from specctl.runtime.engine.request import Row
 from specctl.runtime.engine.stopping import cut
-from specctl.runtime.policies.base import Growth
+from specctl.runtime.policies.base import GrowRequest
 from specctl.runtime.sampling.noise import RoundNoise
 from specctl.runtime.sampling.sampling import SamplingBatch
 from specctl.runtime.verify import run_rule
@@ -41,11 +41,11 @@ LONGEST_RUN = 96  # drafted tokens after which both sides meet, whatever was acc
 
 
 @dataclass(slots=True)
-class Run:
+class DraftRun:
     """Drafts since the drafter's last root. `tokens` and `laws` of all of them, of which the last
     `waiting` have no verdict; `fed` are the target's outputs since then."""
 
-    growth: Growth | None = None
+    growth: GrowRequest | None = None
     tokens: list[int] = field(default_factory=list)
     laws: list[Tensor | None] = field(default_factory=list)
     waiting: int = 0
@@ -54,10 +54,10 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Drafted:
+class DraftedAhead:
     """What the drafter's thread brought: tokens, the laws they were drawn from, its seconds."""
 
-    growth: Growth | None
+    growth: GrowRequest | None
     tokens: list[int] = field(default_factory=list)
     laws: list[Tensor | None] = field(default_factory=list)
     seconds: float = 0.0
@@ -83,7 +83,7 @@ class PearlRow:
         self.state: DraftState = pearl.drafter.open(space)
         self.sampling = SamplingBatch([row.request.sampling], target.spec.vocab_size, device)
         self.slot_B = torch.zeros(1, dtype=torch.long, device=device)
-        self.now = Run()
+        self.now = DraftRun()
 
         self.learning: Future[None] | None = None
         is_cuda = device.type == "cuda"
@@ -117,7 +117,7 @@ class PearlRow:
         began = time.perf_counter()
         out = self._forward(view, waiting)
         verified = time.perf_counter()
-        drafted = drafting.result() if drafting is not None else Drafted(now.growth)
+        drafted = drafting.result() if drafting is not None else DraftedAhead(now.growth)
         self._learned()
         ended = time.perf_counter()
         self.pearl.verify_seconds += verified - began
@@ -149,7 +149,7 @@ class PearlRow:
         return nullcontext() if self.lane is None else torch.cuda.stream(self.lane)
 
     @torch.inference_mode()
-    def _draft(self, view: RoundView, noise: RoundNoise, count: int) -> Drafted:
+    def _draft(self, view: RoundView, noise: RoundNoise, count: int) -> DraftedAhead:
         """`count` more tokens behind those that wait; their host copy ends the lane's work."""
         began, now, state = time.perf_counter(), self.now, self.state
         assert isinstance(state, StepState)
@@ -158,7 +158,7 @@ class PearlRow:
         with self._on_lane():
             if now.growth is None:
                 budget, vocab = Budget(count, count), self.pearl.drafter.vocab
-                growth = Growth(state, view, budget, self.sampling, noise, vocab)
+                growth = GrowRequest(state, view, budget, self.sampling, noise, vocab)
                 logits_BK = state.root(view)
             else:
                 growth = replace(now.growth, noise=noise)
@@ -170,7 +170,7 @@ class PearlRow:
                 if step + 1 < count:
                     logits_BK = self._expand(state, tokens[-1], len(now.tokens) + step)
             found = torch.cat(tokens).tolist()
-        return Drafted(growth, found, laws, time.perf_counter() - began)
+        return DraftedAhead(growth, found, laws, time.perf_counter() - began)
 
     def _expand(self, state: StepState, token: Tensor | int, index: int) -> Tensor:
         """Logits behind token number `index` of the run."""
@@ -238,7 +238,7 @@ class PearlRow:
     def _commit(
         self,
         view: RoundView,
-        drafted: Drafted,
+        drafted: DraftedAhead,
         candidates: Sequence[int],
         accepted: int,
         next_token: int,
@@ -260,7 +260,7 @@ class PearlRow:
         if row.finished is None and not goes_on:
             self.pearl.run_lengths.append(len(now.emitted) - 1)
             self.learning = self.pool.submit(self._observe, self._outcome(view))
-            self.now = Run()
+            self.now = DraftRun()
         return tuple(kept)
 
     def _outcome(self, view: RoundView) -> Outcome:

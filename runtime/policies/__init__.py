@@ -7,7 +7,7 @@ from typing import Any
 
 from specctl.core.drafter import Family
 from specctl.core.errors import unknown
-from specctl.runtime.policies.base import Growth, Policy
+from specctl.runtime.policies.base import GrowRequest, Policy
 from specctl.runtime.policies.cape import Caterpillar
 from specctl.runtime.policies.chain import Chain
 from specctl.runtime.policies.ddd import DynamicDepth
@@ -74,4 +74,4 @@ def make_policy(serve: Mapping[str, Any]) -> Policy:
     return policy
 
 
-__all__ = ["POLICIES", "TREES", "Growth", "Policy", "make_policy", "policies_of"]
+__all__ = ["POLICIES", "TREES", "GrowRequest", "Policy", "make_policy", "policies_of"]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
+class GrowRequest:
     """One round's growth: who drafts, for which rows, under which sampling, with which noise.
 
     `coupled` asks for drafts drawn with the target's own noise (rule target-only): they are a
@@ -92,7 +92,7 @@ class Policy(Protocol):
     def kind(self, sampled: bool) -> NodeKind:
         """The node kind of the trees it grows, so that rules are checked when configured."""
 
-    def grow(self, growth: Growth) -> DraftTree: ...
+    def grow(self, growth: GrowRequest) -> DraftTree: ...
 
 
 @runtime_checkable

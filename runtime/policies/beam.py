@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from specctl.core.tree import DraftTree, NodeKind, empty_tree
-from specctl.runtime.policies.base import Growth
+from specctl.runtime.policies.base import GrowRequest
 
 Stop = Callable[["Pool"], bool]  # after a level: is this enough?
 
 
 def grow_beam(
-    growth: Growth, beam: int, nodes: int, depth: int, stop: Stop | None = None
+    growth: GrowRequest, beam: int, nodes: int, depth: int, stop: Stop | None = None
 ) -> DraftTree:
     """The `nodes` best of a beam search `depth` levels deep, `beam` wide, ended by `stop`."""
     nodes = min(growth.budget.nodes, nodes)
@@ -32,7 +32,9 @@ def grow_beam(
     return pool.tree(growth, nodes)
 
 
-def search_beam(growth: Growth, beam: int, depth: int, stop: Stop | None = None) -> Pool | None:
+def search_beam(
+    growth: GrowRequest, beam: int, depth: int, stop: Stop | None = None
+) -> Pool | None:
     """All that a beam search has scored; None where no level may be drafted."""
     depth = min(growth.budget.depth, depth)
     if depth <= 0:
@@ -117,7 +119,7 @@ class Pool:
             on_BC = on_BC | above_BC[:, 1:]
         return on_BC
 
-    def tree(self, growth: Growth, nodes: int, wanted_BC: Tensor | None = None) -> DraftTree:
+    def tree(self, growth: GrowRequest, nodes: int, wanted_BC: Tensor | None = None) -> DraftTree:
         """The best nodes, or the best wanted ones, in pool order (parents first), renumbered."""
         B, C = self.row_BC.shape
         nodes = min(nodes, C)

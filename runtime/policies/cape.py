@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specctl.core.errors import RecipeError
 from specctl.core.tree import DraftTree, NodeKind, empty_tree
-from specctl.runtime.policies.base import Growth, PointTree
+from specctl.runtime.policies.base import GrowRequest, PointTree
 from specctl.runtime.policies.draw import log_guess
 
 PAPER_WIDTHS = (8, 8, 8, 6, 6, 6, 4, 4, 2, 2)
@@ -48,7 +48,7 @@ class Caterpillar(PointTree):
     def is_chain(self) -> bool:
         return max(self.widths) == 1
 
-    def grow(self, growth: Growth) -> DraftTree:
+    def grow(self, growth: GrowRequest) -> DraftTree:
         depth = min(growth.budget.depth, self.length, growth.budget.nodes // max(self.widths))
         B, device = len(growth.view.slots), growth.view.slot_B.device
         if depth <= 0:

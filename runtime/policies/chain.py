@@ -18,8 +18,8 @@ from torch import Tensor
 from specctl.core.drafter import Outcome, RoundSeconds
 from specctl.core.errors import RecipeError
 from specctl.core.tree import DraftTree, NodeKind, QRows, chain_tree, empty_tree
-from specctl.runtime.policies.base import Growth
-from specctl.runtime.stops import Step, StopRule, make_stop
+from specctl.runtime.policies.base import GrowRequest
+from specctl.runtime.stops import DraftStep, StopRule, make_stop
 from specctl.runtime.verify.walk import best_token, log_law
 
 
@@ -72,7 +72,7 @@ class Chain:
     def kind(self, sampled: bool) -> NodeKind:
         return NodeKind.IID if sampled else NodeKind.POINT
 
-    def grow(self, growth: Growth) -> DraftTree:
+    def grow(self, growth: GrowRequest) -> DraftTree:
         depth, stopper = min(growth.budget.depth, growth.budget.nodes), self.stopper
         if depth <= 0:
             return empty_tree(len(growth.view.slots), growth.view.slot_B.device)
@@ -91,7 +91,7 @@ class Chain:
             if step + 1 == depth:
                 break
             if stopper is not None:
-                stop_B = stopper.stops(Step(step, logits_BK, row_B, growth.steps))
+                stop_B = stopper.stops(DraftStep(step, logits_BK, row_B, growth.steps))
                 alive_B = alive_B if stop_B is None else alive_B & ~stop_B
             may_end = growth.may_be_silent and not alive_B.is_cuda
             if (stopper is not None or may_end) and not bool(alive_B.any()):
@@ -104,7 +104,9 @@ class Chain:
         if self.stopper is not None:
             self.stopper.observe(outcome, seconds)
 
-    def pick(self, growth: Growth, logits_BK: Tensor, step: int) -> tuple[Tensor, Tensor | None]:
+    def pick(
+        self, growth: GrowRequest, logits_BK: Tensor, step: int
+    ) -> tuple[Tensor, Tensor | None]:
         """Draft-vocabulary row of the next token, and the law it was drawn from (sampled only)."""
         if growth.sampling.all_greedy:
             return best_token(logits_BK), None
@@ -120,7 +122,7 @@ class Chain:
 
     def _tree(
         self,
-        growth: Growth,
+        growth: GrowRequest,
         tokens: list[Tensor],
         laws: list[Tensor | None],
         valids: list[Tensor],

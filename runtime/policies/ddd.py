@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from specctl.core.tree import DraftTree
-from specctl.runtime.policies.base import Growth, PointTree
+from specctl.runtime.policies.base import GrowRequest, PointTree
 from specctl.runtime.policies.beam import Pool, grow_beam
 from specctl.runtime.policies.hardware import TreeCosts
 
@@ -27,7 +27,7 @@ class DynamicDepth(PointTree):
     threshold: float = 0.25
     check: tuple[int, ...] = ()
 
-    def grow(self, growth: Growth) -> DraftTree:
+    def grow(self, growth: GrowRequest) -> DraftTree:
         return grow_beam(growth, self.beam, self.nodes, self.length, self._is_enough)
 
     def _is_enough(self, pool: Pool) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specctl.core.tree import DraftTree
-from specctl.runtime.policies.base import Growth, PointTree
+from specctl.runtime.policies.base import GrowRequest, PointTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,5 +15,5 @@ class Direct(PointTree):
     length: int = 5
     nodes: int = 24
 
-    def grow(self, growth: Growth) -> DraftTree:
+    def grow(self, growth: GrowRequest) -> DraftTree:
         return growth.state.propose(growth.view, growth.budget)

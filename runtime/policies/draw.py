@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specctl.core.tree import NodeKind, QRows
-from specctl.runtime.policies.base import Growth
+from specctl.runtime.policies.base import GrowRequest
 from specctl.runtime.verify.walk import best_token, log_law
 
 # Log weight of what is drawn once a law has run out: behind everything that it can speak (log of
@@ -36,7 +36,7 @@ class Children:
     law_BMK: Tensor | None
 
 
-def draft_law(growth: Growth, logits_BMK: Tensor) -> Tensor:
+def draft_law(growth: GrowRequest, logits_BMK: Tensor) -> Tensor:
     """The law that sampled rows draw from; zero where there is nothing to draft."""
     ids_K = None if growth.vocab is None else growth.vocab.ids_K
     return growth.sampling.draft_law(logits_BMK, ids_K)
@@ -49,7 +49,7 @@ def log_guess(logits_BMK: Tensor) -> Tensor:
 
 
 def children(
-    growth: Growth, logits_BMK: Tensor, count: int, index: int, kind: NodeKind
+    growth: GrowRequest, logits_BMK: Tensor, count: int, index: int, kind: NodeKind
 ) -> Children:
     """`count` children of every node; `index` counts the draws of the round."""
     _, M, K = logits_BMK.shape
@@ -95,7 +95,7 @@ def _padded(row_BMC: Tensor, is_drawn_BMC: Tensor, law: Tensor | None, count: in
 
 
 def q_rows(
-    growth: Growth, laws: Sequence[Tensor | None], expanded_BN: Tensor | None, num_nodes: int
+    growth: GrowRequest, laws: Sequence[Tensor | None], expanded_BN: Tensor | None, num_nodes: int
 ) -> QRows | None:
     """The laws by fed index. `laws` are in order of expansion, the root's first; a node that was
     never expanded gets a row of zeros. `expanded_BN` None: node i was expansion i."""

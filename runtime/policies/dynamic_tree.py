@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specctl.core.tree import DraftTree
-from specctl.runtime.policies.base import Growth, PointTree
+from specctl.runtime.policies.base import GrowRequest, PointTree
 from specctl.runtime.policies.beam import grow_beam
 
 
@@ -17,5 +17,5 @@ class DynamicTree(PointTree):
     nodes: int = 16
     beam: int = 4
 
-    def grow(self, growth: Growth) -> DraftTree:
+    def grow(self, growth: GrowRequest) -> DraftTree:
         return grow_beam(growth, self.beam, self.nodes, self.length)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.tree import DraftTree, empty_tree
-from specctl.runtime.policies.base import DrawnTree, Growth
+from specctl.runtime.policies.base import DrawnTree, GrowRequest
 from specctl.runtime.policies.draw import Children, children, log_guess, q_rows
 
 Candidates = list[tuple[int, float]]  # draft row and q of a node's children, in draw order
@@ -43,7 +43,7 @@ class DySpec(DrawnTree):
     beam: int = 16
     threshold: float = 0.1
 
-    def grow(self, growth: Growth) -> DraftTree:
+    def grow(self, growth: GrowRequest) -> DraftTree:
         nodes, depth = min(self.nodes, growth.budget.nodes), min(self.length, growth.budget.depth)
         B = len(growth.view.slots)
         if min(nodes, depth) <= 0:
@@ -70,7 +70,7 @@ class DySpec(DrawnTree):
             num_expanded += M
         return self._tree(growth, rows, laws)
 
-    def _tree(self, growth: Growth, rows: list[_Tree], laws: list[Tensor | None]) -> DraftTree:
+    def _tree(self, growth: GrowRequest, rows: list[_Tree], laws: list[Tensor | None]) -> DraftTree:
         width = max(len(row.token) for row in rows)
         device = growth.view.slot_B.device
         if width == 0:
@@ -193,7 +193,7 @@ def _candidates(drawn: Children, logits_BMK: Tensor) -> list[list[Candidates]]:
 
 
 def _call(
-    growth: Growth, rows: list[_Tree], wanted: list[list[int]], width: int, first: int
+    growth: GrowRequest, rows: list[_Tree], wanted: list[list[int]], width: int, first: int
 ) -> tuple[Tensor, Tensor]:
     """Tokens and parents of the next expansion; rows that want fewer nodes repeat the root."""
     device = growth.view.slot_B.device

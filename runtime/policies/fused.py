@@ -15,7 +15,7 @@ from specctl.core.drafter import Budget, RoundView
 from specctl.core.errors import RecipeError
 from specctl.core.tree import DraftTree
 from specctl.drafters.retrieval.fuse import fuse
-from specctl.runtime.policies.base import Growth, PointTree
+from specctl.runtime.policies.base import GrowRequest, PointTree
 from specctl.runtime.policies.beam import grow_beam
 
 
@@ -37,7 +37,7 @@ class Fused(PointTree):
     nodes: int = 16
     beam: int = 4
 
-    def grow(self, growth: Growth) -> DraftTree:
+    def grow(self, growth: GrowRequest) -> DraftTree:
         state, budget = growth.state, growth.budget
         if not isinstance(state, Retrieving):
             raise RecipeError(

@@ -16,7 +16,7 @@ from math import prod
 from specctl.core.errors import RecipeError
 from specctl.core.tree import DraftTree
 from specctl.drafters.states.template import Path, greedy_paths
-from specctl.runtime.policies.base import Growth, PointTree
+from specctl.runtime.policies.base import GrowRequest, PointTree
 from specctl.runtime.policies.hardware import TreeCosts
 from specctl.runtime.policies.shaped import grow_shape, shape_of
 
@@ -64,7 +64,7 @@ class HardwareTree(PointTree):
     def __post_init__(self) -> None:
         object.__setattr__(self, "profile", check_profile(self.profile)[: self.length])
 
-    def grow(self, growth: Growth) -> DraftTree:
+    def grow(self, growth: GrowRequest) -> DraftTree:
         nodes, depth = min(self.nodes, growth.budget.nodes), min(self.length, growth.budget.depth)
         paths = best_paths(self.profile, nodes)
         shape = shape_of(paths, nodes, depth, growth.view.slot_B.device)

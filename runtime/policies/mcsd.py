@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.tree import DraftTree, NodeKind
-from specctl.runtime.policies.base import Growth
+from specctl.runtime.policies.base import GrowRequest
 from specctl.runtime.policies.draw import log_guess
 from specctl.runtime.policies.shaped import grow_shape, shape_of
 from specctl.runtime.policies.static_tree import BranchTree, full_paths
@@ -34,7 +34,7 @@ class Candidates(BranchTree):
     def kind(self, sampled: bool) -> NodeKind:
         return NodeKind.IID if sampled else NodeKind.POINT
 
-    def grow(self, growth: Growth) -> DraftTree:
+    def grow(self, growth: GrowRequest) -> DraftTree:
         budget, device = growth.budget, growth.view.slot_B.device
         shape = shape_of(full_paths(self.branch), budget.nodes, budget.depth, device)
         decide = None if self.confidence is None else self._is_sure

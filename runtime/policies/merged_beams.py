@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specctl.core.tree import DraftTree, empty_tree
-from specctl.runtime.policies.base import Growth, PointTree
+from specctl.runtime.policies.base import GrowRequest, PointTree
 from specctl.runtime.policies.beam import search_beam
 
 
@@ -26,7 +26,7 @@ class MergedBeams(PointTree):
     def nodes(self) -> int:
         return self.length * self.beam
 
-    def grow(self, growth: Growth) -> DraftTree:
+    def grow(self, growth: GrowRequest) -> DraftTree:
         nodes = min(growth.budget.nodes, self.nodes)
         pool = search_beam(growth, self.beam, self.length) if nodes > 0 else None
         if pool is None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from specctl.core.tree import DraftTree
-from specctl.runtime.policies.base import Growth, PointTree
+from specctl.runtime.policies.base import GrowRequest, PointTree
 from specctl.runtime.policies.beam import Pool, grow_beam
 from specctl.runtime.policies.hardware import TreeCosts
 
@@ -30,7 +30,7 @@ class OptTree(PointTree):
     beam: int | None = None
     threshold: float = 0.2
 
-    def grow(self, growth: Growth) -> DraftTree:
+    def grow(self, growth: GrowRequest) -> DraftTree:
         width = self.nodes if self.beam is None else self.beam
         return grow_beam(growth, width, self.nodes, self.length, _Gain(self.nodes, self.threshold))
 

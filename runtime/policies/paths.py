@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specctl.core.tree import DraftTree, NodeKind
-from specctl.runtime.policies.base import Growth, PointTree
+from specctl.runtime.policies.base import GrowRequest, PointTree
 from specctl.runtime.policies.static_tree import grow_whole_levels
 
 
@@ -36,5 +36,5 @@ class Paths(PointTree):
     def kind(self, sampled: bool) -> NodeKind:
         return NodeKind.PATHS if sampled else NodeKind.POINT
 
-    def grow(self, growth: Growth) -> DraftTree:
+    def grow(self, growth: GrowRequest) -> DraftTree:
         return grow_whole_levels(growth, self.branch, self.kind(growth.sampled))

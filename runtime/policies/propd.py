@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from specctl.core.drafter import Outcome, RoundSeconds
 from specctl.core.tree import DraftTree
-from specctl.runtime.policies.base import Growth, PointTree
+from specctl.runtime.policies.base import GrowRequest, PointTree
 from specctl.runtime.policies.hardware_tree import TYPICAL, Profile, best_paths, worth
 from specctl.runtime.policies.shaped import grow_shape, shape_of
 
@@ -105,7 +105,7 @@ class Progressive(PointTree):
     def __post_init__(self) -> None:
         object.__setattr__(self, "learned", Experience(self.length, self.nodes))
 
-    def grow(self, growth: Growth) -> DraftTree:
+    def grow(self, growth: GrowRequest) -> DraftTree:
         rounds, budget = self.learned.rounds, growth.budget
         if rounds and rounds % self.refresh == 0:
             self.learned.decide(self.nodes)

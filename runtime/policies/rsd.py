@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.tree import DraftTree, empty_tree
-from specctl.runtime.policies.base import DrawnTree, Growth
+from specctl.runtime.policies.base import DrawnTree, GrowRequest
 from specctl.runtime.policies.draw import draft_law, log_guess, q_rows
 from specctl.runtime.verify.walk import log_law
 
@@ -40,7 +40,7 @@ class StochasticBeam(DrawnTree):
     def nodes(self) -> int:
         return self.length * self.beam
 
-    def grow(self, growth: Growth) -> DraftTree:
+    def grow(self, growth: GrowRequest) -> DraftTree:
         depth = min(growth.budget.depth, self.length, growth.budget.nodes // self.beam)
         device, B = growth.view.slot_B.device, len(growth.view.slots)
         if depth <= 0:
@@ -55,7 +55,9 @@ class StochasticBeam(DrawnTree):
                 logits_BMK = growth.expand(growth.target_ids(beam.row_BW), beam.parent_BW)
         return self._tree(growth, beams[1:], laws)
 
-    def _tree(self, growth: Growth, beams: list[_Beam], laws: list[Tensor | None]) -> DraftTree:
+    def _tree(
+        self, growth: GrowRequest, beams: list[_Beam], laws: list[Tensor | None]
+    ) -> DraftTree:
         row_BN = torch.cat([beam.row_BW for beam in beams], 1)
         return DraftTree(
             growth.target_ids(row_BN),
@@ -90,7 +92,7 @@ class _Beam:
 
 
 def _next(
-    growth: Growth, beam: _Beam, logits_BMK: Tensor, width: int, level: int
+    growth: GrowRequest, beam: _Beam, logits_BMK: Tensor, width: int, level: int
 ) -> tuple[_Beam, Tensor | None]:
     _, M, K = logits_BMK.shape
     count = min(width, K)

@@ -23,7 +23,7 @@ import numpy as np
 from specctl.core.errors import RecipeError
 from specctl.core.tree import DraftTree, NodeKind
 from specctl.drafters.states.template import Path
-from specctl.runtime.policies.base import Growth, PointTree
+from specctl.runtime.policies.base import GrowRequest, PointTree
 from specctl.runtime.policies.hardware import TreeCosts
 from specctl.runtime.policies.shaped import grow_shape, shape_of
 
@@ -127,7 +127,7 @@ class Sequoia(PointTree):
     def kind(self, sampled: bool) -> NodeKind:
         return NodeKind.REFILLED if sampled else NodeKind.POINT
 
-    def grow(self, growth: Growth) -> DraftTree:
+    def grow(self, growth: GrowRequest) -> DraftTree:
         nodes = min(self.nodes, growth.budget.nodes)
         depth = min(self.length, growth.budget.depth)
         paths = self.table.paths(nodes, depth)

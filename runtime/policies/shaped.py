@@ -16,14 +16,14 @@ from torch import Tensor
 
 from specctl.core.tree import DraftTree, NodeKind, empty_tree
 from specctl.drafters.states.template import Path, Template, compile_template
-from specctl.runtime.policies.base import Growth
+from specctl.runtime.policies.base import GrowRequest
 from specctl.runtime.policies.draw import Children, children, q_rows
 
 GoesOn = Callable[[Tensor], Tensor]  # logits after a level [B, M, K] -> rows that draft on, [B]
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class ShapeLevel:
     """One level: how many children its parents draw at most, which of them are its nodes, which of
     its nodes are expanded for the next level (offsets into the level)."""
 
@@ -36,16 +36,16 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class TreeShape:
     """A template and how to grow it; `expanded_N` None: node i is expansion i."""
 
     template: Template
-    levels: tuple[Level, ...]
+    levels: tuple[ShapeLevel, ...]
     expanded_N: Tensor | None
 
 
 @lru_cache(maxsize=256)
-def shape_of(paths: tuple[Path, ...], nodes: int, depth: int, device: torch.device) -> Shape:
+def shape_of(paths: tuple[Path, ...], nodes: int, depth: int, device: torch.device) -> TreeShape:
     """The first `nodes` paths no deeper than `depth`, ready to be grown."""
     template = compile_template(paths, nodes, depth, device)
     parents, ranks = template.parent_N.tolist(), template.rank_N.tolist()
@@ -60,16 +60,18 @@ def shape_of(paths: tuple[Path, ...], nodes: int, depth: int, device: torch.devi
         table = [[ordinals[parents[n]] for n in range(first, last)], ranks[first:last]]
         parent_J, rank_J = torch.tensor(table, device=device).unbind()
         inner_M = torch.tensor([node - first for node in inner], device=device, dtype=torch.long)
-        levels.append(Level(first, last, max(ranks[first:last]) + 1, parent_J, rank_J, inner_M))
+        levels.append(
+            ShapeLevel(first, last, max(ranks[first:last]) + 1, parent_J, rank_J, inner_M)
+        )
         before = inner
     is_plain = expanded == list(range(count)) + [-1] * (len(parents) - count)
     expanded_N = None if is_plain else torch.tensor(expanded, device=device)
-    return Shape(template, tuple(levels), expanded_N)
+    return TreeShape(template, tuple(levels), expanded_N)
 
 
 def grow_shape(
-    growth: Growth,
-    shape: Shape,
+    growth: GrowRequest,
+    shape: TreeShape,
     kind: NodeKind,
     goes_on: GoesOn | None = None,
 ) -> DraftTree:
@@ -104,14 +106,14 @@ def grow_shape(
     return _tree(growth, shape, kind, tokens, valids, laws, reached)
 
 
-def _of_level(drawn: Children, level: Level) -> tuple[Tensor, Tensor]:
+def _of_level(drawn: Children, level: ShapeLevel) -> tuple[Tensor, Tensor]:
     at = (slice(None), level.parent_J, level.rank_J)
     return drawn.row_BMC[at], drawn.is_drawn_BMC[at]
 
 
 def _tree(
-    growth: Growth,
-    shape: Shape,
+    growth: GrowRequest,
+    shape: TreeShape,
     kind: NodeKind,
     tokens: list[Tensor],
     valids: list[Tensor],

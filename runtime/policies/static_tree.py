@@ -14,7 +14,7 @@ from itertools import product
 from specctl.core.errors import RecipeError
 from specctl.core.tree import DraftTree, NodeKind
 from specctl.drafters.states.template import Path
-from specctl.runtime.policies.base import Growth
+from specctl.runtime.policies.base import GrowRequest
 from specctl.runtime.policies.shaped import grow_shape, shape_of
 
 
@@ -39,7 +39,7 @@ def full_paths(branch: tuple[int, ...]) -> tuple[Path, ...]:
     return tuple(path for d in depths for path in product(*(range(b) for b in branch[:d])))
 
 
-def grow_whole_levels(growth: Growth, branch: tuple[int, ...], kind: NodeKind) -> DraftTree:
+def grow_whole_levels(growth: GrowRequest, branch: tuple[int, ...], kind: NodeKind) -> DraftTree:
     """The tree of that branching, as many of its levels as the budget holds whole."""
     depth = min(growth.budget.depth, len(branch))
     while len(full_paths(branch[:depth])) > growth.budget.nodes:
@@ -77,7 +77,7 @@ class StaticTree(BranchTree):
     def kind(self, sampled: bool) -> NodeKind:
         return NodeKind.WITHOUT_REPLACEMENT if sampled else NodeKind.POINT
 
-    def grow(self, growth: Growth) -> DraftTree:
+    def grow(self, growth: GrowRequest) -> DraftTree:
         budget = growth.budget
         device = growth.view.slot_B.device
         shape = shape_of(full_paths(self.branch), budget.nodes, budget.depth, device)

@@ -22,7 +22,7 @@ from specctl.runtime.controllers.hedge import Hedge
 from specctl.runtime.controllers.match import Matches
 from specctl.runtime.controllers.posterior import Posterior
 from specctl.runtime.controllers.shadow import Shadows
-from specctl.runtime.policies.base import Growth
+from specctl.runtime.policies.base import GrowRequest
 from specctl.runtime.policies.chain import Chain
 from specctl.runtime.policies.direct import Direct
 from specctl.runtime.policies.length import CostTable
@@ -80,7 +80,7 @@ class Switch:
 
     # -- a round --------------------------------------------------------------------------------
 
-    def grow(self, growth: Growth) -> DraftTree:
+    def grow(self, growth: GrowRequest) -> DraftTree:
         state = growth.state
         assert isinstance(state, TeamState), "arms are configurations of a team's members"
         if not self.is_open:
@@ -98,7 +98,7 @@ class Switch:
             self._look(growth, state)
         return tree
 
-    def _draft(self, arm: Arm, growth: Growth, state: TeamState) -> DraftTree:
+    def _draft(self, arm: Arm, growth: GrowRequest, state: TeamState) -> DraftTree:
         if arm.member is None or arm.policy is None:
             return empty_tree(len(growth.view.slots), growth.view.slot_B.device)
         depth = min(growth.budget.depth, arm.length)
@@ -106,7 +106,7 @@ class Switch:
         member, vocab = state.members[arm.member], state.vocabs[arm.member]
         return fitted(arm.policy.grow(replace(growth, state=member, vocab=vocab, budget=budget)))
 
-    def _look(self, growth: Growth, state: TeamState) -> None:
+    def _look(self, growth: GrowRequest, state: TeamState) -> None:
         """Members that did not play draft as well, to be scored; stepwise ones cost forwards and
         are scored by what they play only."""
         playing = self.arms[self.played].member

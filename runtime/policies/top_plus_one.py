@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specctl.core.tree import DraftTree, NodeKind
-from specctl.runtime.policies.base import Growth
+from specctl.runtime.policies.base import GrowRequest
 from specctl.runtime.policies.static_tree import BranchTree, grow_whole_levels
 
 
@@ -22,5 +22,5 @@ class TopPlusOne(BranchTree):
     def kind(self, sampled: bool) -> NodeKind:
         return NodeKind.TOP_PLUS_ONE if sampled else NodeKind.POINT
 
-    def grow(self, growth: Growth) -> DraftTree:
+    def grow(self, growth: GrowRequest) -> DraftTree:
         return grow_whole_levels(growth, self.branch, self.kind(growth.sampled))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specctl.core.tree import DraftTree, NodeKind, QRows
 from specctl.runtime.proof.scalar import SCALAR_RULES
-from specctl.runtime.proof.scalar_parts import Drafted, NoiseChooser, draw
+from specctl.runtime.proof.scalar_parts import NoiseChooser, ScalarTree, draw
 from specctl.runtime.verify import run_rule
 
 
@@ -156,7 +156,7 @@ def scalar_round(rule: str, round_: Round) -> list[tuple[list[int], int]]:
     return decided
 
 
-def _row(tree: DraftTree, b: int, p_TV: np.ndarray, q_TV: np.ndarray | None) -> Drafted:
+def _row(tree: DraftTree, b: int, p_TV: np.ndarray, q_TV: np.ndarray | None) -> ScalarTree:
     token = [-1, *tree.token_BN[b].tolist()]
     parent = [0, *(tree.parent_BN[b] + 1).tolist()]
     rank = [0, *tree.rank_BN[b].tolist()]
@@ -166,7 +166,7 @@ def _row(tree: DraftTree, b: int, p_TV: np.ndarray, q_TV: np.ndarray | None) -> 
     ]
     if tree.is_chain:  # the scalar chain rules read the drafted length from the token list
         token = token[: len(fed) + 1]
-    return Drafted(
+    return ScalarTree(
         token, parent, children, list(p_TV), None if q_TV is None else list(q_TV), tree.kind
     )
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from specctl.core.tree import NodeKind
 from specctl.runtime.proof.scalar import SCALAR_RULES
-from specctl.runtime.proof.scalar_parts import Drafted, Ended, Law, ScalarRule, point, without
+from specctl.runtime.proof.scalar_parts import Ended, Law, ScalarRule, ScalarTree, point, without
 from specctl.runtime.proof.scalar_siblings import rest_or_uniform
 
 Path = tuple[int, ...]
@@ -56,7 +56,7 @@ class ReplayChooser:
         return choice
 
 
-def outcomes(rule: ScalarRule, tree: Drafted) -> Iterator[tuple[float, Ended]]:
+def outcomes(rule: ScalarRule, tree: ScalarTree) -> Iterator[tuple[float, Ended]]:
     """Every way the coins can fall, with its probability."""
     waiting: list[list[int]] = [[]]
     while waiting:
@@ -184,7 +184,7 @@ def top_drafts(case: Case) -> list[int]:
     return tokens
 
 
-def drafted(case: Case, tokens: Sequence[int], told_q: Laws) -> Drafted:
+def drafted(case: Case, tokens: Sequence[int], told_q: Laws) -> ScalarTree:
     """The drafted tree, with the laws along its paths."""
     parent = [0, *(p + 1 for p in case.shape)]
     token = [-1, *tokens]
@@ -193,7 +193,7 @@ def drafted(case: Case, tokens: Sequence[int], told_q: Laws) -> Drafted:
     children = [[c for c in range(1, num_fed) if parent[c] == fed] for fed in range(num_fed)]
     p = [case.p[path] for path in paths]
     q = None if case.kind is NodeKind.POINT else [told_q.get(path, p[0]) for path in paths]
-    return Drafted(token, parent, children, p, q, case.kind)
+    return ScalarTree(token, parent, children, p, q, case.kind)
 
 
 def _line(shape: Sequence[int], node: int) -> list[int]:

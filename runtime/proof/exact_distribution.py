@@ -18,13 +18,13 @@ Text = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class TextLaw:
+class ExactDistribution:
     """The probability of every text; what is not listed cannot be written."""
 
     chance: Mapping[Text, float]
 
     @classmethod
-    def of(cls, target: Target, prompt: Sequence[int], sampling: Sampling) -> TextLaw:
+    def of(cls, target: Target, prompt: Sequence[int], sampling: Sampling) -> ExactDistribution:
         """Texts end as the engine ends them: at an end of text, at the request's limit, or where
         the context is full. Stop strings are not modelled."""
         assert not sampling.stop, "stop strings are not modelled"

@@ -11,7 +11,7 @@ from specctl.runtime.proof.sample_size import samples_for
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class ProofLevel:
     """How much is run: prompts and tokens of identity checks, samples of the law and their length
     (a draft is one token shorter), cases. `all_rules`: also every other policy and rule that fits,
     each with `other_samples` (None: as many)."""
@@ -28,8 +28,8 @@ class Level:
 # Samples are as many as show a law that far (total variation) from the target's: 10 % in under a
 # minute on one core and the embedded target; 7 % as served and 15 % for all other ways in minutes.
 LEVELS = {
-    "lossless": Level(8, 40, samples_for(0.1), length=3, all_rules=False, enumeration="quick"),
-    "full": Level(
+    "lossless": ProofLevel(8, 40, samples_for(0.1), length=3, all_rules=False, enumeration="quick"),
+    "full": ProofLevel(
         16,
         48,
         samples_for(0.07),
@@ -59,14 +59,14 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ProofStep:
     """One check and its cost in short texts, which the running check reports as it goes."""
 
     texts: int
     run: Callable[[Advance], list[Check]]
 
     @classmethod
-    def whole(cls, texts: int, check: Callable[[], list[Check]]) -> Step:
+    def whole(cls, texts: int, check: Callable[[], list[Check]]) -> ProofStep:
         """A check that reports once, at its end."""
 
         def run(advance: Advance) -> list[Check]:

@@ -27,8 +27,14 @@ from specctl.runtime.proof.cases import proof_cases
 from specctl.runtime.proof.compare import differences, random_round
 from specctl.runtime.proof.enumerate import enumerate_case
 from specctl.runtime.proof.proof_prompts import cached_logits, open_prompt, proof_prompts
-from specctl.runtime.proof.proof_report import LEVELS, Check, Level, Proof, Step
-from specctl.runtime.proof.reference_checks import Joint, Replay, Watched, dense_logits, tolerance
+from specctl.runtime.proof.proof_report import LEVELS, Check, Proof, ProofLevel, ProofStep
+from specctl.runtime.proof.reference_checks import (
+    PairDistribution,
+    Replay,
+    WatchedPolicy,
+    dense_logits,
+    tolerance,
+)
 from specctl.runtime.proof.sample_size import ALARM, visible
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
@@ -95,7 +101,7 @@ class _Battery:
 
     target: Target
     drafter: Drafter
-    level: Level
+    level: ProofLevel
     prompts: list[tuple[int, ...]]
     policy: Policy
     rule: str
@@ -106,18 +112,18 @@ class _Battery:
     sane: bool | None = None
     asked: tuple[int, ...] | None = None
 
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[ProofStep]:
         written = len(self.prompts) * self._tokens() // SHORT
         found = [
-            Step.whole(CASES[self.level.enumeration], self.rules),
-            Step.whole(written * len(self._policies()), self.greedy),
-            Step.whole(written, self.seeded),
-            Step.whole(written, self.caches),
+            ProofStep.whole(CASES[self.level.enumeration], self.rules),
+            ProofStep.whole(written * len(self._policies()), self.greedy),
+            ProofStep.whole(written, self.seeded),
+            ProofStep.whole(written, self.caches),
         ]
         return found + [self._law_step(*each) for each in self._sampled()]
 
-    def _law_step(self, policy: Policy, rule: str, count: int) -> Step:
-        return Step(count, lambda advance: self.law(policy, rule, count, advance))
+    def _law_step(self, policy: Policy, rule: str, count: int) -> ProofStep:
+        return ProofStep(count, lambda advance: self.law(policy, rule, count, advance))
 
     def _sampled(self) -> Iterator[tuple[Policy, str, int]]:
         """What is tested against the exact law, and with how many samples: as served; at the full
@@ -214,7 +220,7 @@ class _Battery:
         """The first two tokens against the target's exact joint law, and drafts against their q."""
         self.asked = self.asked or open_prompt(self.target, self.prompts, self.sampling)
         prompt, name = self.asked, f"{type(policy).__name__} {rule}"
-        watched = Watched(policy)
+        watched = WatchedPolicy(policy)
         count = count or self.level.samples
         size = max(2, min(policy.depth + 1, self.level.length))
         sampling = replace(self.sampling, max_new_tokens=size, ignore_eos=True, stop=())
@@ -227,7 +233,9 @@ class _Battery:
         requests = [Request(prompt, replace(sampling, seed=i)) for i in range(count)]
         done = engine.run(requests, tell)
         self._count(done)
-        found = Joint(self.target, prompt, sampling, count).test([c.tokens for c in done])
+        found = PairDistribution(self.target, prompt, sampling, count).test(
+            [c.tokens for c in done]
+        )
         far, seen = found.total_variation, visible(count, found.cells)
         note = f"samples, {found.cells} cells, TV {far:.3f} (wrong by {seen:.2f} is seen)"
         checks = [Check(f"law, {name}", found.p_value > ALARM, count, far, found.p_value, note)]

@@ -1,8 +1,9 @@
 """Witnesses for a proof on a real pair, independent of the engine: plain forwards and statistics.
 
 `replay` reads an output with one cacheless forward and says where it is not what plain decoding
-would have written. `Watched` records what a policy drafts. `Joint` is the exact law of the first
-two tokens with a chi-square test. Letters: B rows, N nodes, T fed tokens, S sequence, V vocabulary.
+would have written. `WatchedPolicy` records what a policy drafts. `PairDistribution` is the exact
+law of the first two tokens with a chi-square test. Letters: B rows, N nodes, T fed tokens, S
+sequence, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from specctl.core.drafter import RoundView
 from specctl.core.tree import DraftTree, NodeKind, empty_tree
-from specctl.runtime.policies.base import Growth, Policy
+from specctl.runtime.policies.base import GrowRequest, Policy
 from specctl.runtime.sampling.noise import RoundNoise
 from specctl.runtime.sampling.sampling import Sampling, SamplingBatch
 from specctl.runtime.target.target import Target
@@ -119,7 +120,7 @@ class ChiSquare:
     total_variation: float
 
 
-class Joint:
+class PairDistribution:
     """The exact joint law of the next two tokens, in cells with at least `MIN_EXPECTED` expected
     samples: pairs, then one cell for the rest of each first token, then one for all the rest."""
 
@@ -259,7 +260,7 @@ def _without_fixed(tree: DraftTree, law_BNK: Tensor, token_BN: Tensor) -> Tensor
 
 
 @dataclass(slots=True)
-class Watched:
+class WatchedPolicy:
     """A policy whose trees are looked at on their way to the engine."""
 
     policy: Policy
@@ -280,7 +281,7 @@ class Watched:
     def kind(self, sampled: bool) -> NodeKind:
         return self.policy.kind(sampled)
 
-    def grow(self, growth: Growth) -> DraftTree:
+    def grow(self, growth: GrowRequest) -> DraftTree:
         tree = self.policy.grow(growth)
         self.draws.see(tree)
         return tree

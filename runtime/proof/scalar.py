@@ -15,9 +15,9 @@ import numpy as np
 from specctl.runtime.proof import scalar_siblings
 from specctl.runtime.proof.scalar_parts import (
     Chooser,
-    Drafted,
     Ended,
     ScalarRule,
+    ScalarTree,
     norm,
     point,
     positive,
@@ -26,18 +26,18 @@ from specctl.runtime.proof.scalar_parts import (
 )
 
 
-def greedy(tree: Drafted, chooser: Chooser) -> Ended:
+def greedy(tree: ScalarTree, chooser: Chooser) -> Ended:
     """Follow the argmax."""
     del chooser
     return _follow(tree, lambda at: int(np.argmax(tree.p[at])))
 
 
-def target_only(tree: Drafted, chooser: Chooser) -> Ended:
+def target_only(tree: ScalarTree, chooser: Chooser) -> Ended:
     """Follow the target's own draws."""
     return _follow(tree, lambda at: chooser.pick(at, tree.p[at]))
 
 
-def _follow(tree: Drafted, choose: Callable[[int], int]) -> Ended:
+def _follow(tree: ScalarTree, choose: Callable[[int], int]) -> Ended:
     """A token may have been drafted twice: whatever hangs below either copy is walked."""
     alive = [0]
     while True:
@@ -48,7 +48,7 @@ def _follow(tree: Drafted, choose: Callable[[int], int]) -> Ended:
         alive = hits
 
 
-def one_hot(tree: Drafted, chooser: Chooser) -> Ended:
+def one_hot(tree: ScalarTree, chooser: Chooser) -> Ended:
     """Candidates one by one; a missed candidate leaves the law."""
     at, law = 0, tree.p[0]
     while True:
@@ -62,7 +62,7 @@ def one_hot(tree: Drafted, chooser: Chooser) -> Ended:
             return at, norm(law, tree.p[at])
 
 
-def chain(tree: Drafted, chooser: Chooser) -> Ended:
+def chain(tree: ScalarTree, chooser: Chooser) -> Ended:
     """Token-level speculative sampling."""
     assert tree.q is not None
     at = 0
@@ -75,7 +75,7 @@ def chain(tree: Drafted, chooser: Chooser) -> Ended:
     return at, tree.p[at]
 
 
-def block(tree: Drafted, chooser: Chooser) -> Ended:
+def block(tree: ScalarTree, chooser: Chooser) -> Ended:
     """Block verification, from the definition of h."""
     assert tree.q is not None
     p, q, last = tree.p, tree.q, len(tree.token) - 1
@@ -91,7 +91,7 @@ def block(tree: Drafted, chooser: Chooser) -> Ended:
     return ended
 
 
-def traversal(tree: Drafted, chooser: Chooser) -> Ended:
+def traversal(tree: ScalarTree, chooser: Chooser) -> Ended:
     """Traversal verification, in its recursive form."""
     assert tree.q is not None
     weight = {0: 1.0}
@@ -118,7 +118,7 @@ def traversal(tree: Drafted, chooser: Chooser) -> Ended:
     return found
 
 
-def multi_path(tree: Drafted, chooser: Chooser) -> Ended:
+def multi_path(tree: ScalarTree, chooser: Chooser) -> Ended:
     """Block verification of the best of K whole paths, told that path's own law."""
     assert tree.q is not None
     num_paths = len(tree.children[0])
@@ -136,7 +136,7 @@ def multi_path(tree: Drafted, chooser: Chooser) -> Ended:
         below, here = float(low[order.index(tree.token[best])]), here * q[tree.token[best]]
         alive = [child for fed in same for child in tree.children[fed]]
         line.append(best)
-    chained = Drafted(
+    chained = ScalarTree(
         [tree.token[fed] for fed in line],
         [max(i - 1, 0) for i in range(len(line))],
         [[i + 1] if i + 1 < len(line) else [] for i in range(len(line))],

@@ -1,6 +1,6 @@
 """What scalar rules are written with: laws, a drafted tree, and where coins come from.
 
-Words: all of a `Drafted` tree is indexed by fed index (0 = the root).
+Words: all of a `ScalarTree` tree is indexed by fed index (0 = the root).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Chooser(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Drafted:
+class ScalarTree:
     """One drafted tree with the laws at its fed tokens (index 0 = the root).
 
     `token`, `parent` (fed indices), `children` (fed indices in draw order, by fed index), `p` and
@@ -43,7 +43,7 @@ class Drafted:
 
 # A rule ends at a fed index and leaves the law of the token after it.
 Ended = tuple[int, Law]
-ScalarRule = Callable[[Drafted, Chooser], Ended]
+ScalarRule = Callable[[ScalarTree, Chooser], Ended]
 
 
 def positive(law: Law) -> Law:

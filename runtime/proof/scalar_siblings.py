@@ -8,9 +8,9 @@ import numpy as np
 
 from specctl.runtime.proof.scalar_parts import (
     Chooser,
-    Drafted,
     Ended,
     Law,
+    ScalarTree,
     norm,
     point,
     positive,
@@ -22,17 +22,17 @@ from specctl.runtime.proof.scalar_parts import (
 NextLaw = Callable[[Law, list[int]], Law]
 
 
-def recursive(tree: Drafted, chooser: Chooser) -> Ended:
+def recursive(tree: ScalarTree, chooser: Chooser) -> Ended:
     """Recursive rejection over siblings drawn without replacement."""
     return rounds(tree, chooser, lambda s, tried: without(s, tried[-1]))
 
 
-def multi_round(tree: Drafted, chooser: Chooser) -> Ended:
+def multi_round(tree: ScalarTree, chooser: Chooser) -> Ended:
     """Rejection over i.i.d. siblings."""
     return rounds(tree, chooser, lambda s, tried: s)
 
 
-def sequoia(tree: Drafted, chooser: Chooser) -> Ended:
+def sequoia(tree: ScalarTree, chooser: Chooser) -> Ended:
     """Recursive rejection whose draft law turns uniform once it is used up."""
     return rounds(tree, chooser, rest_or_uniform)
 
@@ -47,7 +47,7 @@ def rest_or_uniform(law: Law, tried: list[int]) -> Law:
     return norm(untried, untried)
 
 
-def rounds(tree: Drafted, chooser: Chooser, next_law: NextLaw) -> Ended:
+def rounds(tree: ScalarTree, chooser: Chooser, next_law: NextLaw) -> Ended:
     """Test siblings in draw order, each against what the earlier ones left of p and q."""
     assert tree.q is not None
     at, r, s, tried = 0, tree.p[0], tree.q[0], list[int]()
@@ -63,7 +63,7 @@ def rounds(tree: Drafted, chooser: Chooser, next_law: NextLaw) -> Ended:
             return at, norm(r, tree.p[at])
 
 
-def spectr(tree: Drafted, chooser: Chooser) -> Ended:
+def spectr(tree: ScalarTree, chooser: Chooser) -> Ended:
     """K-SEQ over i.i.d. siblings."""
     assert tree.q is not None
     at = 0
@@ -93,7 +93,7 @@ def smallest_rho(p: Law, q: Law, num: int) -> float:
     return high
 
 
-def top_plus_one(tree: Drafted, chooser: Chooser) -> Ended:
+def top_plus_one(tree: ScalarTree, chooser: Chooser) -> Ended:
     """The first sibling was sampled without the others, which are q's likeliest."""
     assert tree.q is not None
     at = 0

@@ -155,7 +155,7 @@ class Compiler:
         }
         self._tokenizer: Any = None
         self._made: OrderedDict[GrammarSpec, Grammar] = OrderedDict()
-        self._guard = Guard(self._about)
+        self._guard = CompilerProcess(self._about)
         self._lock = threading.Lock()
 
     def compile(self, spec: GrammarSpec) -> Grammar:
@@ -176,7 +176,7 @@ class Compiler:
             return self._made[spec]
 
 
-class Guard:
+class CompilerProcess:
     """The other process. Started when first needed, and again after it had to be killed."""
 
     def __init__(self, about: Mapping[str, Any]) -> None:

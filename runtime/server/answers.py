@@ -36,7 +36,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer(ABC):
+class ApiAnswer(ABC):
     """What a request is answered with. `verification`: lossless or approximate."""
 
     model: str

@@ -148,7 +148,7 @@ def _password(word: str) -> str:
         return ""
 
 
-class Guard:
+class AuthMiddleware:
     """The middleware: nothing behind it sees a request that the door refuses."""
 
     def __init__(self, app: ASGIApp, door: Door) -> None:

@@ -1,4 +1,4 @@
-"""Room: how many rows of which length the caches are reserved for, before anybody asks."""
+"""Capacity: how many rows of which length the caches are reserved for, before anybody asks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ USUAL = 4096  # positions per row, where nobody says how many
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Capacity:
     """`slots` rows of `context` tokens (prompt and answer), `slot_bytes` of memory for each, of
     which the drafter takes `drafter_bytes`."""
 
@@ -30,7 +30,7 @@ class Room:
 
 def room_for(
     target: Target, policy: Policy, limits: Limits, drafter: Drafter | None = None
-) -> Room:
+) -> Capacity:
     """At most `max_batch` slots, as many as the memory holds: the target's cache and what the
     drafter keeps of a row. ResourceError names both where not even one fits."""
     spec = target.spec
@@ -57,7 +57,7 @@ def room_for(
             f"target and {_size(kept)} for the drafter",
             do=own + (", or serve without the drafter" if kept else ""),
         )
-    return Room(int(slots), context, slot, kept)
+    return Capacity(int(slots), context, slot, kept)
 
 
 def drafter_bytes(target: Target, drafter: Drafter, length: int, nodes: int) -> int:

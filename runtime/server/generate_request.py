@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.server.chat_template import chat_pieces, encoded
-from specctl.runtime.server.contract import Ask, Serving, TooLong, Unavailable
+from specctl.runtime.server.contract import GenerateRequest, Serving, TooLong, Unavailable
 from specctl.runtime.server.errors import ApiError
-from specctl.runtime.server.grammar_compiler import Forms
+from specctl.runtime.server.grammar_compiler import GrammarCompiler
 from specctl.runtime.server.protocol import ChatRequest, Common, CompletionRequest
 from specctl.runtime.target.prompt_limits import least_tokens
 
@@ -26,22 +26,22 @@ SEEDS = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class GeneratePlan:
     """All that one request asks: its choices in order, and the length of its prompts."""
 
-    asks: tuple[Ask, ...]
+    asks: tuple[GenerateRequest, ...]
     prompt_tokens: int
 
 
-class Desk:
+class RequestReader:
     """Makes plans. Stateless but for its threads."""
 
     def __init__(self, service: Serving) -> None:
         self.service = service
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="specctl-prompts")
-        self._forms = Forms(service.target)
+        self._forms = GrammarCompiler(service.target)
 
-    async def plan(self, body: ChatRequest | CompletionRequest, owner: str) -> Plan:
+    async def plan(self, body: ChatRequest | CompletionRequest, owner: str) -> GeneratePlan:
         """The asks of a request; raises ApiError and SpecctlError for what cannot be served."""
         if (state := self.service.status().state) != "ready":
             raise Unavailable(state)
@@ -57,23 +57,23 @@ class Desk:
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
         owner: str,
-    ) -> Plan:
+    ) -> GeneratePlan:
         name = body.prompt_cache_key
         conversation = None if name is None else hashlib.sha256(f"{owner}:{name}".encode())
-        asks: list[Ask] = []
+        asks: list[GenerateRequest] = []
         for tokens in prompts:
             room = self._room(body, len(tokens))
             for _ in range(body.n or 1):
                 seed = (sampling.seed + len(asks)) % SEEDS
                 asks.append(
-                    Ask(
+                    GenerateRequest(
                         tuple(tokens),
                         replace(sampling, seed=seed, max_new_tokens=room),
                         None if conversation is None else conversation.hexdigest(),
                         _num_logprobs(body),
                     )
                 )
-        return Plan(tuple(asks), sum(map(len, prompts)))
+        return GeneratePlan(tuple(asks), sum(map(len, prompts)))
 
     def _check_counts(self, body: ChatRequest | CompletionRequest) -> None:
         """The limits of this server, which may be narrower than what the protocol allows."""

@@ -29,7 +29,7 @@ MOST_WAITING = 16  # requests whose grammar is not compiled yet
 RETRY_SECONDS = 2
 
 
-class Forms:
+class GrammarCompiler:
     """Compiles the grammars of requests, one at a time."""
 
     def __init__(self, target: Target) -> None:

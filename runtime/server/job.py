@@ -1,4 +1,4 @@
-"""Job: one ask in the engine thread, from the queue to its last piece."""
+"""ServerJob: one ask in the engine thread, from the queue to its last piece."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from specctl.runtime.engine.request import Emission, Request, Row
 from specctl.runtime.measure.stats import RowStats
 from specctl.runtime.server.contract import Counters, Finished, Piece, Ticket
-from specctl.runtime.server.text import TextStream
+from specctl.runtime.server.text import AnswerText
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class ServerJob:
     """An ask and what it has got so far. One writer: the engine thread. `asked` and the other
     times are seconds of the monotonic clock; `counted` is what the counters know of it."""
 
     index: int
     ticket: Ticket
-    text: TextStream
+    text: AnswerText
     asked: float
     row: Row | None = None
     seated: float | None = None

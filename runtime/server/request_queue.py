@@ -1,5 +1,6 @@
-"""Desk: all that event loops and the engine thread share. Tickets and cancellations lie in it until
-the engine thread comes by; it counts who is inside, so that the queue has an exact length."""
+"""RequestQueue: all that event loops and the engine thread share. Tickets and cancellations lie in
+it until the engine thread comes by; it counts who is inside, so that the queue has an exact
+length."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from collections import deque
 from specctl.runtime.server.contract import Busy, Ticket, Unavailable
 
 
-class Desk:
+class RequestQueue:
     """Any thread may call anything. `state` is "loading", "ready", "draining", "stopped" or
     "failed"; only a service that is loading becomes ready."""
 

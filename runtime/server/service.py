@@ -24,12 +24,12 @@ from specctl.runtime.engine.request import TokenLogprob
 from specctl.runtime.generate import default_policy
 from specctl.runtime.policies.base import Policy
 from specctl.runtime.sampling.sampling import SamplingBatch
-from specctl.runtime.server.capacity import Room, room_for
+from specctl.runtime.server.capacity import Capacity, room_for
 from specctl.runtime.server.contract import (
-    Ask,
     Busy,
     Counters,
     Finished,
+    GenerateRequest,
     Piece,
     Serving,
     Status,
@@ -38,16 +38,16 @@ from specctl.runtime.server.contract import (
     Unavailable,
 )
 from specctl.runtime.server.limits import Limits
-from specctl.runtime.server.request_queue import Desk
+from specctl.runtime.server.request_queue import RequestQueue
 from specctl.runtime.server.worker import Worker
 from specctl.runtime.target.target import Target
 from specctl.runtime.verify.choice import check_rule
 
 __all__ = [
-    "Ask",
     "Busy",
     "Counters",
     "Finished",
+    "GenerateRequest",
     "Limits",
     "Piece",
     "Service",
@@ -88,10 +88,10 @@ class Service:
         check_rule(rule, drafter, self.policy)
         self.counters = Counters()
         self.on_finish: list[Callable[[Finished], None]] = []
-        self.room: Room = room_for(target, self.policy, self.limits, drafter)
+        self.room: Capacity = room_for(target, self.policy, self.limits, drafter)
         self.failure: str | None = None
         self._say, self._why_off = say, why_off
-        self._desk = Desk(self.limits.max_queue)
+        self._desk = RequestQueue(self.limits.max_queue)
         self._desk.slots = self.room.slots
         self._worker: Worker | None = None
         self._thread: threading.Thread | None = None
@@ -170,7 +170,7 @@ class Service:
 
     # -- asks -----------------------------------------------------------------------------------
 
-    async def submit(self, ask: Ask) -> Ticket:
+    async def submit(self, ask: GenerateRequest) -> Ticket:
         """A ticket of an ask that will be served. Raises Busy, Unavailable, TooLong, or another
         SpecctlError for a setting that does not fit the target."""
         if self._desk.state != "ready":
@@ -184,7 +184,7 @@ class Service:
             raise
         return ticket
 
-    def _check(self, ask: Ask) -> None:
+    def _check(self, ask: GenerateRequest) -> None:
         """Refuse what could only fail later: its length, and ids that do not exist."""
         sampling, vocab_size = ask.sampling, self.target.spec.vocab_size
         if len(ask.tokens) + sampling.max_new_tokens > self.room.context:

@@ -1,4 +1,4 @@
-"""TextStream: the text of an answer as it grows, never taken back.
+"""AnswerText: the text of an answer as it grows, never taken back.
 
 What it has given out, joined, is a beginning of the text of all tokens up to the first stop string,
 and all of it once the answer has ended. Two things are held back: tokens whose bytes may still
@@ -33,7 +33,7 @@ class Speech:
         return "" if self.target.tokenizer is None else self.target.decode(tokens)
 
 
-class TextStream:
+class AnswerText:
     """The text of one answer. One writer: the engine thread."""
 
     def __init__(self, speech: Speech, stops: Sequence[str] = ()) -> None:

@@ -13,9 +13,9 @@ from specctl.core.errors import ResourceError, SpecctlError
 from specctl.runtime.engine.guard import GuardedEngine, place_of
 from specctl.runtime.engine.request import Emission, Row
 from specctl.runtime.server.contract import Busy, Counters, Finished, Piece, Ticket
-from specctl.runtime.server.job import Job
-from specctl.runtime.server.request_queue import Desk
-from specctl.runtime.server.text import Speech, TextStream
+from specctl.runtime.server.job import ServerJob
+from specctl.runtime.server.request_queue import RequestQueue
+from specctl.runtime.server.text import AnswerText, Speech
 
 LOG = logging.getLogger("specctl.server")
 CRASHES = 3  # rounds in a row that fail before the service gives up
@@ -29,7 +29,7 @@ class Worker:
     def __init__(
         self,
         engine: GuardedEngine,
-        desk: Desk,
+        desk: RequestQueue,
         counters: Counters,
         on_finish: Sequence[Callable[[Finished], None]],
         queue_timeout: float,
@@ -38,7 +38,7 @@ class Worker:
         counters.spec_disabled = engine.num_disabled  # not 0 where the drafter could not be opened
         self.on_finish, self.queue_timeout = on_finish, queue_timeout
         self.speech = Speech(engine.target)
-        self.jobs: dict[int, Job] = {}
+        self.jobs: dict[int, ServerJob] = {}
         self._index_of: dict[Ticket, int] = {}
         self._numbers, self._crashes = count(), 0
         self._out: dict[AbstractEventLoop, list[Letter]] = {}
@@ -95,7 +95,7 @@ class Worker:
         self.counters.seconds += time.monotonic() - began
         self.counters.spec_disabled = self.engine.num_disabled
 
-    def _tell(self, job: Job, emission: Emission) -> None:
+    def _tell(self, job: ServerJob, emission: Emission) -> None:
         piece = job.piece(emission)
         job.count(self.counters)
         if piece.finish_reason is None:
@@ -136,7 +136,7 @@ class Worker:
         if self._crashes >= CRASHES:
             self.desk.enter("failed")
 
-    def _fail(self, job: Job, found: str) -> None:
+    def _fail(self, job: ServerJob, found: str) -> None:
         """This answer ends here; its ticket says why."""
         self.engine.cancel(job.index)
         do = "send the request again; if it fails again, tell who runs the server"
@@ -146,8 +146,8 @@ class Worker:
     # -- coming and going -----------------------------------------------------------------------
 
     def _enter(self, ticket: Ticket) -> None:
-        stream = TextStream(self.speech, ticket.ask.sampling.stop)
-        job = Job(next(self._numbers), ticket, stream, time.monotonic())
+        stream = AnswerText(self.speech, ticket.ask.sampling.stop)
+        job = ServerJob(next(self._numbers), ticket, stream, time.monotonic())
         self.jobs[job.index], self._index_of[ticket] = job, job.index
         try:
             self.engine.submit(job.index, job.request)
@@ -160,7 +160,7 @@ class Worker:
             self.engine.cancel(index)
             self._leave(self.jobs[index], "cancelled", None)
 
-    def _leave(self, job: Job, outcome: str, last: Piece | SpecctlError | None) -> None:
+    def _leave(self, job: ServerJob, outcome: str, last: Piece | SpecctlError | None) -> None:
         """The ask is over: its ticket gets the last it will get, everybody is told."""
         del self.jobs[job.index], self._index_of[job.ticket]
         if job.row is not None:
@@ -191,7 +191,7 @@ class Worker:
                     self.desk.give_up(ticket)
 
 
-def _is_suspect(job: Job, row: Row | None) -> bool:
+def _is_suspect(job: ServerJob, row: Row | None) -> bool:
     """No live row (its prompt was being read), own code in the round, or tokens without a piece."""
     sampling = job.ticket.ask.sampling
     has_code = bool(sampling.processors) or sampling.grammar is not None

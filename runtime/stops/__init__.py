@@ -7,12 +7,12 @@ from pathlib import Path
 
 from specctl.core.errors import RecipeError, unknown
 from specctl.runtime.stops.ada_eagle import AdaEagle
-from specctl.runtime.stops.base import Step, StopRule, Tested, tested_rows
+from specctl.runtime.stops.base import DraftStep, StopRule, Tested, tested_rows
 from specctl.runtime.stops.confidence import Confidence, RocThreshold
 from specctl.runtime.stops.confidence_head import ConfidenceHead
 from specctl.runtime.stops.disco import Disco
 from specctl.runtime.stops.draft_verify import DraftVerify
-from specctl.runtime.stops.learned import Learned, read_stop
+from specctl.runtime.stops.learned import LearnedStop, read_stop
 from specctl.runtime.stops.schedule import Heuristic
 from specctl.runtime.stops.specdec_pp import SpecDecPp
 from specctl.runtime.stops.svip import Svip
@@ -47,7 +47,7 @@ def make_stop(name: str, threshold: float | None = None, file: str | None = None
             do="remove it",
         )
     rule = kind() if threshold is None else kind(threshold=threshold)  # type: ignore[call-arg]
-    if not isinstance(rule, Learned):
+    if not isinstance(rule, LearnedStop):
         if file is not None:
             raise RecipeError(
                 f"stop rule {name} is not trained",
@@ -72,13 +72,13 @@ def make_stop(name: str, threshold: float | None = None, file: str | None = None
 
 
 def trained_stops() -> list[str]:
-    return [name for name, kind in STOPS.items() if issubclass(kind, Learned)]
+    return [name for name, kind in STOPS.items() if issubclass(kind, LearnedStop)]
 
 
 __all__ = [
     "STOPS",
-    "Learned",
-    "Step",
+    "DraftStep",
+    "LearnedStop",
     "StopRule",
     "Tested",
     "make_stop",

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from specctl.runtime.stops.base import Step
+from specctl.runtime.stops.base import DraftStep
 from specctl.runtime.stops.learned import StateReader
 
 
@@ -28,7 +28,7 @@ class AdaEagle(StateReader):
     threshold: float = 0.5
     wanted_B: Tensor | None = field(default=None, init=False, repr=False)
 
-    def stops(self, step: Step) -> Tensor:
+    def stops(self, step: DraftStep) -> Tensor:
         if step.index == 0 or self.wanted_B is None:
             self.wanted_B = (self.output_B(step) + self.threshold).round()
         return step.index + 1 >= self.wanted_B

@@ -18,7 +18,7 @@ from specctl.core.drafter import Outcome, RoundSeconds, StepState
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class DraftStep:
     """Drafted token number `index` (0 = the first) at the moment after it was kept. `logits_BK` are
     raw; `row_B` is the token's row in the draft vocabulary; `state` still stands before it."""
 
@@ -43,7 +43,7 @@ class StopRule:
         """Tokens to draft this round, decided before the first one (1 to `most`)."""
         return most
 
-    def stops(self, step: Step) -> Tensor | None:
+    def stops(self, step: DraftStep) -> Tensor | None:
         """Bool [B]: rows that draft nothing more; None = no row is stopped."""
         del step
         return None

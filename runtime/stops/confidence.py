@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from specctl.core.drafter import Outcome, RoundSeconds
-from specctl.runtime.stops.base import Step, StopRule, tested_rows
+from specctl.runtime.stops.base import DraftStep, StopRule, tested_rows
 
 
 @dataclass(slots=True)
@@ -24,7 +24,7 @@ class Confidence(StopRule):
 
     threshold: float = 0.4
 
-    def stops(self, step: Step) -> Tensor:
+    def stops(self, step: DraftStep) -> Tensor:
         return step.law_BK().amax(-1) < self.threshold
 
 
@@ -42,7 +42,7 @@ class RocThreshold(StopRule):
     def __post_init__(self) -> None:
         self.pairs = deque(maxlen=self.memory)
 
-    def stops(self, step: Step) -> Tensor:
+    def stops(self, step: DraftStep) -> Tensor:
         if step.index == 0:
             self.chances = []
         chance_B = step.chance_B(step.law_BK())

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specctl.runtime.stops.base import Step, StopRule
+from specctl.runtime.stops.base import DraftStep, StopRule
 
 
 @dataclass(slots=True)
@@ -21,7 +21,7 @@ class ConfidenceHead(StopRule):
     threshold: float = 0.3
     alive_B: Tensor = field(default_factory=lambda: torch.ones(1), init=False)
 
-    def stops(self, step: Step) -> Tensor:
+    def stops(self, step: DraftStep) -> Tensor:
         confidence_B = step.state.confidence()
         self.alive_B = confidence_B if step.index == 0 else self.alive_B * confidence_B
         return self.alive_B < self.threshold

@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specctl.runtime.stops.base import Step, entropy_B
-from specctl.runtime.stops.learned import Learned, residual_net
+from specctl.runtime.stops.base import DraftStep, entropy_B
+from specctl.runtime.stops.learned import LearnedStop, residual_net
 
 TOP = 5
 LONGEST = 16.0  # positions are given as a share of this
 
 
 @dataclass(slots=True)
-class Disco(Learned):
+class Disco(LearnedStop):
     """Stops behind a token whose chance of acceptance is below `threshold`."""
 
     name: ClassVar[str] = "disco"
@@ -31,7 +31,7 @@ class Disco(Learned):
     def new_net(cls, num_inputs: int) -> nn.Module:
         return residual_net(num_inputs, num_blocks=1)
 
-    def features(self, step: Step) -> Tensor:
+    def features(self, step: DraftStep) -> Tensor:
         law_BK = step.law_BK()
         top_BT = law_BK.topk(min(TOP, law_BK.shape[1]), dim=-1).values
         top_BT = F.pad(top_BT, (0, TOP - top_BT.shape[1]))
@@ -39,5 +39,5 @@ class Disco(Learned):
         rest = [step.chance_B(law_BK), entropy_B(law_BK), at_B]
         return torch.cat([top_BT, torch.stack(rest, dim=1)], dim=1)
 
-    def stops(self, step: Step) -> Tensor:
+    def stops(self, step: DraftStep) -> Tensor:
         return torch.sigmoid(self.output_B(step)) < self.threshold

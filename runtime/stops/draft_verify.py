@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from specctl.core.drafter import Outcome, RoundSeconds
-from specctl.runtime.stops.base import Step, StopRule, tested_rows
+from specctl.runtime.stops.base import DraftStep, StopRule, tested_rows
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class DraftVerify(StopRule):
         self.ceiling = most
         return most
 
-    def stops(self, step: Step) -> Tensor:
+    def stops(self, step: DraftStep) -> Tensor:
         return step.chance_B(step.law_BK()) < self.threshold
 
     def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from specctl.core.errors import FileError, IncompatibleError, RecipeError
-from specctl.runtime.stops.base import Step, StopRule
+from specctl.runtime.stops.base import DraftStep, StopRule
 
 HIDDEN = 64
 
@@ -43,7 +43,7 @@ def residual_net(num_inputs: int, num_blocks: int) -> nn.Module:
 
 
 @dataclass(slots=True)
-class Learned(StopRule, ABC):
+class LearnedStop(StopRule, ABC):
     """A rule with a network. `net` is None until weights are given. What it is trained on: the
     features at a step speak of the token drafted `lag` steps before; a rule of `lengths` reads the
     first step only and predicts how many tokens are accepted. Rejected tokens weigh `rejected`, a
@@ -57,7 +57,7 @@ class Learned(StopRule, ABC):
     net: nn.Module | None = field(default=None, repr=False)
 
     @abstractmethod
-    def features(self, step: Step) -> Tensor:
+    def features(self, step: DraftStep) -> Tensor:
         """[B, F] float32: what the network reads at that step."""
 
     @classmethod
@@ -65,7 +65,7 @@ class Learned(StopRule, ABC):
     def new_net(cls, num_inputs: int) -> nn.Module:
         """A fresh network for so many features."""
 
-    def output_B(self, step: Step) -> Tensor:
+    def output_B(self, step: DraftStep) -> Tensor:
         """What the network says at that step."""
         features_BF = self.features(step)
         if self.net is None:
@@ -105,14 +105,14 @@ class Learned(StopRule, ABC):
 
 
 @dataclass(slots=True)
-class StateReader(Learned):
+class StateReader(LearnedStop):
     """A rule whose network reads the drafter's state."""
 
     @classmethod
     def new_net(cls, num_inputs: int) -> nn.Module:
         return residual_net(num_inputs, num_blocks=3)
 
-    def features(self, step: Step) -> Tensor:
+    def features(self, step: DraftStep) -> Tensor:
         return step.state.hidden().float()
 
 

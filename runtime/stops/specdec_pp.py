@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.runtime.stops.base import Step
+from specctl.runtime.stops.base import DraftStep
 from specctl.runtime.stops.learned import StateReader
 
 
@@ -29,7 +29,7 @@ class SpecDecPp(StateReader):
     least: int = 2
     kept_B: Tensor | None = field(default=None, init=False, repr=False)
 
-    def stops(self, step: Step) -> Tensor:
+    def stops(self, step: DraftStep) -> Tensor:
         if step.index == 0 or self.kept_B is None:
             self.kept_B = torch.zeros(len(step.row_B), device=step.row_B.device)
         if step.index > 0:

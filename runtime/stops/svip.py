@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from specctl.runtime.stops.base import Step, StopRule, entropy_B
+from specctl.runtime.stops.base import DraftStep, StopRule, entropy_B
 
 
 @dataclass(slots=True)
@@ -21,5 +21,5 @@ class Svip(StopRule):
     threshold: float = 0.3
     scale: float = 0.15
 
-    def stops(self, step: Step) -> Tensor:
+    def stops(self, step: DraftStep) -> Tensor:
         return (self.scale * entropy_B(step.law_BK())).sqrt() > self.threshold

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.drafter import Outcome, RoundSeconds
-from specctl.runtime.stops.base import Step, StopRule, tested_rows
+from specctl.runtime.stops.base import DraftStep, StopRule, tested_rows
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class Thompson(StopRule):
     def __post_init__(self) -> None:
         self.coins = random.Random(self.seed)
 
-    def stops(self, step: Step) -> Tensor:
+    def stops(self, step: DraftStep) -> Tensor:
         chances = step.chance_B(step.law_BK()).tolist()
         return torch.tensor([self._ends(c) for c in chances], device=step.row_B.device)
 

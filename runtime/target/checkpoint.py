@@ -23,7 +23,7 @@ from specctl.core.errors import (
 )
 from specctl.core.language_model import LanguageModel
 from specctl.models.compiled import CompiledLM
-from specctl.models.fast_llama import LeanLM
+from specctl.models.fast_llama import FastLlama
 from specctl.models.hf_spec import refuse_stateful
 from specctl.recipes.targets import ResolvedTarget
 from specctl.runtime.target import hub
@@ -260,7 +260,7 @@ def as_transformers(lm: LanguageModel) -> Any:
     """transformers' own model over the very same parameters: the baseline of benchmarks and the
     oracle of tests. No weight is copied."""
     lm = lm.lm if isinstance(lm, CompiledLM) else lm
-    if not isinstance(lm, LeanLM):
+    if not isinstance(lm, FastLlama):
         return lm.module
     module, config = lm.module, _config_of(lm)
     with torch.device("meta"):
@@ -279,7 +279,7 @@ def as_transformers(lm: LanguageModel) -> Any:
     return model.eval()
 
 
-def _config_of(lm: LeanLM) -> Any:
+def _config_of(lm: FastLlama) -> Any:
     """The configuration that the weights came with, else one of their shape."""
     if lm.config is None:
         return _llama_config(lm)
@@ -288,7 +288,7 @@ def _config_of(lm: LeanLM) -> Any:
     return config
 
 
-def _llama_config(lm: LeanLM) -> Any:
+def _llama_config(lm: FastLlama) -> Any:
     shape, spec = lm.module.shape, lm.spec
     assert shape.out_size is None, "transformers has no trimmed head"
     kind = "mistral" if shape.window is not None else "llama"

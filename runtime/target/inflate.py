@@ -25,7 +25,7 @@ from specctl.core.drafter import Borrowed
 from specctl.core.errors import IncompatibleError, SpecctlError, nearest
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LmOut
-from specctl.models.fast_llama import LeanLlama, LeanLM, LlamaShape
+from specctl.models.fast_llama import FastLlama, LlamaModel, LlamaShape
 from specctl.runtime.target.device import check_memory
 from specctl.runtime.target.target import Target
 
@@ -49,12 +49,12 @@ SIZES = {
 }
 
 
-class InflatedLM(LeanLM):
+class InflatedLM(FastLlama):
     """The large model, seen in the numbering and width of the small one: `spec`, taps and borrowed
     pieces are the base's, so every drafter of the base serves unchanged. `tap_map` gives the
     hidden_states index of the large model for each tap of the base."""
 
-    def __init__(self, module: LeanLlama, base: LeanLM, real_layers: tuple[int, ...]) -> None:
+    def __init__(self, module: LlamaModel, base: FastLlama, real_layers: tuple[int, ...]) -> None:
         super().__init__(module, base.spec)
         self.real_layers = real_layers
         inner = dict(enumerate(real_layers[1:], start=1))
@@ -101,11 +101,11 @@ def size_named(name: str) -> Size:
     return SIZES[name]
 
 
-def inflatable(target: Target, size: str, dtype: torch.dtype) -> LeanLM:
+def inflatable(target: Target, size: str, dtype: torch.dtype) -> FastLlama:
     """The target's model, if it can be inflated to that size here; an error otherwise."""
     need = size_named(size).parameters * dtype.itemsize
     base = target.lm
-    if not isinstance(base, LeanLM) or isinstance(base, InflatedLM):
+    if not isinstance(base, FastLlama) or isinstance(base, InflatedLM):
         raise IncompatibleError(
             f"target {target.name} cannot be inflated",
             found=base.spec.model_type if target.inflated is None else f"already {target.inflated}",
@@ -168,11 +168,11 @@ def inflated_shape(base: LlamaShape, size: Size, name: str) -> LlamaShape:
 
 @torch.no_grad()
 def _inflate(
-    base: LeanLM, shape: LlamaShape, dtype: torch.dtype, seed: int
-) -> tuple[LeanLlama, LeanLM, tuple[int, ...]]:
+    base: FastLlama, shape: LlamaShape, dtype: torch.dtype, seed: int
+) -> tuple[LlamaModel, FastLlama, tuple[int, ...]]:
     small, device = base.module, base.device
     with torch.device("meta"):
-        large = LeanLlama(shape, small.rotary.inv_freq, small.rotary.scale)
+        large = LlamaModel(shape, small.rotary.inv_freq, small.rotary.scale)
     large = large.to(dtype).to_empty(device=device).eval().requires_grad_(False)
     generator = torch.Generator(device).manual_seed(seed)
     for parameter in large.parameters():
@@ -195,7 +195,7 @@ def _inflate(
     return large, base, real
 
 
-def _silence(large: LeanLlama) -> None:
+def _silence(large: LlamaModel) -> None:
     """Zero what could reach the padded channels or leave an inserted head, row or layer."""
     for name, parameter in large.named_parameters():
         if name.endswith(("o_proj.weight", "o_proj.bias", "down_proj.weight", "tokens.weight")):

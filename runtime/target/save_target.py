@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from specctl.models.fast_llama import LeanLM
+from specctl.models.fast_llama import FastLlama
 from specctl.runtime.target.target import Target
 
 _PRIVATE = ("name_or_path", "_name_or_path", "tokenizer_file", "is_local", "local_files_only")
@@ -48,7 +48,7 @@ def write_tokenizer(tokenizer: Any, folder: Path) -> None:
 def _model_of(target: Target) -> Any:
     """transformers' own model over the target's parameters, as its configuration describes it."""
     lm = target.lm
-    if not isinstance(lm, LeanLM):
+    if not isinstance(lm, FastLlama):
         return lm.module
     assert lm.config is not None, "a model made by hand has no configuration to publish"
     with torch.device("meta"):

@@ -16,7 +16,14 @@ from torch import Tensor
 from specctl.core.tree import DraftTree
 from specctl.runtime.sampling.noise import Noise
 from specctl.runtime.verify.chain import bonus_only
-from specctl.runtime.verify.walk import DraftLaw, Verdict, at_token, chain_verdict, draw, row
+from specctl.runtime.verify.walk import (
+    DraftDistribution,
+    Verdict,
+    at_token,
+    chain_verdict,
+    draw,
+    row,
+)
 
 _TINY = 1e-30
 
@@ -27,7 +34,7 @@ def block(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
     if not tree.num_nodes:
         return bonus_only(p_BTV, noise)
     N = tree.num_nodes
-    law = DraftLaw.of(tree, p_BTV)
+    law = DraftDistribution.of(tree, p_BTV)
     weight_BT = _weights(at_token(p_BTV[:, :-1], tree.token_BN.clamp(min=0)), law.of_token())
     length_B1 = tree.valid_BN.sum(1, keepdim=True)
     index_N = torch.arange(1, N + 1, device=p_BTV.device)
@@ -52,7 +59,7 @@ def _weights(p_BN: Tensor, q_BN: Tensor) -> Tensor:
     return (sum_BT - sum_BT.cummax(1).values).exp()
 
 
-def _thresholds(weight_BT: Tensor, p_BTV: Tensor, law: DraftLaw) -> Tensor:
+def _thresholds(weight_BT: Tensor, p_BTV: Tensor, law: DraftDistribution) -> Tensor:
     """[B, N]: h_1 .. h_{N-1} of the look-ahead rows; the last column (never read) is zero."""
     w_BM1 = weight_BT[:, 1:-1, None]
     ahead_BMV, q_BMK = p_BTV[:, 1:-1], law.prob_BTK[:, 1:-1]

@@ -11,7 +11,14 @@ from torch import Tensor
 
 from specctl.core.tree import DraftTree
 from specctl.runtime.sampling.noise import Noise
-from specctl.runtime.verify.walk import DraftLaw, Verdict, at_token, chain_verdict, draw, row
+from specctl.runtime.verify.walk import (
+    DraftDistribution,
+    Verdict,
+    at_token,
+    chain_verdict,
+    draw,
+    row,
+)
 
 
 def chain(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
@@ -19,7 +26,7 @@ def chain(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
     p_BTV = scores_BTV.softmax(-1)
     if not tree.num_nodes:
         return bonus_only(p_BTV, noise)
-    law = DraftLaw.of(tree, p_BTV)
+    law = DraftDistribution.of(tree, p_BTV)
     p_BN = at_token(p_BTV[:, :-1], tree.token_BN.clamp(min=0))
     q_BN = law.of_token()
     u_BN = noise.accept_BT(tree.num_nodes + 1)[:, 1:].to(p_BTV.dtype)

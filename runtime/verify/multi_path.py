@@ -21,7 +21,7 @@ from specctl.core.tree import DraftTree, QRows, chain_tree
 from specctl.runtime.sampling.noise import Noise
 from specctl.runtime.verify.block import block
 from specctl.runtime.verify.chain import bonus_only
-from specctl.runtime.verify.walk import DraftLaw, Verdict, row, tree_verdict
+from specctl.runtime.verify.walk import DraftDistribution, Verdict, row, tree_verdict
 
 _TINY = 1e-30
 
@@ -43,7 +43,7 @@ def multi_path(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
 
 def _choose(tree: DraftTree, p_BTV: Tensor) -> tuple[Tensor, Tensor]:
     """The highest path as fed indices [B, P], -1 behind its end, and its law along it [B, P, K]."""
-    law = DraftLaw.of(tree, p_BTV)
+    law = DraftDistribution.of(tree, p_BTV)
     is_root_BN = tree.valid_BN & (tree.parent_BN < 0)
     num_B1 = is_root_BN.sum(1, keepdim=True)
     most = tree.num_nodes // max(tree.depth, 1)  # the paths are of one length

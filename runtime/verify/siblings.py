@@ -16,7 +16,14 @@ from torch import Tensor
 from specctl.core.tree import DraftTree
 from specctl.runtime.sampling.noise import Noise
 from specctl.runtime.verify.chain import bonus_only
-from specctl.runtime.verify.walk import DraftLaw, Verdict, draw, draw_key, row, tree_verdict
+from specctl.runtime.verify.walk import (
+    DraftDistribution,
+    Verdict,
+    draw,
+    draw_key,
+    row,
+    tree_verdict,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +35,7 @@ class Missed:
     tried_BK     rows of the support that this node's tests have missed, this one included
     """
 
-    law: DraftLaw
+    law: DraftDistribution
     r_BV: Tensor
     s_BK: Tensor
     rest_BK: Tensor
@@ -44,7 +51,7 @@ def walk_down(tree: DraftTree, scores_BTV: Tensor, noise: Noise, after_miss: Aft
     p_BTV = scores_BTV.softmax(-1)
     if not tree.num_nodes:
         return bonus_only(p_BTV, noise)
-    law = DraftLaw.of(tree, p_BTV)
+    law = DraftDistribution.of(tree, p_BTV)
     u_BT = noise.accept_BT(tree.num_nodes + 1).to(p_BTV.dtype)
     token_BN = tree.token_BN.clamp(min=0)
     ancestor_BTT = tree.ancestor_BTT()

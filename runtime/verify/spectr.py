@@ -15,7 +15,14 @@ from torch import Tensor
 from specctl.core.tree import DraftTree
 from specctl.runtime.sampling.noise import Noise
 from specctl.runtime.verify.chain import bonus_only
-from specctl.runtime.verify.walk import DraftLaw, Verdict, children_of, draw, row, tree_verdict
+from specctl.runtime.verify.walk import (
+    DraftDistribution,
+    Verdict,
+    children_of,
+    draw,
+    row,
+    tree_verdict,
+)
 
 HALVINGS = 32
 _TINY = 1e-30
@@ -26,7 +33,7 @@ def spectr(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
     p_BTV = scores_BTV.softmax(-1)
     if not tree.num_nodes:
         return bonus_only(p_BTV, noise)
-    law = DraftLaw.of(tree, p_BTV)
+    law = DraftDistribution.of(tree, p_BTV)
     u_BN = noise.accept_BT(tree.num_nodes + 1)[:, 1:].to(p_BTV.dtype)
     fed_BN, token_BN = tree.parent_BN + 1, tree.token_BN.clamp(min=0)
     p_BN = p_BTV.flatten(1).gather(1, fed_BN * p_BTV.shape[2] + token_BN)
@@ -58,7 +65,9 @@ def smallest_rho(p_BK: Tensor, q_BK: Tensor, num_B1: Tensor) -> Tensor:
     return high_B1
 
 
-def _left(law: DraftLaw, p_BV: Tensor, q_BK: Tensor, rho_B1: Tensor, num_B1: Tensor) -> Tensor:
+def _left(
+    law: DraftDistribution, p_BV: Tensor, q_BK: Tensor, rho_B1: Tensor, num_B1: Tensor
+) -> Tensor:
     """What is left of p when none of the siblings was selected; p itself without siblings."""
     taken_BK = torch.minimum(law.on_support(p_BV) / rho_B1, q_BK)
     beta_B1 = taken_BK.sum(-1, keepdim=True).clamp(max=1.0)

@@ -17,7 +17,7 @@ from specctl.runtime.sampling.noise import Noise
 from specctl.runtime.verify.chain import bonus_only
 from specctl.runtime.verify.siblings import scaled
 from specctl.runtime.verify.walk import (
-    DraftLaw,
+    DraftDistribution,
     Verdict,
     best_token,
     children_of,
@@ -32,7 +32,7 @@ def top_plus_one(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
     p_BTV = scores_BTV.softmax(-1)
     if not tree.num_nodes:
         return bonus_only(p_BTV, noise)
-    law = DraftLaw.of(tree, p_BTV)
+    law = DraftDistribution.of(tree, p_BTV)
     u_BN = noise.accept_BT(tree.num_nodes + 1)[:, 1:].to(p_BTV.dtype)
     gumbel_BTV = noise.target_BTV(tree.depth_BT(), p_BTV.shape[-1]).to(p_BTV.dtype)
     at_B = next_B = tree.token_BN.new_zeros(tree.token_BN.shape[0])
@@ -52,14 +52,14 @@ def top_plus_one(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
     return tree_verdict(tree, tree.ancestor_BTT(), at_B, next_B)
 
 
-def _without(law: DraftLaw, q_BK: Tensor, fixed_BN: Tensor) -> Tensor:
+def _without(law: DraftDistribution, q_BK: Tensor, fixed_BN: Tensor) -> Tensor:
     """q with the fixed siblings taken out, scaled; zero if nothing is left of it."""
     gone_BN = fixed_BN & law.on_BN
     taken_BK = torch.zeros_like(q_BK).scatter_add_(1, law.column_BN, gone_BN.to(q_BK.dtype))
     return scaled(q_BK.masked_fill(taken_BK > 0, 0.0))
 
 
-def _draw(law: DraftLaw, p_BV: Tensor, q_BK: Tensor, gumbel_BV: Tensor) -> Tensor:
+def _draw(law: DraftDistribution, p_BV: Tensor, q_BK: Tensor, gumbel_BV: Tensor) -> Tensor:
     """[B]: a token by [p - q]+, by p where that has no mass."""
     left_BV = law.minus(p_BV, q_BK)
     left_BV = torch.where(left_BV.sum(-1, keepdim=True) > 0, left_BV, p_BV)

@@ -27,7 +27,7 @@ from specctl.runtime.sampling.noise import Noise
 from specctl.runtime.verify.block import block
 from specctl.runtime.verify.chain import bonus_only
 from specctl.runtime.verify.walk import (
-    DraftLaw,
+    DraftDistribution,
     Verdict,
     draw,
     draw_key,
@@ -51,7 +51,7 @@ def traverse(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
     p_BTV = scores_BTV.softmax(-1)
     if not tree.num_nodes:
         return bonus_only(p_BTV, noise)
-    law = DraftLaw.of(tree, p_BTV)
+    law = DraftDistribution.of(tree, p_BTV)
     ancestor_BTT = tree.ancestor_BTT()
     plan = _plan(tree, ancestor_BTT)
     u_BT = noise.accept_BT(tree.num_nodes + 1).to(p_BTV.dtype)
@@ -82,7 +82,7 @@ class _Plan:
 
 
 def _visit(
-    tree: DraftTree, p_BTV: Tensor, law: DraftLaw, plan: _Plan, u_BN: Tensor
+    tree: DraftTree, p_BTV: Tensor, law: DraftDistribution, plan: _Plan, u_BN: Tensor
 ) -> tuple[Tensor, Tensor]:
     """What is left of every node's law, [B, T, V], and by post-order step whether a node passes its
     test, [B, up to N] - as if every test before had failed. The path ends at the first test that
@@ -136,7 +136,7 @@ def _ratio(p: Tensor, q: Tensor) -> Tensor:
 
 
 def _first_child_weights(
-    tree: DraftTree, p_BTV: Tensor, law: DraftLaw, plan: _Plan
+    tree: DraftTree, p_BTV: Tensor, law: DraftDistribution, plan: _Plan
 ) -> tuple[Tensor, Tensor]:
     """A and B, each [B, T]: entered below `top` with weight w, a node has weight min(A, w B)."""
     fed_BN = tree.parent_BN + 1

@@ -104,7 +104,7 @@ def at_token(rows_BNX: Tensor, column_BN: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftLaw:
+class DraftDistribution:
     """The laws q of a sampled tree, on their own support (never scattered to the vocabulary).
 
     prob_BTK   row t: the law the children of fed index t were drawn from
@@ -119,7 +119,7 @@ class DraftLaw:
     on_BN: Tensor
 
     @classmethod
-    def of(cls, tree: DraftTree, p_BTV: Tensor) -> DraftLaw:
+    def of(cls, tree: DraftTree, p_BTV: Tensor) -> DraftDistribution:
         assert tree.q is not None, "a sampled tree carries the laws it was drawn from"
         prob_BTK, ids_K = tree.q.prob_BTK.to(p_BTV.dtype), tree.q.ids_K
         token_BN = tree.token_BN.clamp(min=0)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from specctl.cli.commands import families_bench
-from specctl.cli.commands.families_bench import Budget, chosen, family_recipe, recipes_of
+from specctl.cli.commands.families_bench import TrainingBudget, chosen, family_recipe, recipes_of
 from specctl.cli.commands.families_table import short, tree_of
 from specctl.cli.options.target_choice import TargetChoice
 from specctl.core.errors import Exit, RecipeError
@@ -31,9 +31,9 @@ def words(families: str, out: Path) -> list[object]:
     return ["bench", *flags, *MEASURED, *sets]
 
 
-def budget(**given: Any) -> Budget:
+def budget(**given: Any) -> TrainingBudget:
     values = {"families": "all", "target": TargetChoice(), "steps": 7, "sets": (), "out": Path("x")}
-    return Budget(**(values | given))
+    return TrainingBudget(**(values | given))
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_what_is_finished_is_kept_and_a_failing_family_is_a_row(
     written = weights.stat().st_mtime_ns
     whole = families_bench.family_recipe
 
-    def broken(family: str, asked: Budget) -> Any:
+    def broken(family: str, asked: TrainingBudget) -> Any:
         wrong = ("train.steps=3",) if family == "small-lm" else ()
         return whole(family, budget(steps=2, sets=(*asked.sets, *wrong)))
 

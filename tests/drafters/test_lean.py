@@ -1,4 +1,4 @@
-"""LeanLlama on its own: fresh weights, its heads, fused copies, packed rows, linear kernels."""
+"""LlamaModel on its own: fresh weights, its heads, fused copies, packed rows, linear kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from specctl.core.language_model import Masks
 from specctl.core.masks import document_mask
 from specctl.core.spec import ModelSpec
-from specctl.models.fast_llama import LeanLlama, LeanLM, LlamaShape
+from specctl.models.fast_llama import FastLlama, LlamaModel, LlamaShape
 from specctl.models.kernels import can_pack, linear, pack
 
 
@@ -23,11 +23,11 @@ def small_shape(**fields: Any) -> LlamaShape:
     return LlamaShape(**{**sizes, **more, "rope_theta": 1e4, "tied": False, **fields})
 
 
-def small_lm(**fields: Any) -> LeanLM:
+def small_lm(**fields: Any) -> FastLlama:
     torch.manual_seed(0)
     shape = small_shape(**fields)
     spec = ModelSpec("llama", 2, 16, 96, 2, 1, 8, 32, 1e-5, 1e4, 256)
-    return LeanLM(LeanLlama(shape), spec)
+    return FastLlama(LlamaModel(shape), spec)
 
 
 def test_a_fresh_model_starts_with_identity_layers() -> None:

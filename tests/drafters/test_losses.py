@@ -12,12 +12,12 @@ from torch import Tensor
 from specctl.core.batch import HeadRows
 from specctl.core.errors import RecipeError
 from specctl.core.vocab import VocabMap
-from specctl.drafters.losses.align import Aim
+from specctl.drafters.losses.align import AlignedRows
 from specctl.drafters.losses.head_losses import (
     KINDS,
-    Judge,
     LinearHead,
     LossOptions,
+    TeacherLogits,
     acceptance,
     head_loss,
     laws,
@@ -45,13 +45,13 @@ def naive(kind: str, p: Tensor, q: Tensor, label: int) -> Tensor:
     return by_kind[kind]
 
 
-def problem(teacher: bool = True) -> tuple[Tensor, Any, Aim]:
+def problem(teacher: bool = True) -> tuple[Tensor, Any, AlignedRows]:
     torch.manual_seed(0)
     state = torch.randn(N + 4, D, dtype=torch.float64)
     head = torch.nn.Linear(D, V, bias=False, dtype=torch.float64)
     rows = torch.randperm(N + 4)[:N]
     logits = torch.randn(N + 4, V, dtype=torch.float64) * 2 if teacher else None
-    return state, head, Aim(rows, torch.randint(0, V, (N,)), (rows + 1) % (N + 4), logits)
+    return state, head, AlignedRows(rows, torch.randint(0, V, (N,)), (rows + 1) % (N + 4), logits)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -154,7 +154,7 @@ def test_the_gradient_is_the_slope_of_the_loss(kind: str) -> None:
 
 def test_the_hybrid_gradient_mixes_kl_and_tv_with_a_weight_that_has_none() -> None:
     state, head, aim = problem()
-    one = Aim(aim.row_N[:1], aim.label_N[:1], aim.judge_N[:1], aim.teacher_RV)
+    one = AlignedRows(aim.row_N[:1], aim.label_N[:1], aim.judge_N[:1], aim.teacher_RV)
     state.requires_grad_()
     outs = {k: head_loss(state, head, one, None, LossOptions(k)) for k in ("lk_hybrid", "kl", "tv")}
     slope = {k: torch.autograd.grad(out.sum, state)[0] for k, out in outs.items()}
@@ -166,12 +166,12 @@ def test_the_hybrid_gradient_mixes_kl_and_tv_with_a_weight_that_has_none() -> No
 def test_teacher_rows_computed_when_asked_are_worth_the_logits() -> None:
     state, head, aim = problem()
     source, weight = torch.randn(N + 4, 3).double(), torch.randn(V, 3).double()
-    asked = Aim(aim.row_N, aim.label_N, aim.judge_N, HeadRows(source, weight))
-    ready = Aim(aim.row_N, aim.label_N, aim.judge_N, source @ weight.t())
+    asked = AlignedRows(aim.row_N, aim.label_N, aim.judge_N, HeadRows(source, weight))
+    ready = AlignedRows(aim.row_N, aim.label_N, aim.judge_N, source @ weight.t())
     for vocab in (None, VocabMap(torch.arange(V), V)):
         outs = [head_loss(state, head, a, vocab, LossOptions("kl", 0.7, 4)) for a in (asked, ready)]
         torch.testing.assert_close(outs[0].sum, outs[1].sum)
-        judge = Judge.of(asked.teacher_RV or source, aim.judge_N, 0.7, 2)
+        judge = TeacherLogits.of(asked.teacher_RV or source, aim.judge_N, 0.7, 2)
         shared = head_loss(state, head, ready, vocab, LossOptions("kl", 0.7, 4), judge)
         torch.testing.assert_close(shared.sum, outs[0].sum)
 
@@ -181,7 +181,7 @@ def test_a_judge_that_knows_the_whole_law_computes_draft_ids_alone_and_says_the_
     source, weight = torch.randn(N + 4, 3).double(), torch.randn(V, 3).double()
     bias, ids = torch.randn(V).double(), torch.tensor([0, 2, V - 1])
     asked = HeadRows(source, weight, bias)
-    whole = Judge.of(asked, aim.judge_N, 0.7, 2)
+    whole = TeacherLogits.of(asked, aim.judge_N, 0.7, 2)
     part = whole.over(ids)
     assert part.logits_RK is not None
     assert part.logits_RK.shape == (N + 4, 3)
@@ -191,7 +191,7 @@ def test_a_judge_that_knows_the_whole_law_computes_draft_ids_alone_and_says_the_
     assert whole.log_z_R is not None
     torch.testing.assert_close(found.log_p_NK, logits - whole.log_z_R[aim.judge_N, None])
     assert bool((found.log_p_NK.exp().sum(-1) < 1).all()), "some of p lies on ids that were cut"
-    alone = Judge(asked, 0.7)
+    alone = TeacherLogits(asked, 0.7)
     assert alone.over(ids) is alone, "whoever reads a row once needs the whole law for its norm"
 
 
@@ -201,7 +201,7 @@ def test_tv_is_one_minus_alpha_and_minus_log_alpha_is_ce_against_a_one_hot_law()
     torch.testing.assert_close(out.sum, out.count - out.metrics["alpha"][0])
     sure = torch.full((N + 4, V), -60.0, dtype=torch.float64)
     sure[aim.judge_N, aim.label_N] = 60.0
-    certain = Aim(aim.row_N, aim.label_N, aim.judge_N, sure)
+    certain = AlignedRows(aim.row_N, aim.label_N, aim.judge_N, sure)
     lk, ce = (head_loss(state, head, certain, None, LossOptions(k)).sum for k in ("lk_alpha", "ce"))
     torch.testing.assert_close(lk, ce)
 
@@ -210,9 +210,9 @@ def test_jensen_shannon_is_symmetric_bounded_and_the_two_kl_are_mirrored() -> No
     state, head, aim = problem()
     assert isinstance(aim.teacher_RV, Tensor)
     mine = head(state).detach()
-    swapped = Aim(aim.judge_N, aim.label_N, aim.row_N, mine)
+    swapped = AlignedRows(aim.judge_N, aim.label_N, aim.row_N, mine)
 
-    def of(kind: str, logits: Tensor, against: Aim) -> Tensor:
+    def of(kind: str, logits: Tensor, against: AlignedRows) -> Tensor:
         return head_loss(logits, torch.nn.Identity(), against, None, LossOptions(kind)).sum
 
     there = of("jsd", mine, aim)
@@ -229,7 +229,7 @@ def test_only_selected_rows_are_summed_and_metrics_still_count_all() -> None:
         seen.append(kl_N)
         return torch.arange(len(kl_N)) % 2 == 0
 
-    chosen = Aim(aim.row_N, aim.label_N, aim.judge_N, aim.teacher_RV, every_other)
+    chosen = AlignedRows(aim.row_N, aim.label_N, aim.judge_N, aim.teacher_RV, every_other)
     out = head_loss(state, head, chosen, None, LossOptions("kl", chunk=4))
     whole = head_loss(state, head, aim, None, LossOptions("kl"))
     torch.testing.assert_close(seen[0].sum(), whole.sum)
@@ -250,7 +250,7 @@ def test_rows_whose_best_id_was_cut_are_not_offered_for_selection() -> None:
         asked.append(len(kl_N))
         return torch.ones_like(kl_N, dtype=torch.bool)
 
-    chosen = Aim(aim.row_N, aim.label_N, aim.judge_N, aim.teacher_RV, everything)
+    chosen = AlignedRows(aim.row_N, aim.label_N, aim.judge_N, aim.teacher_RV, everything)
     out = head_loss(state, lambda x: head(x)[:, list(KEPT)], chosen, vocab, LossOptions("kl"))
     torch.testing.assert_close(out.sum, whole.sum)
     assert asked == [int(whole.count)]
@@ -259,14 +259,14 @@ def test_rows_whose_best_id_was_cut_are_not_offered_for_selection() -> None:
 
 def test_gradient_of_minus_log_alpha_is_that_of_tv_over_alpha() -> None:
     state, head, aim = problem()
-    one = Aim(aim.row_N[:1], aim.label_N[:1], aim.judge_N[:1], aim.teacher_RV)
+    one = AlignedRows(aim.row_N[:1], aim.label_N[:1], aim.judge_N[:1], aim.teacher_RV)
     state.requires_grad_()
     (by_lk,) = torch.autograd.grad(
         head_loss(state, head, one, None, LossOptions("lk_alpha")).sum, state
     )
     (by_tv,) = torch.autograd.grad(head_loss(state, head, one, None, LossOptions("tv")).sum, state)
     assert one.teacher_RV is not None
-    law = Judge(one.teacher_RV).law(one.judge_N, None)
+    law = TeacherLogits(one.teacher_RV).law(one.judge_N, None)
     of = laws(head(state[one.row_N]), law.log_p_NK, 1.0, is_whole=True)
     torch.testing.assert_close(
         by_lk * acceptance(of).detach().double(), by_tv, rtol=1e-4, atol=1e-7
@@ -275,7 +275,7 @@ def test_gradient_of_minus_log_alpha_is_that_of_tv_over_alpha() -> None:
 
 def test_a_draft_equal_to_the_target_has_no_loss_and_alpha_one() -> None:
     state, head, aim = problem()
-    same = Aim(aim.row_N, aim.label_N, aim.row_N, head(state).detach())
+    same = AlignedRows(aim.row_N, aim.label_N, aim.row_N, head(state).detach())
     for kind in ("kl", "rkl", "jsd", "tv", "lk_alpha", "lk_hybrid"):
         out = head_loss(state, head, same, None, LossOptions(kind))
         assert float(out.sum) == pytest.approx(0.0, abs=1e-5)
@@ -286,7 +286,7 @@ def test_a_draft_equal_to_the_target_has_no_loss_and_alpha_one() -> None:
 def test_metrics_under_a_trimmed_vocabulary_count_every_row_in_target_ids() -> None:
     state, head, aim = problem()
     vocab = VocabMap(torch.tensor(KEPT), V)
-    same = Aim(aim.row_N, aim.label_N, aim.row_N, head(state).detach())
+    same = AlignedRows(aim.row_N, aim.label_N, aim.row_N, head(state).detach())
     out = head_loss(state, lambda x: head(x)[:, list(KEPT)], same, vocab, LossOptions("kl"))
     speakable = sum(int(head(state[row]).argmax()) in KEPT for row in same.row_N)
     assert float(out.metrics["top1"][0]) == speakable < N
@@ -304,7 +304,7 @@ def test_ce_without_a_teacher_scores_the_label() -> None:
 
 def test_no_row_to_predict_gives_zero_sum_and_count_and_still_a_graph() -> None:
     state, head, aim = problem()
-    none = Aim(aim.row_N[:0], aim.label_N[:0], aim.judge_N[:0], aim.teacher_RV)
+    none = AlignedRows(aim.row_N[:0], aim.label_N[:0], aim.judge_N[:0], aim.teacher_RV)
     state.requires_grad_()
     out = head_loss(state, head, none, None, LossOptions("kl"))
     assert float(out.sum) == 0.0
@@ -315,7 +315,7 @@ def test_no_row_to_predict_gives_zero_sum_and_count_and_still_a_graph() -> None:
 def test_low_precision_logits_are_compared_in_float32() -> None:
     state, head, aim = problem()
     assert isinstance(aim.teacher_RV, Tensor)
-    low = Aim(aim.row_N, aim.label_N, aim.judge_N, aim.teacher_RV.bfloat16())
+    low = AlignedRows(aim.row_N, aim.label_N, aim.judge_N, aim.teacher_RV.bfloat16())
     out = head_loss(state.bfloat16(), head.bfloat16(), low, None, LossOptions("kl"))
     assert out.sum.dtype == torch.float32
 

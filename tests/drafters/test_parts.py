@@ -16,7 +16,7 @@ from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import ahead_mask, aim, shifted
 from specctl.drafters.nets.blocks import attend, attend_chains, rotary, rotate
 from specctl.drafters.nets.heads import ResBlock, cut_rows
-from specctl.drafters.states.tree_layout import Growth
+from specctl.drafters.states.tree_layout import TreeLayout
 
 
 def batch_of(document: list[int], loss: list[int]) -> TrainBatch:
@@ -107,7 +107,7 @@ def test_nodes_see_the_kept_rows_and_their_ancestors(
     """`opening` nodes of a chain first, then branches: the chain shortcut must not leak."""
     view = round_view({0: [0] * kept[0], 1: [0] * kept[1]})
     kv = SlotKV(1, 2, 1, 32, 4, torch.float32, torch.device("cpu"))
-    growth = Growth(view, kv, kept, torch.tensor(kept))
+    growth = TreeLayout(view, kv, kept, torch.tensor(kept))
     parents: list[list[int]] = [[], []]
     calls = [[[i - 1]] * 2 for i in range(opening)]
     calls += [
@@ -143,7 +143,7 @@ def test_nodes_see_the_kept_rows_and_their_ancestors(
 def test_a_cache_too_short_for_a_policy_grows_and_keeps_its_entries(round_view: Any) -> None:
     kv = SlotKV(1, 1, 1, 6, 2, torch.float32, torch.device("cpu"))
     kv.key_SHLD[0][:] = 7.0
-    growth = Growth(round_view({0: [0] * 5}), kv, [5], torch.tensor([5]))
+    growth = TreeLayout(round_view({0: [0] * 5}), kv, [5], torch.tensor([5]))
     growth.place(torch.tensor([[-1, -1, -1]]))
     new: Tensor = torch.ones(1, 1, 3, 2)
     keys, _ = kv.update(0, new, new)

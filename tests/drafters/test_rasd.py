@@ -13,7 +13,7 @@ from torch import Tensor
 from specctl.core.drafter import Budget, RoundView, Space
 from specctl.core.errors import RecipeError
 from specctl.core.tree import DraftTree
-from specctl.drafters.rasd import Rasd, RasdOptions, RasdState, _Read
+from specctl.drafters.rasd import Rasd, RasdOptions, RasdState, _RasdRound
 from specctl.drafters.retrieval.fuse import fuse
 from specctl.drafters.retrieval.trie import Trie, counted, pack
 from specctl.runtime.engine.engine import Engine
@@ -124,7 +124,7 @@ def test_what_the_model_rules_out_is_cut_and_the_room_goes_to_better_nodes(targe
         trie = retrieved(store, text[:end], 1, 3)
         known = [likely[text[end - 1]], *likely]
         child = {(entry, token): 1 + token for entry in range(V + 1) for token in range(V)}
-        state._seen = _Read([known], [child])
+        state._seen = _RasdRound([known], [child])
         kept = trie.part(state._plausible(trie, 0))
         assert len(kept) <= len(trie)
         tree, less = pack([trie], budget, CPU), pack([kept], budget, CPU)

@@ -11,7 +11,7 @@ import torch
 from specctl.core.errors import RecipeError
 from specctl.core.vocab import VocabMap
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions, draft_shape
-from specctl.models.fast_llama import LeanLM
+from specctl.models.fast_llama import FastLlama
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
@@ -149,4 +149,4 @@ def test_training_a_foreign_model_uses_the_same_loss(make_target: Any, make_batc
     out = foreign.loss(batch)
     assert float(out.sum) == pytest.approx(0.0, abs=1e-3)  # the target drafts like the target
     assert float(out.count) == float(lean.loss(batch).count)
-    assert isinstance(lean.lm, LeanLM)
+    assert isinstance(lean.lm, FastLlama)

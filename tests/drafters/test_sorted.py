@@ -13,7 +13,7 @@ from specctl.core.errors import RecipeError
 from specctl.core.masks import tree_mask
 from specctl.drafters.sorted_lm import SortedLm, SortedOptions, default_exits
 from specctl.drafters.states.exit_state import ExitState
-from specctl.drafters.states.tree_layout import Growth
+from specctl.drafters.states.tree_layout import TreeLayout
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
@@ -183,7 +183,7 @@ def test_what_entries_see_is_what_the_tree_mask_says(round_view: Any, target: Ta
     """Two rows of different lengths, a branching round: known tokens causally, nodes by path."""
     view = round_view({0: [1, 2, 3], 1: [4, 5, 6, 7, 8]})
     kv = target.new_kv(2, 16)
-    growth = Growth(view, kv, [3, 5], view.kept_len_B + 1)
+    growth = TreeLayout(view, kv, [3, 5], view.kept_len_B + 1)
     growth.place(torch.tensor([[-1, -1], [-1, -1]]))
     growth.place(torch.tensor([[0, 1], [1, 1]]))
     entry_BW = growth.kept_B[:, None] + torch.arange(-1, 4)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from specctl.core.drafter import Drafter
 from specctl.core.vocab import VocabMap
 from specctl.drafters import families
-from specctl.export.formats import Source, export, formats
+from specctl.export.formats import ExportSource, export, formats
 from specctl.export.package.folder import save_package
 from specctl.export.package.manifest import WEIGHTS, Manifest
 from specctl.runtime.target.target import Target
@@ -66,7 +66,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch, to: str, change: Change, file: str =
     """From now on that format is written with a mistake in it."""
     form = formats()[to]
 
-    def write(source: Source, folder: Path) -> None:
+    def write(source: ExportSource, folder: Path) -> None:
         form.write(source, folder)
         config = json.loads((folder / "config.json").read_text())
         tensors = load_file(folder / file)

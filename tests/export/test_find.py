@@ -25,7 +25,7 @@ from specctl.drafters import families
 from specctl.drafters.small_lm import SmallLm
 from specctl.export.package.find import Kind, locate
 from specctl.export.package.folder import load_drafter
-from specctl.models.fast_llama import LeanLM
+from specctl.models.fast_llama import FastLlama
 from specctl.models.hf_lm import HfLM
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
@@ -139,7 +139,13 @@ def write_model(make_model: Callable[..., Any], tmp_path: Path) -> Callable[...,
 
 @pytest.mark.parametrize(
     ("model_type", "kind"),
-    [("llama", LeanLM), ("qwen2", LeanLM), ("qwen3", LeanLM), ("gpt_neox", HfLM), ("gemma2", HfLM)],
+    [
+        ("llama", FastLlama),
+        ("qwen2", FastLlama),
+        ("qwen3", FastLlama),
+        ("gpt_neox", HfLM),
+        ("gemma2", HfLM),
+    ],
 )
 def test_a_transformers_folder_is_an_independent_drafter(
     model_type: str, kind: type, write_model: Any, bare_target: Target

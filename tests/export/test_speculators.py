@@ -327,7 +327,7 @@ def test_without_a_spare_token_a_masked_place_cannot_be_written(
 def test_the_mask_token_is_one_that_no_text_contains(
     target: Target, word_tokenizer: Any, make_target: Any
 ) -> None:
-    from specctl.export.formats import Source
+    from specctl.export.formats import ExportSource
 
     class Words:
         def __init__(self, *words: str) -> None:
@@ -342,7 +342,7 @@ def test_the_mask_token_is_one_that_no_text_contains(
 
     def chosen(tokenizer: Any, spec: Any, eos: tuple[int, ...] = (2,)) -> int:
         made = replace(target, tokenizer=tokenizer, eos_ids=eos)
-        return mask_token(Source(Path(), Named(spec), None, made))  # type: ignore[arg-type]
+        return mask_token(ExportSource(Path(), Named(spec), None, made))  # type: ignore[arg-type]
 
     larger = replace(target.spec, vocab_size=64)
     assert chosen(word_tokenizer, larger) == 63  # a row without a token

@@ -13,7 +13,7 @@ from specctl.drafters import families
 from specctl.runtime.generate import generate
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.server.service import (
-    Ask,
+    GenerateRequest,
     Limits,
     Service,
 )
@@ -65,7 +65,7 @@ def prompts_of(count, seed=0):
 def asks_of(count, new=24):
     """Greedy and seeded asks of different lengths."""
     return [
-        Ask(
+        GenerateRequest(
             prompt,
             Sampling(
                 temperature=0.0 if i % 2 else 0.9,

@@ -14,10 +14,10 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from specctl.core.errors import SpecctlError
 from specctl.runtime.server.service import (
-    Ask,
     Busy,
     Counters,
     Finished,
+    GenerateRequest,
     Limits,
     Piece,
     Status,
@@ -65,7 +65,7 @@ class StubService:
     limits: Limits = field(default_factory=Limits)
     counters: Counters = field(default_factory=Counters)
     on_finish: list = field(default_factory=list)
-    asks: list[Ask] = field(default_factory=list)
+    asks: list[GenerateRequest] = field(default_factory=list)
     state: str = "loading"
     why_off: str | None = None
     failure: str | None = None
@@ -95,7 +95,7 @@ class StubService:
             await asyncio.wait(list(self._tasks.values()), timeout=seconds)
         return not self._tasks
 
-    async def submit(self, ask: Ask) -> Ticket:
+    async def submit(self, ask: GenerateRequest) -> Ticket:
         if self.state != "ready":
             raise Unavailable(self.state)
         if self.refuse is not None:
@@ -130,7 +130,7 @@ class StubService:
             ticket.deliver(None)
             self._report(ticket, outcome, asked, times)
 
-    def _pieces(self, ask: Ask) -> list[Piece]:
+    def _pieces(self, ask: GenerateRequest) -> list[Piece]:
         tokens = self.target.encode(self.text)[: ask.sampling.max_new_tokens]
         whole = self.target.decode(tokens)
         spans = [self.target.decode(tokens[: i + 1]) for i in range(len(tokens))]

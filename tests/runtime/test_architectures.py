@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specctl.drafters import prompt_lookup
-from specctl.models.fast_llama import LeanLM
+from specctl.models.fast_llama import FastLlama
 from specctl.models.hf_lm import HfLM
 from specctl.runtime.generate import generate
 from specctl.runtime.sampling.sampling import Sampling
@@ -95,7 +95,7 @@ def test_the_baseline_is_the_model_as_it_was_published(make_model: MakeModel, ki
     model_type, fields = KINDS[kind]
     model = make_model(model_type, num_layers=2, **fields)
     target = Target.from_model(model)
-    assert isinstance(target.lm, LeanLM)
+    assert isinstance(target.lm, FastLlama)
     ids = torch.arange(20)[None]
     with torch.no_grad():
         torch.testing.assert_close(as_transformers(target.lm)(ids).logits, model(ids).logits)

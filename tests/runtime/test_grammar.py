@@ -27,9 +27,9 @@ from specctl.runtime.proof.enumerate import Case, enumerate_case
 from specctl.runtime.sampling import grammar_worker
 from specctl.runtime.sampling.grammar import (
     Compiler,
+    CompilerProcess,
     GrammarError,
     GrammarSpec,
-    Guard,
     compile_grammar,
 )
 from specctl.runtime.sampling.grammar_mask import Walk
@@ -257,7 +257,7 @@ def test_a_compiler_that_hangs_or_dies_is_replaced(small, monkeypatch, tmp_path)
     )
     monkeypatch.setattr(module.grammar_worker, "__file__", str(worker))
     monkeypatch.setattr(module, "SECONDS", 0.5)
-    guard = Guard({})
+    guard = CompilerProcess({})
     guard.check("fine")
     started = time.perf_counter()
     with pytest.raises(GrammarError, match=r"more than 0\.5 s"):

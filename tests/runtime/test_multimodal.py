@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from specctl.core.errors import IncompatibleError
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
-from specctl.models.fast_llama import LeanLM
+from specctl.models.fast_llama import FastLlama
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
@@ -69,7 +69,7 @@ def test_the_text_side_gives_the_logits_of_the_whole_model(loaded: tuple[Any, Ta
     with torch.no_grad():
         ours = target.lm.dense(ids_BS, torch.arange(20).expand(2, 20), masks).logits_BTV
         torch.testing.assert_close(ours, full(input_ids=ids_BS).logits, rtol=1e-3, atol=1e-4)
-    assert isinstance(target.lm, LeanLM)
+    assert isinstance(target.lm, FastLlama)
     assert target.spec.vocab_size == 300
     assert target.eos_ids == (5,)
 

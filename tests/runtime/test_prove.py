@@ -17,10 +17,10 @@ from specctl.runtime import verify
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.policies import make_policy
 from specctl.runtime.proof import prove
-from specctl.runtime.proof.reference_checks import Joint, Replay, chi_square, target_law
+from specctl.runtime.proof.reference_checks import PairDistribution, Replay, chi_square, target_law
 from specctl.runtime.sampling.noise import RoundNoise
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.verify.walk import DraftLaw
+from specctl.runtime.verify.walk import DraftDistribution
 
 CHAIN, TREE = {"policy": "chain", "length": 3}, {"policy": "static-tree", "branch": (2, 2)}
 
@@ -126,7 +126,7 @@ def test_a_greedy_rule_that_takes_every_draft_fails(target, drafter, monkeypatch
 
 
 def test_a_rule_with_the_wrong_residual_fails_the_law(target, drafter, monkeypatch):
-    monkeypatch.setattr(DraftLaw, "minus", lambda self, law_BV, q_BK: law_BV)
+    monkeypatch.setattr(DraftDistribution, "minus", lambda self, law_BV, q_BK: law_BV)
     policy = make_policy(CHAIN)
     checks = battery(target, drafter, policy, samples=1_000)
     assert failed(checks.law(policy, "block")) == {"law, Chain block"}
@@ -240,7 +240,7 @@ def test_a_sample_outside_the_support_is_fatal():
 def test_the_joint_law_accepts_its_own_samples_and_rejects_others(target):
     prompt, count, rng = [3, 1, 4], 3_000, np.random.default_rng(0)
     sampling = Sampling(temperature=1.0)
-    joint = Joint(target, prompt, sampling, count)
+    joint = PairDistribution(target, prompt, sampling, count)
     assert sum(joint.expected) == pytest.approx(count)
     first_V = target_law(target, [prompt], sampling)[0].numpy()
     second_VV = target_law(target, [[*prompt, t] for t in range(48)], sampling).numpy()
@@ -269,6 +269,6 @@ def test_replay_finds_one_changed_token(target):
 
 
 def test_too_few_samples_for_any_token_make_one_cell(make_target):
-    joint = Joint(make_target(num_layers=1), [1, 2], Sampling(temperature=50.0), 10)
+    joint = PairDistribution(make_target(num_layers=1), [1, 2], Sampling(temperature=50.0), 10)
     assert joint.expected == [pytest.approx(10.0)]
     assert joint.test([(0, 0)] * 10).p_value == 1.0

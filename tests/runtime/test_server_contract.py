@@ -9,11 +9,11 @@ from serving import StubService, stub_target
 
 from specctl.core.errors import RecipeError
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.server.service import Ask, Busy, Limits, TooLong, Unavailable
+from specctl.runtime.server.service import Busy, GenerateRequest, Limits, TooLong, Unavailable
 
 
 def ask(**fields):
-    return Ask((0, 7, 9), Sampling(max_new_tokens=fields.pop("limit", 64)), **fields)
+    return GenerateRequest((0, 7, 9), Sampling(max_new_tokens=fields.pop("limit", 64)), **fields)
 
 
 async def collect(service, one):

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from specctl.runtime.engine.stopping import trim_stop
-from specctl.runtime.server.text import Speech, TextStream
+from specctl.runtime.server.text import AnswerText, Speech
 from specctl.runtime.target.target import Target
 
 TEXTS = (
@@ -83,7 +83,7 @@ KINDS = ("byte-level", "byte-fallback")
 
 
 def streamed(speech, tokens, stops):
-    stream = TextStream(speech, stops)
+    stream = AnswerText(speech, stops)
     spans = [stream.add(token) for token in tokens]
     return spans, stream.end()
 

@@ -23,8 +23,8 @@ from specctl.runtime.policies import make_policy
 from specctl.runtime.policies.length import CostTable
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.server.service import (
-    Ask,
     Busy,
+    GenerateRequest,
     Limits,
     Service,
     TooLong,
@@ -62,7 +62,7 @@ def test_every_answer_is_what_it_would_be_alone(target, name):
 def test_a_stop_string_is_cut_wherever_drafts_and_tokens_end(tiny_target):
     """Of a text that repeats itself, so that stop strings end inside accepted drafts."""
     prompt = tuple(tiny_target.encode("def one():\n    return 1\n\ndef two():\n    return 2\n"))
-    free = Ask(prompt, Sampling(max_new_tokens=48))
+    free = GenerateRequest(prompt, Sampling(max_new_tokens=48))
     text = alone(tiny_target, free).text
     stops = [(text[at : at + size],) for at, size in ((2, 1), (9, 5), (20, 12), (35, 3))]
     asks = [replace(free, sampling=replace(free.sampling, stop=stop)) for stop in stops]
@@ -85,13 +85,15 @@ def test_an_ask_that_can_never_fit_is_refused_and_the_others_live_on(target):
         async with served(target, max_batch=2, max_len=64) as service:
             task = asyncio.create_task(collect(service, asks_of(1)[0]))
             with pytest.raises(TooLong, match="64") as refused:
-                await service.submit(Ask(tuple(range(10, 60)), Sampling(max_new_tokens=15)))
+                await service.submit(
+                    GenerateRequest(tuple(range(10, 60)), Sampling(max_new_tokens=15))
+                )
             assert (refused.value.found_tokens, refused.value.allowed_tokens) == (50, 64)
             bias = Sampling(logit_bias={10**6: 1.0}, max_new_tokens=2)
             with pytest.raises(Exception, match="vocabulary"):
-                await service.submit(Ask((10,), bias))
+                await service.submit(GenerateRequest((10,), bias))
             with pytest.raises(Exception, match="ids below"):
-                await service.submit(Ask((10**6,), Sampling(max_new_tokens=2)))
+                await service.submit(GenerateRequest((10**6,), Sampling(max_new_tokens=2)))
             return await task
 
     assert asyncio.run(run())[-1].finish_reason == "length"
@@ -100,7 +102,7 @@ def test_an_ask_that_can_never_fit_is_refused_and_the_others_live_on(target):
 def test_the_queue_has_an_exact_length(target):
     async def run():
         async with served(target, max_batch=2, max_queue=3) as service:
-            long = Ask((10,), Sampling(max_new_tokens=200, ignore_eos=True))
+            long = GenerateRequest((10,), Sampling(max_new_tokens=200, ignore_eos=True))
             tickets, refused = [], []
             for _ in range(9):
                 try:
@@ -122,8 +124,10 @@ def test_the_queue_has_an_exact_length(target):
 def test_who_waits_too_long_is_told_so(target):
     async def run():
         async with served(target, max_batch=1, queue_timeout=0.05) as service:
-            first = await service.submit(Ask((10,), Sampling(max_new_tokens=400, ignore_eos=True)))
-            second = await service.submit(Ask((11,), Sampling(max_new_tokens=2)))
+            first = await service.submit(
+                GenerateRequest((10,), Sampling(max_new_tokens=400, ignore_eos=True))
+            )
+            second = await service.submit(GenerateRequest((11,), Sampling(max_new_tokens=2)))
             with pytest.raises(Busy, match="too long"):
                 await anext(second)
             first.cancel()
@@ -184,7 +188,9 @@ def test_a_drain_finishes_live_rows_and_refuses_new_ones(target):
 def test_a_drain_that_takes_too_long_says_so_and_stopping_ends_the_streams(target):
     async def run():
         async with served(target) as service:
-            ticket = await service.submit(Ask((10,), Sampling(max_new_tokens=450, ignore_eos=True)))
+            ticket = await service.submit(
+                GenerateRequest((10,), Sampling(max_new_tokens=450, ignore_eos=True))
+            )
             assert not await service.drain(0.03)
             service.stop()
             assert [p.finish_reason async for p in ticket][-1:] in ([], [None])
@@ -197,7 +203,9 @@ def test_a_drain_that_takes_too_long_says_so_and_stopping_ends_the_streams(targe
 def test_a_conversation_is_not_read_twice(target):
     async def run():
         async with served(target, max_batch=2) as service:
-            first = Ask(tuple(range(10, 50)), Sampling(max_new_tokens=5, ignore_eos=True), "a")
+            first = GenerateRequest(
+                tuple(range(10, 50)), Sampling(max_new_tokens=5, ignore_eos=True), "a"
+            )
             answer = await collect(service, first)
             text = (*first.tokens, *tokens_of(answer), 77, 78)
             again = replace(first, tokens=text)

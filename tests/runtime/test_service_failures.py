@@ -19,12 +19,12 @@ from asking import (
 
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.server.service import (
-    Ask,
+    GenerateRequest,
     Limits,
     Service,
     Unavailable,
 )
-from specctl.runtime.server.text import TextStream
+from specctl.runtime.server.text import AnswerText
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,9 @@ def test_a_round_that_fails_ends_what_runs_and_serves_the_next(target, monkeypat
 
     async def run():
         async with served(target, max_batch=2) as service:
-            ticket = await service.submit(Ask((10,), Sampling(max_new_tokens=99, ignore_eos=True)))
+            ticket = await service.submit(
+                GenerateRequest((10,), Sampling(max_new_tokens=99, ignore_eos=True))
+            )
             await anext(ticket)
             broken.append("out of memory")
             rest = [piece async for piece in ticket]
@@ -107,7 +109,9 @@ def test_several_event_loops_may_ask_and_one_that_dies_holds_no_slot(target):
             await asyncio.sleep(0.005)
 
     async def abandon():
-        ticket = await service.submit(Ask((10,), Sampling(max_new_tokens=450, ignore_eos=True)))
+        ticket = await service.submit(
+            GenerateRequest((10,), Sampling(max_new_tokens=450, ignore_eos=True))
+        )
         await anext(ticket)  # and the loop is closed with the row running
 
     asyncio.run(ready())
@@ -132,7 +136,7 @@ def test_code_that_raises_inside_a_round_fails_its_own_row_only(target):
     async def run():
         async with served(target, max_batch=2) as service:
             good = asyncio.create_task(collect(service, replace(asks_of(2)[1])))
-            bad = Ask((10, 11), Sampling(max_new_tokens=9, processors=(Faulty(),)))
+            bad = GenerateRequest((10, 11), Sampling(max_new_tokens=9, processors=(Faulty(),)))
             return await collect(service, bad), await good
 
     failed, good = asyncio.run(run())
@@ -141,14 +145,14 @@ def test_code_that_raises_inside_a_round_fails_its_own_row_only(target):
 
 
 def test_text_that_cannot_be_written_fails_its_own_answer_only(target, monkeypatch):
-    add = TextStream.add
+    add = AnswerText.add
 
     def picky(self, token):
         if self._stops == ("never",):
             raise UnicodeError
         return add(self, token)
 
-    monkeypatch.setattr(TextStream, "add", picky)
+    monkeypatch.setattr(AnswerText, "add", picky)
     good, odd = asks_of(2)
     odd = replace(odd, sampling=replace(odd.sampling, stop=("never",)))
 

@@ -17,11 +17,11 @@ from specctl.core.errors import FileError, RecipeError
 from specctl.core.tree import NodeKind, chain_tree
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.runtime.policies import make_policy
-from specctl.runtime.policies.base import Growth, fresh
+from specctl.runtime.policies.base import GrowRequest, fresh
 from specctl.runtime.policies.chain import Chain
 from specctl.runtime.sampling.noise import RoundNoise
 from specctl.runtime.sampling.sampling import Sampling, SamplingBatch
-from specctl.runtime.stops import STOPS, Learned, Step, StopRule, make_stop, trained_stops
+from specctl.runtime.stops import STOPS, DraftStep, LearnedStop, StopRule, make_stop, trained_stops
 from specctl.runtime.stops.confidence import RocThreshold, best_threshold
 from specctl.runtime.stops.draft_verify import DraftVerify
 from specctl.runtime.stops.learned import write_stop
@@ -64,13 +64,13 @@ def laws(seed: int) -> Tensor:
 
 def growth_of(
     state: StepState, rows: int, temperature: float, length: int, turn: int = 0
-) -> Growth:
+) -> GrowRequest:
     zeros_B = torch.zeros(rows, dtype=torch.long)
     texts = ((0,),) * rows
     view = RoundView(tuple(range(rows)), torch.arange(rows), zeros_B, zeros_B, texts)
     sampling = SamplingBatch([Sampling(temperature)] * rows, SIZE, torch.device("cpu"))
     noise = RoundNoise(list(range(rows)), [turn] * rows, [0] * rows)
-    return Growth(state, view, Budget(length, length), sampling, noise)
+    return GrowRequest(state, view, Budget(length, length), sampling, noise)
 
 
 def with_weights(name: str, threshold: float, tmp_path: Path, width: int) -> Chain:
@@ -133,7 +133,7 @@ def test_no_stop_rule_changes_the_law(name: str, tmp_path: Path) -> None:
 class Withdrawing(Chain):
     """The forbidden rule: takes back the token that it finds unlikely."""
 
-    def grow(self, growth: Growth) -> Any:
+    def grow(self, growth: GrowRequest) -> Any:
         tree = Chain.grow(self, growth)
         assert tree.q is not None
         own_BN = tree.q.prob_BTK[:, :-1].gather(2, tree.token_BN[:, :, None])[:, :, 0]
@@ -181,8 +181,8 @@ def outcome_of(drafted: list[int], accepted: list[int], ended: list[bool] | None
     return Outcome(view, tree, zeros_B[:, None], tuple(accepted), zeros_B, ((0,),) * B, finished)
 
 
-def step_of(logits: list[float], row: int, index: int = 0) -> Step:
-    return Step(index, torch.tensor([logits]), torch.tensor([row]), Table(laws(1)))
+def step_of(logits: list[float], row: int, index: int = 0) -> DraftStep:
+    return DraftStep(index, torch.tensor([logits]), torch.tensor([row]), Table(laws(1)))
 
 
 def test_svip_stops_at_six_tenths_of_a_nat() -> None:
@@ -297,7 +297,7 @@ def test_specdec_pp_multiplies_the_chances_of_tokens_already_read() -> None:
     logits = state.root(view)
     stops = []
     for index, token in enumerate((3, 1, 2)):
-        stops.append(bool(rule.stops(Step(index, logits, torch.tensor([token]), state))))
+        stops.append(bool(rule.stops(DraftStep(index, logits, torch.tensor([token]), state))))
         logits = state.expand(torch.tensor([[token]]), torch.tensor([[index - 1]]))[:, 0]
     assert seen == [3, 1], "the newest token has not been read yet"
     assert stops == [False, False, True], "1 - 0.5 is not above 0.5, 1 - 0.25 is"
@@ -360,4 +360,4 @@ def test_the_draft_model_shows_the_states_its_logits_came_from(make_target: Any)
 
 
 def test_every_learned_rule_is_one() -> None:
-    assert [isinstance(make_stop(name), Learned) for name in trained_stops()] == [True] * 3
+    assert [isinstance(make_stop(name), LearnedStop) for name in trained_stops()] == [True] * 3

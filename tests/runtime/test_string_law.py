@@ -12,8 +12,8 @@ import torch
 
 from specctl.core.errors import IncompatibleError
 from specctl.core.tree import NodeKind
-from specctl.runtime.cross_vocab.first_token_distribution import LIMIT, StringLaw
-from specctl.runtime.cross_vocab.token_bytes import Lexicon, Reader
+from specctl.runtime.cross_vocab.first_token_distribution import LIMIT, FirstTokenDistribution
+from specctl.runtime.cross_vocab.token_bytes import Reader, TokenBytes
 from specctl.runtime.cross_vocab.translate import translated
 from specctl.runtime.proof.enumerate import Case, enumerate_case
 
@@ -30,7 +30,7 @@ END = "<end>"
 
 def lexicon(words):
     eos = words.index(END) if END in words else None
-    return Lexicon(None, eos, {i: word.encode() for i, word in enumerate(words)}, {})
+    return TokenBytes(None, eos, {i: word.encode() for i, word in enumerate(words)}, {})
 
 
 class Toy:
@@ -40,7 +40,7 @@ class Toy:
         self.seed, self.ours, self.theirs = seed, [*TARGETS[target], END], DRAFTS[draft]
         shared = {len(self.ours) - 1: self.theirs.index(END)} if END in self.theirs else {}
         reader = Reader(lexicon(self.theirs), lexicon(self.ours), shared)
-        self.law = StringLaw.of(reader, len(self.theirs), len(self.ours))
+        self.law = FirstTokenDistribution.of(reader, len(self.theirs), len(self.ours))
         self.longest = max(map(len, TARGETS[target]))
         self.fed = []
 

@@ -12,12 +12,12 @@ from transformers import PreTrainedTokenizerFast
 from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.core.tree import QRows
 from specctl.export.package.folder import load_drafter
-from specctl.runtime.cross_vocab.token_bytes import Lexicon, Shared
+from specctl.runtime.cross_vocab.token_bytes import Shared, TokenBytes
 from specctl.runtime.cross_vocab.translate import translated
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
-from specctl.runtime.proof.reference_checks import Joint, Watched
+from specctl.runtime.proof.reference_checks import PairDistribution, WatchedPolicy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 
@@ -92,7 +92,7 @@ def drafter_of(draft, target, method):
 
 
 def run(target, drafter, serve, samplings, prompts, rule="auto", slots=3):
-    policy = Watched(make_policy(serve))
+    policy = WatchedPolicy(make_policy(serve))
     engine = Engine(target, drafter, policy, rule, num_slots=slots)
     requests = [Request(p, s) for p, s in zip(prompts, samplings, strict=True)]
     return engine.run(requests), policy.draws
@@ -107,7 +107,7 @@ def encoded(target):
 
 def test_shared_tokens_stand_for_the_same_text(target, draft):
     ours, theirs = (
-        Lexicon.of(t.tokenizer, t.spec.vocab_size, t.eos_ids[0]) for t in (target, draft)
+        TokenBytes.of(t.tokenizer, t.spec.vocab_size, t.eos_ids[0]) for t in (target, draft)
     )
     shared = Shared.of(theirs, ours)
     assert list(shared.target_ids) == sorted(set(shared.target_ids))
@@ -118,7 +118,7 @@ def test_shared_tokens_stand_for_the_same_text(target, draft):
 
 
 def test_reading_and_spelling_keep_every_byte(tiny_target):
-    lexicon = Lexicon.of(tiny_target.tokenizer, tiny_target.spec.vocab_size, None)
+    lexicon = TokenBytes.of(tiny_target.tokenizer, tiny_target.spec.vocab_size, None)
     for text in ("def f(x):\n    return x", "na\u00efve \u2713 \U0001f600\n\n\t", " ", "'s 123"):
         whole = text.encode()
         for cut in (whole, whole[:-1], whole[1:]):  # the cuts may part a character
@@ -130,7 +130,7 @@ def test_reading_and_spelling_keep_every_byte(tiny_target):
 def test_spaces_and_bytes_of_other_alphabets_are_understood():
     vocab = {"\u2581the": 0, "<0x0A>": 1, "s": 2, "\u2581": 3}
     bpe = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    lexicon = Lexicon.of(PreTrainedTokenizerFast(tokenizer_object=bpe), 4, None)
+    lexicon = TokenBytes.of(PreTrainedTokenizerFast(tokenizer_object=bpe), 4, None)
     assert [lexicon.text_of[i] for i in range(4)] == [b" the", b"\n", b"s", b" "]
     assert lexicon.spell(b" the\ns") == [0, 1, 2]
 
@@ -185,12 +185,14 @@ def test_sampled_output_has_the_targets_law(target, draft, method, serve):
 
 
 def law(target, drafter, policy, count=1_000):
-    prompt, watched = tuple(target.encode("abcab")), Watched(policy)
+    prompt, watched = tuple(target.encode("abcab")), WatchedPolicy(policy)
     sampling = Sampling(temperature=1.0, max_new_tokens=3, ignore_eos=True)
     engine = Engine(target, drafter, watched, num_slots=100)
     done = engine.run([Request(prompt, replace(sampling, seed=i)) for i in range(count)])
     assert sum(c.stats.accepted for c in done) > 0.02 * count
-    return Joint(target, prompt, sampling, count).test([c.tokens for c in done]), watched.draws
+    return PairDistribution(target, prompt, sampling, count).test(
+        [c.tokens for c in done]
+    ), watched.draws
 
 
 def test_sampled_strings_are_accepted_more_often_by_their_probability(target, twin):

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from specctl.runtime.proof.exact_distribution import TextLaw
+from specctl.runtime.proof.exact_distribution import ExactDistribution
 from specctl.runtime.sampling.sampling import Sampling
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -56,7 +56,7 @@ def test_a_selection_that_accepts_too_readily_is_caught(
 
 def test_the_law_of_texts_is_whole_and_ends_where_texts_end(proof: ModuleType) -> None:
     sampling = Sampling(temperature=1.0, max_new_tokens=3)
-    law = TextLaw.of(proof.target(), [1, 2, 3], sampling)
+    law = ExactDistribution.of(proof.target(), [1, 2, 3], sampling)
     assert sum(law.chance.values()) == pytest.approx(1.0)
     assert all(len(text) == 3 or text[-1] == proof.EOS for text in law.chance)
     assert not any(proof.EOS in text[:-1] for text in law.chance)

@@ -16,7 +16,7 @@ from specctl.core.drafter import Drafter
 from specctl.drafters import families
 from specctl.recipes.low_rank import JointPart
 from specctl.runtime.target.target import Target
-from specctl.train.joint.joint import Joint
+from specctl.train.joint.joint import JointModel
 
 AT_ONCE = JointPart(rank=4, warmup=0.0, weight=1.0)
 VOCAB = 24
@@ -43,7 +43,7 @@ def make(target: Target, name: str = "medusa", **options: Any) -> Drafter:
     return drafter
 
 
-def steps(joint: Joint, number: int, progress: float = 0.5) -> None:
+def steps(joint: JointModel, number: int, progress: float = 0.5) -> None:
     """Adam steps on four batches in turn, which `rows(7)` is none of."""
     optimizer = torch.optim.Adam(joint.trainable().values(), lr=5e-3)
     for step in range(number):
@@ -61,7 +61,7 @@ def logits(target: Target, batch: TrainBatch) -> Tensor:
     return found
 
 
-def perturb(joint: Joint, size: float = 0.05) -> None:
+def perturb(joint: JointModel, size: float = 0.05) -> None:
     with torch.no_grad():
         for name, factor in joint.trainable().items():
             if name.startswith("target."):

@@ -19,13 +19,13 @@ from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import Prompt
+from specctl.train.data.heldout import HeldoutPrompt
 from specctl.train.vocab.acceptance import Ranked, overlap, passing, size_curves, walk
 from specctl.train.vocab.chains import capture_chains, write_answers
 from specctl.train.vocab.measure import measure_drafter
 
 V, LENGTH, NEW = 32, 3, 20
-PROMPTS = [Prompt((3, 1, 4, 1 + i), "", "ab"[i % 2]) for i in range(6)]
+PROMPTS = [HeldoutPrompt((3, 1, 4, 1 + i), "", "ab"[i % 2]) for i in range(6)]
 SIZES = (4, 9, 16, 31, 32)
 
 
@@ -160,7 +160,7 @@ def test_expected_tau_under_sampling_is_what_many_runs_average(target: Target) -
 def test_sampled_decoding_has_the_predicted_tau(target: Target) -> None:
     """Rule chain at T = 1, 200 texts: predicted and measured tau agree within 4 standard errors."""
     drafter = make_drafter(target, "small-lm").trimmed(kept(16))
-    prompts = [Prompt((3, 1, 4, 1), "", "a")] * 200
+    prompts = [HeldoutPrompt((3, 1, 4, 1), "", "a")] * 200
     policy = make_policy({"policy": "chain", "length": 2})
     requests = [
         Request(p.ids, Sampling(1.0, seed=i + 999, max_new_tokens=6, ignore_eos=True))

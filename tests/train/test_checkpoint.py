@@ -24,7 +24,7 @@ from specctl.core.errors import (
     SpecctlError,
 )
 from specctl.runtime.measure.reporter import SilentReporter
-from specctl.train.loop import Progress, restore, save, take_step, train
+from specctl.train.loop import TrainProgress, restore, save, take_step, train
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot, read_snapshot
 from specctl.train.saving.disk import Disk, write_file
 from specctl.train.saving.fingerprint import check_same_run
@@ -268,7 +268,7 @@ def test_a_disk_without_room_is_found_before_anything_is_written(tmp_path: Path)
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_optimizer_state_comes_back_for_every_parameter(tmp_path: Path, optimizer: str) -> None:
     job = toy.make_job(tmp_path, optimizer=optimizer)
-    progress = Progress()
+    progress = TrainProgress()
     for _ in range(2):
         take_step(job, progress, lambda amount, note="": None)
     save(job, progress)
@@ -290,7 +290,7 @@ def test_optimizer_state_comes_back_for_every_parameter(tmp_path: Path, optimize
 
 def test_a_state_for_another_drafter_is_refused(tmp_path: Path) -> None:
     job = toy.make_job(tmp_path)
-    train(job, Progress())
+    train(job, TrainProgress())
     found = job.checkpoints.newest()
     moved = dict(found.tensors["optimizer"])
     moved["adamw/stranger/exp_avg"] = moved.pop("adamw/embed.weight/exp_avg")

@@ -26,7 +26,7 @@ from specctl.train.distributed.ranks import Ranks
 from specctl.train.features.capture import capture
 from specctl.train.features.kept import Form, decode, encode, read_target
 from specctl.train.features.offline import feature_source
-from specctl.train.features.shards import Layout, kept_shards
+from specctl.train.features.shards import ShardLayout, kept_shards
 from specctl.train.metrics import read_log
 from specctl.train.run import train_draft
 from specctl.train.saving.disk import Disk
@@ -319,9 +319,9 @@ def test_other_features_lie_apart_and_a_drafter_without_features_is_refused(
 
 
 def test_every_row_has_one_place() -> None:
-    layout = Layout(10, 4)
+    layout = ShardLayout(10, 4)
     assert [list(layout.rows(s)) for s in range(layout.num_shards)] == [
         [0, 1, 2, 3], [4, 5, 6, 7], [8, 9],
     ]  # fmt: skip
     assert [layout.place(row) for row in (0, 5, 9)] == [(0, 0), (1, 1), (2, 1)]
-    assert Layout.of(3, 10**12).each == 1
+    assert ShardLayout.of(3, 10**12).each == 1

@@ -23,7 +23,7 @@ from specctl.train.data.sources import Defects
 from specctl.train.init.initial import completed
 from specctl.train.metrics import alphas, means, merged, simulated_tau
 from specctl.train.optim import Gradient, build_optimizers, is_hidden_matrix, learning_rate
-from specctl.train.planning.plan import STATE_BYTES, Plan, matrix_speed, plan
+from specctl.train.planning.plan import STATE_BYTES, RunPlan, matrix_speed, plan
 from specctl.train.planning.rehearsal import Rehearsal, Stopwatch, num_saves, small, summary
 from specctl.train.plot import save_learning_curve
 from specctl.train.run import train_draft
@@ -57,7 +57,7 @@ def test_a_plan_for_an_alias_needs_neither_weights_nor_network(
 
 
 def test_more_steps_take_longer_and_larger_batches_more_memory() -> None:
-    def of(*sets: str) -> Plan:
+    def of(*sets: str) -> RunPlan:
         return plan(load_recipe("eagle3", sets=sets), SPEC, **SPEED)
 
     assert of("train.steps=2000").seconds_range[0] > of("train.steps=200").seconds_range[0]

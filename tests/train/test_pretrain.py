@@ -16,10 +16,10 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specctl.core.errors import FileError, RecipeError
-from specctl.train.data.corpus import STDLIB, Source, collect
-from specctl.train.pretrain.data import Rows, prepare_data
+from specctl.train.data.corpus import STDLIB, CorpusFile, collect
+from specctl.train.pretrain.data import PretrainRows, prepare_data
 from specctl.train.pretrain.recipe import (
-    Progress,
+    PretrainProgress,
     begin_decay_if_due,
     is_finished,
     learning_rate_factor,
@@ -63,7 +63,7 @@ def small_recipe(path: Path, **train: Any) -> Path:
 
 @pytest.fixture(autouse=True)
 def little_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: tuple[Source, ...] = collect((STDLIB,))[:400]
+    found: tuple[CorpusFile, ...] = collect((STDLIB,))[:400]
     monkeypatch.setattr("specctl.train.data.corpus.collect", lambda: found)
 
 
@@ -133,7 +133,7 @@ def test_a_decay_file_starts_the_decay_at_once(tmp_path: Path) -> None:
 
 def test_schedule_warms_up_stays_and_falls_to_zero() -> None:
     recipe = load_pretrain_recipe(RECIPE).train
-    progress = Progress()
+    progress = PretrainProgress()
     assert 0.0 < learning_rate_factor(progress, recipe) < 0.1
     progress.tokens = recipe.total_tokens - recipe.decay_tokens - 1
     assert not begin_decay_if_due(progress, recipe, asked=False)
@@ -150,11 +150,11 @@ def test_schedule_warms_up_stays_and_falls_to_zero() -> None:
 
 def test_rows_visit_everything_once_an_epoch(tmp_path: Path) -> None:
     data = prepare_data(load_pretrain_recipe(small_recipe(tmp_path / "recipe.yaml")), tmp_path)
-    rows = Rows(data.train, 32, seed=3)
+    rows = PretrainRows(data.train, 32, seed=3)
     first = rows.take(0, rows.num_rows)
     assert len({tuple(row) for row in first.tolist()}) >= 0.95 * rows.num_rows
     assert not torch.equal(first, rows.take(rows.num_rows, rows.num_rows))
-    assert torch.equal(first[5:9], Rows(data.train, 32, seed=3).take(5, 4))
+    assert torch.equal(first[5:9], PretrainRows(data.train, 32, seed=3).take(5, 4))
 
 
 def test_the_shipped_recipe_builds_seven_million_parameters(tmp_path: Path) -> None:

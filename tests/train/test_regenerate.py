@@ -20,9 +20,9 @@ from specctl.train.data import regenerate as module
 from specctl.train.data.prepare import prepare
 from specctl.train.data.records import Sample
 from specctl.train.data.regenerate import (
-    Answer,
     AnswerPlan,
     PromptCut,
+    WrittenAnswer,
     cut_prompts,
     domain_at,
     regenerate,
@@ -71,7 +71,7 @@ def test_greedy_answers_are_the_argmax_of_the_target(chat_target: Target, tmp_pa
         assert_is_argmax(chat_target, answer) if answer.is_greedy else None
 
 
-def assert_is_argmax(target: Target, answer: Answer) -> None:
+def assert_is_argmax(target: Target, answer: WrittenAnswer) -> None:
     ids_1S = torch.tensor([[*answer.prompt.ids, *answer.new_ids]])
     position_1S = torch.arange(ids_1S.shape[1])[None]
     masks = Masks(document_mask(torch.zeros_like(ids_1S)))

@@ -25,7 +25,7 @@ from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.target.target import Target
-from specctl.train.loop import Progress, train
+from specctl.train.loop import TrainProgress, train
 from specctl.train.metrics import read_log
 from specctl.train.run import RunResult, train_draft
 from specctl.train.saving.checkpoint import Checkpoints
@@ -265,7 +265,7 @@ def test_two_processes_train_as_one_and_fail_as_one(tmp_path: Path) -> None:
     job = toy.make_job(
         tmp_path / "one", dropout=0.0, dtype=torch.float64, optimizer="adamw", accumulate=2, rows=4
     )
-    train(job, Progress())
+    train(job, TrainProgress())
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     script = Path(__file__).with_name("two_ranks.py")
     source = Path(specctl.__path__[0]).parent

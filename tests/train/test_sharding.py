@@ -18,7 +18,7 @@ import toy
 import specctl
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.train.distributed.muon import orthogonal_step
-from specctl.train.loop import Progress, restore, train
+from specctl.train.loop import TrainProgress, restore, train
 from specctl.train.metrics import read_log
 from specctl.train.saving.checkpoint import Checkpoints
 
@@ -43,7 +43,7 @@ def losses(folder: Path) -> list[float]:
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of one process, and what two sharded processes made of the same."""
     out = tmp_path_factory.mktemp("sharded")
-    train(toy.make_job(out / "one", **SAME), Progress())
+    train(toy.make_job(out / "one", **SAME), TrainProgress())
     shutil.copytree(out / "one" / "checkpoints", out / "handed" / "checkpoints")
     text = out / "words.txt"
     text.write_text("\n\n".join(f"def f{i}(x):\n    return x + {i}" for i in range(100)))

@@ -24,12 +24,12 @@ from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import Prompt
+from specctl.train.data.heldout import HeldoutPrompt
 from specctl.train.data.records import Sample
 from specctl.train.vocab.chains import write_answers
 from specctl.train.vocab.counting import draft_tokens, target_tokens
 from specctl.train.vocab.head_cost import HeadCost
-from specctl.train.vocab.measure import Measured, PromptRun, moved_bytes
+from specctl.train.vocab.measure import MeasuredDrafter, PromptRun, moved_bytes
 from specctl.train.vocab.selectors import Evidence, selector, selectors
 from specctl.train.vocab.settings import Material, TrimSettings
 from specctl.train.vocab.trim import Trimmed, trim
@@ -94,7 +94,7 @@ def target(make_target: Callable[..., Target]) -> Target:
     return make_target(num_layers=2, vocab=96, eos_token_id=95)
 
 
-PROMPTS = [Prompt((3, 1, 4, 1 + i), "", "ab"[i % 2]) for i in range(4)]
+PROMPTS = [HeldoutPrompt((3, 1, 4, 1 + i), "", "ab"[i % 2]) for i in range(4)]
 HALF = counts(a=[96 - i for i in range(96)], b=[2 * (i < 48) for i in range(96)])
 CHAIN = make_policy({"policy": "chain", "length": 3})
 
@@ -121,10 +121,10 @@ def test_trimming_to_a_size_keeps_the_frequent_ids_and_the_end(target: Target) -
 def test_auto_takes_the_size_with_the_best_measured_tau_and_cost(target: Target) -> None:
     taus: dict[int, float] = {}
 
-    def measure(drafter: Drafter, policy: Any) -> Measured:
+    def measure(drafter: Drafter, policy: Any) -> MeasuredDrafter:
         size = 96 if drafter.vocab is None else drafter.vocab.size
         taus[size] = 2.0 if size in (max(taus, default=0), 96) else 1.99
-        return Measured(taus[size], 0.6, 100.0)
+        return MeasuredDrafter(taus[size], 0.6, 100.0)
 
     done = trimmed(target, "auto", measure=measure, min_coverage=0.3)
     report, drafter = done.report, done.drafter
@@ -135,8 +135,8 @@ def test_auto_takes_the_size_with_the_best_measured_tau_and_cost(target: Target)
 
 
 def test_the_drafter_comes_back_whole_when_no_size_pays(target: Target) -> None:
-    def measure(drafter: Drafter, policy: Any) -> Measured:
-        return Measured(2.0 if drafter.vocab is None else 1.0, 0.5, 1.0)
+    def measure(drafter: Drafter, policy: Any) -> MeasuredDrafter:
+        return MeasuredDrafter(2.0 if drafter.vocab is None else 1.0, 0.5, 1.0)
 
     done = trimmed(target, "auto", measure=measure, min_coverage=0.3)
     assert done.drafter.vocab is None
@@ -196,9 +196,11 @@ def test_the_report_is_json_with_formulas_and_measured_figures(
 def test_a_domain_that_lost_is_shown_first_and_warned_about(target: Target) -> None:
     """Domain b keeps its tau, domain a falls from 2.5 to 1: its prompts are slower and said so."""
 
-    def measure(drafter: Drafter, policy: Any) -> Measured:
+    def measure(drafter: Drafter, policy: Any) -> MeasuredDrafter:
         rounds = {"a": 4 if drafter.vocab is None else 10, "b": 4}
-        return Measured.of([PromptRun(p.domain, rounds[p.domain], 10, 5, 8, 1.0) for p in PROMPTS])
+        return MeasuredDrafter.of(
+            [PromptRun(p.domain, rounds[p.domain], 10, 5, 8, 1.0) for p in PROMPTS]
+        )
 
     report = trimmed(target, 48, measure=measure).report
     everything, worst, other = report.domains

@@ -24,7 +24,7 @@ from specctl.train.data.order import Order
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.distributed.sharding import Sharded
 from specctl.train.loop import Job
-from specctl.train.metrics import Acceptance, MetricsLog
+from specctl.train.metrics import MeasuredAcceptance, MetricsLog
 from specctl.train.optim import Gradient, build_optimizers
 from specctl.train.saving.checkpoint import Checkpoints
 from specctl.train.saving.disk import Disk
@@ -103,15 +103,15 @@ class Unflushed(Disk):
         del descriptor
 
 
-def measured(tau: float) -> Acceptance:
-    return Acceptance(tau, 0.5, (0.5,), 1, 8, 0.0)
+def measured(tau: float) -> MeasuredAcceptance:
+    return MeasuredAcceptance(tau, 0.5, (0.5,), 1, 8, 0.0)
 
 
 def make_job(
     out: Path,
     *,
     batch: Callable[[list[int]], TrainBatch] = rows,
-    measure: Callable[[], Acceptance] = lambda: measured(2.0),
+    measure: Callable[[], MeasuredAcceptance] = lambda: measured(2.0),
     reporter: Reporter | None = None,
     disk: Disk | None = None,
     dropout: float = 0.3,

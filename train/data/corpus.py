@@ -57,7 +57,7 @@ DOCSTRING = re.compile(r'^[ \t]*"""[^"]{40}.*?"""[ \t]*\n', re.MULTILINE | re.DO
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class CorpusFile:
     """One file as a document: `name` its path below the import root, `split` train or heldout."""
 
     distribution: str
@@ -142,7 +142,7 @@ def _is_skipped(name: str) -> bool:
     return bool(SKIPPED_FOLDERS.intersection(folders)) or name.split("/")[-1].startswith("test_")
 
 
-def read_source(distribution: str, name: str, path: Path) -> Source | None:
+def read_source(distribution: str, name: str, path: Path) -> CorpusFile | None:
     """The document in a file, or None when it is not worth learning from."""
     try:
         raw = path.read_bytes()
@@ -153,14 +153,14 @@ def read_source(distribution: str, name: str, path: Path) -> Source | None:
     if not is_prose_or_code(text):
         return None
     split = split_of(distribution, name, len(raw))
-    return Source(distribution, name, text, len(raw), hashlib.sha256(raw).hexdigest(), split)
+    return CorpusFile(distribution, name, text, len(raw), hashlib.sha256(raw).hexdigest(), split)
 
 
-def _name_hash(source: Source) -> str:
+def _name_hash(source: CorpusFile) -> str:
     return hashlib.sha256(source.name.encode()).hexdigest()
 
 
-def capped(sources: list[Source], share: float = MODELS_SHARE) -> list[Source]:
+def capped(sources: list[CorpusFile], share: float = MODELS_SHARE) -> list[CorpusFile]:
     """The sources with `transformers/models` cut, in hash order, to `share` of all bytes."""
     kept = [s for s in sources if not s.name.startswith(MODELS_FOLDER)]
     budget = sum(s.bytes for s in kept) * share / (1.0 - share)
@@ -173,12 +173,12 @@ def capped(sources: list[Source], share: float = MODELS_SHARE) -> list[Source]:
 
 
 @cache
-def collect(distributions: tuple[str, ...] = (STDLIB, *DISTRIBUTIONS)) -> tuple[Source, ...]:
+def collect(distributions: tuple[str, ...] = (STDLIB, *DISTRIBUTIONS)) -> tuple[CorpusFile, ...]:
     """Every document found on this machine, by distribution and name, exact duplicates dropped.
 
     Of duplicates the first wins, held-out files first: a held-out text is never trained on.
     """
-    found: list[Source] = []
+    found: list[CorpusFile] = []
     for distribution in distributions:
         if origin(distribution) is None:
             continue
@@ -208,7 +208,7 @@ def part_of(text: str, part: str) -> str:
     return text
 
 
-def shuffled(sources: list[Source], seed: int) -> list[Source]:
+def shuffled(sources: list[CorpusFile], seed: int) -> list[CorpusFile]:
     """The sources in an order that depends on the seed alone, not on how they were found."""
     ordered = sorted(sources, key=lambda s: (s.distribution, s.name))
     Random(seed).shuffle(ordered)
@@ -232,9 +232,9 @@ def heldout_texts() -> list[str]:
     return [s.text for s in collect() if s.split == "heldout"]
 
 
-def write_listing(path: Path, sources: Iterable[Source]) -> None:
+def write_listing(path: Path, sources: Iterable[CorpusFile]) -> None:
     """Every distribution with version, licence and files (name, bytes, sha256, split), gzipped."""
-    by_distribution: dict[str, list[Source]] = {}
+    by_distribution: dict[str, list[CorpusFile]] = {}
     for source in sources:
         by_distribution.setdefault(source.distribution, []).append(source)
     listing = []

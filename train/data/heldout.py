@@ -16,7 +16,7 @@ from specctl.train.data.records import sample_of
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class HeldoutPrompt:
     """A prompt as token ids, its text, and the domain it is reported under."""
 
     ids: tuple[int, ...]
@@ -33,7 +33,7 @@ def embedded_prompts() -> Path:
 
 def heldout_prompts(
     target: Target, count: int, domain: str | None = None, path: str | Path | None = None
-) -> list[Prompt]:
+) -> list[HeldoutPrompt]:
     """`count` prompts (fewer if there are fewer), taken in turn from every domain, always the same.
 
     `path` is a text file (one prompt per line) or JSONL with text, prompt or messages per line.
@@ -69,13 +69,13 @@ def heldout_prompts(
     return prompts
 
 
-def _short(target: Target, prompt: Prompt) -> Prompt:
+def _short(target: Target, prompt: HeldoutPrompt) -> HeldoutPrompt:
     """An embedded prompt, which nobody chose for this target, in at most half of its context."""
     most = max(1, target.spec.max_positions // 2)
     if len(prompt.ids) <= most:
         return prompt
     ids = prompt.ids[:most]
-    return Prompt(ids, target.decode(ids), prompt.domain)
+    return HeldoutPrompt(ids, target.decode(ids), prompt.domain)
 
 
 def _records(file: Path) -> Iterator[tuple[str, Any]]:
@@ -111,11 +111,11 @@ def _records(file: Path) -> Iterator[tuple[str, Any]]:
         yield (named if isinstance(named, str) and named else file.stem), record
 
 
-def _prompt(target: Target, domain: str, record: Any, file: Path) -> Prompt:
+def _prompt(target: Target, domain: str, record: Any, file: Path) -> HeldoutPrompt:
     text = record.get("text", record.get("prompt")) if isinstance(record, dict) else record
     if isinstance(text, str):
         check_room(target, text)
-        return Prompt(tuple(target.encode(text)), text, domain)
+        return HeldoutPrompt(tuple(target.encode(text)), text, domain)
     try:
         sample = sample_of(record, str(file), domain)
         ids = tuple(conversation_prompt(target.tokenizer, sample))
@@ -127,4 +127,4 @@ def _prompt(target: Target, domain: str, record: Any, file: Path) -> Prompt:
             expected="text, prompt or messages",
             do="correct the line",
         ) from error
-    return Prompt(ids, target.decode(ids), domain)
+    return HeldoutPrompt(ids, target.decode(ids), domain)

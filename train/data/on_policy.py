@@ -24,9 +24,15 @@ from specctl.runtime.engine.request import Request
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import document_prompts, measuring_rows
 from specctl.train.data.order import Order
-from specctl.train.data.pack import Document, Rows, laid_out
+from specctl.train.data.pack import Document, PackedRows, laid_out
 from specctl.train.data.prepare import LEAST_ANSWER
-from specctl.train.data.regenerate import Answer, AnswerPlan, PromptCut, sampling_of, slots_for
+from specctl.train.data.regenerate import (
+    AnswerPlan,
+    PromptCut,
+    WrittenAnswer,
+    sampling_of,
+    slots_for,
+)
 from specctl.train.data.rows import TokenData
 from specctl.train.data.supply import Mixed, Prepared, Text
 from specctl.train.distributed.ranks import Ranks
@@ -70,7 +76,7 @@ class OnPolicy(Text):
             return
         until = position + (due + every - step) * self.writing.rows_per_step
         first, end = order.num_fresh(position), order.num_fresh(until)
-        rows: Rows | None = None
+        rows: PackedRows | None = None
         with self.drafter.whole() as drafter, self.ranks.together():
             if self.ranks.is_main:
                 rows = self.write(drafter, range(first, end))
@@ -79,7 +85,7 @@ class OnPolicy(Text):
         self._written = {name: torch.from_numpy(getattr(rows, name)) for name in NAMES}
         self._began, self._first = due, first
 
-    def write(self, drafter: Drafter, numbers: range) -> Rows:
+    def write(self, drafter: Drafter, numbers: range) -> PackedRows:
         """The rows of those numbers; training's random numbers and weights do not notice."""
         writing, module = self.writing, drafter.module
         lm = drafter.language_model()
@@ -104,7 +110,7 @@ class OnPolicy(Text):
             done = engine.run(requests)
         module.train(is_training)
         documents = [
-            Answer(
+            WrittenAnswer(
                 PromptCut(c.request.tokens, ""),
                 c.tokens,
                 c.request.sampling.temperature == 0.0,

@@ -20,7 +20,7 @@ from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.target.target import Target
 from specctl.train.data.chat import encode_sample
 from specctl.train.data.context import check_context, check_ids
-from specctl.train.data.pack import Document, Rows, best_fit, cut_documents, pack
+from specctl.train.data.pack import Document, PackedRows, best_fit, cut_documents, pack
 from specctl.train.data.records import Sample, without
 from specctl.train.data.regenerate import AnswerPlan, cut_prompts, regenerate
 from specctl.train.data.rows import FORMAT, TokenData, read_manifest, write_rows
@@ -188,7 +188,7 @@ def _rows(
     target: Target,
     defects: Defects,
     console: Reporter,
-) -> Rows:
+) -> PackedRows:
     seq_len = recipe.train.seq_len
     cut = cut_documents(documents, seq_len)
     if cut.dropped:

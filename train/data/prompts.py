@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from specctl.train.data.corpus import Source
+from specctl.train.data.corpus import CorpusFile
 from specctl.train.data.heldout import heldout_prompts as heldout_prompts
 
 CODE, PROSE = "code", "docstring"
@@ -19,7 +19,7 @@ MIN_FOLLOWING = 32  # tokens of the same document after the prompt: there is som
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptCandidate:
     """A piece of a held-out file that starts at a line start and ends at a token boundary."""
 
     id: str
@@ -72,7 +72,7 @@ def regions(text: str) -> list[Region]:
     return result
 
 
-def _cuts(source: Source, tokenizer: Any, rng: Random) -> list[Prompt]:
+def _cuts(source: CorpusFile, tokenizer: Any, rng: Random) -> list[PromptCandidate]:
     """Prompts of one file in random order, without overlap, each inside one region."""
     encoding = tokenizer.backend_tokenizer.encode(source.text)
     begins = [begin for begin, _ in encoding.offsets]
@@ -89,20 +89,22 @@ def _cuts(source: Source, tokenizer: Any, rng: Random) -> list[Prompt]:
             if last + MIN_FOLLOWING >= len(begins) or begins[last] > region.end:
                 continue
             text = source.text[start : begins[last]]
-            found.append(Prompt(f"{source.name}:{start}", source.name, region.domain, text))
+            found.append(
+                PromptCandidate(f"{source.name}:{start}", source.name, region.domain, text)
+            )
             place = begins[last] + 4 * (begins[last] - start)
     rng.shuffle(found)
     return found
 
 
 def cut_prompts(
-    sources: Iterable[Source], tokenizer: Any, per_domain: int, seed: int = 0
-) -> list[Prompt]:
+    sources: Iterable[CorpusFile], tokenizer: Any, per_domain: int, seed: int = 0
+) -> list[PromptCandidate]:
     """`per_domain` prompts of each domain, taken from the files in turn; domains alternate."""
     files = sorted(sources, key=lambda s: s.name)
     Random(seed).shuffle(files)
     cuts = [_cuts(source, tokenizer, Random(f"{seed} {source.name}")) for source in files]
-    picked: dict[str, list[Prompt]] = {CODE: [], PROSE: []}
+    picked: dict[str, list[PromptCandidate]] = {CODE: [], PROSE: []}
     for domain, chosen in picked.items():
         queues = [[p for p in cut if p.domain == domain] for cut in cuts]
         depth = max(map(len, queues), default=0)
@@ -112,6 +114,6 @@ def cut_prompts(
     return [prompt for pair in pairs for prompt in pair]
 
 
-def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
+def write_prompts(path: Path, prompts: Iterable[PromptCandidate]) -> None:
     """One JSON object a line."""
     path.write_text("".join(json.dumps(asdict(prompt)) + "\n" for prompt in prompts))

@@ -63,7 +63,7 @@ class PromptCut:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class WrittenAnswer:
     """A prompt with what the target wrote after it, an ending EOS included."""
 
     prompt: PromptCut
@@ -184,7 +184,7 @@ def regenerate(
     *,
     batch: int | None = None,
     console: Reporter | None = None,
-) -> list[Answer]:
+) -> list[WrittenAnswer]:
     """The target's answer to every prompt; finished shards in `folder` are read, not redone.
 
     `batch` rows are answered together; None takes what suits the device and its memory."""
@@ -256,7 +256,7 @@ def _content_digest(arrays: Mapping[str, npt.NDArray[Any]], notes: Mapping[str, 
 
 def _read_shard(
     path: Path, digest: str, prompts: Sequence[PromptCut], start: int, plan: AnswerPlan
-) -> list[Answer]:
+) -> list[WrittenAnswer]:
     members = prompts[start : start + SHARD]
     try:
         with safe_open(path, framework="np") as file:
@@ -273,7 +273,7 @@ def _read_shard(
     reasons = json.loads(notes["finish_reasons"])
     for i, (prompt, length) in enumerate(zip(members, lengths, strict=True)):
         is_greedy = sampling_of(start + i, plan).temperature == 0.0
-        answers.append(Answer(prompt, tuple(ids[at : at + length]), is_greedy, reasons[i]))
+        answers.append(WrittenAnswer(prompt, tuple(ids[at : at + length]), is_greedy, reasons[i]))
         at += length
     return answers
 
@@ -288,7 +288,7 @@ def _bad_shard(path: Path, found: str) -> IntegrityError:
     )
 
 
-def _summary(answers: Sequence[Answer]) -> str:
+def _summary(answers: Sequence[WrittenAnswer]) -> str:
     num_tokens = sum(len(a.new_ids) for a in answers)
     ended = sum(a.finish_reason == "eos" for a in answers) / len(answers)
     greedy = sum(a.is_greedy for a in answers) / len(answers)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from specctl.core.batch import TrainBatch
 from specctl.core.errors import FileError, IntegrityError
-from specctl.train.data.pack import Rows
+from specctl.train.data.pack import PackedRows
 from specctl.train.data.sources import Defects
 from specctl.train.saving.store import sha256_file, write_arrays, write_json
 
@@ -138,7 +138,12 @@ def _damaged(path: Path, found: str) -> IntegrityError:
 
 
 def write_rows(
-    folder: Path, rows: Rows, digest: str, settings: dict[str, Any], writer: str, defects: Defects
+    folder: Path,
+    rows: PackedRows,
+    digest: str,
+    settings: dict[str, Any],
+    writer: str,
+    defects: Defects,
 ) -> DataManifest:
     """Rows first, manifest last; rows of earlier settings are removed."""
     domains = tuple(sorted(set(rows.domain_N)))

@@ -13,7 +13,7 @@ from torch import Tensor
 from specctl.core.batch import HeadRows, TrainBatch
 from specctl.core.drafter import Needs
 from specctl.core.language_model import LanguageModel
-from specctl.models.fast_llama import LeanLM
+from specctl.models.fast_llama import FastLlama
 from specctl.models.kernels import linear
 from specctl.runtime.target.target import Target
 
@@ -53,13 +53,13 @@ def read(target: Target, batch: TrainBatch, needs: Needs) -> TrainBatch:
 
 def has_plain_head(lm: LanguageModel) -> bool:
     """True where logits are the last state times the head, with nothing after it."""
-    return isinstance(lm, LeanLM)
+    return isinstance(lm, FastLlama)
 
 
 @torch.no_grad()
 def head_logits(lm: LanguageModel, state_BSD: Tensor) -> Tensor:
     """[B, S, V]: the logits of last states, by the very product that `capture` makes."""
-    assert isinstance(lm, LeanLM), "the head of another model may not be a plain product"
+    assert isinstance(lm, FastLlama), "the head of another model may not be a plain product"
     return linear(state_BSD, lm.module.weights().head)
 
 

@@ -24,7 +24,7 @@ from specctl.train.data.rows import TokenData
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.features.capture import capture, to_device
 from specctl.train.features.kept import Form, decode, encode, read_target, with_features
-from specctl.train.features.shards import Layout, Shards, make_room, sweep
+from specctl.train.features.shards import ShardLayout, Shards, make_room, sweep
 from specctl.train.saving.disk import Disk
 from specctl.train.saving.store import digest_of
 
@@ -34,7 +34,7 @@ HEADER_BYTES = 2048  # at most, of a shard's file
 
 
 @dataclass(frozen=True, slots=True)
-class Features:
+class FeatureSource:
     """The rows' features by row number, read from shards where they are."""
 
     target: Target
@@ -99,9 +99,9 @@ def feature_source(
 
 def _features(
     recipe: Recipe, target: Target, data: TokenData, needs: Needs, out: Path, disk: Disk | None
-) -> Features:
+) -> FeatureSource:
     form = Form.of(recipe.data, target, needs)
-    layout = Layout.of(data.num_rows, data.seq_len * form.bytes_per_token)
+    layout = ShardLayout.of(data.num_rows, data.seq_len * form.bytes_per_token)
     about = {
         "data": data.digest,
         "target": target.fingerprint,
@@ -110,11 +110,11 @@ def _features(
         "rows": [layout.num_rows, layout.each],
     }
     folder = out / "features" / digest_of(about)[:12]
-    return Features(target, data, needs, form, Shards(folder, layout, disk))
+    return FeatureSource(target, data, needs, form, Shards(folder, layout, disk))
 
 
 def _todo(
-    recipe: Recipe, features: Features, root: Path, reporter: Reporter, ranks: Ranks
+    recipe: Recipe, features: FeatureSource, root: Path, reporter: Reporter, ranks: Ranks
 ) -> list[int]:
     """Shards that are missing and fit, in order; decided by the first rank."""
     todo: list[int] = []
@@ -125,7 +125,7 @@ def _todo(
     return ranks.gather(todo)[0]
 
 
-def _fitting(recipe: Recipe, features: Features, root: Path, reporter: Reporter) -> list[int]:
+def _fitting(recipe: Recipe, features: FeatureSource, root: Path, reporter: Reporter) -> list[int]:
     shards, form, data = features.shards, features.form, features.data
     whole = form.bytes_per_token * data.manifest.tokens
     kind = f"{len(form.taps)} taps, teacher {form.teacher}, {form.dtype}"
@@ -155,7 +155,7 @@ def _fitting(recipe: Recipe, features: Features, root: Path, reporter: Reporter)
     return todo
 
 
-def _sizes(features: Features) -> dict[int, int]:
+def _sizes(features: FeatureSource) -> dict[int, int]:
     """Bytes of each shard's file."""
     lengths, layout = features.data.lengths(), features.shards.layout
     return {

@@ -12,13 +12,13 @@ from specctl.core.drafter import Drafter
 from specctl.core.errors import IncompatibleError
 from specctl.drafters.nets.heads import fitting_rows
 from specctl.drafters.small_lm import options_of
-from specctl.models.fast_llama import LeanLlama
+from specctl.models.fast_llama import LlamaModel
 
 
 def fitting_vocab(source: Drafter, tensors: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
     """The tensors with as many rows as the target has ids: models of one family pad one vocabulary
     to different sizes (Qwen2.5 0.5B and 7B)."""
-    if not isinstance(source.module, LeanLlama):
+    if not isinstance(source.module, LlamaModel):
         return dict(tensors)
     rows = {"model.embed_tokens.weight"} | ({"lm_head.weight"} if source.vocab is None else set())
     return {name: fitting_rows(t, size) if name in rows else t for name, t in tensors.items()}
@@ -64,7 +64,7 @@ def _misfit(
 
 def _constants(drafter: Drafter) -> tuple[Any, ...]:
     """What a Llama computes with beside its tensors."""
-    if not isinstance(drafter.module, LeanLlama):
+    if not isinstance(drafter.module, LlamaModel):
         return ()
     shape, rotary = drafter.module.shape, drafter.module.rotary
     eps = shape.qk_norm_eps or shape.norm_eps
@@ -74,7 +74,7 @@ def _constants(drafter: Drafter) -> tuple[Any, ...]:
 def _fitting_options(drafter: Drafter, source: Drafter) -> dict[str, Any]:
     """Options under which the drafter would have the shape of the source."""
     ours, theirs = drafter.module, source.module
-    if isinstance(ours, LeanLlama) and isinstance(theirs, LeanLlama):
+    if isinstance(ours, LlamaModel) and isinstance(theirs, LlamaModel):
         here = options_of(ours.shape, drafter.spec)
         there = options_of(theirs.shape, drafter.spec)
         if not here["tied"]:

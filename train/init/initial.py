@@ -23,7 +23,7 @@ from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters import family
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
-from specctl.models.fast_llama import LeanLlama
+from specctl.models.fast_llama import LlamaModel
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.reporter import SilentReporter
@@ -88,7 +88,7 @@ def completed(recipe: Recipe, spec: ModelSpec, initial: Initial | None = None) -
     _only_small_lm(recipe)
     family_options(family(recipe.drafter.family), recipe)  # of the right types
     sizes = {option: getattr(spec, size) for option, size in _LIKE_TARGET.items()}
-    if initial is not None and isinstance(initial.drafter.module, LeanLlama):
+    if initial is not None and isinstance(initial.drafter.module, LlamaModel):
         sizes = options_of(initial.drafter.module.shape, spec)
         del sizes["layers"]
     given = recipe.drafter.options
@@ -138,7 +138,7 @@ def initialise(drafter: Drafter, initial: Initial, data: TokenData) -> None:
         return
     source = _same_vocab(initial, drafter.vocab)
     tensors = dict(source.tensors())
-    if isinstance(source.module, LeanLlama) and "lm_head.weight" in drafter.tensors():
+    if isinstance(source.module, LlamaModel) and "lm_head.weight" in drafter.tensors():
         tensors.setdefault("lm_head.weight", source.module.head_weight.detach())
     tensors = fitting_vocab(source, tensors, drafter.spec.vocab_size)
     check_same_shape(drafter, source, tensors)

@@ -9,7 +9,7 @@ import torch
 
 from specctl.core.drafter import Needs
 from specctl.core.errors import IncompatibleError, RecipeError
-from specctl.models.fast_llama import LeanLM
+from specctl.models.fast_llama import FastLlama
 from specctl.models.hf_lm import HfLM
 from specctl.recipes.schema import Recipe
 from specctl.runtime.target.target import Target
@@ -98,7 +98,7 @@ def check_target(target: Target) -> None:
     elif dtypes or getattr(config, "quantization_config", None) is not None:
         kinds = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
         problem = f"quantised weights ({kinds or 'by its configuration'})"
-    elif type(lm) not in (LeanLM, HfLM) or (isinstance(lm, LeanLM) and lm.config is None):
+    elif type(lm) not in (FastLlama, HfLM) or (isinstance(lm, FastLlama) and lm.config is None):
         problem = f"a {type(lm).__name__} that did not come from transformers"
     elif target.inside_of is not None:
         problem = f"the text side of a {target.inside_of}, which would be written without the rest"

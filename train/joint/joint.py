@@ -1,4 +1,4 @@
-"""Joint training of drafter and target (Medusa-2, arXiv 2401.10774, section 2.2.2).
+"""JointModel training of drafter and target (Medusa-2, arXiv 2401.10774, section 2.2.2).
 
 The target learns, too, by low-rank additions to its hidden matrices, so that its states tell more
 of the tokens ahead: L = L_target + weight * L_drafter. What keeps the target near itself is its own
@@ -7,8 +7,8 @@ models), or cross-entropy with the text. The additions learn slower than the dra
 while it learns alone in the beginning. The drafter's own gradient is not weighted: `weight` scales
 what crosses the border, the taps. Works for every family that reads taps of the target.
 
-`Joint` stands in the loop in the drafter's place, so that checkpoints, resuming and the guards of
-the loop hold for the additions as for all that trains. R flat rows, V target vocabulary.
+`JointModel` stands in the loop in the drafter's place, so that checkpoints, resuming and the guards
+of the loop hold for the additions as for all that trains. R flat rows, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from specctl.core.drafter import Drafter, DraftState, Needs, Space
 from specctl.drafters.losses.align import aim
 from specctl.drafters.losses.head_losses import LinearHead, LossOptions, head_loss
 from specctl.drafters.losses.head_losses import joined as with_term
-from specctl.drafters.losses.teacher import Judge
+from specctl.drafters.losses.teacher import TeacherLogits
 from specctl.models.sliced_head import Head
 from specctl.recipes.low_rank import JointPart
 from specctl.runtime.target.target import Target
@@ -39,7 +39,7 @@ OF_DRAFTER, OF_TARGET = "drafter.", "target."
 TEACHER = Needs(teacher=True, teacher_rows=True)
 
 
-class Joint(Drafter):
+class JointModel(Drafter):
     """A drafter and the additions to its target as one thing to train. `target` is the changed one,
     over the very weights of the original, which stays as it is."""
 
@@ -152,16 +152,16 @@ def hidden_matrices(target: Target) -> dict[str, nn.Parameter]:
     return {n: p for n, p in named if n not in tables and is_hidden_matrix(p, sizes)}
 
 
-def original_law(target: Target, batch: TrainBatch) -> Judge:
+def original_law(target: Target, batch: TrainBatch) -> TeacherLogits:
     """What a frozen target says of the batch."""
     found = capture(target, batch, TEACHER)
     if found.teacher_rows is not None:
-        return Judge(found.teacher_rows)
+        return TeacherLogits(found.teacher_rows)
     assert found.teacher_BSV is not None
-    return Judge(found.teacher_BSV.flatten(0, 1))
+    return TeacherLogits(found.teacher_BSV.flatten(0, 1))
 
 
-def target_loss(target: Target, seen: TrainBatch, judge: Judge | None) -> LossOut:
+def target_loss(target: Target, seen: TrainBatch, judge: TeacherLogits | None) -> LossOut:
     """How far the target that has read `seen` (its last state among the taps) is from a law, or
     from the text: its loss per token, as target_kl or target_ce, and how often its most probable
     token is the law's (target_agreement) or the text's (target_top1)."""

@@ -25,7 +25,7 @@ from specctl.train.assemble import measuring_rows
 from specctl.train.data.heldout import heldout_prompts
 from specctl.train.data.rows import TokenData
 from specctl.train.features.capture import capture
-from specctl.train.joint.joint import TEACHER, Joint, original_law, target_loss
+from specctl.train.joint.joint import TEACHER, JointModel, original_law, target_loss
 from specctl.train.lora import merge
 from specctl.train.metrics import MetricsLog, read_log
 
@@ -33,7 +33,9 @@ FOLDER = "target"
 TEXTS, ROWS_AT_ONCE = 64, 8  # measured on; read at a time
 
 
-def settled(joint: Joint, original: Target, recipe: Recipe, data: TokenData, out: Path) -> Target:
+def settled(
+    joint: JointModel, original: Target, recipe: Recipe, data: TokenData, out: Path
+) -> Target:
     """Write OUT/target and read it back: the target that the drafter is for, with what changed."""
     folder = out / FOLDER
     _write(joint.target, folder)

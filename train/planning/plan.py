@@ -31,7 +31,7 @@ from specctl.train.metrics import read_log
 from specctl.train.optim import is_hidden_matrix
 from specctl.train.planning.rehearsal import Rehearsal, num_saves, small
 from specctl.train.planning.target_shape import TargetShape, shape_of, target_shape
-from specctl.train.planning.work import Part, Sizes, Work, num_parameters, passes, work_of
+from specctl.train.planning.work import Part, Work, WorkSizes, num_parameters, passes, work_of
 from specctl.train.prune.cut import uncuttable
 from specctl.train.selective import COMPARING, reference_stage
 
@@ -43,11 +43,11 @@ STATE_BYTES = 20_000  # of a checkpoint beside its tensors: generators, progress
 MEASURED_STEPS = 20
 PROCESS_BYTES = 500_000_000  # python, torch, transformers and the text being read
 
-Before = Callable[[Sizes], Sequence[Work]]
+Before = Callable[[WorkSizes], Sequence[Work]]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RunPlan:
     """Counts, bytes by purpose, and the parts of the run with the basis of their seconds."""
 
     parameters: int
@@ -98,7 +98,7 @@ def plan(
     flops_per_second: float | None = None,
     rehearsal: Rehearsal | None = None,
     before: Before = lambda sizes: (),
-) -> Plan:
+) -> RunPlan:
     """The plan of a recipe for a target of shape `spec` (None: looked up by the target's name). If
     `out` holds a run of this recipe with enough steps behind it, the time is measured; so is all
     that a rehearsal has measured. `before`: the work between the text and the first step."""
@@ -116,7 +116,7 @@ def plan(
     trainable = drafter.trainable()
     optimizer = 4 * sum(p.numel() * _states(recipe, p, drafter) for p in trainable.values())
     num_trainable = sum(p.numel() for p in trainable.values())
-    return Plan(
+    return RunPlan(
         parameters=parameters,
         trainable=num_trainable,
         target_parameters=shape.parameters,
@@ -261,7 +261,7 @@ def _time(
             "basis": f"measured {behind} steps in {out}, for the steps that are left",
         }
     speed = flops_per_second or matrix_speed()
-    sizes = Sizes.of(drafter, shape.active)
+    sizes = WorkSizes.of(drafter, shape.active)
     work = work_of(recipe, sizes, data_tokens(recipe), before(sizes))
     return {
         "parts": tuple(part.timed(speed) for part in work),

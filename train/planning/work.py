@@ -56,7 +56,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class WorkSizes:
     """What the work of a run depends on: parameters, and how often the drafter's layers run over a
     batch."""
 
@@ -67,7 +67,7 @@ class Sizes:
     reads_target: bool
 
     @classmethod
-    def of(cls, drafter: Drafter, target: int) -> Sizes:
+    def of(cls, drafter: Drafter, target: int) -> WorkSizes:
         needs = drafter.needs()
         trainable = sum(p.numel() for p in drafter.trainable().values())
         reads = bool(needs.taps) or needs.teacher
@@ -84,7 +84,9 @@ def passes(drafter: Drafter) -> int:
     return int(getattr(drafter.options, "ttt_steps", 1))
 
 
-def work_of(recipe: Recipe, sizes: Sizes, row_tokens: int, more: Sequence[Work] = ()) -> list[Work]:
+def work_of(
+    recipe: Recipe, sizes: WorkSizes, row_tokens: int, more: Sequence[Work] = ()
+) -> list[Work]:
     """All parts of a run over `row_tokens` tokens of text; `more` comes between making the text and
     learning it."""
     data, found = recipe.data, list[Work]()
@@ -103,7 +105,7 @@ def work_of(recipe: Recipe, sizes: Sizes, row_tokens: int, more: Sequence[Work] 
     return [w for w in [*found, *_training(recipe, sizes)] if w.batches or w.writing]
 
 
-def _training(recipe: Recipe, sizes: Sizes) -> Iterable[Work]:
+def _training(recipe: Recipe, sizes: WorkSizes) -> Iterable[Work]:
     """The parts of the loop: what the drafter writes, the steps, the measurements of tau."""
     train, data = recipe.train, recipe.data
     tokens = train.steps * train.rows * train.accumulate * train.seq_len
@@ -125,7 +127,7 @@ def num_measures(recipe: Recipe) -> int:
     return math.ceil(train.steps / train.tau_every) + (train.lora is not None)
 
 
-def measuring(recipe: Recipe, sizes: Sizes, times: int = 1) -> Work:
+def measuring(recipe: Recipe, sizes: WorkSizes, times: int = 1) -> Work:
     """Measurements of tau: rounds of drafting and checking."""
     train, length = recipe.train, recipe.serve.length
     rounds = times * train.tau_prompts * train.tau_tokens / ROUND_TOKENS

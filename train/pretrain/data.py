@@ -53,15 +53,15 @@ def prepare_data(recipe: PretrainRecipe, out: Path) -> PretrainData:
     )
 
 
-def rows_of_phase(data: PretrainData, recipe: PretrainRecipe, is_decaying: bool) -> Rows:
+def rows_of_phase(data: PretrainData, recipe: PretrainRecipe, is_decaying: bool) -> PretrainRows:
     """The training rows before or during the decay; the two orders are independent."""
     train, seed = recipe.train, recipe.data.seed
     if is_decaying:
-        return Rows(data.train, train.decay_seq_len, seed + 1)
-    return Rows(data.train, train.seq_len, seed)
+        return PretrainRows(data.train, train.decay_seq_len, seed + 1)
+    return PretrainRows(data.train, train.seq_len, seed)
 
 
-class Rows:
+class PretrainRows:
     """Rows of seq_len + 1 neighbouring ids, in an endless order that depends on the seed alone.
 
     Every epoch is one permutation of all rows, so that a resumed run needs only a row number.

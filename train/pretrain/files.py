@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from specctl.core.errors import FileError
 from specctl.train.data.tokenizer import end_ids
-from specctl.train.pretrain.recipe import Progress
+from specctl.train.pretrain.recipe import PretrainProgress
 
 CHECKPOINT = "checkpoint.safetensors"
 NOT_A_LANGUAGE_MODEL = {
@@ -41,7 +41,7 @@ def save_checkpoint(
     out: Path,
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
-    progress: Progress,
+    progress: PretrainProgress,
 ) -> None:
     """Weights, optimizer states and progress in one safetensors file."""
     tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
@@ -56,7 +56,7 @@ def save_checkpoint(
 
 def load_checkpoint(
     out: Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
-) -> Progress:
+) -> PretrainProgress:
     """Restore what `save_checkpoint` wrote; returns where the run stood."""
     path = out / CHECKPOINT
     if not path.exists():
@@ -73,7 +73,7 @@ def load_checkpoint(
             else:
                 index, number, key = rest.split(".")
                 states[int(index)].setdefault(int(number), {})[key] = file.get_tensor(name)
-        progress = Progress(**json.loads(file.metadata()["progress"]))
+        progress = PretrainProgress(**json.loads(file.metadata()["progress"]))
     for optimizer, state in zip(optimizers, states, strict=True):
         optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
     return progress

@@ -74,7 +74,7 @@ class PretrainRecipe:
 
 
 @dataclass(slots=True)
-class Progress:
+class PretrainProgress:
     """Where a run stands; written by `pretrain` alone. `decay_start` is a token count."""
 
     step: int = 0
@@ -140,7 +140,7 @@ def load_pretrain_recipe(path: Path) -> PretrainRecipe:
     )
 
 
-def begin_decay_if_due(progress: Progress, recipe: TrainRecipe, asked: bool) -> bool:
+def begin_decay_if_due(progress: PretrainProgress, recipe: TrainRecipe, asked: bool) -> bool:
     """Start the decay when the plan or somebody asks for it, once; True when it starts now."""
     is_planned = progress.tokens >= recipe.total_tokens - recipe.decay_tokens
     if progress.decay_start is not None or not (is_planned or asked):
@@ -149,19 +149,19 @@ def begin_decay_if_due(progress: Progress, recipe: TrainRecipe, asked: bool) -> 
     return True
 
 
-def end_tokens(progress: Progress, recipe: TrainRecipe) -> int:
+def end_tokens(progress: PretrainProgress, recipe: TrainRecipe) -> int:
     """The token count at which the run ends, as far as it is known now."""
     if progress.decay_start is None:
         return recipe.total_tokens
     return progress.decay_start + recipe.decay_tokens
 
 
-def is_finished(progress: Progress, recipe: TrainRecipe) -> bool:
+def is_finished(progress: PretrainProgress, recipe: TrainRecipe) -> bool:
     """True once the whole decay has been spent."""
     return progress.decay_start is not None and progress.tokens >= end_tokens(progress, recipe)
 
 
-def learning_rate_factor(progress: Progress, recipe: TrainRecipe) -> float:
+def learning_rate_factor(progress: PretrainProgress, recipe: TrainRecipe) -> float:
     """The factor on all learning rates for the next step, 0..1."""
     warm = min(1.0, (progress.tokens + recipe.tokens_per_step) / max(1, recipe.warmup_tokens))
     if progress.decay_start is None:

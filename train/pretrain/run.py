@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specctl.core.errors import DivergedError
-from specctl.train.pretrain.data import Ids, Rows, prepare_data, rows_of_phase
+from specctl.train.pretrain.data import Ids, PretrainRows, prepare_data, rows_of_phase
 from specctl.train.pretrain.files import (
     Journal,
     export_snapshot,
@@ -33,8 +33,8 @@ from specctl.train.pretrain.files import (
     save_checkpoint,
 )
 from specctl.train.pretrain.recipe import (
+    PretrainProgress,
     PretrainRecipe,
-    Progress,
     ReportRecipe,
     TrainRecipe,
     begin_decay_if_due,
@@ -116,7 +116,7 @@ def next_token_loss(model: Any, rows_BS: Tensor, autocast: bool) -> Tensor:
 @torch.no_grad()
 def evaluate(model: Any, ids: Ids, seq_len: int, max_tokens: int) -> Evaluation:
     """Loss and accuracy in float32 on rows spread evenly at random over `ids`."""
-    rows = Rows(ids, seq_len, seed=0)
+    rows = PretrainRows(ids, seq_len, seed=0)
     num_rows = min(rows.num_rows, math.ceil(max_tokens / seq_len))
     loss, hits, count = 0.0, 0, 0
     for first in range(0, num_rows, 8):
@@ -141,7 +141,7 @@ def stop_on_sigterm() -> Iterator[list[int]]:
 
 
 def _log_step(
-    journal: Journal, meter: Meter, progress: Progress, recipe: TrainRecipe, norm: Tensor
+    journal: Journal, meter: Meter, progress: PretrainProgress, recipe: TrainRecipe, norm: Tensor
 ) -> None:
     now = time.monotonic()
     speed = (progress.tokens - meter.tokens) / (now - meter.since)
@@ -158,7 +158,9 @@ def _log_step(
     meter.tokens, meter.since, meter.loss, meter.count = progress.tokens, now, 0.0, 0
 
 
-def _log_evaluation(journal: Journal, progress: Progress, seen: Evaluation, state: str) -> None:
+def _log_evaluation(
+    journal: Journal, progress: PretrainProgress, seen: Evaluation, state: str
+) -> None:
     journal.write(
         state=state,
         step=progress.step,
@@ -170,7 +172,7 @@ def _log_evaluation(journal: Journal, progress: Progress, seen: Evaluation, stat
     )
 
 
-def _is_due(progress: Progress, recipe: TrainRecipe, report: ReportRecipe) -> bool:
+def _is_due(progress: PretrainProgress, recipe: TrainRecipe, report: ReportRecipe) -> bool:
     before = progress.tokens - recipe.tokens_per_step
     return progress.tokens // report.eval_every_tokens > before // report.eval_every_tokens
 
@@ -185,7 +187,7 @@ def pretrain(recipe_path: Path, out: Path, resume: bool = False) -> Evaluation:
     data = prepare_data(recipe, out)
     model = build_model(recipe, data.tokenizer)
     optimizers = build_optimizers(model, plan)
-    progress = load_checkpoint(out, model, optimizers) if resume else Progress()
+    progress = load_checkpoint(out, model, optimizers) if resume else PretrainProgress()
     rows = rows_of_phase(data, recipe, progress.decay_start is not None)
     loss_of = torch.compile(next_token_loss, dynamic=False) if plan.compile else next_token_loss
     journal = Journal(out / "log.jsonl")

@@ -11,9 +11,9 @@ from dataclasses import replace
 from specctl.core.spec import ModelSpec
 from specctl.recipes.schema import Recipe
 from specctl.train.assemble import trainable_family
-from specctl.train.planning.plan import Plan, build_shape, data_tokens, plan
+from specctl.train.planning.plan import RunPlan, build_shape, data_tokens, plan
 from specctl.train.planning.target_shape import target_shape
-from specctl.train.planning.work import ANSWERS, Sizes, Work, measuring, num_parameters
+from specctl.train.planning.work import ANSWERS, Work, WorkSizes, measuring, num_parameters
 from specctl.train.prune.cut import CALIBRATION_TOKENS, Wanted, check_cut
 from specctl.train.prune.run import halfway
 
@@ -24,7 +24,7 @@ def prune_plans(
     steps: int,
     two_step: bool,
     speed: float | None = None,
-) -> list[tuple[Recipe, Plan]]:
+) -> list[tuple[Recipe, RunPlan]]:
     """The plan of each cut with its healing. The text is made once, for the first."""
     spec = target_shape(recipe.target).spec
     check_cut(wanted, spec)
@@ -38,14 +38,14 @@ def prune_plans(
 
 def _planned(
     recipe: Recipe, wanted: Wanted, steps: int, spec: ModelSpec, speed: float | None
-) -> tuple[Recipe, Plan]:
+) -> tuple[Recipe, RunPlan]:
     part = recipe.drafter.model_copy(update={"options": _options(recipe, wanted, spec)})
     train = recipe.train.model_copy(update={"steps": steps})
     healed = recipe.model_copy(update={"drafter": part, "train": train})
     text = min(CALIBRATION_TOKENS, data_tokens(recipe))
     forwards = 1 + (2 * spec.num_layers if wanted.importance == "alpha" else 0)
 
-    def before(sizes: Sizes) -> list[Work]:
+    def before(sizes: WorkSizes) -> list[Work]:
         reading = 2.0 * text * (forwards * sizes.target + sizes.target + sizes.drafter)
         scoring = Work("scoring what matters", f"{text:,} tokens", reading)
         once = measuring(recipe, sizes)

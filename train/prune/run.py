@@ -10,7 +10,7 @@ import torch
 from specctl.core.errors import RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
-from specctl.models.fast_llama import LeanLM
+from specctl.models.fast_llama import FastLlama
 from specctl.models.llama import LlamaShape
 from specctl.models.slice import Keep, sliced
 from specctl.recipes.schema import Recipe
@@ -18,7 +18,7 @@ from specctl.runtime.target.target import Target
 from specctl.train.assemble import decoder, family_options, measuring_prompts, trainable_family
 from specctl.train.data.rows import TokenData
 from specctl.train.features.capture import capture
-from specctl.train.metrics import Acceptance
+from specctl.train.metrics import MeasuredAcceptance
 from specctl.train.prune.cut import Wanted, calibration, choose, fitted, prunable
 
 
@@ -33,7 +33,7 @@ class CutReport:
     parameters_before: int
     parameters: int
     alpha: float
-    measured: Acceptance
+    measured: MeasuredAcceptance
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -51,7 +51,7 @@ class CutReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class CutDrafter:
     """A drafter in evaluation mode, and what was done to get it."""
 
     drafter: SmallLm
@@ -60,10 +60,10 @@ class Cut:
 
 def cut_drafter(
     source: SmallLm, wanted: Wanted, recipe: Recipe, target: Target, data: TokenData
-) -> Cut:
+) -> CutDrafter:
     """What is left of `source` as a drafter of its own, on the target's device and dtype; scores
     are measured on the data."""
-    assert isinstance(source.lm, LeanLM)
+    assert isinstance(source.lm, FastLlama)
     module, batches = source.lm.module, calibration(data, target.device)
     keep = choose(source.lm, wanted, batches)
     small = sliced(module.shape, module.state_dict(), keep)
@@ -88,7 +88,7 @@ def cut_drafter(
         alpha=float(total[0] / total[1]),
         measured=measured,
     )
-    return Cut(drafter, report)
+    return CutDrafter(drafter, report)
 
 
 def whole_target(target: Target) -> SmallLm:

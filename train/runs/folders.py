@@ -1,4 +1,4 @@
-"""Run folders seen from outside: found, and told how they stand. No torch; nothing is written."""
+"""RunStatus folders seen from outside: found, and told how they stand. No torch; nothing is written."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunStatus:
     """How a run folder stands. `tau` is the best measured so far, at `best_step`."""
 
     path: Path
@@ -84,7 +84,7 @@ def _walk(folder: Path, depth: int) -> Iterator[Path]:
             yield from _walk(path, depth - 1)
 
 
-def read_run(folder: Path, hashes: bool = False) -> Run:
+def read_run(folder: Path, hashes: bool = False) -> RunStatus:
     """The run in a folder; with `hashes` every byte of its checkpoints is checked, else sizes."""
     record = _record(folder)
     lines = read_log(folder / LOG) if (folder / LOG).exists() else []
@@ -94,7 +94,7 @@ def read_run(folder: Path, hashes: bool = False) -> Run:
     taus = [(line["tau"], -line["step"]) for line in lines if line.get("tau") is not None]
     tau, best = max(taus, default=(None, 0))
     newest = whole[-1].step if whole else 0
-    return Run(
+    return RunStatus(
         path=folder,
         state=_state(holder, saves, newest, int(record["recipe"]["train"]["steps"])),
         record=record,
@@ -182,7 +182,7 @@ def newest_figures(lines: list[dict[str, Any]]) -> dict[str, Any]:
     return newest
 
 
-def dispensable(run: Run, keep: int = 2, is_ours: bool = False) -> list[Path]:
+def dispensable(run: RunStatus, keep: int = 2, is_ours: bool = False) -> list[Path]:
     """What a run can do without: half-written leftovers, checkpoints set aside as damaged, and
     whole ones beside the best and the newest `keep`. Nothing of a run that another process holds;
     `is_ours`: the holder is the caller."""

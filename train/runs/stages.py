@@ -28,7 +28,7 @@ from specctl.train.data.context import check_context
 from specctl.train.runs.finished import MARK, read_mark, stage_folders
 from specctl.train.init.initial import Loader
 from specctl.train.joint.check import check_stages
-from specctl.train.planning.plan import Plan, plan
+from specctl.train.planning.plan import RunPlan, plan
 from specctl.train.run import Packager, RunResult, train_draft
 from specctl.train.saving.fingerprint import check_same_run, config_fields
 from specctl.train.saving.run_file import write_run_file
@@ -54,7 +54,7 @@ def stages(recipe: Recipe, out: Path) -> list[Stage]:
     return [Stage(name, folders[name], resolved(part, names)) for name, part in found.items()]
 
 
-def plans(recipe: Recipe, out: Path) -> list[tuple[Recipe, Plan]]:
+def plans(recipe: Recipe, out: Path) -> list[tuple[Recipe, RunPlan]]:
     """The plan of a recipe; of a pipeline, one for each stage."""
     if not recipe.stages:
         return [(recipe, plan(recipe, out=out))]

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.core.vocab import VocabMap
-from specctl.train.vocab.chains import Chain
+from specctl.train.vocab.chains import ScoredChain
 
 CHUNK_ELEMENTS = 2**23
 
@@ -80,7 +80,7 @@ class SizeCurve:
 
 
 def size_curves(
-    chains: Iterable[Chain],
+    chains: Iterable[ScoredChain],
     ranked: Ranked,
     sizes: Sequence[int],
     temperature: float = 0.0,
@@ -95,7 +95,9 @@ def size_curves(
     return found
 
 
-def passing(chain: Chain, ranked: Ranked, sizes: Sequence[int], temperature: float = 0.0) -> Tensor:
+def passing(
+    chain: ScoredChain, ranked: Ranked, sizes: Sequence[int], temperature: float = 0.0
+) -> Tensor:
     """[R, L, N]: w_k, the chance that the draft behind root r and l tokens is the true next token
     and is accepted."""
     R, L, K = chain.draft_RLK.shape
@@ -163,7 +165,7 @@ def _sampled(
 
 
 def walk(
-    chain: Chain, pass_RLN: Tensor, sizes: Sequence[int], length: int | None = None
+    chain: ScoredChain, pass_RLN: Tensor, sizes: Sequence[int], length: int | None = None
 ) -> SizeCurve:
     """Expected rounds over the answer: flow[r] is the chance that a round starts at root r."""
     R, L, N = pass_RLN.shape

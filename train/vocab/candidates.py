@@ -20,7 +20,7 @@ from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.policies import Policy
 from specctl.runtime.target.target import Target
 from specctl.train.vocab.acceptance import Ranked
-from specctl.train.vocab.chains import Chain, can_capture, capture_chains
+from specctl.train.vocab.chains import ScoredChain, can_capture, capture_chains
 from specctl.train.vocab.coverage import (
     always_kept,
     coverage_curve,
@@ -29,7 +29,7 @@ from specctl.train.vocab.coverage import (
     vocab_map,
 )
 from specctl.train.vocab.head_cost import HeadCost
-from specctl.train.vocab.measure import Measured
+from specctl.train.vocab.measure import MeasuredDrafter
 from specctl.train.vocab.predict import (
     Predictions,
     candidate_sizes,
@@ -37,16 +37,16 @@ from specctl.train.vocab.predict import (
     predict_from_chains,
     predict_from_coverage,
 )
-from specctl.train.vocab.report import Trial
-from specctl.train.vocab.search import Choice, Scored, SearchSpace, search_tpe
+from specctl.train.vocab.report import TrimTrial
+from specctl.train.vocab.search import Scored, SearchSpace, TrimChoice, search_tpe
 from specctl.train.vocab.settings import Material, TrimSettings
 
-Measure = Callable[[Drafter, Policy], Measured]
+Measure = Callable[[Drafter, Policy], MeasuredDrafter]
 MOST_ELEMENTS = 2**27  # float32 draft logits kept while several knobs are searched: 512 MiB
 
 
 @dataclass(frozen=True)
-class Candidates:
+class VocabCandidates:
     """The choices of one trimming: what each promises, which to measure, the drafter of each."""
 
     drafter: Drafter
@@ -54,7 +54,7 @@ class Candidates:
     target: Target
     material: Material
     settings: TrimSettings
-    before: Measured
+    before: MeasuredDrafter
     cost: HeadCost
 
     @cached_property
@@ -72,7 +72,7 @@ class Candidates:
     def least(self) -> int:
         return max(len(self.always), 2)
 
-    def rank(self, choice: Choice | None = None) -> Tensor:
+    def rank(self, choice: TrimChoice | None = None) -> Tensor:
         weights = choice.weights if choice is not None and choice.weights else None
         return ranking(self.material.counts, self.always, self.drafter.vocab, weights)
 
@@ -83,9 +83,9 @@ class Candidates:
         return bool(self.material.answers) and can_capture(self.drafter, self.target)
 
     @cached_property
-    def kept_chains(self) -> list[Chain]:
+    def kept_chains(self) -> list[ScoredChain]:
         """Chains of as many answers as memory is meant for."""
-        found: list[Chain] = []
+        found: list[ScoredChain] = []
         elements = 0
         for chain in self.chains():
             elements += chain.draft_RLK.numel()
@@ -94,22 +94,22 @@ class Candidates:
             found.append(chain)
         return found
 
-    def chains(self) -> Iterable[Chain]:
+    def chains(self) -> Iterable[ScoredChain]:
         answers = self.material.answers
         return capture_chains(self.target, self.drafter, answers, self.policy.depth)
 
-    def cost_of(self, choice: Choice) -> HeadCost:
+    def cost_of(self, choice: TrimChoice) -> HeadCost:
         same = choice.length == self.policy.depth
         return self.cost if same else self.cost.at_length(choice.length)
 
-    def policy_of(self, choice: Choice) -> Policy:
+    def policy_of(self, choice: TrimChoice) -> Policy:
         if choice.length == self.policy.depth:
             return self.policy
         changed: Policy = replace(self.policy, length=choice.length)  # type: ignore[type-var]
         return changed
 
     def predictions(
-        self, choice: Choice, sizes: Sequence[int], chains: Iterable[Chain]
+        self, choice: TrimChoice, sizes: Sequence[int], chains: Iterable[ScoredChain]
     ) -> Predictions:
         """What these sizes promise under the choice's ranking and draft length."""
         rank, cost = self.rank(choice), self.cost_of(choice)
@@ -142,9 +142,9 @@ class Candidates:
             vocab_map(self.rank(), size, self.always, self.target.spec.vocab_size)  # may refuse
         sizes = candidate_sizes(self.full, self.least, [*also, *given])
         chains = self.chains() if self.settings.search != "tpe" else self.kept_chains
-        return self.predictions(Choice(self.full, self.policy.depth), sizes, chains)
+        return self.predictions(TrimChoice(self.full, self.policy.depth), sizes, chains)
 
-    def promises(self, choice: Choice, sizes: Sequence[int]) -> Predictions:
+    def promises(self, choice: TrimChoice, sizes: Sequence[int]) -> Predictions:
         """What at least these sizes promise with the rest of the choice."""
         if not choice.weights and choice.length == self.policy.depth:
             return self.all_sizes
@@ -160,16 +160,16 @@ class Candidates:
 
     # -- choosing -------------------------------------------------------------------------------
 
-    def choices(self, console: Reporter) -> list[Choice]:
+    def choices(self, console: Reporter) -> list[TrimChoice]:
         """What is to be measured: the promising ones, and the whole vocabulary to be beaten."""
         depth, size = self.policy.depth, self.settings.size
         if size != "auto":
-            return [Choice(size, depth)]
-        plain = [Choice(k, depth) for k in self._promising()]
+            return [TrimChoice(size, depth)]
+        plain = [TrimChoice(k, depth) for k in self._promising()]
         if self.settings.search != "tpe":
             return plain
         found = [s.choice for s in self._searched(plain, console)]
-        return [*_apart(found, self.settings.confirm), *plain[:1], Choice(self.full, depth)]
+        return [*_apart(found, self.settings.confirm), *plain[:1], TrimChoice(self.full, depth)]
 
     def _promising(self) -> list[int]:
         """The best size of all, the best of the grid (neighbours of the best would measure the
@@ -184,7 +184,7 @@ class Candidates:
                 sizes.append(candidate.size)
         return [*sizes, *({self.full} - {*sizes})]
 
-    def _searched(self, plain: Sequence[Choice], console: Reporter) -> list[Scored]:
+    def _searched(self, plain: Sequence[TrimChoice], console: Reporter) -> list[Scored]:
         settings, domains = self.settings, tuple(sorted(self.material.counts.by_domain))
         if not self.is_led or not is_walked_exactly(self.policy):
             raise SpecctlError(
@@ -206,11 +206,11 @@ class Candidates:
                 tick=lambda scored: advance(1, f"S {scored.speedup:.2f}"),
             )
 
-    def scored(self, choice: Choice) -> Scored:
+    def scored(self, choice: TrimChoice) -> Scored:
         found = self.predictions(choice, [choice.size], self.kept_chains).at(choice.size)
         return Scored(choice, found.coverage, found.speedup)
 
-    def tried(self, choice: Choice, measure: Measure) -> tuple[Trial, Drafter]:
+    def tried(self, choice: TrimChoice, measure: Measure) -> tuple[TrimTrial, Drafter]:
         """The drafter of a choice, measured."""
         small, how = self.drafter, self.policy_of(choice)
         if choice.size < self.full:
@@ -222,12 +222,12 @@ class Candidates:
         measured = self.before if same else measure(small, how)
         promised = self.promises(choice, [choice.size]).at(choice.size)
         speedup = self.cost_of(choice).speedup(measured.tau, choice.size)
-        return Trial(promised, measured, speedup, choice), small
+        return TrimTrial(promised, measured, speedup, choice), small
 
 
-def _apart(choices: Sequence[Choice], count: int) -> list[Choice]:
+def _apart(choices: Sequence[TrimChoice], count: int) -> list[TrimChoice]:
     """The first few that differ in size by a tenth or in draft length."""
-    found: list[Choice] = []
+    found: list[TrimChoice] = []
     for choice in choices:
         near = [
             c for c in found

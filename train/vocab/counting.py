@@ -19,7 +19,7 @@ from specctl.runtime.policies import Policy
 from specctl.runtime.policies.length import CostTable, LengthChooser
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import Prompt
+from specctl.train.data.heldout import HeldoutPrompt
 from specctl.train.data.prepare import encode_document
 from specctl.train.data.records import Sample
 from specctl.train.data.rows import TokenData
@@ -27,7 +27,7 @@ from specctl.train.vocab.coverage import Counted
 
 
 def target_tokens(
-    target: Target, prompts: Sequence[Prompt], new_tokens: int = 128, batch: int = 16
+    target: Target, prompts: Sequence[HeldoutPrompt], new_tokens: int = 128, batch: int = 16
 ) -> Iterator[Counted]:
     """What the target writes after the prompts, half of it greedily, by domain."""
     requests = [
@@ -85,7 +85,7 @@ def draft_tokens(
     target: Target,
     drafter: Drafter,
     policy: Policy,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[HeldoutPrompt],
     new_tokens: int = 128,
     accepted: bool = False,
 ) -> Iterator[Counted]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from specctl.runtime.measure.stats import memory_bound_speedup
 from specctl.train.vocab.head_cost import HeadCost
-from specctl.train.vocab.measure import Measured
+from specctl.train.vocab.measure import MeasuredDrafter
 
 ALL = "all"
 
@@ -32,7 +32,7 @@ class Moved:
 class Side:
     """A drafter as it was, or as it is now: what it achieved and what a round of it costs."""
 
-    measured: Measured
+    measured: MeasuredDrafter
     cost: HeadCost
     size: int
     moved: Moved

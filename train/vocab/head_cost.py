@@ -19,7 +19,7 @@ from specctl.core.vocab import VocabMap
 from specctl.runtime.measure.cost import measure_costs
 from specctl.runtime.policies import Policy
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import Prompt
+from specctl.train.data.heldout import HeldoutPrompt
 
 PARALLEL_FAMILIES = frozenset({"medusa", "blockwise"})  # one draft call gives every position
 
@@ -100,7 +100,7 @@ def measure_head_cost(
     drafter: Drafter,
     policy: Policy,
     rank: Tensor,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[HeldoutPrompt],
     rounds: int = 24,
     every_length: bool = False,
 ) -> HeadCost:

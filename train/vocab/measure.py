@@ -12,7 +12,7 @@ from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import Policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import Prompt
+from specctl.train.data.heldout import HeldoutPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class PromptRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredDrafter:
     """A drafter on held-out prompts. `alpha` = accepted / tested drafts."""
 
     tau: float
@@ -38,7 +38,7 @@ class Measured:
     by_prompt: tuple[PromptRun, ...] = ()
 
     @classmethod
-    def of(cls, runs: Sequence[PromptRun]) -> Measured:
+    def of(cls, runs: Sequence[PromptRun]) -> MeasuredDrafter:
         rounds, tokens = sum(r.rounds for r in runs), sum(r.tokens for r in runs)
         tested, seconds = sum(r.tested for r in runs), sum(r.seconds for r in runs)
         return cls(
@@ -49,19 +49,19 @@ class Measured:
             tuple(runs),
         )
 
-    def domain(self, name: str) -> Measured:
+    def domain(self, name: str) -> MeasuredDrafter:
         """The prompts of one domain."""
-        return Measured.of([run for run in self.by_prompt if run.domain == name])
+        return MeasuredDrafter.of([run for run in self.by_prompt if run.domain == name])
 
 
 def measure_drafter(
     target: Target,
     drafter: Drafter,
     policy: Policy,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[HeldoutPrompt],
     new_tokens: int = 64,
     temperature: float = 0.0,
-) -> Measured:
+) -> MeasuredDrafter:
     """tau, alpha and tokens per second of real decoding at batch 1."""
     engine = Engine(target, drafter, policy, max_len=_longest(target, policy, prompts, new_tokens))
     runs = []
@@ -81,10 +81,12 @@ def measure_drafter(
                 seconds,
             )
         )
-    return Measured.of(runs)
+    return MeasuredDrafter.of(runs)
 
 
-def _longest(target: Target, policy: Policy, prompts: Sequence[Prompt], new_tokens: int) -> int:
+def _longest(
+    target: Target, policy: Policy, prompts: Sequence[HeldoutPrompt], new_tokens: int
+) -> int:
     """Room for the longest prompt, so that the caches are made once."""
     longest = max(len(p.ids) for p in prompts) + new_tokens
     return min(longest, target.spec.max_positions) + policy.nodes + 2

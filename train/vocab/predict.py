@@ -21,7 +21,7 @@ from specctl.runtime.measure.stats import expected_tau
 from specctl.runtime.policies import Policy
 from specctl.runtime.policies.chain import Chain
 from specctl.train.vocab.acceptance import Ranked, size_curves
-from specctl.train.vocab.chains import Chain as TextChain
+from specctl.train.vocab.chains import ScoredChain as TextChain
 from specctl.train.vocab.head_cost import HeadCost
 
 MOST_SIZES = 2048

@@ -9,9 +9,9 @@ from typing import Any
 
 from specctl.core.errors import SpecctlError
 from specctl.train.vocab.domains import DomainRow, Side
-from specctl.train.vocab.measure import Measured
+from specctl.train.vocab.measure import MeasuredDrafter
 from specctl.train.vocab.predict import Predicted
-from specctl.train.vocab.search import Choice
+from specctl.train.vocab.search import TrimChoice
 
 BAR = 40
 MBSU_FORMULA = "MBSU = tau / (1 + g c), g draft calls per round, c = drafter bytes / target bytes"
@@ -19,14 +19,14 @@ SPEEDUP_FORMULA = "S(k) = tau(k) / (c_verify + g (c_body + c_head k / V))"
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class TrimTrial:
     """A choice that was tried: what was promised, what was measured. `speedup` takes the measured
     tau and the fitted cost, which is steadier than one timed run."""
 
     predicted: Predicted
-    measured: Measured
+    measured: MeasuredDrafter
     speedup: float
-    choice: Choice
+    choice: TrimChoice
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -66,7 +66,7 @@ class TrimReport:
     search: str
     predictor: str
     temperature: float
-    choice: Choice
+    choice: TrimChoice
     size_before: int
     target_size: int
     digest: str | None
@@ -79,7 +79,7 @@ class TrimReport:
     curve: tuple[CurvePoint, ...]
     before: Side
     after: Side
-    trials: tuple[Trial, ...]
+    trials: tuple[TrimTrial, ...]
     min_coverage: float | None
     domains: tuple[DomainRow, ...] = field(default=())
 
@@ -291,7 +291,7 @@ def kendall(pairs: Sequence[tuple[float, float]]) -> float | None:
     return float(sum(a * b for a, b in signs) / (split[0] * split[1]) ** 0.5)
 
 
-def _rounded(measured: Measured) -> dict[str, Any]:
+def _rounded(measured: MeasuredDrafter) -> dict[str, Any]:
     return {
         "tau": round(measured.tau, 4),
         "alpha": round(measured.alpha, 4),

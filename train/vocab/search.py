@@ -19,7 +19,7 @@ WEIGHTS = (0.1, 10.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TrimChoice:
     """A way to trim: ids kept, tokens drafted a round, and the weight of each domain's counts
     (empty: plain counts)."""
 
@@ -32,7 +32,7 @@ class Choice:
 class Scored:
     """A choice with what it promises."""
 
-    choice: Choice
+    choice: TrimChoice
     coverage: float
     speedup: float
 
@@ -47,15 +47,15 @@ class SearchSpace:
     length: int
     domains: tuple[str, ...]
 
-    def suggest(self, trial: Any) -> Choice:
+    def suggest(self, trial: Any) -> TrimChoice:
         size = trial.suggest_int("size", self.least, self.most, log=True)
         length = trial.suggest_int("length", 1, self.length)
         names = self.domains if len(self.domains) > 1 else ()
-        return Choice(
+        return TrimChoice(
             size, length, {n: trial.suggest_float(f"w:{n}", *WEIGHTS, log=True) for n in names}
         )
 
-    def parameters(self, choice: Choice) -> dict[str, Any]:
+    def parameters(self, choice: TrimChoice) -> dict[str, Any]:
         """The same choice in the sampler's words."""
         names = self.domains if len(self.domains) > 1 else ()
         weights = {f"w:{n}": choice.weights.get(n, 1.0) for n in names}
@@ -63,13 +63,13 @@ class SearchSpace:
 
 
 def search_tpe(
-    score: Callable[[Choice], Scored],
+    score: Callable[[TrimChoice], Scored],
     space: SearchSpace,
     *,
     min_coverage: float,
     trials: int,
     seed: int = 0,
-    first: Sequence[Choice] = (),
+    first: Sequence[TrimChoice] = (),
     tick: Callable[[Scored], None] = lambda scored: None,
 ) -> list[Scored]:
     """What was looked at, the best first; choices that cover too little come last. `first` are

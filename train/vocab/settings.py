@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from specctl.train.data.heldout import Prompt
-from specctl.train.vocab.chains import Answer
+from specctl.train.data.heldout import HeldoutPrompt
+from specctl.train.vocab.chains import TargetAnswer
 from specctl.train.vocab.coverage import TokenCounts
 
 
@@ -35,5 +35,5 @@ class Material:
     selector: str
     counts: TokenCounts
     heldout: TokenCounts
-    answers: Sequence[Answer]
-    prompts: Sequence[Prompt]
+    answers: Sequence[TargetAnswer]
+    prompts: Sequence[HeldoutPrompt]

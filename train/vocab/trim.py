@@ -22,7 +22,7 @@ from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.policies import Policy
 from specctl.runtime.target.target import Target
 from specctl.train.saving.store import write_json
-from specctl.train.vocab.candidates import Candidates, Measure
+from specctl.train.vocab.candidates import Measure, VocabCandidates
 from specctl.train.vocab.coverage import (
     always_kept,
     coverage_curve,
@@ -32,9 +32,9 @@ from specctl.train.vocab.coverage import (
 )
 from specctl.train.vocab.domains import ALL, Moved, Side, domain_rows
 from specctl.train.vocab.head_cost import HeadCost, draft_calls, measure_head_cost
-from specctl.train.vocab.measure import Measured, measure_drafter, moved_bytes, target_bytes
-from specctl.train.vocab.report import CurvePoint, Trial, TrimReport
-from specctl.train.vocab.search import Choice
+from specctl.train.vocab.measure import MeasuredDrafter, measure_drafter, moved_bytes, target_bytes
+from specctl.train.vocab.report import CurvePoint, TrimReport, TrimTrial
+from specctl.train.vocab.search import TrimChoice
 from specctl.train.vocab.settings import Material, TrimSettings
 
 
@@ -64,7 +64,7 @@ def trim(
     if not material.prompts:
         raise SpecctlError("trimming needs held-out prompts to measure tau", do="give some prompts")
 
-    def default(tried: Drafter, how: Policy) -> Measured:
+    def default(tried: Drafter, how: Policy) -> MeasuredDrafter:
         given = (settings.new_tokens, settings.temperature)
         return measure_drafter(target, tried, how, material.prompts, *given)
 
@@ -76,8 +76,8 @@ def trim(
         cost = measure_head_cost(
             target, drafter, policy, rank, material.prompts, every_length=settings.search == "tpe"
         )
-    job = Candidates(drafter, policy, target, material, settings, before, cost)
-    trials: list[tuple[Trial, Drafter]] = []
+    job = VocabCandidates(drafter, policy, target, material, settings, before, cost)
+    trials: list[tuple[TrimTrial, Drafter]] = []
     choices = job.choices(console)
     with console.task("measuring tau of trimmed drafters", len(choices), "sizes") as advance:
         for choice in choices:
@@ -89,14 +89,14 @@ def trim(
     return Trimmed(best, job.policy_of(trial.choice), report)
 
 
-def _report(job: Candidates, trials: Sequence[Trial], best: Drafter) -> TrimReport:
+def _report(job: VocabCandidates, trials: Sequence[TrimTrial], best: Drafter) -> TrimReport:
     choice, material, settings = trials[0].choice, job.material, job.settings
     rank, heldout = job.rank(choice), material.heldout
     everywhere = coverage_curve(rank, heldout)
     by_domain = {n: cumulative(rank, c) for n, c in sorted(heldout.by_domain.items())}
     covered = {n: float(c[choice.size - 1]) for n, c in by_domain.items()}
     seen_V = (material.counts.total_V + heldout.total_V) > 0
-    before = _side(job, job.drafter, job.before, Choice(job.full, job.policy.depth))
+    before = _side(job, job.drafter, job.before, TrimChoice(job.full, job.policy.depth))
     after = _side(job, best, trials[0].measured, choice)
     total = float(everywhere[choice.size - 1])
     return TrimReport(
@@ -124,14 +124,16 @@ def _report(job: Candidates, trials: Sequence[Trial], best: Drafter) -> TrimRepo
     )
 
 
-def _side(job: Candidates, drafter: Drafter, measured: Measured, choice: Choice) -> Side:
+def _side(
+    job: VocabCandidates, drafter: Drafter, measured: MeasuredDrafter, choice: TrimChoice
+) -> Side:
     ratio = moved_bytes(drafter, job.target) / target_bytes(job.target)
     moved = Moved(draft_calls(drafter, job.policy_of(choice)), ratio)
     return Side(measured, job.cost_of(choice), choice.size, moved)
 
 
 def _curve(
-    job: Candidates, everywhere: Tensor, by_domain: Sequence[Tensor], choice: Choice
+    job: VocabCandidates, everywhere: Tensor, by_domain: Sequence[Tensor], choice: TrimChoice
 ) -> tuple[CurvePoint, ...]:
     """The grid of sizes and the chosen one."""
     grid = sorted({*size_grid(job.full, job.least), choice.size})

@@ -13,7 +13,7 @@ from typing import Any
 
 from specctl.core.errors import IncompatibleError
 from specctl.drafters.dspark import DSpark
-from specctl.export.formats import Source
+from specctl.export.formats import ExportSource
 from specctl.export.layouts.blocks import block_tensors, blocks_of, check_confidence
 from specctl.export.layouts.engines import (
     dimensions,
@@ -24,12 +24,12 @@ from specctl.export.layouts.engines import (
     sglang_command,
     special_ids,
 )
-from specctl.export.layouts.sglang.layout import Flat, Written
+from specctl.export.layouts.sglang.layout import Flat, FlatFolder
 from specctl.export.readers.sglang_blocks import DFLASH, DSPARK, ENGINE, SglangBlocks
 from specctl.export.readers.trial import Trial, compare, drafted_logits, embedding_of, head_of, twin
 
 
-def write(source: Source) -> Written:
+def write(source: ExportSource) -> FlatFolder:
     drafter = blocks_of(source)
     _refuse(source)
     refuse_scaled_head(source, "SGLang")
@@ -62,14 +62,14 @@ def write(source: Source) -> Written:
         **top,
         "dflash_config": {**own, "causal": False},
     }
-    return Written(config, block_tensors(source))
+    return FlatFolder(config, block_tensors(source))
 
 
-def _architecture(source: Source) -> str:
+def _architecture(source: ExportSource) -> str:
     return DSPARK if isinstance(source.drafter, DSpark) else DFLASH
 
 
-def _refuse(source: Source) -> None:
+def _refuse(source: ExportSource) -> None:
     drafter = blocks_of(source)
     if drafter.options.mask_id is None:
         raise IncompatibleError(
@@ -88,7 +88,7 @@ def _refuse(source: Source) -> None:
         )
 
 
-def check(source: Source, folder: Path) -> None:
+def check(source: ExportSource, folder: Path) -> None:
     """SGLang drafts the block that the drafter drafts, and is as sure of it."""
     drafter = blocks_of(source)
     trial = Trial.of(source, int(drafter.options.num_heads) - 1, without=drafter.options.mask_id)
@@ -99,7 +99,7 @@ def check(source: Source, folder: Path) -> None:
         check_confidence(source, reader.confidences(trial), trial)
 
 
-def serve(source: Source, folder: str, algorithm: str) -> tuple[str, ...]:
+def serve(source: ExportSource, folder: str, algorithm: str) -> tuple[str, ...]:
     """SGLang takes the length of a block from config.json; said again, it is the places and the
     root."""
     command = sglang_command(algorithm, int(source.drafter.options.num_heads), folder)

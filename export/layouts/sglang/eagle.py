@@ -20,14 +20,14 @@ from specctl.drafters.eagle import BlindNet
 from specctl.drafters.nets.feature_drafter import FeatureDrafter
 from specctl.drafters.nets.routed import PREFIX
 from specctl.drafters.nets.trunk import TrunkNet
-from specctl.export.formats import Source
+from specctl.export.formats import ExportSource
 from specctl.export.layouts.engines import (
     check_vocab,
     draft_length,
     refuse_scaled_head,
     sglang_command,
 )
-from specctl.export.layouts.sglang.layout import Flat, Written, llama_config
+from specctl.export.layouts.sglang.layout import Flat, FlatFolder, llama_config
 from specctl.export.layouts.speculators.eagle3 import written_tensors
 from specctl.export.package.manifest import WEIGHTS
 from specctl.export.readers.sglang_eagle import ENGINE, SglangEagle
@@ -50,14 +50,14 @@ MAKE_MAP = (
 )
 
 
-def write(source: Source) -> Written:
+def write(source: ExportSource) -> FlatFolder:
     drafter = source.drafter
     assert isinstance(drafter, FeatureDrafter)
     _refuse_other_nets(drafter)
     refuse_scaled_head(source, "SGLang")
     net = drafter.net
     config = llama_config("LlamaForCausalLMEagle", source, net.shape, len(net.layers))
-    return Written(config, written_tensors(source, (drafter.tap,)))
+    return FlatFolder(config, written_tensors(source, (drafter.tap,)))
 
 
 def _refuse_other_nets(drafter: FeatureDrafter) -> None:
@@ -74,7 +74,7 @@ def _refuse_other_nets(drafter: FeatureDrafter) -> None:
         )
 
 
-def check(source: Source, folder: Path) -> None:
+def check(source: ExportSource, folder: Path) -> None:
     """SGLang drafts what the drafter drafts: on the target's last state, and on its own states."""
     trial, vocabulary = Trial.of(source, FED_BACK), source.manifest.vocabulary
     ours = drafted_logits(twin(source, without_router(source.drafter)), trial)
@@ -86,7 +86,7 @@ def check(source: Source, folder: Path) -> None:
     compare(ENGINE, reader.drafted_logits(trial), ours)
 
 
-def serve(source: Source, folder: str, algorithm: str) -> tuple[str, ...]:
+def serve(source: ExportSource, folder: str, algorithm: str) -> tuple[str, ...]:
     command = sglang_command(algorithm, draft_length(source), folder)
     if source.drafter.vocab is None:
         return (command,)
@@ -94,7 +94,7 @@ def serve(source: Source, folder: str, algorithm: str) -> tuple[str, ...]:
     return make, f"{command} --speculative-token-map {TOKEN_MAP}"
 
 
-def notes(source: Source) -> tuple[str, ...]:
+def notes(source: ExportSource) -> tuple[str, ...]:
     vllm = "For SGLang only: vLLM's EAGLE layer has no bias behind `fc`, and would drop this one."
     if source.drafter.vocab is None:
         return (vllm,)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from specctl.core.errors import IncompatibleError
 from specctl.drafters.eagle3 import Eagle3
-from specctl.export.formats import Source
+from specctl.export.formats import ExportSource
 from specctl.export.layouts.engines import (
     draft_length,
     hidden_state_ids,
@@ -20,7 +20,7 @@ from specctl.export.layouts.engines import (
     sglang_command,
     vllm_command,
 )
-from specctl.export.layouts.sglang.layout import Flat, Written, llama_config
+from specctl.export.layouts.sglang.layout import Flat, FlatFolder, llama_config
 from specctl.export.layouts.speculators.eagle3 import written_tensors
 from specctl.export.readers import vllm_eagle3
 from specctl.export.readers.sglang_eagle import ENGINE, SglangEagle3
@@ -37,7 +37,7 @@ from specctl.export.readers.vllm_eagle3 import VllmEagle3, flat_config
 FED_BACK = 3
 
 
-def write(source: Source) -> Written:
+def write(source: ExportSource) -> FlatFolder:
     drafter = source.drafter
     assert isinstance(drafter, Eagle3)
     options, spec = drafter.options, drafter.spec
@@ -57,7 +57,7 @@ def write(source: Source) -> Written:
         "norm_before_fc": False,
         "norm_before_residual": False,
     }
-    return Written(config, written_tensors(source, options.taps))
+    return FlatFolder(config, written_tensors(source, options.taps))
 
 
 def _refuse(drafter: Eagle3) -> None:
@@ -85,7 +85,7 @@ def _refuse(drafter: Eagle3) -> None:
         )
 
 
-def check(source: Source, folder: Path) -> None:
+def check(source: ExportSource, folder: Path) -> None:
     """SGLang and vLLM draft what the drafter drafts: behind random features, and on its own
     states."""
     trial, embedding_VD = Trial.of(source, FED_BACK), embedding_of(source)
@@ -95,7 +95,7 @@ def check(source: Source, folder: Path) -> None:
     compare(vllm_eagle3.ENGINE, vllm.drafted_logits(trial), ours)
 
 
-def serve(source: Source, folder: str, algorithm: str) -> tuple[str, ...]:
+def serve(source: ExportSource, folder: str, algorithm: str) -> tuple[str, ...]:
     length = draft_length(source)
     return sglang_command(algorithm, length, folder), vllm_command("eagle3", length, folder)
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from specctl.drafters.nets.blocks import LayerShape
-from specctl.export.formats import Source
+from specctl.export.formats import ExportSource
 from specctl.export.layouts.engines import (
     dimensions,
     draft_length,
@@ -22,18 +22,18 @@ from specctl.export.layouts.engines import (
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class FlatFolder:
     """One export: config.json, and the tensors beside it."""
 
     config: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
 
 
-def _chain(source: Source, folder: str, algorithm: str) -> tuple[str, ...]:
+def _chain(source: ExportSource, folder: str, algorithm: str) -> tuple[str, ...]:
     return (sglang_command(algorithm, draft_length(source), folder),)
 
 
-def _no_notes(source: Source) -> tuple[str, ...]:
+def _no_notes(source: ExportSource) -> tuple[str, ...]:
     del source
     return ()
 
@@ -44,14 +44,14 @@ class Flat:
     folder, algorithm)` and `notes(source)` are those of a format."""
 
     algorithm: str
-    write: Callable[[Source], Written]
-    check: Callable[[Source, Path], None]
-    serve: Callable[[Source, str, str], tuple[str, ...]] = _chain
-    notes: Callable[[Source], tuple[str, ...]] = _no_notes
+    write: Callable[[ExportSource], FlatFolder]
+    check: Callable[[ExportSource, Path], None]
+    serve: Callable[[ExportSource, str, str], tuple[str, ...]] = _chain
+    notes: Callable[[ExportSource], tuple[str, ...]] = _no_notes
 
 
 def llama_config(
-    architecture: str, source: Source, shape: LayerShape, num_layers: int
+    architecture: str, source: ExportSource, shape: LayerShape, num_layers: int
 ) -> dict[str, Any]:
     """config.json of a drafter made of Llama layers."""
     return {

@@ -7,14 +7,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from specctl.drafters.dspark import DSpark
-from specctl.export.formats import Source
+from specctl.export.formats import ExportSource
 from specctl.export.layouts.blocks import check_confidence, mask_row
 from specctl.export.layouts.speculators import dflash
-from specctl.export.layouts.speculators.layout import Layout, Written
+from specctl.export.layouts.speculators.layout import SpeculatorsFolder, SpeculatorsLayout
 from specctl.export.readers.trial import Trial
 
 
-def write(source: Source) -> Written:
+def write(source: ExportSource) -> SpeculatorsFolder:
     drafter = source.drafter
     assert isinstance(drafter, DSpark)
     own = {
@@ -27,11 +27,11 @@ def write(source: Source) -> Written:
     return dflash.written(source, "dspark", "DSparkDraftModel", own)
 
 
-def check(source: Source, folder: Path) -> None:
+def check(source: ExportSource, folder: Path) -> None:
     """The block's tokens as for DFlash, and how sure of each of them it is."""
     dflash.check(source, folder)
     trial = Trial.of(source, dflash.length(source) - 1, without=mask_row(source))
     check_confidence(source, dflash.read(source, folder).confidences(trial), trial)
 
 
-LAYOUT = Layout(write, check, "dspark", dflash.length)
+LAYOUT = SpeculatorsLayout(write, check, "dspark", dflash.length)

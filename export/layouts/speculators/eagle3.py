@@ -19,7 +19,7 @@ from torch import Tensor
 from specctl.drafters.eagle3 import Eagle3
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.routed import PREFIX
-from specctl.export.formats import Source
+from specctl.export.formats import ExportSource
 from specctl.export.layouts.engines import (
     ascending,
     dimensions,
@@ -28,7 +28,7 @@ from specctl.export.layouts.engines import (
     rope_fields,
     vocab_tensors,
 )
-from specctl.export.layouts.speculators.layout import Layout, Written
+from specctl.export.layouts.speculators.layout import SpeculatorsFolder, SpeculatorsLayout
 from specctl.export.readers.trial import (
     Trial,
     compare,
@@ -42,10 +42,10 @@ from specctl.export.readers.vllm_eagle3 import ENGINE, VllmEagle3
 FED_BACK = 3  # states of the drafter's own that are compared, besides those of the target
 
 
-def write(source: Source) -> Written:
+def write(source: ExportSource) -> SpeculatorsFolder:
     drafter = source.drafter
     assert isinstance(drafter, Eagle3)
-    return Written(
+    return SpeculatorsFolder(
         kind="eagle3",
         architecture="Eagle3DraftModel",
         length=draft_length(source),
@@ -64,7 +64,7 @@ def write(source: Source) -> Written:
 
 
 def layer_config(
-    source: Source, shape: LayerShape, num_layers: int, qk_norm: bool = False
+    source: ExportSource, shape: LayerShape, num_layers: int, qk_norm: bool = False
 ) -> dict[str, Any]:
     """transformer_layer_config. The number of features stands here because vLLM's llama class
     looks for it here and nowhere else."""
@@ -82,7 +82,7 @@ def layer_config(
     }
 
 
-def feature_keys(source: Source) -> dict[str, Any]:
+def feature_keys(source: ExportSource) -> dict[str, Any]:
     """Which hidden states are read, and what vLLM and speculators assume differently where it is
     not written."""
     taps = sorted(source.manifest.taps.indices)
@@ -98,7 +98,7 @@ def feature_keys(source: Source) -> dict[str, Any]:
     }
 
 
-def written_tensors(source: Source, taps: Sequence[int] | None) -> dict[str, Tensor]:
+def written_tensors(source: ExportSource, taps: Sequence[int] | None) -> dict[str, Tensor]:
     """The drafter's tensors for features in the order of the layers, in the package's dtype, with
     the vocabulary's tables; a router's are left out."""
     dtype, order = getattr(torch, source.manifest.dtype), ascending(taps or ())
@@ -116,25 +116,25 @@ def written_tensors(source: Source, taps: Sequence[int] | None) -> dict[str, Ten
     return tensors | vocab_tensors(source.drafter.vocab)
 
 
-def embedding_rows(source: Source) -> Tensor:
+def embedding_rows(source: ExportSource) -> Tensor:
     """[V, D]: what the drafter reads as embeddings of its target, in the dtype of the package."""
     borrowed = source.target.borrowed()
     rows_VD = (borrowed.embedding_VD * borrowed.embed_scale).detach()
     return rows_VD.to("cpu", getattr(torch, source.manifest.dtype), copy=True).contiguous()
 
 
-def scaled_rows(source: Source) -> dict[str, Tensor]:
+def scaled_rows(source: ExportSource) -> dict[str, Tensor]:
     """The drafter's own embedding where the target's bare rows are not what it reads."""
     if source.target.borrowed().embed_scale == 1.0:
         return {}
     return {"embed_tokens.weight": embedding_rows(source)}
 
 
-def check(source: Source, folder: Path) -> None:
+def check(source: ExportSource, folder: Path) -> None:
     """vLLM drafts what the drafter drafts: behind random features, and on its own states."""
     ours = twin(source, without_router(source.drafter))
     reader, trial = VllmEagle3(folder, embedding_of(source)), Trial.of(source, FED_BACK)
     compare(ENGINE, reader.drafted_logits(trial), drafted_logits(ours, trial))
 
 
-LAYOUT = Layout(write, check, "eagle3", draft_length)
+LAYOUT = SpeculatorsLayout(write, check, "eagle3", draft_length)

@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
-from specctl.export.formats import Source
+from specctl.export.formats import ExportSource
 from specctl.export.layouts.engines import dtype_fields, special_ids
 
 VERSION = "0.9.0"  # of the speculators package whose keys are written
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class SpeculatorsFolder:
     """One export: `kind` is the speculators_model_type, `length` how many tokens are drafted,
     `layer` the transformer_layer_config, `own` the keys of the family at the top level."""
 
@@ -29,18 +29,18 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class SpeculatorsLayout:
     """How one family is written and checked. `method` is vLLM's word for it, and `how` what a
     command that names the target must say besides."""
 
-    write: Callable[[Source], Written]
-    check: Callable[[Source, Path], None]
+    write: Callable[[ExportSource], SpeculatorsFolder]
+    check: Callable[[ExportSource, Path], None]
     method: str
-    length: Callable[[Source], int]
+    length: Callable[[ExportSource], int]
     how: Mapping[str, Any] = field(default_factory=dict)
 
 
-def config_of(written: Written, source: Source) -> dict[str, Any]:
+def config_of(written: SpeculatorsFolder, source: ExportSource) -> dict[str, Any]:
     """config.json. vLLM builds the draft model's config from `layer` and the keys that it forwards
     for this kind, the number of drafted tokens from the first proposal method, and the target's
     place from the verifier, which must name a repository (null: the command names the target)."""

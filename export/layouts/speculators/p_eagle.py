@@ -16,7 +16,7 @@ from torch import Tensor
 from specctl.core.errors import IncompatibleError
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.p_eagle import PEagle
-from specctl.export.formats import Source
+from specctl.export.formats import ExportSource
 from specctl.export.layouts.engines import draft_length
 from specctl.export.layouts.speculators.eagle3 import (
     embedding_rows,
@@ -24,7 +24,7 @@ from specctl.export.layouts.speculators.eagle3 import (
     layer_config,
     written_tensors,
 )
-from specctl.export.layouts.speculators.layout import Layout, Written
+from specctl.export.layouts.speculators.layout import SpeculatorsFolder, SpeculatorsLayout
 from specctl.export.readers.trial import Trial, compare, drafted_logits, embedding_of, twin
 from specctl.export.readers.vllm_eagle3 import EMBEDDING, ENGINE, MASK, VllmEagle3
 
@@ -32,11 +32,11 @@ from specctl.export.readers.vllm_eagle3 import EMBEDDING, ENGINE, MASK, VllmEagl
 _SPARE = re.compile(r"[<\[]\|?(reserved|unused|control_|special_)\w*\d\|?[>\]]", re.IGNORECASE)
 
 
-def write(source: Source) -> Written:
+def write(source: ExportSource) -> SpeculatorsFolder:
     drafter = source.drafter
     assert isinstance(drafter, PEagle)
     shape = LayerShape.of(source.manifest.model_spec)
-    return Written(
+    return SpeculatorsFolder(
         kind="peagle",
         architecture="PEagleDraftModel",
         length=length(source),
@@ -46,13 +46,13 @@ def write(source: Source) -> Written:
     )
 
 
-def length(source: Source) -> int:
+def length(source: ExportSource) -> int:
     """Tokens drafted a round, at most as many as were trained."""
     trained: int = source.drafter.options.num_heads
     return min(draft_length(source), trained)
 
 
-def _tensors(source: Source, drafter: PEagle) -> dict[str, Tensor]:
+def _tensors(source: ExportSource, drafter: PEagle) -> dict[str, Tensor]:
     own = written_tensors(source, drafter.own_taps)
     tensors = {name.removeprefix("net."): tensor for name, tensor in own.items()}
     rows_VD = embedding_rows(source)
@@ -60,7 +60,7 @@ def _tensors(source: Source, drafter: PEagle) -> dict[str, Tensor]:
     return {**tensors, MASK: tensors[MASK].view(1, 1, -1), EMBEDDING: rows_VD}
 
 
-def mask_token(source: Source) -> int:
+def mask_token(source: ExportSource) -> int:
     """A token that no text contains: a row of the embedding without a token, else a token that the
     tokenizer keeps in reserve, else the padding, where it ends nothing."""
     spec, tokenizer = source.manifest.model_spec, source.target.tokenizer
@@ -80,7 +80,7 @@ def mask_token(source: Source) -> int:
     )
 
 
-def check(source: Source, folder: Path) -> None:
+def check(source: ExportSource, folder: Path) -> None:
     """vLLM drafts what the drafter drafts, all of a draft in one pass."""
     drafter, mask = source.drafter, mask_token(source)
     assert isinstance(drafter, PEagle)
@@ -89,4 +89,4 @@ def check(source: Source, folder: Path) -> None:
     compare(ENGINE, reader.drafted_logits(trial), drafted_logits(twin(source, drafter), trial))
 
 
-LAYOUT = Layout(write, check, "eagle3", length, {"parallel_drafting": True})
+LAYOUT = SpeculatorsLayout(write, check, "eagle3", length, {"parallel_drafting": True})

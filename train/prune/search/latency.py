@@ -17,7 +17,7 @@ import torch
 
 from specctl.core.vocab import VocabMap
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
-from specctl.models.llama import LeanLlama, LlamaShape
+from specctl.models.llama import LlamaModel, LlamaShape
 from specctl.runtime.measure.cost import measure_costs
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.policies import make_policy
@@ -113,7 +113,7 @@ def measure_latency(
 def random_draft(target: Target, options: Mapping[str, Any], vocab: VocabMap | None) -> SmallLm:
     """A draft whose weights are all random: zeros could run faster."""
     drafter = SmallLm(SmallLmOptions(**options), target.spec, vocab)
-    assert isinstance(drafter.module, LeanLlama)
+    assert isinstance(drafter.module, LlamaModel)
     with torch.no_grad():
         for name, weight in drafter.module.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
