@@ -198,10 +198,10 @@ def run_ranks(size: int, body: Callable[[Ranks], object], folder: Path, limit: f
 
 
 def load_toy() -> ModuleType:
-    """tests/train/toy.py: a training job small enough for thousands of runs."""
+    """tests/specctl_testing/train/toy.py: a training job small enough for thousands of runs."""
     if "specctl_toy" in sys.modules:
         return sys.modules["specctl_toy"]
-    path = Path(__file__).parents[1] / "tests" / "train" / "toy.py"
+    path = Path(__file__).parents[1] / "tests" / "specctl_testing" / "train" / "toy.py"
     spec = importlib.util.spec_from_file_location("specctl_toy", path)
     assert spec is not None
     assert spec.loader is not None

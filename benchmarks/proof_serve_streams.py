@@ -22,12 +22,12 @@ from proof_common import Check, checked, parser, report
 from serve_common import CHAT, SETTLE_SECONDS, TEXT, Server, serve_process, stub_server, until
 from serve_leave import MOMENTS, leave
 from serve_wire import Heard, heard, request_bytes
-from serving import StubService, stub_target, target_around
 from test_server_text import byte_fallback_tokenizer
 
 from specctl.runtime.server.contract import GenerateRequest, Piece
 from specctl.runtime.server.text import AnswerText, Speech
 from specctl.runtime.target.target import Target
+from specctl_testing.runtime.serving import StubService, stub_target, target_around
 
 SCRIPTS = (
     "def f(x):\n    return x\n", "caf\u00e9 na\u00efve \u1e9b\u0323 e\u0301\u0323\u0301",

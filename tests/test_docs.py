@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import commands
 import pytest
 import yaml
+
+from specctl_testing.cli import commands
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -37,7 +38,7 @@ PROVEN_ELSEWHERE = {
     "specctl distill": "tests/cli/test_commands.py, small",
     "specctl vocab-trim": "tests/cli/test_commands.py, small",
     "specctl prune": "tests/cli/test_prune.py, small",
-    "specctl verify": "tests/runtime/test_prove.py, small",
+    "specctl verify": "tests/runtime/proof/test_prove.py, small",
     "specctl bench": "tests/cli/test_commands.py, small",
     "specctl export": "tests/cli/test_commands.py",
     "specctl import": "tests/export/test_import.py, on heads published there",

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from terminal import Terminal
 from transformers import AutoTokenizer
 
 from specctl.cli.app.console import Console
@@ -29,6 +28,7 @@ from specctl.runtime.generate import generate
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl.train.data.sources import Defects, read_samples
+from specctl_testing.cli.terminal import Terminal
 
 LINES = "write a loop\nand a class with two methods\n"
 SHORT = ("--max-new-tokens", "12")

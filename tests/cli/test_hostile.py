@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
-import commands
 import pytest
 
 from specctl.cli.app.command import command
@@ -21,6 +20,7 @@ from specctl.export.package.folder import save_package
 from specctl.recipes.schema import InflateName
 from specctl.runtime.target.inflate import SIZES
 from specctl.runtime.target.target import Target
+from specctl_testing.cli import commands
 
 FASTDRAFT = ("train-draft", "-r", "fastdraft", "--dry-run")
 ABSURD = {int: ("9" * 30,), float: ("nan", "inf")}

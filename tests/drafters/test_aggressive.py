@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_runs import Ran, counting_target, decode
 
 from specctl.core.drafter import Outcome, Space
 from specctl.core.errors import RecipeError
 from specctl.drafters.aggressive import Aggressive, AggressiveOptions, Alignment, GuessedBlocks
 from specctl.runtime.target.target import Target
+from specctl_testing.drafters.parallel_runs import Ran, counting_target, decode
 
 START = 9  # the root: the counting target goes on with 10, 11, ...
 

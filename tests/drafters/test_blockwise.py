@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from head_cases import fit, make_heads, nearly_markov
-from parallel_runs import decode
 from torch import Tensor
 
 from specctl.core.batch import TrainBatch
@@ -19,6 +17,8 @@ from specctl.core.vocab import VocabMap
 from specctl.drafters.blockwise import Blockwise, BlockwiseOptions
 from specctl.drafters.nets.rescore import NONE, Rescoring
 from specctl.drafters.nets.small_ngrams import BACKOFF, NgramCounts
+from specctl_testing.drafters.head_cases import fit, make_heads, nearly_markov
+from specctl_testing.drafters.parallel_runs import decode
 
 HEADS, TOP = 3, 8
 KINDS = ("none", "ngram", "neural")

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from cross_cases import check_no_depth_sees_a_feature_behind_its_anchor
-from head_cases import fit, make_heads
 
 from specctl.core.batch import TrainBatch
 from specctl.core.errors import RecipeError
 from specctl.drafters.chimera import ChimeraOptions
+from specctl_testing.drafters.cross_cases import check_no_depth_sees_a_feature_behind_its_anchor
+from specctl_testing.drafters.head_cases import fit, make_heads
 
 
 def test_no_depth_sees_a_feature_behind_its_anchor(make_target: Any, make_batch: Any) -> None:

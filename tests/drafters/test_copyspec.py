@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from following import check_rows_are_private, follow
 
 from specctl.core.drafter import Budget, Space
 from specctl.core.errors import RecipeError
 from specctl.drafters.copyspec import CopySpec, CopySpecOptions
 from specctl.runtime.target.target import Target
+from specctl_testing.drafters.following import check_rows_are_private, follow
 
 
 @pytest.fixture(scope="module")

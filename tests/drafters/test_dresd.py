@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from following import CPU, accepted
 from torch import Tensor
 
 from specctl.core.drafter import Budget, Space
@@ -23,6 +22,7 @@ from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl.train.datastore import teach
+from specctl_testing.drafters.following import CPU, accepted
 
 SAME, OTHER = 4, 5  # kinds of context: words 10 to 19 mean the one, 20 to 29 the other
 ROOT = 3

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from head_cases import alphas, learned, make_heads, nearly_markov, train
-from parallel_runs import Recorder
 
 from specctl.core.drafter import Drafter
 from specctl.core.errors import RecipeError
@@ -17,6 +15,8 @@ from specctl.runtime.policies import make_policy
 from specctl.runtime.policies.length import CostTable
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
+from specctl_testing.drafters.head_cases import alphas, learned, make_heads, nearly_markov, train
+from specctl_testing.drafters.parallel_runs import Recorder
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from head_cases import alphas, make_heads, nearly_markov, train
-from parallel_runs import decode
 
 from specctl.core.errors import RecipeError
 from specctl.drafters.falcon import FalconOptions
 from specctl.drafters.losses.glancing import Glance, choose
 from specctl.drafters.nets.lstm import TextLstm
+from specctl_testing.drafters.head_cases import alphas, make_heads, nearly_markov, train
+from specctl_testing.drafters.parallel_runs import decode
 
 TEXT = [5, 17, 3, 8, 21, 1, 2, 9]
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_runs import PROMPTS, Ran, decode
 
 from specctl.core.drafter import Outcome, Space
 from specctl.core.errors import RecipeError
@@ -16,6 +15,7 @@ from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
+from specctl_testing.drafters.parallel_runs import PROMPTS, Ran, decode
 
 TRIGGER = (22, 23)
 

@@ -6,7 +6,8 @@ import math
 from typing import Any
 
 import torch
-from head_cases import fit, make_heads, nearly_markov
+
+from specctl_testing.drafters.head_cases import fit, make_heads, nearly_markov
 
 FIELDS = {"feature_weight": 1.0, "num_blocks": 1, "layers": 1}
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from head_cases import fit, make_heads, nearly_markov
 
 from specctl.drafters.losses.align import aim
 from specctl.drafters.losses.head_losses import LinearHead
 from specctl.drafters.losses.step_losses import topk_loss
 from specctl.drafters.losses.teacher import TeacherLogits
+from specctl_testing.drafters.head_cases import fit, make_heads, nearly_markov
 
 
 def deep_alpha(drafter: Any, batch: Any) -> list[float]:

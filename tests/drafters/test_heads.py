@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from head_cases import make_heads, train
-from parallel_runs import PROMPTS, decode
 
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Budget, Space
 from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.head_drafter import HeadDrafter
+from specctl_testing.drafters.head_cases import make_heads, train
+from specctl_testing.drafters.parallel_runs import PROMPTS, decode
 
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("medusa", {"num_blocks": 2}),

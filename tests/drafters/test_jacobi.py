@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_runs import PROMPTS, Ran, decode
 
 from specctl.core.drafter import Budget, Outcome, Space
 from specctl.core.errors import RecipeError
 from specctl.drafters.jacobi import Jacobi, JacobiOptions, JacobiState
 from specctl.runtime.target.target import Target
+from specctl_testing.drafters.parallel_runs import PROMPTS, Ran, decode
 
 
 @pytest.fixture(scope="module")

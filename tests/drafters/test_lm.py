@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from lm_cases import difference, random_ids, whole
 from torch import Tensor, nn
 
 from specctl.core.errors import IncompatibleError
@@ -17,6 +16,7 @@ from specctl.core.masks import chain_mask, tree_mask
 from specctl.core.tree import DraftTree, NodeKind
 from specctl.models.fast_llama import lean_from_hf
 from specctl.models.hf_lm import HfLM
+from specctl_testing.drafters.lm_cases import difference, random_ids, whole
 
 MakeModel = Callable[..., Any]
 LEAN = ("llama", "mistral", "qwen2", "qwen3")

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from block_cases import passes
-from head_cases import make_heads
 
 from specctl.core.errors import RecipeError
 from specctl.drafters.p_eagle import PEagleOptions
+from specctl_testing.drafters.block_cases import passes
+from specctl_testing.drafters.head_cases import make_heads
 
 
 def test_a_draft_is_one_pass_behind_the_true_rows(

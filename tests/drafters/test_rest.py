@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from following import check_rows_are_private, follow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,6 +25,7 @@ from specctl.runtime.generate import generate
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl.train.datastore import fill
+from specctl_testing.drafters.following import check_rows_are_private, follow
 
 texts_of = st.lists(st.lists(st.integers(0, 2), max_size=12), min_size=1, max_size=4)
 

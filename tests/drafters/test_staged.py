@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_runs import Ran, decode
 
 from specctl.core.errors import RecipeError
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.drafters.staged import INNER, Staged, StagedOptions, StagedState
 from specctl.runtime.target.target import Target
+from specctl_testing.drafters.parallel_runs import Ran, decode
 
 
 @pytest.fixture(scope="module")

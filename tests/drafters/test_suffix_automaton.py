@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from following import check_rows_are_private, follow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
 from specctl.drafters.retrieval.suffix_automaton import Match, SuffixAutomaton
 from specctl.drafters.suffix_automaton import SuffixAutomatonDrafter, SuffixAutomatonOptions
 from specctl.runtime.target.target import Target
+from specctl_testing.drafters.following import check_rows_are_private, follow
 
 tokens_lists = st.lists(st.integers(0, 2), max_size=40)
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_runs import Ran, decode
 
 from specctl.core.drafter import Budget, Space
 from specctl.core.errors import IncompatibleError, RecipeError
@@ -14,6 +13,7 @@ from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.drafters.superposed import Superposed, SuperposedOptions, SuperposedState
 from specctl.models.hf_lm import HfLM
 from specctl.runtime.target.target import Target
+from specctl_testing.drafters.parallel_runs import Ran, decode
 
 PROMPTS = [(3, 1, 4, 1, 5), (20, 2, 20, 2), (7, 8, 9)]
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import Change, exported, shaken
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -23,6 +22,7 @@ from specctl.drafters import families
 from specctl.export.package.folder import save_package
 from specctl.export.package.manifest import CARD, MANIFEST, WEIGHTS, Manifest
 from specctl.runtime.target.target import Target
+from specctl_testing.export.engine_cases import Change, exported, shaken
 
 
 @dataclass(frozen=True, slots=True)

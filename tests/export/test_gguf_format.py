@@ -12,8 +12,6 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from engine_cases import exported, shaken
-from gguf_cases import byte_tokenizer
 
 from specctl.cli.app.console import Console
 from specctl.cli.commands.show import show
@@ -24,6 +22,8 @@ from specctl.export.layouts.llama_cpp import vocab as vocab_
 from specctl.export.layouts.llama_cpp.reader import GgufReader
 from specctl.export.package.folder import load_drafter
 from specctl.runtime.target.target import Target
+from specctl_testing.export.engine_cases import exported, shaken
+from specctl_testing.export.gguf_cases import byte_tokenizer
 
 SMALL: dict[str, Any] = {
     "layers": 2,

@@ -8,8 +8,6 @@ from typing import Any
 
 import gguf
 import pytest
-from engine_cases import exported, shaken
-from gguf_cases import LLAMA3, QWEN2, byte_tokenizer, piece_tokenizer
 
 from specctl.core.errors import GateError, IncompatibleError
 from specctl.export.formats.gguf import FILE
@@ -24,6 +22,8 @@ from specctl.export.layouts.llama_cpp.vocab import (
     vocabulary_of,
 )
 from specctl.runtime.target.target import Target
+from specctl_testing.export.engine_cases import exported, shaken
+from specctl_testing.export.gguf_cases import LLAMA3, QWEN2, byte_tokenizer, piece_tokenizer
 
 SMALL: dict[str, Any] = {
     "layers": 1,

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import KEPT, Change, exported, shaken
-from import_cases import LAYERS, Config, Tensors, taken
 
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Drafter
@@ -25,6 +23,8 @@ from specctl.export.package.check import check_package
 from specctl.export.package.folder import load_drafter
 from specctl.export.package.manifest import MANIFEST, WEIGHTS, read_manifest
 from specctl.runtime.target.target import Target
+from specctl_testing.export.engine_cases import KEPT, Change, exported, shaken
+from specctl_testing.export.import_cases import LAYERS, Config, Tensors, taken
 
 
 def same_tensors(ours: Drafter, theirs: Drafter) -> bool:

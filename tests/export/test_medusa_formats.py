@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import KEPT, Change, exported, faulty, saying, shaken, swapped, without, zeroed
 from safetensors.torch import load_file
 
 from specctl.core.errors import GateError, IncompatibleError
@@ -19,6 +18,17 @@ from specctl.export.formats.medusa import FILE
 from specctl.export.layouts.whole_head import whole_head, without_cut
 from specctl.export.package.manifest import WEIGHTS
 from specctl.runtime.target.target import Target
+from specctl_testing.export.engine_cases import (
+    KEPT,
+    Change,
+    exported,
+    faulty,
+    saying,
+    shaken,
+    swapped,
+    without,
+    zeroed,
+)
 
 FILES = {"medusa": FILE, "vllm-medusa": WEIGHTS}
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import KEPT, Change, exported, faulty, packaged, shaken
 from safetensors.torch import load_file
 
 from specctl.core.errors import GateError, IncompatibleError
@@ -18,6 +17,7 @@ from specctl.export.formats import find_format
 from specctl.export.layouts.speculators.p_eagle import mask_token
 from specctl.export.readers.vllm_eagle3 import draft_config
 from specctl.runtime.target.target import Target
+from specctl_testing.export.engine_cases import KEPT, Change, exported, faulty, packaged, shaken
 
 Config, Tensors = dict[str, Any], dict[str, torch.Tensor]
 P_EAGLE = {"num_heads": 4, "layers": 2}

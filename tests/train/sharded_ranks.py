@@ -7,14 +7,13 @@ import json
 import sys
 from pathlib import Path
 
-import sharded_run
 import torch
-import toy
 from accelerate import Accelerator
 
 from specctl.train.distributed.pieces import local
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.loop import TrainProgress, restore, train
+from specctl_testing.train import sharded_run, toy
 
 out = Path(sys.argv[1])
 torch.set_num_threads(1)

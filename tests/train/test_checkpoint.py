@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import toy
 from safetensors import safe_open
 
 from specctl.core.errors import (
@@ -31,6 +30,7 @@ from specctl.train.saving.fingerprint import check_same_run
 from specctl.train.saving.lock import locked
 from specctl.train.saving.tensorfile import DTYPES, tensor_chunks
 from specctl.train.saving.whole import damage
+from specctl_testing.train import toy
 
 
 def snapshot(step: int) -> Snapshot:

@@ -6,9 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import small_runs as small
 import torch
-from joint_cases import AT_ONCE, VOCAB, logits, make, perturb, rows, steps
 
 from specctl.core.errors import RecipeError
 from specctl.drafters.losses.align import aim
@@ -21,6 +19,8 @@ from specctl.train.features.capture import capture
 from specctl.train.joint.joint import JointModel, changing, hidden_matrices, weight_at
 from specctl.train.joint.joint_target import measured_change
 from specctl.train.optim import build_optimizers, set_learning_rate
+from specctl_testing.train import small_runs as small
+from specctl_testing.train.joint_cases import AT_ONCE, VOCAB, logits, make, perturb, rows, steps
 
 
 @pytest.fixture(scope="module")

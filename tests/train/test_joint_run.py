@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_runs as small
 import torch
-from joint_cases import AT_ONCE, VOCAB, logits, make, perturb, rows
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -27,6 +25,8 @@ from specctl.train.joint.check import check_joint, check_stages, check_target
 from specctl.train.joint.joint import JointModel
 from specctl.train.joint.joint_target import held_out, measured_change, settled
 from specctl.train.planning.plan import plan
+from specctl_testing.train import small_runs as small
+from specctl_testing.train.joint_cases import AT_ONCE, VOCAB, logits, make, perturb, rows
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import toy
 
 from specctl.core.batch import LossOut
 from specctl.core.errors import DivergedError, Exit
@@ -19,6 +18,7 @@ from specctl.train.data.order import Order, share
 from specctl.train.loop import TrainProgress, restore, take_step, train
 from specctl.train.metrics import MetricsLog, read_log
 from specctl.train.stop import Interrupted, Stop
+from specctl_testing.train import toy
 
 
 def finish(out: Path, **fields: Any) -> tuple[Any, TrainProgress]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import small_runs as runs
 import torch
 
 import specctl
@@ -33,6 +32,7 @@ from specctl.train.data.sources import Defects
 from specctl.train.data.supply import Text, joined
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.stop import Interrupted
+from specctl_testing.train import small_runs as runs
 
 SEQ_LEN, ROOM, VOCAB = 60, 30, 96
 
@@ -207,7 +207,10 @@ def test_two_processes_read_what_the_first_one_wrote(
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     script = Path(__file__).with_name("on_policy_ranks.py")
     source = Path(specctl.__path__[0]).parent
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(source)}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{source}{os.pathsep}{Path(__file__).parents[1]}",
+    }
     subprocess.run([*launch, str(script), str(tmp_path)], check=True, env=environment, timeout=300)
     digests = json.loads((tmp_path / "digests.json").read_text())
     assert digests == [runs.digest(alone.tensors())] * 2

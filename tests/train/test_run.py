@@ -12,11 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_runs
 import torch
-import toy
 import yaml
-from small_runs import Talk
 
 import specctl.recipes
 from specctl.core.drafter import Drafter
@@ -32,6 +29,8 @@ from specctl.train.saving.checkpoint import Checkpoints
 from specctl.train.saving.lock import locked
 from specctl.train.saving.state import seed_everything
 from specctl.train.stop import Interrupted
+from specctl_testing.train import small_runs, toy
+from specctl_testing.train.small_runs import Talk
 
 SMALL = {
     "data.text_tokens": 0, "data.prompts": 24, "data.new_tokens": 16, "data.prompt_tokens": 8,
@@ -269,7 +268,10 @@ def test_two_processes_train_as_one_and_fail_as_one(tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     script = Path(__file__).with_name("two_ranks.py")
     source = Path(specctl.__path__[0]).parent
-    environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": f"{source}{os.pathsep}{Path(__file__).parents[1]}",
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
         [*launch, str(script), str(tmp_path)], env=environment, capture_output=True, timeout=100
     )

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import small_runs as runs
 import torch
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from specctl.runtime.target.target import Target
 from specctl.train.features.capture import capture
 from specctl.train.selective import Selection, chosen, reference_stage
 from specctl.train.stop import Interrupted
+from specctl_testing.train import small_runs as runs
 
 OPTIONS = {
     "small-lm": {"layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "head_dim": 8},

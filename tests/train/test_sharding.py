@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sharded_run
 import torch
-import toy
 
 import specctl
 from specctl.runtime.measure.reporter import SilentReporter
@@ -21,6 +19,7 @@ from specctl.train.distributed.muon import orthogonal_step
 from specctl.train.loop import TrainProgress, restore, train
 from specctl.train.metrics import read_log
 from specctl.train.saving.checkpoint import Checkpoints
+from specctl_testing.train import sharded_run, toy
 
 SAME: dict[str, Any] = {"dropout": 0.0, "accumulate": 2, "rows": 4, "save_every": 6, "keep": 4}
 TOLERANCE = 2e-5  # float32 sums in another order, through 12 updates
@@ -51,7 +50,11 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     words = [str(out), json.dumps(SAME), json.dumps([*SHORT, *SPREAD])]
     source = str(Path(specctl.__path__[0]).parent)
-    environment = {"PYTHONPATH": source, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    environment = {
+        "PYTHONPATH": f"{source}{os.pathsep}{Path(__file__).parents[1]}",
+        "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_CPU": "true",
+    }
     done = subprocess.run(
         [*command, str(Path(__file__).with_name("sharded_ranks.py")), *words],
         env=os.environ | environment,

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_runs import Talk
 from torch import Tensor
 
 from specctl.core.drafter import Drafter
@@ -27,6 +26,7 @@ from specctl.train.run import train_draft
 from specctl.train.runs.stages import plans, stages, train_recipe
 from specctl.train.saving.checkpoint import Checkpoints
 from specctl.train.stop import Interrupted
+from specctl_testing.train.small_runs import Talk
 
 TWO = """
 name: two

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 import torch
-from vocab_cases import COST, counts
 
 from specctl.core.errors import SpecctlError
 from specctl.core.vocab import VocabMap
@@ -23,6 +22,7 @@ from specctl.train.vocab.head_cost import HeadCost, fit_cost
 from specctl.train.vocab.predict import Predictions, predict_from_coverage
 from specctl.train.vocab.report import kendall
 from specctl.train.vocab.search import Scored, SearchSpace, TrimChoice, search_tpe
+from specctl_testing.train.vocab_cases import COST, counts
 
 # -- what is kept -----------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from scipy.stats import chisquare
-from vocab_cases import COST, counts
 
 from specctl.core.drafter import Drafter, RoundView, Space, StepState
 from specctl.core.errors import SpecctlError
@@ -33,6 +32,7 @@ from specctl.train.vocab.measure import MeasuredDrafter, PromptRun, moved_bytes
 from specctl.train.vocab.selectors import Evidence, selector, selectors
 from specctl.train.vocab.settings import Material, TrimSettings
 from specctl.train.vocab.trim import Trimmed, trim
+from specctl_testing.train.vocab_cases import COST, counts
 
 
 def make_drafter(target: Target, name: str = "small-lm", seed: int = 1) -> Drafter:

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import torch
-import toy
 from accelerate import Accelerator
 
 from specctl.core.errors import Exit, SpecctlError
@@ -18,6 +17,7 @@ from specctl.train.distributed.ranks import Ranks
 from specctl.train.loop import TrainProgress, restore, train
 from specctl.train.saving.disk import Disk
 from specctl.train.stop import Interrupted, Stop
+from specctl_testing.train import toy
 
 out = Path(sys.argv[1])
 torch.set_num_threads(1)
