@@ -1,6 +1,6 @@
 """Peak memory of a distillation loss over a large vocabulary, forward and backward, by process.
 
-naive              all logits of draft and target at once, float32 laws over all rows
+naive              all logits of draft and target at once, float32 distributions over all rows
 recomputed         slices of rows, each slice's logits computed again in the backward pass
 sliced             slices of rows, differentiated while their logits are alive
 sliced, by rows    the same, and target logits computed from its last states slice by slice

@@ -58,7 +58,9 @@ BREAKS: dict[str, Callable[[Target, int], Any]] = {
     "out of memory on the device": _raising(torch.OutOfMemoryError("a secret")),
     "a broken assertion": _raising(AssertionError("a secret")),
     "an error of the operating system": _raising(OSError(5, "a secret")),
-    "NaN in its law": lambda target, at: FailingDrafter(target, "root", at, None, "nan"),
-    "infinity in its law": lambda target, at: FailingDrafter(target, "expand", at, None, "inf"),
+    "NaN in its distribution": lambda target, at: FailingDrafter(target, "root", at, None, "nan"),
+    "infinity in its distribution": lambda target, at: FailingDrafter(
+        target, "expand", at, None, "inf"
+    ),
     "an exception as it learns": lambda target, at: FailingDrafter(target, "observe", at),
 }

@@ -2,9 +2,9 @@
 
 For every size: coverage, alpha, tau, MBSU, speed-up by the fitted cost, tokens per second and the
 share of prompts that got slower, over all prompts and in each domain. Below it, how well two
-predictors rank the sizes (Kendall's tau-b): the drafter's own laws along text the target wrote, and
-the older one that lets acceptance fall in proportion to coverage. benchmarks/drafters.py makes
-runs/bench.
+predictors rank the sizes (Kendall's tau-b): the drafter's own distributions along text the target
+wrote, and the older one that lets acceptance fall in proportion to coverage. benchmarks/drafters.py
+makes runs/bench.
 
     python benchmarks/vocab.py --draft runs/bench/distill/package --prompts 48 --tokens 64
     python benchmarks/vocab.py --draft runs/bench/eagle3/package --inflate 300m --json
@@ -106,14 +106,18 @@ def table(args: argparse.Namespace) -> dict[str, Any]:
         "mbsu": MBSU_FORMULA,
         "rows": [row(report) for report in reports],
         "kendall": {
-            "laws_to_measured_tau": kendall(list(zip(predicted, measured, strict=True))),
-            "laws_to_tokens_per_second": kendall(list(zip(predicted, clocked, strict=True))),
+            "distributions_to_measured_tau": kendall(list(zip(predicted, measured, strict=True))),
+            "distributions_to_tokens_per_second": kendall(
+                list(zip(predicted, clocked, strict=True))
+            ),
             "coverage_to_measured_tau": kendall(
                 list(zip(by_coverage.speedup_N.tolist(), measured, strict=True))
             ),
         },
         "tau_error": {
-            "laws": worst_error([(r.trials[0].predicted.tau, r) for r in reports], reports[-1]),
+            "distributions": worst_error(
+                [(r.trials[0].predicted.tau, r) for r in reports], reports[-1]
+            ),
             "coverage": worst_error(
                 list(zip(by_coverage.tau_N.tolist(), reports, strict=True)), reports[-1]
             ),

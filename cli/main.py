@@ -42,7 +42,9 @@ COMMANDS = {
     "plan": Entry("plan", START, "Memory, disk and time of a recipe, before anything is spent."),
     "recipes": Entry("recipes", START, "List, show, copy and check recipes."),
     "train-draft": Entry("train_draft", TRAIN, "Train a drafter for a target."),
-    "distill": Entry("distill", TRAIN, "Train an independent small model on the target's law."),
+    "distill": Entry(
+        "distill", TRAIN, "Train an independent small model on the target's distribution."
+    ),
     "prune": Entry("prune", TRAIN, "Cut a drafter out of the target itself, and heal it."),
     "adapt": Entry("adapt", TRAIN, "Refresh a drafter for a tuned target or a new domain."),
     "train-stop": Entry("train_stop", TRAIN, "Train when to stop drafting, for a drafter."),

@@ -1,7 +1,7 @@
 """DraftTree: what a drafter proposes for one round, and everything derived from its shape.
 
-Letters: B rows, N drafted nodes (padded), T = N + 1 fed tokens (root first), V target vocabulary,
-K support of a draft law, P path length. The root is the last emitted token; it is fed to the
+Letters: B rows, N drafted nodes (padded), T = N + 1 fed tokens (root first), V target vocabulary, K
+support of a draft distribution, P path length. The root is the last emitted token; it is fed to the
 target in front of the nodes, so *fed index* = node index + 1 and fed index 0 is the root.
 """
 
@@ -34,7 +34,8 @@ class NodeKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class QRows:
-    """The laws the children were drawn from: row t is the law used at fed index t.
+    """The distributions the children were drawn from: row t is the distribution used at fed index
+    t.
 
     `prob_BTK` is float32 and sums to one on rows that drew children; rows of leaves are ignored
     (all zero is allowed). `ids_K` names the target ids of the support; None = the full vocabulary.
@@ -44,7 +45,7 @@ class QRows:
     ids_K: Tensor | None = None
 
     def dense(self, vocab_size: int) -> Tensor:
-        """[B, T, V]: the law scattered to target ids, zero outside its support."""
+        """[B, T, V]: the distribution scattered to target ids, zero outside its support."""
         if self.ids_K is None:
             return self.prob_BTK
         B, T, _ = self.prob_BTK.shape
@@ -56,11 +57,11 @@ class QRows:
 class DraftTree:
     """B padded token trees. Parents stand before their children; siblings are never re-sorted.
 
-    token_BN   target ids                        parent_BN  node index, -1 = the root
-    rank_BN    draw order among siblings         valid_BN   False = padding
-    kind       one kind for the whole tree       q          laws of sampled kinds, None for POINT
-    estimate_BN  a policy's guess of path acceptance; verification never reads it
-    expanded_BN  expansion index of each node in its StepState (-1 = a leaf never expanded);
+    token_BN   target ids                        parent_BN  node index, -1 = the root rank_BN
+    draw order among siblings         valid_BN   False = padding kind       one kind for the whole
+    tree       q          distributions of sampled kinds, None for POINT estimate_BN  a policy's
+    guess of path acceptance; verification never reads it expanded_BN  expansion index of each node
+    in its StepState (-1 = a leaf never expanded);
                  None = node i was expansion i, as far as expansions went
     depth      static bound on the depth         is_chain   node i's parent is node i - 1, always
     num_probes   so many of the last columns are probes: fed for what the target says after them,

@@ -1,9 +1,9 @@
 """ADED (arXiv 2407.12021): drafts from an adaptive tri-gram model of the target.
 
 The model holds P(t3 | t1, t2) for the `topk` best t3 of each pair. After every round the pair that
-ends at each fed token takes in the target's own probabilities (`parts/laws.py`, fading): what the
-target favours rises, what it no longer mentions fades. A pair never seen falls back to its last
-token alone. Three makers turn the model into a tree of the round's node budget:
+ends at each fed token takes in the target's own probabilities (`parts/distributions.py`, fading):
+what the target favours rises, what it no longer mentions fades. A pair never seen falls back to its
+last token alone. Three makers turn the model into a tree of the round's node budget:
 
     mcts        the most visited nodes of a PUCT search over path probabilities (`parts/mcts.py`)
     best-first  the nodes with the largest path probability, which is the tree that maximises the

@@ -132,7 +132,7 @@ class Chimera(BlockDrafter):
     def open(self, space: Space) -> DraftState:
         return PathState(self, space)
 
-    def turn(self, position: Tensor) -> Tensor:
+    def rope(self, position: Tensor) -> Tensor:
         return rotary(position, self.shape.head_dim, self.shape.rope_theta)
 
     @property
@@ -150,11 +150,11 @@ class Chimera(BlockDrafter):
         """Keys and values of the target's states."""
         del ids_BW
         seen_BWD = self.read_of(features_BWI)
-        return [self.layer.self_attn.key_value(seen_BWD, self.turn(position_BW))]
+        return [self.layer.self_attn.key_value(seen_BWD, self.rope(position_BW))]
 
     def grown(self, nodes: Nodes, kv: SlotKV) -> Tensor:
         """[B, M, 2 D]: what the LM head reads behind nodes."""
-        turn = self.turn(nodes.place.position_BM)
+        turn = self.rope(nodes.place.position_BM)
         x_BMD = self.layer(self.encode(nodes.path_BMG), turn, attending(nodes.place.mask, kv, 0))
         newest_BMD = nodes.newest_BI[:, None].expand_as(x_BMD)
         return torch.cat([newest_BMD, self.norm(x_BMD)], dim=-1)

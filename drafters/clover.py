@@ -7,9 +7,9 @@ With e'_x the row of x in the target's LM head (frozen; its geometry is that of 
   head 0                 o = g_t + W_1 g_t
   head i                 g <- g + gate_2(g, e'_{t+1+i}),  o = g + W_2 [g; e'_{t+1+i}]
 logits = the target's LM head on o; head i predicts token t + 2 + i and all i > 0 share their
-weights. Loss: per head 10 SmoothL1(o, f_{t+1+i}) + CE to the target's law, weighed decay^i.
-Our own choice: W_1, W_2, the gates and the layers begin as zero and their output is added, where
-the published code norms it with weights of the target; so fresh heads are the base head.
+weights. Loss: per head 10 SmoothL1(o, f_{t+1+i}) + CE to the target's distribution, weighed
+decay^i. Our own choice: W_1, W_2, the gates and the layers begin as zero and their output is added,
+where the published code norms it with weights of the target; so fresh heads are the base head.
 Letters: X any leading axes, B rows, T tokens, C carry (2 D), D width.
 """
 

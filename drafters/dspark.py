@@ -26,7 +26,7 @@ from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.dflash import DFlashOptions, InjectedBlocks, InjectedNet
 from specctl.drafters.losses.align import shifted
-from specctl.drafters.losses.head_losses import acceptance, joined, laws
+from specctl.drafters.losses.head_losses import acceptance, distributions, joined
 from specctl.drafters.nets.head_drafter import HeadLearned
 from specctl.drafters.nets.heads import check_count, draft_size
 from specctl.drafters.states.head_state import GroundedState
@@ -99,17 +99,17 @@ class DSpark(InjectedBlocks):
             yield torch.cat([state_BSD, before_BSr.to(state_BSD)], dim=-1)
 
     def beside(self, out: LossOut, learned: HeadLearned, batch: TrainBatch) -> LossOut:
-        """With the confidence head's loss, where the target's law is at hand."""
+        """With the confidence head's loss, where the target's distribution is at hand."""
         del batch
         if learned.judge is None:
             return out
         rows, ids_K = learned.rows, None if self.vocab is None else self.vocab.ids_K
         ready_NE = learned.ready_RE[rows.row_N].detach()
         with torch.no_grad():
-            log_p_NK = learned.judge.law(rows.judge_N, ids_K).log_p_NK
+            log_p_NK = learned.judge.distribution(rows.judge_N, ids_K).log_p_NK
             draft_NK = learned.head(ready_NE)
             temperature = self.options.temperature
-            alpha_N = acceptance(laws(draft_NK, log_p_NK, temperature, ids_K is None))
+            alpha_N = acceptance(distributions(draft_NK, log_p_NK, temperature, ids_K is None))
         guess_N = self.module.confidence(ready_NE)[:, 0].float()
         loss = F.binary_cross_entropy_with_logits(guess_N, alpha_N.float(), reduction="sum")
         number = torch.tensor(float(len(alpha_N)), device=loss.device)

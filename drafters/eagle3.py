@@ -163,7 +163,7 @@ class Eagle3(Drafter):
         values: list[Tensor] = []
         normed: list[Tensor] = []
         for step in range(steps):
-            turn = net.turn(batch.position_BS + step)
+            turn = net.rope(batch.position_BS + step)
             x = layer.mix(self.embed(shifted(batch.ids_BS, 1 + step)), state_BSD)
             key, value = layer.self_attn.key_value(x, turn)
             keys.append(key)

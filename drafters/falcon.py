@@ -8,9 +8,9 @@ Loss: EAGLE's (SmoothL1 on features, KL at the given temperature) in the light o
 glancing (`glancing`): rows at the beginning of some blocks read the token and the feature that they
 are to predict, so that the rows behind learn what follows from it; what was shown is not scored.
 Our own choices: the fc stays beside the LSTM, so that fresh rows are features; every grouping into
-blocks is trained at once, where the paper fixes one; the paper's draws from the target's law, whose
-mean is the KL, are left out; wrong is what differs from the text.
-Letters: X any leading axes, B rows, S sequence, R flat rows, D width.
+blocks is trained at once, where the paper fixes one; the paper's draws from the target's
+distribution, whose mean is the KL, are left out; wrong is what differs from the text. Letters: X
+any leading axes, B rows, S sequence, R flat rows, D width.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class FalconOptions(FeatureOptions):
 
     @property
     def num_heads(self) -> int:
-        """Laws that a row is trained on."""
+        """Distributions that a row is trained on."""
         return self.stride
 
 
@@ -125,13 +125,13 @@ class Falcon(FeatureDrafter):
         ids, states = (torch.cat(parts) for parts in zip(*versions, strict=True))
         document = batch.document_BS.repeat(len(versions), 1)
         rows = net.over(self.embed(ids), states, document).chunk(len(versions))
-        turn = net.turn(position_BS)
+        turn = net.rope(position_BS)
         seen = [net.key_value(x_BSD, turn) for x_BSD in rows]
         mask, steps = document_mask(batch.document_BS), []
         for index in range(stride):
             back = stride - 1 - index
             x_BSD = pick([behind(x_BSD, position_BS, back) for x_BSD in rows], phase_BS)
-            at = net.turn((position_BS - back).clamp(min=0))
+            at = net.rope((position_BS - back).clamp(min=0))
             out_BSD = net.look(x_BSD, at, seen, mask, phase_BS)
             known_BS = None if glance is None else glance.shows(index)
             steps.append(Unrolled(out_BSD, out_BSD, known_BS))

@@ -83,7 +83,7 @@ class FspadNet(TrunkNet):
 
 
 class Fspad(FeatureDrafter):
-    """EAGLE's loss: the feature read-out against f, the logit read-out against the law."""
+    """EAGLE's loss: the feature read-out against f, the logit read-out against the distribution."""
 
     family: ClassVar[str] = "fspad"
     options: FspadOptions

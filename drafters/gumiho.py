@@ -45,7 +45,7 @@ class GumihoOptions(FeatureOptions):
 
     @property
     def num_heads(self) -> int:
-        """Laws that a row is trained on."""
+        """Distributions that a row is trained on."""
         return self.ttt_steps + self.mlp_heads
 
 

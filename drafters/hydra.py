@@ -3,9 +3,9 @@
 Head i reads cat(f_t, e_{t+1}, ..., e_{t+1+i}) and predicts token t + 2 + i (section 3): its first
 block maps those i + 2 vectors to one, by a linear skip that begins as "take f_t" beside a branch
 that begins as zero; more blocks and an LM head of its own follow. Past the last head the newest
-embeddings are taken. Hydra++ (section 4) deepens the heads, learns from the target's law alone and
-puts a decoder layer over the states of the whole text in front (`prefix`).
-Letters: X any leading axes, C carry ((k + 1) D), D width, I input width of a head.
+embeddings are taken. Hydra++ (section 4) deepens the heads, learns from the target's distribution
+alone and puts a decoder layer over the states of the whole text in front (`prefix`). Letters: X any
+leading axes, C carry ((k + 1) D), D width, I input width of a head.
 """
 
 from __future__ import annotations

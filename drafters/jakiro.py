@@ -42,7 +42,7 @@ class JakiroOptions(FeatureOptions):
 
     @property
     def num_heads(self) -> int:
-        """Laws that a row is trained on."""
+        """Distributions that a row is trained on."""
         return self.ttt_steps + self.contrast
 
 

@@ -65,7 +65,7 @@ class Moa(CrossDrafter):
         depth_NJD = features_XI.reshape(-1, len(self.own_taps), self.spec.hidden_size)
         if self.module.along is not None:
             at_J = torch.arange(len(self.own_taps), device=depth_NJD.device)
-            turn = self.turn(at_J[None]).expand(len(depth_NJD), -1, -1, -1)
+            turn = self.rope(at_J[None]).expand(len(depth_NJD), -1, -1, -1)
             depth_NJD = self.module.along(depth_NJD, turn, attending(None))
         return depth_NJD.mean(1).view(*features_XI.shape[:-1], -1)
 

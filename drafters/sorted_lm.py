@@ -2,9 +2,9 @@
 
 https://arxiv.org/abs/2407.01955. All exits share the final norm and the LM head, and one forward
 trains them all: L = sum over exits n of CE(x_{t+1}, W_U norm(h^n_t)), or a divergence from the
-target's law. Drafting leaves at the first exit whose largest probability reaches `threshold`. With
-loss `ce` it learns from text alone, so one draft serves every target of its tokenizer.
-Letters: B rows, S sequence, D width.
+target's distribution. Drafting leaves at the first exit whose largest probability reaches
+`threshold`. With loss `ce` it learns from text alone, so one draft serves every target of its
+tokenizer. Letters: B rows, S sequence, D width.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ A cheap second drafter guesses what the draft model is about to say; one forward
 reads the root and these guesses. Where growth then asks for a guessed token, what the draft model
 thinks after it is known already; where it asks for another one, the draft model reads that one, and
 new guesses behind it. Whatever grows the tree is given the draft model's own logits in every case,
-so that drafts, and the laws they are drawn from, are those of the draft model alone: only its
-forwards get fewer. The second stage is an n-gram model of the draft model's own best tokens, newest
-first with back-off, as in the paper, or a look-up in the text. Letters: B rows, G guesses, M nodes,
-K draft vocabulary.
+so that drafts, and the distributions they are drawn from, are those of the draft model alone: only
+its forwards get fewer. The second stage is an n-gram model of the draft model's own best tokens,
+newest first with back-off, as in the paper, or a look-up in the text. Letters: B rows, G guesses, M
+nodes, K draft vocabulary.
 """
 
 from __future__ import annotations

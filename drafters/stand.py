@@ -1,17 +1,18 @@
-"""STAND (arXiv 2506.04708): stochastic drafts from remembered laws of n-grams.
+"""STAND (arXiv 2506.04708): stochastic drafts from remembered distributions of n-grams.
 
 For the last 1 .. `max_context` tokens in front of every token that the target was fed, accepted or
 not, a store holds the target's `topk` best tokens with the sum of their probabilities: after k
-visits the average law, times k. Drafting is stepwise: the law m of a node is that of its longest
-known context, and its logits are log m, so that
+visits the average distribution, times k. Drafting is stepwise: the distribution m of a node is that
+of its longest known context, and its logits are log m, so that
 
     q = softmax(log m / T) = m^(1/T), normalised,
 
 and the tree policies draw distinct children from it by Gumbel top-k. Under sampling a draft from q
 is accepted with probability sum_x min(p, q), the best single token only with p(x): that is why the
-laws are kept and not the tokens alone. Children of a node that falls back to a shorter context have
-that context's law: each node hands out its own. The prompt brings no probabilities; its tokens are
-read as laws of one token. Letters: B rows, M nodes, T fed tokens, V target vocabulary, K top-k.
+distributions are kept and not the tokens alone. Children of a node that falls back to a shorter
+context have that context's distribution: each node hands out its own. The prompt brings no
+probabilities; its tokens are read as distributions of one token. Letters: B rows, M nodes, T fed
+tokens, V target vocabulary, K top-k.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ from specctl.drafters.states.ngram_distributions import (
 
 @dataclass(frozen=True, slots=True)
 class StandOptions:
-    """`max_context` tokens are looked up, then fewer; `topk` tokens are kept of each law; `scope`
-    says whose text may help whom (request, conversation, process), `max_mib` caps each store."""
+    """`max_context` tokens are looked up, then fewer; `topk` tokens are kept of each distribution;
+    `scope` says whose text may help whom (request, conversation, process), `max_mib` caps each
+    store."""
 
     max_context: int = 3
     topk: int = 10
@@ -66,7 +68,7 @@ class StandOptions:
 
 
 class Stand(NgramDrafter):
-    """No weights; the laws are in stores."""
+    """No weights; the distributions are in stores."""
 
     family: ClassVar[str] = "stand"
 
@@ -122,9 +124,9 @@ class StandState(StepState):
             store = self.stores.at(slot)
             for context in row:
                 for length in range(len(context), 0, -1):
-                    if law := store.weights(context[-length:]):
-                        at.extend(first + token for (token,) in law)
-                        chances.extend(law.values())
+                    if distribution := store.weights(context[-length:]):
+                        at.extend(first + token for (token,) in distribution)
+                        chances.extend(distribution.values())
                         break
                 first += self.V
         logits = torch.full((first,), -torch.inf)

@@ -10,11 +10,11 @@ is put behind each draft i, and the `paths` pairs with the largest
 
     score_i + (1 - alpha) log p_LM(v) + alpha log p_ngram(v | draft i)
 
-go on; where no n-gram of draft i knows v, the pair has score_i + log p_LM(v) - penalty instead.
-The n-grams are the laws that the target itself has shown in this text, of contexts of one token up
-to one per weight. The mixture is an approximation, so nothing in the cache outlives the round; all
-pairs that were kept form a tree, and what the target accepts of it is exact.
-Letters: B rows, D width, K draft vocabulary, P paths, C candidates, N nodes.
+go on; where no n-gram of draft i knows v, the pair has score_i + log p_LM(v) - penalty instead. The
+n-grams are the distributions that the target itself has shown in this text, of contexts of one
+token up to one per weight. The mixture is an approximation, so nothing in the cache outlives the
+round; all pairs that were kept form a tree, and what the target accepts of it is exact. Letters: B
+rows, D width, K draft vocabulary, P paths, C candidates, N nodes.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from specctl.drafters.states.ngram_distributions import (
 from specctl.drafters.states.tree_layout import aim_cache
 from specctl.models.fast_llama import FastLlama
 
-TOPK = 4  # tokens kept of each of the target's laws
+TOPK = 4  # tokens kept of each of the target's distributions
 
 
 @dataclass(frozen=True, slots=True)
 class SuperposedOptions(SmallLmOptions):
     """Those of small-lm and the symbols of the formula above: `paths`, `candidates`, `alpha`,
-    `penalty`, and `weights` of n-gram contexts of 1, 2, ... tokens. `scope`: whose laws may help
-    whom."""
+    `penalty`, and `weights` of n-gram contexts of 1, 2, ... tokens. `scope`: whose distributions
+    may help whom."""
 
     paths: int = 3
     candidates: int = 9
@@ -119,8 +119,8 @@ class BeamLevel:
 
 
 class SuperposedState(LmState):
-    """The draft model's true keys and values, and the target's laws. `num_forwards` counts what
-    drafting took."""
+    """The draft model's true keys and values, and the target's distributions. `num_forwards` counts
+    what drafting took."""
 
     lm: FastLlama
 
@@ -144,7 +144,9 @@ class SuperposedState(LmState):
         self.stores.end(slot)
 
     def observe(self, outcome: Outcome) -> None:
-        if self._growth is None:  # other policies grow the draft model alone: nobody asks for laws
+        if (
+            self._growth is None
+        ):  # other policies grow the draft model alone: nobody asks for distributions
             learn_round(self.stores, outcome, self.lengths, keep=None)
         super().observe(outcome)
 
@@ -196,7 +198,7 @@ class SuperposedState(LmState):
         mask = masks.full if window is None else masks.windows[window]
         position_B1, layers = self._within(start_B[:, None]), range(self.lm.spec.num_layers)
         state_B1D = self.lm.through(mixed_B1D, position_B1, mask, self.kv, layers)
-        return self.drafter.spoken(self.lm.speak(state_B1D))[:, 0]
+        return self.drafter.spoken(self.lm.lm_head(state_B1D))[:, 0]
 
     def _pairs(
         self, view: RoundView, logits_BK: Tensor, level: BeamLevel, texts: list[list[Ids]]
@@ -214,29 +216,29 @@ class SuperposedState(LmState):
         return BeamLevel(token_BC.gather(1, kept.indices % C), kept.indices // C, kept.values)
 
     def _ngrams(self, view: RoundView, token_BC: Tensor, texts: list[list[Ids]]) -> Tensor:
-        """[B, P, C]: the weighted sum of the target's laws after each draft; 0: none knows it. With
-        alpha 0 nobody is asked."""
+        """[B, P, C]: the weighted sum of the target's distributions after each draft; 0: none knows
+        it. With alpha 0 nobody is asked."""
         if self.options.alpha == 0.0:
             return torch.ones(*token_BC.shape[:1], len(texts[0]), token_BC.shape[1])
-        laws = [
-            [self._law(slot, text) for text in row]
+        distributions = [
+            [self._distribution(slot, text) for text in row]
             for slot, row in zip(view.slots, texts, strict=True)
         ]
         found = [
-            [[law.get(token, 0.0) for token in tokens] for law in row]
-            for tokens, row in zip(token_BC.tolist(), laws, strict=True)
+            [[distribution.get(token, 0.0) for token in tokens] for distribution in row]
+            for tokens, row in zip(token_BC.tolist(), distributions, strict=True)
         ]
         return torch.tensor(found, device=token_BC.device)
 
-    def _law(self, slot: int, text: Ids) -> dict[int, float]:
-        law: dict[int, float] = {}
+    def _distribution(self, slot: int, text: Ids) -> dict[int, float]:
+        distribution: dict[int, float] = {}
         for length, weight in enumerate(self.options.weights, start=1):
             found = self.stores.at(slot).get(text[-length:]) if length <= len(text) else ()
             total = math.fsum(entry.weight for entry in found)
             for entry in found:
                 share = weight * entry.weight / max(total, 1e-30)
-                law[entry.ids[0]] = law.get(entry.ids[0], 0.0) + share
-        return law
+                distribution[entry.ids[0]] = distribution.get(entry.ids[0], 0.0) + share
+        return distribution
 
 
 def _followed(texts: list[list[Ids]], level: BeamLevel, length: int) -> list[list[Ids]]:

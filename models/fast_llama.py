@@ -23,7 +23,7 @@ from specctl.models.hf_spec import spec_of
 from specctl.models.kernels import Weight, additive_mask, attend, linear, rms_norm
 from specctl.models.llama import LayerWeights, LlamaModel, LlamaShape
 
-__all__ = ["FastLlama", "LlamaModel", "LlamaShape", "lean_from_hf"]
+__all__ = ["FastLlama", "LlamaModel", "LlamaShape", "fast_llama_from_hf"]
 
 
 def _project(x: Tensor, weights: tuple[Weight, ...], biases: tuple[Tensor | None, ...]) -> Tensor:
@@ -81,7 +81,7 @@ class FastLlama(LanguageModel):
         scores = additive_mask(mask, shape.num_heads // shape.num_kv_heads, dtype)
         return scores, self.module.rotary.at(position_BT, mask.shape[-1], dtype)
 
-    def speak(self, x: Tensor) -> Tensor:
+    def lm_head(self, x: Tensor) -> Tensor:
         """Logits of a residual: final norm and LM head."""
         module, shape = self.module, self.module.shape
         x = rms_norm(x, module.model.norm.weight, shape.norm_eps)
@@ -151,7 +151,7 @@ _CLASSES: Mapping[str, bool] = {
 }
 
 
-def lean_from_hf(model: Any, eos_ids: tuple[int, ...] = ()) -> FastLlama | None:
+def fast_llama_from_hf(model: Any, eos_ids: tuple[int, ...] = ()) -> FastLlama | None:
     """A LeanLM over the very parameters of a transformers model; None if it has anything that the
     lean forward does not do (other architecture, mixed layers, quantised or spread weights)."""
     if type(model).__name__ not in _CLASSES or not _is_plain(model):

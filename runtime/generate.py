@@ -91,9 +91,9 @@ def generate(
     """Continue every prompt (text or token ids). Prompt i uses seed `sampling.seed + i`.
 
     Lossless for every drafter of a lossless family: greedy output is token-identical in float32,
-    sampled output follows the target's law. `parallel`: the drafter goes on while the target
-    verifies (PEARL), one prompt at a time. Raises SpecctlError for an empty or too long prompt and
-    for a rule that is illegal with the policy.
+    sampled output follows the target's distribution. `parallel`: the drafter goes on while the
+    target verifies (PEARL), one prompt at a time. Raises SpecctlError for an empty or too long
+    prompt and for a rule that is illegal with the policy.
     """
     sampling = sampling if sampling is not None else Sampling()
     check_greedy(rule, sampling)

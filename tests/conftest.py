@@ -15,7 +15,9 @@ from specctl.runtime.target.target import Target
 # A shell that starts the tests in the background hands down an ignored Ctrl-C; some tests press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LOGIT_STD = 2.5  # of the random laws: peaked (top token about a third) but far from one-hot
+LOGIT_STD = (
+    2.5  # of the random distributions: peaked (top token about a third) but far from one-hot
+)
 
 EXTRA: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 6},

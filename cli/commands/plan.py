@@ -44,8 +44,8 @@ def plan(
     Memory and time are estimates. With --rehearse the target is loaded and a small run made in a
     process and a folder of its own, so that both are measured; after twenty steps of a run in OUT
     its time is measured there. With --scaling a grid of small runs is trained in OUT (the same
-    command continues it), the law of tau against tokens and size is fitted, and what more of
-    either would bring is told.
+    command continues it), the distribution of tau against tokens and size is fitted, and what more
+    of either would bring is told.
 
     Examples:
 

@@ -46,8 +46,8 @@ def verify(
 
     compat: target, tokenizer, template, taps and vocabulary fit.
 
-    lossless: greedy output is token-identical, sampled output has the target's law, caches roll
-    back exactly, the rules pass enumeration. full: the same with more samples, every rule and
+    lossless: greedy output is token-identical, sampled output has the target's distribution, caches
+    roll back exactly, the rules pass enumeration. full: the same with more samples, every rule and
     every policy that may grow the drafter.
 
     A family that is approximate by design is refused; --allow approximate measures it instead.

@@ -23,7 +23,7 @@ class AlignedRows:
 
     row_N      flat index b * S + t of the predicting state
     label_N    target id to be predicted
-    judge_N    flat index of the teacher row that holds the target's law for that token
+    judge_N    flat index of the teacher row that holds the target's distribution for that token
     teacher_RV raw target logits, at hand or computed by rows, or None
     select     which of the rows a loss may sum, asked when it knows how far it is off
     """

@@ -1,7 +1,8 @@
-"""Losses of a draft head against the target's law: sums with counts, float32, in chunks of rows.
+"""Losses of a draft head against the target's distribution: sums with counts, float32, in chunks of
+rows.
 
-p is the target's law, q the draft's, both at one temperature; alpha = sum_v min(p, q) is the chance
-that a token drawn from q passes rejection sampling. Kinds:
+p is the target's distribution, q the draft's, both at one temperature; alpha = sum_v min(p, q) is
+the chance that a token drawn from q passes rejection sampling. Kinds:
 
 ce         -log q(label), the label being the text (sequence-level distillation)
 kl         KL(p || q)              rkl   KL(q || p)
@@ -39,11 +40,11 @@ __all__ = [
     "LossOptions",
     "TeacherLogits",
     "acceptance",
+    "distributions",
     "feature_loss",
     "head_loss",
     "joined",
     "judge_of",
-    "laws",
     "weighted_sum",
 ]  # fmt: skip
 
@@ -84,11 +85,11 @@ class RowDistributions:
     log_q_NK: Tensor
 
 
-def laws(
+def distributions(
     draft_NK: Tensor, log_p_NK: Tensor, temperature: float, is_whole: bool
 ) -> RowDistributions:
-    """Laws of raw draft logits and of the target, both at the temperature; `is_whole`: the draft
-    ids are all ids, so that p needs no renormalising."""
+    """Distributions of raw draft logits and of the target, both at the temperature; `is_whole`: the
+    draft ids are all ids, so that p needs no renormalising."""
     scores_NK = wide(draft_NK)
     scores_NK = scores_NK if temperature == 1.0 else scores_NK / temperature
     log_q_NK = F.log_softmax(scores_NK, dim=-1)
@@ -167,14 +168,18 @@ class Comparison:
         if self.judge is None:
             loss, count = _label_loss(draft_NK, label_N, self.row_V)
             return torch.stack([loss, count, (first_N == label_N).sum(), torch.zeros_like(loss)])
-        law = self.judge.law(judge_N, self.ids_K)
-        of = laws(draft_NK, law.log_p_NK, self.options.temperature, self.ids_K is None)
+        distribution = self.judge.distribution(judge_N, self.ids_K)
+        of = distributions(
+            draft_NK, distribution.log_p_NK, self.options.temperature, self.ids_K is None
+        )
         if self.options.kind == "ce":
             loss, count = _label_loss(draft_NK, label_N, self.row_V)
         else:
-            loss, count = _law_loss(of, self._learnable(law.best_N), self.options.kind)
+            loss, count = _distribution_loss(
+                of, self._learnable(distribution.best_N), self.options.kind
+            )
         with torch.no_grad():
-            top1, alpha = (first_N == law.best_N).sum(), acceptance(of).sum()
+            top1, alpha = (first_N == distribution.best_N).sum(), acceptance(of).sum()
         return torch.stack([loss, count, top1, alpha])
 
     @torch.no_grad()
@@ -182,13 +187,15 @@ class Comparison:
         """[4, N], row by row: KL(p || q), whether the row can be learned, top1, alpha."""
         del row_N, label_N
         assert self.judge is not None, "rows are told apart by how far they are off the target"
-        law = self.judge.law(judge_N, self.ids_K)
-        of = laws(draft_NK, law.log_p_NK, self.options.temperature, self.ids_K is None)
-        top1_N = self._first(draft_NK) == law.best_N
-        return torch.stack([_kl(of), self._learnable(law.best_N), top1_N, acceptance(of)])
+        distribution = self.judge.distribution(judge_N, self.ids_K)
+        of = distributions(
+            draft_NK, distribution.log_p_NK, self.options.temperature, self.ids_K is None
+        )
+        top1_N = self._first(draft_NK) == distribution.best_N
+        return torch.stack([_kl(of), self._learnable(distribution.best_N), top1_N, acceptance(of)])
 
     def _learnable(self, best_N: Tensor) -> Tensor:
-        """False where a law that is restricted to the draft ids has lost its best one."""
+        """False where a distribution that is restricted to the draft ids has lost its best one."""
         if self.row_V is None or self.options.kind in _NEEDS_NO_RENORMALISING:
             return torch.ones_like(best_N, dtype=torch.bool)
         return self.row_V[best_N] >= 0
@@ -264,7 +271,9 @@ def _label_loss(draft_NK: Tensor, label_N: Tensor, row_V: Tensor | None) -> tupl
     return loss, (row_N >= 0).sum().to(loss.dtype)
 
 
-def _law_loss(of: RowDistributions, learnable_N: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def _distribution_loss(
+    of: RowDistributions, learnable_N: Tensor, kind: str
+) -> tuple[Tensor, Tensor]:
     """Sum and count of a divergence over the rows that can be learned."""
     loss_N = _DIVERGENCES[kind](of)
     return (loss_N * learnable_N).sum(), learnable_N.sum().to(loss_N.dtype)

@@ -1,5 +1,5 @@
-"""Losses of feature drafters beside those against the target's law: the target's likeliest tokens,
-and agreement between the steps of an unrolled drafter.
+"""Losses of feature drafters beside those against the target's distribution: the target's likeliest
+tokens, and agreement between the steps of an unrolled drafter.
 
 Letters: R flat rows, N rows of a slice, K draft vocabulary or tokens chosen, D width, V target
 vocabulary.
@@ -38,7 +38,7 @@ def topk_loss(
     def part(row_N: Tensor, judge_N: Tensor) -> Tensor:
         log_q_NK = F.log_softmax(wide(head(ready_RD[row_N])) / judge.temperature, dim=-1)
         with torch.no_grad():
-            log_p_NK = judge.law(judge_N, ids_K).log_p_NK
+            log_p_NK = judge.distribution(judge_N, ids_K).log_p_NK
             best_NK, at_NK = log_p_NK.topk(min(top, log_p_NK.shape[-1]), dim=-1)
         return -(best_NK.exp() * log_q_NK.gather(1, at_NK)).sum()
 

@@ -1,4 +1,5 @@
-"""The target's laws as a loss asks for them: log p at the draft's ids, and the most probable id.
+"""The target's distributions as a loss asks for them: log p at the draft's ids, and the most
+probable id.
 
 Letters: R flat rows, N chosen rows, V target vocabulary, K draft vocabulary.
 """
@@ -23,10 +24,10 @@ class TeacherRows:
 
 @dataclass(frozen=True, slots=True)
 class TeacherLogits:
-    """The target's laws at one temperature. Where several losses ask for the same rows, their
-    log-normalisers and most probable ids are read once beforehand (`of`); a single loss reads each
-    row when it needs it. Rows that `of` was not given hold zeros. `logits_RK`: those of
-    the draft ids alone, where `over` found them cheaper."""
+    """The target's distributions at one temperature. Where several losses ask for the same rows,
+    their log-normalisers and most probable ids are read once beforehand (`of`); a single loss reads
+    each row when it needs it. Rows that `of` was not given hold zeros. `logits_RK`: those of the
+    draft ids alone, where `over` found them cheaper."""
 
     logits_RV: Tensor | HeadRows
     temperature: float = 1.0
@@ -51,15 +52,15 @@ class TeacherLogits:
         return cls(logits_RV, temperature, log_z_R, best_R)
 
     def over(self, ids_K: Tensor) -> TeacherLogits:
-        """This judge for laws at these draft ids: what is already known of the whole vocabulary
-        need not be computed again."""
+        """This judge for distributions at these draft ids: what is already known of the whole
+        vocabulary need not be computed again."""
         if self.log_z_R is None or isinstance(self.logits_RV, Tensor):
             return self
         return replace(self, logits_RK=self.logits_RV.over(ids_K))
 
     @torch.no_grad()
-    def law(self, row_N: Tensor, ids_K: Tensor | None) -> TeacherRows:
-        """The law of rows at the draft ids (None = all)."""
+    def distribution(self, row_N: Tensor, ids_K: Tensor | None) -> TeacherRows:
+        """The distribution of rows at the draft ids (None = all)."""
         if self.log_z_R is None or self.best_R is None:
             scores_NV = self._scores(row_N)
             log_z_N, best_N = scores_NV.logsumexp(-1), scores_NV.argmax(-1)

@@ -51,7 +51,7 @@ class LayerShape:
             spec.rope_theta,
         )
 
-    def turn(self, position: Tensor) -> Tensor:
+    def rope(self, position: Tensor) -> Tensor:
         """[..., 2, E]: the rotation of these positions."""
         return rotary(position, self.head_dim, self.rope_theta, self.inv_freq)
 
@@ -280,5 +280,5 @@ class FeatureNet(nn.Module):
             chosen = [norm(tap) for norm, tap in zip(self.fc_norm, chosen, strict=True)]
         return torch.cat(chosen, dim=-1)
 
-    def turn(self, position: Tensor) -> Tensor:
-        return self.shape.turn(position)
+    def rope(self, position: Tensor) -> Tensor:
+        return self.shape.rope(position)

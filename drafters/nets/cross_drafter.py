@@ -117,7 +117,7 @@ class CrossDrafter(HeadDrafter):
     def shape(self) -> LayerShape:
         return LayerShape.of(self.spec)
 
-    def turn(self, position: Tensor) -> Tensor:
+    def rope(self, position: Tensor) -> Tensor:
         return rotary(position, self.spec.head_dim, self.spec.rope_theta)
 
     # -- serving --------------------------------------------------------------------------------
@@ -129,13 +129,13 @@ class CrossDrafter(HeadDrafter):
         self, ids_BW: Tensor, features_BWI: Tensor, position_BW: Tensor
     ) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of known tokens, and of their features."""
-        turn, own = self.turn(position_BW), self.net.own
+        turn, own = self.rope(position_BW), self.net.own
         token = own.self_attn.key_value(own.input_layernorm(self.embed(ids_BW)), turn)
         return [token, self.net.cross.seen(self.summary(features_BWI), turn)]
 
     def grown(self, nodes: Nodes, kv: SlotKV) -> Tensor:
         """[B, M, D]: what the LM head reads behind nodes."""
-        turn, token_BM = self.turn(nodes.place.position_BM), nodes.path_BMG[:, :, -1]
+        turn, token_BM = self.rope(nodes.place.position_BM), nodes.path_BMG[:, :, -1]
         x_BMD = self.net.own(self.embed(token_BM), turn, attending(nodes.place.mask, kv, 0))
         return self.ready(0, self.net.cross.look(x_BMD, turn, kv.read(1), nodes.known_mask))
 
@@ -151,7 +151,7 @@ class CrossDrafter(HeadDrafter):
     def unroll(self, batch: TrainBatch, anchor_BA: Tensor | None = None) -> Iterator[Tensor]:
         """[B, S, D] per depth of a draft, zero where none begins."""
         anchor_BA = self.anchors(batch) if anchor_BA is None else anchor_BA
-        net, turn, last = self.net, self.turn(batch.position_BS), batch.ids_BS.shape[1] - 1
+        net, turn, last = self.net, self.rope(batch.position_BS), batch.ids_BS.shape[1] - 1
         visible = document_mask(batch.document_BS)
         x_BSD = net.own(self.embed(batch.ids_BS), turn, attending(visible))
         seen = net.cross.seen(self.summary(self.gathered(batch.taps)), turn)
@@ -161,6 +161,6 @@ class CrossDrafter(HeadDrafter):
             mask = visible.gather(2, until_BA[:, None, :, None].expand(-1, -1, -1, last + 1))
             to_BAD = anchor_BA[:, :, None].expand(-1, -1, x_BSD.shape[-1])
             query_BAD = x_BSD.gather(1, at_BA[:, :, None].expand_as(to_BAD))
-            at_turn = self.turn(batch.position_BS.gather(1, at_BA))
+            at_turn = self.rope(batch.position_BS.gather(1, at_BA))
             ready_BAD = self.ready(depth, net.cross.look(query_BAD, at_turn, seen, mask))
             yield torch.zeros_like(x_BSD).to(ready_BAD).scatter(1, to_BAD, ready_BAD)

@@ -2,9 +2,9 @@
 
 Row t reads token t + 1 and f_t, the target's last state; its output stands for f_{t+1} and, read by
 the target's own LM head, predicts token t + 2. The loss is that of the head against the target's
-law plus `feature_weight` times SmoothL1 between output and f_{t+1} (EAGLE, arXiv 2401.15077, eq. 3:
-10 to 1). It may be unrolled: step j feeds the output back and reads token t + 2 + j, exactly as a
-chain is drafted. What a family adds is a net (see `trunk`), or terms of the loss.
+distribution plus `feature_weight` times SmoothL1 between output and f_{t+1} (EAGLE, arXiv
+2401.15077, eq. 3: 10 to 1). It may be unrolled: step j feeds the output back and reads token t + 2
++ j, exactly as a chain is drafted. What a family adds is a net (see `trunk`), or terms of the loss.
 Letters: X any leading axes, B rows, S sequence, R flat rows, D width, K draft vocabulary.
 """
 
@@ -172,7 +172,7 @@ class FeatureDrafter(Drafter):
             x_BSD = net.mix(self.embed(shifted(batch.ids_BS, 1 + ahead)), state_BSD)
             if ahead == self.options.ttt_steps:
                 break
-            turn = net.turn(batch.position_BS + ahead)
+            turn = net.rope(batch.position_BS + ahead)
             out_BSO = net.through(x_BSD, turn, lambda layer: chains[layer].attending)
             steps.append(Unrolled(net.ready(out_BSO), net.fed_back(out_BSO)))
             state_BSD = steps[-1].state_BSD.detach() if self.detach else steps[-1].state_BSD

@@ -43,7 +43,7 @@ from specctl.drafters.states.last_state import DraftFeatures, LastState
 @dataclass(frozen=True, slots=True)
 class HeadLearned:
     """What a head has just learned from: the states its LM head read, which rows of them, the LM
-    head, and the target's laws (None: it learned from the text)."""
+    head, and the target's distributions (None: it learned from the text)."""
 
     ready_RE: Tensor
     rows: AlignedRows

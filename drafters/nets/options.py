@@ -14,8 +14,8 @@ ADDED = {"added": True}  # metadata of an option that older packages lack: they 
 
 @dataclass(frozen=True, slots=True)
 class CompareOptions:
-    """`loss` compares a drafter's laws with the target's at `temperature`, `chunk` rows at a time
-    (None fits the vocabulary)."""
+    """`loss` compares a drafter's distributions with the target's at `temperature`, `chunk` rows at
+    a time (None fits the vocabulary)."""
 
     loss: str = "kl"
     temperature: float = 1.0

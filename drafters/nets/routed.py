@@ -2,13 +2,13 @@
 
 Weight grouping of CORAL (arXiv 2502.16880): the LM head is more than half of a feature drafter's
 time at a vocabulary of 128k, so its rows are split into G groups of equal size and only the `top`
-groups that the router scores highest are multiplied. The law q is the softmax over the rows of the
-picked groups and zero on all others. Picking is a deterministic function of the state, hence of the
-past, so verification with that q stays lossless.
+groups that the router scores highest are multiplied. The distribution q is the softmax over the
+rows of the picked groups and zero on all others. Picking is a deterministic function of the state,
+hence of the past, so verification with that q stays lossless.
 
-How q travels: logits of rows that were not picked are -inf, in the draft vocabulary's own order.
-So the law of every node is a row of `QRows.prob_BTK` over the one fixed `ids_K`, with zeros where
-that node's groups end; supports may differ from node to node without a union being formed.
+How q travels: logits of rows that were not picked are -inf, in the draft vocabulary's own order. So
+the distribution of every node is a row of `QRows.prob_BTK` over the one fixed `ids_K`, with zeros
+where that node's groups end; supports may differ from node to node without a union being formed.
 
 Rows are grouped by balanced k-means over the target's LM-head rows, so that likely alternatives
 stand together. The router learns the target's mass of each group, from states that it does not
@@ -181,7 +181,7 @@ def with_router(
         with torch.no_grad():
             mass_NG = torch.zeros_like(score_NG)
             if judge is not None:
-                p_NK = judge.law(judge_N, ids_K).log_p_NK.exp().to(mass_NG.dtype)
+                p_NK = judge.distribution(judge_N, ids_K).log_p_NK.exp().to(mass_NG.dtype)
                 mass_NG.index_add_(1, router.group_K, p_NK)
             else:
                 at_N = label_N if row_V is None else row_V[label_N]

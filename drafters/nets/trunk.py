@@ -77,7 +77,7 @@ class TrunkNet(nn.Module):
         """[X, D]: what the LM head reads of parallel head `index`."""
         raise AssertionError(f"{type(self).__name__} has no parallel heads")
 
-    def turn(self, position: Tensor) -> Tensor:
+    def rope(self, position: Tensor) -> Tensor:
         return rotary(position, self.shape.head_dim, self.shape.rope_theta)
 
 

@@ -1,9 +1,9 @@
 """Fusion of draft trees from several sources (RASD, arXiv 2503.03434; Goose, top n by estimate).
 
-Paths that begin alike are merged, a node keeps the largest estimate that any source gave it, and
-of the union the nodes of largest estimate are kept: by those estimates no single source's tree of
-that size is longer in expectation. Only POINT trees may be fused: their children are functions of
-the past, so that taking some and leaving others changes no law. Letters: B rows, N nodes, S
+Paths that begin alike are merged, a node keeps the largest estimate that any source gave it, and of
+the union the nodes of largest estimate are kept: by those estimates no single source's tree of that
+size is longer in expectation. Only POINT trees may be fused: their children are functions of the
+past, so that taking some and leaving others changes no distribution. Letters: B rows, N nodes, S
 sources.
 """
 
@@ -108,7 +108,7 @@ def _check(trees: Sequence[DraftTree]) -> None:
     sampled = [tree.kind for tree in trees if tree.kind is not NodeKind.POINT and tree.num_nodes]
     if sampled:
         raise RecipeError(
-            "a sampled draft tree cannot be fused: leaving out a drawn token changes the law",
+            "a sampled draft tree cannot be fused: leaving out a drawn token changes the distribution",
             found=f"nodes of kind {sampled[0]}",
             expected="trees of kind point (top-k, retrieval, n-grams)",
             do="grow the model's tree with policy dynamic-tree",

@@ -63,7 +63,7 @@ class Eagle3State(FeatureState):
     def weights_version(self) -> int:
         return sum(parameter._version for parameter in self.net.parameters())
 
-    def lay(self) -> None:
+    def fuse_weights(self) -> None:
         self._fused = FusedWeights.of(self.net)
 
     def features(self, taps: Mapping[int, Tensor]) -> Tensor:

@@ -146,8 +146,8 @@ class ExitState(StepState):
 
     def _speak(self, entry_BM: Tensor) -> Tensor:
         """[B, M, K]: logits at those entries, each of the first exit that is sure enough. Whether
-        it is follows from its law alone, never from a drawn token, so the law used is the law
-        reported."""
+        it is follows from its distribution alone, never from a drawn token, so the distribution
+        used is the distribution reported."""
         everyone = list(range(len(entry_BM)))
         first = 0 if self.only is None else self.only
         for part in range(first + 1):
@@ -170,7 +170,7 @@ class ExitState(StepState):
 
     def _logits(self, part: int, rows: list[int], entry_BM: Tensor) -> Tensor:
         slot_R1 = self._grown().view.slot_B[rows][:, None]
-        return self.lm.speak(self.residual_SLD[part + 1][slot_R1, entry_BM[rows]])
+        return self.lm.lm_head(self.residual_SLD[part + 1][slot_R1, entry_BM[rows]])
 
     def _fill(self, part: int, rows: list[int]) -> None:
         """Let a part read what it has missed of those rows."""

@@ -65,7 +65,7 @@ class FeatureState(StepState):
         self._turn_P2E = self._turns()
         self._growth: TreeLayout | None = None
         self._states: list[Tensor] = []
-        self.lay()
+        self.fuse_weights()
         self._version = self.weights_version()
 
     # -- what a drafter computes ------------------------------------------------------------------
@@ -75,7 +75,7 @@ class FeatureState(StepState):
         """Changes whenever a weight does."""
 
     @abstractmethod
-    def lay(self) -> None:
+    def fuse_weights(self) -> None:
         """Lay the weights out for serving."""
 
     @abstractmethod
@@ -96,7 +96,7 @@ class FeatureState(StepState):
 
     def _turns(self) -> Tensor:
         at_P = torch.arange(self.kv.max_len, device=self.device)
-        return self.shape.turn(at_P).to(self.dtype)
+        return self.shape.rope(at_P).to(self.dtype)
 
     def of_parents(self, stored: list[Tensor], parent_BM: Tensor, place: Place) -> Tensor:
         """[B, M, ...]: entries of the nodes' parents."""
@@ -111,7 +111,7 @@ class FeatureState(StepState):
     def forget(self, slot: int) -> None:
         """A new text begins in that slot."""
         if self._version != self.weights_version():
-            self.lay()
+            self.fuse_weights()
             self._version = self.weights_version()
 
     def ahead(

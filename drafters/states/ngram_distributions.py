@@ -3,7 +3,7 @@
 The key is a context (the last tokens in front of a place), the continuations are single tokens with
 weights. Every token that the target is fed, accepted or not, teaches the contexts that end with it:
 
-    summed   weight(token) := weight(token) + p(token): the average law, times the visits
+    summed   weight(token) := weight(token) + p(token): the average distribution, times the visits
     fading   weight(token) := keep weight(token) + (1 - keep) p(token), and p for a new context: a
              probability, newest evidence first. With keep = 0 and contexts of one token it is the
              matrix of Token Recycling (arXiv 2408.08696)
@@ -41,7 +41,7 @@ def learning_scope(name: str) -> Scope:
 
 class NgramDrafter(Drafter):
     """A drafter without weights whose memory is what the target thought. Its options have `scope`
-    and `max_mib`; `num_kept` tokens of each law are kept."""
+    and `max_mib`; `num_kept` tokens of each distribution are kept."""
 
     def __init__(self, options: Any, spec: ModelSpec, vocab: VocabMap | None = None) -> None:
         super().__init__(options, spec, vocab)
@@ -95,8 +95,8 @@ def learn(
     share, fade = 1.0, 1.0
     if keep is not None and context in store:
         share, fade = 1.0 - keep, keep
-    laws = zip(tokens, chances, strict=True)
-    store.update(context, (((token,), share * chance) for token, chance in laws), fade)
+    distributions = zip(tokens, chances, strict=True)
+    store.update(context, (((token,), share * chance) for token, chance in distributions), fade)
 
 
 def learn_text(

@@ -59,7 +59,7 @@ class StrideState(FeatureState):
     def weights_version(self) -> int:
         return self.drafter.version()
 
-    def lay(self) -> None:
+    def fuse_weights(self) -> None:
         weight = self.drafter.head_weight()
         self._head: Weight = pack(weight) if can_pack(weight) else weight.detach()
 

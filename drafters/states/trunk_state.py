@@ -57,7 +57,7 @@ class TrunkState(FeatureState):
     def weights_version(self) -> int:
         return self.drafter.version()
 
-    def lay(self) -> None:
+    def fuse_weights(self) -> None:
         weight, router = self.drafter.head_weight(), self.drafter.router
         self._head: Weight | RoutedHead
         if router is not None:

@@ -1,8 +1,8 @@
 """Does a package belong to this target? Every difference is named, with what would cure it.
 
-Verification keeps the output law whatever the drafter proposes, so a wrong pair is not dangerous
-but slow, and silently so. That is why the default is to refuse: what would only lower acceptance
-may be let through by name, what cannot work at all may not.
+Verification keeps the output distribution whatever the drafter proposes, so a wrong pair is not
+dangerous but slow, and silently so. That is why the default is to refuse: what would only lower
+acceptance may be let through by name, what cannot work at all may not.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def raise_first(found: Sequence[Mismatch], allow: Sequence[str], origin: str) ->
     cure = first.do
     if all(m.allow for m in left):
         flags = " ".join(f"--allow {m.allow}" for m in left)
-        cure += f"; or accept slower drafting (the output law stays exact) with {flags}"
+        cure += f"; or accept slower drafting (the output distribution stays exact) with {flags}"
     raise IncompatibleError(
         f"{first.field} of target and drafter differ" + (f" (and {others})" if others else ""),
         found=first.found,

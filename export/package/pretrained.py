@@ -30,7 +30,7 @@ from specctl.export.package.files import (
     read_json,
 )
 from specctl.export.package.manifest import MANIFEST, check_files
-from specctl.models.fast_llama import LlamaModel, lean_from_hf
+from specctl.models.fast_llama import LlamaModel, fast_llama_from_hf
 from specctl.models.hf_lm import HfLM
 from specctl.runtime.target.target import Target, tokenizer_fingerprint
 
@@ -223,7 +223,7 @@ def load_lm(folder: Path, shapes: Mapping[str, TensorEntry], target: Target) -> 
                 "every weight of the architecture, and no other",
             )
     model.to(target.device).eval().requires_grad_(False)
-    return lean_from_hf(model) or HfLM(model)
+    return fast_llama_from_hf(model) or HfLM(model)
 
 
 def _misfit(found: str, expected: str) -> IntegrityError:

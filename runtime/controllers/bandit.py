@@ -110,7 +110,7 @@ class Exp3(Controller):
         return max(self.slowest, math.sqrt(math.log(count) / (count * (self.rounds + 1.0))))
 
     def chances(self) -> list[float]:
-        """The law from which arms are drawn."""
+        """The distribution from which arms are drawn."""
         total, count, mix = sum(self.weights), len(self.weights), self.mix
         return [(1 - mix) * w / total + mix / count for w in self.weights]
 

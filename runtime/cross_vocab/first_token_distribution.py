@@ -1,4 +1,4 @@
-"""The law of the first target token of a text that a draft of another tokenizer writes.
+"""The distribution of the first target token of a text that a draft of another tokenizer writes.
 
 Timor et al. (arXiv 2502.05202, Algorithm 3) call it psi. A text is read longest match first, so its
 first target token is t if it begins with t and with no longer target token; that is decided as soon
@@ -90,12 +90,12 @@ class FirstTokenDistribution:
         mass_BT = root_BU.new_ones(B, 1, dtype=dtype)
         while True:
             last = first + logits_BMU.shape[1]
-            law_BMU = logits_BMU.to(dtype).softmax(-1) * mass_BT[:, first:last, None]
+            distribution_BMU = logits_BMU.to(dtype).softmax(-1) * mass_BT[:, first:last, None]
             to_X = self.first_TU[first:last].flatten().long()
-            psi_BV.index_add_(1, to_X, law_BMU.flatten(1))
+            psi_BV.index_add_(1, to_X, distribution_BMU.flatten(1))
             child = slice(*self._children(first, last))
             from_C, token_C = self.parent_N[child] + 1 - first, self.token_N[child]
-            mass_BT = torch.cat([mass_BT, law_BMU[:, from_C, token_C]], 1)
+            mass_BT = torch.cat([mass_BT, distribution_BMU[:, from_C, token_C]], 1)
             if last > self.num_nodes:
                 return psi_BV[:, : self.size]
             first, last = last, min(last + AT_ONCE, mass_BT.shape[1])

@@ -1,11 +1,12 @@
 """String-level rejection sampling: the draft's texts, compared with the target by probability.
 
 Timor et al. (arXiv 2502.05202, Algorithm 3, SLRS): the first token of a round is drawn from psi,
-the law of the first target token of what the draft would write (`string_law`), and accepted as any
-sampled token is: u psi(t) < p(t), else a token of norm([p - psi]+). Drawn from psi itself, not read
-off a sampled text, it may be scaled, warped or truncated like every draft law, as long as the
-verifier is told so; texts that propose nothing are left out before. Behind it the draft writes
-greedily and the target's tokenizer reads it, as in SLEM (`string_match`): laws of one token each.
+the distribution of the first target token of what the draft would write (`string_distribution`),
+and accepted as any sampled token is: u psi(t) < p(t), else a token of norm([p - psi]+). Drawn from
+psi itself, not read off a sampled text, it may be scaled, warped or truncated like every draft
+distribution, as long as the verifier is told so; texts that propose nothing are left out before.
+Behind it the draft writes greedily and the target's tokenizer reads it, as in SLEM
+(`string_match`): distributions of one token each.
 
 Letters: B rows, M nodes, U draft vocabulary, V target vocabulary.
 """
@@ -33,16 +34,16 @@ class StringRejection(Translated):
     policies = ("chain",)
 
     def __init__(self, inner: SmallLm, spec: ModelSpec, reader: Reader, about: Translation) -> None:
-        law = FirstTokenDistribution.of(reader, inner.lm.spec.vocab_size, spec.vocab_size)
+        distribution = FirstTokenDistribution.of(reader, inner.lm.spec.vocab_size, spec.vocab_size)
         super().__init__(inner, spec, reader, about)
-        self.law = law.to(inner.lm.device)
+        self.distribution = distribution.to(inner.lm.device)
 
     def room(self, space: Space) -> Space:
-        """The law's nodes beside those of one line: behind the text in the cache, but no further
-        ahead than the line reaches."""
+        """The distribution's nodes beside those of one line: behind the text in the cache, but no
+        further ahead than the line reaches."""
         ahead = self.reader.target.longest + space.max_nodes
         line = super().room(replace(space, max_nodes=ahead))
-        return replace(line, max_nodes=self.law.num_nodes + ahead)
+        return replace(line, max_nodes=self.distribution.num_nodes + ahead)
 
     def open(self, space: Space) -> StringRejectionState:
         return StringRejectionState(self, space)
@@ -54,7 +55,7 @@ class StringRejectionState(StepState):
     may_be_silent = True
 
     def __init__(self, drafter: StringRejection, space: Space) -> None:
-        self.reader, self.law = drafter.reader, drafter.law
+        self.reader, self.distribution = drafter.reader, drafter.distribution
         self.length = space.max_nodes  # one more than can follow: the last read is left out
         self.texts = Texts(drafter, space)
         self.view: RoundView | None = None
@@ -69,7 +70,7 @@ class StringRejectionState(StepState):
         for slot in view.slots:
             state.num_cached[slot] = len(self.texts.ids[slot])
         self.view, self.rest = view, None
-        return self.law.psi(root_BU, state.expand).log()
+        return self.distribution.psi(root_BU, state.expand).log()
 
     def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
         """What the draft wrote, token by token: certain, or nothing more."""
@@ -77,7 +78,7 @@ class StringRejectionState(StepState):
         if self.rest is None:
             self.rest = self._write(token_BM[:, 0].tolist())
         step = int(parent_BM[0, 0]) + 1
-        logits_B1V = torch.full((len(self.rest), 1, self.law.size), -torch.inf)
+        logits_B1V = torch.full((len(self.rest), 1, self.distribution.size), -torch.inf)
         for row_V, rest in zip(logits_B1V[:, 0], self.rest, strict=True):
             if step < len(rest):
                 row_V[rest[step]] = 0.0
@@ -86,7 +87,7 @@ class StringRejectionState(StepState):
     def _write(self, firsts: list[int]) -> list[list[int]]:
         """Per row, the target tokens that the draft would write behind `firsts`."""
         assert self.view is not None, "root() begins a round"
-        state, node = self.texts.state, self.law.num_nodes
+        state, node = self.texts.state, self.distribution.num_nodes
         given = [self.reader.more([first]) or [0] for first in firsts]
         num_steps = max(map(len, given)) + self.length
         forced = [ids + [-1] * (num_steps - len(ids)) for ids in given]

@@ -1,11 +1,11 @@
-"""Drafting by a language model of another tokenizer, without losing the target's law.
+"""Drafting by a language model of another tokenizer, without losing the target's distribution.
 
 Timor et al., "Accelerating LLM inference with lossless speculative decoding algorithms for
 heterogeneous vocabularies" (arXiv 2502.05202). Token-level intersection (TLI, Algorithm 4): the
-draft speaks only tokens that both vocabularies have; its law is renormalised on them *before* it is
-sampled, and that law is what the verifier is told, as in any trimmed vocabulary. So every policy
-and every rule applies unchanged. String-level matching (SLEM) is in `string_match`, string-level
-rejection sampling (SLRS) in `string_rejection`.
+draft speaks only tokens that both vocabularies have; its distribution is renormalised on them
+*before* it is sampled, and that distribution is what the verifier is told, as in any trimmed
+vocabulary. So every policy and every rule applies unchanged. String-level matching (SLEM) is in
+`string_match`, string-level rejection sampling (SLRS) in `string_rejection`.
 
 All keep the draft's own reading of the text: the prompt as its tokenizer would write it, then
 every committed token translated. Letters: B rows, M nodes, K shared tokens, V target vocabulary,

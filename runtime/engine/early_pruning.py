@@ -73,7 +73,7 @@ class EarlyPruning:
         taps: dict[int, Tensor] = {}
         lower = _LayerRange(lm, feed.position_BT, mask, kv, feed.taps)
         x_BTD = lower.layers(x_BTD, 0, self.layer, taps)
-        alive_BT = self._survivors(lm.speak(x_BTD), tree)
+        alive_BT = self._survivors(lm.lm_head(x_BTD), tree)
         at_BM = (~alive_BT).to(torch.int8).argsort(dim=1, stable=True)
         at_BM = at_BM[:, : int(alive_BT.sum(1).max())]
         rows_B1 = torch.arange(len(at_BM), device=at_BM.device)[:, None]
@@ -91,7 +91,7 @@ class EarlyPruning:
             found[last] = rms_norm(x_BMD, lm.module.model.norm.weight, shape.norm_eps)
         width = feed.ids_BT.shape[1]
         taps |= {tap: _spread(value, at_BM, width) for tap, value in found.items()}
-        logits_BTV = _spread(lm.speak(x_BMD), at_BM, width)
+        logits_BTV = _spread(lm.lm_head(x_BMD), at_BM, width)
         return replace(tree, valid_BN=alive_BT[:, 1:]), LmOut(logits_BTV, taps)
 
     def _survivors(self, early_BTV: Tensor, tree: DraftTree) -> Tensor:

@@ -183,7 +183,7 @@ class Engine:
         tree, out = self._forward(view, tree)
         assert out.logits_BTV is not None
         logits_BTV = sampling.processed(out.logits_BTV, tree, view)
-        scores_BTV = with_forced(sampling.law(logits_BTV), tree)
+        scores_BTV = with_forced(sampling.distribution(logits_BTV), tree)
         rule = rule_for(self.rule, tree, sampling.all_greedy)
         verdict = run_rule(rule, tree, scores_BTV, turn.noise)
         if not tree.is_chain:
@@ -283,7 +283,7 @@ class Engine:
     def _follow(self, row: Row, taps: Mapping[int, Tensor], first: int, last: int) -> None:
         if self._state is not None and row.speculates:
             self._state.ahead(row.slot, row.tokens, taps, first, last)
-            row.told = last
+            row.observed_len = last
 
     def _part(self, rows: Sequence[Row]) -> None:
         """Rows leave: their slots are free."""

@@ -1,11 +1,11 @@
 """GuardedEngine: an engine whose answers outlive its drafter.
 
 A drafter that raises, hands out NaN or names tokens that do not exist costs speed, never an answer:
-the row it failed for is decoded plainly from then on, with its text as the target's law has it. A
-failure that cannot be pinned on one row takes the drafts of all rows that were drafted for; rows
-that join later are tried anew, until failures come one upon another and drafting ends for good.
-The drafter no longer sees a row that it failed for, so what it garbled there harms nobody. Letters:
-B rows, M nodes, K draft vocabulary.
+the row it failed for is decoded plainly from then on, with its text as the target's distribution
+has it. A failure that cannot be pinned on one row takes the drafts of all rows that were drafted
+for; rows that join later are tried anew, until failures come one upon another and drafting ends for
+good. The drafter no longer sees a row that it failed for, so what it garbled there harms nobody.
+Letters: B rows, M nodes, K draft vocabulary.
 """
 
 from __future__ import annotations
@@ -79,11 +79,12 @@ class GuardedEngine(Engine):
         return self._checked(super()._grow(state, watched, plan), len(turn.view.slots))
 
     def _see(self, logits: Tensor) -> None:
-        """Note the rows whose draft logits are no law: NaN or +inf anywhere."""
+        """Note the rows whose draft logits are no distribution: NaN or +inf anywhere."""
         self._seen.append(~(logits.flatten(1).amax(1) < torch.inf))
 
     def _checked(self, tree: DraftTree, num_rows: int) -> DraftTree:
-        """The tree without rows that were drafted from no law, or with tokens that do not exist."""
+        """The tree without rows that were drafted from no distribution, or with tokens that do not
+        exist."""
         token_BN, vocab_size = tree.token_BN, self.target.spec.vocab_size
         bad_B = ((token_BN < 0) | (token_BN >= vocab_size)).any(1)
         for seen_B in self._seen:

@@ -50,7 +50,7 @@ class LazyDrafter:
         if not at and not self.is_allowed:
             at = [b for b, row in enumerate(rows) if row.speculates]
         for b in at:
-            rows[b].told = rows[b].kept_len
+            rows[b].observed_len = rows[b].kept_len
         self._note(outcome, rows)
         seen = outcome
         if at:
@@ -66,7 +66,7 @@ class LazyDrafter:
         roots = {tap: _root(taps_BPD) for tap, taps_BPD in outcome.taps.items()}
         self._rounds.append((places, roots))
         waiting = [row for row in rows if row.speculates and row.finished is None]
-        longest = max((row.num_missed - _unread(row) for row in waiting), default=0)
+        longest = max((row.backlog - _unread(row) for row in waiting), default=0)
         while len(self._rounds) > longest:
             self._rounds.popleft()
 
@@ -75,21 +75,21 @@ class LazyDrafter:
         for row in rows:
             if not row.is_met:
                 greet(row)
-        while rows := [row for row in rows if row.speculates and row.num_missed]:
+        while rows := [row for row in rows if row.speculates and row.backlog]:
             told = self._told(rows)
             state.observe(told)
             for row, new in zip(rows, told.emitted, strict=True):
-                row.told += len(new)
+                row.observed_len += len(new)
 
     def _told(self, rows: Sequence[Row]) -> Outcome:
         """The next `most` positions, or as many as there are, of rows whose prompts are known."""
-        counts = [min(self.most, row.num_missed) for row in rows]
+        counts = [min(self.most, row.backlog) for row in rows]
         P, device = max(counts), self.device
-        texts = [row.tokens[row.told :] for row in rows]
+        texts = [row.tokens[row.observed_len :] for row in rows]
         path = [[*range(n), *(-1,) * (P - n)] for n in counts]
         emitted = tuple(tuple(text[1 : n + 1]) for text, n in zip(texts, counts, strict=True))
         drafted = [[*new, *(0,) * P][: P - 1] for new in emitted]
-        host = [[row.slot, row.tokens[row.told], row.told] for row in rows]
+        host = [[row.slot, row.tokens[row.observed_len], row.observed_len] for row in rows]
         slot_B, root_B, kept_len_B = torch.tensor(host, device=device).T.unbind()
         count_B1 = torch.tensor(counts, device=device)[:, None]
         view = RoundView(
@@ -121,7 +121,7 @@ class LazyDrafter:
         for tap, newest in self._rounds[-1][1].items():
             taps_BPD = newest.new_zeros(len(rows), max(counts), newest.shape[-1])
             for b, (row, count) in enumerate(zip(rows, counts, strict=True)):
-                first = len(self._rounds) - row.num_missed
+                first = len(self._rounds) - row.backlog
                 entries = [self._rounds[first + i] for i in range(count)]
                 taps_BPD[b, :count] = torch.stack([taps[tap][at[row.slot]] for at, taps in entries])
             found[tap] = taps_BPD
@@ -135,7 +135,7 @@ def _root(taps_BPD: Tensor) -> Tensor:
 
 def _unread(row: Row) -> int:
     """Positions of the prompt that the drafter has not read; their taps are the row's own."""
-    return max(0, row.prompt_len - 1 - row.told)
+    return max(0, row.prompt_len - 1 - row.observed_len)
 
 
 def meet(state: DraftState, row: Row) -> None:
@@ -143,9 +143,9 @@ def meet(state: DraftState, row: Row) -> None:
     taps, prompt = row.prompt_taps, row.request.tokens
     if row.request.conversation is None:
         row.prompt_taps = {}
-    if state.reads_ahead and not row.told:
+    if state.reads_ahead and not row.observed_len:
         state.ahead(row.slot, prompt, {}, 0, 0)
     row.is_met = True
     state.join(row.slot, row.request.conversation)
     state.start(row.slot, prompt, taps)
-    row.told = row.prompt_len - 1
+    row.observed_len = row.prompt_len - 1

@@ -78,4 +78,4 @@ class RoundPlanner:
 
     def _views(self, rows: Sequence[Row], rooms: Sequence[int]) -> list[RowView]:
         pairs = zip(rows, rooms, strict=True)
-        return [RowView(row.index, room, row.speculates, row.num_missed) for row, room in pairs]
+        return [RowView(row.index, room, row.speculates, row.backlog) for row, room in pairs]

@@ -57,7 +57,7 @@ class Row:
     reused_len: int = 0
     prompt_taps: Mapping[int, Tensor] = field(default_factory=dict)
     speculates: bool = True
-    told: int = 0
+    observed_len: int = 0
     is_met: bool = False
 
     @classmethod
@@ -80,9 +80,9 @@ class Row:
         return self.request.sampling.max_new_tokens - self.num_new
 
     @property
-    def num_missed(self) -> int:
+    def backlog(self) -> int:
         """Positions that the target has read and the drafter has not been told of."""
-        return self.kept_len - self.told
+        return self.kept_len - self.observed_len
 
     def completion(self) -> Completion:
         assert self.finished is not None, "a live row has no completion"

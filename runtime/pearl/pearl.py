@@ -2,11 +2,12 @@
 
 Each round two things happen at once: the target reads the newest committed token and the drafts
 behind it that wait for a verdict, and the drafter draws `gamma` more. Then the waiting drafts and
-the first new one are verified (the target has just given their laws). With nothing waiting this is
-the paper's pre-verification, which tests the first token of a draft before the rest exists for the
-target; with drafts waiting it is post-verification. While everything is accepted the drafter never
-stops, so runs of accepted tokens are not bounded by gamma; a rejection drops what is waiting and
-rolls both caches back. Verification is token-level speculative sampling, or greedy: lossless.
+the first new one are verified (the target has just given their distributions). With nothing waiting
+this is the paper's pre-verification, which tests the first token of a draft before the rest exists
+for the target; with drafts waiting it is post-verification. While everything is accepted the
+drafter never stops, so runs of accepted tokens are not bounded by gamma; a rejection drops what is
+waiting and rolls both caches back. Verification is token-level speculative sampling, or greedy:
+lossless.
 
 Drafting costs nothing where target and drafter have devices (or cores) of their own; where they
 share them, both slow down. Two threads: torch releases the interpreter while it computes.

@@ -42,12 +42,12 @@ LONGEST_RUN = 96  # drafted tokens after which both sides meet, whatever was acc
 
 @dataclass(slots=True)
 class DraftRun:
-    """Drafts since the drafter's last root. `tokens` and `laws` of all of them, of which the last
-    `waiting` have no verdict; `fed` are the target's outputs since then."""
+    """Drafts since the drafter's last root. `tokens` and `distributions` of all of them, of which
+    the last `waiting` have no verdict; `fed` are the target's outputs since then."""
 
     growth: GrowRequest | None = None
     tokens: list[int] = field(default_factory=list)
-    laws: list[Tensor | None] = field(default_factory=list)
+    distributions: list[Tensor | None] = field(default_factory=list)
     waiting: int = 0
     emitted: list[int] = field(default_factory=list)
     fed: list[LmOut] = field(default_factory=list)
@@ -55,11 +55,12 @@ class DraftRun:
 
 @dataclass(frozen=True, slots=True)
 class DraftedAhead:
-    """What the drafter's thread brought: tokens, the laws they were drawn from, its seconds."""
+    """What the drafter's thread brought: tokens, the distributions they were drawn from, its
+    seconds."""
 
     growth: GrowRequest | None
     tokens: list[int] = field(default_factory=list)
-    laws: list[Tensor | None] = field(default_factory=list)
+    distributions: list[Tensor | None] = field(default_factory=list)
     seconds: float = 0.0
 
 
@@ -124,8 +125,11 @@ class PearlRow:
         self.pearl.waited_seconds += ended - verified
         self.pearl.draft_seconds += drafted.seconds
         candidates = [*waiting, *drafted.tokens[:1]]
-        laws = [*now.laws[len(now.laws) - now.waiting :], *drafted.laws[:1]]
-        accepted, next_token = self._verify(view, out, candidates, laws, noise)
+        distributions = [
+            *now.distributions[len(now.distributions) - now.waiting :],
+            *drafted.distributions[:1],
+        ]
+        accepted, next_token = self._verify(view, out, candidates, distributions, noise)
         now.fed.append(out)
         return self._commit(view, drafted, candidates, accepted, next_token)
 
@@ -154,7 +158,7 @@ class PearlRow:
         began, now, state = time.perf_counter(), self.now, self.state
         assert isinstance(state, StepState)
         tokens: list[Tensor] = []
-        laws: list[Tensor | None] = []
+        distributions: list[Tensor | None] = []
         with self._on_lane():
             if now.growth is None:
                 budget, vocab = Budget(count, count), self.pearl.drafter.vocab
@@ -164,13 +168,13 @@ class PearlRow:
                 growth = replace(now.growth, noise=noise)
                 logits_BK = self._expand(state, now.tokens[-1], len(now.tokens) - 1)
             for step in range(count):
-                row_B, law_BK = self.pearl.policy.pick(growth, logits_BK, step)
+                row_B, distribution_BK = self.pearl.policy.pick(growth, logits_BK, step)
                 tokens.append(growth.target_ids(row_B))
-                laws.append(law_BK)
+                distributions.append(distribution_BK)
                 if step + 1 < count:
                     logits_BK = self._expand(state, tokens[-1], len(now.tokens) + step)
             found = torch.cat(tokens).tolist()
-        return DraftedAhead(growth, found, laws, time.perf_counter() - began)
+        return DraftedAhead(growth, found, distributions, time.perf_counter() - began)
 
     def _expand(self, state: StepState, token: Tensor | int, index: int) -> Tensor:
         """Logits behind token number `index` of the run."""
@@ -205,15 +209,16 @@ class PearlRow:
         view: RoundView,
         out: LmOut,
         candidates: Sequence[int],
-        laws: Sequence[Tensor | None],
+        distributions: Sequence[Tensor | None],
         noise: RoundNoise,
     ) -> tuple[int, int]:
         """How many candidates are accepted, and the token behind them. The target has not read the
-        newest candidate: the law behind it is unknown, and the token drawn there is not used."""
+        newest candidate: the distribution behind it is unknown, and the token drawn there is not
+        used."""
         assert out.logits_BTV is not None
         num_read = out.logits_BTV.shape[1] - 1
-        tree = self._tree(candidates, laws)
-        read = self._tree(candidates[:num_read], laws[:num_read])
+        tree = self._tree(candidates, distributions)
+        read = self._tree(candidates[:num_read], distributions[:num_read])
         scores_BTV = self.sampling.scores(out.logits_BTV, read, view)
         if len(candidates) > num_read:
             scores_BTV = torch.cat([scores_BTV, scores_BTV[:, -1:]], dim=1)
@@ -223,12 +228,14 @@ class PearlRow:
         packed = torch.stack([verdict.num_accepted_B, verdict.next_token_B])[:, 0].tolist()
         return int(packed[0]), int(packed[1])
 
-    def _tree(self, tokens: Sequence[int], laws: Sequence[Tensor | None] = ()) -> DraftTree:
+    def _tree(
+        self, tokens: Sequence[int], distributions: Sequence[Tensor | None] = ()
+    ) -> DraftTree:
         device, vocab = self.slot_B.device, self.pearl.drafter.vocab
         if not tokens:
             return empty_tree(1, device)
         token_BN = torch.tensor([list(tokens)], device=device)
-        known = [law for law in laws if law is not None]
+        known = [distribution for distribution in distributions if distribution is not None]
         kind, q = NodeKind.POINT, None
         if known:
             prob_BTK = torch.stack([*known, torch.zeros_like(known[0])], dim=1)
@@ -255,7 +262,7 @@ class PearlRow:
         now.emitted.extend(kept)
         now.growth = drafted.growth
         now.tokens.extend(drafted.tokens)
-        now.laws.extend(drafted.laws)
+        now.distributions.extend(drafted.distributions)
         now.waiting = len(drafted.tokens) - 1
         if row.finished is None and not goes_on:
             self.pearl.run_lengths.append(len(now.emitted) - 1)

@@ -20,7 +20,7 @@ from specctl.core.errors import RecipeError
 from specctl.core.tree import DraftTree, NodeKind, QRows, chain_tree, empty_tree
 from specctl.runtime.policies.base import GrowRequest
 from specctl.runtime.stops import DraftStep, StopRule, make_stop
-from specctl.runtime.verify.walk import best_token, log_law
+from specctl.runtime.verify.walk import best_token, log_distribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +79,14 @@ class Chain:
         if stopper is not None:
             depth = stopper.length(depth)
         logits_BK = growth.root()
-        tokens, laws, valids = [], [], []
+        tokens, distributions, valids = [], [], []
         alive_B = torch.ones_like(growth.view.slot_B, dtype=torch.bool)
         for step in range(depth):
-            row_B, law_BK = self.pick(growth, logits_BK, step)
+            row_B, distribution_BK = self.pick(growth, logits_BK, step)
             if growth.may_be_silent:
                 alive_B = alive_B & (logits_BK.amax(-1) > -torch.inf)
             tokens.append(growth.target_ids(row_B))
-            laws.append(law_BK)
+            distributions.append(distribution_BK)
             valids.append(alive_B)
             if step + 1 == depth:
                 break
@@ -98,7 +98,7 @@ class Chain:
                 break
             parent_B1 = torch.full_like(row_B[:, None], step - 1)
             logits_BK = growth.expand(tokens[-1][:, None], parent_B1)[:, 0]
-        return self._tree(growth, tokens, laws, valids)
+        return self._tree(growth, tokens, distributions, valids)
 
     def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:
         if self.stopper is not None:
@@ -107,29 +107,30 @@ class Chain:
     def pick(
         self, growth: GrowRequest, logits_BK: Tensor, step: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Draft-vocabulary row of the next token, and the law it was drawn from (sampled only)."""
+        """Draft-vocabulary row of the next token, and the distribution it was drawn from (sampled
+        only)."""
         if growth.sampling.all_greedy:
             return best_token(logits_BK), None
         ids_K = None if growth.vocab is None else growth.vocab.ids_K
-        law_BK = growth.sampling.draft_law(logits_BK[:, None], ids_K)[:, 0]
+        distribution_BK = growth.sampling.draft_distribution(logits_BK[:, None], ids_K)[:, 0]
         if growth.coupled:
             noise_BK = growth.noise.coupled_BK(
                 step, logits_BK.shape[-1] if ids_K is None else ids_K
             )
-            return best_token(log_law(law_BK) + noise_BK), None
+            return best_token(log_distribution(distribution_BK) + noise_BK), None
         noise_BK = growth.noise.draft_BMK(step, 1, logits_BK.shape[-1])[:, 0]
-        return best_token(log_law(law_BK) + noise_BK), law_BK
+        return best_token(log_distribution(distribution_BK) + noise_BK), distribution_BK
 
     def _tree(
         self,
         growth: GrowRequest,
         tokens: list[Tensor],
-        laws: list[Tensor | None],
+        distributions: list[Tensor | None],
         valids: list[Tensor],
     ) -> DraftTree:
         q = None
         if growth.sampled:
-            rows = [law for law in laws if law is not None]
+            rows = [distribution for distribution in distributions if distribution is not None]
             ids_K = None if growth.vocab is None else growth.vocab.ids_K
             q = QRows(torch.stack([*rows, torch.zeros_like(rows[0])], dim=1), ids_K)
         kind = self.kind(growth.sampled)

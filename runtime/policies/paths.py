@@ -1,8 +1,8 @@
 """Paths: several whole continuations, each sampled alone (multi-path drafting, arXiv 2602.16961).
 
 Paths fork at the root only and are independent of each other (kind PATHS), which is what the rule
-`multi-path` needs to know the law of the best of them. Where nothing is sampled the paths begin
-with the best tokens and go on greedily.
+`multi-path` needs to know the distribution of the best of them. Where nothing is sampled the paths
+begin with the best tokens and go on greedily.
 """
 
 from __future__ import annotations

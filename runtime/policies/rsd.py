@@ -25,8 +25,8 @@ from torch import Tensor
 
 from specctl.core.tree import DraftTree, empty_tree
 from specctl.runtime.policies.base import DrawnTree, GrowRequest
-from specctl.runtime.policies.draw import draft_law, log_guess, q_rows
-from specctl.runtime.verify.walk import log_law
+from specctl.runtime.policies.draw import draft_distribution, log_guess, q_rows
+from specctl.runtime.verify.walk import log_distribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +46,17 @@ class StochasticBeam(DrawnTree):
         if depth <= 0:
             return empty_tree(B, device)
         logits_BMK, beams = growth.root()[:, None], [_Beam.root(B, device)]
-        laws: list[Tensor | None] = []
+        distributions: list[Tensor | None] = []
         for level in range(depth):
-            beam, law_BMK = _next(growth, beams[-1], logits_BMK, self.beam, level)
+            beam, distribution_BMK = _next(growth, beams[-1], logits_BMK, self.beam, level)
             beams.append(beam)
-            laws.append(law_BMK)
+            distributions.append(distribution_BMK)
             if level + 1 < depth:
                 logits_BMK = growth.expand(growth.target_ids(beam.row_BW), beam.parent_BW)
-        return self._tree(growth, beams[1:], laws)
+        return self._tree(growth, beams[1:], distributions)
 
     def _tree(
-        self, growth: GrowRequest, beams: list[_Beam], laws: list[Tensor | None]
+        self, growth: GrowRequest, beams: list[_Beam], distributions: list[Tensor | None]
     ) -> DraftTree:
         row_BN = torch.cat([beam.row_BW for beam in beams], 1)
         return DraftTree(
@@ -66,7 +66,7 @@ class StochasticBeam(DrawnTree):
             torch.cat([beam.score_BW > -torch.inf for beam in beams], 1),
             self.kind(growth.sampled),
             len(beams),
-            q=q_rows(growth, laws, None, row_BN.shape[1]),
+            q=q_rows(growth, distributions, None, row_BN.shape[1]),
             estimate_BN=torch.cat([beam.phi_BW.exp() for beam in beams], 1),
         )
 
@@ -96,10 +96,12 @@ def _next(
 ) -> tuple[_Beam, Tensor | None]:
     _, M, K = logits_BMK.shape
     count = min(width, K)
-    law_BMK = draft_law(growth, logits_BMK) if growth.sampled else None
-    logq_BMK = log_guess(logits_BMK) if law_BMK is None else log_law(law_BMK)
+    distribution_BMK = draft_distribution(growth, logits_BMK) if growth.sampled else None
+    logq_BMK = (
+        log_guess(logits_BMK) if distribution_BMK is None else log_distribution(distribution_BMK)
+    )
     phi_BMK = beam.phi_BW[:, :, None] + logq_BMK
-    if law_BMK is None:
+    if distribution_BMK is None:
         best = phi_BMK.topk(count, dim=-1)
         score_BMC, row_BMC = best.values, best.indices
     else:
@@ -116,7 +118,7 @@ def _next(
         score_BMC.flatten(1).gather(1, kept_BW),
         beam.first + M,
     )
-    return found, law_BMK
+    return found, distribution_BMK
 
 
 def conditioned(noisy_BMC: Tensor, parent_BM: Tensor) -> Tensor:

@@ -76,20 +76,20 @@ def grow_shape(
     goes_on: GoesOn | None = None,
 ) -> DraftTree:
     """A tree of that shape for every row. `goes_on` may end a row's tree after a whole level: it
-    sees the laws of kept nodes, never what was drawn from them."""
+    sees the distributions of kept nodes, never what was drawn from them."""
     B, device = len(growth.view.slots), growth.view.slot_B.device
     if not shape.levels:
         return empty_tree(B, device)
     logits_BMK = growth.root()[:, None]
     alive_BM = torch.ones(B, 1, dtype=torch.bool, device=device)
     at_M = torch.full((1,), -1, dtype=torch.long, device=device)
-    tokens, valids, laws, reached, count = [], [], [], 0, 0
+    tokens, valids, distributions, reached, count = [], [], [], 0, 0
     for index, level in enumerate(shape.levels):
         drawn = children(growth, logits_BMK, level.width, index, kind)
         row_BJ, valid_BJ = _of_level(drawn, level)
         tokens.append(growth.target_ids(row_BJ))
         valids.append(valid_BJ & alive_BM[:, level.parent_J])
-        laws.append(drawn.law_BMK)
+        distributions.append(drawn.distribution_BMK)
         reached = index + 1
         if reached == len(shape.levels):
             break
@@ -103,7 +103,7 @@ def grow_shape(
             alive_BM = alive_BM & goes_on(logits_BMK)[:, None]
             if not bool(alive_BM.any()):
                 break
-    return _tree(growth, shape, kind, tokens, valids, laws, reached)
+    return _tree(growth, shape, kind, tokens, valids, distributions, reached)
 
 
 def _of_level(drawn: Children, level: ShapeLevel) -> tuple[Tensor, Tensor]:
@@ -117,7 +117,7 @@ def _tree(
     kind: NodeKind,
     tokens: list[Tensor],
     valids: list[Tensor],
-    laws: list[Tensor | None],
+    distributions: list[Tensor | None],
     depth: int,
 ) -> DraftTree:
     template, last = shape.template, shape.levels[depth - 1].last
@@ -133,6 +133,6 @@ def _tree(
         kind,
         depth,
         is_chain=template.is_chain,
-        q=q_rows(growth, laws, expanded_BN, last),
+        q=q_rows(growth, distributions, expanded_BN, last),
         expanded_BN=expanded_BN,
     )

@@ -17,7 +17,7 @@ from specctl.runtime.policies.static_tree import BranchTree, grow_whole_levels
 @dataclass(frozen=True, slots=True)
 class TopPlusOne(BranchTree):
     """Children per node by level, the root's first. A level that does not fit whole is left out: a
-    missing sibling would change the law of the sample beside it."""
+    missing sibling would change the distribution of the sample beside it."""
 
     def kind(self, sampled: bool) -> NodeKind:
         return NodeKind.TOP_PLUS_ONE if sampled else NodeKind.POINT

@@ -12,11 +12,11 @@ from itertools import product
 import numpy as np
 
 from specctl.core.tree import NodeKind
-from specctl.runtime.proof.enumerate import Case, Laws, Path
-from specctl.runtime.proof.scalar_parts import Law, norm, point
+from specctl.runtime.proof.enumerate import Case, Distributions, Path
+from specctl.runtime.proof.scalar_parts import Distribution, norm, point
 from specctl.runtime.verify import RULES, legal
 
-Family = Callable[[np.random.Generator, int], tuple[Law, Law]]
+Family = Callable[[np.random.Generator, int], tuple[Distribution, Distribution]]
 Shape = tuple[int, ...]
 
 CHAINS: dict[str, Shape] = {"chain-1": (-1,), "chain-2": (-1, 0), "chain-3": (-1, 0, 1)}
@@ -38,20 +38,20 @@ BIG_TREES: dict[str, Shape] = {
 }
 
 
-def _soft(rng: np.random.Generator, size: int, spread: float = 1.5) -> Law:
-    law = np.exp(spread * rng.standard_normal(size))
-    return np.asarray(law / law.sum())
+def _soft(rng: np.random.Generator, size: int, spread: float = 1.5) -> Distribution:
+    distribution = np.exp(spread * rng.standard_normal(size))
+    return np.asarray(distribution / distribution.sum())
 
 
-def _only(law: Law, keep: list[int]) -> Law:
-    """The law restricted to the kept ids and scaled up."""
-    cut = np.zeros_like(law)
-    cut[keep] = law[keep]
-    return norm(cut, law)
+def _only(distribution: Distribution, keep: list[int]) -> Distribution:
+    """The distribution restricted to the kept ids and scaled up."""
+    cut = np.zeros_like(distribution)
+    cut[keep] = distribution[keep]
+    return norm(cut, distribution)
 
 
-def _hard(law: Law) -> Law:
-    return point(int(np.argmax(law)), len(law))
+def _hard(distribution: Distribution) -> Distribution:
+    return point(int(np.argmax(distribution)), len(distribution))
 
 
 def _random_subset(rng: np.random.Generator, size: int) -> list[int]:
@@ -61,10 +61,10 @@ def _random_subset(rng: np.random.Generator, size: int) -> list[int]:
 FAMILIES: dict[str, Family] = {
     "random": lambda rng, size: (_soft(rng, size), _soft(rng, size)),
     "peaked": lambda rng, size: (_soft(rng, size, 8.0), _soft(rng, size, 8.0)),
-    "equal": lambda rng, size: (law := _soft(rng, size), law),
+    "equal": lambda rng, size: (distribution := _soft(rng, size), distribution),
     "nearly-equal": lambda rng, size: (
-        law := _soft(rng, size),
-        norm(law * (1 + 1e-7 * rng.standard_normal(size)), law),
+        distribution := _soft(rng, size),
+        norm(distribution * (1 + 1e-7 * rng.standard_normal(size)), distribution),
     ),
     "zeros-in-p": lambda rng, size: (
         _only(_soft(rng, size), _random_subset(rng, size)),
@@ -85,13 +85,13 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def random_laws(
+def random_distributions(
     family: str, size: int, depth: int, seed: int, context_free: bool = False
-) -> tuple[Laws, Laws]:
+) -> tuple[Distributions, Distributions]:
     """Tables of p and q for every path of up to `depth` tokens."""
     rng = np.random.default_rng(seed)
-    p: dict[Path, Law] = {}
-    q: dict[Path, Law] = {}
+    p: dict[Path, Distribution] = {}
+    q: dict[Path, Distribution] = {}
     for length in range(depth + 1):
         for path in product(range(size), repeat=length):
             if context_free and path:
@@ -130,13 +130,13 @@ def drawable(kind: NodeKind, shape: Shape, size: int) -> bool:
 def make_case(
     rule: str, kind: NodeKind, shape_name: str, family: str, size: int, seed: int = 0
 ) -> Case:
-    """One experiment with reproducible laws."""
+    """One experiment with reproducible distributions."""
     shape = {**CHAINS, **TREES, **BIG_TREES}[shape_name]
     name = f"{rule}/{kind.value}/{shape_name}/{family}/V={size}"
     number = seed + 1_000 * size + 7 * sorted(FAMILIES).index(family) + 100_000 * len(shape)
-    p, q = random_laws(family, size, depth_of(shape), number)
+    p, q = random_distributions(family, size, depth_of(shape), number)
     if rule == "greedy":
-        p = {path: _hard(law) for path, law in p.items()}
+        p = {path: _hard(distribution) for path, distribution in p.items()}
     return Case(name, rule, kind, shape, p, q, size)
 
 

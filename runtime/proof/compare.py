@@ -1,8 +1,8 @@
 """Fast rules against scalar rules: the same trees, the same noise, the same decisions.
 
 Random trees are ragged (padding behind the valid prefix), their siblings stand in any index order,
-laws have zeros, drafts include tokens that q could not have drawn. In float64 the two must agree on
-every path and every token.
+distributions have zeros, drafts include tokens that q could not have drawn. In float64 the two must
+agree on every path and every token.
 """
 
 from __future__ import annotations
@@ -88,11 +88,11 @@ def random_round(
     return Round(tree, torch.from_numpy(scores_BTV), noise)
 
 
-def _alike(token_BN: np.ndarray, laws: list[np.ndarray]) -> None:
+def _alike(token_BN: np.ndarray, distributions: list[np.ndarray]) -> None:
     """In place: where both paths have read the same tokens, their rows are equal."""
     for n in range(1, token_BN.shape[1], 2):
         same_B = (token_BN[:, 1 : n + 1 : 2] == token_BN[:, 0:n:2]).all(1)
-        for rows_BTX in laws:
+        for rows_BTX in distributions:
             rows_BTX[same_B, n + 1] = rows_BTX[same_B, n]
 
 
@@ -144,14 +144,20 @@ def scalar_round(rule: str, round_: Round) -> list[tuple[list[int], int]]:
     for b in range(p_BTV.shape[0]):
         drafted = _row(tree, b, p_BTV[b], None if q_BTV is None else q_BTV[b])
         chooser = NoiseChooser(noise.uniform_BT[b].numpy(), noise.target[b].numpy())
-        at, law = SCALAR_RULES[rule](drafted, chooser)
+        at, distribution = SCALAR_RULES[rule](drafted, chooser)
         path = []
         end = at
         while at > 0:
             path.append(at)
             at = drafted.parent[at]
-        is_drawn = rule in ("greedy", "target-only", "top-plus-one")  # the law is one token
-        token = int(np.argmax(law)) if is_drawn else draw(law, noise.final[b].numpy())
+        is_drawn = rule in (
+            "greedy",
+            "target-only",
+            "top-plus-one",
+        )  # the distribution is one token
+        token = (
+            int(np.argmax(distribution)) if is_drawn else draw(distribution, noise.final[b].numpy())
+        )
         decided.append(([0, *path[::-1]] if end else [0], token))
     return decided
 

@@ -1,12 +1,12 @@
-"""Exact laws of verification rules: no sampling, no statistics.
+"""Exact distributions of verification rules: no sampling, no statistics.
 
-A scalar rule is replayed over every draft and every coin. The outcome is the exact joint law of the
-next depth + 1 tokens, the round being completed by the target; lossless means that it equals the
-target's joint law to rounding (float64, 1e-12). Rounds chain by induction, because what a round
-sees depends on committed text only.
+A scalar rule is replayed over every draft and every coin. The outcome is the exact joint
+distribution of the next depth + 1 tokens, the round being completed by the target; lossless means
+that it equals the target's joint distribution to rounding (float64, 1e-12). Rounds chain by
+induction, because what a round sees depends on committed text only.
 
 Words: a *path* is a tuple of tokens (the root is ()); a *shape* lists, per node in order, its
-parent's number (-1 = the root); laws are tables from paths to probability vectors.
+parent's number (-1 = the root); distributions are tables from paths to probability vectors.
 """
 
 from __future__ import annotations
@@ -20,11 +20,18 @@ from numpy.typing import NDArray
 
 from specctl.core.tree import NodeKind
 from specctl.runtime.proof.scalar import SCALAR_RULES
-from specctl.runtime.proof.scalar_parts import Ended, Law, ScalarRule, ScalarTree, point, without
+from specctl.runtime.proof.scalar_parts import (
+    Distribution,
+    Ended,
+    ScalarRule,
+    ScalarTree,
+    point,
+    without,
+)
 from specctl.runtime.proof.scalar_siblings import rest_or_uniform
 
 Path = tuple[int, ...]
-Laws = Mapping[Path, Law]
+Distributions = Mapping[Path, Distribution]
 
 
 @dataclass(slots=True)
@@ -40,9 +47,9 @@ class ReplayChooser:
         del fed
         return self._choose([1.0 - probability, probability]) == 1
 
-    def pick(self, fed: int, law: Law) -> int:
+    def pick(self, fed: int, distribution: Distribution) -> int:
         del fed
-        return self._choose(list(law))
+        return self._choose(list(distribution))
 
     def _choose(self, weights: list[float]) -> int:
         live = [i for i, weight in enumerate(weights) if weight > 0]
@@ -69,14 +76,14 @@ def outcomes(rule: ScalarRule, tree: ScalarTree) -> Iterator[tuple[float, Ended]
 @dataclass(frozen=True, slots=True)
 class Case:
     """One exact experiment. `shape[n]` is the parent of node n (-1 = root), siblings in draw order.
-    `p` and `q` hold a law for every path up to the depth of the shape (q: below it)."""
+    `p` and `q` hold a distribution for every path up to the depth of the shape (q: below it)."""
 
     name: str
     rule: str
     kind: NodeKind
     shape: tuple[int, ...]
-    p: Laws
-    q: Laws
+    p: Distributions
+    q: Distributions
     vocab_size: int
 
     @property
@@ -86,9 +93,9 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """What enumeration found: the worst absolute error of the joint law of depth + 1 tokens, its
-    total variation to the target, the expected number of accepted nodes, and how many (draft, coin)
-    outcomes were added up."""
+    """What enumeration found: the worst absolute error of the joint distribution of depth + 1
+    tokens, its total variation to the target, the expected number of accepted nodes, and how many
+    (draft, coin) outcomes were added up."""
 
     error: float
     total_variation: float
@@ -103,10 +110,11 @@ def enumerate_case(
     case: Case,
     rule: ScalarRule | None = None,
     drafts: Drafts | None = None,
-    told_q: Laws | None = None,
+    told_q: Distributions | None = None,
 ) -> Exact:
-    """The exact law of one round, completed by the target. The optional arguments put a wrong rule,
-    a wrong way of drafting, or a wrong q told to the rule in the place of the right one."""
+    """The exact distribution of one round, completed by the target. The optional arguments put a
+    wrong rule, a wrong way of drafting, or a wrong q told to the rule in the place of the right
+    one."""
     rule = rule or SCALAR_RULES[case.rule]
     told_q = case.q if told_q is None else told_q
     length = case.depth + 1
@@ -115,12 +123,12 @@ def enumerate_case(
     accepted, count = 0.0, 0
     for weight, tokens in (drafts or all_drafts)(case):
         tree = drafted(case, tokens, told_q)
-        for chance, (at, law) in outcomes(rule, tree):
+        for chance, (at, distribution) in outcomes(rule, tree):
             path = tuple(tree.token[i] for i in _line_fed(tree.parent, at))
             following = tails[len(path) + 1]
-            for token in np.flatnonzero(law).tolist():
+            for token in np.flatnonzero(distribution).tolist():
                 longer = (*path, token)
-                joint[longer] += weight * chance * law[token] * following[longer]
+                joint[longer] += weight * chance * distribution[token] * following[longer]
             accepted += weight * chance * len(path)
             count += 1
     gap = np.abs(joint - tails[0][()])
@@ -141,36 +149,44 @@ def _sampled(
     if node == len(case.shape):
         yield weight, list(tokens)
         return
-    law = _law_of_draw(case, node, tokens)
-    if law.sum() == 0:  # the support is used up: a deterministic filler, which no rule may accept
-        law = point(0, case.vocab_size)
-    for token in np.flatnonzero(law):
-        yield from _sampled(case, node + 1, [*tokens, int(token)], weight * float(law[token]))
+    distribution = _distribution_of_draw(case, node, tokens)
+    if (
+        distribution.sum() == 0
+    ):  # the support is used up: a deterministic filler, which no rule may accept
+        distribution = point(0, case.vocab_size)
+    for token in np.flatnonzero(distribution):
+        yield from _sampled(
+            case, node + 1, [*tokens, int(token)], weight * float(distribution[token])
+        )
 
 
-def _law_of_draw(case: Case, node: int, tokens: list[int]) -> Law:
-    """The law of node's token after the tokens of the nodes before it."""
+def _distribution_of_draw(case: Case, node: int, tokens: list[int]) -> Distribution:
+    """The distribution of node's token after the tokens of the nodes before it."""
     parent = case.shape[node]
-    law = case.q[tuple(tokens[i] for i in _line(case.shape, parent))]
+    distribution = case.q[tuple(tokens[i] for i in _line(case.shape, parent))]
     siblings = [other for other, up in enumerate(case.shape) if up == parent]
     if case.kind is NodeKind.TOP_PLUS_ONE:
-        fixed = fixed_siblings(law, len(siblings) - 1)
+        fixed = fixed_siblings(distribution, len(siblings) - 1)
         if node != siblings[0]:
             return point(fixed[siblings.index(node) - 1], case.vocab_size)
         for token in fixed:
-            law = without(law, token)
+            distribution = without(distribution, token)
     elif case.kind.is_distinct:
         drawn = [tokens[other] for other in siblings if other < node]
         for i, token in enumerate(drawn, 1):
             refills = case.kind is NodeKind.REFILLED
-            law = rest_or_uniform(law, drawn[:i]) if refills else without(law, token)
-    return law
+            distribution = (
+                rest_or_uniform(distribution, drawn[:i])
+                if refills
+                else without(distribution, token)
+            )
+    return distribution
 
 
-def fixed_siblings(law: Law, count: int) -> list[int]:
+def fixed_siblings(distribution: Distribution, count: int) -> list[int]:
     """The likeliest tokens, leaving out the last of the support if they would use it up."""
-    order = np.argsort(-law, kind="stable")[: count + 1]
-    spared = min(int((law[order] > 0).sum()), count + 1) - 1
+    order = np.argsort(-distribution, kind="stable")[: count + 1]
+    spared = min(int((distribution[order] > 0).sum()), count + 1) - 1
     return [int(token) for i, token in enumerate(order) if i != spared]
 
 
@@ -178,14 +194,14 @@ def top_drafts(case: Case) -> list[int]:
     """Deterministic candidates: the j-th child holds the j-th likeliest token of q."""
     tokens: list[int] = []
     for node, parent in enumerate(case.shape):
-        law = case.q[tuple(tokens[i] for i in _line(case.shape, parent))]
+        distribution = case.q[tuple(tokens[i] for i in _line(case.shape, parent))]
         rank = sum(case.shape[other] == parent for other in range(node))
-        tokens.append(int(np.argsort(-law, kind="stable")[rank % case.vocab_size]))
+        tokens.append(int(np.argsort(-distribution, kind="stable")[rank % case.vocab_size]))
     return tokens
 
 
-def drafted(case: Case, tokens: Sequence[int], told_q: Laws) -> ScalarTree:
-    """The drafted tree, with the laws along its paths."""
+def drafted(case: Case, tokens: Sequence[int], told_q: Distributions) -> ScalarTree:
+    """The drafted tree, with the distributions along its paths."""
     parent = [0, *(p + 1 for p in case.shape)]
     token = [-1, *tokens]
     num_fed = len(token)
@@ -213,8 +229,9 @@ def _line_fed(parent: Sequence[int], fed: int) -> list[int]:
     return line[::-1]
 
 
-def _tails(p: Laws, size: int, length: int) -> list[dict[Path, NDArray[np.float64]]]:
-    """tails[n][path of n tokens]: the target's joint law of the remaining length - n tokens."""
+def _tails(p: Distributions, size: int, length: int) -> list[dict[Path, NDArray[np.float64]]]:
+    """tails[n][path of n tokens]: the target's joint distribution of the remaining length - n
+    tokens."""
     tails: list[dict[Path, NDArray[np.float64]]] = [{} for _ in range(length + 1)]
     tails[length] = {path: np.ones(()) for path in product(range(size), repeat=length)}
     for n in range(length - 1, -1, -1):

@@ -1,4 +1,5 @@
-"""The exact law of whole short texts, ends of text included, and a test of samples against it.
+"""The exact distribution of whole short texts, ends of text included, and a test of samples against
+it.
 
 For small vocabularies only: every text that the target can write within the sampling's limits is
 listed with its probability, by cacheless forwards that share no code with the engine.
@@ -10,7 +11,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from specctl.runtime.proof.reference_checks import MIN_EXPECTED, ChiSquare, chi_square, target_law
+from specctl.runtime.proof.reference_checks import (
+    MIN_EXPECTED,
+    ChiSquare,
+    chi_square,
+    target_distribution,
+)
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 
@@ -33,10 +39,14 @@ class ExactDistribution:
         done: dict[Text, float] = {}
         alive: dict[Text, float] = {(): 1.0}
         for size in range(1, room + 1):
-            laws_BV = target_law(target, [[*prompt, *text] for text in alive], sampling)
+            distributions_BV = target_distribution(
+                target, [[*prompt, *text] for text in alive], sampling
+            )
             longer: dict[Text, float] = {}
-            for (text, before), law_V in zip(alive.items(), laws_BV.tolist(), strict=True):
-                for token, chance in enumerate(law_V):
+            for (text, before), distribution_V in zip(
+                alive.items(), distributions_BV.tolist(), strict=True
+            ):
+                for token, chance in enumerate(distribution_V):
                     if chance > 0:
                         kept = done if size == room or token in ends else longer
                         kept[(*text, token)] = before * chance

@@ -9,7 +9,7 @@ import torch
 
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Row
-from specctl.runtime.proof.reference_checks import target_law
+from specctl.runtime.proof.reference_checks import target_distribution
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 
@@ -47,11 +47,11 @@ def proof_prompts(
 def open_prompt(
     target: Target, prompts: Sequence[tuple[int, ...]], sampling: Sampling, size: int = 8
 ) -> tuple[int, ...]:
-    """The beginning of that prompt after which most is open: a law of one likely token would hide
-    what is wrong with the others."""
+    """The beginning of that prompt after which most is open: a distribution of one likely token
+    would hide what is wrong with the others."""
     starts = [prompt[:size] for prompt in prompts]
-    laws = [target_law(target, [start], sampling)[0] for start in starts]
-    entropy = [float(torch.special.entr(law_V).sum()) for law_V in laws]
+    distributions = [target_distribution(target, [start], sampling)[0] for start in starts]
+    entropy = [float(torch.special.entr(distribution_V).sum()) for distribution_V in distributions]
     return starts[entropy.index(max(entropy))]
 
 

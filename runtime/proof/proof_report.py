@@ -12,9 +12,9 @@ from specctl.runtime.proof.sample_size import samples_for
 
 @dataclass(frozen=True, slots=True)
 class ProofLevel:
-    """How much is run: prompts and tokens of identity checks, samples of the law and their length
-    (a draft is one token shorter), cases. `all_rules`: also every other policy and rule that fits,
-    each with `other_samples` (None: as many)."""
+    """How much is run: prompts and tokens of identity checks, samples of the distribution and their
+    length (a draft is one token shorter), cases. `all_rules`: also every other policy and rule that
+    fits, each with `other_samples` (None: as many)."""
 
     prompts: int
     tokens: int
@@ -25,8 +25,9 @@ class ProofLevel:
     other_samples: int | None = None
 
 
-# Samples are as many as show a law that far (total variation) from the target's: 10 % in under a
-# minute on one core and the embedded target; 7 % as served and 15 % for all other ways in minutes.
+# Samples are as many as show a distribution that far (total variation) from the target's: 10 % in
+# under a minute on one core and the embedded target; 7 % as served and 15 % for all other ways in
+# minutes.
 LEVELS = {
     "lossless": ProofLevel(8, 40, samples_for(0.1), length=3, all_rules=False, enumeration="quick"),
     "full": ProofLevel(
@@ -53,9 +54,9 @@ class Check:
     note: str = ""
 
     @property
-    def is_about_law(self) -> bool:
+    def is_about_distribution(self) -> bool:
         """Whether it compares outputs with the target's, not parts of the machinery."""
-        return self.name.startswith(("greedy identity", "law,"))
+        return self.name.startswith(("greedy identity", "distribution,"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +81,8 @@ class ProofStep:
 @dataclass(frozen=True, slots=True)
 class Proof:
     """All findings on a pair. `passed`: nothing contradicts what `verification` claims. A drafter
-    that is approximate by construction is measured: how far its law is from the target's is said
-    and not judged."""
+    that is approximate by construction is measured: how far its distribution is from the target's
+    is said and not judged."""
 
     target: str
     family: str
@@ -95,7 +96,7 @@ class Proof:
         return all(check.passed for check in self.checks if self._is_judged(check))
 
     def _is_judged(self, check: Check) -> bool:
-        return self.verification == "lossless" or not check.is_about_law
+        return self.verification == "lossless" or not check.is_about_distribution
 
     def rows(self) -> list[tuple[str, str]]:
         """Each check and what it found, then warnings."""

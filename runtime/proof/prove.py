@@ -58,10 +58,10 @@ def verify(
     reporter: Reporter | None = None,
     approximate: bool = False,
 ) -> Proof:
-    """Run the battery. `sampling` is the law to test (default: temperature 1); `policy` and `rule`
-    are how the drafter will be served (default: its family's first policy, the best legal rule). A
-    drafter that is not lossless by construction is refused unless `approximate` asks for a
-    measurement of its distance instead of a proof.
+    """Run the battery. `sampling` is the distribution to test (default: temperature 1); `policy`
+    and `rule` are how the drafter will be served (default: its family's first policy, the best
+    legal rule). A drafter that is not lossless by construction is refused unless `approximate` asks
+    for a measurement of its distance instead of a proof.
     """
     if level not in LEVELS:
         raise RecipeError("unknown level of proof", found=level, expected=", ".join(LEVELS))
@@ -120,14 +120,15 @@ class _Battery:
             ProofStep.whole(written, self.seeded),
             ProofStep.whole(written, self.caches),
         ]
-        return found + [self._law_step(*each) for each in self._sampled()]
+        return found + [self._distribution_step(*each) for each in self._sampled()]
 
-    def _law_step(self, policy: Policy, rule: str, count: int) -> ProofStep:
-        return ProofStep(count, lambda advance: self.law(policy, rule, count, advance))
+    def _distribution_step(self, policy: Policy, rule: str, count: int) -> ProofStep:
+        return ProofStep(count, lambda advance: self.distribution(policy, rule, count, advance))
 
     def _sampled(self) -> Iterator[tuple[Policy, str, int]]:
-        """What is tested against the exact law, and with how many samples: as served; at the full
-        level every legal rule of that policy, and every other policy that may grow the drafter."""
+        """What is tested against the exact distribution, and with how many samples: as served; at
+        the full level every legal rule of that policy, and every other policy that may grow the
+        drafter."""
         kind = self.policy.kind(sampled=True)
         rule = self.rule if self.rule not in ("auto", "greedy") else ""
         served = rule or default_rule(kind, self.policy.is_chain)
@@ -149,7 +150,7 @@ class _Battery:
         """Enumeration of the scalar rules, and the fast rules against them."""
         count, worst = _enumerated(self.level.enumeration)
         note = f"cases enumerated, max error {worst:.1e}"
-        exact = Check("rules, exact law", worst <= 1e-12, count, worst, None, note)
+        exact = Check("rules, exact distribution", worst <= 1e-12, count, worst, None, note)
         trees = wrong = 0
         for rule in RULES:
             for kind in NodeKind:
@@ -212,12 +213,14 @@ class _Battery:
         note = f"rounds, max logit difference {worst:.1e} (bound {4 * bound:.1e})"
         return [Check("cache rollback", ok, count, worst, None, note)]
 
-    # -- the law ----------------------------------------------------------------------------------
+    # -- the distribution
+    # ----------------------------------------------------------------------------------
 
-    def law(
+    def distribution(
         self, policy: Policy, rule: str, count: int | None = None, advance: Advance | None = None
     ) -> list[Check]:
-        """The first two tokens against the target's exact joint law, and drafts against their q."""
+        """The first two tokens against the target's exact joint distribution, and drafts against
+        their q."""
         self.asked = self.asked or open_prompt(self.target, self.prompts, self.sampling)
         prompt, name = self.asked, f"{type(policy).__name__} {rule}"
         watched = WatchedPolicy(policy)
@@ -228,7 +231,7 @@ class _Battery:
 
         def tell(row: Row, new: tuple[int, ...]) -> None:
             if advance is not None and row.finished is not None:
-                advance(1, f"law, {name}")
+                advance(1, f"distribution, {name}")
 
         requests = [Request(prompt, replace(sampling, seed=i)) for i in range(count)]
         done = engine.run(requests, tell)
@@ -238,7 +241,9 @@ class _Battery:
         )
         far, seen = found.total_variation, visible(count, found.cells)
         note = f"samples, {found.cells} cells, TV {far:.3f} (wrong by {seen:.2f} is seen)"
-        checks = [Check(f"law, {name}", found.p_value > ALARM, count, far, found.p_value, note)]
+        checks = [
+            Check(f"distribution, {name}", found.p_value > ALARM, count, far, found.p_value, note)
+        ]
         draws = watched.draws
         if draws.nodes:
             self.sane = draws.is_sane

@@ -2,8 +2,8 @@
 
 `replay` reads an output with one cacheless forward and says where it is not what plain decoding
 would have written. `WatchedPolicy` records what a policy drafts. `PairDistribution` is the exact
-law of the first two tokens with a chi-square test. Letters: B rows, N nodes, T fed tokens, S
-sequence, V vocabulary.
+distribution of the first two tokens with a chi-square test. Letters: B rows, N nodes, T fed tokens,
+S sequence, V vocabulary.
 """
 
 from __future__ import annotations
@@ -101,8 +101,10 @@ def _scores(target: Target, logits_V: Tensor, text: Sequence[int], sampling: Sam
     return batch.scores(logits_V[None, None], empty_tree(1, device), view)[0, 0]
 
 
-def target_law(target: Target, rows: Sequence[Sequence[int]], sampling: Sampling) -> Tensor:
-    """[B, V] float64: the exact law of the token after each text (all of one length)."""
+def target_distribution(
+    target: Target, rows: Sequence[Sequence[int]], sampling: Sampling
+) -> Tensor:
+    """[B, V] float64: the exact distribution of the token after each text (all of one length)."""
     last_BV = dense_logits(target, rows)[:, -1]
     scores = [
         _scores(target, last_V, row, sampling) for last_V, row in zip(last_BV, rows, strict=True)
@@ -121,8 +123,9 @@ class ChiSquare:
 
 
 class PairDistribution:
-    """The exact joint law of the next two tokens, in cells with at least `MIN_EXPECTED` expected
-    samples: pairs, then one cell for the rest of each first token, then one for all the rest."""
+    """The exact joint distribution of the next two tokens, in cells with at least `MIN_EXPECTED`
+    expected samples: pairs, then one cell for the rest of each first token, then one for all the
+    rest."""
 
     def __init__(
         self, target: Target, prompt: Sequence[int], sampling: Sampling, num_samples: int
@@ -130,10 +133,10 @@ class PairDistribution:
         self.num_samples = num_samples
         self.cell: dict[tuple[int, int | None], int] = {}
         self.expected = [0.0]  # cell 0 is all the rest
-        first_V = target_law(target, [prompt], sampling)[0] * num_samples
+        first_V = target_distribution(target, [prompt], sampling)[0] * num_samples
         firsts = [int(t) for t in (first_V >= MIN_EXPECTED).nonzero().flatten()]
         rows = [[*prompt, token] for token in firsts]
-        second_BV = target_law(target, rows, sampling) if rows else first_V.new_zeros(0, 0)
+        second_BV = target_distribution(target, rows, sampling) if rows else first_V.new_zeros(0, 0)
         self.expected[0] = num_samples - float(first_V[firsts].sum())
         for token, second_V in zip(firsts, second_BV, strict=True):
             self._split(token, float(first_V[token]), second_V)
@@ -153,7 +156,7 @@ class PairDistribution:
         self.expected.append(expected)
 
     def test(self, samples: Sequence[Sequence[int]]) -> ChiSquare:
-        """Compare samples (their first two tokens) with the law."""
+        """Compare samples (their first two tokens) with the distribution."""
         assert len(samples) == self.num_samples, (len(samples), self.num_samples)
         counts = [0] * len(self.expected)
         for first, second in (sample[:2] for sample in samples):
@@ -206,21 +209,23 @@ class DrawAudit:
             found_BN, token_BN = match_BNK.any(-1), match_BNK.int().argmax(-1)
         else:
             found_BN = torch.ones_like(tree.valid_BN)
-        law_BNK = prob_BTK.gather(
+        distribution_BNK = prob_BTK.gather(
             1, (tree.parent_BN + 1)[:, :, None].expand(-1, -1, prob_BTK.shape[2])
         )
         seen_BN = tree.valid_BN
         if tree.kind is NodeKind.TOP_PLUS_ONE:
-            law_BNK, seen_BN = (
-                _without_fixed(tree, law_BNK, token_BN),
+            distribution_BNK, seen_BN = (
+                _without_fixed(tree, distribution_BNK, token_BN),
                 seen_BN & (tree.rank_BN == 0),
             )
         if tree.kind.is_distinct:
-            seen_BN = seen_BN & (tree.rank_BN == 0)  # later siblings follow the law of what is left
-        q_BN = law_BNK.gather(2, token_BN[:, :, None])[:, :, 0] * found_BN
-        log_BNK = torch.where(law_BNK > 0, law_BNK.log(), 0.0)
-        mean_BN = (law_BNK * log_BNK).sum(-1)
-        variance_BN = (law_BNK * log_BNK**2).sum(-1) - mean_BN**2
+            seen_BN = seen_BN & (
+                tree.rank_BN == 0
+            )  # later siblings follow the distribution of what is left
+        q_BN = distribution_BNK.gather(2, token_BN[:, :, None])[:, :, 0] * found_BN
+        log_BNK = torch.where(distribution_BNK > 0, distribution_BNK.log(), 0.0)
+        mean_BN = (distribution_BNK * log_BNK).sum(-1)
+        variance_BN = (distribution_BNK * log_BNK**2).sum(-1) - mean_BN**2
         good_BN = seen_BN & (q_BN > 0)
         self.nodes += int(seen_BN.sum())
         self.impossible += int((seen_BN & ~good_BN).sum())
@@ -229,12 +234,12 @@ class DrawAudit:
         self.entropy -= float(mean_BN[seen_BN].sum())
         self.support = prob_BTK.shape[2]
         if bool(seen_BN.any()):
-            off = float((law_BNK.sum(-1)[seen_BN] - 1).abs().max())
+            off = float((distribution_BNK.sum(-1)[seen_BN] - 1).abs().max())
             self.worst_sum = max(self.worst_sum, off)
 
     @property
     def z(self) -> float:
-        """Standard deviations between the drawn tokens and their laws."""
+        """Standard deviations between the drawn tokens and their distributions."""
         return self.surprise / sqrt(self.variance) if self.variance > 1e-9 else 0.0
 
     @property
@@ -244,19 +249,20 @@ class DrawAudit:
 
     @property
     def is_sane(self) -> bool:
-        """The draft says something: its laws are not flat."""
+        """The draft says something: its distributions are not flat."""
         return self.mean_entropy is not None and self.mean_entropy < 0.9 * log(max(self.support, 2))
 
 
-def _without_fixed(tree: DraftTree, law_BNK: Tensor, token_BN: Tensor) -> Tensor:
-    """[B, N, K]: each node's law without its fixed siblings (those of other ranks than 0)."""
+def _without_fixed(tree: DraftTree, distribution_BNK: Tensor, token_BN: Tensor) -> Tensor:
+    """[B, N, K]: each node's distribution without its fixed siblings (those of other ranks than
+    0)."""
     for n in range(tree.num_nodes):
         sibling_BN = tree.parent_BN == tree.parent_BN[:, n : n + 1]
         gone_BN = sibling_BN & tree.valid_BN & (tree.rank_BN[:, n : n + 1] > 0)
         column_BN1 = token_BN[:, n][:, None, None].expand(-1, tree.num_nodes, 1)
-        kept_BN1 = law_BNK.gather(2, column_BN1) * ~gone_BN[:, :, None]
-        law_BNK = law_BNK.scatter(2, column_BN1, kept_BN1)
-    return law_BNK / law_BNK.sum(-1, keepdim=True).clamp(min=1e-30)
+        kept_BN1 = distribution_BNK.gather(2, column_BN1) * ~gone_BN[:, :, None]
+        distribution_BNK = distribution_BNK.scatter(2, column_BN1, kept_BN1)
+    return distribution_BNK / distribution_BNK.sum(-1, keepdim=True).clamp(min=1e-30)
 
 
 @dataclass(slots=True)

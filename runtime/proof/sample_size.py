@@ -1,8 +1,8 @@
-"""How many samples a chi-square test needs to see a law that is wrong by so much.
+"""How many samples a chi-square test needs to see a distribution that is wrong by so much.
 
-If the law is off by total variation d, Pearson's statistic is noncentral with parameter at least
-4 n d^2 (as sum (f - p)^2 / p >= 4 d^2). Its distribution is taken as normal, which asks for a few
-percent more samples than are needed where cells are few.
+If the distribution is off by total variation d, Pearson's statistic is noncentral with parameter at
+least 4 n d^2 (as sum (f - p)^2 / p >= 4 d^2). Its distribution is taken as normal, which asks for a
+few percent more samples than are needed where cells are few.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from math import ceil, sqrt
 import torch
 
 ALARM = 1e-5  # false alarm rate of each statistical check
-_Z_POWER = 2.326  # a wrong law of that size is seen 99 times in 100
+_Z_POWER = 2.326  # a wrong distribution of that size is seen 99 times in 100
 _TYPICAL_CELLS = 64
 
 
 def samples_for(distance: float, cells: int = _TYPICAL_CELLS) -> int:
-    """Samples that show a law so far (total variation) from the right one."""
+    """Samples that show a distribution so far (total variation) from the right one."""
     return 100 * ceil(noncentrality(cells) / (4 * distance**2) / 100)
 
 
@@ -35,7 +35,7 @@ def noncentrality(cells: int) -> float:
 
 
 def critical(freedom: int) -> float:
-    """The statistic that a right law exceeds with chance `ALARM`, by halving."""
+    """The statistic that a right distribution exceeds with chance `ALARM`, by halving."""
     low, high = 0.0, 100.0 + 4.0 * freedom
     for _ in range(60):
         middle = (low + high) / 2

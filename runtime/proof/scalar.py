@@ -49,17 +49,19 @@ def _follow(tree: ScalarTree, choose: Callable[[int], int]) -> Ended:
 
 
 def one_hot(tree: ScalarTree, chooser: Chooser) -> Ended:
-    """Candidates one by one; a missed candidate leaves the law."""
-    at, law = 0, tree.p[0]
+    """Candidates one by one; a missed candidate leaves the distribution."""
+    at, distribution = 0, tree.p[0]
     while True:
         for child in tree.children[at]:
-            if chooser.flip(child, float(law[tree.token[child]] / max(law.sum(), 1e-300))):
-                at, law = child, tree.p[child]
+            if chooser.flip(
+                child, float(distribution[tree.token[child]] / max(distribution.sum(), 1e-300))
+            ):
+                at, distribution = child, tree.p[child]
                 break
-            law = law.copy()
-            law[tree.token[child]] = 0.0
+            distribution = distribution.copy()
+            distribution[tree.token[child]] = 0.0
         else:
-            return at, norm(law, tree.p[at])
+            return at, norm(distribution, tree.p[at])
 
 
 def chain(tree: ScalarTree, chooser: Chooser) -> Ended:
@@ -119,10 +121,10 @@ def traversal(tree: ScalarTree, chooser: Chooser) -> Ended:
 
 
 def multi_path(tree: ScalarTree, chooser: Chooser) -> Ended:
-    """Block verification of the best of K whole paths, told that path's own law."""
+    """Block verification of the best of K whole paths, told that path's own distribution."""
     assert tree.q is not None
     num_paths = len(tree.children[0])
-    line, alive, laws, below, here = [0], list(tree.children[0]), [], 0.0, 1.0
+    line, alive, distributions, below, here = [0], list(tree.children[0]), [], 0.0, 1.0
     while alive:
         p, q = tree.p[line[-1]], tree.q[line[-1]]
         order = sorted(range(len(p)), key=lambda x: (p[x] / q[x] if q[x] > 0 else -1.0, x))
@@ -130,7 +132,7 @@ def multi_path(tree: ScalarTree, chooser: Chooser) -> Ended:
         low = edge - here * q[order]
         skewed = np.zeros_like(q)
         skewed[order] = edge**num_paths - low**num_paths
-        laws.append(skewed / max(skewed.sum(), 1e-300))
+        distributions.append(skewed / max(skewed.sum(), 1e-300))
         best = max(alive, key=lambda fed: order.index(tree.token[fed]))
         same = [fed for fed in alive if tree.token[fed] == tree.token[best]]
         below, here = float(low[order.index(tree.token[best])]), here * q[tree.token[best]]
@@ -141,11 +143,11 @@ def multi_path(tree: ScalarTree, chooser: Chooser) -> Ended:
         [max(i - 1, 0) for i in range(len(line))],
         [[i + 1] if i + 1 < len(line) else [] for i in range(len(line))],
         [tree.p[fed] for fed in line],
-        [*laws, tree.q[line[-1]]],
+        [*distributions, tree.q[line[-1]]],
         tree.kind,
     )
-    end, law = block(chained, chooser)
-    return line[end], law
+    end, distribution = block(chained, chooser)
+    return line[end], distribution
 
 
 SCALAR_RULES: dict[str, ScalarRule] = {

@@ -1,9 +1,9 @@
 """What a grammar permits behind every node of a draft tree, by that node's own text.
 
-The target's law p is masked at every node, so that every verification rule sees the law of the
-grammar; the drafter's logits are masked too (`Guide`), so that q drafts what can be accepted.
-The text of a node is what the row has emitted and the path down to the node; whatever the matcher
-knows about a path follows from that path alone, never from tokens drawn later.
+The target's distribution p is masked at every node, so that every verification rule sees the
+distribution of the grammar; the drafter's logits are masked too (`Guide`), so that q drafts what
+can be accepted. The text of a node is what the row has emitted and the path down to the node;
+whatever the matcher knows about a path follows from that path alone, never from tokens drawn later.
 Letters: B rows, T fed tokens, M nodes expanded at once, K draft vocabulary, V target vocabulary.
 """
 

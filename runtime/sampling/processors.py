@@ -1,4 +1,4 @@
-"""What turns logits into scores: warpers of the law, and processors that read the text.
+"""What turns logits into scores: warpers of the distribution, and processors that read the text.
 
 The warpers equal transformers' TopK-, TopP- and MinPLogitsWarper with one value per row (tests
 compare them). Ties at the edge of top-k are kept, as there; a tie at the edge of top-p is kept

@@ -1,4 +1,4 @@
-"""Sampling settings of a request, and the target law they define for a batch of rows.
+"""Sampling settings of a request, and the target distribution they define for a batch of rows.
 
 Order of operations, as in transformers' `generate`: what reads the text so far (bias, penalties,
 bad words, custom processors), then temperature, top-k, top-p, min-p. p = softmax(scores).
@@ -137,8 +137,9 @@ class SamplingBatch:
         return self._history.grammars.guide(view)
 
     def scores(self, logits_BTV: Tensor, tree: DraftTree, view: RoundView) -> Tensor:
-        """float32 log-scores, the target law is softmax(scores): `law` of what is `processed`."""
-        return self.law(self.processed(logits_BTV, tree, view))
+        """float32 log-scores, the target distribution is softmax(scores): `distribution` of what is
+        `processed`."""
+        return self.distribution(self.processed(logits_BTV, tree, view))
 
     def processed(self, logits_BTV: Tensor, tree: DraftTree, view: RoundView) -> Tensor:
         """float32 logits after what reads the text: bias, penalties, bad words, processors. The
@@ -146,27 +147,27 @@ class SamplingBatch:
         logits_BTV = logits_BTV.float()
         return logits_BTV if self._history is None else self._history.apply(logits_BTV, tree, view)
 
-    def law(self, processed_BTV: Tensor) -> Tensor:
+    def distribution(self, processed_BTV: Tensor) -> Tensor:
         """Log-scores after temperature and truncation. If every row is greedy they are the
-        processed logits; a greedy row among sampled ones gets a one-hot law (0 at its argmax, -inf
-        elsewhere)."""
+        processed logits; a greedy row among sampled ones gets a one-hot distribution (0 at its
+        argmax, -inf elsewhere)."""
         return processed_BTV if self.all_greedy else self._warp(processed_BTV)
 
-    def draft_law(self, logits_BMK: Tensor, ids_K: Tensor | None = None) -> Tensor:
+    def draft_distribution(self, logits_BMK: Tensor, ids_K: Tensor | None = None) -> Tensor:
         """float32 probabilities to draw drafts from: the row's temperature, top-k, top-p, min-p and
         fixed biases applied to draft logits; one-hot on greedy rows. `ids_K`: target ids of the
         draft vocabulary. What reads the text is left out (but for grammars, which `guide` applies
-        to the logits beforehand): any law is legal, if it is the one used.
-        Where nothing can be drafted (all logits -inf) the law is zero."""
+        to the logits beforehand): any distribution is legal, if it is the one used.
+        Where nothing can be drafted (all logits -inf) the distribution is zero."""
         scores_BMK = logits_BMK.float()
         if self._history is not None and self._history.bias_B1V is not None:
             bias_B1V = self._history.bias_B1V
             scores_BMK = scores_BMK + (bias_B1V if ids_K is None else bias_B1V[:, :, ids_K])
         if self.all_greedy:
-            law_BMK = _one_hot(scores_BMK, 0.0, 1.0)
+            distribution_BMK = _one_hot(scores_BMK, 0.0, 1.0)
         else:
-            law_BMK = self._warp(scores_BMK).softmax(-1)
-        return law_BMK.masked_fill_(scores_BMK.amax(-1, keepdim=True) == -math.inf, 0.0)
+            distribution_BMK = self._warp(scores_BMK).softmax(-1)
+        return distribution_BMK.masked_fill_(scores_BMK.amax(-1, keepdim=True) == -math.inf, 0.0)
 
     def _warp(self, scores_BXV: Tensor) -> Tensor:
         raw_BXV = scores_BXV

@@ -27,13 +27,13 @@ class DraftStep:
     row_B: Tensor
     state: StepState
 
-    def law_BK(self) -> Tensor:
-        """The drafter's full law, untempered, in float32."""
+    def distribution_BK(self) -> Tensor:
+        """The drafter's full distribution, untempered, in float32."""
         return self.logits_BK.float().softmax(-1)
 
-    def chance_B(self, law_BK: Tensor) -> Tensor:
+    def chance_B(self, distribution_BK: Tensor) -> Tensor:
         """Probability of the kept token itself."""
-        return law_BK.gather(1, self.row_B[:, None])[:, 0]
+        return distribution_BK.gather(1, self.row_B[:, None])[:, 0]
 
 
 class StopRule:
@@ -78,7 +78,7 @@ def tested_rows(outcome: Outcome) -> Iterator[Tested]:
             yield Tested(row, count, accepted)
 
 
-def entropy_B(law_BK: Tensor) -> Tensor:
+def entropy_B(distribution_BK: Tensor) -> Tensor:
     """Entropy in nat of each row."""
-    share_BK: Tensor = torch.special.xlogy(law_BK, law_BK)
+    share_BK: Tensor = torch.special.xlogy(distribution_BK, distribution_BK)
     return -share_BK.sum(-1)

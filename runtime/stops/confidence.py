@@ -25,7 +25,7 @@ class Confidence(StopRule):
     threshold: float = 0.4
 
     def stops(self, step: DraftStep) -> Tensor:
-        return step.law_BK().amax(-1) < self.threshold
+        return step.distribution_BK().amax(-1) < self.threshold
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class RocThreshold(StopRule):
     def stops(self, step: DraftStep) -> Tensor:
         if step.index == 0:
             self.chances = []
-        chance_B = step.chance_B(step.law_BK())
+        chance_B = step.chance_B(step.distribution_BK())
         self.chances.append(chance_B)
         return chance_B < self.threshold
 

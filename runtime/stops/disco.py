@@ -32,11 +32,11 @@ class Disco(LearnedStop):
         return residual_net(num_inputs, num_blocks=1)
 
     def features(self, step: DraftStep) -> Tensor:
-        law_BK = step.law_BK()
-        top_BT = law_BK.topk(min(TOP, law_BK.shape[1]), dim=-1).values
+        distribution_BK = step.distribution_BK()
+        top_BT = distribution_BK.topk(min(TOP, distribution_BK.shape[1]), dim=-1).values
         top_BT = F.pad(top_BT, (0, TOP - top_BT.shape[1]))
         at_B = torch.full_like(top_BT[:, 0], step.index / LONGEST)
-        rest = [step.chance_B(law_BK), entropy_B(law_BK), at_B]
+        rest = [step.chance_B(distribution_BK), entropy_B(distribution_BK), at_B]
         return torch.cat([top_BT, torch.stack(rest, dim=1)], dim=1)
 
     def stops(self, step: DraftStep) -> Tensor:

@@ -33,7 +33,7 @@ class DraftVerify(StopRule):
         return most
 
     def stops(self, step: DraftStep) -> Tensor:
-        return step.chance_B(step.law_BK()) < self.threshold
+        return step.chance_B(step.distribution_BK()) < self.threshold
 
     def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:
         del seconds

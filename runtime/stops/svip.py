@@ -2,7 +2,8 @@
 
 Acceptance is at least 1 - sqrt(KL / 2), and the divergence is cross-entropy minus the draft's own
 entropy H(q). With the cross-entropy taken as proportional to H(q), a bound that needs no target is
-1 - sqrt(c H(q)): stop behind a token when sqrt(c H(q)) > h. H is that of the full untempered law.
+1 - sqrt(c H(q)): stop behind a token when sqrt(c H(q)) > h. H is that of the full untempered
+distribution.
 """
 
 from __future__ import annotations
@@ -22,4 +23,4 @@ class Svip(StopRule):
     scale: float = 0.15
 
     def stops(self, step: DraftStep) -> Tensor:
-        return (self.scale * entropy_B(step.law_BK())).sqrt() > self.threshold
+        return (self.scale * entropy_B(step.distribution_BK())).sqrt() > self.threshold

@@ -34,7 +34,7 @@ class Thompson(StopRule):
         self.coins = random.Random(self.seed)
 
     def stops(self, step: DraftStep) -> Tensor:
-        chances = step.chance_B(step.law_BK()).tolist()
+        chances = step.chance_B(step.distribution_BK()).tolist()
         return torch.tensor([self._ends(c) for c in chances], device=step.row_B.device)
 
     def _ends(self, chance: float) -> bool:

@@ -17,7 +17,7 @@ from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import LanguageModel
 from specctl.core.spec import Identity, ModelSpec
 from specctl.models.compiled import CompiledLM
-from specctl.models.fast_llama import lean_from_hf
+from specctl.models.fast_llama import fast_llama_from_hf
 from specctl.models.hf_lm import HfLM
 from specctl.models.hf_spec import spec_of
 from specctl.recipes.targets import resolve
@@ -151,7 +151,7 @@ class Target:
         return cls(
             name=name,
             revision=None,
-            lm=lean_from_hf(model, eos_ids) or HfLM(model, eos_ids),
+            lm=fast_llama_from_hf(model, eos_ids) or HfLM(model, eos_ids),
             tokenizer=tokenizer,
             fingerprint=fingerprint(model),
             tokenizer_fingerprint=None if tokenizer is None else tokenizer_fingerprint(tokenizer),

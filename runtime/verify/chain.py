@@ -26,15 +26,15 @@ def chain(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
     p_BTV = scores_BTV.softmax(-1)
     if not tree.num_nodes:
         return bonus_only(p_BTV, noise)
-    law = DraftDistribution.of(tree, p_BTV)
+    distribution = DraftDistribution.of(tree, p_BTV)
     p_BN = at_token(p_BTV[:, :-1], tree.token_BN.clamp(min=0))
-    q_BN = law.of_token()
+    q_BN = distribution.of_token()
     u_BN = noise.accept_BT(tree.num_nodes + 1)[:, 1:].to(p_BTV.dtype)
     pass_BN = (u_BN * q_BN < p_BN) & (q_BN > 0) & tree.valid_BN
     num_accepted_B = pass_BN.cumprod(1).sum(1)
     missed_B1 = (num_accepted_B < tree.valid_BN.sum(1))[:, None]
-    p_BV, q_BK = row(p_BTV, num_accepted_B), row(law.prob_BTK, num_accepted_B)
-    next_B = draw(law.minus(p_BV, q_BK * missed_B1), p_BV, noise)
+    p_BV, q_BK = row(p_BTV, num_accepted_B), row(distribution.prob_BTK, num_accepted_B)
+    next_B = draw(distribution.minus(p_BV, q_BK * missed_B1), p_BV, noise)
     return chain_verdict(num_accepted_B, next_B, tree.depth)
 
 

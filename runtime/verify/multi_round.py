@@ -1,8 +1,8 @@
 """Multi-round speculative sampling over i.i.d. siblings, from the root down.
 
 The rule of SpecInfer (Miao et al., arXiv 2305.09781, Algorithm 2): after a miss, r := norm([r -
-q]+), and q stays, because the next sibling was drawn from the same law. Duplicates must be kept: a
-repeated token is tested again with its own uniform. Letters as in `walk`.
+q]+), and q stays, because the next sibling was drawn from the same distribution. Duplicates must be
+kept: a repeated token is tested again with its own uniform. Letters as in `walk`.
 """
 
 from __future__ import annotations

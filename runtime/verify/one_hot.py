@@ -1,8 +1,8 @@
 """One-hot verification of deterministic candidates, sibling by sibling (the rule of EAGLE-2).
 
-At a node with law r = p: accept sibling t with probability r(t) / sum r, else r(t) := 0; after the
-last miss draw from r. A node is left by one of its drafts with probability p(children), as in
-`target-only`, for one uniform per sibling instead of a draw per node. Letters as in `walk`.
+At a node with distribution r = p: accept sibling t with probability r(t) / sum r, else r(t) := 0;
+after the last miss draw from r. A node is left by one of its drafts with probability p(children),
+as in `target-only`, for one uniform per sibling instead of a draw per node. Letters as in `walk`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ def _passes(tree: DraftTree, prob_BN: Tensor, u_BN: Tensor) -> Tensor:
 def _last(
     p_BTV: Tensor, node_B: Tensor, token_BN: Tensor, tested_BN: Tensor, noise: Noise
 ) -> Tensor:
-    """Draw from the law at the last node without the children that were tested and missed."""
-    law_BV = row(p_BTV, node_B)
-    missed_BV = torch.zeros_like(law_BV).scatter_add_(1, token_BN, tested_BN.to(law_BV.dtype))
-    return draw(law_BV.masked_fill(missed_BV > 0, 0.0), law_BV, noise)
+    """Draw from the distribution at the last node without the children that were tested and
+    missed."""
+    distribution_BV = row(p_BTV, node_B)
+    missed_BV = torch.zeros_like(distribution_BV).scatter_add_(
+        1, token_BN, tested_BN.to(distribution_BV.dtype)
+    )
+    return draw(distribution_BV.masked_fill(missed_BV > 0, 0.0), distribution_BV, noise)

@@ -1,9 +1,9 @@
 """Recursive rejection over siblings drawn without replacement, from the root down.
 
 The rule of RSD (Jeon et al., arXiv 2402.14160): after a miss of x, r := norm([r - s]+), s(x) := 0,
-s := norm(s). The j-th draw of Gumbel top-k has law q restricted to what earlier draws left, which
-is s, so every test is speculative sampling of r by s. Once s is used up, further siblings are not
-draws from anything and are rejected. Letters as in `walk`.
+s := norm(s). The j-th draw of Gumbel top-k has distribution q restricted to what earlier draws
+left, which is s, so every test is speculative sampling of r by s. Once s is used up, further
+siblings are not draws from anything and are rejected. Letters as in `walk`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Sequoia's rejection without replacement, with its fallback once the draft law is used up.
+"""Sequoia's rejection without replacement, with its fallback once the draft distribution is used
+up.
 
 Chen et al., arXiv 2402.12374, Section 3.2: as `recursive`, but where all of q's mass was tried the
 draft goes on with tokens drawn uniformly from those not tried yet, and the rule tests them with
-that law. So low temperatures and top-p, which leave q few tokens, do not waste the tree's width;
-with as many siblings as the draft vocabulary has tokens nothing is ever rejected. Letters as in
-`walk`.
+that distribution. So low temperatures and top-p, which leave q few tokens, do not waste the tree's
+width; with as many siblings as the draft vocabulary has tokens nothing is ever rejected. Letters as
+in `walk`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from specctl.runtime.verify.walk import Verdict
 
 
 def sequoia(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
-    """Test siblings in draw order; those drawn after q was used up with a uniform law."""
+    """Test siblings in draw order; those drawn after q was used up with a uniform distribution."""
     return walk_down(tree, scores_BTV, noise, _rest_or_uniform)
 
 

@@ -33,19 +33,19 @@ def spectr(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
     p_BTV = scores_BTV.softmax(-1)
     if not tree.num_nodes:
         return bonus_only(p_BTV, noise)
-    law = DraftDistribution.of(tree, p_BTV)
+    distribution = DraftDistribution.of(tree, p_BTV)
     u_BN = noise.accept_BT(tree.num_nodes + 1)[:, 1:].to(p_BTV.dtype)
     fed_BN, token_BN = tree.parent_BN + 1, tree.token_BN.clamp(min=0)
     p_BN = p_BTV.flatten(1).gather(1, fed_BN * p_BTV.shape[2] + token_BN)
-    q_BN = law.of_token(fed_BN)
+    q_BN = distribution.of_token(fed_BN)
     at_B = tree.token_BN.new_zeros(tree.token_BN.shape[0])
     left_BV = p_BTV[:, 0]
     for _ in range(tree.depth + 1):
         child_BN, key_BN = children_of(tree, at_B)
         num_B1 = child_BN.sum(1, keepdim=True).to(p_BTV.dtype)
-        p_BV, q_BK = row(p_BTV, at_B), row(law.prob_BTK, at_B)
-        rho_B1 = smallest_rho(law.on_support(p_BV), q_BK, num_B1.clamp(min=1))
-        left_BV = _left(law, p_BV, q_BK, rho_B1, num_B1)
+        p_BV, q_BK = row(p_BTV, at_B), row(distribution.prob_BTK, at_B)
+        rho_B1 = smallest_rho(distribution.on_support(p_BV), q_BK, num_B1.clamp(min=1))
+        left_BV = _left(distribution, p_BV, q_BK, rho_B1, num_B1)
         pass_BN = child_BN & (u_BN * rho_B1 * q_BN < p_BN) & (q_BN > 0)
         first_BN = torch.where(pass_BN, key_BN, key_BN.amax() + 1).argmin(1)
         at_B = torch.where(pass_BN.any(1), first_BN + 1, at_B)
@@ -66,10 +66,10 @@ def smallest_rho(p_BK: Tensor, q_BK: Tensor, num_B1: Tensor) -> Tensor:
 
 
 def _left(
-    law: DraftDistribution, p_BV: Tensor, q_BK: Tensor, rho_B1: Tensor, num_B1: Tensor
+    distribution: DraftDistribution, p_BV: Tensor, q_BK: Tensor, rho_B1: Tensor, num_B1: Tensor
 ) -> Tensor:
     """What is left of p when none of the siblings was selected; p itself without siblings."""
-    taken_BK = torch.minimum(law.on_support(p_BV) / rho_B1, q_BK)
+    taken_BK = torch.minimum(distribution.on_support(p_BV) / rho_B1, q_BK)
     beta_B1 = taken_BK.sum(-1, keepdim=True).clamp(max=1.0)
     some_B1 = 1.0 - (1.0 - beta_B1) ** num_B1
-    return law.minus(p_BV, taken_BK * (some_B1 / beta_B1.clamp(min=_TINY)))
+    return distribution.minus(p_BV, taken_BK * (some_B1 / beta_B1.clamp(min=_TINY)))

@@ -1,8 +1,9 @@
 """Target-only verification: the target draws at every node, drafts are followed while they agree.
 
-Lossless for any drafts whatever, since the law of what is emitted never looks at them (SpecInfer's
-"naive sampling"). The noise is keyed by absolute position, so one seed gives one text with every
-drafter, tree and batch (Daliri, Musco and Suresh, arXiv 2408.07978). Letters as in `walk`.
+Lossless for any drafts whatever, since the distribution of what is emitted never looks at them
+(SpecInfer's "naive sampling"). The noise is keyed by absolute position, so one seed gives one text
+with every drafter, tree and batch (Daliri, Musco and Suresh, arXiv 2408.07978). Letters as in
+`walk`.
 """
 
 from __future__ import annotations

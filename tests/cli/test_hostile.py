@@ -110,7 +110,7 @@ REFUSED = {
     ),
     "an infinite option": (("plan", "--set", "drafter.options.temperature=.inf"), 3),
     "an infinite option in a word": (("plan", "--set", "drafter.options.temperature=inf"), 3),
-    "laws at no temperature": (("plan", "--set", "drafter.options.temperature=0"), 3),
+    "distributions at no temperature": (("plan", "--set", "drafter.options.temperature=0"), 3),
     "heads of negative weight": (("plan", "-r", "medusa", "--set", "drafter.options.decay=-1"), 3),
     "slices of nothing": (("plan", "-r", "eagle3", "--set", "drafter.options.chunk=0"), 3),
     "too large a vocabulary": (("plan", "--set", "vocab.size=99999999999999999999"), 3),

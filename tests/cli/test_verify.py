@@ -73,7 +73,9 @@ def test_a_proof_is_kept_in_the_package_and_shown(run: Any, package: Path) -> No
 def test_a_failed_proof_exits_with_8_and_is_kept_as_failed(
     run: Any, package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failed = Proof("tiny", "small-lm", "lossless", (Check("law, Chain block", False, 100),))
+    failed = Proof(
+        "tiny", "small-lm", "lossless", (Check("distribution, Chain block", False, 100),)
+    )
     monkeypatch.setattr(prove, "verify", lambda *_, **__: failed)
     answer = run("verify", package, "--target", "tiny")
     assert answer.code == Exit.GATE

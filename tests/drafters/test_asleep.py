@@ -177,7 +177,7 @@ def test_a_drafter_that_fails_as_it_wakes_costs_drafts_only(target, drafters):
     inner, plain = engine._state.observe, Engine(target).run(requests())
 
     def fails(outcome):
-        if engine.num_disabled == 0 and engine.rows[0].num_missed > 3:
+        if engine.num_disabled == 0 and engine.rows[0].backlog > 3:
             raise ValueError
         inner(outcome)
 

@@ -41,7 +41,8 @@ def test_without_trigrams_it_learns_less_in_the_same_steps(
 
 
 def said_at_the_start(rows: int, seed: int, size: int = 24, width: int = 32) -> TrainBatch:
-    """Random text; the target's law follows from what it thought of the very first token."""
+    """Random text; the target's distribution follows from what it thought of the very first
+    token."""
     generator = torch.Generator().manual_seed(seed)
     ids_BS = torch.randint(0, size, (rows, 12), generator=generator)
     topic_B = torch.randint(0, 4, (rows,), generator=generator)

@@ -144,12 +144,12 @@ def exact_pairs(target: Target, prompt: Sequence[int], temperature: float) -> Te
     with torch.no_grad():
         out = target.lm.dense(rows, batch.position_BS, target.lm.document_masks(batch.document_BS))
     assert out.logits_BTV is not None
-    law = (out.logits_BTV.double() / temperature).softmax(-1)
-    return law[0, -2][:, None] * law[:, -1]
+    distribution = (out.logits_BTV.double() / temperature).softmax(-1)
+    return distribution[0, -2][:, None] * distribution[:, -1]
 
 
 @pytest.mark.parametrize(("name", "policy"), GROWN)
-def test_sampled_pairs_follow_the_targets_law(
+def test_sampled_pairs_follow_the_targets_distribution(
     make_target: Any, train_a_little: Any, name: str, policy: str
 ) -> None:
     small = make_target(num_layers=3, vocab=6, hidden=32)
@@ -282,13 +282,14 @@ def test_a_missing_or_unknown_tensor_is_refused(target: Target, name: str) -> No
 def test_training_scores_a_token_as_serving_does(
     target: Target, make_drafter: Any, capture_batch: Any, drive: Any, name: str, trimmed: bool
 ) -> None:
-    """With one token to predict, the loss is made of the very laws that drafting would use: one per
-    training step or head j, which drafts that token j steps after the root, or one per exit."""
+    """With one token to predict, the loss is made of the very distributions that drafting would
+    use: one per training step or head j, which drafts that token j steps after the root, or one per
+    exit."""
     trained = make_drafter(name, trimmed)
     options = {n: getattr(trained.options, n) for n in trained.options.__dataclass_fields__}
     options["loss"] = "ce"
-    # a distance of states is no law; serving adds no noise and shows no answers; heads follow the
-    # first pass in training
+    # a distance of states is no distribution; serving adds no noise and shows no answers; heads
+    # follow the first pass in training
     for name_of, plain in (("feature_weight", 0.0), ("noise", 0.0), ("glance", 0.0), ("passes", 1)):
         if name_of in options:
             options[name_of] = plain
@@ -416,7 +417,7 @@ def undrafted(target: Target) -> tuple[list[Request], list[Sequence[int]]]:
 def test_nothing_is_drafted_from_weights_of_nan_and_every_row_is_counted(
     target: Target, undrafted: Any, name: str, policy: str
 ) -> None:
-    """Whatever turns the logits into tokens, and whether or not it keeps a law of them."""
+    """Whatever turns the logits into tokens, and whether or not it keeps a distribution of them."""
     drafter = new_drafter(target, name)
     with torch.no_grad():
         for weight in drafter.trainable().values():

@@ -130,7 +130,7 @@ def test_chains_stay_chains_and_nothing_stays_nothing() -> None:
 
 def test_sampled_trees_are_refused() -> None:
     sampled = replace(tree_of([([1, 2], 0.9)]), kind=NodeKind.WITHOUT_REPLACEMENT)
-    with pytest.raises(RecipeError, match="changes the law"):
+    with pytest.raises(RecipeError, match="changes the distribution"):
         fuse([sampled], BIG)
 
 

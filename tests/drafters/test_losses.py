@@ -19,8 +19,8 @@ from specctl.drafters.losses.head_losses import (
     LossOptions,
     TeacherLogits,
     acceptance,
+    distributions,
     head_loss,
-    laws,
     weighted_sum,
 )
 
@@ -71,7 +71,7 @@ def test_loss_equals_its_formula_row_by_row(kind: str, temperature: float) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_trimmed_loss_restricts_the_law_and_skips_cut_rows(kind: str) -> None:
+def test_trimmed_loss_restricts_the_distribution_and_skips_cut_rows(kind: str) -> None:
     state, head, aim = problem()
     vocab = VocabMap(torch.tensor(KEPT), V)
     out = head_loss(state, lambda x: head(x)[:, list(KEPT)], aim, vocab, LossOptions(kind))
@@ -87,7 +87,7 @@ def test_trimmed_loss_restricts_the_law_and_skips_cut_rows(kind: str) -> None:
             count += 1
         elif wanted in KEPT:
             kept = p[list(KEPT)] / p[list(KEPT)].sum()
-            if kind == "lk_hybrid":  # acceptance is always that of the full law
+            if kind == "lk_hybrid":  # acceptance is always that of the full distribution
                 alpha = torch.minimum(p[list(KEPT)], q).sum()
                 weight = (-3 * alpha).exp()
                 expected += float(weight * naive("kl", kept, q, 0) + (1 - weight) * (1 - alpha))
@@ -176,7 +176,9 @@ def test_teacher_rows_computed_when_asked_are_worth_the_logits() -> None:
         torch.testing.assert_close(shared.sum, outs[0].sum)
 
 
-def test_a_judge_that_knows_the_whole_law_computes_draft_ids_alone_and_says_the_same() -> None:
+def test_a_judge_that_knows_the_whole_distribution_computes_draft_ids_alone_and_says_the_same() -> (
+    None
+):
     _, _, aim = problem()
     source, weight = torch.randn(N + 4, 3).double(), torch.randn(V, 3).double()
     bias, ids = torch.randn(V).double(), torch.tensor([0, 2, V - 1])
@@ -186,16 +188,18 @@ def test_a_judge_that_knows_the_whole_law_computes_draft_ids_alone_and_says_the_
     assert part.logits_RK is not None
     assert part.logits_RK.shape == (N + 4, 3)
     weight.fill_(float("nan"))  # the whole head is not asked again
-    found = part.law(aim.judge_N, ids)
+    found = part.distribution(aim.judge_N, ids)
     logits = F.linear(source, part.logits_RK.weight_VD, bias[ids])[aim.judge_N] / 0.7
     assert whole.log_z_R is not None
     torch.testing.assert_close(found.log_p_NK, logits - whole.log_z_R[aim.judge_N, None])
     assert bool((found.log_p_NK.exp().sum(-1) < 1).all()), "some of p lies on ids that were cut"
     alone = TeacherLogits(asked, 0.7)
-    assert alone.over(ids) is alone, "whoever reads a row once needs the whole law for its norm"
+    assert alone.over(ids) is alone, (
+        "whoever reads a row once needs the whole distribution for its norm"
+    )
 
 
-def test_tv_is_one_minus_alpha_and_minus_log_alpha_is_ce_against_a_one_hot_law() -> None:
+def test_tv_is_one_minus_alpha_and_minus_log_alpha_is_ce_against_a_one_hot_distribution() -> None:
     state, head, aim = problem()
     out = head_loss(state, head, aim, None, LossOptions("tv"))
     torch.testing.assert_close(out.sum, out.count - out.metrics["alpha"][0])
@@ -266,8 +270,8 @@ def test_gradient_of_minus_log_alpha_is_that_of_tv_over_alpha() -> None:
     )
     (by_tv,) = torch.autograd.grad(head_loss(state, head, one, None, LossOptions("tv")).sum, state)
     assert one.teacher_RV is not None
-    law = TeacherLogits(one.teacher_RV).law(one.judge_N, None)
-    of = laws(head(state[one.row_N]), law.log_p_NK, 1.0, is_whole=True)
+    distribution = TeacherLogits(one.teacher_RV).distribution(one.judge_N, None)
+    of = distributions(head(state[one.row_N]), distribution.log_p_NK, 1.0, is_whole=True)
     torch.testing.assert_close(
         by_lk * acceptance(of).detach().double(), by_tv, rtol=1e-4, atol=1e-7
     )

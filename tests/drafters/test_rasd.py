@@ -24,25 +24,27 @@ from specctl.runtime.target.target import Target
 
 V = 12
 CPU = torch.device("cpu")
-Law = Callable[[Sequence[int]], list[float]]
+Distribution = Callable[[Sequence[int]], list[float]]
 
 
-def chain_law(seed: int, sharpness: float) -> Tensor:
+def chain_distribution(seed: int, sharpness: float) -> Tensor:
     """[V, V, V]: an order-2 Markov target."""
     generator = torch.Generator().manual_seed(seed)
     return (sharpness * torch.randn(V, V, V, generator=generator)).softmax(-1)
 
 
-def write(law_VVV: Tensor, length: int, seed: int) -> list[int]:
+def write(distribution_VVV: Tensor, length: int, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     text = [0, 1]
     while len(text) < length:
-        text.append(int(torch.multinomial(law_VVV[text[-2], text[-1]], 1, generator=generator)))
+        text.append(
+            int(torch.multinomial(distribution_VVV[text[-2], text[-1]], 1, generator=generator))
+        )
     return text
 
 
-def model_trie(law: Law, text: Sequence[int], nodes: int, depth: int) -> Trie:
-    """Best-first tree of a model's law; estimates are its path probabilities."""
+def model_trie(distribution: Distribution, text: Sequence[int], nodes: int, depth: int) -> Trie:
+    """Best-first tree of a model's distribution; estimates are its path probabilities."""
     trie, paths = Trie(), {-1: list(text)}
     frontier = [(-1, 1.0)]
     while frontier and len(trie) < 4 * nodes:
@@ -50,21 +52,23 @@ def model_trie(law: Law, text: Sequence[int], nodes: int, depth: int) -> Trie:
         frontier.remove((at, chance))
         if at >= 0 and trie.depths[at] >= depth:
             continue
-        for token, probability in enumerate(law(paths[at])):
+        for token, probability in enumerate(distribution(paths[at])):
             node = trie.add(at, token, chance * probability)
             paths[node] = [*paths[at], token]
             frontier.append((node, chance * probability))
     return trie
 
 
-def expected_accepted(tree: DraftTree, row: int, law_VVV: Tensor, text: Sequence[int]) -> float:
+def expected_accepted(
+    tree: DraftTree, row: int, distribution_VVV: Tensor, text: Sequence[int]
+) -> float:
     """Exact: the sum over nodes of the target's probability of their path."""
     total, at = 0.0, {-1: (1.0, list(text))}
     for node in range(tree.num_nodes):
         if bool(tree.valid_BN[row, node]):
             chance, known = at[int(tree.parent_BN[row, node])]
             token = int(tree.token_BN[row, node])
-            chance *= float(law_VVV[known[-2], known[-1], token])
+            chance *= float(distribution_VVV[known[-2], known[-1], token])
             at[node] = (chance, [*known, token])
             total += chance
     return total
@@ -80,15 +84,15 @@ def retrieved(store: Sequence[int], text: Sequence[int], length: int, span: int)
 def test_fusion_expects_more_than_either_source_at_equal_nodes() -> None:
     """The model knows every token's habits but not their context; the store knows the context, but
     only where it has seen it."""
-    law_VVV = chain_law(0, 3.0)
-    store = write(law_VVV, 500, 1)
-    blurred_VV = law_VVV.mean(0)
+    distribution_VVV = chain_distribution(0, 3.0)
+    store = write(distribution_VVV, 500, 1)
+    blurred_VV = distribution_VVV.mean(0)
 
     def model(text: Sequence[int]) -> list[float]:
         row: list[float] = blurred_VV[text[-1]].tolist()
         return row
 
-    budget, text = Budget(8, 3), write(law_VVV, 80, 2)
+    budget, text = Budget(8, 3), write(distribution_VVV, 80, 2)
     gains = {"model": 0.0, "store": 0.0, "fused": 0.0}
     for end in range(10, 80):
         own = pack([model_trie(model, text[:end], 8, 3)], budget, CPU)
@@ -96,7 +100,7 @@ def test_fusion_expects_more_than_either_source_at_equal_nodes() -> None:
         fused = fuse([own, found], budget).tree
         assert fused.num_nodes <= 8
         for name, tree in (("model", own), ("store", found), ("fused", fused)):
-            gains[name] += expected_accepted(tree, 0, law_VVV, text[:end])
+            gains[name] += expected_accepted(tree, 0, distribution_VVV, text[:end])
     assert gains["fused"] > 1.05 * max(gains["model"], gains["store"])
 
 
@@ -113,12 +117,17 @@ def rasd_of(target: Target, **options: Any) -> Rasd:
 
 def test_what_the_model_rules_out_is_cut_and_the_room_goes_to_better_nodes(target: Target) -> None:
     """Half of the store is of another kind. The model's likeliest tokens tell the two apart."""
-    law_VVV, other_VVV = chain_law(3, 3.0), chain_law(4, 3.0)
-    store = [t for i in range(6) for law in (law_VVV, other_VVV) for t in write(law, 120, 20 + i)]
-    blurred_VV = law_VVV.mean(0)
+    distribution_VVV, other_VVV = chain_distribution(3, 3.0), chain_distribution(4, 3.0)
+    store = [
+        t
+        for i in range(6)
+        for distribution in (distribution_VVV, other_VVV)
+        for t in write(distribution, 120, 20 + i)
+    ]
+    blurred_VV = distribution_VVV.mean(0)
     likely = [set(row) for row in blurred_VV.topk(6).indices.tolist()]
     state = rasd_of(target, keep=6).open(Space(1, 64, 8, CPU, torch.float32))
-    budget, text = Budget(5, 3), write(law_VVV, 80, 5)
+    budget, text = Budget(5, 3), write(distribution_VVV, 80, 5)
     whole = pruned = 0.0
     for end in range(10, 80):
         trie = retrieved(store, text[:end], 1, 3)
@@ -129,8 +138,8 @@ def test_what_the_model_rules_out_is_cut_and_the_room_goes_to_better_nodes(targe
         assert len(kept) <= len(trie)
         tree, less = pack([trie], budget, CPU), pack([kept], budget, CPU)
         assert less.num_nodes <= tree.num_nodes
-        whole += expected_accepted(tree, 0, law_VVV, text[:end])
-        pruned += expected_accepted(less, 0, law_VVV, text[:end])
+        whole += expected_accepted(tree, 0, distribution_VVV, text[:end])
+        pruned += expected_accepted(less, 0, distribution_VVV, text[:end])
     assert pruned > 1.05 * whole
 
 

@@ -184,11 +184,11 @@ def test_trimming_keeps_the_logits_of_kept_ids_in_the_picked_groups(
         ("small-lm", "chain", "target-only"),
     ],
 )  # fmt: skip
-def test_sampled_pairs_follow_the_targets_law(
+def test_sampled_pairs_follow_the_targets_distribution(
     make_target: Callable[..., Target], train_a_little: Any, name: str, policy: str, rule: str
 ) -> None:
     """T = 1, a trimmed and routed head: 5 of 7 ids in 3 groups, one of which is read; chi-square
-    of 800 pairs against their exact law."""
+    of 800 pairs against their exact distribution."""
     small = make_target(num_layers=3, vocab=7, seed=4)
     drafter = fresh(small, name, groups=4, top=1)
     train_a_little(small, drafter, 12)
@@ -220,5 +220,5 @@ def exact_pairs(target: Target, prompt: tuple[int, ...]) -> torch.Tensor:
     with torch.no_grad():
         out = target.lm.dense(ids_VS, torch.arange(ids_VS.shape[1]).expand_as(ids_VS), masks)
     assert out.logits_BTV is not None
-    law = out.logits_BTV.double().softmax(-1)
-    return (law[0, -2][:, None] * law[:, -1]).float()
+    distribution = out.logits_BTV.double().softmax(-1)
+    return (distribution[0, -2][:, None] * distribution[:, -1]).float()

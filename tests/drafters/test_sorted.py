@@ -1,4 +1,5 @@
-"""Sorted drafts: exits share one model, skipped layers are filled in exactly, the law is honest."""
+"""Sorted drafts: exits share one model, skipped layers are filled in exactly, the distribution is
+honest."""
 
 from __future__ import annotations
 
@@ -94,27 +95,27 @@ def test_keys_and_values_filled_in_late_are_those_of_a_full_forward(
     assert max(Watch.depths) > 3, "no part was ever left behind"
 
 
-def laws(drafter: SortedLm, drive: Any, target: Target, text: list[int]) -> torch.Tensor:
+def distributions(drafter: SortedLm, drive: Any, target: Target, text: list[int]) -> torch.Tensor:
     found: torch.Tensor = drive(target, drafter).chain_logits(text, 4)
     return found
 
 
-def test_each_token_speaks_the_law_of_the_first_exit_that_is_sure(
+def test_each_token_speaks_the_distribution_of_the_first_exit_that_is_sure(
     target: Target, drafter: SortedLm, drive: Any
 ) -> None:
     """Exits of a fixed depth are the oracle; low, middle and high thresholds pick among them."""
     text = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
-    fixed = [laws(sure(drafter, 0.0, only), drive, target, text) for only in range(3)]
-    torch.testing.assert_close(laws(sure(drafter, 0.0), drive, target, text), fixed[0])
-    torch.testing.assert_close(laws(sure(drafter, 1.0), drive, target, text), fixed[2])
-    chances = torch.stack([law.softmax(-1).amax(-1) for law in fixed])
+    fixed = [distributions(sure(drafter, 0.0, only), drive, target, text) for only in range(3)]
+    torch.testing.assert_close(distributions(sure(drafter, 0.0), drive, target, text), fixed[0])
+    torch.testing.assert_close(distributions(sure(drafter, 1.0), drive, target, text), fixed[2])
+    chances = torch.stack([distribution.softmax(-1).amax(-1) for distribution in fixed])
     ordered, half = chances.flatten().sort().values, chances.numel() // 2
     threshold = float(ordered[half - 1 : half + 1].mean())  # between two, never at one
-    mixed, used = laws(sure(drafter, threshold), drive, target, text), set()
-    for row, law in enumerate(mixed):
+    mixed, used = distributions(sure(drafter, threshold), drive, target, text), set()
+    for row, distribution in enumerate(mixed):
         is_sure = (chances[:2, row] >= threshold).nonzero()
         exit_at = int(is_sure[0]) if len(is_sure) else 2
-        torch.testing.assert_close(law, fixed[exit_at][row])
+        torch.testing.assert_close(distribution, fixed[exit_at][row])
         used.add(exit_at)
     assert used == {0, 1, 2}
 
@@ -126,8 +127,8 @@ def test_an_exit_of_a_fixed_depth_is_the_draft_model_cut_there(
     shallow = SortedLm(SortedOptions(layers=2, exits=(2,)), target.spec)
     mine = drafter.tensors()
     shallow.load_tensors({name: mine[name] for name in shallow.tensors()})
-    expected = laws(shallow, drive, target, text)
-    torch.testing.assert_close(laws(sure(drafter, 0.5, 1), drive, target, text), expected)
+    expected = distributions(shallow, drive, target, text)
+    torch.testing.assert_close(distributions(sure(drafter, 0.5, 1), drive, target, text), expected)
 
 
 def test_the_loss_is_the_sum_over_exits(target: Target, drafter: SortedLm, make_batch: Any) -> None:
@@ -199,7 +200,7 @@ def test_what_entries_see_is_what_the_tree_mask_says(round_view: Any, target: Ta
 def test_a_row_that_missed_much_catches_up_alone(
     target: Target, drafter: SortedLm, round_view: Any
 ) -> None:
-    """Longer than LONG, beside a short row; the law is that of the deepest exit."""
+    """Longer than LONG, beside a short row; the distribution is that of the deepest exit."""
     text = [(7 * i) % 24 for i in range(50)]
     deep = sure(drafter, 0.0, only=2)
     space = Space(2, 64, 4, target.device, target.dtype)

@@ -59,18 +59,18 @@ def test_the_drafts_are_those_of_the_draft_model_alone_for_fewer_forwards(
     assert state.num_forwards < most * state.num_asked
 
 
-def test_laws_handed_to_verification_are_the_draft_models_own(
+def test_distributions_handed_to_verification_are_the_draft_models_own(
     target: Target, small: SmallLm
 ) -> None:
     how = {"policy": "chain", "length": 4, "temperature": 1.0, "tokens": 16}
     alone, found = decode(target, small, **how), decode(target, staged(small), **how)
-    laws = [
+    distributions = [
         (a.tree.q, b.tree.q)
         for a, b in zip(alone.outcomes, found.outcomes, strict=True)
         if a.tree.num_nodes
     ]
-    assert len(laws) > 10
-    for mine, theirs in laws:
+    assert len(distributions) > 10
+    for mine, theirs in distributions:
         assert mine is not None
         assert theirs is not None
         torch.testing.assert_close(mine.prob_BTK, theirs.prob_BTK, rtol=1e-4, atol=1e-6)

@@ -85,7 +85,7 @@ def test_one_draft_is_the_draft_models_greedy_chain(
         text = [*text, drafted]
 
 
-def test_the_first_step_is_the_top_of_the_draft_models_law(
+def test_the_first_step_is_the_top_of_the_draft_models_distribution(
     target: Target, small: SmallLm, round_view: Any
 ) -> None:
     text = [3, 1, 4, 1, 5]

@@ -104,8 +104,8 @@ def test_a_trimmed_sibling_is_exported_at_full_width_with_cut_rows_unreachable(
     torch.testing.assert_close(
         wide_1SV[..., KEPT.ids_K], logits(small, ids_1S), atol=1e-4, rtol=1e-4
     )
-    law = wide_1SV.softmax(-1)
-    assert float(law[..., ~KEPT.t2d()].max()) == 0.0
+    distribution = wide_1SV.softmax(-1)
+    assert float(distribution[..., ~KEPT.t2d()].max()) == 0.0
 
 
 def test_padding_is_only_accepted_when_asked_for(sibling: Any, target: Target) -> None:

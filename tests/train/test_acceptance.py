@@ -107,7 +107,9 @@ def test_shorter_drafts_are_predicted_from_the_same_chains(target: Target) -> No
     assert (curves["a"] + curves["b"]).tau_N.tolist() == pytest.approx([measured.tau])
 
 
-def laws(draft: Tensor, judge: Tensor, size: int, temperature: float) -> tuple[Tensor, Tensor]:
+def distributions(
+    draft: Tensor, judge: Tensor, size: int, temperature: float
+) -> tuple[Tensor, Tensor]:
     """p and the trimmed q over the target's ids, in float64."""
     mask = torch.full((V,), -torch.inf).double()
     mask[RANK[:size]] = 0.0
@@ -121,10 +123,10 @@ def test_overlap_at_every_size_is_the_sum_of_the_smaller_chances(temperature: fl
     found = overlap(draft, judge, Ranked.of(RANK, None, V), RANK, temperature)
     for size in range(1, V + 1):
         if temperature == 0.0:
-            _, q = laws(draft, judge, size, 1.0)
+            _, q = distributions(draft, judge, size, 1.0)
             by_hand = (q.argmax(-1) == judge.argmax(-1)).double()
         else:
-            by_hand = torch.minimum(*laws(draft, judge, size, temperature)).sum(-1)
+            by_hand = torch.minimum(*distributions(draft, judge, size, temperature)).sum(-1)
         torch.testing.assert_close(found[:, size - 1], by_hand)
 
 
@@ -134,13 +136,14 @@ def test_passing_is_the_chance_of_rejection_sampling(target: Target) -> None:
     found = passing(chain, Ranked.of(RANK, None, V), SIZES, 1.0)
     for n, size in enumerate(SIZES):
         for root in range(chain.num_tokens - 1):
-            p, q = laws(chain.draft_RLK[root, 1], chain.target_RV[root + 1], size, 1.0)
+            p, q = distributions(chain.draft_RLK[root, 1], chain.target_RV[root + 1], size, 1.0)
             y = int(chain.label_R[root + 1])
             assert float(found[root, 1, n]) == pytest.approx(min(1.0, float(q[y] / p[y])))
 
 
 def test_expected_tau_under_sampling_is_what_many_runs_average(target: Target) -> None:
-    """The walk against rounds over the same text, drawn again and again with the laws' chances."""
+    """The walk against rounds over the same text, drawn again and again with the distributions'
+    chances."""
     drafter = make_drafter(target, "small-lm")
     chain = next(capture_chains(target, drafter, write_answers(target, PROMPTS, NEW, 1.0), LENGTH))
     chance = passing(chain, Ranked.of(RANK, None, V), (12,), 1.0)

@@ -15,7 +15,7 @@ from specctl.core.drafter import Drafter
 from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.core.vocab import VocabMap
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
-from specctl.models.fast_llama import lean_from_hf
+from specctl.models.fast_llama import fast_llama_from_hf
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.target.target import Target
@@ -293,7 +293,7 @@ def test_weights_padded_to_another_vocabulary_size_are_cut_or_stretched_to_fit(
     """Only rows differ that no token of the tokenizer names."""
     size = target.spec.vocab_size
     for padded in (size + 16, size - 16):
-        lm = lean_from_hf(make_model(num_layers=2, vocab=padded))
+        lm = fast_llama_from_hf(make_model(num_layers=2, vocab=padded))
         assert lm is not None
         source = Initial("small", SmallLm.from_lm(lm, target.spec), "")
         shape = {**options_of(lm.module.shape, target.spec), "tied": False}

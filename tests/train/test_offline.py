@@ -104,16 +104,17 @@ def test_kept_whole_features_are_those_of_the_target_bit_for_bit(
         assert torch.equal(offline.teacher_BSV[real_BS], online.teacher_BSV[real_BS])
 
 
-# What it costs a random target: total variation of its law, largest over all tokens, measured
-# 0.0014 (bf16), 0.021 (fp8), 0.0005 (80 of 96 logits); error of a tap relative to the largest of
-# its token, measured 0.0035 and 0.036 (half a step of the format: 2^-8 and 2^-4 of the number).
+# What it costs a random target: total variation of its distribution, largest over all tokens,
+# measured 0.0014 (bf16), 0.021 (fp8), 0.0005 (80 of 96 logits); error of a tap relative to the
+# largest of its token, measured 0.0035 and 0.036 (half a step of the format: 2^-8 and 2^-4 of the
+# number).
 @pytest.mark.parametrize(
-    ("dtype", "topk", "law", "taps"),
+    ("dtype", "topk", "distribution", "taps"),
     [("bf16", None, 0.005, 0.004), ("fp8", None, 0.06, 0.05), ("fp32", 80, 0.002, 0.0)],
 )
 @pytest.mark.parametrize("plain_head", [True, False])
 def test_features_kept_shorter_are_close(
-    make_target: Callable[..., Target], dtype: str, topk: int | None, law: float, taps: float,
+    make_target: Callable[..., Target], dtype: str, topk: int | None, distribution: float, taps: float,
     plain_head: bool,
 ) -> None:  # fmt: skip
     target = make_target("llama" if plain_head else "gpt_neox", num_layers=3)
@@ -133,7 +134,7 @@ def test_features_kept_shorter_are_close(
         assert float((wrong / raw[f"tap-{tap}"].abs().amax(-1, keepdim=True)).max()) <= taps
     if "logits" in raw:
         p, q = raw["logits"].softmax(-1), found["logits"].float().softmax(-1)
-        assert float((p - q).abs().sum(-1).max()) / 2 <= law
+        assert float((p - q).abs().sum(-1).max()) / 2 <= distribution
 
 
 def run(target: Target, text: Path, out: Path, family: str = "eagle3", **sets: Any) -> list[float]:

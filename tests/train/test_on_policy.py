@@ -91,7 +91,7 @@ def test_fresh_rows_take_their_share_and_every_other_row_still_comes_once_an_epo
         assert sum(row >= 10 for row in stream[first : first + 10]) == 4
 
 
-def test_the_drafter_writes_what_its_own_law_says(
+def test_the_drafter_writes_what_its_own_distribution_says(
     tmp_path: Path, make_target: Callable[..., Target]
 ) -> None:
     text = on_policy(tmp_path / "data", make_target, trimmed=True)

@@ -50,7 +50,7 @@ def alpha(shape: DraftShape) -> float:
     return 1 / (1 + math.exp(1.2 - 0.3 * depth - 0.4 * width - 0.9 * depth * width))
 
 
-def test_the_fit_finds_the_law_that_made_the_times() -> None:
+def test_the_fit_finds_the_distribution_that_made_the_times() -> None:
     found = latency()
     assert found.fit.r2 == pytest.approx(1.0, abs=1e-9)
     other = DraftShape(3, 224)

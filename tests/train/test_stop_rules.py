@@ -25,7 +25,8 @@ PROMPTS = [[i % SIZE] for i in range(24)]
 
 
 class Half(StepState):
-    """Drafts the target's own law of the newest token after an even one, noise after an odd one."""
+    """Drafts the target's own distribution of the newest token after an even one, noise after an
+    odd one."""
 
     def __init__(self, logits_VV: Tensor) -> None:
         self.logits_VV, self.newest_B = logits_VV, torch.empty(0)

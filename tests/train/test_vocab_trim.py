@@ -1,4 +1,5 @@
-"""Vocabulary trimming of real drafters: what is counted, what is cut, what is told, and the law."""
+"""Vocabulary trimming of real drafters: what is counted, what is cut, what is told, and the
+distribution."""
 
 from __future__ import annotations
 
@@ -260,7 +261,8 @@ def test_tokens_of_target_and_drafter_are_counted_by_domain(target: Target) -> N
     assert all(int(ids.max()) < 96 and bool((ids % 2 == 0).all()) for ids, _ in drafted)
 
 
-# -- the law ----------------------------------------------------------------------------------
+# -- the distribution
+# ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["small-lm", "eagle3"])
@@ -285,10 +287,10 @@ def root_logits(target: Target, drafter: Drafter) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("rule", ["block", "target-only"])
-def test_sampling_with_a_trimmed_drafter_keeps_the_law_of_the_target(
+def test_sampling_with_a_trimmed_drafter_keeps_the_distribution_of_the_target(
     make_target: Callable[..., Target], rule: str
 ) -> None:
-    """Chi-square of 1,600 sampled pairs over a vocabulary of 7 against the exact law."""
+    """Chi-square of 1,600 sampled pairs over a vocabulary of 7 against the exact distribution."""
     small_target = make_target(num_layers=2, vocab=7, seed=4)
     drafter = make_drafter(small_target).trimmed(VocabMap(torch.tensor([0, 2, 5]), 7))
     prompt, count = (1, 2, 3), 1600
@@ -301,7 +303,7 @@ def test_sampling_with_a_trimmed_drafter_keeps_the_law_of_the_target(
     seen = torch.zeros(7, 7)
     for completion in completions:
         seen[completion.tokens[0], completion.tokens[1]] += 1
-    expected = count * pair_law(small_target, prompt, 0.9)
+    expected = count * pair_distribution(small_target, prompt, 0.9)
     keep = expected > 5
     rest = (float(seen[~keep].sum()), float(expected[~keep].sum()))
     observed = [*seen[keep].tolist(), rest[0]] if rest[1] > 1 else seen[keep].tolist()
@@ -312,7 +314,7 @@ def test_sampling_with_a_trimmed_drafter_keeps_the_law_of_the_target(
     assert accepted > 0, "no draft was ever accepted, so nothing was tested"
 
 
-def pair_law(target: Target, prompt: tuple[int, ...], temperature: float) -> torch.Tensor:
+def pair_distribution(target: Target, prompt: tuple[int, ...], temperature: float) -> torch.Tensor:
     """[V, V]: exact probability of the first two tokens."""
     V = target.spec.vocab_size
     ids_VS = torch.tensor([[*prompt, token] for token in range(V)])

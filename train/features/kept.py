@@ -1,4 +1,4 @@
-"""What the target says of a row, kept on disk: taps and its law of the next token.
+"""What the target says of a row, kept on disk: taps and its distribution of the next token.
 
 Per real token (padding is not kept): every tap that the drafter needs and, for a teacher, one of
   state    the target's last state, from which its head makes the logits again (a plain head only);
@@ -6,7 +6,7 @@ Per real token (padding is not kept): every tap that the drafter needs and, for 
   logits   all of them, for heads with something after the product;
   topk     the K largest logits, and the mass of the others, which is spread evenly over them.
 Precision: fp32 keeps what was captured bit for bit; bf16; fp8 = float8_e4m3 with a scale per token.
-Logits are stored minus their largest, where the law is dense and a float is finest.
+Logits are stored minus their largest, where the distribution is dense and a float is finest.
 Letters: N tokens, B rows, S width of a batch, D width, V vocabulary, K kept logits.
 """
 

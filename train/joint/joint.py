@@ -113,7 +113,7 @@ class JointModel(Drafter):
         """What the target learns for itself; None if it keeps nothing."""
         if self._part.keep == "none":
             return None
-        judge = None if self._part.keep == "ce" else original_law(self._original, seen)
+        judge = None if self._part.keep == "ce" else original_distribution(self._original, seen)
         return target_loss(self.target, seen, judge)
 
     def _shown(self, seen: TrainBatch) -> TrainBatch:
@@ -152,7 +152,7 @@ def hidden_matrices(target: Target) -> dict[str, nn.Parameter]:
     return {n: p for n, p in named if n not in tables and is_hidden_matrix(p, sizes)}
 
 
-def original_law(target: Target, batch: TrainBatch) -> TeacherLogits:
+def original_distribution(target: Target, batch: TrainBatch) -> TeacherLogits:
     """What a frozen target says of the batch."""
     found = capture(target, batch, TEACHER)
     if found.teacher_rows is not None:
@@ -162,9 +162,9 @@ def original_law(target: Target, batch: TrainBatch) -> TeacherLogits:
 
 
 def target_loss(target: Target, seen: TrainBatch, judge: TeacherLogits | None) -> LossOut:
-    """How far the target that has read `seen` (its last state among the taps) is from a law, or
-    from the text: its loss per token, as target_kl or target_ce, and how often its most probable
-    token is the law's (target_agreement) or the text's (target_top1)."""
+    """How far the target that has read `seen` (its last state among the taps) is from a
+    distribution, or from the text: its loss per token, as target_kl or target_ce, and how often its
+    most probable token is the distribution's (target_agreement) or the text's (target_top1)."""
     rows = aim(replace(seen, select=None, teacher_BSV=None, teacher_rows=None), 1)
     head: Head = _as_it_is
     if seen.teacher_rows is not None:

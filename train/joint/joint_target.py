@@ -1,8 +1,8 @@
 """What joint training leaves behind: OUT/target, and how far it is from the target that came.
 
-Measured on held-out text, the same for every run: KL(p || p') per token between the original's law
-and the changed one's, how often both would say the same token, the perplexity of either. Generation
-with the drafter is lossless with respect to OUT/target, and only to that.
+Measured on held-out text, the same for every run: KL(p || p') per token between the original's
+distribution and the changed one's, how often both would say the same token, the perplexity of
+either. Generation with the drafter is lossless with respect to OUT/target, and only to that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from specctl.train.assemble import measuring_rows
 from specctl.train.data.heldout import heldout_prompts
 from specctl.train.data.rows import TokenData
 from specctl.train.features.capture import capture
-from specctl.train.joint.joint import TEACHER, JointModel, original_law, target_loss
+from specctl.train.joint.joint import TEACHER, JointModel, original_distribution, target_loss
 from specctl.train.lora import merge
 from specctl.train.metrics import MetricsLog, read_log
 
@@ -95,7 +95,7 @@ def measured_change(
     with torch.no_grad():
         for batch in batches:
             ours, theirs = capture(changed, batch, needs), capture(original, batch, needs)
-            apart.append(target_loss(changed, ours, original_law(original, batch)))
+            apart.append(target_loss(changed, ours, original_distribution(original, batch)))
             after.append(target_loss(changed, ours, None))
             before.append(target_loss(original, theirs, None))
     tokens = sum(float(out.count) for out in apart)
@@ -137,7 +137,7 @@ def _card(original: Target, change: TargetChange) -> str:
         f"# {Path(original.name).name}, changed\n\n"
         "Trained together with a drafter by specctl: low-rank additions to its hidden matrices are "
         "merged into its weights. It is **another model** than the one it was made from. "
-        "Speculative generation with that drafter follows this model's law exactly, not the "
+        "Speculative generation with that drafter follows this model's distribution exactly, not the "
         f"original's.\n\n{change.text()}\n\n"
         "The licence of the original model binds these weights.\n"
     )

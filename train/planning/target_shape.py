@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from specctl.core.errors import NetworkError
 from specctl.core.spec import ModelSpec
-from specctl.models.fast_llama import lean_from_hf
+from specctl.models.fast_llama import fast_llama_from_hf
 from specctl.models.hf_spec import spec_of
 from specctl.recipes.schema import TargetPart
 from specctl.recipes.targets import ResolvedTarget, aliases, resolve
@@ -88,7 +88,7 @@ def _counted(config: Any) -> TargetShape:
     met = getattr(inner, "num_experts_per_tok", None) or there
     idle = round(experts * (1 - met / there)) if there else 0
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else None
-    is_plain = lean_from_hf(model) is not None
+    is_plain = fast_llama_from_hf(model) is not None
     return TargetShape(spec_of(config), count, count - idle, stored, is_plain)
 
 

@@ -152,18 +152,18 @@ def measure_scores(lm: FastLlama, batches: Iterable[TrainBatch]) -> Scores:
 
 @torch.no_grad()
 def acceptance(draft: FastLlama, target: LanguageModel, batches: Sequence[TrainBatch]) -> float:
-    """alpha = E sum min(p, q) over the tokens that are to be predicted, at temperature 1; both laws
-    over one vocabulary."""
+    """alpha = E sum min(p, q) over the tokens that are to be predicted, at temperature 1; both
+    distributions over one vocabulary."""
     total, count = 0.0, 0
     for batch in batches:
         rows = ahead_mask(batch, 1)
-        p_NV, q_NV = (_law(lm, batch, rows) for lm in (target, draft))
+        p_NV, q_NV = (_distribution(lm, batch, rows) for lm in (target, draft))
         total += float(torch.minimum(p_NV, q_NV).sum())
         count += int(rows.sum())
     return total / count
 
 
-def _law(lm: LanguageModel, batch: TrainBatch, rows_BS: Tensor) -> Tensor:
+def _distribution(lm: LanguageModel, batch: TrainBatch, rows_BS: Tensor) -> Tensor:
     masks = lm.document_masks(batch.document_BS)
     logits_BSV = lm.dense(batch.ids_BS, batch.position_BS, masks).logits_BTV
     assert logits_BSV is not None

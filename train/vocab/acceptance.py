@@ -1,12 +1,13 @@
 """Acceptance and tau of a drafter at every vocabulary size at once, from chains along true text.
 
-With the k best-ranked ids kept, the draft law is q_k(v) = q(v) / Q_k inside them, Q_k their mass.
-Rejection sampling accepts a draft that is the target's token y with chance w_k = min(1, q_k(y) /
-p(y)); given the text that was written, these events are independent. So the expected number of
-rounds spent on a text follows from a walk over its roots: a round that accepts n of its drafts goes
-n + 1 tokens further. Greedily both laws are one-hot and w_k is 0 or 1: y is drafted exactly while
-it is kept and no kept id has a larger logit, an interval of k. For chains verified token by token
-the walk is exact; block verification accepts a little more, trees are scaled to their measured tau.
+With the k best-ranked ids kept, the draft distribution is q_k(v) = q(v) / Q_k inside them, Q_k
+their mass. Rejection sampling accepts a draft that is the target's token y with chance w_k = min(1,
+q_k(y) / p(y)); given the text that was written, these events are independent. So the expected
+number of rounds spent on a text follows from a walk over its roots: a round that accepts n of its
+drafts goes n + 1 tokens further. Greedily both distributions are one-hot and w_k is 0 or 1: y is
+drafted exactly while it is kept and no kept id has a larger logit, an interval of k. For chains
+verified token by token the walk is exact; block verification accepts a little more, trees are
+scaled to their measured tau.
 
 `overlap` is the other reading of acceptance, alpha_k = sum_v min(p(v), q_k(v)), at given positions.
 Id v adds p(v) from the size on that keeps it until q_k(v) < p(v), and q(v) / Q_k from there on; so
@@ -190,7 +191,7 @@ def overlap(
     draft_MK: Tensor, target_MV: Tensor, ranked: Ranked, ids_K: Tensor, temperature: float = 1.0
 ) -> Tensor:
     """float64 [M, K]: sum_v min(p(v), q_k(v)) for every size k = 1 .. K; `ids_K` names the target
-    id of each rank. At temperature 0 both laws are one-hot."""
+    id of each rank. At temperature 0 both distributions are one-hot."""
     if temperature == 0.0:
         best_M = target_MV.argmax(-1)
         every_N = torch.arange(1, ranked.row_K.numel() + 1, device=draft_MK.device)

@@ -1,8 +1,8 @@
 """Which vocabularies are worth measuring: every size's promise, the best of them, their drafters.
 
-A size's promise is the speed-up that its coverage (or the drafter's own laws along answers of the
-target) and the cost of the draft head predict. With `search` tpe the draft length and the weights
-of the domains are chosen together with the size.
+A size's promise is the speed-up that its coverage (or the drafter's own distributions along answers
+of the target) and the cost of the draft head predict. With `search` tpe the draft length and the
+weights of the domains are chosen together with the size.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class VocabCandidates:
         if not self.is_led:
             return "coverage"
         kind = "" if is_walked_exactly(self.policy) else " as a chain, scaled to the measured tau"
-        return f"the drafter's laws along {len(self.material.answers)} answers{kind}"
+        return f"the drafter's distributions along {len(self.material.answers)} answers{kind}"
 
     # -- choosing -------------------------------------------------------------------------------
 

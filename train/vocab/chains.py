@@ -2,8 +2,8 @@
 
 A round of a chain starts at some token (the root) and is accepted as long as its drafts are the
 target's own next tokens, so on an accepted path the drafter has read nothing but the target's text.
-One pass that drafts from every root along the true text therefore sees every law that decoding
-could meet, with the whole vocabulary or with any part of it (see `train.acceptance`).
+One pass that drafts from every root along the true text therefore sees every distribution that
+decoding could meet, with the whole vocabulary or with any part of it (see `train.acceptance`).
 Letters: R roots of one text (root r is followed by answer token r), L drafted tokens, K draft
 vocabulary, V target vocabulary, S whole text.
 """
@@ -40,8 +40,9 @@ class TargetAnswer:
 @dataclass(frozen=True, slots=True)
 class ScoredChain:
     """One answer seen by both models. `draft_RLK` holds raw draft logits behind root r and l true
-    tokens, of the law of answer token r + l (zeros past the end); `target_RV` the target's logits
-    of answer token r; `label_R` the answer. A round from root r drafts `depth_R[r]` tokens."""
+    tokens, of the distribution of answer token r + l (zeros past the end); `target_RV` the target's
+    logits of answer token r; `label_R` the answer. A round from root r drafts `depth_R[r]`
+    tokens."""
 
     draft_RLK: Tensor
     target_RV: Tensor

@@ -2,9 +2,9 @@
 
 S(k) = tau(k) / (c_verify + g (c_body + c_head k / V)), all costs in plain target steps: the balance
 of coverage and draft latency (arXiv 2603.05210) in exact form. tau(k) comes from the drafter's own
-laws along text the target wrote (`train.acceptance`), not from coverage: a token that the drafter
-would have missed anyway costs nothing when it is cut, and most rare tokens are of that kind.
-One integer and a table: the search over sizes is exhaustive. Letters: N sizes.
+distributions along text the target wrote (`train.acceptance`), not from coverage: a token that the
+drafter would have missed anyway costs nothing when it is cut, and most rare tokens are of that
+kind. One integer and a table: the search over sizes is exhaustive. Letters: N sizes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Trim a drafter's vocabulary: keep the output rows that the target's own words need.
 
-Nothing is trained and nothing is lost: the draft law q becomes the softmax over the kept rows, zero
-elsewhere, and verification uses exactly that q, so that the output law stays the target's
-(VocabTrim, arXiv 2506.22694; FR-Spec, arXiv 2502.14856). What it costs is acceptance on the cut
-tokens; what it saves is the draft head's bytes. A selector ranks the ids; the size is predicted to
-pay, then confirmed by measured tau on prompts that nothing was chosen by.
+Nothing is trained and nothing is lost: the draft distribution q becomes the softmax over the kept
+rows, zero elsewhere, and verification uses exactly that q, so that the output distribution stays
+the target's (VocabTrim, arXiv 2506.22694; FR-Spec, arXiv 2502.14856). What it costs is acceptance
+on the cut tokens; what it saves is the draft head's bytes. A selector ranks the ids; the size is
+predicted to pay, then confirmed by measured tau on prompts that nothing was chosen by.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ def test_whatever_a_controller_plays_the_text_is_the_targets(target: Any, name: 
     assert policy.counts == {}, "the policy that was handed in has learned nothing"
 
 
-def test_a_sampled_arm_keeps_its_law_beside_deterministic_ones(make_target: Any) -> None:
+def test_a_sampled_arm_keeps_its_distribution_beside_deterministic_ones(make_target: Any) -> None:
     """Chains drawn from q (verified as such) and copies (which follow the target) in turn."""
     small = make_target(num_layers=2, vocab=6)
     torch.manual_seed(2)
@@ -245,8 +245,8 @@ def test_a_sampled_arm_keeps_its_law_beside_deterministic_ones(make_target: Any)
     ids = torch.tensor([prompt])
     masks = small.lm.document_masks(torch.zeros_like(ids))
     logits = small.lm.dense(ids, torch.arange(5)[None], masks).logits_BTV[0, -1]
-    law = (logits / 1.2).softmax(-1)
-    assert float((seen / count - law).abs().sum() / 2) < 0.06
+    distribution = (logits / 1.2).softmax(-1)
+    assert float((seen / count - distribution).abs().sum() / 2) < 0.06
     played = made.stats.to_json()["controller"]["arms"]
     assert {"draft", "copy"} <= set(played)
 

@@ -1,4 +1,5 @@
-"""String-level rejection sampling: psi is the draft's own law of texts, and the target's law stays.
+"""String-level rejection sampling: psi is the draft's own distribution of texts, and the target's
+distribution stays.
 
 Toys over two letters, small enough to write out every text: a target that speaks a, b and ab, and
 drafts of single letters, of longer tokens, and with an end of text.
@@ -34,13 +35,14 @@ def lexicon(words):
 
 
 class Toy:
-    """A draft whose law depends on everything it wrote, and a target with an end of text."""
+    """A draft whose distribution depends on everything it wrote, and a target with an end of
+    text."""
 
     def __init__(self, target, draft, seed=0):
         self.seed, self.ours, self.theirs = seed, [*TARGETS[target], END], DRAFTS[draft]
         shared = {len(self.ours) - 1: self.theirs.index(END)} if END in self.theirs else {}
         reader = Reader(lexicon(self.theirs), lexicon(self.ours), shared)
-        self.law = FirstTokenDistribution.of(reader, len(self.theirs), len(self.ours))
+        self.distribution = FirstTokenDistribution.of(reader, len(self.theirs), len(self.ours))
         self.longest = max(map(len, TARGETS[target]))
         self.fed = []
 
@@ -58,7 +60,7 @@ class Toy:
     def psi(self):
         self.fed = []
         root_BU = torch.tensor(np.log(self.after(())))[None]
-        return self.law.psi(root_BU, self.expand)[0].numpy()
+        return self.distribution.psi(root_BU, self.expand)[0].numpy()
 
     def first(self, text, is_over):
         """The longest target token that a text begins with; its end where nothing was written."""
@@ -93,7 +95,7 @@ class Toy:
         return [(chances[written], first) for written, first in shortest.items()]
 
 
-def laws(seed, size, depth):
+def distributions(seed, size, depth):
     rng, paths = np.random.default_rng(seed), [()]
     for _ in range(depth):
         paths += [(*path, x) for path in paths for x in range(size) if (*path, x) not in paths]
@@ -111,35 +113,36 @@ def test_psi_is_the_probability_of_every_text_that_begins_with_the_token(target,
     assert np.abs(found - expected).max() < 1e-12
     assert found.sum() == pytest.approx(1.0) or target == "gaps"
     assert target != "gaps" or found.sum() < 0.95  # texts that no token begins propose nothing
-    assert len(toy.fed) == toy.law.num_nodes == len(set(toy.fed))
+    assert len(toy.fed) == toy.distribution.num_nodes == len(set(toy.fed))
 
 
 def test_sequences_are_read_in_steps_of_any_width(monkeypatch):
     whole = Toy("long", "longer").psi()
     monkeypatch.setattr("specctl.runtime.cross_vocab.first_token_distribution.AT_ONCE", 1)
     toy = Toy("long", "longer")
-    assert toy.law.num_nodes > 4
+    assert toy.distribution.num_nodes > 4
     assert np.abs(toy.psi() - whole).max() < 1e-15
-    assert all(b >= a for a, b in pairwise(toy.law.parent_N.tolist()))
+    assert all(b >= a for a, b in pairwise(toy.distribution.parent_N.tolist()))
 
 
 @pytest.mark.parametrize("rule", ["chain", "block"])
 @pytest.mark.parametrize(("target", "draft"), PAIRS)
-def test_the_emitted_law_is_exactly_the_targets(target, draft, rule):
+def test_the_emitted_distribution_is_exactly_the_targets(target, draft, rule):
     """The first token from psi, two certain ones behind it, against every coin."""
     toy = Toy(target, draft)
     psi, size = toy.psi(), len(toy.ours)
-    q = {path: np.eye(size)[sum(path) % size] for path in laws(0, size, 2)}
+    q = {path: np.eye(size)[sum(path) % size] for path in distributions(0, size, 2)}
     q[()] = psi / psi.sum()
-    case = Case("slrs", rule, NodeKind.IID, (-1, 0, 1), laws(7, size, 3), q, size)
+    case = Case("slrs", rule, NodeKind.IID, (-1, 0, 1), distributions(7, size, 3), q, size)
     exact = enumerate_case(case)
     assert exact.error < 1e-12
     assert exact.accepted > 0.2
 
 
 def emitted(p, psi, proposals):
-    """The law of a round's first token, if each proposal (chance, token, what the test takes for
-    its probability) is accepted with min(1, p / told), and the rest comes from norm([p - psi]+)."""
+    """The distribution of a round's first token, if each proposal (chance, token, what the test
+    takes for its probability) is accepted with min(1, p / told), and the rest comes from norm([p -
+    psi]+)."""
     out, left = np.zeros_like(p), 1.0
     for chance, token, told in proposals:
         out[token] += chance * min(1.0, p[token] / told)
@@ -154,7 +157,7 @@ def test_the_probability_of_one_way_to_write_a_token_is_not_enough(target):
         toy, apart = Toy(target, draft), 0.0
         psi, ways = toy.psi(), [way for way in toy.ways() if way[1] is not None]
         for seed in range(20):
-            p = laws(seed, len(toy.ours), 0)[()]
+            p = distributions(seed, len(toy.ours), 0)[()]
             summed = emitted(p, psi, [(chance, first, psi[first]) for chance, first in ways])
             naive = emitted(p, psi, [(chance, first, chance) for chance, first in ways])
             assert np.abs(summed - p).max() < 1e-12
@@ -174,7 +177,7 @@ def test_rejection_accepts_at_least_as_much_as_comparing_the_same_strings():
     found = []
     for seed in range(40):
         toy = Toy("a b ab", "longer", seed)
-        psi, p = toy.psi(), laws(100 + seed, len(toy.ours), 1)
+        psi, p = toy.psi(), distributions(100 + seed, len(toy.ours), 1)
         rejected = accepted("chain", NodeKind.IID, p, psi)
         matched = accepted("target-only", NodeKind.IID, p, psi)
         greedy = accepted("target-only", NodeKind.POINT, p, psi)
@@ -187,7 +190,7 @@ def test_rejection_accepts_at_least_as_much_as_comparing_the_same_strings():
 
 def test_a_greedy_string_may_match_a_peaked_target_more_often():
     toy = Toy("a b ab", "longer")
-    psi, p = toy.psi(), laws(0, len(toy.ours), 1)
+    psi, p = toy.psi(), distributions(0, len(toy.ours), 1)
     p[()] = 0.9 * np.eye(len(psi))[psi.argmax()] + 0.1 * psi
     rejected, greedy = accepted("chain", NodeKind.IID, p, psi), p[()].max()
     assert greedy == pytest.approx(accepted("target-only", NodeKind.POINT, p, psi), abs=1e-12)
@@ -197,7 +200,7 @@ def test_a_greedy_string_may_match_a_peaked_target_more_often():
 def test_a_draft_that_agrees_is_always_accepted():
     toy = Toy("a b ab", "longer")
     psi = toy.psi()
-    p = laws(0, len(psi), 1) | {(): psi}
+    p = distributions(0, len(psi), 1) | {(): psi}
     assert accepted("chain", NodeKind.IID, p, psi) == pytest.approx(1.0, abs=1e-12)
     assert accepted("target-only", NodeKind.POINT, p, psi) < 0.9
 

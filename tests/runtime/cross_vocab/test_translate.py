@@ -1,4 +1,5 @@
-"""Drafts of another tokenizer: the law stays the target's, and the ids are the right ones."""
+"""Drafts of another tokenizer: the distribution stays the target's, and the ids are the right
+ones."""
 
 import json
 from dataclasses import replace
@@ -135,7 +136,8 @@ def test_spaces_and_bytes_of_other_alphabets_are_understood():
     assert lexicon.spell(b" the\ns") == [0, 1, 2]
 
 
-# -- the law --------------------------------------------------------------------------------------
+# -- the distribution
+# --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -174,8 +176,8 @@ def test_a_renumbered_twin_is_accepted_greedily(target, twin, method, serve):
     ("method", "serve"),
     [("tli", CHAIN), ("tli", TREE), ("slem", {"policy": "direct"}), ("slrs", CHAIN)],
 )
-def test_sampled_output_has_the_targets_law(target, draft, method, serve):
-    found, draws = law(target, drafter_of(draft, target, method), make_policy(serve))
+def test_sampled_output_has_the_targets_distribution(target, draft, method, serve):
+    found, draws = distribution(target, drafter_of(draft, target, method), make_policy(serve))
     assert found.p_value > 1e-3
     assert found.cells > 25
     if method != "slem":
@@ -184,7 +186,7 @@ def test_sampled_output_has_the_targets_law(target, draft, method, serve):
         assert draws.worst_sum < 1e-5
 
 
-def law(target, drafter, policy, count=1_000):
+def distribution(target, drafter, policy, count=1_000):
     prompt, watched = tuple(target.encode("abcab")), WatchedPolicy(policy)
     sampling = Sampling(temperature=1.0, max_new_tokens=3, ignore_eos=True)
     engine = Engine(target, drafter, watched, num_slots=100)
@@ -208,7 +210,7 @@ def test_sampled_strings_are_accepted_more_often_by_their_probability(target, tw
 
 
 class Misread:
-    """A chain whose law is told to the verifier wrongly."""
+    """A chain whose distribution is told to the verifier wrongly."""
 
     nodes, depth, is_chain = 3, 3, True
 
@@ -225,7 +227,7 @@ class Misread:
 
 def in_order_of_the_vocabulary(target):
     """The head is pruned in the order of get_vocab(), the result scattered by ascending id: the
-    permuted law that transformers 5.23 tells its verifier."""
+    permuted distribution that transformers 5.23 tells its verifier."""
     order = list(dict(sorted(target.tokenizer.get_vocab().items())).values())
 
     def spoil(q):
@@ -236,14 +238,14 @@ def in_order_of_the_vocabulary(target):
 
 
 def masked_afterwards(q):
-    """The law before it was renormalised on the shared tokens."""
+    """The distribution before it was renormalised on the shared tokens."""
     return QRows(q.prob_BTK * 0.6, q.ids_K)
 
 
 @pytest.mark.parametrize("wrong", ["permuted", "not renormalised"])
-def test_the_law_of_naive_masking_is_not_the_targets(target, draft, wrong):
+def test_the_distribution_of_naive_masking_is_not_the_targets(target, draft, wrong):
     spoil = in_order_of_the_vocabulary(target) if wrong == "permuted" else masked_afterwards
-    found, _ = law(target, drafter_of(draft, target, "tli"), Misread(spoil))
+    found, _ = distribution(target, drafter_of(draft, target, "tli"), Misread(spoil))
     assert found.p_value < 1e-9
 
 

@@ -142,7 +142,7 @@ def test_a_drafter_that_raises_leaves_the_plain_answers(target, where, temperatu
 @pytest.mark.parametrize("how", ["nan", "inf"])
 @pytest.mark.parametrize("where", ["root", "expand"])
 @pytest.mark.parametrize(("serve_with", "rule"), [(CHAIN, "block"), (TREE, "traversal")])
-def test_a_law_of_nan_ends_the_drafts_of_its_own_row(target, where, how, serve_with, rule):
+def test_a_distribution_of_nan_ends_the_drafts_of_its_own_row(target, where, how, serve_with, rule):
     """Under rules that use q, too: what is emitted follows from the target alone."""
     drafter = FailingDrafter(target, where, at=2, slot=1, how=how)
     engine, done, _ = serve(target, drafter, serve_with, 0.0, "auto")

@@ -40,7 +40,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("serve", [None, {"policy": "chain"}, {"policy": "static-tree"}])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_logprobs_are_of_the_law_before_temperature(make_target, target, name, serve):
+def test_logprobs_are_of_the_distribution_before_temperature(make_target, target, name, serve):
     sampling = Sampling(max_new_tokens=16, **SETTINGS[name])
     drafter = None if serve is None else disturbed(make_target, target, num_layers=2)
     policy = None if serve is None else make_policy(serve)

@@ -1,7 +1,9 @@
-"""Rows of one batch that draft differently deep, or not at all: each follows the target's law.
+"""Rows of one batch that draft differently deep, or not at all: each follows the target's
+distribution.
 
-Transitions are counted over many seeded rows of the Markov oracle and compared with its law by
-chi-square; a rule that took a row's missing nodes for rejected ones would be off by the residual.
+Transitions are counted over many seeded rows of the Markov oracle and compared with its
+distribution by chi-square; a rule that took a row's missing nodes for rejected ones would be off by
+the residual.
 """
 
 from __future__ import annotations
@@ -63,8 +65,8 @@ def requests(size: int) -> list[Request]:
     return [Request((i % size,), Sampling(1.0, seed=i, max_new_tokens=TOKENS)) for i in range(ROWS)]
 
 
-def off_the_law(pair: Pair, done: list[Completion]) -> tuple[float, float]:
-    """Chi-square of the transitions against the law, and what one in 10,000 exceeds."""
+def off_the_distribution(pair: Pair, done: list[Completion]) -> tuple[float, float]:
+    """Chi-square of the transitions against the distribution, and what one in 10,000 exceeds."""
     size = len(pair.p_VV)
     counts = np.zeros((size, size))
     for completion in done:
@@ -77,11 +79,11 @@ def off_the_law(pair: Pair, done: list[Completion]) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("rule", SERVES)
-def test_rows_of_uneven_draft_length_follow_the_law(pair: Pair, rule: str) -> None:
+def test_rows_of_uneven_draft_length_follow_the_distribution(pair: Pair, rule: str) -> None:
     drafter, policy = MarkovDrafter(pair.q_VV), make_policy(SERVES[rule])
     engine = Engine(pair.target, drafter, policy, rule, ROWS, batching=Uneven())
     done = engine.run(requests(len(pair.p_VV)))
-    found, most = off_the_law(pair, done)
+    found, most = off_the_distribution(pair, done)
     assert found < most
     drafted = [sum(c.stats.drafted for c in done[row::4]) for row in range(4)]
     assert min(drafted) > 0, "each kind of row drafted in some rounds"
@@ -101,7 +103,7 @@ class Broken(MarkovState):
 
 
 @pytest.mark.parametrize("rule", ["block", "traversal"])
-def test_rows_that_lost_their_drafts_follow_the_law(pair: Pair, rule: str) -> None:
+def test_rows_that_lost_their_drafts_follow_the_distribution(pair: Pair, rule: str) -> None:
     drafter = MarkovDrafter(pair.q_VV)
     drafter.open = lambda space: Broken(drafter.log_VV)  # type: ignore[method-assign, assignment]
     policy = make_policy(SERVES[rule])
@@ -109,7 +111,7 @@ def test_rows_that_lost_their_drafts_follow_the_law(pair: Pair, rule: str) -> No
     done = engine.run(requests(len(pair.p_VV)))
     assert engine.num_disabled == ROWS // 2
     for part in (done[0::2], done[1::2]):
-        found, most = off_the_law(pair, part)
+        found, most = off_the_distribution(pair, part)
         assert found < most
     accepted = [sum(c.stats.accepted for c in part) for part in (done[0::2], done[1::2])]
     assert accepted[1] > 10 * accepted[0]
@@ -124,7 +126,9 @@ class BrokenAtOnce(MarkovState):
 
 
 @pytest.mark.parametrize("rule", ["block", "traversal"])
-def test_the_very_round_that_was_drafted_from_nan_follows_the_law(pair: Pair, rule: str) -> None:
+def test_the_very_round_that_was_drafted_from_nan_follows_the_distribution(
+    pair: Pair, rule: str
+) -> None:
     drafter, rows = MarkovDrafter(pair.q_VV), 3000
     drafter.open = lambda space: BrokenAtOnce(drafter.log_VV)  # type: ignore[method-assign, assignment]
     policy = make_policy(SERVES[rule])

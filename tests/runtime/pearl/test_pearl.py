@@ -65,7 +65,7 @@ def test_greedy_text_is_the_targets(target: Target, name: str, gamma: int) -> No
 
 
 @pytest.mark.parametrize("gamma", [1, 3])
-def test_sampled_text_follows_the_targets_law(gamma: int) -> None:
+def test_sampled_text_follows_the_targets_distribution(gamma: int) -> None:
     pair, count = alike(3), 1200
     pearl = Pearl(pair.target, MarkovDrafter(pair.q_VV), Chain(length=gamma))
     (made,) = pearl.run([Request((0,), Sampling(1.0, seed=5, max_new_tokens=count))])

@@ -1,4 +1,5 @@
-"""RSD-S, DySpec and multi-candidate trees: each idea against its ablation, on known laws."""
+"""RSD-S, DySpec and multi-candidate trees: each idea against its ablation, on known
+distributions."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ def test_layers_spare_draft_calls(unsure: Pair) -> None:
 
 
 def test_a_wider_candidate_is_accepted_as_the_rule_says() -> None:
-    """One level, state-independent laws: multi-round acceptance by hand, r := norm([r - q]+)."""
+    """One level, state-independent distributions: multi-round acceptance by hand, r := norm([r -
+    q]+)."""
     one = alike(5)
     r_V, q_V, missed = one.p_VV[0].double(), one.q_VV[0].double(), 1.0
     for _ in range(3):

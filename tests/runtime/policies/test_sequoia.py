@@ -106,7 +106,7 @@ def test_its_tree_accepts_more_than_others_of_its_size(
         assert best.mean > done.mean + 3 * (best.error + done.error), other
 
 
-def test_a_used_up_draft_law_still_fills_the_tree() -> None:
+def test_a_used_up_draft_distribution_still_fills_the_tree() -> None:
     """Where q knows one token only, its siblings are drawn uniformly. Here what q leaves of p is
     uniform, too, so one of them is always right."""
     q_V = torch.tensor([1.0, 0.0, 0.0, 0.0])

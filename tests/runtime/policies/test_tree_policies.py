@@ -83,17 +83,17 @@ def _default(policy: Policy) -> str:
 
 
 @pytest.mark.parametrize(("name", "rule"), sampled())
-def test_sampled_text_follows_the_targets_law(battery: Any, name: str, rule: str) -> None:
-    checks = battery(small(name)).law(small(name), rule)
+def test_sampled_text_follows_the_targets_distribution(battery: Any, name: str, rule: str) -> None:
+    checks = battery(small(name)).distribution(small(name), rule)
     assert not failed(checks)
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_every_step_of_long_texts_follows_the_law(pair: Pair, name: str) -> None:
+def test_every_step_of_long_texts_follows_the_distribution(pair: Pair, name: str) -> None:
     """Six thousand steps of the Markov oracle: a bias of 0.06 in any state shows."""
     counts = pair.run(small(name), tokens=48).steps(len(pair.p_VV))
-    for seen_V, law_V in zip(counts, pair.p_VV.double().numpy(), strict=True):
-        wanted_V = law_V * seen_V.sum()
+    for seen_V, distribution_V in zip(counts, pair.p_VV.double().numpy(), strict=True):
+        wanted_V = distribution_V * seen_V.sum()
         order = np.argsort(wanted_V)
         seen, wanted = seen_V[order].astype(int).tolist(), wanted_V[order].tolist()
         assert chi_square(seen, wanted).p_value > 1e-5

@@ -17,7 +17,12 @@ from specctl.runtime import verify
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.policies import make_policy
 from specctl.runtime.proof import prove
-from specctl.runtime.proof.reference_checks import PairDistribution, Replay, chi_square, target_law
+from specctl.runtime.proof.reference_checks import (
+    PairDistribution,
+    Replay,
+    chi_square,
+    target_distribution,
+)
 from specctl.runtime.sampling.noise import RoundNoise
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.verify.walk import DraftDistribution
@@ -64,7 +69,15 @@ def test_a_healthy_pair_passes(target, drafter, serve):
     proof = prove.verify(target, drafter, policy=make_policy(serve))
     assert proof.passed, proof.lines()
     names = " ".join(check.name for check in proof.checks)
-    for word in ("exact law", "scalar", "greedy", "seeded", "cache", "law, ", "drafts follow q"):
+    for word in (
+        "exact distribution",
+        "scalar",
+        "greedy",
+        "seeded",
+        "cache",
+        "distribution, ",
+        "drafts follow q",
+    ):
         assert word in names
     assert all(check.count > 0 for check in proof.checks)
     assert json.loads(json.dumps(proof.to_json()))["passed"] is True
@@ -83,19 +96,19 @@ def test_every_policy_of_the_family_is_tried_greedily(target, drafter):
     assert len(greedy) == len(family("small-lm").policies)
 
 
-def test_the_law_under_top_k_and_penalties_is_tested_exactly(target, drafter):
+def test_the_distribution_under_top_k_and_penalties_is_tested_exactly(target, drafter):
     sampling = Sampling(temperature=0.8, top_k=6, repetition_penalty=1.4)
     for policy in (make_policy(TREE),):
         checks = battery(target, drafter, policy, sampling)
         rule = "block" if policy.is_chain else "traversal"
-        assert not failed(checks.law(policy, rule) + checks.seeded())
+        assert not failed(checks.distribution(policy, rule) + checks.seeded())
 
 
 def test_given_prompts_and_rule_are_used(target, drafter):
     prompts = [[1, 2, 3], [4, 5]]
     proof = prove.verify(target, drafter, policy=make_policy(CHAIN), rule="chain", prompts=prompts)
     assert proof.passed, proof.lines()
-    assert any(check.name == "law, Chain chain" for check in proof.checks)
+    assert any(check.name == "distribution, Chain chain" for check in proof.checks)
     assert next(c.count for c in proof.checks if c.name.startswith("seeded")) == 2 * 12
 
 
@@ -125,11 +138,13 @@ def test_a_greedy_rule_that_takes_every_draft_fails(target, drafter, monkeypatch
     assert "greedy identity, Chain" in failed(battery(target, drafter, make_policy(CHAIN)).greedy())
 
 
-def test_a_rule_with_the_wrong_residual_fails_the_law(target, drafter, monkeypatch):
-    monkeypatch.setattr(DraftDistribution, "minus", lambda self, law_BV, q_BK: law_BV)
+def test_a_rule_with_the_wrong_residual_fails_the_distribution(target, drafter, monkeypatch):
+    monkeypatch.setattr(
+        DraftDistribution, "minus", lambda self, distribution_BV, q_BK: distribution_BV
+    )
     policy = make_policy(CHAIN)
     checks = battery(target, drafter, policy, samples=1_000)
-    assert failed(checks.law(policy, "block")) == {"law, Chain block"}
+    assert failed(checks.distribution(policy, "block")) == {"distribution, Chain block"}
     assert failed(checks.rules()) == {"rules, fast and scalar"}
 
 
@@ -185,22 +200,22 @@ def argmax_tokens(tree):
     return replace(tree, token_BN=tree.q.prob_BTK[:, :-1].argmax(-1))
 
 
-def not_a_law(tree):
+def not_a_distribution(tree):
     return replace(tree, q=QRows(tree.q.prob_BTK * 1.2))
 
 
-@pytest.mark.parametrize("spoil", [heated, rolled, reversed_ids, argmax_tokens, not_a_law])
+@pytest.mark.parametrize("spoil", [heated, rolled, reversed_ids, argmax_tokens, not_a_distribution])
 def test_a_q_that_did_not_draw_the_drafts_fails(target, drafter, spoil):
     policy = Spoilt(make_policy(CHAIN), spoil)
-    found = failed(battery(target, drafter, policy, samples=300).law(policy, "block"))
+    found = failed(battery(target, drafter, policy, samples=300).distribution(policy, "block"))
     assert "drafts follow q, Spoilt block" in found
 
 
 @pytest.mark.parametrize("spoil", [heated, argmax_tokens])
-def test_a_wrong_q_shows_in_the_law_too(target, drafter, spoil):
+def test_a_wrong_q_shows_in_the_distribution_too(target, drafter, spoil):
     policy = Spoilt(make_policy(CHAIN), spoil)
-    found = failed(battery(target, drafter, policy, samples=1_000).law(policy, "block"))
-    assert "law, Spoilt block" in found
+    found = failed(battery(target, drafter, policy, samples=1_000).distribution(policy, "block"))
+    assert "distribution, Spoilt block" in found
 
 
 def test_a_drafter_of_another_vocabulary_passes_but_warns(target, make_target):
@@ -237,13 +252,13 @@ def test_a_sample_outside_the_support_is_fatal():
     assert chi_square([0, 100], [0.0, 100.0]).p_value == 1.0
 
 
-def test_the_joint_law_accepts_its_own_samples_and_rejects_others(target):
+def test_the_joint_distribution_accepts_its_own_samples_and_rejects_others(target):
     prompt, count, rng = [3, 1, 4], 3_000, np.random.default_rng(0)
     sampling = Sampling(temperature=1.0)
     joint = PairDistribution(target, prompt, sampling, count)
     assert sum(joint.expected) == pytest.approx(count)
-    first_V = target_law(target, [prompt], sampling)[0].numpy()
-    second_VV = target_law(target, [[*prompt, t] for t in range(48)], sampling).numpy()
+    first_V = target_distribution(target, [prompt], sampling)[0].numpy()
+    second_VV = target_distribution(target, [[*prompt, t] for t in range(48)], sampling).numpy()
     firsts = rng.choice(48, count, p=first_V)
     right = [(t, rng.choice(48, p=second_VV[t])) for t in firsts]
     wrong = [(t, rng.choice(48, p=first_V)) for t in firsts]

@@ -1,4 +1,5 @@
-"""Grammars: the law at every node, identity with plain decoding, and inputs that mean harm."""
+"""Grammars: the distribution at every node, identity with plain decoding, and inputs that mean
+harm."""
 
 import builtins
 import json
@@ -105,15 +106,15 @@ def logits_at(paths, seed):
     return 2.0 * torch.randn(1, len(paths), V, generator=generator)
 
 
-def laws_of(grammar, temperature, seed, depth):
+def distributions_of(grammar, temperature, seed, depth):
     """p at every node as the engine sees it, and q as a guided drafter drafts it."""
     paths, tree = bush(depth)
     batch = SamplingBatch([Sampling(temperature=temperature, grammar=grammar)], V)
     view = view_of([2, 2, 0], 3)
     scores = batch.scores(logits_at(paths, seed), tree, view)[0]
     guide, raw = batch.guide(view), logits_at(paths, seed + 1)
-    q = [batch.draft_law(guide.root(raw[:, 0], None)[:, None])[0]]
-    q.append(batch.draft_law(guide.expand(tree.token_BN, tree.parent_BN, raw[:, 1:]))[0])
+    q = [batch.draft_distribution(guide.root(raw[:, 0], None)[:, None])[0]]
+    q.append(batch.draft_distribution(guide.expand(tree.token_BN, tree.parent_BN, raw[:, 1:]))[0])
     p = dict(zip(paths, scores.double().softmax(-1).numpy(), strict=True))
     q = {
         k: v / max(v.sum(), 1e-30)
@@ -123,17 +124,17 @@ def laws_of(grammar, temperature, seed, depth):
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_every_node_has_the_law_of_its_own_text(grammar, temperature):
-    p, q = laws_of(grammar, temperature, seed=3, depth=3)
+def test_every_node_has_the_distribution_of_its_own_text(grammar, temperature):
+    p, q = distributions_of(grammar, temperature, seed=3, depth=3)
     paths = list(p)
-    for laws, seed in ((p, 3), (q, 4)):
+    for distributions, seed in ((p, 3), (q, 4)):
         raw = logits_at(paths, seed)[0].double().numpy() / temperature
         reached = [i for i, path in enumerate(paths) if is_reached(path)]
         assert len(reached) > 12
         for i in reached:
             weights = np.exp(raw[i]) * np.isin(np.arange(V), permitted(paths[i]))
-            assert laws[paths[i]] == pytest.approx(weights / weights.sum(), abs=2e-7)
-            assert set(np.flatnonzero(laws[paths[i]])) == set(permitted(paths[i]))
+            assert distributions[paths[i]] == pytest.approx(weights / weights.sum(), abs=2e-7)
+            assert set(np.flatnonzero(distributions[paths[i]])) == set(permitted(paths[i]))
 
 
 @pytest.mark.parametrize(
@@ -147,8 +148,8 @@ def test_every_node_has_the_law_of_its_own_text(grammar, temperature):
         ("traversal", NodeKind.WITHOUT_REPLACEMENT, (-1, -1, 0)),
     ],
 )
-def test_the_law_with_a_drafter_is_the_law_without(grammar, rule, kind, shape):
-    p, q = laws_of(grammar, 1.0, seed=5, depth=3)
+def test_the_distribution_with_a_drafter_is_the_distribution_without(grammar, rule, kind, shape):
+    p, q = distributions_of(grammar, 1.0, seed=5, depth=3)
     found = enumerate_case(Case("grammar", rule, kind, shape, p, q, V))
     assert found.error <= 1e-9
     assert found.accepted > 0

@@ -90,12 +90,12 @@ def test_one_large_vocabulary_row_is_uniform_and_has_no_ties_at_the_top():
     assert len(best.unique()) == 50
 
 
-def test_gumbel_draws_follow_the_law():
-    law_V = torch.tensor([0.5, 0.3, 0.15, 0.05])
+def test_gumbel_draws_follow_the_distribution():
+    distribution_V = torch.tensor([0.5, 0.3, 0.15, 0.05])
     noise = RoundNoise(range(40_000), [0] * 40_000, [0] * 40_000)
-    drawn = (law_V.log() + noise.final_BV(4)).argmax(-1)
+    drawn = (distribution_V.log() + noise.final_BV(4)).argmax(-1)
     counts = torch.bincount(drawn, minlength=4).numpy()
-    assert stats.chisquare(counts, 40_000 * law_V.numpy()).pvalue > 1e-4
+    assert stats.chisquare(counts, 40_000 * distribution_V.numpy()).pvalue > 1e-4
 
 
 def test_asking_twice_gives_the_same_numbers():

@@ -169,14 +169,14 @@ def test_half_precision_logits_become_float32_scores():
     assert scores.dtype == torch.float32
 
 
-def test_a_greedy_row_among_sampled_rows_has_a_one_hot_law():
+def test_a_greedy_row_among_sampled_rows_has_a_one_hot_distribution():
     logits_BTV = logits()
     logits_BTV[0, 0, 5] = logits_BTV[0, 0, 8] = 50.0  # a tie: the lowest id wins
     mixed = ours([Sampling(), Sampling(temperature=0.9)], logits_BTV)
-    law_TV = mixed[0].softmax(-1)
-    assert law_TV[0, 5] == 1.0
-    assert torch.equal(law_TV.sum(-1), torch.ones(5))
-    assert torch.equal(law_TV.argmax(-1), logits_BTV[0].argmax(-1))
+    distribution_TV = mixed[0].softmax(-1)
+    assert distribution_TV[0, 5] == 1.0
+    assert torch.equal(distribution_TV.sum(-1), torch.ones(5))
+    assert torch.equal(distribution_TV.argmax(-1), logits_BTV[0].argmax(-1))
     assert torch.equal(mixed[1], logits_BTV[1] / torch.tensor(0.9))
 
 
@@ -188,27 +188,27 @@ def test_the_logits_are_never_changed_in_place():
         assert torch.equal(logits_BTV, before)
 
 
-def test_the_draft_law_takes_the_rows_temperature_and_cuts():
+def test_the_draft_distribution_takes_the_rows_temperature_and_cuts():
     logits_BMK = logits(2, 3)
     batch = SamplingBatch([Sampling(temperature=0.5), Sampling(temperature=2.0, top_k=4)], V)
-    prob_BMK = batch.draft_law(logits_BMK)
+    prob_BMK = batch.draft_distribution(logits_BMK)
     assert torch.allclose(prob_BMK[0], (logits_BMK[0] / 0.5).softmax(-1))
     assert ((prob_BMK[1] > 0).sum(-1) == 4).all()
     assert torch.allclose(prob_BMK.sum(-1), torch.ones(2, 3))
 
 
-def test_the_draft_law_of_greedy_rows_is_one_hot():
+def test_the_draft_distribution_of_greedy_rows_is_one_hot():
     logits_BMK = logits(2, 3)
     for second in (Sampling(), Sampling(temperature=1.0)):
-        prob_BMK = SamplingBatch([Sampling(), second], V).draft_law(logits_BMK)
+        prob_BMK = SamplingBatch([Sampling(), second], V).draft_distribution(logits_BMK)
         assert torch.equal(prob_BMK[0].argmax(-1), logits_BMK[0].argmax(-1))
         assert torch.equal(prob_BMK[0].amax(-1), torch.ones(3))
 
 
-def test_the_draft_law_of_a_trimmed_head_never_speaks_banned_ids():
+def test_the_draft_distribution_of_a_trimmed_head_never_speaks_banned_ids():
     ids_K = torch.tensor([2, 4, 6, 30])
     batch = SamplingBatch([Sampling(temperature=1.0, bad_words=((6,),))], V)
-    prob_BMK = batch.draft_law(torch.zeros(1, 1, 4), ids_K)
+    prob_BMK = batch.draft_distribution(torch.zeros(1, 1, 4), ids_K)
     assert torch.allclose(prob_BMK[0, 0], torch.tensor([1 / 3, 1 / 3, 0.0, 1 / 3]))
 
 

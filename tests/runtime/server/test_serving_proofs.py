@@ -94,7 +94,7 @@ def test_a_server_that_is_told_to_end_finishes_what_it_has_begun(
 
 
 def test_a_drafter_that_breaks_costs_no_answer(proof: Any) -> None:
-    breaks = ("an exception", "NaN in its law")
+    breaks = ("an exception", "NaN in its distribution")
     assert_proved(proof("proof_serve_life").prove_breaking(3, breaks))
 
 

@@ -1,5 +1,5 @@
-"""Stop rules: none of them changes the law of the text, each does what its paper says, and a rule
-that looked at the token it withdraws would be caught."""
+"""Stop rules: none of them changes the distribution of the text, each does what its paper says, and
+a rule that looked at the token it withdraws would be caught."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ SIZE, ROWS = 4, 16_000
 
 
 class Table(StepState):
-    """A drafter whose law after each token is a row of a table; its states name that token."""
+    """A drafter whose distribution after each token is a row of a table; its states name that
+    token."""
 
     def __init__(self, logits_VV: Tensor, root: int = 0) -> None:
         self.logits_VV, self.root_token, self.newest_B = logits_VV, root, torch.empty(0)
@@ -58,7 +59,7 @@ class Table(StepState):
         return self.logits_VV[self.newest_B].softmax(-1).amax(-1)
 
 
-def laws(seed: int) -> Tensor:
+def distributions(seed: int) -> Tensor:
     return torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(seed)) * 1.5
 
 
@@ -95,8 +96,8 @@ THRESHOLDS = {
 
 
 def first_two(policy: Any, target_VV: Tensor, draft_VV: Tensor) -> tuple[Tensor, float, list[int]]:
-    """Joint law of the first two tokens over many rounds, tokens accepted, lengths drafted. A round
-    that emitted one token only is completed by the target."""
+    """Joint distribution of the first two tokens over many rounds, tokens accepted, lengths
+    drafted. A round that emitted one token only is completed by the target."""
     growth = growth_of(Table(draft_VV), ROWS, 1.0, 3)
     tree = policy.grow(growth)
     fed_BT = tree.fed_token_BT(growth.view.root_B)
@@ -115,15 +116,15 @@ def first_two(policy: Any, target_VV: Tensor, draft_VV: Tensor) -> tuple[Tensor,
 
 
 def distance(found: Tensor, target_VV: Tensor) -> float:
-    law = target_VV.softmax(-1)
-    return float((found - law[0][:, None] * law).abs().sum() / 2)
+    distribution = target_VV.softmax(-1)
+    return float((found - distribution[0][:, None] * distribution).abs().sum() / 2)
 
 
 @pytest.mark.parametrize("name", STOPS)
-def test_no_stop_rule_changes_the_law(name: str, tmp_path: Path) -> None:
+def test_no_stop_rule_changes_the_distribution(name: str, tmp_path: Path) -> None:
     policy = with_weights(name, THRESHOLDS[name], tmp_path, SIZE)
-    found, accepted, lengths = first_two(policy, laws(1), laws(2))
-    assert distance(found, laws(1)) < 0.02, "the law of the text has moved"
+    found, accepted, lengths = first_two(policy, distributions(1), distributions(2))
+    assert distance(found, distributions(1)) < 0.02, "the distribution of the text has moved"
     assert accepted > 0.3
     if name not in ("heuristic", "ada-eagle"):  # these decide from the common past of all rows
         assert len(lengths) > 1, "the rule decided nothing"
@@ -142,8 +143,8 @@ class Withdrawing(Chain):
 
 
 def test_a_rule_that_withdraws_its_token_would_be_caught() -> None:
-    found, _, _ = first_two(Withdrawing(length=3), laws(1), laws(2))
-    assert distance(found, laws(1)) > 0.05
+    found, _, _ = first_two(Withdrawing(length=3), distributions(1), distributions(2))
+    assert distance(found, distributions(1)) > 0.05
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ def test_the_token_that_is_prevented_cannot_be_seen(name: str, tmp_path: Path) -
     lengths = []
     for third in (0.0, 50.0):
         policy = with_weights(name, THRESHOLDS[name], tmp_path, SIZE)
-        growth = growth_of(Table(laws(2)), 400, 1.0, 3)
+        growth = growth_of(Table(distributions(2)), 400, 1.0, 3)
         shifted = Shifted(growth.noise, third)
         lengths.append(policy.grow(replace(growth, noise=shifted)).valid_BN.sum(1))  # type: ignore[arg-type]
     assert torch.equal(*lengths)
@@ -182,7 +183,7 @@ def outcome_of(drafted: list[int], accepted: list[int], ended: list[bool] | None
 
 
 def step_of(logits: list[float], row: int, index: int = 0) -> DraftStep:
-    return DraftStep(index, torch.tensor([logits]), torch.tensor([row]), Table(laws(1)))
+    return DraftStep(index, torch.tensor([logits]), torch.tensor([row]), Table(distributions(1)))
 
 
 def test_svip_stops_at_six_tenths_of_a_nat() -> None:
@@ -279,7 +280,7 @@ def test_ada_eagle_drafts_what_it_predicts(tmp_path: Path) -> None:
     write_stop(tmp_path / "x.safetensors", "ada-eagle", net, {})
     file = str(tmp_path / "x.safetensors")
     policy = Chain(length=6, stop="ada-eagle", threshold=0.0, stop_file=file)
-    tree = policy.grow(growth_of(Table(laws(1)), 3, 0.0, 6))
+    tree = policy.grow(growth_of(Table(distributions(1)), 3, 0.0, 6))
     assert tree.valid_BN.sum(1).tolist() == [2, 2, 2]
 
 
@@ -292,7 +293,7 @@ def test_specdec_pp_multiplies_the_chances_of_tokens_already_read() -> None:
         return torch.zeros(len(features_BF), 1)
 
     rule.output_B = lambda step: half(rule.features(step))[:, 0]
-    state = Table(laws(1))
+    state = Table(distributions(1))
     view = growth_of(state, 1, 0.0, 4).view
     logits = state.root(view)
     stops = []
@@ -304,7 +305,7 @@ def test_specdec_pp_multiplies_the_chances_of_tokens_already_read() -> None:
 
 
 def test_learned_rules_refuse_what_does_not_fit(tmp_path: Path) -> None:
-    growth = growth_of(Table(laws(1)), 1, 0.0, 3)
+    growth = growth_of(Table(distributions(1)), 1, 0.0, 3)
     with pytest.raises(RecipeError, match="no weights"):
         Chain(length=3, stop="disco").grow(growth)
     path = tmp_path / "other.safetensors"

@@ -1,4 +1,5 @@
-"""Enumeration: every rule reproduces the target's joint law exactly, and accepts what it should."""
+"""Enumeration: every rule reproduces the target's joint distribution exactly, and accepts what it
+should."""
 
 from dataclasses import replace
 from itertools import product
@@ -21,7 +22,7 @@ def test_the_slice_of_the_proof_is_large():
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_joint_law_equals_the_target_to_rounding(rule):
+def test_the_joint_distribution_equals_the_target_to_rounding(rule):
     found = {case.name: enumerate_case(case).error for case in CASES if case.rule == rule}
     assert found
     worst = max(found, key=found.__getitem__)
@@ -75,7 +76,7 @@ def test_block_accepts_at_least_as_much_as_token_level(family):
         assert blockwise >= token - 1e-12
 
 
-def test_block_accepts_strictly_more_on_random_laws():
+def test_block_accepts_strictly_more_on_random_distributions():
     cases = [make_case(r, NodeKind.IID, "chain-3", "random", 3) for r in ("chain", "block")]
     token, blockwise = (enumerate_case(case).accepted for case in cases)
     assert blockwise > token + 1e-3

@@ -1,4 +1,5 @@
-"""A slice of `make proof-joint`: whole sampled texts against the exact law; a wrong one shows."""
+"""A slice of `make proof-joint`: whole sampled texts against the exact distribution; a wrong one
+shows."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def test_the_proof_has_sixty_configurations_of_every_drafter_and_setting(proof: 
     assert {"block", "chain", "spectr", "multi-round", "sequoia", "multi-path"} <= served
 
 
-def test_a_slice_of_the_configurations_has_the_targets_law(proof: ModuleType) -> None:
+def test_a_slice_of_the_configurations_has_the_targets_distribution(proof: ModuleType) -> None:
     checks = proof.prove(750, SLICE)
     assert len(checks) == len(SLICE)
     assert all(check.ok for check in checks), [check for check in checks if not check.ok]
@@ -54,16 +55,16 @@ def test_a_selection_that_accepts_too_readily_is_caught(
     assert not check.ok
 
 
-def test_the_law_of_texts_is_whole_and_ends_where_texts_end(proof: ModuleType) -> None:
+def test_the_distribution_of_texts_is_whole_and_ends_where_texts_end(proof: ModuleType) -> None:
     sampling = Sampling(temperature=1.0, max_new_tokens=3)
-    law = ExactDistribution.of(proof.target(), [1, 2, 3], sampling)
-    assert sum(law.chance.values()) == pytest.approx(1.0)
-    assert all(len(text) == 3 or text[-1] == proof.EOS for text in law.chance)
-    assert not any(proof.EOS in text[:-1] for text in law.chance)
-    samples = list(law.chance)
+    distribution = ExactDistribution.of(proof.target(), [1, 2, 3], sampling)
+    assert sum(distribution.chance.values()) == pytest.approx(1.0)
+    assert all(len(text) == 3 or text[-1] == proof.EOS for text in distribution.chance)
+    assert not any(proof.EOS in text[:-1] for text in distribution.chance)
+    samples = list(distribution.chance)
     chosen = torch.multinomial(
-        torch.tensor(list(law.chance.values())), 2_000, replacement=True,
+        torch.tensor(list(distribution.chance.values())), 2_000, replacement=True,
         generator=torch.Generator().manual_seed(0),
     )  # fmt: skip
-    assert law.test([samples[int(i)] for i in chosen]).p_value > 1e-3
-    assert law.test([(0, 0, 0, 0)]).p_value == 0.0
+    assert distribution.test([samples[int(i)] for i in chosen]).p_value > 1e-3
+    assert distribution.test([(0, 0, 0, 0)]).p_value == 0.0

@@ -100,8 +100,8 @@ def test_verify_refuses_an_approximate_drafter_and_measures_it_when_asked(
     assert proof.verification == proof.to_json()["verification"] == "approximate"
 
 
-def test_only_what_is_about_the_law_is_not_judged_of_an_approximate_drafter() -> None:
-    far = Check("law, Chain block", False, 100, 0.2, 0.0, "samples")
+def test_only_what_is_about_the_distribution_is_not_judged_of_an_approximate_drafter() -> None:
+    far = Check("distribution, Chain block", False, 100, 0.2, 0.0, "samples")
     torn = Check("cache rollback", False, 10)
     lossless = Proof("t", "f", "full", (far,))
     assert not lossless.passed

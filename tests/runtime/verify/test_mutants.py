@@ -163,18 +163,22 @@ def one_hot_without_residual(tree, chooser):
 
 
 def one_hot_not_renormalised(tree, chooser):
-    at, law = 0, tree.p[0]
+    at, distribution = 0, tree.p[0]
     while True:
         for child in tree.children[at]:
-            if chooser.flip(child, float(law[tree.token[child]])):
-                at, law = child, tree.p[child]
+            if chooser.flip(child, float(distribution[tree.token[child]])):
+                at, distribution = child, tree.p[child]
                 break
-            law = np.where(np.arange(len(law)) == tree.token[child], 0.0, law)
+            distribution = np.where(
+                np.arange(len(distribution)) == tree.token[child], 0.0, distribution
+            )
         else:
-            return at, norm(law, tree.p[at])
+            return at, norm(distribution, tree.p[at])
 
 
-def walk_tree(update_q, entry="lazy", law_after=lambda p, w, q: norm(positive(w * p - q), p)):
+def walk_tree(
+    update_q, entry="lazy", distribution_after=lambda p, w, q: norm(positive(w * p - q), p)
+):
     """Traversal with exchangeable parts."""
 
     def rule(tree, chooser):
@@ -184,13 +188,13 @@ def walk_tree(update_q, entry="lazy", law_after=lambda p, w, q: norm(positive(w 
             early = w[at], p[at]
             for child in tree.children[at]:
                 x = tree.token[child]
-                weight, law = (w[at], p[at]) if entry == "lazy" else early
-                w[child] = ratio(weight * law[x], q[at][x])
+                weight, distribution = (w[at], p[at]) if entry == "lazy" else early
+                w[child] = ratio(weight * distribution[x], q[at][x])
                 found = visit(child)
                 if found is not None:
                     return found
                 mass = positive(w[at] * p[at] - q[at]).sum()
-                p[at] = law_after(p[at], w[at], q[at])
+                p[at] = distribution_after(p[at], w[at], q[at])
                 whole = mass + (1.0 - w[at])
                 w[at] = mass / whole if whole > 0 else 0.0
                 q[at] = update_q(q[at], x)
@@ -204,28 +208,33 @@ def walk_tree(update_q, entry="lazy", law_after=lambda p, w, q: norm(positive(w 
 stale_parent = walk_tree(without, entry="early")
 traversal_without_q_update = walk_tree(lambda q, x: q)
 traversal_zeroing_iid = walk_tree(without)
-traversal_without_weight = walk_tree(without, law_after=lambda p, w, q: norm(positive(p - q), p))
+traversal_without_weight = walk_tree(
+    without, distribution_after=lambda p, w, q: norm(positive(p - q), p)
+)
 
 
 # -- wrong drafts and wrong q ---------------------------------------------------------------------
 
 
 def reshaped(change):
-    """Tell the rule another law than the one that drew the drafts."""
-    return lambda case: {path: change(law) for path, law in case.q.items()}
+    """Tell the rule another distribution than the one that drew the drafts."""
+    return lambda case: {path: change(distribution) for path, distribution in case.q.items()}
 
 
-hotter_q = reshaped(lambda law: np.sqrt(law) / np.sqrt(law).sum())
-permuted_ids = reshaped(lambda law: np.roll(law, 1))
-reversed_offsets = reshaped(lambda law: law[::-1].copy())
-cut_on_one_side = reshaped(lambda law: without(law, int(np.argmin(law))))
-q_forced_to_one = reshaped(lambda law: np.ones_like(law))
+hotter_q = reshaped(lambda distribution: np.sqrt(distribution) / np.sqrt(distribution).sum())
+permuted_ids = reshaped(lambda distribution: np.roll(distribution, 1))
+reversed_offsets = reshaped(lambda distribution: distribution[::-1].copy())
+cut_on_one_side = reshaped(lambda distribution: without(distribution, int(np.argmin(distribution))))
+q_forced_to_one = reshaped(lambda distribution: np.ones_like(distribution))
 
 
 def full_softmax(case):
     rng = np.random.default_rng(1)
     other = {path: np.exp(rng.standard_normal(case.vocab_size)) for path in case.q}
-    return {path: norm(law + 0.3 * other[path] * (law == 0), law) for path, law in case.q.items()}
+    return {
+        path: norm(distribution + 0.3 * other[path] * (distribution == 0), distribution)
+        for path, distribution in case.q.items()
+    }
 
 
 def argmax_drafts(case):

@@ -21,7 +21,7 @@ PROBES = (-1, 0, 1, 1)  # parents among the probes, -1 = the root
 
 
 def drawn(kind: NodeKind, shape: tuple[int, ...], seed: int = 3) -> DraftTree:
-    """B random trees of one shape; siblings differ, laws are random."""
+    """B random trees of one shape; siblings differ, distributions are random."""
     generator = torch.Generator().manual_seed(seed)
     N = len(shape)
     parent_BN = torch.tensor(shape).expand(B, N)

@@ -40,7 +40,7 @@ def test_a_fast_rule_decides_as_the_scalar_rule_with_a_trimmed_draft(rule, kind,
 
 
 @pytest.mark.parametrize(("rule", "kind", "is_chain"), SAMPLED)
-def test_trimmed_laws_decide_as_their_dense_form(rule, kind, is_chain):
+def test_trimmed_distributions_decide_as_their_dense_form(rule, kind, is_chain):
     one = random_round(np.random.default_rng(3), kind, is_chain, kept=5)
     full = dataclasses.replace(one.tree, q=QRows(one.tree.q.dense(8)))
     trimmed = run_rule(rule, one.tree, one.scores_BTV, one.noise)
@@ -185,16 +185,16 @@ def test_a_token_that_q_cannot_draw_is_rejected(rule):
 
 @pytest.mark.parametrize("rule", ["chain", "block", "multi-round", "spectr", "traversal"])
 def test_an_empty_residual_falls_back_to_the_target(rule):
-    law_V = torch.tensor([0.25, 0.75, 0.0])
-    q = QRows(law_V.expand(1, 2, 3) * (1 + 1e-6))  # q a hair above p everywhere
+    distribution_V = torch.tensor([0.25, 0.75, 0.0])
+    q = QRows(distribution_V.expand(1, 2, 3) * (1 + 1e-6))  # q a hair above p everywhere
     tree = chain_tree(torch.tensor([[1]]), torch.ones(1, 1, dtype=torch.bool), NodeKind.IID, q)
-    scores_BTV = law_V.log().expand(1, 2, 3).clone()
+    scores_BTV = distribution_V.log().expand(1, 2, 3).clone()
     verdict = run_rule(rule, tree, scores_BTV, fixed(2, 3, 1 - 1e-7))
     assert verdict.next_token_B.item() in (0, 1)
 
 
 @pytest.mark.parametrize(("rule", "kind", "is_chain"), SAMPLED)
-def test_one_hot_laws_of_greedy_rows_give_the_greedy_answer(rule, kind, is_chain):
+def test_one_hot_distributions_of_greedy_rows_give_the_greedy_answer(rule, kind, is_chain):
     one = random_round(np.random.default_rng(7), kind, is_chain, num_rows=200)
     hard_BTV = torch.full_like(one.scores_BTV, -torch.inf)
     hard_BTV.scatter_(2, one.scores_BTV.argmax(-1, keepdim=True), 0.0)

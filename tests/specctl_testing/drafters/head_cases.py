@@ -61,7 +61,7 @@ def alphas(target: Target, drafter: Any, make_batch: MakeBatch) -> list[float]:
 def learned(
     target: Target, name: str, make_batch: MakeBatch, steps: int = 40, **options: Any
 ) -> list[float]:
-    """`alphas` after `steps` steps of the loss against the target's law."""
+    """`alphas` after `steps` steps of the loss against the target's distribution."""
     drafter = make_heads(target, name, num_heads=3, loss="kl", **options)
     train(target, drafter, make_batch, steps)
     return alphas(target, drafter, make_batch)

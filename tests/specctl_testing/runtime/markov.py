@@ -1,4 +1,5 @@
-"""The Markov oracle: target and drafter as explicit laws of the next token given the last one.
+"""The Markov oracle: target and drafter as explicit distributions of the next token given the last
+one.
 
 Both are [V, V] tables of probabilities, so acceptances and expected lengths are sums that a test
 can do by hand, and the engine, the policies and the rules run on them as on any model.
@@ -38,10 +39,12 @@ from specctl.runtime.target.target import Target
 class MarkovLM(LanguageModel):
     """Logits are log p of the last token's row; there is nothing to remember."""
 
-    def __init__(self, law_VV: Tensor) -> None:
+    def __init__(self, distribution_VV: Tensor) -> None:
         self.module = nn.Module()
-        self.module.register_parameter("log_VV", nn.Parameter(law_VV.log(), requires_grad=False))
-        size = len(law_VV)
+        self.module.register_parameter(
+            "log_VV", nn.Parameter(distribution_VV.log(), requires_grad=False)
+        )
+        size = len(distribution_VV)
         self.spec = ModelSpec("markov", 1, 1, size, 1, 1, 2, 1, 1e-6, 1e4, 1 << 20)
 
     def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
@@ -49,7 +52,7 @@ class MarkovLM(LanguageModel):
         return LmOut(feed.asked(rows[feed.ids_BT]))
 
     def borrowed(self) -> Borrowed:
-        raise AssertionError("a Markov law has no embedding")
+        raise AssertionError("a Markov distribution has no embedding")
 
 
 class MarkovState(StepState):
@@ -76,8 +79,8 @@ class MarkovState(StepState):
 class MarkovDrafter(Drafter):
     family = "small-lm"
 
-    def __init__(self, law_VV: Tensor) -> None:
-        self.log_VV = law_VV.log()
+    def __init__(self, distribution_VV: Tensor) -> None:
+        self.log_VV = distribution_VV.log()
         self.state = MarkovState(self.log_VV)
 
     def needs(self) -> Needs:
@@ -137,7 +140,7 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Pair:
-    """A target law p and a draft law q, [V, V] each."""
+    """A target distribution p and a draft distribution q, [V, V] each."""
 
     p_VV: Tensor
     q_VV: Tensor
@@ -174,20 +177,22 @@ class Pair:
         )
 
 
-def shifted(law_V: np.ndarray) -> Tensor:
-    """Every row the same law, turned: acceptance is then the same in every state."""
-    return torch.tensor(np.stack([np.roll(law_V, s) for s in range(len(law_V))])).float()
+def shifted(distribution_V: np.ndarray) -> Tensor:
+    """Every row the same distribution, turned: acceptance is then the same in every state."""
+    return torch.tensor(
+        np.stack([np.roll(distribution_V, s) for s in range(len(distribution_V))])
+    ).float()
 
 
-def random_law(rng: np.random.Generator, size: int, spread: float = 1.5) -> np.ndarray:
-    law = np.exp(spread * rng.standard_normal(size))
-    return np.asarray(law / law.sum())
+def random_distribution(rng: np.random.Generator, size: int, spread: float = 1.5) -> np.ndarray:
+    distribution = np.exp(spread * rng.standard_normal(size))
+    return np.asarray(distribution / distribution.sum())
 
 
 def alike(seed: int, size: int = 5, spread: float = 1.5, noise: float = 0.7) -> Pair:
     """A pair whose acceptance does not depend on the state."""
     rng = np.random.default_rng(seed)
-    p = random_law(rng, size, spread)
+    p = random_distribution(rng, size, spread)
     q = p * np.exp(noise * rng.standard_normal(size))
     return Pair(shifted(p), shifted(q / q.sum()))
 
@@ -196,7 +201,7 @@ def mixed(seed: int, size: int = 8, noise: float = 0.4) -> Pair:
     """States differ: behind half of them the next token is nearly certain, behind others open."""
     rng = np.random.default_rng(seed)
     spreads = np.where(np.arange(size) % 2 == 0, 5.0, 0.7)
-    p = np.stack([random_law(rng, size, spread) for spread in spreads])
+    p = np.stack([random_distribution(rng, size, spread) for spread in spreads])
     q = p * np.exp(noise * rng.standard_normal(p.shape))
     return Pair(torch.tensor(p).float(), torch.tensor(q / q.sum(1, keepdims=True)).float())
 
@@ -205,9 +210,9 @@ def humble(seed: int, size: int = 8) -> Pair:
     """The next token is always nearly certain, but the drafter knows it behind every other token
     only, and is unsure where it does not know: its confidence says what will be accepted."""
     rng = np.random.default_rng(seed)
-    p = np.stack([random_law(rng, size, 5.0) for _ in range(size)])
+    p = np.stack([random_distribution(rng, size, 5.0) for _ in range(size)])
     ignorance = np.where(np.arange(size) % 2 == 0, 0.05, 0.9)[:, None]
-    guess = np.stack([random_law(rng, size, 0.5) for _ in range(size)])
+    guess = np.stack([random_distribution(rng, size, 0.5) for _ in range(size)])
     q = (1.0 - ignorance) * p + ignorance * guess
     return Pair(torch.tensor(p).float(), torch.tensor(q).float())
 

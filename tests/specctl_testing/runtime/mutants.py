@@ -13,7 +13,7 @@ def ratio(p, q):
 
 
 def is_exact(rule, kind, shape, family="random"):
-    """Enumeration against the target's joint law, over three random pairs."""
+    """Enumeration against the target's joint distribution, over three random pairs."""
 
     def check(mutant):
         cases = [make_case(rule, kind, shape, family, 3, seed) for seed in range(3)]

@@ -84,8 +84,8 @@ def withdrawn_if_unlikely(case):
 # -- Sequoia --------------------------------------------------------------------------------------
 
 
-def refills(next_law):
-    return lambda tree, chooser: rounds(tree, chooser, next_law)
+def refills(next_distribution):
+    return lambda tree, chooser: rounds(tree, chooser, next_distribution)
 
 
 def right_refill(s, tried):
@@ -123,12 +123,12 @@ def lowest_id_refill(case):
 # -- top (k - 1) and one --------------------------------------------------------------------------
 
 
-def plus_one(law=None, left=lambda p, q: positive(p - q), follows=True):
+def plus_one(distribution=None, left=lambda p, q: positive(p - q), follows=True):
     def rule(tree, chooser):
         at = 0
         while True:
             p, drafted = tree.p[at], tree.children[at]
-            q = (law or rest_of)(tree, at) if drafted else np.zeros_like(p)
+            q = (distribution or rest_of)(tree, at) if drafted else np.zeros_like(p)
             if drafted and chooser.flip(
                 drafted[0], ratio(p[tree.token[drafted[0]]], q[tree.token[drafted[0]]])
             ):
@@ -174,14 +174,14 @@ def best_path(
 ):
     def rule(tree, chooser):
         num = power(len(tree.children[0]))
-        line, alive, laws, below, here = [0], list(tree.children[0]), [], 0.0, 1.0
+        line, alive, distributions, below, here = [0], list(tree.children[0]), [], 0.0, 1.0
         while alive:
             p, q = tree.p[line[-1]], tree.q[line[-1]]
             order = sorted(range(len(p)), key=lambda x: (key(p[x], q[x]), x))
             edge = below + here * np.cumsum(q[order])
             skewed = np.zeros_like(q)
             skewed[order] = edge**num - (edge - here * q[order]) ** num
-            laws.append(norm(skewed, skewed) if told == "skewed" else q)
+            distributions.append(norm(skewed, skewed) if told == "skewed" else q)
             best = pick(alive, key=lambda fed: order.index(tree.token[fed]))
             x = tree.token[best]
             if not starts_anew:
@@ -192,10 +192,10 @@ def best_path(
             tree,
             token=[tree.token[fed] for fed in line],
             p=[tree.p[fed] for fed in line],
-            q=[*laws, tree.q[line[-1]]],
+            q=[*distributions, tree.q[line[-1]]],
         )
-        end, law = block(chained, chooser)
-        return line[end], law
+        end, distribution = block(chained, chooser)
+        return line[end], distribution
 
     return rule
 
@@ -250,7 +250,7 @@ MUTANTS = {
         accepts_as_much("top-plus-one", PLUS, "two"), as_rule(plus_one(follows=False))
     ),
     "best path told q": Mutant(TWO_PATHS, as_rule(best_path(told="q"))),
-    "worst path told the best's law": Mutant(TWO_PATHS, as_rule(best_path(pick=min))),
+    "worst path told the best's distribution": Mutant(TWO_PATHS, as_rule(best_path(pick=min))),
     "best path with one path too many": Mutant(
         TWO_PATHS, as_rule(best_path(power=lambda num: num + 1))
     ),
