@@ -22,11 +22,11 @@ from proof_common import Check, checked, parser, report
 from serve_common import CHAT, SETTLE_SECONDS, TEXT, Server, serve_process, stub_server, until
 from serve_leave import MOMENTS, leave
 from serve_wire import Heard, heard, request_bytes
-from test_server_text import byte_fallback_tokenizer
 
 from specctl.runtime.server.contract import GenerateRequest, Piece
 from specctl.runtime.server.text import AnswerText, Speech
 from specctl.runtime.target.target import Target
+from specctl_testing.runtime.byte_fallback import byte_fallback_tokenizer
 from specctl_testing.runtime.serving import StubService, stub_target, target_around
 
 SCRIPTS = (

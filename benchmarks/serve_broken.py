@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from serve_common import make_drafter
-from test_guarded import FailingDrafter
 
 from specctl.core.drafter import DraftState
 from specctl.runtime.target.target import Target
+from specctl_testing.runtime.failing import FailingDrafter
 
 
 class BreakingState(DraftState):

@@ -108,7 +108,7 @@ def _check(trees: Sequence[DraftTree]) -> None:
     sampled = [tree.kind for tree in trees if tree.kind is not NodeKind.POINT and tree.num_nodes]
     if sampled:
         raise RecipeError(
-            "a sampled draft tree cannot be fused: leaving out a drawn token changes the distribution",
+            "a sampled draft tree cannot be fused: leaving out a draw changes the distribution",
             found=f"nodes of kind {sampled[0]}",
             expected="trees of kind point (top-k, retrieval, n-grams)",
             do="grow the model's tree with policy dynamic-tree",

@@ -70,7 +70,10 @@ def _summary(manifest: Manifest) -> str:
         f"speculative decoding, as a {title}. "
     )
     if manifest.verification == "lossless":
-        text += "Verification is lossless: the output distribution is the target's own, whatever is drafted."
+        text += (
+            "Verification is lossless: the output distribution is the target's own, whatever is "
+            "drafted."
+        )
     else:
         text += (
             "Verification is **approximate**: the output distribution differs from the target's."
@@ -80,9 +83,9 @@ def _summary(manifest: Manifest) -> str:
         text += (
             f" **The target was changed**: it is not {_last(changed.name)}, which it was made "
             "from, but that model trained together with this drafter. What is generated follows "
-            f"the changed model's distribution: KL {changed.kl:.4f} nats a token from the original's, the "
-            f"same greedy token in {changed.agreement:.1%} of places, perplexity "
-            f"{changed.perplexity_before:.2f} before and {changed.perplexity:.2f} after "
+            f"the changed model's distribution: KL {changed.kl:.4f} nats a token from the original's, "
+            f"the same greedy token in {changed.agreement:.1%} of places, "
+            f"perplexity {changed.perplexity_before:.2f} before and {changed.perplexity:.2f} after "
             f"({changed.tokens:,} held-out tokens)."
         )
     if vocabulary.digest is not None:

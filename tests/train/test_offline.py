@@ -114,9 +114,13 @@ def test_kept_whole_features_are_those_of_the_target_bit_for_bit(
 )
 @pytest.mark.parametrize("plain_head", [True, False])
 def test_features_kept_shorter_are_close(
-    make_target: Callable[..., Target], dtype: str, topk: int | None, distribution: float, taps: float,
+    make_target: Callable[..., Target],
+    dtype: str,
+    topk: int | None,
+    distribution: float,
+    taps: float,
     plain_head: bool,
-) -> None:  # fmt: skip
+) -> None:
     target = make_target("llama" if plain_head else "gpt_neox", num_layers=3)
     part = recipe_of(data__feature_dtype=dtype).data.model_copy(update={"teacher_topk": topk})
     form = Form.of(part, target, BOTH)

@@ -137,7 +137,7 @@ def _card(original: Target, change: TargetChange) -> str:
         f"# {Path(original.name).name}, changed\n\n"
         "Trained together with a drafter by specctl: low-rank additions to its hidden matrices are "
         "merged into its weights. It is **another model** than the one it was made from. "
-        "Speculative generation with that drafter follows this model's distribution exactly, not the "
-        f"original's.\n\n{change.text()}\n\n"
+        "Speculative generation with that drafter follows this model's distribution exactly, not "
+        f"the original's.\n\n{change.text()}\n\n"
         "The licence of the original model binds these weights.\n"
     )

@@ -4,10 +4,9 @@ ones."""
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from specctl.core.errors import IncompatibleError, RecipeError
@@ -21,45 +20,10 @@ from specctl.runtime.policies import make_policy
 from specctl.runtime.proof.reference_checks import PairDistribution, WatchedPolicy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
+from specctl_testing.runtime.foreign import LETTERS, drafter_of, make_tokenizer, renumbered
 
-LETTERS = "abcde"
 CHAIN, TREE = {"policy": "chain", "length": 3}, {"policy": "static-tree", "branch": (2, 2)}
 PROMPTS = ["abcab dab", "eeab cad", "d", "ab ab ab ab ab cde"]
-
-
-def words(seed):
-    """Words of one language: both tokenizers learn common merges and merges of their own."""
-    rng = np.random.default_rng(seed)
-    common = ["ab", "cad", "dee", "abc"]
-    own = ["".join(rng.choice(list(LETTERS), 4)) for _ in range(6)]
-    return " ".join(rng.choice(common + own, 400))
-
-
-def make_tokenizer(seed, size, specials=("<eos>",)):
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    alphabet = [*LETTERS, *pre_tokenizers.ByteLevel.alphabet()[:0], "\u0120"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=list(specials),
-        initial_alphabet=alphabet,
-        show_progress=False,
-    )
-    bpe.train_from_iterator([words(seed)], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=specials[0])
-
-
-def renumbered(tokenizer, seed):
-    """The same tokenizer with other ids, and new id by old id."""
-    order = np.random.default_rng(seed).permutation(len(tokenizer)).tolist()
-    parts = json.loads(tokenizer.backend_tokenizer.to_str())
-    vocab = {token: order[i] for token, i in parts["model"]["vocab"].items()}
-    parts["model"]["vocab"] = dict(sorted(vocab.items(), key=lambda item: item[1]))
-    for token in parts["added_tokens"]:
-        token["id"] = order[token["id"]]
-    other = Tokenizer.from_str(json.dumps(parts))
-    return PreTrainedTokenizerFast(tokenizer_object=other, eos_token=tokenizer.eos_token), order
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +49,6 @@ def twin(make_model, target):
             old = weight.clone()
             weight[torch.tensor(order)] = old
     return Target.from_model(model, tokenizer, "twin")
-
-
-def drafter_of(draft, target, method):
-    eos = draft.tokenizer.eos_token_id
-    return translated(draft.lm, draft.tokenizer, eos, target, method)
 
 
 def run(target, drafter, serve, samplings, prompts, rule="auto", slots=3):

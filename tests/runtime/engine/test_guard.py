@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_translate import drafter_of, make_tokenizer
 
-from specctl.core.drafter import DraftState, Needs, StepState
+from specctl.core.drafter import DraftState
 from specctl.core.tree import NodeKind, chain_tree
-from specctl.drafters.states.lm_state import LmState
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.guard import IN_A_ROW, GuardedEngine
 from specctl.runtime.engine.request import Request
@@ -16,6 +14,8 @@ from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
+from specctl_testing.runtime.failing import FailingDrafter
+from specctl_testing.runtime.foreign import drafter_of, make_tokenizer
 
 PROMPTS = [(3, 1, 4), (9, 2), (6, 5, 3, 5)]
 CHAIN = {"policy": "chain", "length": 3}
@@ -25,82 +25,6 @@ TREE = {"policy": "static-tree", "branch": (2, 2)}
 @pytest.fixture(scope="module")
 def target(make_target):
     return make_target(num_layers=2)
-
-
-class Failing(StepState):
-    """A language model's draft state that goes wrong where and when it is told to: in one of its
-    calls (`where`), at the `at`-th of them, for the row of that `slot` (None: for all)."""
-
-    def __init__(self, inner, where, at, slot, how):
-        self.inner, self.where, self.at, self.slot, self.how = inner, where, at, slot, how
-        self.calls, self.view, self.seen = 0, None, []
-
-    def _fails(self, where):
-        if where != self.where:
-            return False
-        self.calls += 1
-        return self.calls == self.at or (self.at == 0)
-
-    def _spoil(self, logits, where):
-        slots = self.view.slots
-        if not self._fails(where) or (self.slot is not None and self.slot not in slots):
-            return logits
-        if self.how == "raise":
-            raise ValueError("secret prompt")
-        logits = logits.clone()
-        rows = slice(None) if self.slot is None else slots.index(self.slot)
-        logits[rows] = float(self.how)
-        return logits
-
-    def start(self, slot, tokens, taps):
-        if self.slot in (None, slot) and self._fails("start"):
-            raise ValueError("secret prompt")
-        self.inner.start(slot, tokens, taps)
-
-    def root(self, view):
-        self.view = view
-        self.seen.append(view.slots)
-        return self._spoil(self.inner.root(view), "root")
-
-    def expand(self, token_BM, parent_BM):
-        return self._spoil(self.inner.expand(token_BM, parent_BM), "expand")
-
-    def observe(self, outcome):
-        if self._fails("observe"):
-            raise ValueError("secret prompt")
-        self.inner.observe(outcome)
-
-    def end(self, slot):
-        if self._fails("end"):
-            raise ValueError("secret prompt")
-        self.inner.end(slot)
-
-
-class FailingDrafter:
-    """The target drafts for itself, until something breaks."""
-
-    family, module, vocab, lossless, policies = "small-lm", None, None, True, ("chain",)
-
-    def __init__(self, target, where, at=2, slot=None, how="raise"):
-        self.lm, self.router, self.how = target.lm, None, (where, at, slot, how)
-
-    def readable(self, ids):
-        return ids
-
-    def spoken(self, logits):
-        return logits
-
-    def needs(self):
-        return Needs()
-
-    def bind(self, borrowed):
-        raise AssertionError("borrows nothing")
-
-    def open(self, space):
-        if self.how[0] == "open":
-            raise ValueError("secret prompt")
-        self.state = Failing(LmState(self, space), *self.how)
-        return self.state
 
 
 def serve(target, drafter, serve=CHAIN, temperature=0.0, rule="target-only", new=14, **named):

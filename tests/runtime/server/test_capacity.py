@@ -6,8 +6,6 @@ import asyncio
 
 import pytest
 import torch
-from test_translate import drafter_of as foreign_drafter
-from test_translate import make_tokenizer
 
 from specctl.core.drafter import Space
 from specctl.core.errors import ResourceError
@@ -24,6 +22,8 @@ from specctl_testing.runtime.asking import (
     small_target,
     tokens_of,
 )
+from specctl_testing.runtime.foreign import drafter_of as foreign_drafter
+from specctl_testing.runtime.foreign import make_tokenizer
 
 KEEPING = ("small-lm", "eagle3", "medusa", "hydra", "glide")
 
