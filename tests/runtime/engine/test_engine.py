@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specctl.core.drafter import Budget, Needs, Space, StepState
+from specctl.core.drafter import Budget, Needs, RoundSeconds, Space, StepState
 from specctl.core.errors import RecipeError, SpecctlError
 from specctl.core.language_model import Masks
 from specctl.runtime.engine.engine import Engine
@@ -375,8 +375,16 @@ def test_the_chooser_turns_speculation_off_for_a_bad_drafter(target, other):
     assert result.outputs[0].token_ids == plain_greedy(target, PROMPTS[0], 60)
 
 
+class OnTime(LengthChooser):
+    """On a machine whose rounds take what the table says."""
+
+    def observe(self, outcome, seconds):
+        depth = outcome.tree.depth
+        super().observe(outcome, RoundSeconds(COSTS.seconds(depth), 0.0, 0.0))
+
+
 def test_the_chooser_drafts_long_for_a_good_drafter(target):
-    chooser = LengthChooser(COSTS)
+    chooser = OnTime(COSTS)
     generate(
         target,
         PROMPTS[:1],
