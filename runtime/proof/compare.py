@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from specctl.core.tree import DraftTree, NodeKind, QRows
-from specctl.runtime.proof.scalar import SCALAR_RULES
-from specctl.runtime.proof.scalar_parts import NoiseChooser, ScalarTree, draw
 from specctl.runtime.verify import run_rule
+from specctl.runtime.verify.scalar import SCALAR_RULES
+from specctl.runtime.verify.scalar_parts import NoiseChooser, ScalarTree, draw
 
 
 @dataclass(frozen=True, slots=True)

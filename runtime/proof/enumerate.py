@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specctl.core.tree import NodeKind
-from specctl.runtime.proof.scalar import SCALAR_RULES
-from specctl.runtime.proof.scalar_parts import (
+from specctl.runtime.verify.scalar import SCALAR_RULES
+from specctl.runtime.verify.scalar_parts import (
     Distribution,
     Ended,
     ScalarRule,
@@ -28,7 +28,7 @@ from specctl.runtime.proof.scalar_parts import (
     point,
     without,
 )
-from specctl.runtime.proof.scalar_siblings import rest_or_uniform
+from specctl.runtime.verify.scalar_siblings import rest_or_uniform
 
 Path = tuple[int, ...]
 Distributions = Mapping[Path, Distribution]

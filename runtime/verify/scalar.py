@@ -1,7 +1,7 @@
 """The rules once more, as scalar recursions against a `Chooser`: the reference of the fast rules.
 
 Written from the papers' recursions, sharing no code with the vectorised rules. With a
-`ReplayChooser` (enumerate.py) they are summed over every coin; with a `NoiseChooser` they must
+`ReplayChooser` (proof/enumerate.py) they are summed over every coin; with a `NoiseChooser` they must
 decide exactly as the fast rules do under the same noise. Rules that test several siblings from the
 root down are in scalar_siblings.py.
 """
@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from specctl.runtime.proof import scalar_siblings
-from specctl.runtime.proof.scalar_parts import (
+from specctl.runtime.verify import scalar_siblings
+from specctl.runtime.verify.scalar_parts import (
     Chooser,
     Ended,
     ScalarRule,
