@@ -236,13 +236,10 @@ class ScalingPart(Section):
     steps: tuple[Positive, ...] = Field(default=(60, 120, 240), description="token budgets")
 
 
-Exported = Annotated[str, NameOf("specctl.export.formats", "FORMAT")]
-
-
 class ExportPart(Section):
     """Which formats are written after training."""
 
-    formats: tuple[Exported, ...] = ("specctl",)
+    formats: tuple[Annotated[str, NameOf("specctl.export.formats", "FORMAT")], ...] = ("specctl",)
 
 
 class Recipe(Section):
