@@ -90,6 +90,7 @@ class Blockwise(ParallelHeads):
     """The carry holds all k states."""
 
     family: ClassVar[str] = "blockwise"
+    one_call = True
     module: BlockwiseNet
 
     def __init__(

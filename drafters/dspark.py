@@ -26,7 +26,8 @@ from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.dflash import DFlashOptions, InjectedBlocks, InjectedNet
 from specctl.drafters.losses.align import shifted
-from specctl.drafters.losses.head_losses import acceptance, distributions, joined
+from specctl.drafters.losses.divergences import acceptance, distributions
+from specctl.drafters.losses.head_losses import joined
 from specctl.drafters.nets.head_drafter import HeadLearned
 from specctl.drafters.nets.heads import check_count, draft_size
 from specctl.drafters.states.head_state import GroundedState

@@ -47,6 +47,7 @@ class Medusa(ParallelHeads):
     """Medusa-1: only the heads train."""
 
     family: ClassVar[str] = "medusa"
+    one_call = True
     module: nn.ModuleList
 
     def __init__(

@@ -13,6 +13,7 @@ import typer
 
 from specctl.cli.app.console import Console
 from specctl.cli.commands.serving import (
+    BATCHINGS,
     AccessFlags,
     LimitFlags,
     check_batching,
@@ -48,7 +49,7 @@ def serve(
     batching: Annotated[
         str,
         typer.Option(
-            help="How long each row of a batch drafts: auto, goodput, tetris, table, fixed, bass.",
+            help="How long each row of a batch drafts: " + ", ".join(BATCHINGS) + ".",
         ),
     ] = "auto",
     record: Annotated[

@@ -12,6 +12,7 @@ import typer
 from specctl.cli.app.console import Console
 from specctl.cli.options.loading import LoadedDraft
 from specctl.core.errors import SpecctlError, nearest
+from specctl.core.plugins import declared
 
 if TYPE_CHECKING:
     from specctl.runtime.batching import BatchCosts, Batching
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
     from specctl.runtime.target.target import Target
 
 LOAD, ACCESS = "Load", "Access"
-BATCHINGS = ("auto", "goodput", "tetris", "table", "fixed", "bass")
-MEASURED = ("goodput", "table")  # batchings that read measured costs
+_KNOWN = declared("specctl.runtime.batching", "BATCHING")
+BATCHINGS = ("auto", *_KNOWN)
+MEASURED = [name for name, entry in _KNOWN.items() if entry.values.get("reads_costs")]
 SAMPLE = 'class Node:\n    """A value and what follows it."""\n\n    def __init__(self, value):\n'
 
 

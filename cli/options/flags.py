@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from specctl.cli.app.config_file import apply
+from specctl.core.plugins import declared
 
 EVERYWHERE = "Everywhere"
 SAMPLING = "Sampling"
@@ -145,7 +146,9 @@ ControllerFlag = Annotated[
     str | None,
     typer.Option(
         "--controller",
-        help="Who drafts in a team: auto, ucb, exp3, thompson, hedge or cascade.",
+        help="Who drafts in a team: "
+        + ", ".join(declared("specctl.runtime.controllers", "CONTROLLER"))
+        + ".",
         rich_help_panel=DRAFTING,
     ),
 ]

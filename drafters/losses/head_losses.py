@@ -1,25 +1,14 @@
 """Losses of a draft head against the target's distribution: sums with counts, float32, in chunks of
 rows.
 
-p is the target's distribution, q the draft's, both at one temperature; alpha = sum_v min(p, q) is
-the chance that a token drawn from q passes rejection sampling. Kinds:
-
-ce         -log q(label), the label being the text (sequence-level distillation)
-kl         KL(p || q)              rkl   KL(q || p)
-jsd        Jensen-Shannon          tv    1 - alpha           (DistillSpec, arXiv 2310.08461, eq. 2)
-lk_alpha   -log alpha              lk_hybrid  w KL + (1 - w) TV with w = exp(-3 alpha), w detached
-           (LK losses, arXiv 2602.23881)
-
-Trimmed vocabulary: `tv` and `lk_alpha` compare with the full p, whose cut ids simply cannot be
-drafted. The others compare with p restricted to the kept ids and renormalised, and skip rows whose
-most probable target token (for `ce`: whose label) was cut. Letters: N rows, V target vocabulary,
-K draft vocabulary, D width.
+Kinds: ce, -log q(label), the label being the text (sequence-level distillation), and the LOSS of
+each module of this folder (divergences.py). With a trimmed vocabulary a loss that is not `whole`
+skips rows whose most probable target token (for `ce`: whose label) was cut. Letters: N rows,
+V target vocabulary, K draft vocabulary, D width.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -27,9 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.core.batch import LossOut, TrainBatch
+from specctl.core.plugins import plugins
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import AlignedRows, teacher_of
 from specctl.drafters.losses.align import aim as aim_at
+from specctl.drafters.losses.divergences import (
+    Loss,
+    RowDistributions,
+    acceptance,
+    distributions,
+    kl,
+)
 from specctl.drafters.losses.teacher import TeacherLogits, wide
 from specctl.drafters.nets.heads import check_choice, check_count
 from specctl.models.sliced_head import Head, LinearHead, Rows, sum_slices
@@ -39,8 +36,6 @@ __all__ = [
     "LinearHead",
     "LossOptions",
     "TeacherLogits",
-    "acceptance",
-    "distributions",
     "feature_loss",
     "head_loss",
     "joined",
@@ -48,8 +43,8 @@ __all__ = [
     "weighted_sum",
 ]  # fmt: skip
 
-KINDS = ("ce", "kl", "rkl", "jsd", "tv", "lk_alpha", "lk_hybrid")
-HYBRID_RATE = 3.0
+LOSSES: dict[str, Loss] = plugins("specctl.drafters.losses", "LOSS")
+KINDS = ("ce", *LOSSES)
 CACHED, AT_ONCE = 2**20, 2**24  # logits of a slice: what a CPU's cache holds, what keeps a GPU busy
 LEAST_ROWS = 128  # of a slice: fewer, and adding up the head's gradient costs more than it saves
 
@@ -74,72 +69,6 @@ def fitting_chunk(width: int, device: torch.device) -> int:
     0.32 s a loss with its gradient in slices of 128 or 256 rows, 0.42 of 1,024, 0.58 in one."""
     elements = CACHED if device.type == "cpu" else AT_ONCE
     return max(LEAST_ROWS, elements // width)
-
-
-@dataclass(frozen=True, slots=True)
-class RowDistributions:
-    """One slice of rows over the draft ids: log p, log p renormalised there, log q."""
-
-    log_p_NK: Tensor
-    log_r_NK: Tensor
-    log_q_NK: Tensor
-
-
-def distributions(
-    draft_NK: Tensor, log_p_NK: Tensor, temperature: float, is_whole: bool
-) -> RowDistributions:
-    """Distributions of raw draft logits and of the target, both at the temperature; `is_whole`: the
-    draft ids are all ids, so that p needs no renormalising."""
-    scores_NK = wide(draft_NK)
-    scores_NK = scores_NK if temperature == 1.0 else scores_NK / temperature
-    log_q_NK = F.log_softmax(scores_NK, dim=-1)
-    if is_whole:
-        return RowDistributions(log_p_NK, log_p_NK, log_q_NK)
-    return RowDistributions(log_p_NK, log_p_NK - log_p_NK.logsumexp(-1, keepdim=True), log_q_NK)
-
-
-def _kl(of: RowDistributions) -> Tensor:
-    return (of.log_r_NK.exp() * (of.log_r_NK - of.log_q_NK)).sum(-1)
-
-
-def _rkl(of: RowDistributions) -> Tensor:
-    return (of.log_q_NK.exp() * (of.log_q_NK - of.log_r_NK)).sum(-1)
-
-
-def _jsd(of: RowDistributions) -> Tensor:
-    p, q = of.log_r_NK.exp(), of.log_q_NK.exp()
-    log_m = torch.logaddexp(of.log_r_NK, of.log_q_NK) - math.log(2.0)
-    return 0.5 * (p * (of.log_r_NK - log_m) + q * (of.log_q_NK - log_m)).sum(-1)
-
-
-def acceptance(of: RowDistributions) -> Tensor:
-    """[N]: alpha = sum_v min(p, q)."""
-    return torch.minimum(of.log_p_NK, of.log_q_NK).exp().sum(-1)
-
-
-def _tv(of: RowDistributions) -> Tensor:
-    return 1.0 - acceptance(of)
-
-
-def _lk_alpha(of: RowDistributions) -> Tensor:
-    return -torch.minimum(of.log_p_NK, of.log_q_NK).logsumexp(-1)
-
-
-def _lk_hybrid(of: RowDistributions) -> Tensor:
-    alpha_N = acceptance(of)
-    weight_N = torch.exp(-HYBRID_RATE * alpha_N.detach())
-    return weight_N * _kl(of) + (1.0 - weight_N) * (1.0 - alpha_N)
-
-
-_DIVERGENCES: Mapping[str, Callable[[RowDistributions], Tensor]] = {
-    "kl": _kl,
-    "rkl": _rkl,
-    "jsd": _jsd,
-    "tv": _tv,
-    "lk_alpha": _lk_alpha,
-    "lk_hybrid": _lk_hybrid,
-}
-_NEEDS_NO_RENORMALISING = frozenset({"tv", "lk_alpha"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,11 +121,11 @@ class Comparison:
             draft_NK, distribution.log_p_NK, self.options.temperature, self.ids_K is None
         )
         top1_N = self._first(draft_NK) == distribution.best_N
-        return torch.stack([_kl(of), self._learnable(distribution.best_N), top1_N, acceptance(of)])
+        return torch.stack([kl(of), self._learnable(distribution.best_N), top1_N, acceptance(of)])
 
     def _learnable(self, best_N: Tensor) -> Tensor:
         """False where a distribution that is restricted to the draft ids has lost its best one."""
-        if self.row_V is None or self.options.kind in _NEEDS_NO_RENORMALISING:
+        if self.row_V is None or (self.options.kind in LOSSES and LOSSES[self.options.kind].whole):
             return torch.ones_like(best_N, dtype=torch.bool)
         return self.row_V[best_N] >= 0
 
@@ -275,7 +204,7 @@ def _distribution_loss(
     of: RowDistributions, learnable_N: Tensor, kind: str
 ) -> tuple[Tensor, Tensor]:
     """Sum and count of a divergence over the rows that can be learned."""
-    loss_N = _DIVERGENCES[kind](of)
+    loss_N = LOSSES[kind].of(of)
     return (loss_N * learnable_N).sum(), learnable_N.sum().to(loss_N.dtype)
 
 

@@ -63,7 +63,7 @@ class Format:
 @cache
 def formats() -> dict[str, Format]:
     """Every format by name, in alphabetical order."""
-    return plugins(__name__, __path__, "FORMAT")
+    return plugins(__name__, "FORMAT")
 
 
 def find_format(name: str, family: str) -> Format:

@@ -26,7 +26,7 @@ from math import log
 from typing import Any
 
 from specctl.core.drafter import Outcome, RoundSeconds
-from specctl.runtime.batching.base import RowView
+from specctl.runtime.batching.base import BatchingEntry, RowView
 from specctl.runtime.batching.costs import BatchCosts
 from specctl.runtime.batching.forecast import Forecast
 from specctl.runtime.batching.history import History
@@ -191,3 +191,12 @@ class Goodput:
 def reach(alpha: float, worth: float) -> int:
     """How many levels are reached with a chance of at least `worth`: alpha^k >= worth."""
     return int(log(worth) / log(alpha))
+
+
+BATCHING = BatchingEntry(
+    "goodput",
+    "the lengths with most tokens per second",
+    "https://arxiv.org/abs/2406.14066",
+    lambda depth, costs: Goodput(costs, depth),
+    reads_costs=True,
+)

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from specctl.core.plugins import Plugin
 from specctl.runtime.controllers.base import Arm, Controller, Prices, Score
 from specctl.runtime.controllers.match import SUFFIXES
 from specctl.runtime.measure.live_costs import Account
@@ -167,3 +168,6 @@ class Auto(Controller):
 
     def to_json(self) -> Mapping[str, Any]:
         return {"rounds": self.round, "rested": self.rested}
+
+
+CONTROLLER = Plugin("auto", "the best training-free cascade, none where none pays", "", Auto)

@@ -15,6 +15,7 @@ from specctl.core.drafter import (
     RoundView,
     StepState,
 )
+from specctl.core.plugins import Plugin
 from specctl.core.tree import DraftTree, NodeKind
 from specctl.core.vocab import VocabMap
 from specctl.runtime.sampling.noise import RoundNoise
@@ -93,6 +94,15 @@ class Policy(Protocol):
         """The node kind of the trees it grows, so that rules are checked when configured."""
 
     def grow(self, growth: GrowRequest) -> DraftTree: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyEntry(Plugin):
+    """What the module of a policy defines as POLICY. The settings of a policy are those fields of
+    its class that are plain values. A tree grows every drafter that takes trees; any other policy
+    grows the families that name it."""
+
+    is_tree: bool = True
 
 
 @runtime_checkable

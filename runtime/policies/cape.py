@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specctl.core.errors import RecipeError
 from specctl.core.tree import DraftTree, NodeKind, empty_tree
-from specctl.runtime.policies.base import GrowRequest, PointTree
+from specctl.runtime.policies.base import GrowRequest, PointTree, PolicyEntry
 from specctl.runtime.policies.draw import log_guess
 
 PAPER_WIDTHS = (8, 8, 8, 6, 6, 6, 4, 4, 2, 2)
@@ -102,3 +102,8 @@ def _tree(token_BN: Tensor, valid_BN: Tensor, counts: list[int]) -> DraftTree:
         is_chain=max(counts) == 1,
         expanded_BN=expanded_BN,
     )
+
+
+POLICY = PolicyEntry(
+    "cape", "a chain, wider where it is unsure", "https://arxiv.org/abs/2402.02082", Caterpillar
+)

@@ -18,7 +18,7 @@ from torch import Tensor
 from specctl.core.drafter import Outcome, RoundSeconds
 from specctl.core.errors import RecipeError
 from specctl.core.tree import DraftTree, NodeKind, QRows, chain_tree, empty_tree
-from specctl.runtime.policies.base import GrowRequest
+from specctl.runtime.policies.base import GrowRequest, PolicyEntry
 from specctl.runtime.stops import DraftStep, StopRule, make_stop
 from specctl.runtime.verify.walk import best_token, log_distribution
 
@@ -135,3 +135,8 @@ class Chain:
             q = QRows(torch.stack([*rows, torch.zeros_like(rows[0])], dim=1), ids_K)
         kind = self.kind(growth.sampled)
         return chain_tree(torch.stack(tokens, 1), torch.stack(valids, 1), kind, q)
+
+
+POLICY = PolicyEntry(
+    "chain", "one token after another", "https://arxiv.org/abs/2211.17192", Chain, is_tree=False
+)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.tree import DraftTree
-from specctl.runtime.policies.base import GrowRequest, PointTree
+from specctl.runtime.policies.base import GrowRequest, PointTree, PolicyEntry
 from specctl.runtime.policies.beam import Pool, grow_beam
 from specctl.runtime.policies.hardware import TreeCosts
 
@@ -42,3 +42,8 @@ class DynamicDepth(PointTree):
     def fitted(self, costs: TreeCosts) -> DynamicDepth:
         """A level brings at most the beam's mass of plain target steps, and must bring its cost."""
         return replace(self, threshold=costs.step / costs.verify_seconds(0))
+
+
+POLICY = PolicyEntry(
+    "ddd", "a beam as deep as the drafter is sure", "https://arxiv.org/abs/2409.00142", DynamicDepth
+)

@@ -15,7 +15,7 @@ from specctl.core.drafter import Budget, RoundView
 from specctl.core.errors import RecipeError
 from specctl.core.tree import DraftTree
 from specctl.drafters.retrieval.fuse import fuse
-from specctl.runtime.policies.base import GrowRequest, PointTree
+from specctl.runtime.policies.base import GrowRequest, PointTree, PolicyEntry
 from specctl.runtime.policies.beam import grow_beam
 
 
@@ -53,3 +53,8 @@ class Fused(PointTree):
                 return replace(found, expanded_BN=torch.full_like(found.parent_BN, -1))
         own = grow_beam(growth, self.beam, self.nodes, self.length)
         return fuse((own, state.retrieve(growth.view, budget)), budget).tree
+
+
+POLICY = PolicyEntry(
+    "fused", "a beam and a retrieved tree", "https://arxiv.org/abs/2503.03434", Fused, is_tree=False
+)

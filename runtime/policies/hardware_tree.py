@@ -16,7 +16,7 @@ from math import prod
 from specctl.core.errors import RecipeError
 from specctl.core.tree import DraftTree
 from specctl.drafters.states.template import Path, greedy_paths
-from specctl.runtime.policies.base import GrowRequest, PointTree
+from specctl.runtime.policies.base import GrowRequest, PointTree, PolicyEntry
 from specctl.runtime.policies.hardware import TreeCosts
 from specctl.runtime.policies.shaped import grow_shape, shape_of
 
@@ -59,7 +59,7 @@ class HardwareTree(PointTree):
 
     length: int = 6
     nodes: int = 16
-    profile: Profile = TYPICAL
+    profile: tuple[tuple[float, ...], ...] = TYPICAL
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "profile", check_profile(self.profile)[: self.length])
@@ -78,3 +78,11 @@ class HardwareTree(PointTree):
             return costs.rate(expected_tokens(self.profile, nodes), nodes, depth)
 
         return replace(self, nodes=max(range(1, self.nodes + 1), key=rate))
+
+
+POLICY = PolicyEntry(
+    "hardware-tree",
+    "best ranks, size by measured cost",
+    "https://arxiv.org/abs/2405.18628",
+    HardwareTree,
+)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.tree import DraftTree, NodeKind
-from specctl.runtime.policies.base import GrowRequest
+from specctl.runtime.policies.base import GrowRequest, PolicyEntry
 from specctl.runtime.policies.draw import log_guess
 from specctl.runtime.policies.shaped import grow_shape, shape_of
 from specctl.runtime.policies.static_tree import BranchTree, full_paths
@@ -44,3 +44,8 @@ class Candidates(BranchTree):
         assert self.confidence is not None
         best_BM = log_guess(logits_BMK).amax(-1).exp()
         return (best_BM >= self.confidence).any(1) & torch.isfinite(best_BM).all(1)
+
+
+POLICY = PolicyEntry(
+    "mcsd", "independent draws, duplicates kept", "https://arxiv.org/abs/2401.06706", Candidates
+)

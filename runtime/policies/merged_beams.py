@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specctl.core.tree import DraftTree, empty_tree
-from specctl.runtime.policies.base import GrowRequest, PointTree
+from specctl.runtime.policies.base import GrowRequest, PointTree, PolicyEntry
 from specctl.runtime.policies.beam import search_beam
 
 
@@ -32,3 +32,8 @@ class MergedBeams(PointTree):
         if pool is None:
             return empty_tree(len(growth.view.slots), growth.view.slot_B.device)
         return pool.tree(growth, nodes, pool.on_beams())
+
+
+POLICY = PolicyEntry(
+    "merged-beams", "beams, merged", "https://arxiv.org/abs/2403.09919", MergedBeams
+)

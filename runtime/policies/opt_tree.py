@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from specctl.core.tree import DraftTree
-from specctl.runtime.policies.base import GrowRequest, PointTree
+from specctl.runtime.policies.base import GrowRequest, PointTree, PolicyEntry
 from specctl.runtime.policies.beam import Pool, grow_beam
 from specctl.runtime.policies.hardware import TreeCosts
 
@@ -37,6 +37,9 @@ class OptTree(PointTree):
     def fitted(self, costs: TreeCosts) -> OptTree:
         """A level must bring more plain target steps than it costs."""
         return replace(self, threshold=costs.step / costs.verify_seconds(0))
+
+
+POLICY = PolicyEntry("opt-tree", "the best nodes by q", "https://arxiv.org/abs/2406.17276", OptTree)
 
 
 class _Gain:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from specctl.core.drafter import Outcome, RoundSeconds
 from specctl.core.tree import DraftTree
-from specctl.runtime.policies.base import GrowRequest, PointTree
+from specctl.runtime.policies.base import GrowRequest, PointTree, PolicyEntry
 from specctl.runtime.policies.hardware_tree import TYPICAL, Profile, best_paths, worth
 from specctl.runtime.policies.shaped import grow_shape, shape_of
 
@@ -136,3 +136,8 @@ class Progressive(PointTree):
                     break  # a cut round says nothing about what comes after
                 offered = {rank for (p, rank), ok in zip(row, valid, strict=True) if ok and p == at}
                 learned.count(depth, offered, None if is_last else row[path[depth + 1]][1])
+
+
+POLICY = PolicyEntry(
+    "propd", "best ranks, learned on the way", "https://arxiv.org/abs/2402.13485", Progressive
+)

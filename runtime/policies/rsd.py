@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.tree import DraftTree, empty_tree
-from specctl.runtime.policies.base import DrawnTree, GrowRequest
+from specctl.runtime.policies.base import DrawnTree, GrowRequest, PolicyEntry
 from specctl.runtime.policies.draw import draft_distribution, log_guess, q_rows
 from specctl.runtime.verify.walk import log_distribution
 
@@ -128,3 +128,8 @@ def conditioned(noisy_BMC: Tensor, parent_BM: Tensor) -> Tensor:
     v_BMC = parent_BM1 - noisy_BMC + torch.log(-torch.expm1(below_BMC))
     score_BMC = parent_BM1 - v_BMC.clamp(min=0.0) - torch.log1p(torch.exp(-v_BMC.abs()))
     return torch.where(noisy_BMC > -torch.inf, score_BMC, -torch.inf)
+
+
+POLICY = PolicyEntry(
+    "rsd", "a sampled beam (RSD-S)", "https://arxiv.org/abs/2402.14160", StochasticBeam
+)

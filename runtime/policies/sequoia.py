@@ -23,7 +23,7 @@ import numpy as np
 from specctl.core.errors import RecipeError
 from specctl.core.tree import DraftTree, NodeKind
 from specctl.drafters.states.template import Path
-from specctl.runtime.policies.base import GrowRequest, PointTree
+from specctl.runtime.policies.base import GrowRequest, PointTree, PolicyEntry
 from specctl.runtime.policies.hardware import TreeCosts
 from specctl.runtime.policies.shaped import grow_shape, shape_of
 
@@ -140,3 +140,8 @@ class Sequoia(PointTree):
         table = self.table
         nodes, depth = max(sizes, key=lambda nd: costs.rate(table.tokens(*nd), *nd))
         return replace(self, nodes=nodes, length=depth)
+
+
+POLICY = PolicyEntry(
+    "sequoia", "best for measured acceptances", "https://arxiv.org/abs/2402.12374", Sequoia
+)

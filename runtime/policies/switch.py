@@ -7,7 +7,7 @@ from earlier rounds and from the text only, so every arm keeps its own guarantee
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,27 +15,14 @@ from specctl.core.drafter import Budget, Outcome, RoundSeconds, StepState
 from specctl.core.errors import unknown
 from specctl.core.tree import DraftTree, NodeKind, empty_tree, fitted
 from specctl.drafters.team import TeamState
-from specctl.runtime.controllers.auto import Auto
-from specctl.runtime.controllers.bandit import Exp3, Ucb
+from specctl.runtime.controllers import CONTROLLERS
 from specctl.runtime.controllers.base import OFF, Arm, ArmCount, Controller, Prices, Score
-from specctl.runtime.controllers.cascade import Cascade
-from specctl.runtime.controllers.hedge import Hedge
 from specctl.runtime.controllers.match import Matches
-from specctl.runtime.controllers.posterior import Posterior
 from specctl.runtime.controllers.shadow import Shadows
-from specctl.runtime.policies.base import GrowRequest
+from specctl.runtime.policies.base import GrowRequest, PolicyEntry
 from specctl.runtime.policies.chain import Chain
 from specctl.runtime.policies.direct import Direct
 from specctl.runtime.policies.length import CostTable
-
-CONTROLLERS: Mapping[str, type[Controller]] = {
-    "auto": Auto,
-    "ucb": Ucb,
-    "exp3": Exp3,
-    "thompson": Posterior,
-    "hedge": Hedge,
-    "cascade": Cascade,
-}
 
 
 @dataclass(slots=True)
@@ -186,3 +173,8 @@ class Switch:
         """Counts per arm, and what the controller itself says."""
         arms = {name: count.to_json() for name, count in self.counts.items() if count.rounds}
         return {"controller": self.controller, "arms": arms, **self.brain.to_json()}
+
+
+POLICY = PolicyEntry(
+    "switch", "what a controller's choice among drafters grows", "", Switch, is_tree=False
+)

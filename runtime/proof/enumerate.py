@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specctl.core.tree import NodeKind
-from specctl.runtime.proof.scalar import SCALAR_RULES
-from specctl.runtime.proof.scalar_parts import (
+from specctl.runtime.verify import RULES
+from specctl.runtime.verify.scalar_parts import (
     Distribution,
     Ended,
     ScalarRule,
@@ -28,7 +28,7 @@ from specctl.runtime.proof.scalar_parts import (
     point,
     without,
 )
-from specctl.runtime.proof.scalar_siblings import rest_or_uniform
+from specctl.runtime.verify.scalar_siblings import rest_or_uniform
 
 Path = tuple[int, ...]
 Distributions = Mapping[Path, Distribution]
@@ -115,7 +115,7 @@ def enumerate_case(
     """The exact distribution of one round, completed by the target. The optional arguments put a
     wrong rule, a wrong way of drafting, or a wrong q told to the rule in the place of the right
     one."""
-    rule = rule or SCALAR_RULES[case.rule]
+    rule = rule or RULES[case.rule].reference
     told_q = case.q if told_q is None else told_q
     length = case.depth + 1
     tails = _tails(case.p, case.vocab_size, length)

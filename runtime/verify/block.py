@@ -15,9 +15,12 @@ from torch import Tensor
 
 from specctl.core.tree import DraftTree
 from specctl.runtime.sampling.noise import Noise
+from specctl.runtime.verify import scalar
 from specctl.runtime.verify.chain import bonus_only
 from specctl.runtime.verify.walk import (
+    SAMPLED,
     DraftDistribution,
+    Rule,
     Verdict,
     at_token,
     chain_verdict,
@@ -74,3 +77,14 @@ def _thresholds(weight_BT: Tensor, p_BTV: Tensor, distribution: DraftDistributio
     whole_BM = mass_BM + (1.0 - w_BM1[:, :, 0])
     threshold_BM = torch.where(whole_BM > 0, mass_BM / whole_BM, 0.0)
     return torch.nn.functional.pad(threshold_BM, (0, 1))
+
+
+RULE = Rule(
+    "block",
+    "block verification, the best for one chain",
+    "https://arxiv.org/abs/2403.10444",
+    block,
+    scalar.block,
+    SAMPLED,
+    chains_only=True,
+)

@@ -11,8 +11,11 @@ from torch import Tensor
 
 from specctl.core.tree import DraftTree
 from specctl.runtime.sampling.noise import Noise
+from specctl.runtime.verify import scalar
 from specctl.runtime.verify.walk import (
+    SAMPLED,
     DraftDistribution,
+    Rule,
     Verdict,
     at_token,
     chain_verdict,
@@ -42,3 +45,14 @@ def bonus_only(p_BTV: Tensor, noise: Noise) -> Verdict:
     """Nothing was drafted: draw the next token from p."""
     none_B = p_BTV.new_zeros(p_BTV.shape[0]).long()
     return chain_verdict(none_B, draw(p_BTV[:, 0], p_BTV[:, 0], noise), 0)
+
+
+RULE = Rule(
+    "chain",
+    "token-level speculative sampling",
+    "https://arxiv.org/abs/2211.17192",
+    chain,
+    scalar.chain,
+    SAMPLED,
+    chains_only=True,
+)

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specctl.core.tree import DraftTree, QRows, chain_tree
+from specctl.core.tree import DraftTree, NodeKind, QRows, chain_tree
 from specctl.runtime.sampling.noise import Noise
+from specctl.runtime.verify import scalar
 from specctl.runtime.verify.block import block
 from specctl.runtime.verify.chain import bonus_only
-from specctl.runtime.verify.walk import DraftDistribution, Verdict, row, tree_verdict
+from specctl.runtime.verify.walk import DraftDistribution, Rule, Verdict, row, tree_verdict
 
 _TINY = 1e-30
 
@@ -93,3 +94,13 @@ def _powers(high: Tensor, low: Tensor, num_B1: Tensor, most: int) -> Tensor:
         power = power * low
         total = torch.where(num_B1 > i, total * high + power, total)
     return total
+
+
+RULE = Rule(
+    "multi-path",
+    "block verification of the best of whole paths",
+    "https://arxiv.org/abs/2602.16961",
+    multi_path,
+    scalar.multi_path,
+    {NodeKind.PATHS},
+)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from specctl.core.tree import DraftTree
 from specctl.runtime.sampling.noise import Noise
+from specctl.runtime.verify import scalar_siblings
 from specctl.runtime.verify.siblings import Missed, residual, walk_down
-from specctl.runtime.verify.walk import Verdict
+from specctl.runtime.verify.walk import IID, Rule, Verdict
 
 
 def multi_round(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
@@ -22,3 +23,13 @@ def multi_round(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
 
 def _same_q(missed: Missed) -> tuple[Tensor, Tensor]:
     return residual(missed), missed.s_BK
+
+
+RULE = Rule(
+    "multi-round",
+    "i.i.d. siblings in turn (SpecInfer)",
+    "https://arxiv.org/abs/2305.09781",
+    multi_round,
+    scalar_siblings.multi_round,
+    IID,
+)

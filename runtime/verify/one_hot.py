@@ -10,9 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specctl.core.tree import DraftTree
+from specctl.core.tree import DraftTree, NodeKind
 from specctl.runtime.sampling.noise import Noise
+from specctl.runtime.verify import scalar
 from specctl.runtime.verify.walk import (
+    Rule,
     Verdict,
     at_token,
     chain_verdict,
@@ -66,3 +68,13 @@ def _last(
         1, token_BN, tested_BN.to(distribution_BV.dtype)
     )
     return draw(distribution_BV.masked_fill(missed_BV > 0, 0.0), distribution_BV, noise)
+
+
+RULE = Rule(
+    "one-hot",
+    "test candidates one by one",
+    "https://arxiv.org/abs/2406.16858",
+    one_hot,
+    scalar.one_hot,
+    {NodeKind.POINT},
+)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from specctl.core.tree import DraftTree
 from specctl.runtime.sampling.noise import Noise
+from specctl.runtime.verify import scalar_siblings
 from specctl.runtime.verify.siblings import Missed, residual, scaled, walk_down
-from specctl.runtime.verify.walk import Verdict
+from specctl.runtime.verify.walk import DISTINCT, Rule, Verdict
 
 
 def recursive(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
@@ -23,3 +24,13 @@ def recursive(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
 
 def _without_the_missed(missed: Missed) -> tuple[Tensor, Tensor]:
     return residual(missed), scaled(missed.rest_BK)
+
+
+RULE = Rule(
+    "recursive",
+    "distinct siblings in turn (RSD)",
+    "https://arxiv.org/abs/2402.14160",
+    recursive,
+    scalar_siblings.recursive,
+    DISTINCT,
+)

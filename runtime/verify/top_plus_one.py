@@ -13,12 +13,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specctl.core.tree import DraftTree
+from specctl.core.tree import DraftTree, NodeKind
 from specctl.runtime.sampling.noise import Noise
+from specctl.runtime.verify import scalar_siblings
 from specctl.runtime.verify.siblings import scaled
 from specctl.runtime.verify.target_only import target_only
 from specctl.runtime.verify.walk import (
     DraftDistribution,
+    Rule,
     Verdict,
     best_token,
     children_of,
@@ -69,3 +71,13 @@ def _draw(distribution: DraftDistribution, p_BV: Tensor, q_BK: Tensor, gumbel_BV
     left_BV = distribution.minus(p_BV, q_BK)
     left_BV = torch.where(left_BV.sum(-1, keepdim=True) > 0, left_BV, p_BV)
     return best_token(log_distribution(left_BV) + gumbel_BV)
+
+
+RULE = Rule(
+    "top-plus-one",
+    "q's top tokens and one sample, one test a node",
+    "https://arxiv.org/abs/2502.18779",
+    top_plus_one,
+    scalar_siblings.top_plus_one,
+    {NodeKind.TOP_PLUS_ONE},
+)

@@ -24,10 +24,13 @@ from torch.nn.functional import pad
 
 from specctl.core.tree import DraftTree
 from specctl.runtime.sampling.noise import Noise
+from specctl.runtime.verify import scalar
 from specctl.runtime.verify.block import block
 from specctl.runtime.verify.chain import bonus_only
 from specctl.runtime.verify.walk import (
+    SAMPLED,
     DraftDistribution,
+    Rule,
     Verdict,
     draw,
     draw_key,
@@ -175,3 +178,13 @@ def _plan(tree: DraftTree, ancestor_BTT: Tensor) -> _Plan:
     key_BTT = torch.where(later_BTT, draw_key(tree)[:, None], T * T)
     next_BT = torch.where(later_BTT.any(-1), key_BTT.argmin(-1), -1)
     return _Plan(order_BN, parent_BT, next_BT, first_BT, top_BT)
+
+
+RULE = Rule(
+    "traversal",
+    "block verification of a tree, from the leaves up",
+    "https://arxiv.org/abs/2505.12398",
+    traversal,
+    scalar.traversal,
+    SAMPLED,
+)

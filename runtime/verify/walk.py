@@ -7,14 +7,21 @@ no data-dependent shape.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specctl.core.tree import DraftTree
+from specctl.core.tree import DraftTree, NodeKind
 from specctl.runtime.sampling.noise import Noise
+from specctl.runtime.verify.scalar_parts import ScalarRule
+
+ANY = frozenset(NodeKind)
+IID = frozenset({NodeKind.IID, NodeKind.PATHS})
+DISTINCT = frozenset({NodeKind.WITHOUT_REPLACEMENT, NodeKind.REFILLED})
+SAMPLED = IID | DISTINCT
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +36,20 @@ class Verdict:
     path_BP: Tensor
     num_accepted_B: Tensor
     next_token_B: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A verification rule, the scalar one that it must decide like, and the trees for which it is
+    lossless."""
+
+    name: str
+    summary: str
+    paper: str
+    run: Callable[[DraftTree, Tensor, Noise], Verdict]
+    reference: ScalarRule
+    kinds: Set[NodeKind]
+    chains_only: bool = False
 
 
 def best_token(scores: Tensor) -> Tensor:

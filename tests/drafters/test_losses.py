@@ -54,7 +54,7 @@ def problem(teacher: bool = True) -> tuple[Tensor, Any, AlignedRows]:
     return state, head, AlignedRows(rows, torch.randint(0, V, (N,)), (rows + 1) % (N + 4), logits)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["ce", "kl", "rkl", "jsd", "tv", "lk_alpha", "lk_hybrid"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_loss_equals_its_formula_row_by_row(kind: str, temperature: float) -> None:
     state, head, aim = problem()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from specctl.core.drafter import Outcome, RoundSeconds, RoundView
 from specctl.core.errors import RecipeError
 from specctl.core.tree import NodeKind, chain_tree
 from specctl.drafters import families
-from specctl.recipes.serve import POLICY_FIELDS, PolicyName, ServePart
+from specctl.recipes.serve import POLICY_FIELDS, ServePart
 from specctl.runtime.measure.cost import equip, measure_costs
 from specctl.runtime.policies import POLICIES, TREES, make_policy, policies_of
 from specctl.runtime.policies.base import Policy
@@ -48,7 +48,7 @@ def battery(make_target: Any) -> Any:
     shape = {"num_layers": 2, "vocab": 32}
     target = make_target(**shape)
     drafter = disturbed(make_target, target, **shape)
-    level = prove.Level(3, 12, samples=320, length=4, all_rules=False, enumeration="slice")
+    level = prove.ProofLevel(3, 12, samples=320, length=4, all_rules=False, enumeration="slice")
     prompts = [(1, 2, 3), (9,), (4, 4, 8, 15, 16, 23, 31)]
 
     def make(policy: Policy) -> prove._Battery:
@@ -162,7 +162,8 @@ def test_rows_of_different_needs_share_a_round(battery: Any, name: str) -> None:
 
 
 def test_every_setting_of_a_policy_is_a_field_of_the_recipe_and_no_other_is_taken() -> None:
-    assert set(POLICY_FIELDS) == set(POLICIES) == set(get_args(PolicyName))
+    schema = ServePart.model_json_schema()["properties"]
+    assert list(POLICY_FIELDS) == list(POLICIES) == schema["policy"]["enum"]
     for name, kind in POLICIES.items():
         own = {field.name for field in fields(kind) if field.init}
         assert set(POLICY_FIELDS[name]) <= own & set(ServePart.model_fields), name

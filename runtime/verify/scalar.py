@@ -1,9 +1,9 @@
 """The rules once more, as scalar recursions against a `Chooser`: the reference of the fast rules.
 
 Written from the papers' recursions, sharing no code with the vectorised rules. With a
-`ReplayChooser` (enumerate.py) they are summed over every coin; with a `NoiseChooser` they must
-decide exactly as the fast rules do under the same noise. Rules that test several siblings from the
-root down are in scalar_siblings.py.
+`ReplayChooser` (proof/enumerate.py) they are summed over every coin; with a `NoiseChooser` they
+must decide exactly as the fast rules do under the same noise. Rules that test several siblings from
+the root down are in scalar_siblings.py.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from specctl.runtime.proof import scalar_siblings
-from specctl.runtime.proof.scalar_parts import (
+from specctl.runtime.verify.scalar_parts import (
     Chooser,
     Ended,
-    ScalarRule,
     ScalarTree,
     norm,
     point,
@@ -148,19 +146,3 @@ def multi_path(tree: ScalarTree, chooser: Chooser) -> Ended:
     )
     end, distribution = block(chained, chooser)
     return line[end], distribution
-
-
-SCALAR_RULES: dict[str, ScalarRule] = {
-    "greedy": greedy,
-    "target-only": target_only,
-    "one-hot": one_hot,
-    "chain": chain,
-    "block": block,
-    "recursive": scalar_siblings.recursive,
-    "multi-round": scalar_siblings.multi_round,
-    "spectr": scalar_siblings.spectr,
-    "sequoia": scalar_siblings.sequoia,
-    "top-plus-one": scalar_siblings.top_plus_one,
-    "traversal": traversal,
-    "multi-path": multi_path,
-}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from specctl.runtime.proof.scalar_parts import (
+from specctl.runtime.verify.scalar_parts import (
     Chooser,
     Distribution,
     Ended,
