@@ -8,9 +8,8 @@ from typing import Annotated
 import typer
 
 from specctl.cli.app.console import Console
-from specctl.cli.commands.chat_input import Interrupts, Lines
-from specctl.cli.commands.chat_room import ChatRepl, Look
-from specctl.cli.commands.chat_talk import ChatSession
+from specctl.cli.commands.chat.repl import ChatRepl, Interrupts, Lines, Look
+from specctl.cli.commands.chat.session import ChatSession
 from specctl.cli.options.flags import Compile
 from specctl.cli.options.grammar import GrammarFlags
 from specctl.cli.options.loading import NO_DRAFTER, DraftChoice
