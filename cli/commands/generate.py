@@ -13,10 +13,9 @@ from specctl.cli.app.console import Console
 from specctl.cli.app.stream import TextStream
 from specctl.cli.commands.generated import check_forms, show_stats, tell_ends
 from specctl.cli.options.flags import Compile
-from specctl.cli.options.grammar import GrammarFlags
 from specctl.cli.options.loading import NO_DRAFTER, DraftChoice, LoadedDraft
 from specctl.cli.options.prompts import PromptText, read_prompts
-from specctl.cli.options.sampling import SamplingFlags
+from specctl.cli.options.sampling import GrammarFlags, SamplingFlags
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice, target_json
 
 if TYPE_CHECKING:

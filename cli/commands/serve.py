@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specctl.cli.app.console import Console
-from specctl.cli.options.flags import Compile
-from specctl.cli.options.generation_config import GenerationConfigFlag, check_choice, followed, tell
+from specctl.cli.options.flags import Compile, panel
 from specctl.cli.options.loading import NO_DRAFTER, DraftChoice, LoadedDraft
+from specctl.cli.options.sampling import GenerationConfigFlag, check_choice, followed, tell
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
 from specctl.core.errors import SpecctlError, nearest
 from specctl.core.installed import pip_install
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 RULE = "target-only"  # seeded answers do not depend on who else is served
 EXTRA = ("fastapi", "uvicorn", "prometheus_client")
-LOAD, ACCESS = "Load", "Access"
+load_option, access_option = panel("Load"), panel("Access")
 BATCHINGS = ("auto", "goodput", "tetris", "table", "fixed", "bass")
 MEASURED = ("goodput", "table")  # batchings that read measured costs
 SAMPLE = 'class Node:\n    """A value and what follows it."""\n\n    def __init__(self, value):\n'
@@ -40,60 +40,44 @@ SAMPLE = 'class Node:\n    """A value and what follows it."""\n\n    def __init_
 class LimitFlags:
     """What the server takes on."""
 
-    max_batch: Annotated[
-        int,
-        typer.Option("--max-batch", min=1, max=1024, help="Rows at once.", rich_help_panel=LOAD),
-    ] = 8
+    max_batch: Annotated[int, load_option("--max-batch", min=1, max=1024, help="Rows at once.")] = 8
     max_queue: Annotated[
-        int,
-        typer.Option(
-            "--max-queue", min=0, help="Waiting requests; more get 429.", rich_help_panel=LOAD
-        ),
+        int, load_option("--max-queue", min=0, help="Waiting requests; more get 429.")
     ] = 64
     queue_timeout: Annotated[
-        float,
-        typer.Option(
-            "--queue-timeout", min=0.1, help="Longest wait in seconds.", rich_help_panel=LOAD
-        ),
+        float, load_option("--queue-timeout", min=0.1, help="Longest wait in seconds.")
     ] = 60.0
     max_len: Annotated[
         int | None,
-        typer.Option(
+        load_option(
             "--max-len",
             min=2,
             help="Tokens of prompt and answer together; else the context, at most 4,096.",
-            rich_help_panel=LOAD,
         ),
     ] = None
     max_new_tokens: Annotated[
-        int | None,
-        typer.Option("--max-new-tokens", min=1, help="Longest answer.", rich_help_panel=LOAD),
+        int | None, load_option("--max-new-tokens", min=1, help="Longest answer.")
     ] = None
     memory: Annotated[
         float | None,
-        typer.Option(
+        load_option(
             "--memory",
             min=0.001,
             help="GiB for caches; else half of what is free.",
             show_default=False,
-            rich_help_panel=LOAD,
         ),
     ] = None
     drain: Annotated[
         float,
-        typer.Option(
-            "--drain",
-            min=0.0,
-            help="Seconds that answers may take to finish after SIGTERM.",
-            rich_help_panel=LOAD,
+        load_option(
+            "--drain", min=0.0, help="Seconds that answers may take to finish after SIGTERM."
         ),
     ] = 30.0
     control_tokens: Annotated[
         bool,
-        typer.Option(
+        access_option(
             "--control-tokens/--no-control-tokens",
             help="Whether prompts of /v1/completions may hold the target's control tokens.",
-            rich_help_panel=ACCESS,
         ),
     ] = True
 
@@ -116,36 +100,26 @@ class LimitFlags:
 class AccessFlags:
     """Who may ask, and where."""
 
-    host: Annotated[
-        str, typer.Option("--host", help="Address to listen on.", rich_help_panel=ACCESS)
-    ] = "127.0.0.1"
-    port: Annotated[
-        int,
-        typer.Option(
-            "--port", min=0, max=65535, help="0 takes a free one.", rich_help_panel=ACCESS
-        ),
-    ] = 8000
+    host: Annotated[str, access_option("--host", help="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, access_option("--port", min=0, max=65535, help="0 takes a free one.")] = (
+        8000
+    )
     api_key_file: Annotated[
         Path | None,
-        typer.Option(
+        access_option(
             "--api-key-file",
             help="One key per line. Keys may also stand in SPECCTL_API_KEYS, by commas.",
-            rich_help_panel=ACCESS,
         ),
     ] = None
     insecure_no_auth: Annotated[
-        bool,
-        typer.Option(
-            "--insecure-no-auth", help="Serve other machines without keys.", rich_help_panel=ACCESS
-        ),
+        bool, access_option("--insecure-no-auth", help="Serve other machines without keys.")
     ] = False
     allow_host: Annotated[
         list[str] | None,
-        typer.Option(
+        access_option(
             "--allow-host",
             metavar="NAME",
             help="A host name under which a proxy forwards requests to loopback (repeatable).",
-            rich_help_panel=ACCESS,
         ),
     ] = None
 
