@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specctl.cli.app.command import command
+from specctl.cli.app.command import command_group
 from specctl.cli.app.console import Console
 from specctl.cli.app.memory import size_text
 from specctl.cli.app.progress import duration
-from specctl.cli.app.switches import Command, Group
 from specctl.core.errors import FileError, SpecctlError
 
 if TYPE_CHECKING:
@@ -30,15 +29,6 @@ RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 Keep = Annotated[
     int, typer.Option("--keep", min=1, help="Newest checkpoints kept beside the best.")
 ]
-
-app = typer.Typer(
-    cls=Group,
-    name="runs",
-    help="List, show, follow, resume, compare and clean run folders.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-)
 
 
 def ls(
@@ -461,11 +451,8 @@ def _delete(console: Console, run: RunStatus, keep: int) -> list[Path]:
     return gone
 
 
-def _everywhere(console: Console) -> None:
-    """List, show, follow, resume, compare and clean run folders."""
-    del console
-
-
-app.callback()(command(_everywhere, "runs"))
-for _body in (ls, show, tail, resume, compare, clean):
-    app.command(_body.__name__, cls=Command)(command(_body, f"runs-{_body.__name__}"))
+app = command_group(
+    "runs",
+    "List, show, follow, resume, compare and clean run folders.",
+    (ls, show, tail, resume, compare, clean),
+)
