@@ -26,7 +26,7 @@ from specctl.cli.options.flags import Offline
 from specctl.cli.options.preflight import check_out, check_run
 from specctl.cli.options.recipe_flags import RecipeFlags
 from specctl.cli.options.target_choice import TargetChoice, go_offline
-from specctl.core.errors import SpecctlError
+from specctl.core.errors import SpecctlError, one_of_two
 
 if TYPE_CHECKING:
     from specctl.recipes.schema import Recipe
@@ -67,13 +67,8 @@ def plan(
     """
     loaded = run.load()
     if rehearse and scaling:
-        raise SpecctlError(
-            "one plan is either rehearsed or fitted to a grid of runs",
-            where="the command line",
-            found="--rehearse --scaling",
-            expected="one of the two",
-            do="leave --rehearse out",
-        )
+        told = "one plan is either rehearsed or fitted to a grid of runs"
+        raise one_of_two(told, "--rehearse --scaling", "leave --rehearse out")
     if offline:
         go_offline()
     if scaling:

@@ -123,7 +123,7 @@ def schema(
     """Print the JSON schema of a recipe, for editors."""
     import json
 
-    from specctl.core.errors import RecipeError, nearest
+    from specctl.core.errors import unknown
     from specctl.recipes.schema import Recipe
 
     whole = Recipe.model_json_schema()
@@ -131,13 +131,7 @@ def schema(
     if field is not None:
         known = whole["properties"]
         if field not in known:
-            raise RecipeError(
-                f"a recipe has no section {field!r}",
-                where="--field",
-                found=field,
-                expected="one of " + ", ".join(known),
-                do=f"--field {nearest(field, known, 1)}",
-            )
+            raise unknown("section of a recipe", field, known, "--field")
         reference = str(known[field].get("$ref", "")).rsplit("/", 1)[-1]
         part = whole["$defs"].get(reference, known[field])
     console.out(json.dumps(part, indent=1))

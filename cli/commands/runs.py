@@ -16,7 +16,7 @@ from specctl.cli.app.command import command_group
 from specctl.cli.app.console import Console
 from specctl.cli.app.memory import size_text
 from specctl.cli.app.progress import duration
-from specctl.core.errors import FileError, SpecctlError
+from specctl.core.errors import FileError, SpecctlError, no_folder, one_of_two
 
 if TYPE_CHECKING:
     from specctl.train.runs.folders import RunStatus
@@ -45,13 +45,7 @@ def ls(
 
     is_new = folder == RUNS and not folder.exists()  # nothing was trained here yet
     if not folder.is_dir() and not is_new:
-        raise FileError(
-            f"{folder} is not a folder",
-            where=str(folder),
-            found="a file" if folder.exists() else "no such folder",
-            expected="a folder with run folders in it",
-            do="specctl runs ls .",
-        )
+        raise no_folder(folder, "a folder with run folders in it", "specctl runs ls .")
     runs = [] if is_new else [read_run(path) for path in find_runs(folder)]
     columns = ("run", "state", "step", "of", "tau", "family", "target", "age", "size")
     if runs:
@@ -119,13 +113,8 @@ def tail(
 
     read_run(run)
     if follow and console.json and not console.jsonl:
-        raise SpecctlError(
-            "--follow shows figures as they come, --json one object at the end",
-            where="the command line",
-            found="--follow --json",
-            expected="one of the two",
-            do=f"specctl runs tail {run} --json",
-        )
+        told = "--follow shows figures as they come, --json one object at the end"
+        raise one_of_two(told, "--follow --json", f"specctl runs tail {run} --json")
     shown: list[dict[str, Any]] = []
     try:
         for number, new in enumerate(_new_lines(run / LOG)):
@@ -414,13 +403,7 @@ def clean(
 
 def _runs_in(folder: Path, find: Any) -> list[Path]:
     if not folder.is_dir():
-        raise FileError(
-            f"{folder} is not a folder",
-            where=str(folder),
-            found="a file" if folder.exists() else "no such folder",
-            expected="a run folder, or a folder with runs in it",
-            do="specctl runs ls",
-        )
+        raise no_folder(folder, "a run folder, or a folder with runs in it", "specctl runs ls")
     found: list[Path] = find(folder)
     return found
 

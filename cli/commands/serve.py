@@ -17,7 +17,7 @@ from specctl.cli.options.flags import Compile, panel
 from specctl.cli.options.loading import NO_DRAFTER, DraftChoice, LoadedDraft
 from specctl.cli.options.sampling import GenerationConfigFlag, check_choice, followed, tell
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
-from specctl.core.errors import SpecctlError, nearest
+from specctl.core.errors import SpecctlError, unknown
 from specctl.core.installed import pip_install
 
 if TYPE_CHECKING:
@@ -325,13 +325,7 @@ def _totals(service: Service) -> dict[str, Any]:
 def check_batching(name: str, drafts: bool) -> None:
     """Refuse a batch policy that does not exist, or would decide nothing, before anything loads."""
     if name not in BATCHINGS:
-        raise SpecctlError(
-            f"unknown batch policy {name!r}",
-            where="--batching",
-            found=name,
-            expected="one of " + ", ".join(BATCHINGS),
-            do=f"--batching {nearest(name, BATCHINGS, 1)}",
-        )
+        raise unknown("batch policy", name, BATCHINGS, "--batching", kind=SpecctlError)
     if name != "auto" and not drafts:
         raise SpecctlError(
             "--batching says how long rows draft, but there is no drafter",

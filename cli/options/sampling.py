@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from specctl.cli.app.console import Console
 from specctl.cli.options.flags import Seed, sampling_option
-from specctl.core.errors import IntegrityError, SpecctlError, nearest
+from specctl.core.errors import IntegrityError, SpecctlError, one_of_two, unknown
 
 if TYPE_CHECKING:
     from specctl.runtime.sampling.generation_config import Suggested
@@ -100,13 +100,8 @@ class SamplingFlags:
 def check_choice(choice: str | None) -> None:
     """Refuse another word, before anything loads."""
     if choice not in (None, MODEL, NONE):
-        raise SpecctlError(
-            f"unknown generation config {choice!r}",
-            where="--generation-config",
-            found=choice,
-            expected=f"{MODEL} or {NONE}",
-            do=f"--generation-config {nearest(choice, (MODEL, NONE), 1)}",
-        )
+        words, flag = (MODEL, NONE), "--generation-config"
+        raise unknown("generation config", choice, words, flag, kind=SpecctlError)
 
 
 def followed(console: Console, target: Target, choice: str | None) -> Suggested | None:
@@ -174,12 +169,8 @@ class GrammarFlags:
         if self.json_schema is None and self.file is None:
             return None
         if self.json_schema is not None and self.file is not None:
-            raise SpecctlError(
-                "two grammars for one answer",
-                found=f"--json-schema {self.json_schema} and --grammar {self.file}",
-                expected="one of them",
-                do="leave one out",
-            )
+            given = f"--json-schema {self.json_schema} and --grammar {self.file}"
+            raise one_of_two("two grammars for one answer", given, "leave one out")
         from specctl.runtime.sampling.grammar import GrammarSpec, compile_grammar
 
         if self.json_schema is not None:
