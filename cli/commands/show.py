@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specctl.cli.app.console import Console
-from specctl.core.errors import FileError
+from specctl.core.errors import FileError, no_folder
 
 if TYPE_CHECKING:
     from specctl.export.package.manifest import Manifest
@@ -27,13 +27,8 @@ def show(
       specctl show runs/quickstart --json
     """
     if not path.is_dir():
-        raise FileError(
-            f"{path} is not a folder",
-            where=str(path),
-            found="a file" if path.exists() else "no such path",
-            expected="a package, a run folder or a model folder",
-            do="specctl show runs/NAME/package",
-        )
+        kinds = "a package, a run folder or a model folder"
+        raise no_folder(path, kinds, "specctl show runs/NAME/package")
     from specctl.export.package.manifest import MANIFEST
 
     if (path / MANIFEST).is_file():

@@ -331,21 +331,21 @@ def test_trimming_writes_a_smaller_package(trained: Path, run: Any, tmp_path: Pa
 def test_the_quickstart_goes_on_with_the_faster_draft_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: float, trimmed: float
 ) -> None:
-    from specctl.cli.commands import quickstart, quickstart_compare
+    from specctl.cli.commands import quickstart
 
     told: list[str] = []
     console: Any = SimpleNamespace(say=told.append)
     (tmp_path / "trimmed").mkdir()
     (tmp_path / "trimmed" / "of.json").write_text('{"digest": "d"}')
     measured = {"whole": whole, "trimmed": trimmed}
-    monkeypatch.setattr(quickstart_compare, "rates", lambda model, packages: measured)
+    monkeypatch.setattr(quickstart, "_rates", lambda model, packages: measured)
     model: Any = None
     chosen = quickstart._faster(console, model, tmp_path, tmp_path / "trimmed")
     wanted = tmp_path / ("package" if whole > trimmed else "trimmed/package")
     assert chosen == wanted
     assert "212" in told[-1]
     assert f"the {'whole' if whole > trimmed else 'trimmed'} one goes on" in told[-1]
-    monkeypatch.setattr(quickstart_compare, "rates", None)  # it was measured, and is kept
+    monkeypatch.setattr(quickstart, "_rates", None)  # it was measured, and is kept
     assert quickstart._faster(console, model, tmp_path, tmp_path / "trimmed") == wanted
 
 
@@ -405,15 +405,15 @@ def test_the_exit_code_of_several_processes_is_the_first_ones(start: Any, tmp_pa
 def test_quickstart_goes_from_nothing_to_a_table(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specctl.cli.commands import quickstart, quickstart_compare
+    from specctl.cli.commands import quickstart
     from specctl.runtime.proof import prove
 
     level = prove.LEVELS["lossless"]
     small = replace(level, prompts=2, tokens=8, samples=100)
     monkeypatch.setitem(prove.LEVELS, "lossless", small)
-    for module, step in ((quickstart, "TRIM"), (quickstart_compare, "COMPARE")):
-        monkeypatch.setattr(module, f"{step}_PROMPTS", 3)
-        monkeypatch.setattr(module, f"{step}_TOKENS", 8)
+    for step in ("TRIM", "COMPARE"):
+        monkeypatch.setattr(quickstart, f"{step}_PROMPTS", 3)
+        monkeypatch.setattr(quickstart, f"{step}_TOKENS", 8)
     words = ("quickstart", "--out", tmp_path / "q", "--inflate", "100m", *sets(*SMALL))
     ran = run(*words)
     assert ran.code == 0, ran.err[-2000:]

@@ -1,4 +1,4 @@
-"""RunStatus folders seen from outside: found, and told how they stand. No torch; nothing is written."""
+"""Run folders seen from outside: found, and how they stand. No torch; nothing is written."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 from specctl.core.errors import FileError
 from specctl.recipes.load import parse_yaml
-from specctl.train.runs.finished import read_mark
 from specctl.train.log import read_log
+from specctl.train.runs.finished import read_mark
 from specctl.train.saving.lock import Holder, live_holder
 from specctl.train.saving.whole import (
     damage,

@@ -8,13 +8,11 @@ from typing import Annotated
 import typer
 
 from specctl.cli.app.console import Console
-from specctl.cli.commands.chat_input import Interrupts, Lines
-from specctl.cli.commands.chat_room import ChatRepl, Look
-from specctl.cli.commands.chat_talk import ChatSession
+from specctl.cli.commands.chat.repl import ChatRepl, Interrupts, Lines, Look
+from specctl.cli.commands.chat.session import ChatSession
 from specctl.cli.options.flags import Compile
-from specctl.cli.options.grammar import GrammarFlags
 from specctl.cli.options.loading import NO_DRAFTER, DraftChoice
-from specctl.cli.options.sampling import SamplingFlags
+from specctl.cli.options.sampling import GrammarFlags, SamplingFlags
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
 
 LONG_ANSWERS = SamplingFlags(max_new_tokens=512)

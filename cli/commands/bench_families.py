@@ -1,17 +1,30 @@
-"""Trained families, measured in turn in one process on one target, and shown as table and plot."""
+"""`specctl bench --families`: every trained family under one budget, in one table and one plot.
+
+OUT/NAME            an ordinary run of family NAME; a finished one holds finished.json and is kept
+OUT/families.json   the rows        OUT/families.png   speed-ups over plain decoding
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specctl.cli.app.console import Console
+from specctl.cli.app.failures import as_told
 from specctl.cli.commands.against import transformers_contenders
+from specctl.cli.options.families import check_options, family_infos
 from specctl.cli.options.loading import DraftingFlags
-from specctl.cli.options.target_choice import inflated_note
+from specctl.cli.options.recipe_flags import RecipeFlags
+from specctl.cli.options.target_choice import TargetChoice, inflated_note, target_json
+from specctl.cli.options.training import train_and_package
+from specctl.core.errors import Exit, GateError, RecipeError, did_you_mean
+from specctl.recipes.load import RecipeInfo, list_recipes, load_recipe
 
 if TYPE_CHECKING:
     from specctl.cli.options.loading import LoadedDraft
@@ -21,15 +34,28 @@ if TYPE_CHECKING:
     from specctl.runtime.sampling.sampling import Sampling
     from specctl.runtime.target.target import Target
 
+HOME = "tiny"  # the target whose recipes are compared
+SHARED = "eagle"  # the recipe whose data and batches every family is given
+OWN = ("steps", "learning_rate", "schedule", "warmup", "decay", "optimizer", "weight_decay")
 CHAIN = {"policy": "chain", "length": 5}
 TREE = "dynamic-tree"
 PROBE_TOKENS = 8
-Explain = Callable[[Exception], str]
 LEGEND = (
     "size: trained and frozen parameters of its own; sec: training; alpha: chance at the first "
     "three positions; chain, tree: tau; of the faster of the two: draft (share of the time), "
     "tok/s, plain (speed-up over plain decoding), hf (over transformers' assisted generation)"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBudget:
+    """What is trained: which families, for which target, on how much, where."""
+
+    families: str
+    target: TargetChoice
+    steps: int | None
+    sets: tuple[str, ...]
+    out: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +95,118 @@ class FamilyEntry:
     contenders: dict[str, Contender]
 
 
+def bench_families(console: Console, budget: TrainingBudget, heat: Heat) -> None:
+    """Train what is not trained yet, measure all of it, report; GateError if a family failed."""
+    recipes = {name: family_recipe(name, budget) for name in chosen(budget.families)}
+    budget.out.mkdir(parents=True, exist_ok=True)
+    trained: list[Trained] = []
+    errors: dict[str, str] = {}
+    for number, (name, recipe) in enumerate(recipes.items(), start=1):
+        console.say(f"family {number} of {len(recipes)}: {name}, {recipe.train.steps:,} steps")
+        try:
+            done = [one.package.parent for one in trained]
+            trained.append(train_family(console, name, recipe, budget.out / name, done))
+        except Exception as error:  # whatever a family does, the others are measured
+            errors[name] = explained(error)
+            console.warn(f"{name}: {errors[name]}")
+    rows: list[dict[str, Any]] = []
+    sizes = dict.fromkeys((None, budget.target.inflate))
+    targets = [replace(budget.target, inflate=size).load(console, heat.compiled) for size in sizes]
+    for target in targets:
+        rows += measure(console, target, trained, heat)
+    rows += [{"family": name, "recipe": recipes[name].name, "error": errors[name]}
+             for name in errors]  # fmt: skip
+    picture = show_tables(console, rows, budget.out)
+    result = {
+        "rows": rows,
+        "targets": [target_json(target) for target in targets],
+        "steps": next(iter(recipes.values())).train.steps,
+        "out": str(budget.out),
+        "picture": None if picture is None else str(picture),
+    }
+    (budget.out / "families.json").write_text(json.dumps(result, indent=1) + "\n")
+    console.result = result
+    refuse_failed(rows)
+    best = max(rows, key=lambda row: row["speedup"])
+    console.done(result, next=[f'specctl generate --draft {best["package"]} "..."'])
+
+
+def chosen(words: str) -> list[str]:
+    """`all` or `medusa,eagle` -> families that train and have a recipe for the embedded target."""
+    known = [name for name, info in family_infos().items() if info.trainable and recipes_of(name)]
+    wanted = [part.strip() for part in words.split(",") if part.strip()]
+    if wanted == ["all"]:
+        return known
+    for name in wanted or [""]:
+        if name not in known:
+            raise RecipeError(
+                f"no trained family {name!r} with a recipe for target {HOME}",
+                where="--families",
+                found=words,
+                expected="all, or families of `specctl recipes ls` with commas between",
+                do=did_you_mean(name, known, "--families all"),
+            )
+    return list(dict.fromkeys(wanted))
+
+
+def recipes_of(family: str) -> list[str]:
+    """The recipes of a family for the embedded target: its namesake first, then train-draft's own
+    choice."""
+    names = [r.name for r in shipped() if (r.family, r.target) == (family, HOME)]
+    order = (family, RecipeFlags().recipe)
+    return sorted(names, key=lambda name: order.index(name) if name in order else len(order))
+
+
+@cache
+def shipped() -> tuple[RecipeInfo, ...]:
+    """Every recipe that comes with specctl, read once."""
+    return tuple(list_recipes())
+
+
+def family_recipe(family: str, budget: TrainingBudget) -> Recipe:
+    """The family's recipe in one stage on the shared target, data and batches. How fast it learns
+    (rate, schedule, optimizer), what it is and how it is served stay its own."""
+    tree = load_recipe(SHARED).to_json()
+    fields: dict[str, Any] = {
+        f"{section}.{key}": value
+        for section in ("target", "data", "train")
+        for key, value in tree[section].items()
+        if section != "train" or key not in OWN
+    }
+    fields |= {"stages": {}, "target.name": budget.target.name}
+    fields["train.steps"] = budget.steps or tree["train"]["steps"]
+    named = dict.fromkeys(fields, "--families") | {
+        "target.name": "--target", "train.steps": "--budget-steps"
+    }  # fmt: skip
+    name = recipes_of(family)[0]
+    recipe = load_recipe(name, budget.sets, flags=fields, named=named)
+    check_options(recipe, name)
+    return recipe
+
+
+def train_family(
+    console: Console, name: str, recipe: Recipe, out: Path, done: Sequence[Path]
+) -> Trained:
+    """The family trained in `out`: kept if that is finished, continued if it was interrupted, begun
+    on the rows of a finished one else."""
+    from specctl.export.package.manifest import read_manifest
+    from specctl.train.planning.scaling import share_data
+    from specctl.train.run import finished_mark, marked_result
+
+    mark = finished_mark(recipe, out)
+    if mark is None:
+        share_data(done, out)
+        result = train_and_package(console, recipe, out)
+    else:
+        result = marked_result(mark, recipe, out)
+        console.say(f"{name}: trained before, kept")
+    assert result.package is not None, "a finished run has a package"
+    parameters = read_manifest(result.package).parameters
+    return Trained(name, recipe, result.package, parameters, result.seconds)
+
+
 def measure(
-    console: Console, target: Target, trained: Sequence[Trained], heat: Heat, explain: Explain
+    console: Console, target: Target, trained: Sequence[Trained], heat: Heat
 ) -> list[dict[str, Any]]:
     """A row for every family and sampling; a family that cannot draft here gets its error."""
     from specctl.runtime.measure.bench import bench, engine_contender
@@ -91,7 +227,7 @@ def measure(
             probe(entry, prompts[:1], samplings)
             entries.append(entry)
         except Exception as error:  # the others are measured all the same
-            rows.append(about(one, target) | {"error": explain(error)})
+            rows.append(about(one, target) | {"error": explained(error)})
             console.warn(f"{one.family} on {label(target)}: {rows[-1]['error']}")
     contenders = [engine_contender("plain", target, batch=heat.batch)]
     contenders += [c for entry in entries for c in entry.contenders.values()]
@@ -247,3 +383,25 @@ def short(count: int) -> str:
         if count >= size:
             return f"{count / size:.{1 if count < 10 * size else 0}f}{unit}"
     return str(count)
+
+
+def explained(error: Exception) -> str:
+    """An error in one line for a table. An interruption is none: it ends the command."""
+    told = as_told(error)
+    if told is not None and told.exit == Exit.INTERRUPTED:
+        raise error
+    text = f"{type(error).__name__}: {error}" if told is None else told.text()
+    return " ".join(text.split())[:300]
+
+
+def refuse_failed(rows: Sequence[dict[str, Any]]) -> None:
+    """GateError (exit 8) naming the families that have no figures."""
+    failed = {row["family"]: row["error"] for row in rows if row["error"] is not None}
+    if failed:
+        raise GateError(
+            f"{len(failed)} families could not be compared: {', '.join(failed)}",
+            where="--families",
+            found="; ".join(f"{name}: {why}" for name, why in failed.items())[:600],
+            expected="figures for every family",
+            do="mend or leave out what failed, then: specctl " + " ".join(sys.argv[1:]),
+        )

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specctl.runtime.engine.stopping import trim_stop
-from specctl.runtime.server.text import AnswerText, Speech
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.text_stream import TextStream, TokenDecoder
 from specctl_testing.runtime.byte_fallback import byte_fallback_tokenizer
 from specctl_testing.runtime.serving import stub_target
 
@@ -36,33 +36,33 @@ STOPS = (
 
 
 @pytest.fixture(scope="module")
-def speeches():
+def targets():
     """Byte-level pieces, and words with byte fallback."""
     target = stub_target()
     other = Target(
         "bytes", None, target.lm, byte_fallback_tokenizer(), "", None, None, target.eos_ids
     )
-    return {"byte-level": Speech(target), "byte-fallback": Speech(other)}
+    return {"byte-level": target, "byte-fallback": other}
 
 
 KINDS = ("byte-level", "byte-fallback")
 
 
-def streamed(speech, tokens, stops):
-    stream = AnswerText(speech, stops)
+def streamed(decoder, tokens, stops):
+    stream = TextStream(decoder, stops)
     spans = [stream.add(token) for token in tokens]
     return spans, stream.end()
 
 
-def check(speech, tokens, stops):
+def check(decoder, tokens, stops):
     """The whole is the text of all tokens, which end where a stop string is complete; and nothing
     is taken back on the way."""
     for count in range(len(tokens)):
-        if any(stop in speech.decode(tokens[:count]) for stop in stops):
+        if any(stop in decoder.decode(tokens[:count]) for stop in stops):
             tokens = tokens[:count]
             break
-    spans, rest = streamed(speech, tokens, stops)
-    whole = trim_stop(speech.decode(tokens), stops)
+    spans, rest = streamed(decoder, tokens, stops)
+    whole = trim_stop(decoder.decode(tokens), stops)
     assert "".join(spans) + rest == whole
     for count in range(len(tokens) + 1):
         so_far = "".join(spans[:count])
@@ -71,50 +71,74 @@ def check(speech, tokens, stops):
 
 @pytest.mark.parametrize("stops", STOPS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_pieces_join_to_the_text_in_every_script(speeches, kind, stops):
+def test_pieces_join_to_the_text_in_every_script(targets, kind, stops):
+    decoder = TokenDecoder.of(targets[kind])
     for text in TEXTS:
-        check(speeches[kind], speeches[kind].target.encode(text), stops)
+        check(decoder, targets[kind].encode(text), stops)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pieces_join_to_the_text_of_any_tokens_whatever(speeches, kind):
+def test_pieces_join_to_the_text_of_any_tokens_whatever(targets, kind):
     """Random tokens: broken characters, special tokens in the midst of one, runs of bytes."""
-    speech, rng = speeches[kind], random.Random(0)
-    special = sorted(speech.special_ids)
-    bytes_ = sorted(speech.byte_ids) or list(range(6, 262))
+    decoder, rng = TokenDecoder.of(targets[kind]), random.Random(0)
+    special = sorted(decoder.special_ids)
+    bytes_ = sorted(decoder.byte_ids) or list(range(6, 262))
     for _ in range(400):
         pools = [bytes_, special, range(3, 290), bytes_]
         tokens = [rng.choice(rng.choice(pools)) for _ in range(rng.randrange(12))]
-        check(speech, tokens, rng.choice(STOPS))
+        check(decoder, tokens, rng.choice(STOPS))
 
 
 @settings(max_examples=150, deadline=None)
 @given(text=st.text(max_size=12), stop=st.text(min_size=1, max_size=3))
-def test_pieces_join_to_any_text_with_any_stop(speeches, text, stop):
-    for speech in speeches.values():
-        check(speech, speech.target.encode(text), (stop,))
+def test_pieces_join_to_any_text_with_any_stop(targets, text, stop):
+    for target in targets.values():
+        check(TokenDecoder.of(target), target.encode(text), (stop,))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_character_comes_whole_or_not_at_all(speeches, kind):
-    speech = speeches[kind]
-    tokens = speech.target.encode("ok \U0001f600 \u4f60 ok")
-    spans, rest = streamed(speech, tokens, ())
+def test_a_character_comes_whole_or_not_at_all(targets, kind):
+    tokens = targets[kind].encode("ok \U0001f600 \u4f60 ok")
+    spans, rest = streamed(TokenDecoder.of(targets[kind]), tokens, ())
     assert "\ufffd" not in "".join(spans) + rest
     assert sum(span == "" for span in spans) >= 5, "parts of characters are held back"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_may_begin_a_stop_string_is_held_until_it_is_clear(speeches, kind):
-    speech = speeches[kind]
-    tokens = speech.target.encode("ab ab abc")
-    spans, rest = streamed(speech, tokens, ("abc",))
+def test_what_may_begin_a_stop_string_is_held_until_it_is_clear(targets, kind):
+    decoder, tokens = TokenDecoder.of(targets[kind]), targets[kind].encode("ab ab abc")
+    spans, rest = streamed(decoder, tokens, ("abc",))
     assert "".join(spans) + rest == "ab ab "
-    spans, rest = streamed(speech, tokens, ("abcd",))
+    spans, rest = streamed(decoder, tokens, ("abcd",))
     assert not "".join(spans).endswith("abc")
     assert "".join(spans) + rest == "ab ab abc"
 
 
 def test_an_answer_without_a_tokenizer_has_no_text(make_target):
-    spans, rest = streamed(Speech(make_target(num_layers=1)), [1, 2, 3], ("x",))
+    spans, rest = streamed(TokenDecoder.of(make_target(num_layers=1)), [1, 2, 3], ("x",))
     assert (spans, rest) == (["", "", ""], "")
+
+
+# -- a tokenizer whose every id is a byte ---------------------------------------------------------
+
+OF_BYTES = TokenDecoder(lambda ids: bytes(ids).decode("utf-8", errors="replace"))
+
+
+def test_an_unfinished_character_at_the_end_comes_at_the_end() -> None:
+    assert streamed(OF_BYTES, b"ab\xe4", ()) == (["a", "b", ""], "\ufffd")
+
+
+def test_what_follows_a_stop_string_is_never_given_out() -> None:
+    spans, rest = streamed(OF_BYTES, b"one\ntwo END more", ("\n\n", "END", ""))
+    assert ("".join(spans), rest) == ("one\ntwo ", "")
+
+
+def test_held_text_that_was_no_stop_string_comes_later() -> None:
+    assert streamed(OF_BYTES, b"ENT", ("END",)) == (["", "", "ENT"], "")
+
+
+def test_words_keep_their_spaces() -> None:
+    """A tokenizer that drops the leading space of whatever it decodes first."""
+    words = ["the", "cat", "sat"]
+    decoder = TokenDecoder(lambda ids: " ".join(words[i] for i in ids))
+    assert streamed(decoder, range(3), ()) == (["the", " cat", " sat"], "")

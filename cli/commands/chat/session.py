@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from specctl.cli.app.stream import TextStream
-
 if TYPE_CHECKING:
     from specctl.cli.options.loading import LoadedDraft
     from specctl.runtime.engine.engine import Engine
@@ -17,6 +15,7 @@ if TYPE_CHECKING:
     from specctl.runtime.measure.stats import Stats
     from specctl.runtime.sampling.sampling import Sampling
     from specctl.runtime.target.target import Target
+    from specctl.runtime.target.text_stream import TextStream, TokenDecoder
 
 Piece = tuple[str, bool]
 LEAST_ROOM = 2048  # positions that are reserved at first; they double when a talk outgrows them
@@ -64,6 +63,7 @@ class ChatSession:
     turns: list[ChatTurn] = field(default_factory=list)
     past: list[ChatTurn] = field(default_factory=list)  # of conversations that were reset
     _engine: Engine | None = None
+    _decoder: TokenDecoder | None = None
     _name: str = field(default_factory=lambda: secrets.token_hex(16))
 
     @property
@@ -73,12 +73,15 @@ class ChatSession:
     def answer(self, text: str, is_stopped: Callable[[], bool]) -> Iterator[Piece]:
         """The answer as it comes, by tokens: text, and whether the token was drafted and accepted.
         `is_stopped` is asked between rounds. Then `turns` has it."""
+        from specctl.runtime.target.text_stream import TextStream, TokenDecoder
+
         tokens = self._tokens(text)
         engine = self._ready(tokens)
+        self._decoder = self._decoder or TokenDecoder.of(self.target)
         number = len(self.past) + len(self.turns)
         seed = (self.sampling.seed + number) % (1 << 63)
         request = _request(tokens, replace(self.sampling, seed=seed), self._name)
-        stream = TextStream(self.target.decode, self.sampling.stop)
+        stream = TextStream(self._decoder, self.sampling.stop)
         started = time.perf_counter()
         last: Emission | None = None
         engine.submit(number, request)
@@ -90,7 +93,7 @@ class ChatSession:
                 yield from _pieces(stream, last)
         seconds = time.perf_counter() - started
         turn = self._turn(text, request, last, seconds)
-        yield stream.finish(turn.answer), False
+        yield stream.end(), False
         self.turns.append(turn)
 
     def reset(self) -> None:
@@ -182,6 +185,6 @@ def _request(tokens: list[int], sampling: Sampling, conversation: str) -> Any:
 
 def _pieces(stream: TextStream, emission: Emission) -> Iterator[Piece]:
     for place, token in enumerate(emission.tokens):
-        text = stream.feed((token,))
+        text = stream.add(token)
         if text:
             yield text, place < emission.num_accepted
