@@ -12,23 +12,20 @@ output of layer k - 1, num_layers = the state after the final norm, which feeds 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.errors import RecipeError
+from specctl.core.language_model import Borrowed, LanguageModel
 from specctl.core.spec import Identity, ModelSpec
-from specctl.core.state_memory import slot_bytes
 from specctl.core.tree import DraftTree
 from specctl.core.vocab import VocabMap
-
-if TYPE_CHECKING:
-    from specctl.core.language_model import LanguageModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +41,6 @@ class Needs:
     teacher: bool = False
     borrow: bool = False
     teacher_rows: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Borrowed:
-    """Frozen pieces of the target that a drafter may share; never saved with it."""
-
-    embedding_VD: Tensor
-    head_VD: Tensor
-    embed_scale: float = 1.0
-    head_bias_V: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,3 +279,56 @@ class Family:
     build: Callable[[Any, ModelSpec, VocabMap | None], Drafter]
     trainable: bool
     policies: tuple[str, ...]
+
+
+SHORT, LONG = 64, 128  # positions of the small states
+PLAIN = (str, bytes, int, float, type(None), torch.device, torch.dtype)
+
+
+def slot_bytes(opened: Callable[[Space], object], space: Space, drafter: object) -> int:
+    """Bytes of tensors that one slot of a state of that space takes, without what the drafter
+    itself owns, measured on small states. A state of n slots and L positions holds c(L) + n (a + b
+    L) bytes: what all rows share (a head prepared for serving, rotations), what every row has, and
+    what every position of it has. Four small states give a and b exactly; c(L) cancels."""
+
+    def held(num_slots: int, max_len: int) -> int:
+        small = replace(space, num_slots=num_slots, max_len=max_len, identity=None)
+        return tensor_bytes(opened(small), drafter)
+
+    short, long = (held(2, length) - held(1, length) for length in (SHORT, LONG))
+    return max(0, short + (long - short) * (space.max_len - SHORT) // (LONG - SHORT))
+
+
+def tensor_bytes(root: object, without: object = None) -> int:
+    """Bytes of all tensors that can be reached from an object, each storage once; modules, and
+    whatever is reached through `without` alone, are left out."""
+    storages: dict[int, int] = {}
+    seen, todo = {id(without)}, [root]
+    while todo:
+        one = todo.pop()
+        if id(one) in seen or isinstance(one, (*PLAIN, type, nn.Module)):
+            continue
+        seen.add(id(one))
+        if isinstance(one, Tensor):
+            if one.layout is torch.strided:
+                storage = one.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+            continue
+        todo.extend(_parts(one))
+    return sum(storages.values())
+
+
+def _parts(one: object) -> Iterator[object]:
+    """What an object holds: the entries of a container, the fields of anything else."""
+    if isinstance(one, Mapping):
+        yield from one.values()
+    elif isinstance(one, (list, tuple, Set)):
+        if not all(isinstance(first, PLAIN) for first in list(one)[:1]):  # not through whole texts
+            yield from one
+    else:
+        yield from getattr(one, "__dict__", {}).values()
+        for kind in type(one).__mro__:
+            names = kind.__dict__.get("__slots__", ())
+            for name in (names,) if isinstance(names, str) else names:
+                if hasattr(one, name):
+                    yield getattr(one, name)

@@ -1,8 +1,8 @@
 """LanguageModel: one decoder-only LM behind one small interface, whatever its architecture.
 
 Both the target and an independent small-LM drafter are a LanguageModel. Two implementations:
-`lean.LeanLM` (Llama-shaped architectures, our own forward, fast) and `hf_lm.HfLM` (any
-transformers causal LM; the oracle of the first). Letters: B rows, T fed tokens, S sequence,
+`fast_llama.FastLlama` (Llama-shaped architectures, our own forward, fast) and `hf_lm.HfLM` (any
+transformers causal LM; the reference of the first). Letters: B rows, T fed tokens, S sequence,
 D width, V vocabulary, L key positions.
 """
 
@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from specctl.core.drafter import Borrowed
 from specctl.core.kv_cache import SlotKV
 from specctl.core.masks import chain_mask, document_mask, tree_mask
 from specctl.core.spec import ModelSpec
@@ -56,6 +55,16 @@ class Feed:
             return rows_BTX
         at_B1 = torch.tensor(self.only, device=rows_BTX.device)[:, None] - first
         return rows_BTX[torch.arange(len(self.only), device=rows_BTX.device)[:, None], at_B1]
+
+
+@dataclass(frozen=True, slots=True)
+class Borrowed:
+    """Frozen pieces of the target that a drafter may share; never saved with it."""
+
+    embedding_VD: Tensor
+    head_VD: Tensor
+    embed_scale: float = 1.0
+    head_bias_V: Tensor | None = None
 
 
 class LanguageModel(ABC):

@@ -3,7 +3,7 @@
 Cross-step representation alignment: over the unrolled steps, states that stand for the same feature
 of the target are drawn together and others apart (InfoNCE over cosines), so that a feature looks
 alike however many drafted tokens stand before it. Routed head: a small router picks the groups of
-the LM head's rows that are multiplied at all (see parts/routed); without them the head is more than
+the LM head's rows that are multiplied at all (see nets/routed); without them the head is more than
 half of drafting at a vocabulary of 128k. The weight of the first and its temperature are our
 choice. Letters: B rows, S sequence, D width.
 """

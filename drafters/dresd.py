@@ -5,27 +5,30 @@ query is the target's own newest state, which costs nothing. Of the nearest plac
 next token is the one the target has just emitted, and what followed them is counted into a tree.
 The row's own places are searched exactly; a store of texts (`specctl datastore --recipe dresd`)
 through an approximate index. States are those of one target: a package is refused by any other.
-Letters: B rows, P path, N places, D target width, C reduced width.
+States are standardised per dimension, reduced by PCA and set to unit length; neighbours are found
+by cosine, in an approximate index (HNSW, library usearch, extra `dense`) or exactly.
+Letters: B rows, P path, N places, D target width, C reduced width, K neighbours.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.core.drafter import Budget, Drafter, Family, Needs, Outcome, Space
-from specctl.core.errors import IntegrityError
+from specctl.core.errors import IntegrityError, ResourceError
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.heads import check_choice, check_count
 from specctl.drafters.retrieval.corpus import BREAK, joined
-from specctl.drafters.retrieval.dense import KINDS, DenseIndex, Projection
 from specctl.drafters.retrieval.occurrences import copied
 from specctl.drafters.retrieval.trie import Trie, TrieState, counted
 
@@ -179,6 +182,74 @@ class DresdState(TrieState):
                 ids = corpus_N[place + 2 : place + 2 + span].tolist()
                 found.append(ids[: ids.index(BREAK)] if BREAK in ids else ids)
         return found
+
+
+KINDS = ("hnsw", "exact")
+MIN_SCALE = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """mean_D and basis_DC (the scaling by dimension is inside it); states -> unit vectors."""
+
+    mean_D: Tensor
+    basis_DC: Tensor
+
+    @classmethod
+    def fit(cls, state_ND: Tensor, dims: int) -> Projection:
+        """Standardisation and the `dims` strongest principal directions of these states."""
+        state_ND = state_ND.float()
+        mean_D = state_ND.mean(0)
+        scale_D = (state_ND - mean_D).square().mean(0).sqrt().clamp(min=MIN_SCALE)
+        scaled_ND = (state_ND - mean_D) / scale_D
+        values_D, vectors_DD = torch.linalg.eigh(scaled_ND.T @ scaled_ND)
+        best_C = values_D.argsort(descending=True)[: min(dims, len(values_D))]
+        return cls(mean_D, vectors_DD[:, best_C] / scale_D[:, None])
+
+    def __call__(self, state_ND: Tensor) -> Tensor:
+        """[N, C] float32, each of length one."""
+        return F.normalize((state_ND.float() - self.mean_D) @ self.basis_DC, dim=-1)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"mean": self.mean_D, "basis": self.basis_DC.contiguous()}
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Projection:
+        return cls(tensors["mean"].float(), tensors["basis"].float())
+
+
+class DenseIndex:
+    """Unit vectors and the places they stand for. Read only."""
+
+    def __init__(self, key_NC: Tensor, place_N: npt.NDArray[np.int64], kind: str) -> None:
+        self.key_NC, self.place_N = key_NC.float(), place_N
+        self._graph = _graph(self.key_NC) if kind == "hnsw" else None
+
+    def nearest(self, query_C: Tensor, count: int) -> list[int]:
+        """Places of the `count` most similar keys, the most similar first."""
+        count = min(count, len(self.place_N))
+        if self._graph is not None:
+            found = self._graph.search(query_C.float().numpy(), count, threads=1).keys
+            return [int(place) for place in self.place_N[np.asarray(found, dtype=np.int64)]]
+        best_K = (self.key_NC @ query_C.float()).topk(count).indices
+        return [int(place) for place in self.place_N[best_K.numpy()]]
+
+
+def _graph(key_NC: Tensor) -> Any:
+    """An HNSW graph over the keys; one thread, so that equal stores make equal graphs."""
+    try:
+        library: Any = importlib.import_module("usearch.index")
+    except ImportError as error:
+        raise ResourceError(
+            "approximate search over states needs the library usearch",
+            found=str(error),
+            expected="the extra dense",
+            do="pip install 'specctl[dense]', or set drafter.options.index=exact (slow for "
+            "large stores)",
+        ) from error
+    graph = library.Index(ndim=key_NC.shape[1], metric="cos", dtype="f32")
+    graph.add(np.arange(len(key_NC)), key_NC.numpy(), threads=1)
+    return graph
 
 
 def build(options: DresdOptions, spec: ModelSpec, vocab: VocabMap | None) -> Dresd:

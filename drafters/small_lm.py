@@ -9,7 +9,7 @@ K draft vocabulary, V target vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -17,15 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from specctl.core.batch import LossOut, TrainBatch
-from specctl.core.drafter import (
-    Borrowed,
-    Drafter,
-    Family,
-    Needs,
-    Space,
-)
+from specctl.core.drafter import Drafter, Family, Needs, Space
 from specctl.core.errors import IncompatibleError, RecipeError
-from specctl.core.language_model import LanguageModel
+from specctl.core.kv_cache import SlotKV
+from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import aim
@@ -38,7 +33,6 @@ from specctl.drafters.nets.routed import (
     cut_router,
     with_router,
 )
-from specctl.drafters.nets.vocab_restricted_lm import VocabRestrictedLM
 from specctl.drafters.states.lm_state import LmState
 from specctl.models.fast_llama import FastLlama, LlamaModel, LlamaShape
 from specctl.models.rope import rope_of
@@ -275,6 +269,41 @@ class SmallLm(Drafter):
         """Logits over the draft vocabulary; surplus rows of a padded draft model are dropped."""
         size = self.spec.vocab_size if self.vocab is None else self.vocab.size
         return logits if logits.shape[-1] == size else logits[..., :size]
+
+
+class VocabRestrictedLM(LanguageModel):
+    """`readable` takes target ids into the draft's embedding, `spoken` cuts its logits to the
+    draft vocabulary; both are the drafter's own."""
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        num_ids: int,
+        vocab: VocabMap | None,
+        readable: Callable[[Tensor], Tensor],
+        spoken: Callable[[Tensor], Tensor],
+    ) -> None:
+        self.lm, self.module, self.windows = lm, lm.module, lm.windows
+        self.spec = replace(lm.spec, vocab_size=num_ids)
+        self._vocab, self._readable, self._spoken = vocab, readable, spoken
+
+    def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
+        out = self.lm.run(replace(feed, ids_BT=self._readable(feed.ids_BT)), kv)
+        if out.logits_BTV is None:
+            return out
+        logits_BTK = self._spoken(out.logits_BTV)
+        if self._vocab is None:
+            return LmOut(logits_BTK, out.taps)
+        shape = (*logits_BTK.shape[:-1], self.spec.vocab_size)
+        logits_BTV = logits_BTK.new_full(shape, -torch.inf)
+        logits_BTV[..., self._vocab.ids_K] = logits_BTK
+        return LmOut(logits_BTV, out.taps)
+
+    def borrowed(self) -> Borrowed:
+        return self.lm.borrowed()
+
+    def new_kv(self, num_slots: int, max_len: int) -> SlotKV:
+        return self.lm.new_kv(num_slots, max_len)
 
 
 def build(options: SmallLmOptions, spec: ModelSpec, vocab: VocabMap | None) -> SmallLm:

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specctl.core.drafter import (
-    Borrowed,
     Budget,
     Drafter,
     DraftState,
@@ -30,6 +29,7 @@ from specctl.core.drafter import (
     StepState,
 )
 from specctl.core.errors import RecipeError
+from specctl.core.language_model import Borrowed
 from specctl.core.spec import ModelSpec
 from specctl.core.tree import DraftTree, NodeKind
 from specctl.core.vocab import VocabMap

@@ -19,9 +19,8 @@ from types import FunctionType
 import torch
 from torch import Tensor
 
-from specctl.core.drafter import Borrowed
 from specctl.core.kv_cache import Aim, SlotKV
-from specctl.core.language_model import Feed, LanguageModel, LmOut, Masks
+from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut, Masks
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 SPAN = 256

@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specctl.core.drafter import Borrowed
 from specctl.core.kv_cache import SlotKV
-from specctl.core.language_model import Feed, LanguageModel, LmOut
+from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut
 from specctl.core.spec import ModelSpec
 from specctl.models.hf_spec import spec_of
 from specctl.models.kernels import Weight, additive_mask, attend, linear, rms_norm

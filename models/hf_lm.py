@@ -19,10 +19,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import sdpa_mask
 
-from specctl.core.drafter import Borrowed
 from specctl.core.errors import IncompatibleError
 from specctl.core.kv_cache import SlotKV
-from specctl.core.language_model import Feed, LanguageModel, LmOut, Masks
+from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut, Masks
 from specctl.models.hf_spec import head_scale, refuse_stateful, spec_of
 from specctl.models.kernels import attend
 

@@ -29,6 +29,11 @@ COMMANDS = (
 )  # fmt: skip
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "numpy"}
 LONGEST_FILE = 500
+# Where no module imports one that imports it.
+WITHOUT_CIRCLES = (
+    "core", "models", "drafters", "recipes", "train", "runtime/policies", "runtime/verify",
+    "runtime/sampling", "runtime/cross_vocab", "runtime/proof", "runtime/stops", "runtime/measure",
+)  # fmt: skip
 
 
 def sources(*rooms: str) -> list[Path]:
@@ -62,6 +67,45 @@ def test_a_wrong_arrow_would_be_seen(tmp_path: Path) -> None:
         "def f():\n    from specctl.train.loop import train\n    import specctl.cli.main\n"
     )
     assert imported_rooms(path) == {"train", "cli"}
+
+
+def modules(folder: str) -> dict[str, Path]:
+    """Name -> file of the modules below a folder."""
+    names = {p: p.relative_to(ROOT).with_suffix("").as_posix() for p in sources(folder)}
+    return {"specctl." + n.removesuffix("/__init__").replace("/", "."): p for p, n in names.items()}
+
+
+def imported_modules(path: Path, known: dict[str, Path]) -> set[str]:
+    """Those of the known modules that a file imports, lazily or for types, too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            deeper = {f"{node.module}.{alias.name}" for alias in node.names} & set(known)
+            found |= deeper or {node.module or ""} & set(known)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names} & set(known)
+    return found
+
+
+def circle(edges: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle; empty if there is none."""
+    left = dict(edges)
+    while free := [name for name, below in left.items() if not below & set(left) - {name}]:
+        for name in free:
+            del left[name]
+    return sorted(left)
+
+
+@pytest.mark.parametrize("folder", WITHOUT_CIRCLES)
+def test_modules_of_a_room_do_not_import_in_circles(folder: str) -> None:
+    known = modules(folder)
+    found = circle({name: imported_modules(path, known) for name, path in known.items()})
+    assert not found, f"these lie on a circle of imports or above one: {found}"
+
+
+def test_a_circle_would_be_seen() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+    assert circle({"a": {"b"}, "b": {"a"}, "c": set()}) == ["a", "b"]
 
 
 @pytest.mark.parametrize("room", ROOMS)

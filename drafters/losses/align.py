@@ -1,16 +1,17 @@
 """Alignment: which row of a packed batch predicts which token, with every mask applied.
 
-Row t holds the state after reading token t. Looking `steps` ahead, row t is to predict token
-t + steps, and the teacher's row for that token is t + steps - 1. So an ordinary LM looks 1 ahead;
-EAGLE row t, which has also read token t + 1, looks 2 ahead (its training-time-test step j: 2 + j);
-Medusa head i looks 2 + i ahead. Letters: B rows, S sequence, V target vocabulary, N chosen rows,
-R = B * S flat rows.
+Row t holds the state after reading token t. Looking `steps` ahead, row t is to predict token t +
+steps, and the teacher's row for that token is t + steps - 1. So an ordinary LM looks 1 ahead; EAGLE
+row t, which has also read token t + 1, looks 2 ahead (its training-time-test step j: 2 + j); Medusa
+head i looks 2 + i ahead. Letters: B rows, S sequence, V target vocabulary, N chosen rows, R = B * S
+flat rows, A anchors: the positions of a packed batch behind which drafts begin while training.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -64,3 +65,16 @@ def teacher_of(batch: TrainBatch) -> Tensor | HeadRows | None:
     if batch.teacher_BSV is not None:
         return batch.teacher_BSV.flatten(0, 1)
     return batch.teacher_rows
+
+
+def random_anchors(batch: TrainBatch, most: int) -> Tensor:
+    """[B, A]: at most so many of a row, in random order; those with something to predict first."""
+    wanted_BS = ahead_mask(batch, 2).float()
+    chance_BS = wanted_BS + torch.rand(wanted_BS.shape, device=wanted_BS.device)
+    return chance_BS.topk(min(most, wanted_BS.shape[1]), dim=1).indices
+
+
+def behind(rows: AlignedRows, batch: TrainBatch, anchor_BA: Tensor) -> AlignedRows:
+    """Of the rows those that are anchors."""
+    stands_BS = torch.zeros_like(batch.ids_BS, dtype=torch.bool).scatter_(1, anchor_BA, True)
+    return rows.only(stands_BS.flatten()[rows.row_N])

@@ -24,13 +24,12 @@ from specctl.core.drafter import Needs, RoundView, Space
 from specctl.core.masks import chain_mask
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
-from specctl.drafters.losses.align import AlignedRows, aim, shifted
-from specctl.drafters.losses.anchors import behind, random_anchors
+from specctl.drafters.losses.align import AlignedRows, aim, behind, random_anchors, shifted
 from specctl.drafters.nets.block_net import Block, BlockNet
 from specctl.drafters.nets.parallel_heads import ParallelHeads, first_ranks
 from specctl.drafters.nets.prefix import PrefixState
 from specctl.drafters.nets.taps import taps_of
-from specctl.drafters.states.last_state import DraftFeatures
+from specctl.drafters.states.head_state import DraftFeatures
 
 
 class BlockDrafter(ParallelHeads):

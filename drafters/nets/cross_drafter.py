@@ -21,8 +21,7 @@ from specctl.core.batch import TrainBatch
 from specctl.core.drafter import DraftState, Space
 from specctl.core.kv_cache import SlotKV
 from specctl.core.masks import document_mask
-from specctl.drafters.losses.align import AlignedRows, aim
-from specctl.drafters.losses.anchors import behind, random_anchors
+from specctl.drafters.losses.align import AlignedRows, aim, behind, random_anchors
 from specctl.drafters.nets.blocks import (
     DecoderLayer,
     LayerShape,

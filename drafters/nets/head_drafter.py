@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specctl.core.batch import LossOut, TrainBatch
-from specctl.core.drafter import Borrowed, Drafter, DraftState, Needs, Space
+from specctl.core.drafter import Drafter, DraftState, Needs, Space
+from specctl.core.language_model import Borrowed
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import AlignedRows, aim, shifted
@@ -36,8 +37,7 @@ from specctl.drafters.losses.head_losses import (
 )
 from specctl.drafters.nets.heads import cut_rows, head_rows
 from specctl.drafters.nets.prefix import PrefixNet, PrefixState
-from specctl.drafters.states.head_state import GroundedState
-from specctl.drafters.states.last_state import DraftFeatures, LastState
+from specctl.drafters.states.head_state import DraftFeatures, GroundedState, LastState
 
 
 @dataclass(frozen=True, slots=True)

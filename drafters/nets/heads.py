@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specctl.core.drafter import Borrowed
 from specctl.core.errors import IncompatibleError, RecipeError, nearest
+from specctl.core.language_model import Borrowed
 from specctl.core.vocab import VocabMap
 
 

@@ -2,7 +2,7 @@
 
 `NgramStore` maps a key (token ids) to continuations (token ids) with weights: counts, probabilities
 or nothing but recency. It is capped in bytes and per key, may be frozen, and is written as plain
-tensors. Who may read it is said by its room (`parts/room.py`).
+tensors. `store_registry` says which rows share one.
 """
 
 from __future__ import annotations

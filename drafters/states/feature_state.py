@@ -36,8 +36,9 @@ class Fed:
 
 
 class FeatureState(StepState):
-    """Memory of one engine. What is computed is left to `trunk_state` and `wide_state`, which
-    append the states that they feed back to `_states`, nodes of one call at a time."""
+    """Memory of one engine. What is computed is left to `TrunkState`, `StrideState` and
+    `Eagle3State`, which append the states that they feed back to `_states`, nodes of one call at a
+    time."""
 
     reads_ahead = True
 

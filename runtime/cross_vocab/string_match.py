@@ -21,7 +21,7 @@ from torch import Tensor
 from specctl.core.drafter import Budget, DraftState, Outcome, RoundView, Space
 from specctl.core.tree import DraftTree, NodeKind, chain_tree, empty_tree
 from specctl.runtime.cross_vocab.token_bytes import Reader
-from specctl.runtime.cross_vocab.translate import Texts, Translated
+from specctl.runtime.cross_vocab.translated import Texts, Translated
 
 CONTEXT = 8  # target tokens read again with every draft
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.tree import DraftTree, NodeKind, QRows
-from specctl.runtime.proof.scalar import SCALAR_RULES
-from specctl.runtime.proof.scalar_parts import NoiseChooser, ScalarTree, draw
+from specctl.runtime.proof.scalar import SCALAR_RULES, NoiseChooser, ScalarTree, draw
 from specctl.runtime.verify import run_rule
 
 

@@ -19,16 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specctl.core.tree import NodeKind
-from specctl.runtime.proof.scalar import SCALAR_RULES
-from specctl.runtime.proof.scalar_parts import (
+from specctl.runtime.proof.scalar import (
+    SCALAR_RULES,
     Distribution,
     Ended,
     ScalarRule,
     ScalarTree,
     point,
+    rest_or_uniform,
     without,
 )
-from specctl.runtime.proof.scalar_siblings import rest_or_uniform
 
 Path = tuple[int, ...]
 Distributions = Mapping[Path, Distribution]

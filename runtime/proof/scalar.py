@@ -2,28 +2,96 @@
 
 Written from the papers' recursions, sharing no code with the vectorised rules. With a
 `ReplayChooser` (enumerate.py) they are summed over every coin; with a `NoiseChooser` they must
-decide exactly as the fast rules do under the same noise. Rules that test several siblings from the
-root down are in scalar_siblings.py.
+decide exactly as the fast rules do under the same noise.
+A `ScalarTree` is indexed by fed index (0 = the root).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from specctl.runtime.proof import scalar_siblings
-from specctl.runtime.proof.scalar_parts import (
-    Chooser,
-    Ended,
-    ScalarRule,
-    ScalarTree,
-    norm,
-    point,
-    positive,
-    ratio,
-    without,
-)
+from specctl.core.tree import NodeKind
+
+Distribution = NDArray[np.float64]
+
+
+class Chooser(Protocol):
+    """Where a scalar rule gets its randomness: keyed by the fed index it is asked at."""
+
+    def flip(self, fed: int, probability: float) -> bool: ...
+
+    def pick(self, fed: int, distribution: Distribution) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ScalarTree:
+    """One drafted tree with the distributions at its fed tokens (index 0 = the root).
+
+    `token`, `parent` (fed indices), `children` (fed indices in draw order, by fed index), `p` and
+    `q` (None for deterministic candidates), all by fed index; token[0] is unused.
+    """
+
+    token: Sequence[int]
+    parent: Sequence[int]
+    children: Sequence[Sequence[int]]
+    p: Sequence[Distribution]
+    q: Sequence[Distribution] | None
+    kind: NodeKind
+
+
+# A rule ends at a fed index and leaves the distribution of the token after it.
+Ended = tuple[int, Distribution]
+ScalarRule = Callable[[ScalarTree, Chooser], Ended]
+
+
+def positive(distribution: Distribution) -> Distribution:
+    return np.maximum(distribution, 0.0)
+
+
+def norm(distribution: Distribution, fallback: Distribution) -> Distribution:
+    mass = distribution.sum()
+    return distribution / mass if mass > 0 else fallback
+
+
+def ratio(p: float, q: float) -> float:
+    return min(1.0, p / q) if q > 0 else 0.0
+
+
+def point(token: int, size: int) -> Distribution:
+    distribution = np.zeros(size)
+    distribution[token] = 1.0
+    return distribution
+
+
+def without(distribution: Distribution, token: int) -> Distribution:
+    """The distribution after `token` was drawn from it and not put back."""
+    distribution = distribution.copy()
+    distribution[token] = 0.0
+    return norm(distribution, distribution)
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseChooser:
+    """Decides by given numbers: uniforms by fed index, Gumbel noise by fed index and token."""
+
+    uniform_T: Distribution
+    gumbel_TV: Distribution
+
+    def flip(self, fed: int, probability: float) -> bool:
+        return bool(self.uniform_T[fed] < probability)
+
+    def pick(self, fed: int, distribution: Distribution) -> int:
+        return draw(distribution, self.gumbel_TV[fed])
+
+
+def draw(distribution: Distribution, gumbel_V: Distribution) -> int:
+    with np.errstate(divide="ignore"):
+        return int(np.argmax(np.log(distribution) + gumbel_V))
 
 
 def greedy(tree: ScalarTree, chooser: Chooser) -> Ended:
@@ -150,17 +218,113 @@ def multi_path(tree: ScalarTree, chooser: Chooser) -> Ended:
     return line[end], distribution
 
 
+# The draft distribution for the next sibling, from the present one and the tokens tried so far.
+NextDistribution = Callable[[Distribution, list[int]], Distribution]
+
+
+def recursive(tree: ScalarTree, chooser: Chooser) -> Ended:
+    """Recursive rejection over siblings drawn without replacement."""
+    return rounds(tree, chooser, lambda s, tried: without(s, tried[-1]))
+
+
+def multi_round(tree: ScalarTree, chooser: Chooser) -> Ended:
+    """Rejection over i.i.d. siblings."""
+    return rounds(tree, chooser, lambda s, tried: s)
+
+
+def sequoia(tree: ScalarTree, chooser: Chooser) -> Ended:
+    """Recursive rejection whose draft distribution turns uniform once it is used up."""
+    return rounds(tree, chooser, rest_or_uniform)
+
+
+def rest_or_uniform(distribution: Distribution, tried: list[int]) -> Distribution:
+    """The distribution after a draw that is not put back; used up, uniform over what was not
+    tried."""
+    rest = without(distribution, tried[-1])
+    if rest.sum() > 0:
+        return rest
+    untried = np.ones_like(distribution)
+    untried[tried] = 0.0
+    return norm(untried, untried)
+
+
+def rounds(tree: ScalarTree, chooser: Chooser, next_distribution: NextDistribution) -> Ended:
+    """Test siblings in draw order, each against what the earlier ones left of p and q."""
+    assert tree.q is not None
+    at, r, s, tried = 0, tree.p[0], tree.q[0], list[int]()
+    while True:
+        for child in tree.children[at]:
+            token = tree.token[child]
+            if chooser.flip(child, ratio(r[token], s[token])):
+                at, r, s, tried = child, tree.p[child], tree.q[child], []
+                break
+            tried.append(token)
+            r, s = norm(positive(r - s), np.zeros_like(r)), next_distribution(s, tried)
+        else:
+            return at, norm(r, tree.p[at])
+
+
+def spectr(tree: ScalarTree, chooser: Chooser) -> Ended:
+    """K-SEQ over i.i.d. siblings."""
+    assert tree.q is not None
+    at = 0
+    while True:
+        p, q, num = tree.p[at], tree.q[at], len(tree.children[at])
+        rho = smallest_rho(p, q, num)
+        for child in tree.children[at]:
+            token = tree.token[child]
+            if chooser.flip(child, ratio(p[token], rho * q[token])):
+                at = child
+                break
+        else:
+            taken = np.minimum(p / rho, q)
+            beta = taken.sum()
+            share = (1 - (1 - beta) ** num) / beta if beta > 0 else 0.0
+            return at, norm(positive(p - taken * share), p)
+
+
+def smallest_rho(p: Distribution, q: Distribution, num: int) -> float:
+    """The root of 1 - (1 - beta(rho))^num = rho beta(rho) in [1, num], from above."""
+    low, high = 1.0, float(max(num, 1))
+    for _ in range(32):
+        middle = (low + high) / 2
+        beta = min(float(np.minimum(p / middle, q).sum()), 1.0)
+        is_valid = 1 - (1 - beta) ** num <= middle * beta
+        low, high = (low, middle) if is_valid else (middle, high)
+    return high
+
+
+def top_plus_one(tree: ScalarTree, chooser: Chooser) -> Ended:
+    """The first sibling was sampled without the others, which are q's likeliest."""
+    assert tree.q is not None
+    at = 0
+    while True:
+        q = tree.q[at] if tree.children[at] else np.zeros_like(tree.p[at])
+        for child in tree.children[at][1:]:
+            q = without(q, tree.token[child])
+        if tree.children[at]:
+            first = tree.children[at][0]
+            if chooser.flip(first, ratio(tree.p[at][tree.token[first]], q[tree.token[first]])):
+                at = first
+                continue
+        token = chooser.pick(at, norm(positive(tree.p[at] - q), tree.p[at]))
+        hits = [child for child in tree.children[at] if tree.token[child] == token]
+        if not hits:
+            return at, point(token, len(q))
+        at = hits[0]
+
+
 SCALAR_RULES: dict[str, ScalarRule] = {
     "greedy": greedy,
     "target-only": target_only,
     "one-hot": one_hot,
     "chain": chain,
     "block": block,
-    "recursive": scalar_siblings.recursive,
-    "multi-round": scalar_siblings.multi_round,
-    "spectr": scalar_siblings.spectr,
-    "sequoia": scalar_siblings.sequoia,
-    "top-plus-one": scalar_siblings.top_plus_one,
+    "recursive": recursive,
+    "multi-round": multi_round,
+    "spectr": spectr,
+    "sequoia": sequoia,
+    "top-plus-one": top_plus_one,
     "traversal": traversal,
     "multi-path": multi_path,
 }

@@ -14,9 +14,8 @@ from torch import Tensor
 from specctl.core.batch import TrainBatch
 from specctl.core.errors import RecipeError
 from specctl.core.vocab import VocabMap
-from specctl.drafters.blockwise import Blockwise, BlockwiseOptions
+from specctl.drafters.blockwise import BACKOFF, Blockwise, BlockwiseOptions, NgramCounts
 from specctl.drafters.nets.rescore import NONE, Rescoring
-from specctl.drafters.nets.small_ngrams import BACKOFF, NgramCounts
 from specctl_testing.drafters.head_cases import fit, make_heads, nearly_markov
 from specctl_testing.drafters.parallel_runs import decode
 

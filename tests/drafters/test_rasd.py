@@ -14,11 +14,10 @@ from specctl.core.drafter import Budget, RoundView, Space
 from specctl.core.errors import RecipeError
 from specctl.core.tree import DraftTree
 from specctl.drafters.rasd import Rasd, RasdOptions, RasdState, _RasdRound
-from specctl.drafters.retrieval.fuse import fuse
 from specctl.drafters.retrieval.trie import Trie, counted, pack
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
-from specctl.runtime.policies.fused import Fused
+from specctl.runtime.policies.fused import Fused, fuse
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 

@@ -12,8 +12,7 @@ import torch
 from specctl.core.drafter import Outcome, Space
 from specctl.core.errors import RecipeError
 from specctl.core.masks import tree_mask
-from specctl.drafters.sorted_lm import SortedLm, SortedOptions, default_exits
-from specctl.drafters.states.exit_state import ExitState
+from specctl.drafters.sorted_lm import ExitState, SortedLm, SortedOptions, default_exits
 from specctl.drafters.states.tree_layout import TreeLayout
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request

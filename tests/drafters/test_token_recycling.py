@@ -10,9 +10,9 @@ import torch
 from specctl.core.drafter import Budget, Space
 from specctl.core.errors import FileError, RecipeError
 from specctl.core.spec import Identity
-from specctl.drafters.retrieval.recycled import RecycledStore
 from specctl.drafters.states.template import greedy_paths
 from specctl.drafters.token_recycling import (
+    RecycledStore,
     TokenRecycling,
     TokenRecyclingOptions,
     TokenRecyclingState,

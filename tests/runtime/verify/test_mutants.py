@@ -15,8 +15,7 @@ from specctl.core.tree import DraftTree, NodeKind, QRows, chain_tree, empty_tree
 from specctl.runtime.proof.cases import make_case
 from specctl.runtime.proof.compare import FixedNoise, random_round, scalar_round
 from specctl.runtime.proof.enumerate import all_drafts, enumerate_case, top_drafts
-from specctl.runtime.proof.scalar import SCALAR_RULES
-from specctl.runtime.proof.scalar_parts import norm, positive, without
+from specctl.runtime.proof.scalar import SCALAR_RULES, norm, positive, without
 from specctl.runtime.sampling.noise import RoundNoise
 from specctl.runtime.sampling.sampling import Sampling, SamplingBatch
 from specctl.runtime.verify import run_rule
