@@ -1,12 +1,13 @@
 """The contract of a drafter: Drafter (weights and loss), DraftState (its memory of live rows).
 
 Weights and per-request memory are separate objects: one Drafter may serve several engines, each
-with its own DraftState. Letters: B rows of this round, S slots, M nodes expanded at once, N nodes,
-T = N + 1 fed tokens, P path length, D width, V target vocabulary, K draft vocabulary.
+with its own DraftState.
 
 Alignment everywhere: the row of a token at position t is the state *after reading* that token; it
 predicts position t + 1. A tap is a transformers hidden_states index (0 = embedding output, k =
 output of layer k - 1, num_layers = the state after the final norm, which feeds the LM head).
+Letters: B rows, C candidates, D hidden width, K draft vocabulary, M new nodes, P path, T fed tokens
+(N + 1).
 """
 
 from __future__ import annotations
@@ -99,8 +100,8 @@ class RoundSeconds:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What a round did. `path_BP` holds fed indices (0 = root first, then accepted nodes, -1 pad);
-    `taps[k]` is [B, P, D] at those fed tokens; `topk_BTK` target ids at every fed token, accepted
-    or not, `topk_logp_BTK` their log-probabilities; `emitted[b]` the tokens given to the user,
+    `taps[k]` is [B, P, D] at those fed tokens; `topk_BTC` target ids at every fed token, accepted
+    or not, `topk_logp_BTC` their log-probabilities; `emitted[b]` the tokens given to the user,
     after any cut; `finished[b]` says why row b ended, None while it lives."""
 
     view: RoundView
@@ -111,8 +112,8 @@ class Outcome:
     emitted: tuple[tuple[int, ...], ...]
     finished: tuple[str | None, ...]
     taps: Mapping[int, Tensor] = field(default_factory=dict)
-    topk_BTK: Tensor | None = None
-    topk_logp_BTK: Tensor | None = None
+    topk_BTC: Tensor | None = None
+    topk_logp_BTC: Tensor | None = None
     seconds: RoundSeconds = RoundSeconds(0.0, 0.0, 0.0)
 
 

@@ -2,8 +2,9 @@
 
 Both the target and an independent small-LM drafter are a LanguageModel. Two implementations:
 `fast_llama.FastLlama` (Llama-shaped architectures, our own forward, fast) and `hf_lm.HfLM` (any
-transformers causal LM; the reference of the first). Letters: B rows, T fed tokens, S sequence,
-D width, V vocabulary, L key positions.
+transformers causal LM; the reference of the first).
+Letters: B rows, D hidden width, L positions, S sequence, T fed tokens, V target vocabulary, X any
+axes.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 `d2t` is an offset table (target id = i + d2t[i]), `t2d` a mask over the target vocabulary; rows of
 a trimmed head stand in ascending target-id order. V target vocabulary, K kept ids.
+Letters: K draft vocabulary, V target vocabulary.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ The search: one simulation walks from the root, each time to the child with the 
 until it reaches a node for the first time, the depth, or a place without guesses; the path
 probability of where it ends joins the mean Q of every node on the way. Before its first visit a
 node's Q is its own path probability. Visits lower the second term, which spreads the walks.
-Letters: B rows, T fed tokens, N nodes, V target vocabulary, K top-k.
 """
 
 from __future__ import annotations

@@ -13,9 +13,8 @@ BACKOFF for every token that had to be dropped. Counts lie in tables of fixed si
 hash of the n-gram, so that the model is as large after a billion tokens as after none; where two
 n-grams meet, both count. `NgramNet` is a feed-forward language model (Bengio et al. 2003) trained
 on the same text.
-Letters: X any leading axes, B rows, S sequence, D width, C carry (k D), H hidden width, N context
-tokens, J candidates, O order, T slots of a table, E width of a state, G n-grams, K draft
-vocabulary.
+Letters: B rows, C candidates, D hidden width, K draft vocabulary, O output width, P path, R flat
+rows, S sequence, W window, X any axes, Y carry (k D).
 """
 
 from __future__ import annotations
@@ -90,9 +89,9 @@ class BlockwiseNet(nn.Module):
             self.rescorer = NgramNet(options.order, spec.vocab_size, rows, width)
 
     def forward(self, state_XD: Tensor) -> Tensor:
-        """[X, C]: all k states, side by side."""
-        added_XKD = self.down(F.relu(self.up(state_XD))).unflatten(-1, (-1, state_XD.shape[-1]))
-        return torch.flatten(added_XKD + state_XD[..., None, :], -2)
+        """[X, Y]: all k states, side by side."""
+        added_XPD = self.down(F.relu(self.up(state_XD))).unflatten(-1, (-1, state_XD.shape[-1]))
+        return torch.flatten(added_XPD + state_XD[..., None, :], -2)
 
 
 class Blockwise(ParallelHeads):
@@ -115,11 +114,11 @@ class Blockwise(ParallelHeads):
         return [self.module.rescorer.out] if isinstance(self.module.rescorer, NgramNet) else []
 
     def begin(self, state_XD: Tensor) -> Tensor:
-        carry_XC: Tensor = self.module(state_XD)
-        return carry_XC
+        carry_XY: Tensor = self.module(state_XD)
+        return carry_XY
 
-    def ready(self, depth: int, carry_XC: Tensor) -> Tensor:
-        return torch.chunk(carry_XC, self.options.num_heads, dim=-1)[depth]
+    def ready(self, depth: int, carry_XY: Tensor) -> Tensor:
+        return torch.chunk(carry_XY, self.options.num_heads, dim=-1)[depth]
 
     @property
     def rescoring(self) -> Rescoring | None:
@@ -168,25 +167,25 @@ class NgramCounts(nn.Module):
         for n in range(self.order):
             key_BS = _mixed(key_BS, shifted(batch.ids_BS, n))
             inside_BS = inside_BS & (shifted(batch.document_BS, n, NONE) == batch.document_BS)
-            slot_G = self._slot(key_BS[inside_BS])
-            self.count_OT[n] += torch.bincount(slot_G, minlength=self.slots).int()
+            slot_R = self._slot(key_BS[inside_BS])
+            self.count_OT[n] += torch.bincount(slot_R, minlength=self.slots).int()
         return None
 
-    def score(self, context_XN: Tensor, ids_XJ: Tensor, rows_XJ: Tensor) -> Tensor:
-        del rows_XJ
-        zero_X1, count_OT = torch.zeros_like(ids_XJ[..., :1]), self.count_OT.float()
-        single_XJ = count_OT[0][self._slot(_mixed(zero_X1, ids_XJ))]
-        r_XJ = (single_XJ + 1.0) / (count_OT[0].sum() + self.vocab_size)
+    def score(self, context_XW: Tensor, ids_XC: Tensor, rows_XC: Tensor) -> Tensor:
+        del rows_XC
+        zero_X1, count_OT = torch.zeros_like(ids_XC[..., :1]), self.count_OT.float()
+        single_XC = count_OT[0][self._slot(_mixed(zero_X1, ids_XC))]
+        r_XC = (single_XC + 1.0) / (count_OT[0].sum() + self.vocab_size)
         for n in range(1, self.order):
             key_X1, is_known_X1 = zero_X1, torch.ones_like(zero_X1, dtype=torch.bool)
-            for token_X1 in torch.split(context_XN[..., self.reach - n :], 1, dim=-1):
+            for token_X1 in torch.split(context_XW[..., self.reach - n :], 1, dim=-1):
                 key_X1 = _mixed(key_X1, token_X1)
                 is_known_X1 = is_known_X1 & (token_X1 != NONE)
             before_X1 = count_OT[n - 1][self._slot(key_X1)]
-            seen_XJ = count_OT[n][self._slot(_mixed(key_X1, ids_XJ))].minimum(before_X1)
-            is_seen_XJ = is_known_X1 & (seen_XJ > 0)
-            r_XJ = torch.where(is_seen_XJ, seen_XJ / before_X1.clamp(min=1.0), BACKOFF * r_XJ)
-        return r_XJ.log()
+            seen_XC = count_OT[n][self._slot(_mixed(key_X1, ids_XC))].minimum(before_X1)
+            is_seen_XC = is_known_X1 & (seen_XC > 0)
+            r_XC = torch.where(is_seen_XC, seen_XC / before_X1.clamp(min=1.0), BACKOFF * r_XC)
+        return r_XC.log()
 
     def _slot(self, key: Tensor) -> Tensor:
         """The high bits, which every bit of the n-gram has reached."""
@@ -209,21 +208,21 @@ class NgramNet(nn.Module):
         self.out = nn.Linear(2 * width, rows, bias=False)
         nn.init.normal_(self.out.weight, std=width**-0.5)
 
-    def state(self, context_XN: Tensor) -> Tensor:
-        at_XN = torch.where(context_XN == NONE, self.emb.num_embeddings - 1, context_XN)
-        return F.silu(self.hidden(self.emb(at_XN).flatten(-2)))
+    def state(self, context_XW: Tensor) -> Tensor:
+        at_XW = torch.where(context_XW == NONE, self.emb.num_embeddings - 1, context_XW)
+        return F.silu(self.hidden(self.emb(at_XW).flatten(-2)))
 
     def loss(self, batch: TrainBatch, vocab: VocabMap | None) -> LossOut:
         """Cross-entropy of the text, the next token from those before it in the document."""
         back = [_earlier(batch, n) for n in reversed(range(self.reach))]
-        state_RE = self.state(torch.stack(back, dim=-1)).flatten(0, 1)
-        out = head_loss(state_RE, self.out, aim(batch, 1), vocab, LossOptions("ce"))
+        state_RO = self.state(torch.stack(back, dim=-1)).flatten(0, 1)
+        out = head_loss(state_RO, self.out, aim(batch, 1), vocab, LossOptions("ce"))
         return LossOut(out.sum, out.count)
 
-    def score(self, context_XN: Tensor, ids_XJ: Tensor, rows_XJ: Tensor) -> Tensor:
-        del ids_XJ
-        logr_XK: Tensor = self.out(self.state(context_XN)).float().log_softmax(-1)
-        return logr_XK.gather(-1, rows_XJ)
+    def score(self, context_XW: Tensor, ids_XC: Tensor, rows_XC: Tensor) -> Tensor:
+        del ids_XC
+        logr_XK: Tensor = self.out(self.state(context_XW)).float().log_softmax(-1)
+        return logr_XK.gather(-1, rows_XC)
 
 
 def _earlier(batch: TrainBatch, count: int) -> Tensor:

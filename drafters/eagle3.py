@@ -8,8 +8,8 @@ feeding back the state after the final norm. `norm_before_residual` is speculato
 residual stream starts at the normed state instead of the state itself.
 
 `Eagle3State` serves it with fused weights.
-Letters: B rows, S sequence or slots, T tokens, M nodes, L key positions, D width, H query heads, K
-key/value heads or draft vocabulary, E head width, V target vocabulary.
+Letters: B rows, D hidden width, E head width, I input width, K draft vocabulary, L positions, M new
+nodes, R flat rows, S sequence, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ class Eagle3State(FeatureState):
 
     def nodes(self, token_BM: Tensor, parent_BM: Tensor, place: Place) -> Tensor:
         state_BMD = self.of_parents(self._states, parent_BM, place)
-        turn_BM2E = self._turn_P2E[place.position_BM]
+        turn_BM2E = self._turn_L2E[place.position_BM]
         query, key, value = self._project(token_BM, state_BMD, turn_BM2E)
         return self._finish(state_BMD, attend(query, key, value, place.mask))
 

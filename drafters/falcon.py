@@ -23,8 +23,9 @@ at everything up to its end and say the next `stride` tokens, each row one. A no
 is a multiple of the stride ends a block; only there the layer runs. Nodes between say what their
 block said, whichever tokens were taken from it. As the layer is the only one, keys and values of a
 row follow from the row alone, so every node leaves its own once, whatever block it ends up in.
-Letters: X any leading axes, B rows, S sequence, R flat rows, T true rows, M nodes, J = stride, D
-width, O = J D, E head width, K draft vocabulary.
+Letters: B rows, D hidden width, E head width, K draft vocabulary, L positions, M new nodes, O
+output width (stride x D), R flat rows, S sequence, T fed tokens, W window (the stride), X any axes,
+Y carry, Z slots.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ class Falcon(FeatureDrafter):
 def first_choice(ready_BSD: Tensor, head_KD: Tensor, wanted_BS: Tensor) -> Tensor:
     """[B, S]: the draft row of largest logit where it is wanted, a few rows at a time; else 0."""
     best_BS = torch.zeros_like(wanted_BS, dtype=torch.long)
-    parts = [(x_ND @ head_KD.t()).argmax(-1) for x_ND in torch.split(ready_BSD[wanted_BS], AT_ONCE)]
+    parts = [(x_RD @ head_KD.t()).argmax(-1) for x_RD in torch.split(ready_BSD[wanted_BS], AT_ONCE)]
     best_BS[wanted_BS] = torch.cat(parts)
     return best_BS
 
@@ -210,8 +211,8 @@ class StrideState(FeatureState):
         self.drafter, self.net = drafter, drafter.module
         net, like = self.net, self.net.fc.weight
         width = net.shape.hidden_size
-        self.memory_SM = like.new_zeros(space.num_slots, net.memory_width)
-        self.tail_SO = like.new_zeros(space.num_slots, net.stride * width)
+        self.memory_ZY = like.new_zeros(space.num_slots, net.memory_width)
+        self.tail_ZO = like.new_zeros(space.num_slots, net.stride * width)
         self._memories: list[Tensor] = []
         self._tails: list[Tensor] = []
         self._blocks: list[Tensor] = []
@@ -241,34 +242,34 @@ class StrideState(FeatureState):
             self._clear(slot)
 
     def _clear(self, slot: int) -> None:
-        self.memory_SM[slot] = 0.0
-        self.tail_SO[slot] = 0.0
+        self.memory_ZY[slot] = 0.0
+        self.tail_ZO[slot] = 0.0
 
     @torch.no_grad()
     def fill(self, fed: Fed) -> None:
         slot_B = self.kv.aim.slot_B1[:, 0]
         embedding_BTD = self.drafter.embed(fed.ids_BT)
-        x_BTD, memory_BM = self.net.onward(
-            embedding_BTD, fed.state_BTD, self.memory_SM[slot_B], fed.counts
+        x_BTD, memory_BY = self.net.onward(
+            embedding_BTD, fed.state_BTD, self.memory_ZY[slot_B], fed.counts
         )
         self._write(x_BTD, fed.turn_BT2E)
         D = x_BTD.shape[-1]
-        rows_BUD = torch.cat([self.tail_SO[slot_B].view(len(slot_B), -1, D), x_BTD], dim=1)
-        at_J = torch.arange(self.net.stride, device=x_BTD.device)
-        at_BJ = torch.tensor(fed.counts, device=x_BTD.device)[:, None] + at_J
-        tail_BJD = rows_BUD.gather(1, at_BJ[:, :, None].expand(-1, -1, D))
-        self.memory_SM[slot_B], self.tail_SO[slot_B] = memory_BM, tail_BJD.flatten(1)
+        rows_BXD = torch.cat([self.tail_ZO[slot_B].view(len(slot_B), -1, D), x_BTD], dim=1)
+        at_W = torch.arange(self.net.stride, device=x_BTD.device)
+        at_BW = torch.tensor(fed.counts, device=x_BTD.device)[:, None] + at_W
+        tail_BWD = rows_BXD.gather(1, at_BW[:, :, None].expand(-1, -1, D))
+        self.memory_ZY[slot_B], self.tail_ZO[slot_B] = memory_BY, tail_BWD.flatten(1)
 
     @torch.no_grad()
     def newest(self, fed: Fed, kept_B: Tensor) -> Tensor:
         self.fill(fed)
         slot_B = self.kv.aim.slot_B1[:, 0]
-        tail_B1O = self.tail_SO[slot_B][:, None]
+        tail_B1O = self.tail_ZO[slot_B][:, None]
         mask = None
         if min(fed.counts) < max(fed.counts) or int(kept_B.min()) < int(kept_B.max()):
             at_L = torch.arange(self.kv.aim.span, device=kept_B.device)
             mask = (at_L < kept_B[:, None])[:, None, None]
-        self._memories, self._tails = [self.memory_SM[slot_B][:, None]], [tail_B1O]
+        self._memories, self._tails = [self.memory_ZY[slot_B][:, None]], [tail_B1O]
         self._depths = [torch.zeros_like(kept_B[:, None])]
         self._blocks = [self._block(tail_B1O, kept_B[:, None] - 1, mask)]
         return self._said(self._blocks[0], self._depths[0])
@@ -277,7 +278,7 @@ class StrideState(FeatureState):
 
     @torch.no_grad()
     def nodes(self, token_BM: Tensor, parent_BM: Tensor, place: Place) -> Tensor:
-        memory_BMM, tail_BMO, block_BMO = (
+        memory_BMY, tail_BMO, block_BMO = (
             self.of_parents(stored, parent_BM, place)
             for stored in (self._memories, self._tails, self._blocks)
         )
@@ -285,20 +286,20 @@ class StrideState(FeatureState):
         embedding_BMD = self.drafter.embed(token_BM)
         state_BMD = self._taken(block_BMO, depth_BM - 1)
         B, M, D = state_BMD.shape
-        x_N1D, memory_NM = self.net.onward(
+        x_R1D, memory_RY = self.net.onward(
             embedding_BMD.view(B * M, 1, D),
             state_BMD.view(B * M, 1, D),
-            memory_BMM.flatten(0, 1),
+            memory_BMY.flatten(0, 1),
             (1,) * (B * M),
         )
-        x_BMD = x_N1D.view(B, M, D)
-        self._write(x_BMD, self._turn_P2E[place.position_BM])
+        x_BMD = x_R1D.view(B, M, D)
+        self._write(x_BMD, self._turn_L2E[place.position_BM])
         tail_BMO = torch.cat([tail_BMO[..., D:], x_BMD], dim=-1)
         is_end_BM1 = (depth_BM % self.net.stride == 0)[:, :, None]
         if bool(is_end_BM1.any()):
             new_BMO = self._block(tail_BMO, place.position_BM, place.mask)
             block_BMO = torch.where(is_end_BM1, new_BMO, block_BMO)
-        self._memories.append(memory_NM.view(B, M, -1))
+        self._memories.append(memory_RY.view(B, M, -1))
         self._tails.append(tail_BMO)
         self._blocks.append(block_BMO)
         self._depths.append(depth_BM)
@@ -310,20 +311,20 @@ class StrideState(FeatureState):
     def _block(self, tail_BMO: Tensor, position_BM: Tensor, mask: Tensor | None) -> Tensor:
         """[B, M, O]: what blocks that end there say, one state per row."""
         B, M, _ = tail_BMO.shape
-        J, D = self.net.stride, self.shape.hidden_size
-        back_J = torch.arange(1 - J, 1, device=position_BM.device)
-        position_BN = (position_BM[:, :, None] + back_J).clamp(min=0).view(B, M * J)
+        W, D = self.net.stride, self.shape.hidden_size
+        back_W = torch.arange(1 - W, 1, device=position_BM.device)
+        position_BR = (position_BM[:, :, None] + back_W).clamp(min=0).view(B, M * W)
         if mask is not None:
-            mask = mask.repeat_interleave(J, dim=2)
-        x_BND = tail_BMO.view(B, M * J, D)
-        turn_BN2E = self._turn_P2E[position_BN]
-        return self.net.look(x_BND, turn_BN2E, [self.kv.read(0)], mask).view(B, M, J * D)
+            mask = mask.repeat_interleave(W, dim=2)
+        x_BRD = tail_BMO.view(B, M * W, D)
+        turn_BR2E = self._turn_L2E[position_BR]
+        return self.net.look(x_BRD, turn_BR2E, [self.kv.read(0)], mask).view(B, M, W * D)
 
     def _taken(self, block_BMO: Tensor, depth_BM: Tensor) -> Tensor:
         """[B, M, D]: the state of that depth in each block."""
-        block_BMJD = block_BMO.view(*depth_BM.shape, self.net.stride, -1)
+        block_BMWD = block_BMO.view(*depth_BM.shape, self.net.stride, -1)
         at_BM11 = (depth_BM % self.net.stride)[:, :, None, None]
-        return block_BMJD.gather(2, at_BM11.expand(-1, -1, 1, block_BMJD.shape[-1]))[:, :, 0]
+        return block_BMWD.gather(2, at_BM11.expand(-1, -1, 1, block_BMWD.shape[-1]))[:, :, 0]
 
     def _said(self, block_BMO: Tensor, depth_BM: Tensor) -> Tensor:
         self._states.append(self._taken(block_BMO, depth_BM))

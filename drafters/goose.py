@@ -12,7 +12,6 @@ a match it is the branches' tree alone. The sources, each with an acceptance of 
     branch of rank r beside a spine token, and branch of rank r alone
 
 `shape: balanced` gives a node its rank's chance whatever it comes from: the isotropic tree.
-Letters: B rows, N nodes.
 
 A guess is tested when the text reaches its parent: the token that the target chose there says
 whether it was right. Guesses that the text never reached are not counted, nor is a round that was

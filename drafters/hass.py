@@ -5,7 +5,8 @@ reads its own output of forward j - 1 (no gradient goes through it), and attends
 far back but to its own outputs of forwards 1 .. j nearest by, as after j drafted tokens. Harmonised
 objective: besides the loss over the whole distribution, -sum p log q over the target's `top`
 likeliest tokens, since nothing else will be drafted. The disallowed keys are masked before the
-softmax. Letters: R flat rows, D width.
+softmax.
+Letters: D hidden width, R flat rows.
 """
 
 from __future__ import annotations

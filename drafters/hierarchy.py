@@ -11,7 +11,6 @@ path of the tree. The paper fills W with the by-products of a Jacobi window as w
 what was really written. S and L come with the drafter (`specctl datastore` or `count_spans` build
 them, a package holds them) and are not written while drafting; without an S, the answers of the
 rows are counted, as `scope` allows.
-Letters: B rows, N nodes.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ says after the newest row becomes the new newest row; the oldest row is dropped,
 moves on by one place. Column i with its result is an n-gram: it enters a pool under its first
 token, `guesses` of a key, the newest first. Drafted are all n-grams that begin with the root, equal
 beginnings as one path. Row 0, column 0 always is the root, a token that was really written.
-Letters: B rows, M probes, W columns.
+Letters: B rows, C candidates, M new nodes (probes), T fed tokens.
 """
 
 from __future__ import annotations
@@ -180,8 +180,8 @@ class LookaheadState(DraftState):
         num_probes = len(self._parents())
         if self.num_columns == 0 or outcome.tree.num_probes != num_probes:
             return  # the window was not fed
-        assert outcome.topk_BTK is not None
-        fed, roots = outcome.topk_BTK[:, :, 0].tolist(), outcome.view.root_B.tolist()
+        assert outcome.topk_BTC is not None
+        fed, roots = outcome.topk_BTC[:, :, 0].tolist(), outcome.view.root_B.tolist()
         for b, slot in enumerate(outcome.view.slots):
             window = self.windows[slot]
             window.rows[0][0] = roots[b]

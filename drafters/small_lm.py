@@ -3,8 +3,9 @@
 An ordinary Llama of few layers over the target's tokenizer; it reads tokens only, never features,
 so it works with any target of that tokenizer and as `assistant_model` in transformers. Row t
 predicts token t + 1 (A0). Depth costs latency and width hardly does, hence few and wide layers
-(arXiv 2402.01528). Letters: B rows, S sequence, T tokens of a forward, R loss rows, D width,
-K draft vocabulary, V target vocabulary.
+(arXiv 2402.01528).
+Letters: B rows, D hidden width, K draft vocabulary, R flat rows, S sequence, T fed tokens, V target
+vocabulary.
 """
 
 from __future__ import annotations

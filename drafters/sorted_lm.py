@@ -11,8 +11,8 @@ this round) has a residual below each part it has reached. Part 0 reads everythi
 part is first asked when a token is not sure enough, and then reads all entries that it has missed,
 from the residuals kept below it. So keys and values of skipped layers are never guessed: what is
 filled later is what a full forward would have written.
-Letters: B rows of the round, R rows that go deeper, S slots or sequence, L cache entries, W
-entries fed, M nodes, P path, D width, K draft vocabulary.
+Letters: B rows, D hidden width, K draft vocabulary, L positions, M new nodes, N nodes, P path, R
+flat rows, S sequence, W window, Z slots.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class ExitState(StepState):
         shape = (space.num_slots, max_len, self.lm.spec.hidden_size)
         device, dtype = self.lm.device, self.lm.dtype
         # Below part 0 lie the embeddings, above the last part what its exit speaks.
-        self.residual_SLD = [
+        self.residual_ZLD = [
             torch.zeros(shape, device=device, dtype=dtype) for _ in range(len(self.parts) + 1)
         ]
         self.filled = [[0] * space.num_slots for _ in self.parts]
@@ -233,22 +233,22 @@ class ExitState(StepState):
         return self._growth
 
     def _reserve(self, num_entries: int) -> None:
-        extra = num_entries - self.residual_SLD[0].shape[1]
+        extra = num_entries - self.residual_ZLD[0].shape[1]
         if extra > 0:
-            self.residual_SLD = [F.pad(store, (0, 0, 0, extra)) for store in self.residual_SLD]
+            self.residual_ZLD = [F.pad(store, (0, 0, 0, extra)) for store in self.residual_ZLD]
 
     def _read(self, slot_B: Tensor, ids_BW: Tensor, entry_BW: Tensor) -> None:
         """Put embeddings of tokens below part 0."""
         embedding = self.lm.module.model.embed_tokens.weight
-        self.residual_SLD[0][slot_B[:, None], entry_BW] = F.embedding(ids_BW, embedding)
+        self.residual_ZLD[0][slot_B[:, None], entry_BW] = F.embedding(ids_BW, embedding)
 
     def _keep(self, slot_B: Tensor, kept_B: Tensor, path_BP: Tensor) -> None:
         """Move the accepted path's entries to the front of the round's."""
         self.kv.keep(slot_B, kept_B, path_BP)
-        last, slot_B1 = self.residual_SLD[0].shape[1] - 1, slot_B[:, None]
+        last, slot_B1 = self.residual_ZLD[0].shape[1] - 1, slot_B[:, None]
         to_BP = kept_B[:, None] + torch.arange(path_BP.shape[1], device=path_BP.device)
         from_BP = torch.where(path_BP >= 0, kept_B[:, None] + path_BP, to_BP).clamp(max=last)
-        for store in self.residual_SLD:
+        for store in self.residual_ZLD:
             store[slot_B1, to_BP.clamp(max=last)] = store[slot_B1, from_BP]
 
     # -- parts ----------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ class ExitState(StepState):
 
     def _logits(self, part: int, rows: list[int], entry_BM: Tensor) -> Tensor:
         slot_R1 = self._grown().view.slot_B[rows][:, None]
-        return self.lm.lm_head(self.residual_SLD[part + 1][slot_R1, entry_BM[rows]])
+        return self.lm.lm_head(self.residual_ZLD[part + 1][slot_R1, entry_BM[rows]])
 
     def _fill(self, part: int, rows: list[int]) -> None:
         """Let a part read what it has missed of those rows."""
@@ -326,8 +326,8 @@ class ExitState(StepState):
         """From the residual below a part to the one above it, against the aimed cache."""
         last = self.lm.spec.max_positions - 1
         at = (slot_R[:, None], entry_RW)
-        self.residual_SLD[part + 1][at] = self.lm.through(
-            self.residual_SLD[part][at],
+        self.residual_ZLD[part + 1][at] = self.lm.through(
+            self.residual_ZLD[part][at],
             position_RW.clamp(max=last),
             mask,
             self.kv,

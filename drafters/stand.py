@@ -11,8 +11,8 @@ and the tree policies draw distinct children from it by Gumbel top-k. Under samp
 is accepted with probability sum_x min(p, q), the best single token only with p(x): that is why the
 distributions are kept and not the tokens alone. Children of a node that falls back to a shorter
 context have that context's distribution: each node hands out its own. The prompt brings no
-probabilities; its tokens are read as distributions of one token. Letters: B rows, M nodes, T fed
-tokens, V target vocabulary, K top-k.
+probabilities; its tokens are read as distributions of one token.
+Letters: B rows, M new nodes, V target vocabulary.
 """
 
 from __future__ import annotations

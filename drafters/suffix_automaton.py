@@ -10,6 +10,7 @@ The automaton (Blumer et al. 1985) is built one token at a time. Each state stan
 substrings that end at the same places; `link` leads to the longest suffix that occurs in more
 places. Reading a token takes amortised constant time, and so does following the longest suffix of
 another text.
+Letters: R flat rows.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class SuffixAutomatonDrafter(CorpusDrafter):
 
     def index(self) -> None:
         self.static = SuffixAutomaton()
-        self.static.extend(self.corpus_N.tolist())
+        self.static.extend(self.corpus_R.tolist())
 
     def needs(self) -> Needs:
         return Needs()
@@ -195,7 +196,7 @@ class SuffixAutomatonState(TrieState):
 
     def _static(self, match: Match, length: int) -> list[int]:
         after = self.drafter.static.end[match.state] + 1
-        ids: list[int] = self.drafter.corpus_N[after : after + length].tolist()
+        ids: list[int] = self.drafter.corpus_R[after : after + length].tolist()
         return ids[: ids.index(BREAK)] if BREAK in ids else ids
 
 

@@ -4,7 +4,7 @@ Every member sees every prompt and every outcome, so that any of them can draft 
 does is for the policy to say (`switch`, runtime/controllers). Alone, the team is a cascade: of each
 row the first member that has something to say speaks. Members whose only input is the target's
 top-k may sleep: they then cost nothing and learn nothing.
-Letters: B rows, N nodes.
+Letters: B rows, C candidates, N nodes, T fed tokens.
 """
 
 from __future__ import annotations
@@ -146,11 +146,11 @@ class TeamState(DraftState):
 
 def _narrowed(outcome: Outcome, topk: int) -> Outcome:
     """The outcome with as many ranks as a member asked for."""
-    found, logp = outcome.topk_BTK, outcome.topk_logp_BTK
+    found, logp = outcome.topk_BTC, outcome.topk_logp_BTC
     if found is None or topk in (0, found.shape[-1]):
         return outcome
     logp = None if logp is None else logp[..., :topk]
-    return replace(outcome, topk_BTK=found[..., :topk], topk_logp_BTK=logp)
+    return replace(outcome, topk_BTC=found[..., :topk], topk_logp_BTC=logp)
 
 
 def first_of(trees: Sequence[DraftTree]) -> DraftTree:

@@ -4,8 +4,9 @@ A round feeds T tokens per row against a span of cache positions. Both are round
 whole generation meets a handful of shapes, and each shape is recorded once: as a CUDA graph on
 CUDA, by torch.compile elsewhere. The wrapped model stays the oracle and does all that is no round
 (prefills, training). Tokens of the padding see position 0 alone and are written behind the real
-ones, where the next round writes anyway. Letters: B rows, T fed tokens, W padded tokens, L cache
-positions.
+ones, where the next round writes anyway.
+Letters: B rows, E head width, J key/value heads, L positions, T fed tokens, V target vocabulary, W
+window, Z slots.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class CompiledLM(LanguageModel):
         return len(self._recorded)
 
     def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
-        if kv is None or self._store is None or kv.key_SHLD is not self._store.key_SHLD:
+        if kv is None or self._store is None or kv.key_ZJLE is not self._store.key_ZJLE:
             return self.lm.run(feed, kv)
         is_round = feed.logits and feed.only is None and feed.ids_BT.shape[1] <= WIDTHS[-1]
         if torch.is_grad_enabled() or not is_round:
@@ -97,7 +98,7 @@ class Recorded:
 
     def __init__(self, lm: LanguageModel, kv: SlotKV, shape: RoundShape, backend: str) -> None:
         B, W, L = shape.rows, shape.width, shape.span
-        device = kv.key_SHLD[0].device
+        device = kv.key_ZJLE[0].device
         with torch.inference_mode(False):
 
             def zeros(*size: int, dtype: torch.dtype = torch.long) -> Tensor:

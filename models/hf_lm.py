@@ -3,8 +3,8 @@
 transformers' module does the arithmetic. Ours are the cache (keys and values go to `SlotKV`), the
 masks (4-D bool, passed through by transformers as they are) and the attention kernel, which folds a
 group of query heads into the query axis instead of repeating keys and values.
-Letters: B rows, T fed tokens, L key positions, H heads, G query heads per key/value head, D width,
-V vocabulary.
+Letters: B rows, D hidden width, E head width, H query heads, J key/value heads, L positions, T fed
+tokens, V target vocabulary, Z slots.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ TESTED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"
 
 
 def attend_capped(
-    query_BHTD: Tensor,
-    key_BHLD: Tensor,
-    value_BHLD: Tensor,
+    query_BHTE: Tensor,
+    key_BJLE: Tensor,
+    value_BJLE: Tensor,
     mask: Tensor,
     scale: float,
     softcap: float | None,
     sink_H: Tensor | None,
 ) -> Tensor:
     """`attend` written out, for scores with a soft cap (Gemma 2) or attention sinks (gpt-oss)."""
-    B, H, T, D = query_BHTD.shape
-    heads = key_BHLD.shape[1]
-    folded = query_BHTD.reshape(B, heads, -1, D)
-    score = (folded @ key_BHLD.transpose(2, 3)).float() * scale
+    B, H, T, E = query_BHTE.shape
+    heads = key_BJLE.shape[1]
+    folded = query_BHTE.reshape(B, heads, -1, E)
+    score = (folded @ key_BJLE.transpose(2, 3)).float() * scale
     if softcap is not None:
         score = softcap * torch.tanh(score / softcap)
     score = score.view(B, H, T, -1).masked_fill(~mask, -torch.inf)
     if sink_H is not None:
         sink = sink_H.float().view(1, H, 1, 1).expand(B, H, T, 1)
         score = torch.cat([score, sink], dim=-1)
-    prob = score.softmax(-1)[..., : key_BHLD.shape[2]].to(value_BHLD.dtype)
-    out = prob.view(B, heads, -1, key_BHLD.shape[2]) @ value_BHLD
+    prob = score.softmax(-1)[..., : key_BJLE.shape[2]].to(value_BJLE.dtype)
+    out = prob.view(B, heads, -1, key_BJLE.shape[2]) @ value_BJLE
     return out.view(B, H, T, -1)
 
 
@@ -106,7 +106,7 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        want = (self.kv.key_SHLD[self.layer].shape[1], self.kv.key_SHLD[self.layer].shape[3])
+        want = (self.kv.key_ZJLE[self.layer].shape[1], self.kv.key_ZJLE[self.layer].shape[3])
         for states in (key_states, value_states):
             if (states.shape[1], states.shape[3]) != want:
                 raise IncompatibleError(

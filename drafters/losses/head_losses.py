@@ -12,8 +12,8 @@ lk_alpha   -log alpha              lk_hybrid  w KL + (1 - w) TV with w = exp(-3 
 
 Trimmed vocabulary: `tv` and `lk_alpha` compare with the full p, whose cut ids simply cannot be
 drafted. The others compare with p restricted to the kept ids and renormalised, and skip rows whose
-most probable target token (for `ce`: whose label) was cut. Letters: N rows, V target vocabulary,
-K draft vocabulary, D width.
+most probable target token (for `ce`: whose label) was cut.
+Letters: D hidden width, K draft vocabulary, Q picked rows, R flat rows, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -80,41 +80,41 @@ def fitting_chunk(width: int, device: torch.device) -> int:
 class RowDistributions:
     """One slice of rows over the draft ids: log p, log p renormalised there, log q."""
 
-    log_p_NK: Tensor
-    log_r_NK: Tensor
-    log_q_NK: Tensor
+    log_p_QK: Tensor
+    log_r_QK: Tensor
+    log_q_QK: Tensor
 
 
 def distributions(
-    draft_NK: Tensor, log_p_NK: Tensor, temperature: float, is_whole: bool
+    draft_QK: Tensor, log_p_QK: Tensor, temperature: float, is_whole: bool
 ) -> RowDistributions:
     """Distributions of raw draft logits and of the target, both at the temperature; `is_whole`: the
     draft ids are all ids, so that p needs no renormalising."""
-    scores_NK = wide(draft_NK)
-    scores_NK = scores_NK if temperature == 1.0 else scores_NK / temperature
-    log_q_NK = F.log_softmax(scores_NK, dim=-1)
+    scores_QK = wide(draft_QK)
+    scores_QK = scores_QK if temperature == 1.0 else scores_QK / temperature
+    log_q_QK = F.log_softmax(scores_QK, dim=-1)
     if is_whole:
-        return RowDistributions(log_p_NK, log_p_NK, log_q_NK)
-    return RowDistributions(log_p_NK, log_p_NK - log_p_NK.logsumexp(-1, keepdim=True), log_q_NK)
+        return RowDistributions(log_p_QK, log_p_QK, log_q_QK)
+    return RowDistributions(log_p_QK, log_p_QK - log_p_QK.logsumexp(-1, keepdim=True), log_q_QK)
 
 
 def _kl(of: RowDistributions) -> Tensor:
-    return (of.log_r_NK.exp() * (of.log_r_NK - of.log_q_NK)).sum(-1)
+    return (of.log_r_QK.exp() * (of.log_r_QK - of.log_q_QK)).sum(-1)
 
 
 def _rkl(of: RowDistributions) -> Tensor:
-    return (of.log_q_NK.exp() * (of.log_q_NK - of.log_r_NK)).sum(-1)
+    return (of.log_q_QK.exp() * (of.log_q_QK - of.log_r_QK)).sum(-1)
 
 
 def _jsd(of: RowDistributions) -> Tensor:
-    p, q = of.log_r_NK.exp(), of.log_q_NK.exp()
-    log_m = torch.logaddexp(of.log_r_NK, of.log_q_NK) - math.log(2.0)
-    return 0.5 * (p * (of.log_r_NK - log_m) + q * (of.log_q_NK - log_m)).sum(-1)
+    p, q = of.log_r_QK.exp(), of.log_q_QK.exp()
+    log_m = torch.logaddexp(of.log_r_QK, of.log_q_QK) - math.log(2.0)
+    return 0.5 * (p * (of.log_r_QK - log_m) + q * (of.log_q_QK - log_m)).sum(-1)
 
 
 def acceptance(of: RowDistributions) -> Tensor:
-    """[N]: alpha = sum_v min(p, q)."""
-    return torch.minimum(of.log_p_NK, of.log_q_NK).exp().sum(-1)
+    """[Q]: alpha = sum_v min(p, q)."""
+    return torch.minimum(of.log_p_QK, of.log_q_QK).exp().sum(-1)
 
 
 def _tv(of: RowDistributions) -> Tensor:
@@ -122,13 +122,13 @@ def _tv(of: RowDistributions) -> Tensor:
 
 
 def _lk_alpha(of: RowDistributions) -> Tensor:
-    return -torch.minimum(of.log_p_NK, of.log_q_NK).logsumexp(-1)
+    return -torch.minimum(of.log_p_QK, of.log_q_QK).logsumexp(-1)
 
 
 def _lk_hybrid(of: RowDistributions) -> Tensor:
-    alpha_N = acceptance(of)
-    weight_N = torch.exp(-HYBRID_RATE * alpha_N.detach())
-    return weight_N * _kl(of) + (1.0 - weight_N) * (1.0 - alpha_N)
+    alpha_Q = acceptance(of)
+    weight_Q = torch.exp(-HYBRID_RATE * alpha_Q.detach())
+    return weight_Q * _kl(of) + (1.0 - weight_Q) * (1.0 - alpha_Q)
 
 
 _DIVERGENCES: Mapping[str, Callable[[RowDistributions], Tensor]] = {
@@ -161,49 +161,49 @@ class Comparison:
         judge = None if judge is None else judge.over(vocab.ids_K)
         return cls(options, judge, vocab.ids_K, vocab.to_draft())
 
-    def sums(self, draft_NK: Tensor, row_N: Tensor, label_N: Tensor, judge_N: Tensor) -> Tensor:
+    def sums(self, draft_QK: Tensor, row_Q: Tensor, label_Q: Tensor, judge_Q: Tensor) -> Tensor:
         """[4]: loss, its count, top1, alpha."""
-        del row_N
-        first_N = self._first(draft_NK)
+        del row_Q
+        first_Q = self._first(draft_QK)
         if self.judge is None:
-            loss, count = _label_loss(draft_NK, label_N, self.row_V)
-            return torch.stack([loss, count, (first_N == label_N).sum(), torch.zeros_like(loss)])
-        distribution = self.judge.distribution(judge_N, self.ids_K)
+            loss, count = _label_loss(draft_QK, label_Q, self.row_V)
+            return torch.stack([loss, count, (first_Q == label_Q).sum(), torch.zeros_like(loss)])
+        distribution = self.judge.distribution(judge_Q, self.ids_K)
         of = distributions(
-            draft_NK, distribution.log_p_NK, self.options.temperature, self.ids_K is None
+            draft_QK, distribution.log_p_QK, self.options.temperature, self.ids_K is None
         )
         if self.options.kind == "ce":
-            loss, count = _label_loss(draft_NK, label_N, self.row_V)
+            loss, count = _label_loss(draft_QK, label_Q, self.row_V)
         else:
             loss, count = _distribution_loss(
-                of, self._learnable(distribution.best_N), self.options.kind
+                of, self._learnable(distribution.best_Q), self.options.kind
             )
         with torch.no_grad():
-            top1, alpha = (first_N == distribution.best_N).sum(), acceptance(of).sum()
+            top1, alpha = (first_Q == distribution.best_Q).sum(), acceptance(of).sum()
         return torch.stack([loss, count, top1, alpha])
 
     @torch.no_grad()
-    def rows(self, draft_NK: Tensor, row_N: Tensor, label_N: Tensor, judge_N: Tensor) -> Tensor:
-        """[4, N], row by row: KL(p || q), whether the row can be learned, top1, alpha."""
-        del row_N, label_N
+    def rows(self, draft_QK: Tensor, row_Q: Tensor, label_Q: Tensor, judge_Q: Tensor) -> Tensor:
+        """[4, Q], row by row: KL(p || q), whether the row can be learned, top1, alpha."""
+        del row_Q, label_Q
         assert self.judge is not None, "rows are told apart by how far they are off the target"
-        distribution = self.judge.distribution(judge_N, self.ids_K)
+        distribution = self.judge.distribution(judge_Q, self.ids_K)
         of = distributions(
-            draft_NK, distribution.log_p_NK, self.options.temperature, self.ids_K is None
+            draft_QK, distribution.log_p_QK, self.options.temperature, self.ids_K is None
         )
-        top1_N = self._first(draft_NK) == distribution.best_N
-        return torch.stack([_kl(of), self._learnable(distribution.best_N), top1_N, acceptance(of)])
+        top1_Q = self._first(draft_QK) == distribution.best_Q
+        return torch.stack([_kl(of), self._learnable(distribution.best_Q), top1_Q, acceptance(of)])
 
-    def _learnable(self, best_N: Tensor) -> Tensor:
+    def _learnable(self, best_Q: Tensor) -> Tensor:
         """False where a distribution that is restricted to the draft ids has lost its best one."""
         if self.row_V is None or self.options.kind in _NEEDS_NO_RENORMALISING:
-            return torch.ones_like(best_N, dtype=torch.bool)
-        return self.row_V[best_N] >= 0
+            return torch.ones_like(best_Q, dtype=torch.bool)
+        return self.row_V[best_Q] >= 0
 
     @torch.no_grad()
-    def _first(self, draft_NK: Tensor) -> Tensor:
-        best_N = draft_NK.argmax(-1)
-        return best_N if self.ids_K is None else self.ids_K[best_N]
+    def _first(self, draft_QK: Tensor) -> Tensor:
+        best_Q = draft_QK.argmax(-1)
+        return best_Q if self.ids_K is None else self.ids_K[best_Q]
 
 
 def head_loss(
@@ -225,7 +225,7 @@ def head_loss(
         judge = TeacherLogits(aim.teacher_RV, options.temperature)
     compare = Comparison.of(options, judge, vocab)
     size = options.chunk or fitting_chunk(_width(judge, vocab), state_RD.device)
-    number = torch.tensor(float(aim.row_N.numel()), device=state_RD.device)
+    number = torch.tensor(float(aim.row_Q.numel()), device=state_RD.device)
     if aim.select is None:
         total_4 = sum_slices(state_RD, head, _slices(aim, size), compare.sums)
         metrics = {"top1": (total_4[2].detach(), number), "alpha": (total_4[3].detach(), number)}
@@ -234,17 +234,17 @@ def head_loss(
         return LossOut(total_4[0], total_4[1].detach(), metrics)
     with torch.no_grad():
         found = [compare.rows(head(state_RD[s[0]]), *s) for s in _slices(aim, size)]
-    kl_N, learnable_N, top1_N, alpha_N = torch.cat(found, dim=1)
-    keep_N = learnable_N > 0
-    keep_N[keep_N.clone()] = aim.select(kl_N[keep_N])
-    total_4 = sum_slices(state_RD, head, _slices(aim.only(keep_N), size), compare.sums)
-    metrics = {"top1": (top1_N.sum(), number), "alpha": (alpha_N.sum(), number)}
-    metrics["selected"] = (keep_N.sum(), (learnable_N > 0).sum())
+    kl_Q, learnable_Q, top1_Q, alpha_Q = torch.cat(found, dim=1)
+    keep_Q = learnable_Q > 0
+    keep_Q[keep_Q.clone()] = aim.select(kl_Q[keep_Q])
+    total_4 = sum_slices(state_RD, head, _slices(aim.only(keep_Q), size), compare.sums)
+    metrics = {"top1": (top1_Q.sum(), number), "alpha": (alpha_Q.sum(), number)}
+    metrics["selected"] = (keep_Q.sum(), (learnable_Q > 0).sum())
     return LossOut(total_4[0], total_4[1].detach(), metrics)
 
 
 def _slices(aim: AlignedRows, size: int) -> list[Rows]:
-    parts = (torch.split(rows, size) for rows in (aim.row_N, aim.label_N, aim.judge_N))
+    parts = (torch.split(rows, size) for rows in (aim.row_Q, aim.label_Q, aim.judge_Q))
     return list(zip(*parts, strict=True))
 
 
@@ -261,30 +261,30 @@ def judge_of(batch: TrainBatch, options: LossOptions) -> TeacherLogits | None:
     if teacher is None:
         return None
     size = options.chunk or fitting_chunk(teacher.shape[-1], teacher.device)
-    return TeacherLogits.of(teacher, aim_at(batch, 1).judge_N, options.temperature, size)
+    return TeacherLogits.of(teacher, aim_at(batch, 1).judge_Q, options.temperature, size)
 
 
-def _label_loss(draft_NK: Tensor, label_N: Tensor, row_V: Tensor | None) -> tuple[Tensor, Tensor]:
+def _label_loss(draft_QK: Tensor, label_Q: Tensor, row_V: Tensor | None) -> tuple[Tensor, Tensor]:
     """Sum and count of hard cross-entropy over the labels that were not cut."""
-    row_N = label_N if row_V is None else row_V[label_N]
-    loss = F.cross_entropy(wide(draft_NK), row_N, ignore_index=-1, reduction="sum")
-    return loss, (row_N >= 0).sum().to(loss.dtype)
+    row_Q = label_Q if row_V is None else row_V[label_Q]
+    loss = F.cross_entropy(wide(draft_QK), row_Q, ignore_index=-1, reduction="sum")
+    return loss, (row_Q >= 0).sum().to(loss.dtype)
 
 
 def _distribution_loss(
-    of: RowDistributions, learnable_N: Tensor, kind: str
+    of: RowDistributions, learnable_Q: Tensor, kind: str
 ) -> tuple[Tensor, Tensor]:
     """Sum and count of a divergence over the rows that can be learned."""
-    loss_N = _DIVERGENCES[kind](of)
-    return (loss_N * learnable_N).sum(), learnable_N.sum().to(loss_N.dtype)
+    loss_Q = _DIVERGENCES[kind](of)
+    return (loss_Q * learnable_Q).sum(), learnable_Q.sum().to(loss_Q.dtype)
 
 
 def feature_loss(state_RD: Tensor, aim: AlignedRows, target_RD: Tensor) -> LossOut:
     """SmoothL1, the mean over the width, between drafted states and the target's (EAGLE, eq. 3). A
     target that learns, too, does not learn to be easy to hit: its side has no gradient."""
-    wanted_ND = wide(target_RD.detach()[aim.judge_N])
-    loss = F.smooth_l1_loss(wide(state_RD[aim.row_N]), wanted_ND, reduction="sum")
-    count = torch.tensor(float(aim.row_N.numel()), device=state_RD.device)
+    wanted_QD = wide(target_RD.detach()[aim.judge_Q])
+    loss = F.smooth_l1_loss(wide(state_RD[aim.row_Q]), wanted_QD, reduction="sum")
+    count = torch.tensor(float(aim.row_Q.numel()), device=state_RD.device)
     return LossOut(
         loss / state_RD.shape[-1], count, {"feature": (loss.detach() / state_RD.shape[-1], count)}
     )

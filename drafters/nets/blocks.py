@@ -3,8 +3,8 @@
 `Eagle3Layer` is the EAGLE-3 layer: its attention reads cat(norm(embedding), norm(state)), twice as
 wide as the model, and the un-normed state is the residual stream (a switch makes it the normed).
 Rotary positions follow the half-rotation convention of transformers' Llama.
-Letters: B rows, T tokens, L key positions, S sequence, H heads, G query heads per key/value head,
-D width, E width of one head.
+Letters: B rows, D hidden width, E head width, H query heads, I input width, L positions, S
+sequence, T fed tokens.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Recurrent cells: how a token that was just drafted enters what a head remembers.
 
-Letters: X leading axes, D width, H heads, E width of a head.
+Letters: D hidden width, E head width, H query heads, X any axes.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ where t is the newest position that the target had read when the draft began. He
 depth i of a draft: its token is t + 1 + i, it predicts t + 2 + i, and it sees no feature behind t.
 That bound is what makes training as hard as drafting (GliDe's block mask, the T-step bound of
 Mixture of Attentions). Every depth is trained behind each anchor, where the papers draw one.
-Letters: B rows, S sequence, A anchors, M nodes, W known rows, D width, I width of the features.
+Letters: A anchors, B rows, D hidden width, E head width, I input width, M new nodes, P path, S
+sequence, T fed tokens, W window, X any axes, Y carry.
 """
 
 from __future__ import annotations
@@ -107,9 +108,9 @@ class CrossDrafter(HeadDrafter):
         """[X, D]: what cross-attention reads of one position."""
         return features_XI
 
-    def ready(self, depth: int, carry_XC: Tensor) -> Tensor:
+    def ready(self, depth: int, carry_XY: Tensor) -> Tensor:
         del depth
-        ready_XD: Tensor = self.net.norm(carry_XC)
+        ready_XD: Tensor = self.net.norm(carry_XY)
         return ready_XD
 
     @property
@@ -134,7 +135,7 @@ class CrossDrafter(HeadDrafter):
 
     def grown(self, nodes: Nodes, kv: SlotKV) -> Tensor:
         """[B, M, D]: what the LM head reads behind nodes."""
-        turn, token_BM = self.rope(nodes.place.position_BM), nodes.path_BMG[:, :, -1]
+        turn, token_BM = self.rope(nodes.place.position_BM), nodes.path_BMP[:, :, -1]
         x_BMD = self.net.own(self.embed(token_BM), turn, attending(nodes.place.mask, kv, 0))
         return self.ready(0, self.net.cross.look(x_BMD, turn, kv.read(1), nodes.known_mask))
 

@@ -8,8 +8,9 @@ distribution plus `feature_weight` times SmoothL1 between output and f_{t+1} (EA
 
 `TrunkState` serves it. A node less than `passes` tokens deep goes through the layers; a deeper one
 carries on what its ancestor handed to the parallel heads, and costs an LM head only.
-Letters: X any leading axes, B rows, S sequence, R flat rows, T true rows, M nodes, D width, O width
-of the layers' output, C carry, K draft vocabulary.
+Letters: B rows, D hidden width, E head width, K draft vocabulary, L positions, M new nodes, O
+output width, Q picked rows, R flat rows, S sequence, T fed tokens, V target vocabulary, X any axes,
+Y carry.
 """
 
 from __future__ import annotations
@@ -180,9 +181,9 @@ class FeatureDrafter(Drafter):
             state_BSD = steps[-1].state_BSD.detach() if self.detach else steps[-1].state_BSD
             before_BSD, ahead = x_BSD, ahead + 1
         if net.num_parallel:
-            carry_BSC = net.handed(before_BSD, x_BSD, out_BSO)
+            carry_BSY = net.handed(before_BSD, x_BSD, out_BSO)
             for index in range(net.num_parallel):
-                guess_BSD = net.parallel(index, carry_BSC)
+                guess_BSD = net.parallel(index, carry_BSY)
                 steps.append(Unrolled(guess_BSD, guess_BSD))
         return steps
 
@@ -195,7 +196,7 @@ class FeatureDrafter(Drafter):
         for step, unrolled in enumerate(steps):
             rows, ready_RD = aim(batch, 2 + step), unrolled.ready_BSD.flatten(0, 1)
             if unrolled.known_BS is not None:
-                rows = rows.only(~unrolled.known_BS.flatten()[rows.row_N])
+                rows = rows.only(~unrolled.known_BS.flatten()[rows.row_Q])
             out = head_loss(ready_RD, head, rows, self.vocab, how, judge)
             if options.feature_weight > 0:
                 near = feature_loss(unrolled.state_BSD.flatten(0, 1), rows, feature_RD)
@@ -278,10 +279,10 @@ class TrunkState(FeatureState):
         depth_BM = torch.cat(self._depths, dim=1).gather(1, parent_BM + 1) + 1
         depths = sorted(set(depth_BM.flatten().tolist()))  # heads are chosen by the host
         out_BMO = self.of_parents(self._outs, parent_BM, place)
-        handed_BMC = self.net.handed(self.of_parents(self._mixed, parent_BM, place), x_BMD, out_BMO)
-        carry_BMC = torch.where(
+        handed_BMY = self.net.handed(self.of_parents(self._mixed, parent_BM, place), x_BMD, out_BMO)
+        carry_BMY = torch.where(
             (depth_BM <= passes)[:, :, None],
-            handed_BMC,
+            handed_BMY,
             self.of_parents(self._carries, parent_BM, place),
         )
         if depths[0] < passes:  # else nothing will look at these entries of the cache
@@ -289,18 +290,18 @@ class TrunkState(FeatureState):
         for stored, new in (
             (self._mixed, x_BMD),
             (self._outs, out_BMO),
-            (self._carries, carry_BMC),
+            (self._carries, carry_BMY),
             (self._depths, depth_BM),
         ):
             stored.append(new)
-        return self._by_depth(out_BMO, carry_BMC, depth_BM, depths)
+        return self._by_depth(out_BMO, carry_BMY, depth_BM, depths)
 
     def _pass(self, x_BMD: Tensor, place: Place) -> Tensor:
-        turn_BM2E = self._turn_P2E[place.position_BM]
+        turn_BM2E = self._turn_L2E[place.position_BM]
         return self.net.through(x_BMD, turn_BM2E, self._attending(place.mask))
 
     def _by_depth(
-        self, out_BMO: Tensor, carry_BMC: Tensor, depth_BM: Tensor, depths: list[int]
+        self, out_BMO: Tensor, carry_BMY: Tensor, depth_BM: Tensor, depths: list[int]
     ) -> Tensor:
         """[B, M, K]: each node's logits by the head of its depth, the last one serving the rest."""
         assert self.net.passes is not None
@@ -311,7 +312,7 @@ class TrunkState(FeatureState):
             ]
             if not here:
                 continue
-            there_BMD = self.net.parallel(index, carry_BMC)
+            there_BMD = self.net.parallel(index, carry_BMY)
             there_BMK = read_head(there_BMD, self._head)
             if logits_BMK is None:
                 self._states.append(there_BMD)

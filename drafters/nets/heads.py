@@ -1,6 +1,6 @@
 """Heads: residual blocks on a target state, and rows of an LM head under a draft vocabulary.
 
-Letters: D width, V target vocabulary, K draft vocabulary.
+Letters: D hidden width, K draft vocabulary, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ def head_rows(borrowed: Borrowed, vocab: VocabMap | None) -> Tensor:
     return borrowed.head_VD[vocab.ids_K.to(borrowed.head_VD.device)]
 
 
-def fitting_rows(embedding_ED: Tensor, size: int) -> Tensor:
+def fitting_rows(embedding_VD: Tensor, size: int) -> Tensor:
     """An embedding of exactly `size` rows, for a vocabulary padded otherwise than the target's:
     surplus rows are never read; missing ones are read as the last."""
-    rows = embedding_ED.shape[0]
+    rows = embedding_VD.shape[0]
     if rows == size:
-        return embedding_ED
+        return embedding_VD
     if rows > size:
-        return embedding_ED[:size].clone()
-    return torch.cat([embedding_ED, embedding_ED[-1:].expand(size - rows, -1)])
+        return embedding_VD[:size].clone()
+    return torch.cat([embedding_VD, embedding_VD[-1:].expand(size - rows, -1)])
 
 
 def cut_rows(weight_KD: Tensor, old: VocabMap | None, new: VocabMap) -> Tensor:

@@ -1,7 +1,7 @@
 """LmState: the memory of an independent language model that drafts, and its steps.
 
-Letters: B rows, M nodes, W catch-up tokens, G guesses, T tokens of a forward, P path, D width,
-K draft vocabulary, V target vocabulary.
+Letters: B rows, D hidden width, M new nodes, P path, T fed tokens, V target vocabulary, W window, X
+any axes.
 """
 
 from __future__ import annotations
@@ -120,14 +120,14 @@ class LmState(StepState):
         return self._speak(self._catch_up(view, [[] for _ in view.slots])[:, 0])
 
     def _catch_up(self, view: RoundView, guesses: Sequence[list[int]]) -> Tensor:
-        """[B, 1 + G, X]: what was read at each row's root and at up to G guesses behind it, in one
-        forward over these and the tokens that the cache lacks."""
+        """[B, 1 + guesses, X]: what was read at each row's root and at the guesses behind it, in
+        one forward over these and the tokens that the cache lacks."""
         missing = [
             list(tokens[self.num_cached[slot] :])
             for slot, tokens in zip(view.slots, view.tokens, strict=True)
         ]
-        counts, G = [len(tokens) for tokens in missing], max(map(len, guesses))
-        W, device = max(counts) + G, view.slot_B.device
+        counts, num_guesses = [len(tokens) for tokens in missing], max(map(len, guesses))
+        W, device = max(counts) + num_guesses, view.slot_B.device
         starts = [self.num_cached[slot] for slot in view.slots]
         if W == 1:
             ids_BW, start_B = view.root_B[:, None], view.kept_len_B
@@ -142,13 +142,15 @@ class LmState(StepState):
         self._kept = [start + count for start, count in zip(starts, counts, strict=True)]
         self._growth = TreeLayout(view, self.kv, self._kept, view.kept_len_B + 1)
         if min(counts) == max(counts):
-            last = slice(W - G - 1, W)
+            last = slice(W - num_guesses - 1, W)
             self._newest_BTD = self._newest_BTD[:, last]
             return read_BWX[:, last]
         row_B1 = torch.arange(len(counts), device=device)[:, None]
-        at_BG = torch.tensor(counts, device=device)[:, None] + torch.arange(-1, G, device=device)
-        self._newest_BTD = self._newest_BTD[row_B1, at_BG]
-        return read_BWX[row_B1, at_BG]
+        at_BX = torch.tensor(counts, device=device)[:, None] + torch.arange(
+            -1, num_guesses, device=device
+        )
+        self._newest_BTD = self._newest_BTD[row_B1, at_BX]
+        return read_BWX[row_B1, at_BX]
 
     def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
         assert self._growth is not None, "root() begins a round"

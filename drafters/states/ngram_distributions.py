@@ -7,8 +7,7 @@ weights. Every token that the target is fed, accepted or not, teaches the contex
     fading   weight(token) := keep weight(token) + (1 - keep) p(token), and p for a new context: a
              probability, newest evidence first. With keep = 0 and contexts of one token it is the
              matrix of Token Recycling (arXiv 2408.08696)
-
-Letters: B rows, T fed tokens.
+Letters: B rows, C candidates, T fed tokens.
 """
 
 from __future__ import annotations
@@ -114,9 +113,9 @@ def learn_round(
 ) -> None:
     """What the target thought at every token it was fed, accepted or not; nothing, where the round
     brought no top-k."""
-    if outcome.topk_BTK is None or outcome.topk_logp_BTK is None:
+    if outcome.topk_BTC is None or outcome.topk_logp_BTC is None:
         return
-    best, chances = outcome.topk_BTK.tolist(), outcome.topk_logp_BTK.exp().tolist()
+    best, chances = outcome.topk_BTC.tolist(), outcome.topk_logp_BTC.exp().tolist()
     for b, row in enumerate(fed_contexts(outcome, lengths.start)):
         store = stores.at(outcome.view.slots[b])
         for t, context in enumerate(row):

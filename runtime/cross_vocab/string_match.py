@@ -8,7 +8,7 @@ be shared; where much is shared, TLI (`translate`) accepts more under sampling.
 The continuation is read together with the newest text, because tokens may merge across the seam;
 its last token is left out, because it may merge with what the draft would have written next. What
 the target accepted of the draft's own tokens stays in the draft's cache.
-Letters: B rows, N nodes, U draft vocabulary.
+Letters: B rows, M new nodes, N nodes, U foreign vocabulary.
 """
 
 from __future__ import annotations

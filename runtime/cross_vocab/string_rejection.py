@@ -15,9 +15,8 @@ the ways, draft token by draft token, to write such a text: a walk over the draf
 whose text some target token continues, with the draft's own conditional after each. What cannot
 continue a text ends it, so an end of text decides, too; with nothing written it stands for the
 target's own end. Texts that no target token begins are no proposal: psi may sum to less.
-
-Letters: B rows, M nodes of one step, N nodes, T = N + 1 with the empty sequence, U draft
-vocabulary, V target vocabulary.
+Letters: B rows, C candidates, M new nodes, N nodes, S sequence, T fed tokens (N + 1, the empty
+sequence first), U foreign vocabulary, V target vocabulary, X any axes.
 """
 
 from __future__ import annotations

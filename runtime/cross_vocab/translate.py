@@ -6,8 +6,8 @@ draft proposes only tokens that both vocabularies have; its distribution is reno
 *before* it is sampled, and that distribution is what the verifier gets, as in any trimmed
 vocabulary. So every policy and every rule applies unchanged. String-level matching (SLEM) is in
 `string_match`, string-level rejection sampling (SLRS) in `string_rejection`.
-Letters: B rows, M nodes, K shared tokens, V target vocabulary,
-U draft vocabulary.
+Letters: B rows, K draft vocabulary (shared tokens), M new nodes, U foreign vocabulary, V target
+vocabulary.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What the ways to draft across vocabularies share: the draft's own reading of every text.
 
 The prompt is read as the draft's tokenizer would write it, then every committed token is
-translated. Letters: B rows, V target vocabulary, U draft vocabulary.
+translated.
+Letters: B rows, U foreign vocabulary.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What a tree policy is, and what it is given to grow with."""
+"""What a tree policy is, and what it is given to grow with.
+
+Letters: B rows, K draft vocabulary, M new nodes.
+"""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ Greedy rows take the argmax (POINT); sampled rows draw from q and hand q on (IID
 target-only rows draw with the target's own noise (POINT, Daliri-Musco-Suresh coupling). A stop rule
 (`stops/`) is asked behind each token, which is then kept: it never sees the token that it prevents,
 so it is lossless for sampled drafts too.
-
-Letters: B rows, K draft vocabulary.
+Letters: B rows, K draft vocabulary, M new nodes.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ asked for that before its model, which rests where every row has found something
 it, and of the union the nodes of largest estimate are kept: by those estimates no single source's
 tree of that size is longer in expectation. Only POINT trees may be fused: their children are
 functions of the past, so that taking some and leaving others changes no distribution.
-Letters: B rows, N nodes, S sources.
+Letters: B rows, N nodes.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ after each level whether another is worth drafting. Here a level is followed by 
 the drafter is sure enough of some node that is already in the tree; what that node's children turn
 out to be is not known when it decides. Its other idea, seeding the first level from the target's
 own distribution, is the engine's bonus token: once that token is drawn its rivals cannot win.
-Letters: B rows, M nodes of a level, K draft vocabulary.
+Letters: B rows, K draft vocabulary, M new nodes.
 """
 
 from __future__ import annotations

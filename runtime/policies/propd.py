@@ -10,7 +10,8 @@ the largest tree, so that ranks and sizes no longer chosen stay known.
 
 Early pruning (`runtime/engine/early_pruning.py`): with `early_layer` the target's lower layers drop
 children that are not among their `early_top` best. Both decide from earlier rounds and the text
-alone, and candidates are best tokens: POINT. Letters: B rows, N nodes, P path.
+alone, and candidates are best tokens: POINT.
+Letters: B rows, N nodes, P path.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 The arms are whole configurations of a team's members; plain decoding is one of them. Choices follow
 from earlier rounds and from the text only, so every arm keeps its own guarantee.
+Letters: B rows, N nodes, T fed tokens.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@ it.
 
 For small vocabularies only: every text that the target can write within the sampling's limits is
 listed with its probability, by cacheless forwards that share no code with the engine.
+Letters: B rows, V target vocabulary.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 Every check runs the real engine with the real drafter and compares it with a witness that shares no
 code with it (`reference_checks`, `enumerate`). A failed check means: do not use the drafter.
 Warnings are about speed, not about answers.
+Letters: B rows, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 `replay` reads an output with one cacheless forward and says where it is not what plain decoding
 would have written. `WatchedPolicy` records what a policy drafts. `PairDistribution` is the exact
-distribution of the first two tokens with a chi-square test. Letters: B rows, N nodes, T fed tokens,
-S sequence, V vocabulary.
+distribution of the first two tokens with a chi-square test.
+Letters: B rows, K draft vocabulary, N nodes, S sequence, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations

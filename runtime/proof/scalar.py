@@ -2,8 +2,9 @@
 
 Written from the papers' recursions, sharing no code with the vectorised rules. With a
 `ReplayChooser` (enumerate.py) they are summed over every coin; with a `NoiseChooser` they must
-decide exactly as the fast rules do under the same noise.
-A `ScalarTree` is indexed by fed index (0 = the root).
+decide exactly as the fast rules do under the same noise. A `ScalarTree` is indexed by fed index (0
+= the root).
+Letters: T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ compare them). Ties at the edge of top-k are kept, as there; a tie at the edge o
 whole, where transformers keeps a part of it that depends on its sort. The processors equal
 SequenceBias-, RepetitionPenalty- and NoBadWordsLogitsProcessor, evaluated at every node of a draft
 tree with that node's own text: the row's tokens, then the path from the root to the node.
-Letters: B rows, T fed tokens, N nodes, M nodes expanded at once, K draft vocabulary, V target
-vocabulary, W words of context, X any middle dimension.
+Letters: B rows, C candidates, K draft vocabulary, L positions, M new nodes, N nodes, T fed tokens,
+V target vocabulary, W window, X any axes.
 """
 
 from __future__ import annotations
@@ -204,9 +204,9 @@ def _one_hot(scores: Tensor, off: float, on: float) -> Tensor:
 def top_k(scores_BXV: Tensor, k_B11: Tensor, largest: int) -> Tensor:
     """-inf below the k-th best score of each row; k = 0 is off. `largest` bounds k on the host."""
     largest = min(largest, scores_BXV.shape[-1])
-    best_BXL = scores_BXV.topk(largest, dim=-1).values
+    best_BXC = scores_BXV.topk(largest, dim=-1).values
     at_BX1 = (k_B11.long().clamp(1, largest) - 1).expand(-1, scores_BXV.shape[1], 1)
-    edge_BX1 = best_BXL.gather(-1, at_BX1)
+    edge_BX1 = best_BXC.gather(-1, at_BX1)
     return scores_BXV.masked_fill((scores_BXV < edge_BX1) & (k_B11 > 0), -math.inf)
 
 

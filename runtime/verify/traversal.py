@@ -12,6 +12,7 @@ recursive form (equal to the paper's deletion of leaves):
 Here the recursion is a static loop over nodes in post-order, with parallel rows each in its own
 order. The weight on entry of a node below a chain of first children is min(A, w_top B), A and B
 known beforehand, since P and Q of those parents are still untouched. Letters as in `walk`.
+Letters: B rows, K draft vocabulary, N nodes, T fed tokens, V target vocabulary, X any axes.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def drafts(found: Trained, kind: str, drive: Any, round_view: Any) -> tuple[Tens
     tokens, reached = [], []
     for i in range(HEADS):
         tokens.append(logits_PK.argmax(-1))
-        best_PT = state._logits_BHK[:, i].topk(TOP).indices
+        best_PT = state._logits_BPK[:, i].topk(TOP).indices
         reached.append((best_PT == found.answers[:, i, None]).any(-1))
         if i + 1 < HEADS:
             parent_P1 = torch.full((num, 1), i - 1)

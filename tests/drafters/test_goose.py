@@ -88,8 +88,8 @@ def test_only_guesses_whose_parent_was_reached_are_tested(
         torch.tensor([50]),
         ((4, 5, 50),),
         (None,),
-        topk_BTK=none.long(),
-        topk_logp_BTK=none,
+        topk_BTC=none.long(),
+        topk_logp_BTC=none,
     )
     state.observe(replace(outcome, finished=("eos",)))
     assert rates_of(state) == before

@@ -207,6 +207,6 @@ def test_a_store_is_loaded_with_the_weights(target: Target) -> None:
     drafter.learn([[1, 2, 3, 4], [5, 6]])
     again = rasd_of(target)
     again.load_tensors(drafter.tensors())
-    assert again.source.corpus_N.tolist() == [1, 2, 3, 4, -1, 5, 6, -1]
+    assert again.source.corpus_R.tolist() == [1, 2, 3, 4, -1, 5, 6, -1]
     with pytest.raises(RuntimeError, match="Missing"):
         again.load_tensors({"corpus": drafter.tensors()["corpus"]})
