@@ -46,7 +46,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """How much room a DraftState must reserve: slots, context length, nodes of the widest tree; and
+    """What a DraftState must reserve: slots, context length, nodes of the widest tree; and
     which target it drafts for (None: unknown, nothing stored is shared with a known one)."""
 
     num_slots: int
@@ -67,7 +67,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class RoundView:
-    """The live rows at the start of a round. `tokens[b]` is prompt + emitted text on the host;
+    """The active rows at the start of a round. `tokens[b]` is prompt + emitted text on the host;
     its last entry equals root_B[b], whose position is kept_len_B[b]. `prompt_lens[b]` is where the
     emitted text begins (empty where nobody asks for it). `watch` is shown a drafter's logits."""
 
@@ -102,7 +102,7 @@ class Outcome:
     """What a round did. `path_BP` holds fed indices (0 = root first, then accepted nodes, -1 pad);
     `taps[k]` is [B, P, D] at those fed tokens; `topk_BTC` target ids at every fed token, accepted
     or not, `topk_logp_BTC` their log-probabilities; `emitted[b]` the tokens given to the user,
-    after any cut; `finished[b]` says why row b ended, None while it lives."""
+    after any cut; `finished[b]` is the reason why row b ended, None while it is active."""
 
     view: RoundView
     tree: DraftTree
@@ -159,11 +159,11 @@ class StepState(DraftState):
     """A DraftState that drafts token by token, so that a tree policy or stop rule drives growth.
 
     Logits are raw and over the draft vocabulary (`Drafter.vocab`; None = the target's). If it
-    `may_be_silent`, a row that is -inf everywhere has nothing to draft: its children are padding.
+    `may_draft_nothing`, a row that is -inf everywhere drafts nothing: its children are padding.
     Growth of one round: `root` once, then `expand` any number of times; `observe` ends it.
     """
 
-    may_be_silent: bool = False
+    may_draft_nothing: bool = False
 
     @abstractmethod
     def root(self, view: RoundView) -> Tensor:
@@ -205,7 +205,7 @@ class Drafter(ABC):
     vocab: VocabMap | None = None
     lossless: bool = True
     policies: tuple[str, ...] = ()  # that may grow it, where they are not its family's
-    note: str = ""  # what is to be said whenever it is used
+    note: str = ""  # shown whenever it is used
     holds_data: bool = False  # `tensors` are a memory of any length, which `load_tensors` checks
 
     def __init__(self, options: Any, spec: ModelSpec, vocab: VocabMap | None = None) -> None:
@@ -256,7 +256,7 @@ class Drafter(ABC):
         return None
 
     def trimmed(self, vocab: VocabMap) -> Drafter:
-        """The same drafter speaking only `vocab`; families without an LM head raise."""
+        """The same drafter over `vocab` only; families without an LM head raise."""
         raise AssertionError(f"{self.family} has no LM head to trim")
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Drafter:
@@ -292,11 +292,11 @@ def slot_bytes(opened: Callable[[Space], object], space: Space, drafter: object)
     L) bytes: what all rows share (a head prepared for serving, rotations), what every row has, and
     what every position of it has. Four small states give a and b exactly; c(L) cancels."""
 
-    def held(num_slots: int, max_len: int) -> int:
+    def measured(num_slots: int, max_len: int) -> int:
         small = replace(space, num_slots=num_slots, max_len=max_len, identity=None)
         return tensor_bytes(opened(small), drafter)
 
-    short, long = (held(2, length) - held(1, length) for length in (SHORT, LONG))
+    short, long = (measured(2, length) - measured(1, length) for length in (SHORT, LONG))
     return max(0, short + (long - short) * (space.max_len - SHORT) // (LONG - SHORT))
 
 

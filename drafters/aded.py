@@ -8,7 +8,7 @@ last token alone. Three makers turn the model into a tree of the round's node bu
     mcts        the most visited nodes of a PUCT search over path probabilities
     best-first  the nodes with the largest path probability, which is the tree that maximises the
                 expected accepted tokens if P is right, for a tenth of the work
-    ranks       a fixed shape, whatever P says: what adapting the shape is measured against
+    ranks       a fixed shape, whatever P is: what adapting the shape is measured against
 
 The search: one simulation walks from the root, each time to the child with the largest
 
@@ -36,10 +36,9 @@ from specctl.core.drafter import (
     Outcome,
     Space,
 )
-from specctl.core.errors import RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.heads import check_choice
+from specctl.drafters.nets.heads import check_choice, check_options
 from specctl.drafters.retrieval.best_first import Guess, best_first
 from specctl.drafters.retrieval.store import Ids
 from specctl.drafters.retrieval.store_registry import Scope
@@ -72,14 +71,9 @@ class AdedOptions:
 
     def __post_init__(self) -> None:
         check_choice("maker", self.maker, MAKERS)
-        if self.topk < 1 or not 0.0 <= self.keep <= 1.0 or self.simulations < 1:
-            raise RecipeError(
-                "an option of aded is out of range",
-                where="drafter.options",
-                found=f"topk {self.topk}, keep {self.keep}, simulations {self.simulations}",
-                expected="topk >= 1, keep between 0 and 1, simulations >= 1",
-                do="leave them out to take the defaults",
-            )
+        is_right = self.topk >= 1 and 0.0 <= self.keep <= 1.0 and self.simulations >= 1
+        expected = "topk >= 1, keep between 0 and 1, simulations >= 1"
+        check_options(self, is_right, ("topk", "keep", "simulations"), expected)
 
 
 class Aded(NgramDrafter):
@@ -96,7 +90,7 @@ class AdedState(TrieState):
 
     def __init__(self, drafter: Aded, space: Space) -> None:
         self.options, self.device = drafter.options, space.device
-        self.stores = drafter.room.rows(space.identity, space.num_slots)
+        self.stores = drafter.registry.rows(space.identity, space.num_slots)
 
     def join(self, slot: int, conversation: str | None) -> None:
         self.stores.join(slot, conversation)
@@ -108,7 +102,7 @@ class AdedState(TrieState):
     def end(self, slot: int) -> None:
         self.stores.end(slot)
 
-    def sprout(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:
+    def draft_row(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:
         store, root = self.stores.at(slot), tail(tokens, LENGTHS.start)
         by_rank = self.options.maker == "ranks"
 

@@ -122,7 +122,7 @@ class InputState(TrieState):
         source = tokens[self.options.skip : len(tokens) - self.options.tail]
         self.alignments[slot] = Alignment.of(source, len(tokens))
 
-    def sprout(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:
+    def draft_row(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:
         alignment, trie = self.alignments[slot], Trie()
         alignment.read(tokens)
         rest = alignment.rest(self.options.match, min(budget.nodes, budget.depth))

@@ -154,8 +154,8 @@ class Chimera(BlockDrafter):
 
     def grown(self, nodes: Nodes, kv: SlotKV) -> Tensor:
         """[B, M, 2 D]: what the LM head reads behind nodes."""
-        turn = self.rope(nodes.place.position_BM)
-        x_BMD = self.layer(self.encode(nodes.path_BMP), turn, attending(nodes.place.mask, kv, 0))
+        rope = self.rope(nodes.place.position_BM)
+        x_BMD = self.layer(self.encode(nodes.path_BMP), rope, attending(nodes.place.mask, kv, 0))
         newest_BMD = nodes.newest_BI[:, None].expand_as(x_BMD)
         return torch.cat([newest_BMD, self.norm(x_BMD)], dim=-1)
 

@@ -64,7 +64,7 @@ class InjectedNet(nn.Module):
             check_count("mask_id", options.mask_id, 0, spec.vocab_size - 1)
         self.net = BlockNet(spec, options.layers, is_injected=True, qk_norm=True)
         self.norm = RmsNorm(width, spec.norm_eps)
-        for parameter in self.net.parameters():  # no slot says anything before it has attended
+        for parameter in self.net.parameters():  # no slot proposes anything before it has attended
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
 

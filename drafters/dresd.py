@@ -147,7 +147,7 @@ class DresdState(TrieState):
         ):
             self.rows[slot].states.append(state_BPD[b, : accepted + 1])
 
-    def sprout(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:
+    def draft_row(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:
         options, row = self.drafter.options, self.rows[slot]
         span, trie = min(options.span, budget.depth), Trie()
         row.states[:] = [torch.cat(row.states)] if row.states else []

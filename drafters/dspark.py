@@ -101,12 +101,12 @@ class DSpark(InjectedBlocks):
     def beside(self, out: LossOut, learned: HeadLearned, batch: TrainBatch) -> LossOut:
         """With the confidence head's loss, where the target's distribution is at hand."""
         del batch
-        if learned.judge is None:
+        if learned.teacher is None:
             return out
         rows, ids_K = learned.rows, None if self.vocab is None else self.vocab.ids_K
         ready_QO = learned.ready_RO[rows.row_Q].detach()
         with torch.no_grad():
-            log_p_QK = learned.judge.distribution(rows.judge_Q, ids_K).log_p_QK
+            log_p_QK = learned.teacher.distribution(rows.teacher_row_Q, ids_K).log_p_QK
             draft_QK = learned.head(ready_QO)
             temperature = self.options.temperature
             alpha_Q = acceptance(distributions(draft_QK, log_p_QK, temperature, ids_K is None))
@@ -119,7 +119,7 @@ class DSpark(InjectedBlocks):
 
 
 class SparkState(GroundedState):
-    """Says how sure the drafter is of its newest place."""
+    """Estimates the acceptance of the newest node."""
 
     def confidence(self) -> Tensor:
         assert isinstance(self.drafter, DSpark)
@@ -135,9 +135,9 @@ FAMILY = Family(
     name="dspark",
     summary=(
         "DFlash's block of masked places with a small correction for the token before each of "
-        "them, so that late places do not contradict early ones, and a head that says how likely a "
-        "place is to be accepted, by which a draft is cut. Costs one pass of the layers and one "
-        "product with the LM head per token."
+        "them, so that late places do not contradict early ones, and a head that estimates how "
+        "likely a place is to be accepted, by which a draft is cut. Costs one pass of the layers "
+        "and one product with the LM head per token."
     ),
     paper="https://arxiv.org/abs/2607.05147",
     options=DSparkOptions,

@@ -29,7 +29,7 @@ from specctl.core.masks import document_mask
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import aim, shifted
-from specctl.drafters.losses.head_losses import head_loss, judge_of, weighted_sum
+from specctl.drafters.losses.head_losses import head_loss, teacher_logits, weighted_sum
 from specctl.drafters.nets.blocks import FeatureNet, LayerShape, attend, attend_chains, rotate
 from specctl.drafters.nets.heads import check_choice, check_count, cut_rows, draft_size, head_rows
 from specctl.drafters.nets.options import ADDED, DepthOptions
@@ -177,12 +177,12 @@ class Eagle3(Drafter):
         values: list[Tensor] = []
         normed: list[Tensor] = []
         for step in range(steps):
-            turn = net.rope(batch.position_BS + step)
+            rope = net.rope(batch.position_BS + step)
             x = layer.mix(self.embed(shifted(batch.ids_BS, 1 + step)), state_BSD)
-            key, value = layer.self_attn.key_value(x, turn)
+            key, value = layer.self_attn.key_value(x, rope)
             keys.append(key)
             values.append(value)
-            query = layer.self_attn.query(x, turn)
+            query = layer.self_attn.query(x, rope)
             out_BSD = layer.finish(state_BSD, attend_chains(query, keys, values, mask_B1SS))
             normed.append(net.norm(out_BSD))
             state_BSD = normed[-1] if net.norm_output else out_BSD
@@ -191,12 +191,12 @@ class Eagle3(Drafter):
     def loss(self, batch: TrainBatch) -> LossOut:
         """Sum over steps of decay^j times the loss of predicting 2 + j ahead (A1)."""
         how = self.options.compared()
-        judge, head, parts = judge_of(batch, how), self.module.lm_head, []
+        teacher, head, parts = teacher_logits(batch, how), self.module.lm_head, []
         for step, normed_BSD in enumerate(self.unroll(batch, self.options.ttt_steps)):
             rows = aim(batch, 2 + step)
             state_RD = normed_BSD.flatten(0, 1)
-            out = head_loss(state_RD, head, rows, self.vocab, how, judge)
-            out = with_router(out, self.router, state_RD, rows, self.vocab, judge)
+            out = head_loss(state_RD, head, rows, self.vocab, how, teacher)
+            out = with_router(out, self.router, state_RD, rows, self.vocab, teacher)
             parts.append((self.options.decay**step, out))
         return weighted_sum(parts)
 
@@ -216,18 +216,18 @@ class FusedWeights:
     def of(cls, net: FeatureNet) -> FusedWeights:
         layer, attention = net.layer, net.layer.self_attn
 
-        def lay(weight: Tensor) -> Weight:
+        def packed(weight: Tensor) -> Weight:
             return pack(weight) if can_pack(weight) else weight.detach()
 
         scale_I = torch.cat([layer.input_layernorm.weight, layer.hidden_norm.weight]).detach()
         parts = (attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight)
         return cls(
-            lay(net.fc.weight),
-            lay(torch.cat([part.detach() for part in parts]) * scale_I),
-            lay(attention.o_proj.weight),
-            lay(torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]).detach()),
-            lay(layer.mlp.down_proj.weight),
-            lay(net.lm_head.weight)
+            packed(net.fc.weight),
+            packed(torch.cat([part.detach() for part in parts]) * scale_I),
+            packed(attention.o_proj.weight),
+            packed(torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]).detach()),
+            packed(layer.mlp.down_proj.weight),
+            packed(net.lm_head.weight)
             if net.router is None
             else RoutedHead.of(net.router, net.lm_head.weight),
         )
@@ -250,10 +250,10 @@ class Eagle3State(FeatureState):
         return linear(self.net.gathered(taps), self._fused.fc)
 
     def fill(self, fed: Fed) -> None:
-        self._project(fed.ids_BT, fed.state_BTD, fed.turn_BT2E)
+        self._project(fed.ids_BT, fed.state_BTD, fed.rope_BT2E)
 
     def newest(self, fed: Fed, kept_B: Tensor) -> Tensor:
-        query, key, value = self._project(fed.ids_BT, fed.state_BTD, fed.turn_BT2E)
+        query, key, value = self._project(fed.ids_BT, fed.state_BTD, fed.rope_BT2E)
         assert self._growth is not None
         mask = None
         if self._growth.uniform is None:
@@ -270,12 +270,12 @@ class Eagle3State(FeatureState):
 
     def nodes(self, token_BM: Tensor, parent_BM: Tensor, place: Place) -> Tensor:
         state_BMD = self.of_parents(self._states, parent_BM, place)
-        turn_BM2E = self._turn_L2E[place.position_BM]
-        query, key, value = self._project(token_BM, state_BMD, turn_BM2E)
+        rope_BM2E = self._rope_L2E[place.position_BM]
+        query, key, value = self._project(token_BM, state_BMD, rope_BM2E)
         return self._finish(state_BMD, attend(query, key, value, place.mask))
 
     def _project(
-        self, ids_BT: Tensor, state_BTD: Tensor, turn_BT2E: Tensor
+        self, ids_BT: Tensor, state_BTD: Tensor, rope_BT2E: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of the fed tokens; keys and values as attention sees them after the write."""
         shape, attention = self.net.shape, self.net.layer.self_attn
@@ -286,11 +286,11 @@ class Eagle3State(FeatureState):
         heads = linear(x_BTI, self._fused.qkv).view(B, T, H + 2 * K, shape.head_dim)
         heads = heads.transpose(1, 2)
         if attention.has_qk_norm:
-            query = rotate(attention.q_norm(heads[:, :H]), turn_BT2E)
-            key = rotate(attention.k_norm(heads[:, H : H + K]), turn_BT2E)
+            query = rotate(attention.q_norm(heads[:, :H]), rope_BT2E)
+            key = rotate(attention.k_norm(heads[:, H : H + K]), rope_BT2E)
         else:
-            turned = rotate(heads[:, : H + K], turn_BT2E)
-            query, key = turned[:, :H], turned[:, H:]
+            rotated = rotate(heads[:, : H + K], rope_BT2E)
+            query, key = rotated[:, :H], rotated[:, H:]
         return query, *self.kv.update(0, key, heads[:, H + K :])
 
     def _finish(self, state_BMD: Tensor, attended_BMI: Tensor) -> Tensor:

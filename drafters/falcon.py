@@ -19,10 +19,11 @@ count. Coupled sequential glancing (Falcon, arXiv 2412.12639) shows tokens and f
 always from the beginning of a block on.
 
 `StrideState` serves it. The last `stride` rows of a text, true or drafted, are a block: they look
-at everything up to its end and say the next `stride` tokens, each row one. A node at a depth that
-is a multiple of the stride ends a block; only there the layer runs. Nodes between say what their
-block said, whichever tokens were taken from it. As the layer is the only one, keys and values of a
-row follow from the row alone, so every node leaves its own once, whatever block it ends up in.
+at everything up to its end and predict the next `stride` tokens, each row one. A node at a depth
+that is a multiple of the stride ends a block; only there the layer runs. Nodes between take what
+their block predicted, whichever tokens were taken from it. As the layer is the only one, keys and
+values of a row follow from the row alone, so every node leaves its own once, whatever block it ends
+up in.
 Letters: B rows, D hidden width, E head width, K draft vocabulary, L positions, M new nodes, O
 output width (stride x D), R flat rows, S sequence, T fed tokens, W window (the stride), X any axes,
 Y carry, Z slots.
@@ -78,7 +79,7 @@ class FalconOptions(FeatureOptions):
                 where="drafter.options.ttt_steps",
                 found=str(self.ttt_steps),
                 expected="1",
-                do="say how many tokens a pass drafts with drafter.options.stride",
+                do="set how many tokens a pass drafts with drafter.options.stride",
             )
 
     @property
@@ -102,7 +103,7 @@ class Falcon(FeatureDrafter):
 
     def unroll(self, batch: TrainBatch) -> list[Unrolled]:
         """At the end of every block, by row of the block. Without gradients nothing is shown: the
-        loss is then that of what drafting will meet."""
+        loss is then that of what drafting sees."""
         state_BSD, glance = self.noisy(batch), None
         if self.options.glance > 0 and torch.is_grad_enabled():
             with torch.no_grad():
@@ -139,8 +140,8 @@ class Falcon(FeatureDrafter):
         ids, states = (torch.cat(parts) for parts in zip(*versions, strict=True))
         document = batch.document_BS.repeat(len(versions), 1)
         rows = net.over(self.embed(ids), states, document).chunk(len(versions))
-        turn = net.rope(position_BS)
-        seen = [net.key_value(x_BSD, turn) for x_BSD in rows]
+        rope = net.rope(position_BS)
+        seen = [net.key_value(x_BSD, rope) for x_BSD in rows]
         mask, steps = document_mask(batch.document_BS), []
         for index in range(stride):
             back = stride - 1 - index
@@ -205,7 +206,7 @@ def behind(state_BSD: Tensor, position_BS: Tensor, steps: int) -> Tensor:
 
 class StrideState(FeatureState):
     """Memory of one engine: per slot the recurrence behind the newest true row and the last
-    `stride` rows; of the nodes of a round the same, what their block says, and their depth."""
+    `stride` rows; of the nodes of a round the same, what their block predicts, and their depth."""
 
     def __init__(self, drafter: Falcon, space: Space) -> None:
         self.drafter, self.net = drafter, drafter.module
@@ -252,7 +253,7 @@ class StrideState(FeatureState):
         x_BTD, memory_BY = self.net.onward(
             embedding_BTD, fed.state_BTD, self.memory_ZY[slot_B], fed.counts
         )
-        self._write(x_BTD, fed.turn_BT2E)
+        self._write(x_BTD, fed.rope_BT2E)
         D = x_BTD.shape[-1]
         rows_BXD = torch.cat([self.tail_ZO[slot_B].view(len(slot_B), -1, D), x_BTD], dim=1)
         at_W = torch.arange(self.net.stride, device=x_BTD.device)
@@ -272,7 +273,7 @@ class StrideState(FeatureState):
         self._memories, self._tails = [self.memory_ZY[slot_B][:, None]], [tail_B1O]
         self._depths = [torch.zeros_like(kept_B[:, None])]
         self._blocks = [self._block(tail_B1O, kept_B[:, None] - 1, mask)]
-        return self._said(self._blocks[0], self._depths[0])
+        return self._head_logits(self._blocks[0], self._depths[0])
 
     # -- nodes ----------------------------------------------------------------------------------
 
@@ -293,7 +294,7 @@ class StrideState(FeatureState):
             (1,) * (B * M),
         )
         x_BMD = x_R1D.view(B, M, D)
-        self._write(x_BMD, self._turn_L2E[place.position_BM])
+        self._write(x_BMD, self._rope_L2E[place.position_BM])
         tail_BMO = torch.cat([tail_BMO[..., D:], x_BMD], dim=-1)
         is_end_BM1 = (depth_BM % self.net.stride == 0)[:, :, None]
         if bool(is_end_BM1.any()):
@@ -303,13 +304,13 @@ class StrideState(FeatureState):
         self._tails.append(tail_BMO)
         self._blocks.append(block_BMO)
         self._depths.append(depth_BM)
-        return self._said(block_BMO, depth_BM)
+        return self._head_logits(block_BMO, depth_BM)
 
-    def _write(self, x_BTD: Tensor, turn_BT2E: Tensor) -> None:
-        self.kv.update(0, *self.net.key_value(x_BTD, turn_BT2E))
+    def _write(self, x_BTD: Tensor, rope_BT2E: Tensor) -> None:
+        self.kv.update(0, *self.net.key_value(x_BTD, rope_BT2E))
 
     def _block(self, tail_BMO: Tensor, position_BM: Tensor, mask: Tensor | None) -> Tensor:
-        """[B, M, O]: what blocks that end there say, one state per row."""
+        """[B, M, O]: what blocks that end there predict, one state per row."""
         B, M, _ = tail_BMO.shape
         W, D = self.net.stride, self.shape.hidden_size
         back_W = torch.arange(1 - W, 1, device=position_BM.device)
@@ -317,8 +318,8 @@ class StrideState(FeatureState):
         if mask is not None:
             mask = mask.repeat_interleave(W, dim=2)
         x_BRD = tail_BMO.view(B, M * W, D)
-        turn_BR2E = self._turn_L2E[position_BR]
-        return self.net.look(x_BRD, turn_BR2E, [self.kv.read(0)], mask).view(B, M, W * D)
+        rope_BR2E = self._rope_L2E[position_BR]
+        return self.net.look(x_BRD, rope_BR2E, [self.kv.read(0)], mask).view(B, M, W * D)
 
     def _taken(self, block_BMO: Tensor, depth_BM: Tensor) -> Tensor:
         """[B, M, D]: the state of that depth in each block."""
@@ -326,7 +327,7 @@ class StrideState(FeatureState):
         at_BM11 = (depth_BM % self.net.stride)[:, :, None, None]
         return block_BMWD.gather(2, at_BM11.expand(-1, -1, 1, block_BMWD.shape[-1]))[:, :, 0]
 
-    def _said(self, block_BMO: Tensor, depth_BM: Tensor) -> Tensor:
+    def _head_logits(self, block_BMO: Tensor, depth_BM: Tensor) -> Tensor:
         self._states.append(self._taken(block_BMO, depth_BM))
         return linear(self._states[-1], self._head)
 
@@ -338,10 +339,11 @@ def build(options: FalconOptions, spec: ModelSpec, vocab: VocabMap | None) -> Fa
 FAMILY = Family(
     name="falcon",
     summary=(
-        "Says several tokens per pass of a recurrence and one decoder layer, each guessed without "
-        "the others of its block, and goes on from all of them together: half the passes of EAGLE "
-        "for drafts of the same depth. Glancing in training teaches the later tokens of a block "
-        "what follows from the earlier ones. Take it where passes of the drafter are dear."
+        "Predicts several tokens per pass of a recurrence and one decoder layer, each guessed "
+        "without the others of its block, and goes on from all of them together: half the passes "
+        "of EAGLE for drafts of the same depth. Glancing in training teaches the later tokens of "
+        "a block what follows from the earlier ones. Take it where passes of the drafter are "
+        "dear."
     ),
     paper="https://arxiv.org/abs/2412.12639",
     options=FalconOptions,

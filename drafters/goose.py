@@ -95,7 +95,7 @@ class GooseState(TrieState):
         self.options, self.device = drafter.options, space.device
         self.num_spine = len(self.options.spine)
         self.lengths = range(self.num_spine, 0, -1)
-        self.stores = drafter.room.rows(space.identity, space.num_slots)
+        self.stores = drafter.registry.rows(space.identity, space.num_slots)
         self.indices = [NgramIndex(self.lengths) for _ in range(space.num_slots)]
         self.rates = [self._first_rates() for _ in range(space.num_slots)]
         self._drafted = [Trie() for _ in range(space.num_slots)]
@@ -118,7 +118,7 @@ class GooseState(TrieState):
         self.stores.end(slot)
         self.indices[slot] = NgramIndex(self.lengths)
 
-    def sprout(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:
+    def draft_row(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:
         index, store = self.indices[slot], self.stores.at(slot)
         index.read(tokens)
         found = index.match(tokens)
@@ -148,7 +148,7 @@ class _Sources:
     match: int
 
     def children(self, place: Place) -> Iterable[Guess[Place]]:
-        """The spine's next token first, then the branches that say something else."""
+        """The spine's next token first, then the branches with other tokens."""
         taken, token = place
         options, num_spine = self.options, len(self.options.spine)
         guesses: list[Guess[Place]] = []
@@ -193,7 +193,7 @@ class Rates:
 
 def record_round(outcome: Outcome, drafted: Sequence[Trie], rates: Sequence[Rates]) -> None:
     """Test every guess whose parent was reached. The tries (guesses tagged with their source) and
-    rates are by row; they are held against the text that came out, whoever drafted it."""
+    rates are by row; they are compared with the text that came out, whoever drafted it."""
     for b, trie in enumerate(drafted):
         if outcome.finished[b] is None:
             for children, right in trie.walk(outcome.emitted[b]):

@@ -6,7 +6,7 @@ each, and a is the expert with the larger w:
   mixture   m = w_a X_a + w_b X_b    added to the residual stream: the next feature, as in EAGLE
   contrast  c = v_a X_a - v_b X_b    added to it, too: the feature after that one
 so where drafting ends, one pass gives two tokens. Loss: mixture + `decay` times contrast.
-After `passes` tokens the contrast speaks; drafts are best `passes` + 1 tokens deep.
+After `passes` tokens the contrast predicts; drafts are best `passes` + 1 tokens deep.
 Letters: B rows, D hidden width, O output width (2 D), T fed tokens, X any axes, Y carry (D).
 """
 

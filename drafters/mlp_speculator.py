@@ -5,7 +5,7 @@ s_0 = f_t, the target's last state; head i reads token t + 1 + i and predicts to
 with c = w_e / w_s, w_s = 0.5^(1 / 2n), w_e = sqrt((1 - w_s^2) D / 2), so that after all n heads the
 first state still carries half of the variance. LN is a root-mean-square norm with scale and shift.
 The drafting step has no attention: it costs two small products and the LM head. Training has two
-stages (section 4): on text, then on what the target writes; recipes say so by `stages`.
+stages (section 4): on text, then on what the target writes; recipes set `stages`.
 Letters: D hidden width, K draft vocabulary, X any axes, Y carry.
 """
 

@@ -66,8 +66,8 @@ class Moa(CrossDrafter):
         depth_RLD = features_XI.reshape(-1, len(self.own_taps), self.spec.hidden_size)
         if self.module.along is not None:
             at_L = torch.arange(len(self.own_taps), device=depth_RLD.device)
-            turn = self.rope(at_L[None]).expand(len(depth_RLD), -1, -1, -1)
-            depth_RLD = self.module.along(depth_RLD, turn, attending(None))
+            rope = self.rope(at_L[None]).expand(len(depth_RLD), -1, -1, -1)
+            depth_RLD = self.module.along(depth_RLD, rope, attending(None))
         return depth_RLD.mean(1).view(*features_XI.shape[:-1], -1)
 
     @property

@@ -63,11 +63,11 @@ class PairLayer(Eagle3Layer):
         nn.init.zeros_(self.self_attn.o_proj.weight)
         nn.init.zeros_(self.mlp.down_proj.weight)
 
-    def forward(self, pair_BT2D: Tensor, turn_BT2E: Tensor, attending: Attending) -> Tensor:
+    def forward(self, pair_BT2D: Tensor, rope_BT2E: Tensor, attending: Attending) -> Tensor:
         embedding_BTD, state_BTD = pair_BT2D.chunk(2, dim=-1)
         attention, x_BT2D = self.self_attn, self.mix(embedding_BTD, state_BTD)
-        key, value = attention.key_value(x_BT2D, turn_BT2E)
-        return self.finish(state_BTD, attending(attention.query(x_BT2D, turn_BT2E), key, value))
+        key, value = attention.key_value(x_BT2D, rope_BT2E)
+        return self.finish(state_BTD, attending(attention.query(x_BT2D, rope_BT2E), key, value))
 
 
 class PairNet(nn.Module):

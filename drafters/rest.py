@@ -74,7 +74,7 @@ class RestState(TrieState):
     def end(self, slot: int) -> None:
         self.retriever.end(slot)
 
-    def sprout(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:
+    def draft_row(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:
         return self.retriever.trie(slot, tokens, budget.nodes, budget.depth)
 
 

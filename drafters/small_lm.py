@@ -25,7 +25,7 @@ from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import aim
-from specctl.drafters.losses.head_losses import LinearHead, head_loss, judge_of
+from specctl.drafters.losses.head_losses import LinearHead, head_loss, teacher_logits
 from specctl.drafters.nets.heads import cut_rows, fitting_rows, head_rows
 from specctl.drafters.nets.options import CompareOptions
 from specctl.drafters.nets.routed import (
@@ -246,34 +246,34 @@ class SmallLm(Drafter):
         if not isinstance(module, LlamaModel):
             logits_BTV = self.lm.dense(ids_BS, batch.position_BS, masks).logits_BTV
             assert logits_BTV is not None
-            state_RK = self.spoken(logits_BTV).flatten(0, 1)
+            state_RK = self.draft_logits(logits_BTV).flatten(0, 1)
             return head_loss(state_RK, nn.Identity(), rows, self.vocab, how)
         last = self.lm.spec.num_layers
         out = self.lm.dense(ids_BS, batch.position_BS, masks, (last,), logits=False)
         head, state_RD = LinearHead(module.head_weight), out.taps[last].flatten(0, 1)
         if self.router is None:
             return head_loss(state_RD, head, rows, self.vocab, how)
-        judge = judge_of(batch, how)
-        found = head_loss(state_RD, head, rows, self.vocab, how, judge)
-        return with_router(found, self.router, state_RD, rows, self.vocab, judge)
+        teacher = teacher_logits(batch, how)
+        found = head_loss(state_RD, head, rows, self.vocab, how, teacher)
+        return with_router(found, self.router, state_RD, rows, self.vocab, teacher)
 
     def language_model(self) -> LanguageModel:
         size = self.spec.vocab_size
-        return VocabRestrictedLM(self.lm, size, self.vocab, self.readable, self.spoken)
+        return VocabRestrictedLM(self.lm, size, self.vocab, self.readable, self.draft_logits)
 
     def readable(self, ids: Tensor) -> Tensor:
         """Ids inside the draft's embedding; padding ids of a larger target are read as its last."""
         size = self.lm.spec.vocab_size
         return ids if size >= self.spec.vocab_size else ids.clamp(max=size - 1)
 
-    def spoken(self, logits: Tensor) -> Tensor:
+    def draft_logits(self, logits: Tensor) -> Tensor:
         """Logits over the draft vocabulary; surplus rows of a padded draft model are dropped."""
         size = self.spec.vocab_size if self.vocab is None else self.vocab.size
         return logits if logits.shape[-1] == size else logits[..., :size]
 
 
 class VocabRestrictedLM(LanguageModel):
-    """`readable` takes target ids into the draft's embedding, `spoken` cuts its logits to the
+    """`readable` takes target ids into the draft's embedding, `draft_logits` cuts its logits to the
     draft vocabulary; both are the drafter's own."""
 
     def __init__(
@@ -282,17 +282,17 @@ class VocabRestrictedLM(LanguageModel):
         num_ids: int,
         vocab: VocabMap | None,
         readable: Callable[[Tensor], Tensor],
-        spoken: Callable[[Tensor], Tensor],
+        draft_logits: Callable[[Tensor], Tensor],
     ) -> None:
         self.lm, self.module, self.windows = lm, lm.module, lm.windows
         self.spec = replace(lm.spec, vocab_size=num_ids)
-        self._vocab, self._readable, self._spoken = vocab, readable, spoken
+        self._vocab, self._readable, self._draft_logits = vocab, readable, draft_logits
 
     def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
         out = self.lm.run(replace(feed, ids_BT=self._readable(feed.ids_BT)), kv)
         if out.logits_BTV is None:
             return out
-        logits_BTK = self._spoken(out.logits_BTV)
+        logits_BTK = self._draft_logits(out.logits_BTV)
         if self._vocab is None:
             return LmOut(logits_BTK, out.taps)
         shape = (*logits_BTK.shape[:-1], self.spec.vocab_size)

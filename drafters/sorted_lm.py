@@ -31,7 +31,7 @@ from specctl.core.errors import RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import aim
-from specctl.drafters.losses.head_losses import LinearHead, head_loss, judge_of, weighted_sum
+from specctl.drafters.losses.head_losses import LinearHead, head_loss, teacher_logits, weighted_sum
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.drafters.states.tree_layout import TreeLayout, aim_cache, expansions
 from specctl.models.fast_llama import FastLlama
@@ -133,13 +133,13 @@ class SortedLm(SmallLm):
         how = self.options.compared()
         masks = self.lm.document_masks(batch.document_BS)
         taps = self.lm.dense(batch.ids_BS, batch.position_BS, masks, self.exits, logits=False).taps
-        rows, judge, module = aim(batch, 1), judge_of(batch, how), self.lm.module
+        rows, teacher, module = aim(batch, 1), teacher_logits(batch, how), self.lm.module
         head, outs = LinearHead(module.head_weight), []
         for layer in self.exits:
             state_BSD = taps[layer]
             if layer != module.shape.num_layers:  # the last tap has passed the final norm
                 state_BSD = rms_norm(state_BSD, module.model.norm.weight, module.shape.norm_eps)
-            outs.append(head_loss(state_BSD.flatten(0, 1), head, rows, self.vocab, how, judge))
+            outs.append(head_loss(state_BSD.flatten(0, 1), head, rows, self.vocab, how, teacher))
         total = weighted_sum([(1.0, out) for out in outs])
         metrics = dict(outs[-1].metrics)
         for layer, out in zip(self.exits[:-1], outs[:-1], strict=True):
@@ -162,7 +162,7 @@ class ExitState(StepState):
         self.kv = self.lm.new_kv(space.num_slots, max_len)
         shape = (space.num_slots, max_len, self.lm.spec.hidden_size)
         device, dtype = self.lm.device, self.lm.dtype
-        # Below part 0 lie the embeddings, above the last part what its exit speaks.
+        # Below part 0 lie the embeddings, above the last part what its exit reads.
         self.residual_ZLD = [
             torch.zeros(shape, device=device, dtype=dtype) for _ in range(len(self.parts) + 1)
         ]
@@ -196,7 +196,7 @@ class ExitState(StepState):
         for slot, count in zip(view.slots, known, strict=True):
             self.num_known[slot] = count
         self._growth = TreeLayout(view, self.kv, known, view.kept_len_B + 1)
-        return self._speak(view.kept_len_B[:, None])[:, 0]
+        return self._head_logits(view.kept_len_B[:, None])[:, 0]
 
     @torch.no_grad()
     def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ class ExitState(StepState):
         at_M = torch.arange(first, growth.num_nodes, device=token_BM.device)
         entry_BM = growth.kept_B[:, None] + at_M
         self._read(growth.view.slot_B, token_BM, entry_BM)
-        return self._speak(entry_BM)
+        return self._head_logits(entry_BM)
 
     def observe(self, outcome: Outcome) -> None:
         growth, view = self._growth, outcome.view
@@ -253,7 +253,7 @@ class ExitState(StepState):
 
     # -- parts ----------------------------------------------------------------------------------
 
-    def _speak(self, entry_BM: Tensor) -> Tensor:
+    def _head_logits(self, entry_BM: Tensor) -> Tensor:
         """[B, M, K]: logits at those entries, each of the first exit that is sure enough. Whether
         it is follows from its distribution alone, never from a drawn token, so the distribution
         used is the distribution reported."""

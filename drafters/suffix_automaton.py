@@ -22,9 +22,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from specctl.core.drafter import Budget, Family, Needs, Space
-from specctl.core.errors import RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
+from specctl.drafters.nets.heads import check_options
 from specctl.drafters.retrieval.corpus import BREAK, CorpusDrafter
 from specctl.drafters.retrieval.occurrences import copied
 from specctl.drafters.retrieval.trie import Trie, TrieState
@@ -116,15 +116,10 @@ class SuffixAutomatonOptions:
     bias: int = 5
 
     def __post_init__(self) -> None:
-        is_mute = self.factor < 0 or self.offset < 0 or self.factor + self.offset == 0
-        if self.min_match < 1 or is_mute:
-            raise RecipeError(
-                "the suffix automaton would never draft",
-                where="drafter.options",
-                found=f"min_match {self.min_match}, factor {self.factor}, offset {self.offset}",
-                expected="min_match at least 1, and factor or offset above 0",
-                do="leave them out to take the defaults",
-            )
+        is_right = min(self.factor, self.offset) >= 0 and self.factor + self.offset > 0
+        expected = "min_match at least 1, and factor or offset above 0"
+        names = ("min_match", "factor", "offset")
+        check_options(self, self.min_match >= 1 and is_right, names, expected)
 
 
 class SuffixAutomatonDrafter(CorpusDrafter):
@@ -176,7 +171,7 @@ class SuffixAutomatonState(TrieState):
             for token in new:
                 self.drafter.static.advance(row.there, token)
 
-    def sprout(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:
+    def draft_row(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:
         self._read(slot, tokens)
         options, row, trie = self.drafter.options, self.rows[slot], Trie()
         own = row.own.repeat()

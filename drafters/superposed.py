@@ -4,9 +4,9 @@ The `paths` running drafts are read as one token whose embedding is their mixtur
 
     e = sum over drafts i of w_i E[last token of draft i],    w = softmax(scores of the drafts)
 
-so that one cache and one forward serve them all. What the draft model then says belongs to all of
-them at once; n-grams say which token goes with which draft. Of its `candidates` best tokens v each
-is put behind each draft i, and the `paths` pairs with the largest
+so that one cache and one forward serve them all. What the draft model then predicts belongs to all
+of them at once; n-grams tell which token goes with which draft. Of its `candidates` best tokens v
+each is put behind each draft i, and the `paths` pairs with the largest
 
     score_i + (1 - alpha) log p_LM(v) + alpha log p_ngram(v | draft i)
 
@@ -28,11 +28,12 @@ import torch
 from torch import Tensor
 
 from specctl.core.drafter import Budget, Family, Needs, Outcome, RoundView, Space
-from specctl.core.errors import IncompatibleError, RecipeError
+from specctl.core.errors import IncompatibleError
 from specctl.core.spec import ModelSpec
 from specctl.core.tree import DraftTree, NodeKind, empty_tree
 from specctl.core.vocab import VocabMap
-from specctl.drafters.retrieval.store import Ids, StoreLimits, StoreRoom
+from specctl.drafters.nets.heads import check_options
+from specctl.drafters.retrieval.store import Ids, NgramStores, StoreLimits
 from specctl.drafters.retrieval.store_registry import Scope
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.drafters.states.lm_state import LmState
@@ -66,20 +67,11 @@ class SuperposedOptions(SmallLmOptions):
         SmallLmOptions.__post_init__(self)
         object.__setattr__(self, "weights", tuple(float(weight) for weight in self.weights))
         sizes = min(self.paths, self.candidates, len(self.weights)) >= 1
-        if (
-            not sizes
-            or not 0.0 <= self.alpha <= 1.0
-            or min(self.weights, default=0) <= 0
-            or self.penalty < 0
-        ):
-            raise RecipeError(
-                "an option of superposed is out of range",
-                where="drafter.options",
-                found=f"paths {self.paths}, candidates {self.candidates}, alpha {self.alpha}, "
-                f"weights {list(self.weights)}, penalty {self.penalty}",
-                expected="counts of 1 or more, alpha 0 to 1, positive weights, penalty 0 or more",
-                do="leave them out to take the defaults",
-            )
+        is_right = sizes and 0.0 <= self.alpha <= 1.0 and self.penalty >= 0
+        is_right = is_right and min(self.weights, default=0) > 0
+        names = ("paths", "candidates", "alpha", "weights", "penalty")
+        expected = "counts of 1 or more, alpha 0 to 1, positive weights, penalty 0 or more"
+        check_options(self, is_right, names, expected)
 
 
 class Superposed(SmallLm):
@@ -130,8 +122,8 @@ class SuperposedState(LmState):
         self.vocab, self.num_forwards = drafter.vocab, 0
         self.lengths = range(len(self.options.weights), 0, -1)
         limits = StoreLimits(self.options.max_mib << 20, TOPK)
-        room = StoreRoom(learning_scope(self.options.scope), limits)
-        self.stores = room.rows(space.identity, space.num_slots)
+        registry = NgramStores(learning_scope(self.options.scope), limits)
+        self.stores = registry.rows(space.identity, space.num_slots)
 
     def join(self, slot: int, conversation: str | None) -> None:
         self.stores.join(slot, conversation)
@@ -198,7 +190,7 @@ class SuperposedState(LmState):
         mask = masks.full if window is None else masks.windows[window]
         position_B1, layers = self._within(start_B[:, None]), range(self.lm.spec.num_layers)
         state_B1D = self.lm.through(mixed_B1D, position_B1, mask, self.kv, layers)
-        return self.drafter.spoken(self.lm.lm_head(state_B1D))[:, 0]
+        return self.drafter.draft_logits(self.lm.lm_head(state_B1D))[:, 0]
 
     def _pairs(
         self, view: RoundView, logits_BK: Tensor, level: BeamLevel, texts: list[list[Ids]]
@@ -277,10 +269,10 @@ def build(options: SuperposedOptions, spec: ModelSpec, vocab: VocabMap | None) -
 FAMILY = Family(
     name="superposed",
     summary=(
-        "A small language model that reads several drafts as one mixture of tokens, so that a tree "
-        "of drafts costs the forwards of a single one; n-grams of what the target has said decide "
-        "which token belongs to which draft. Trained like small-lm. For draft models whose "
-        "forwards are not cheap and texts that repeat their own phrases."
+        "A small language model that reads several drafts as one mixture of tokens, so that a "
+        "tree of drafts costs the forwards of a single one; n-grams of what the target has "
+        "written decide which token belongs to which draft. Trained like small-lm. For draft "
+        "models whose forwards are not cheap and texts that repeat their own phrases."
     ),
     paper="https://arxiv.org/abs/2405.18400",
     options=SuperposedOptions,

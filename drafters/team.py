@@ -2,7 +2,7 @@
 
 Every member sees every prompt and every outcome, so that any of them can draft at any time; who
 does is for the policy to say (`switch`, runtime/controllers). Alone, the team is a cascade: of each
-row the first member that has something to say speaks. Members whose only input is the target's
+row the first member that has a draft proposes it. Members whose only input is the target's
 top-k may sleep: they then cost nothing and learn nothing.
 Letters: B rows, C candidates, N nodes, T fed tokens.
 """
@@ -205,7 +205,7 @@ FAMILY = Family(
     name="team",
     summary=(
         "Several training-free drafters at once. Each round one of them drafts: the first that has "
-        "something to say, or, under the policy switch, the one that a controller expects most of "
+        "a draft, or, under the policy switch, the one that a controller expects most of "
         "by what was measured. The way to serve text whose kind is not known beforehand."
     ),
     paper="https://arxiv.org/abs/2510.20064",

@@ -84,11 +84,11 @@ class TokenRecycling(Drafter):
         super().__init__(options, spec, vocab)
         self.matrix_VC: Tensor | None = None
         new = partial(RecycledStore, self.needs().topk, options.max_mib << 20)
-        self.room = StoreRegistry(Scope(options.scope), new)
+        self.registry = StoreRegistry(Scope(options.scope), new)
 
     @property
     def is_frozen(self) -> bool:
-        return self.options.freeze or self.room.scope is Scope.DISK
+        return self.options.freeze or self.registry.scope is Scope.DISK
 
     def needs(self) -> Needs:
         return Needs(topk=min(len(self.options.chances), self.spec.vocab_size))
@@ -125,24 +125,24 @@ class TokenRecycling(Drafter):
                     do="use a package made for this target",
                 )
             self.matrix_VC = tensor.to(torch.int32)
-            self.room.disk = RecycledStore.of(self.matrix_VC)
+            self.registry.disk = RecycledStore.of(self.matrix_VC)
 
 
 class TokenRecyclingState(DraftState):
     """The matrices of one engine's rows: a page each, or one for all where the scope says so."""
 
     def __init__(self, drafter: TokenRecycling, space: Space) -> None:
-        self.options, self.device, self.room = drafter.options, space.device, drafter.room
+        self.options, self.device, self.registry = drafter.options, space.device, drafter.registry
         self.is_frozen = drafter.is_frozen
-        self.is_one = self.is_frozen or self.room.scope is Scope.PROCESS
-        self.keeps = not self.is_frozen and self.room.scope is not Scope.REQUEST
+        self.is_one = self.is_frozen or self.registry.scope is Scope.PROCESS
+        self.keeps = not self.is_frozen and self.registry.scope is not Scope.REQUEST
         self.V, self.C = drafter.spec.vocab_size, drafter.needs().topk
         num_pages = 1 if self.is_one else space.num_slots
         self.pages = Pages(num_pages, self.V, self.C, space.device)
         page_Z = torch.arange(space.num_slots, device=space.device) % num_pages
         self.first_Z1 = (page_Z * (self.V + 1))[:, None]  # a slot's first cell
         self.first_rank_Z1 = self.first_Z1 * self.C
-        self.stores = self.room.rows(space.identity, space.num_slots)
+        self.stores = self.registry.rows(space.identity, space.num_slots)
         self._live: set[int] = set()
         chances = [self.options.chances[: self.C]] * self.options.max_depth
         self.paths = greedy_paths(chances, max(TEMPLATE_NODES, space.max_nodes))
@@ -156,8 +156,8 @@ class TokenRecyclingState(DraftState):
         return 0 if self.is_one else slot
 
     def _known(self, slot: int) -> list[RecycledStore]:
-        """What the slot's row is told of: the warm matrix, and what its scope has learned."""
-        store, warm = self.stores.at(slot), self.room.disk
+        """What the slot's row may read: the warm matrix, and what its scope has learned."""
+        store, warm = self.stores.at(slot), self.registry.disk
         return [store] if warm is None or warm is store else [warm, store]
 
     def join(self, slot: int, conversation: str | None) -> None:

@@ -1,7 +1,7 @@
 """CompiledLM: a round's forward in few fixed shapes, replayed as a CUDA graph or compiled code.
 
 A round feeds T tokens per row against a span of cache positions. Both are rounded up, so that a
-whole generation meets a handful of shapes, and each shape is recorded once: as a CUDA graph on
+whole generation has a handful of shapes, and each shape is recorded once: as a CUDA graph on
 CUDA, by torch.compile elsewhere. The wrapped model stays the oracle and does all that is no round
 (prefills, training). Tokens of the padding see position 0 alone and are written behind the real
 ones, where the next round writes anyway.
@@ -72,7 +72,7 @@ class CompiledLM(LanguageModel):
         return recorded(feed, kv.aim)
 
     def new_kv(self, num_slots: int, max_len: int) -> SlotKV:
-        """A cache with room for padding. One store at a time is recorded upon: the last engine's
+        """A cache with space for padding. One store at a time is recorded upon: the last engine's
         is lent again once that engine is gone, with its recordings, if it is large enough."""
         size = -(-(max_len + WIDTHS[-1]) // SPAN) * SPAN
         if self._is_lent:

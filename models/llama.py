@@ -232,20 +232,20 @@ class LlamaModel(nn.Module):
         return size <= PACK_SHARE * _memory_bytes(weight.device)
 
     def _collect(self, is_fused: bool) -> Weights:
-        def lay(weight: Tensor) -> Weight:
+        def packed(weight: Tensor) -> Weight:
             return pack(weight) if is_fused and can_pack(weight) else weight
 
         def fuse(parts: tuple[Tensor, ...]) -> tuple[Weight, ...]:
-            return (lay(torch.cat(parts)),) if is_fused else parts
+            return (packed(torch.cat(parts)),) if is_fused else parts
 
-        layers = [self._collect_layer(layer, fuse, lay, is_fused) for layer in self.model.layers]
-        return Weights(layers, lay(self.head_weight))
+        layers = [self._collect_layer(layer, fuse, packed, is_fused) for layer in self.model.layers]
+        return Weights(layers, packed(self.head_weight))
 
     def _collect_layer(
         self,
         layer: Any,
         fuse: Callable[[tuple[Tensor, ...]], tuple[Weight, ...]],
-        lay: Callable[[Tensor], Weight],
+        packed: Callable[[Tensor], Weight],
         is_fused: bool,
     ) -> LayerWeights:
         attention, mlp, shape = layer.self_attn, layer.mlp, self.shape
@@ -263,11 +263,11 @@ class LlamaModel(nn.Module):
             qkv=fuse(tuple(part.weight for part in parts)),
             qkv_bias=biases,
             qk_norm_HE=qk_norm,
-            output=lay(attention.o_proj.weight),
+            output=packed(attention.o_proj.weight),
             output_bias=attention.o_proj.bias,
             mlp_norm=layer.post_attention_layernorm.weight,
             gate_up=fuse((mlp.gate_proj.weight, mlp.up_proj.weight)),
-            down=lay(mlp.down_proj.weight),
+            down=packed(mlp.down_proj.weight),
         )
 
 

@@ -22,23 +22,25 @@ from specctl.core.batch import HeadRows, Select, TrainBatch
 class AlignedRows:
     """The flat rows that have something to predict, and what.
 
-    row_Q      flat index b * S + t of the predicting state
-    label_Q    target id to be predicted
-    judge_Q    flat index of the teacher row that holds the target's distribution for that token
-    teacher_RV raw target logits, at hand or computed by rows, or None
-    select     which of the rows a loss may sum, asked when it knows how far it is off
+    row_Q          flat index b * S + t of the predicting state
+    label_Q        target id to be predicted
+    teacher_row_Q  flat index of the teacher row that holds the target's distribution for it
+    teacher_RV     raw target logits, at hand or computed by rows, or None
+    select         which of the rows a loss may sum, asked when it knows how far it is off
     """
 
     row_Q: Tensor
     label_Q: Tensor
-    judge_Q: Tensor
+    teacher_row_Q: Tensor
     teacher_RV: Tensor | HeadRows | None
     select: Select | None = None
 
     def only(self, keep_Q: Tensor) -> AlignedRows:
         """The rows where `keep_Q` is True."""
-        row_Q, label_Q, judge_Q = (x[keep_Q] for x in (self.row_Q, self.label_Q, self.judge_Q))
-        return replace(self, row_Q=row_Q, label_Q=label_Q, judge_Q=judge_Q)
+        row_Q, label_Q, teacher_row_Q = (
+            x[keep_Q] for x in (self.row_Q, self.label_Q, self.teacher_row_Q)
+        )
+        return replace(self, row_Q=row_Q, label_Q=label_Q, teacher_row_Q=teacher_row_Q)
 
 
 def shifted(values_BS: Tensor, steps: int, fill: int = 0) -> Tensor:

@@ -44,7 +44,7 @@ __all__ = [
     "feature_loss",
     "head_loss",
     "joined",
-    "judge_of",
+    "teacher_logits",
     "weighted_sum",
 ]  # fmt: skip
 
@@ -144,31 +144,33 @@ _NEEDS_NO_RENORMALISING = frozenset({"tv", "lk_alpha"})
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A draft head against the target, or against the text where there is no judge. `ids_K` are
+    """A draft head against the target, or against the text where there is no teacher. `ids_K` are
     the draft's target ids (None = all), `row_V` the draft row of a target id, -1 where cut."""
 
     options: LossOptions
-    judge: TeacherLogits | None
+    teacher: TeacherLogits | None
     ids_K: Tensor | None
     row_V: Tensor | None
 
     @classmethod
     def of(
-        cls, options: LossOptions, judge: TeacherLogits | None, vocab: VocabMap | None
+        cls, options: LossOptions, teacher: TeacherLogits | None, vocab: VocabMap | None
     ) -> Comparison:
         if vocab is None:
-            return cls(options, judge, None, None)
-        judge = None if judge is None else judge.over(vocab.ids_K)
-        return cls(options, judge, vocab.ids_K, vocab.to_draft())
+            return cls(options, teacher, None, None)
+        teacher = None if teacher is None else teacher.over(vocab.ids_K)
+        return cls(options, teacher, vocab.ids_K, vocab.to_draft())
 
-    def sums(self, draft_QK: Tensor, row_Q: Tensor, label_Q: Tensor, judge_Q: Tensor) -> Tensor:
+    def sums(
+        self, draft_QK: Tensor, row_Q: Tensor, label_Q: Tensor, teacher_row_Q: Tensor
+    ) -> Tensor:
         """[4]: loss, its count, top1, alpha."""
         del row_Q
         first_Q = self._first(draft_QK)
-        if self.judge is None:
+        if self.teacher is None:
             loss, count = _label_loss(draft_QK, label_Q, self.row_V)
             return torch.stack([loss, count, (first_Q == label_Q).sum(), torch.zeros_like(loss)])
-        distribution = self.judge.distribution(judge_Q, self.ids_K)
+        distribution = self.teacher.distribution(teacher_row_Q, self.ids_K)
         of = distributions(
             draft_QK, distribution.log_p_QK, self.options.temperature, self.ids_K is None
         )
@@ -183,11 +185,13 @@ class Comparison:
         return torch.stack([loss, count, top1, alpha])
 
     @torch.no_grad()
-    def rows(self, draft_QK: Tensor, row_Q: Tensor, label_Q: Tensor, judge_Q: Tensor) -> Tensor:
+    def rows(
+        self, draft_QK: Tensor, row_Q: Tensor, label_Q: Tensor, teacher_row_Q: Tensor
+    ) -> Tensor:
         """[4, Q], row by row: KL(p || q), whether the row can be learned, top1, alpha."""
         del row_Q, label_Q
-        assert self.judge is not None, "rows are told apart by how far they are off the target"
-        distribution = self.judge.distribution(judge_Q, self.ids_K)
+        assert self.teacher is not None, "rows are selected by how far they are off the target"
+        distribution = self.teacher.distribution(teacher_row_Q, self.ids_K)
         of = distributions(
             draft_QK, distribution.log_p_QK, self.options.temperature, self.ids_K is None
         )
@@ -212,24 +216,24 @@ def head_loss(
     aim: AlignedRows,
     vocab: VocabMap | None,
     options: LossOptions,
-    judge: TeacherLogits | None = None,
+    teacher: TeacherLogits | None = None,
 ) -> LossOut:
     """Sum of the loss over the rows of `aim`, in slices (see `sliced`). A `LinearHead` or a linear
     module as head is smallest and fastest; any other function will do.
 
-    `judge` may be shared by losses over the same batch. Metrics: `top1` (the draft's first choice
+    `teacher` may be shared by losses over the same batch. Metrics: `top1` (the draft's first choice
     is the target's, or the label without a teacher) and, with a teacher, `alpha`; both over all
     rows, cut or not, selected or not.
     """
-    if judge is None and aim.teacher_RV is not None:
-        judge = TeacherLogits(aim.teacher_RV, options.temperature)
-    compare = Comparison.of(options, judge, vocab)
-    size = options.chunk or fitting_chunk(_width(judge, vocab), state_RD.device)
+    if teacher is None and aim.teacher_RV is not None:
+        teacher = TeacherLogits(aim.teacher_RV, options.temperature)
+    compare = Comparison.of(options, teacher, vocab)
+    size = options.chunk or fitting_chunk(_width(teacher, vocab), state_RD.device)
     number = torch.tensor(float(aim.row_Q.numel()), device=state_RD.device)
     if aim.select is None:
         total_4 = sum_slices(state_RD, head, _slices(aim, size), compare.sums)
         metrics = {"top1": (total_4[2].detach(), number), "alpha": (total_4[3].detach(), number)}
-        if judge is None:
+        if teacher is None:
             del metrics["alpha"]
         return LossOut(total_4[0], total_4[1].detach(), metrics)
     with torch.no_grad():
@@ -244,24 +248,24 @@ def head_loss(
 
 
 def _slices(aim: AlignedRows, size: int) -> list[Rows]:
-    parts = (torch.split(rows, size) for rows in (aim.row_Q, aim.label_Q, aim.judge_Q))
+    parts = (torch.split(rows, size) for rows in (aim.row_Q, aim.label_Q, aim.teacher_row_Q))
     return list(zip(*parts, strict=True))
 
 
-def _width(judge: TeacherLogits | None, vocab: VocabMap | None) -> int:
+def _width(teacher: TeacherLogits | None, vocab: VocabMap | None) -> int:
     """Columns of a slice's logits; a guess when nothing tells."""
-    if judge is not None:
-        return judge.logits_RV.shape[-1]
+    if teacher is not None:
+        return teacher.logits_RV.shape[-1]
     return 2**15 if vocab is None else vocab.size
 
 
-def judge_of(batch: TrainBatch, options: LossOptions) -> TeacherLogits | None:
-    """One judge for every loss over `batch`, however far its rows look ahead."""
+def teacher_logits(batch: TrainBatch, options: LossOptions) -> TeacherLogits | None:
+    """One teacher for every loss over `batch`, however far its rows look ahead."""
     teacher = teacher_of(batch)
     if teacher is None:
         return None
     size = options.chunk or fitting_chunk(teacher.shape[-1], teacher.device)
-    return TeacherLogits.of(teacher, aim_at(batch, 1).judge_Q, options.temperature, size)
+    return TeacherLogits.of(teacher, aim_at(batch, 1).teacher_row_Q, options.temperature, size)
 
 
 def _label_loss(draft_QK: Tensor, label_Q: Tensor, row_V: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -282,7 +286,7 @@ def _distribution_loss(
 def feature_loss(state_RD: Tensor, aim: AlignedRows, target_RD: Tensor) -> LossOut:
     """SmoothL1, the mean over the width, between drafted states and the target's (EAGLE, eq. 3). A
     target that learns, too, does not learn to be easy to hit: its side has no gradient."""
-    wanted_QD = wide(target_RD.detach()[aim.judge_Q])
+    wanted_QD = wide(target_RD.detach()[aim.teacher_row_Q])
     loss = F.smooth_l1_loss(wide(state_RD[aim.row_Q]), wanted_QD, reduction="sum")
     count = torch.tensor(float(aim.row_Q.numel()), device=state_RD.device)
     return LossOut(

@@ -27,24 +27,26 @@ def topk_loss(
     head: Head,
     aim: AlignedRows,
     vocab: VocabMap | None,
-    judge: TeacherLogits,
+    teacher: TeacherLogits,
     top: int,
 ) -> LossOut:
     """-sum over the target's `top` likeliest draft tokens of p log q, p as it is (HASS, eq. 2)."""
     ids_K = None if vocab is None else vocab.ids_K
 
-    def part(row_Q: Tensor, judge_Q: Tensor) -> Tensor:
-        log_q_QK = F.log_softmax(wide(head(ready_RD[row_Q])) / judge.temperature, dim=-1)
+    def part(row_Q: Tensor, teacher_row_Q: Tensor) -> Tensor:
+        log_q_QK = F.log_softmax(wide(head(ready_RD[row_Q])) / teacher.temperature, dim=-1)
         with torch.no_grad():
-            log_p_QK = judge.distribution(judge_Q, ids_K).log_p_QK
+            log_p_QK = teacher.distribution(teacher_row_Q, ids_K).log_p_QK
             best_QC, at_QC = log_p_QK.topk(min(top, log_p_QK.shape[-1]), dim=-1)
         return -(best_QC.exp() * log_q_QK.gather(1, at_QC)).sum()
 
     loss = wide(ready_RD).new_zeros(())
-    for row_Q, judge_Q in zip(
-        torch.split(aim.row_Q, ROWS_AT_ONCE), torch.split(aim.judge_Q, ROWS_AT_ONCE), strict=True
+    for row_Q, teacher_row_Q in zip(
+        torch.split(aim.row_Q, ROWS_AT_ONCE),
+        torch.split(aim.teacher_row_Q, ROWS_AT_ONCE),
+        strict=True,
     ):
-        loss = loss + checkpoint(part, row_Q, judge_Q, use_reentrant=False)
+        loss = loss + checkpoint(part, row_Q, teacher_row_Q, use_reentrant=False)
     count = torch.tensor(float(aim.row_Q.numel()), device=ready_RD.device)
     return LossOut(loss, count, {"topk": (loss.detach(), count)})
 

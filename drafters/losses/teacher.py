@@ -40,18 +40,18 @@ class TeacherLogits:
         cls, logits_RV: Tensor | HeadRows, row_Q: Tensor, temperature: float, chunk: int
     ) -> TeacherLogits:
         """Reads the whole vocabulary once per row of `row_Q`, `chunk` rows at a time."""
-        judge = cls(logits_RV, temperature)
+        teacher = cls(logits_RV, temperature)
         best_R = torch.zeros(len(logits_RV), dtype=torch.long, device=logits_RV.device)
         log_z_R: Tensor | None = None
         for rows in torch.split(row_Q, chunk):
-            part_QV = judge._scores(rows)
+            part_QV = teacher._scores(rows)
             if log_z_R is None:
                 log_z_R = part_QV.new_zeros(len(logits_RV))
             log_z_R[rows], best_R[rows] = part_QV.logsumexp(-1), part_QV.argmax(-1)
         return cls(logits_RV, temperature, log_z_R, best_R)
 
     def over(self, ids_K: Tensor) -> TeacherLogits:
-        """This judge for distributions at these draft ids: what is already known of the whole
+        """This teacher for distributions at these draft ids: what is already known of the whole
         vocabulary need not be computed again."""
         if self.log_z_R is None or isinstance(self.logits_RV, Tensor):
             return self

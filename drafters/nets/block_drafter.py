@@ -44,7 +44,7 @@ class BlockDrafter(ParallelHeads):
         super().__init__(options, spec, vocab)
         self.tree = first_ranks(options.num_heads)
 
-    # -- what a family says ---------------------------------------------------------------------
+    # -- what a family gives --------------------------------------------------------------------
 
     @abstractmethod
     def slot(self, index: int, token_X: Tensor) -> Tensor:
@@ -136,8 +136,8 @@ class BlockState(PrefixState):
     net: BlockNet
 
     def __init__(self, drafter: BlockDrafter, space: Space, like: Tensor) -> None:
-        room = drafter.num_slots
-        super().__init__(drafter.net, drafter.rows, drafter.gathered, space, like, room)
+        extra = drafter.num_slots
+        super().__init__(drafter.net, drafter.rows, drafter.gathered, space, like, extra)
         self.drafter = drafter
 
     def _take(self, x_BWD: Tensor, position_BW: Tensor, mask: Tensor) -> Tensor:

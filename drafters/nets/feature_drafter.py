@@ -35,7 +35,7 @@ from specctl.drafters.losses.head_losses import (
     feature_loss,
     head_loss,
     joined,
-    judge_of,
+    teacher_logits,
     weighted_sum,
 )
 from specctl.drafters.losses.teacher import TeacherLogits
@@ -96,10 +96,10 @@ class FeatureDrafter(Drafter):
         return TrunkNet(shape)
 
     def term(
-        self, out: LossOut, ready_RD: Tensor, rows: AlignedRows, judge: TeacherLogits | None
+        self, out: LossOut, ready_RD: Tensor, rows: AlignedRows, teacher: TeacherLogits | None
     ) -> LossOut:
         """The loss of a step with what the family adds to it."""
-        del ready_RD, rows, judge
+        del ready_RD, rows, teacher
         return out
 
     def whole_loss(self, out: LossOut, steps: list[Unrolled], batch: TrainBatch) -> LossOut:
@@ -175,8 +175,8 @@ class FeatureDrafter(Drafter):
             x_BSD = net.mix(self.embed(shifted(batch.ids_BS, 1 + ahead)), state_BSD)
             if ahead == self.options.ttt_steps:
                 break
-            turn = net.rope(batch.position_BS + ahead)
-            out_BSO = net.through(x_BSD, turn, lambda layer: chains[layer].attending)
+            rope = net.rope(batch.position_BS + ahead)
+            out_BSO = net.through(x_BSD, rope, lambda layer: chains[layer].attending)
             steps.append(Unrolled(net.ready(out_BSO), net.fed_back(out_BSO)))
             state_BSD = steps[-1].state_BSD.detach() if self.detach else steps[-1].state_BSD
             before_BSD, ahead = x_BSD, ahead + 1
@@ -191,18 +191,18 @@ class FeatureDrafter(Drafter):
         """Sum over steps of decay^j times the loss of predicting 2 + j ahead (A1)."""
         options = self.options
         how = options.compared()
-        judge, head, parts = judge_of(batch, how), LinearHead(self.head_weight()), []
+        teacher, head, parts = teacher_logits(batch, how), LinearHead(self.head_weight()), []
         steps, feature_RD = self.unroll(batch), batch.taps[self.tap].flatten(0, 1)
         for step, unrolled in enumerate(steps):
             rows, ready_RD = aim(batch, 2 + step), unrolled.ready_BSD.flatten(0, 1)
             if unrolled.known_BS is not None:
                 rows = rows.only(~unrolled.known_BS.flatten()[rows.row_Q])
-            out = head_loss(ready_RD, head, rows, self.vocab, how, judge)
+            out = head_loss(ready_RD, head, rows, self.vocab, how, teacher)
             if options.feature_weight > 0:
                 near = feature_loss(unrolled.state_BSD.flatten(0, 1), rows, feature_RD)
                 out = joined(out, near, options.feature_weight)
-            out = self.term(out, ready_RD, rows, judge)
-            out = with_router(out, self.router, ready_RD, rows, self.vocab, judge)
+            out = self.term(out, ready_RD, rows, teacher)
+            out = with_router(out, self.router, ready_RD, rows, self.vocab, teacher)
             parts.append((options.decay**step, out))
         return self.whole_loss(weighted_sum(parts), steps, batch)
 
@@ -243,7 +243,7 @@ class TrunkState(FeatureState):
         """What was mixed, and the layers' output, of every row."""
         x_BTD = self.net.mix(self.drafter.embed(fed.ids_BT), fed.state_BTD)
         mask = chain_mask(fed.start_B, fed.ids_BT.shape[1], self.kv.aim.span)
-        return x_BTD, self.net.through(x_BTD, fed.turn_BT2E, self._attending(mask))
+        return x_BTD, self.net.through(x_BTD, fed.rope_BT2E, self._attending(mask))
 
     def _attending(self, mask: Tensor | None) -> Callable[[int], Attending]:
         return lambda layer: attending(mask, self.kv, layer)
@@ -261,9 +261,9 @@ class TrunkState(FeatureState):
             self._mixed, self._outs = [x_B1D], [out_B1O]
             self._carries = [self.net.handed(x_B1D, x_B1D, out_B1O)]  # for its shape only
             self._depths = [torch.zeros(len(counts), 1, dtype=torch.long, device=self.device)]
-        return self._said(out_B1O)
+        return self._head_logits(out_B1O)
 
-    def _said(self, out_BMO: Tensor) -> Tensor:
+    def _head_logits(self, out_BMO: Tensor) -> Tensor:
         self._states.append(self.net.fed_back(out_BMO))
         return read_head(self.net.ready(out_BMO), self._head)
 
@@ -275,7 +275,7 @@ class TrunkState(FeatureState):
         x_BMD = self.net.mix(self.drafter.embed(token_BM), state_BMD)
         passes = self.net.passes
         if passes is None:
-            return self._said(self._pass(x_BMD, place))
+            return self._head_logits(self._pass(x_BMD, place))
         depth_BM = torch.cat(self._depths, dim=1).gather(1, parent_BM + 1) + 1
         depths = sorted(set(depth_BM.flatten().tolist()))  # heads are chosen by the host
         out_BMO = self.of_parents(self._outs, parent_BM, place)
@@ -297,15 +297,15 @@ class TrunkState(FeatureState):
         return self._by_depth(out_BMO, carry_BMY, depth_BM, depths)
 
     def _pass(self, x_BMD: Tensor, place: Place) -> Tensor:
-        turn_BM2E = self._turn_L2E[place.position_BM]
-        return self.net.through(x_BMD, turn_BM2E, self._attending(place.mask))
+        rope_BM2E = self._rope_L2E[place.position_BM]
+        return self.net.through(x_BMD, rope_BM2E, self._attending(place.mask))
 
     def _by_depth(
         self, out_BMO: Tensor, carry_BMY: Tensor, depth_BM: Tensor, depths: list[int]
     ) -> Tensor:
         """[B, M, K]: each node's logits by the head of its depth, the last one serving the rest."""
         assert self.net.passes is not None
-        logits_BMK = None if depths[0] >= self.net.passes else self._said(out_BMO)
+        logits_BMK = None if depths[0] >= self.net.passes else self._head_logits(out_BMO)
         for index in range(self.net.num_parallel):
             here = [
                 d for d in depths if min(d - self.net.passes, self.net.num_parallel - 1) == index

@@ -32,7 +32,7 @@ from specctl.drafters.losses.head_losses import (
     feature_loss,
     head_loss,
     joined,
-    judge_of,
+    teacher_logits,
     weighted_sum,
 )
 from specctl.drafters.nets.heads import cut_rows, head_rows
@@ -48,7 +48,7 @@ class HeadLearned:
     ready_RO: Tensor
     rows: AlignedRows
     head: LinearHead
-    judge: TeacherLogits | None
+    teacher: TeacherLogits | None
 
 
 class HeadDrafter(Drafter):
@@ -64,7 +64,7 @@ class HeadDrafter(Drafter):
         self._shared_KD: Tensor | None = None
         self._is_fresh = True
 
-    # -- what a family says ---------------------------------------------------------------------
+    # -- what a family gives --------------------------------------------------------------------
 
     @abstractmethod
     def own_heads(self) -> list[nn.Linear]:
@@ -217,7 +217,7 @@ class HeadDrafter(Drafter):
         """Sum over heads of decay^i times the loss of predicting 2 + i ahead."""
         options = self.options
         how = options.compared()
-        judge, weights, now = judge_of(batch, how), self.head_weights(), self.heads_now()
+        teacher, weights, now = teacher_logits(batch, how), self.head_weights(), self.heads_now()
         anchor_BA, parts = self.anchors(batch), []
         for i, ready_BSO in enumerate(self.unroll(batch, anchor_BA)):
             if i not in now:
@@ -225,8 +225,8 @@ class HeadDrafter(Drafter):
             rows = self.aimed(i, batch, anchor_BA)
             head = LinearHead(weights[min(i, len(weights) - 1)])
             ready_RO = ready_BSO.flatten(0, 1)
-            out = head_loss(ready_RO, head, rows, self.vocab, how, judge)
-            out = self.beside(out, HeadLearned(ready_RO, rows, head, judge), batch)
+            out = head_loss(ready_RO, head, rows, self.vocab, how, teacher)
+            out = self.beside(out, HeadLearned(ready_RO, rows, head, teacher), batch)
             parts.append((options.decay**i, out))
         total = weighted_sum(parts)
         return total if len(parts) == options.num_heads else replace(total, metrics={})

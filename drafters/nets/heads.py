@@ -53,6 +53,18 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
         )
 
 
+def check_options(options: object, is_right: bool, names: Sequence[str], expected: str) -> None:
+    """Options that have no such check of their own are in range, by themselves and together."""
+    if not is_right:
+        raise RecipeError(
+            "options are out of range",
+            where="drafter.options",
+            found=", ".join(f"{name} {getattr(options, name)}" for name in names),
+            expected=expected,
+            do="leave them out to take the defaults",
+        )
+
+
 def draft_size(vocab: VocabMap | None, target_size: int) -> int:
     return target_size if vocab is None else vocab.size
 

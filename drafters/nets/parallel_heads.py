@@ -1,5 +1,5 @@
-"""Heads that do not see each other's choices: all of them speak at once, and a tree of their ranks
-is proposed in one go.
+"""Heads that do not see each other's choices: all of them predict at once, and a tree of their
+ranks is proposed in one go.
 
 They can also be grown step by step by a tree policy: then the logits after a node at depth d are
 those of head d, whatever the node's token, unless a rescorer puts them in the light of the tokens
@@ -60,7 +60,7 @@ class ParallelHeads(HeadDrafter):
         return ParallelState(self, space)
 
     def head_logits(self, index: int, state_XD: Tensor) -> Tensor:
-        """[X, K]: what head `index` says about token t + 2 + index."""
+        """[X, K]: what head `index` predicts for token t + 2 + index."""
         weights = self.head_weights()
         ready_XO = self.ready(index, self.begin(state_XD))
         return F.linear(ready_XO, weights[min(index, len(weights) - 1)])
@@ -139,9 +139,9 @@ class ParallelState(HeadState):
         """[B, num_heads, K]."""
         carry_BY = self.heads.begin(self.features.at(view))
         states = [self.heads.ready(i, carry_BY) for i in range(num_heads)]
-        if len(self._laid) == 1:  # shared (or a single head): one product
-            return linear(torch.stack(states, dim=1), self._laid[0])
-        pairs = zip(states, self._laid[:num_heads], strict=True)
+        if len(self._packed) == 1:  # shared (or a single head): one product
+            return linear(torch.stack(states, dim=1), self._packed[0])
+        pairs = zip(states, self._packed[:num_heads], strict=True)
         return torch.stack([linear(state, head) for state, head in pairs], dim=1)
 
     # -- grown by a policy ----------------------------------------------------------------------

@@ -35,9 +35,9 @@ class PrefixNet(nn.Module):
         self, x_BTD: Tensor, position_BT: Tensor, mask: Tensor, kv: SlotKV | None = None
     ) -> Tensor:
         """[B, T, D]: the rows after all layers, against the aimed cache or among themselves."""
-        turn_BT2E = rotary(position_BT, self.shape.head_dim, self.shape.rope_theta)
+        rope_BT2E = rotary(position_BT, self.shape.head_dim, self.shape.rope_theta)
         for index, layer in enumerate(self.layers):
-            x_BTD = layer(x_BTD, turn_BT2E, attending(mask, kv, index))
+            x_BTD = layer(x_BTD, rope_BT2E, attending(mask, kv, index))
         return x_BTD
 
     def over(self, x_BSD: Tensor, position_BS: Tensor, document_BS: Tensor) -> Tensor:
@@ -49,17 +49,17 @@ class PrefixNet(nn.Module):
 class PrefixState:
     """Features of live rows: the output of the newest true row, and the cache of those before it.
     One writer: the DraftState that owns it. Rows cached = kept length, as the newest token has no
-    state of the target yet; `room` more fit behind them."""
+    state of the target yet; `extra` more fit behind them."""
 
     def __init__(
-        self, net: PrefixNet, rows: Rows, gather: Gather, space: Space, like: Tensor, room: int = 0
+        self, net: PrefixNet, rows: Rows, gather: Gather, space: Space, like: Tensor, extra: int = 0
     ) -> None:
         self.net, self.rows, self.gather = net, rows, gather
         self.kv = SlotKV(
             len(net.layers),
             space.num_slots,
             net.shape.num_kv_heads,
-            space.max_len + max(space.max_nodes, room) + 2,
+            space.max_len + max(space.max_nodes, extra) + 2,
             net.shape.head_dim,
             like.dtype,
             like.device,

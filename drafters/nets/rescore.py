@@ -1,6 +1,6 @@
 """Rescoring: independent heads put in the light of the tokens before (arXiv 2404.09221).
 
-Heads that speak at once cannot agree: their best tokens repeat each other or do not fit together.
+Heads that predict at once cannot agree: their best tokens repeat each other or do not fit together.
 A small model r of the text, which costs next to nothing, mends that: among the `top` tokens of a
 head the score becomes log q(v) + weight * log r(v | tokens before). Grown as a chain this is the
 paper's local rescoring, by beams over the lattice of all heads' best tokens its global one. Since

@@ -119,16 +119,16 @@ def balanced_groups(head_KD: Tensor, groups: int) -> Tensor:
 
 
 def _seated(near_KG: Tensor) -> Tensor:
-    """Each row in the nearest group that has room."""
+    """Each row in the nearest group that is not full."""
     K, G = near_KG.shape
     order_KG = near_KG.argsort(dim=1, descending=True)
     best_K2 = near_KG.topk(min(2, G), dim=1).values
     first = (best_K2[:, 0] - best_K2[:, -1]).argsort(descending=True).tolist()
-    room = [K // G + (g < K % G) for g in range(G)]
+    vacant = [K // G + (g < K % G) for g in range(G)]
     wanted, seat = order_KG.tolist(), [0] * K
     for row in first:
-        group = next(g for g in wanted[row] if room[g])
-        room[group] -= 1
+        group = next(g for g in wanted[row] if vacant[g])
+        vacant[group] -= 1
         seat[row] = group
     return torch.tensor(seat)
 
@@ -168,7 +168,7 @@ def with_router(
     state_RD: Tensor,
     aim: AlignedRows,
     vocab: VocabMap | None,
-    judge: TeacherLogits | None,
+    teacher: TeacherLogits | None,
 ) -> LossOut:
     """`out` and the router's cross-entropy against the target's mass of each group (the label's
     group without a teacher). Metric `routed`: that mass inside the picked groups."""
@@ -177,13 +177,15 @@ def with_router(
     ids_K = None if vocab is None else vocab.ids_K
     row_V = None if vocab is None else vocab.to_draft()
     loss, caught = out.sum, torch.zeros_like(out.count)
-    parts = (torch.split(rows, ROWS_AT_ONCE) for rows in (aim.row_Q, aim.label_Q, aim.judge_Q))
-    for row_Q, label_Q, judge_Q in zip(*parts, strict=True):
+    parts = (
+        torch.split(rows, ROWS_AT_ONCE) for rows in (aim.row_Q, aim.label_Q, aim.teacher_row_Q)
+    )
+    for row_Q, label_Q, teacher_row_Q in zip(*parts, strict=True):
         score_QG = router(state_RD[row_Q].detach().to(router.weight.dtype)).float()
         with torch.no_grad():
             mass_QG = torch.zeros_like(score_QG)
-            if judge is not None:
-                p_QK = judge.distribution(judge_Q, ids_K).log_p_QK.exp().to(mass_QG.dtype)
+            if teacher is not None:
+                p_QK = teacher.distribution(teacher_row_Q, ids_K).log_p_QK.exp().to(mass_QG.dtype)
                 mass_QG.index_add_(1, router.group_K, p_QK)
             else:
                 at_Q = label_Q if row_V is None else row_V[label_Q]
@@ -228,7 +230,7 @@ class RoutedHead:
         longest = max(counts)
         row_GK = torch.stack([torch.cat([m, m[:1].expand(longest - m.numel())]) for m in members])
         on_cpu = head_KD.device.type == "cpu"
-        heads = tuple(_laid(head_KD[m]) for m in members) if on_cpu else ()
+        heads = tuple(_packed(head_KD[m]) for m in members) if on_cpu else ()
         weight_GKD = None if on_cpu else head_KD[row_GK]
         weight_GD = router.weight.detach().to(head_KD.dtype)
         return cls(weight_GD, router.top, heads, row_GK, counts, weight_GKD, head_KD.shape[0])
@@ -266,7 +268,7 @@ class RoutedHead:
         return logits_QK.scatter_(1, self.row_GK[group_QC].view(Q, -1), part_QCK.view(Q, -1))
 
 
-def _laid(weight: Tensor) -> Weight:
+def _packed(weight: Tensor) -> Weight:
     return pack(weight) if can_pack(weight) else weight
 
 

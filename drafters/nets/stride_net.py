@@ -96,24 +96,24 @@ class StrideNet(TrunkNet):
         assert isinstance(layer, DecoderLayer)
         return layer
 
-    def key_value(self, x_BTD: Tensor, turn_BT2E: Tensor) -> tuple[Tensor, Tensor]:
+    def key_value(self, x_BTD: Tensor, rope_BT2E: Tensor) -> tuple[Tensor, Tensor]:
         layer = self._layer
         pair: tuple[Tensor, Tensor] = layer.self_attn.key_value(
-            layer.input_layernorm(x_BTD), turn_BT2E
+            layer.input_layernorm(x_BTD), rope_BT2E
         )
         return pair
 
     def look(
         self,
         x_BTD: Tensor,
-        turn_BT2E: Tensor,
+        rope_BT2E: Tensor,
         seen: Sequence[tuple[Tensor, Tensor]],
         mask: Tensor | None,
         phase_BT: Tensor | None = None,
     ) -> Tensor:
         """[B, T, D]: rows through the layer, against keys and values of their phase."""
         layer = self._layer
-        query = layer.self_attn.query(layer.input_layernorm(x_BTD), turn_BT2E)
+        query = layer.self_attn.query(layer.input_layernorm(x_BTD), rope_BT2E)
         attended = pick([attend(query, *pair, mask) for pair in seen], phase_BT)
         out_BTD: Tensor = layer.finish(x_BTD + layer.self_attn.o_proj(attended))
         return out_BTD

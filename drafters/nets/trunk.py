@@ -53,11 +53,11 @@ class TrunkNet(nn.Module):
         return out_XD
 
     def through(
-        self, x_BTD: Tensor, turn_BT2E: Tensor, attending: Callable[[int], Attending]
+        self, x_BTD: Tensor, rope_BT2E: Tensor, attending: Callable[[int], Attending]
     ) -> Tensor:
-        """[B, T, O]: what the layers make of it; `attending` says by layer what they look at."""
+        """[B, T, O]: what the layers make of it; `attending` gives by layer what they attend to."""
         for index, layer in enumerate(self.layers):
-            x_BTD = layer(x_BTD, turn_BT2E, attending(index))
+            x_BTD = layer(x_BTD, rope_BT2E, attending(index))
         return x_BTD
 
     def fed_back(self, out_XO: Tensor) -> Tensor:

@@ -181,8 +181,8 @@ def _runs(ids: np.ndarray, end: np.ndarray) -> list[Ids]:
     return [tuple(flat[a:b]) for a, b in itertools.pairwise(ends)]
 
 
-class StoreRoom(StoreRegistry[NgramStore]):
-    """A room of n-gram stores."""
+class NgramStores(StoreRegistry[NgramStore]):
+    """A registry of n-gram stores."""
 
     def __init__(
         self, scope: Scope, limits: StoreLimits | None = None, disk: NgramStore | None = None

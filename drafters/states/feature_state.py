@@ -30,7 +30,7 @@ class Fed:
 
     ids_BT: Tensor
     state_BTD: Tensor
-    turn_BT2E: Tensor
+    rope_BT2E: Tensor
     start_B: Tensor
     counts: tuple[int, ...]
 
@@ -63,7 +63,7 @@ class FeatureState(StepState):
         self.num_pending = [0] * space.num_slots
         self.num_rows = [0] * space.num_slots
         self._num_ahead = [0] * space.num_slots
-        self._turn_L2E = self._turns()
+        self._rope_L2E = self._rotations()
         self._growth: TreeLayout | None = None
         self._states: list[Tensor] = []
         self.fuse_weights()
@@ -77,7 +77,7 @@ class FeatureState(StepState):
 
     @abstractmethod
     def fuse_weights(self) -> None:
-        """Lay the weights out for serving."""
+        """Prepare the weights for serving."""
 
     @abstractmethod
     def features(self, taps: Mapping[int, Tensor]) -> Tensor:
@@ -95,7 +95,7 @@ class FeatureState(StepState):
     def nodes(self, token_BM: Tensor, parent_BM: Tensor, place: Place) -> Tensor:
         """[B, M, K]: the logits after drafted tokens, whose place the cache is aimed at."""
 
-    def _turns(self) -> Tensor:
+    def _rotations(self) -> Tensor:
         at_L = torch.arange(self.kv.max_len, device=self.device)
         return self.shape.rope(at_L).to(self.dtype)
 
@@ -146,8 +146,8 @@ class FeatureState(StepState):
         slot_1 = torch.full((1,), slot, device=self.device)
         start_1 = torch.full((1,), first, device=self.device)
         self.kv.begin((slot,), slot_1, start_1, count, last, first)
-        turn_1T2E = self._turn_L2E[None, first:last]
-        self.fill(Fed(ids_1T, state_TD[None], turn_1T2E, start_1, (count,)))
+        rope_1T2E = self._rope_L2E[None, first:last]
+        self.fill(Fed(ids_1T, state_TD[None], rope_1T2E, start_1, (count,)))
 
     # -- a round --------------------------------------------------------------------------------
 
@@ -175,28 +175,28 @@ class FeatureState(StepState):
         start_B = kept_B - (W if is_even else torch.tensor(counts, device=self.device))
         self._aim(view, start_B, W, max(before) + W, uniform)
         if uniform is not None:
-            turn = self._turn_L2E[None, uniform : uniform + W]
+            rope = self._rope_L2E[None, uniform : uniform + W]
         else:
-            turn = self._turn_L2E[start_B[:, None] + torch.arange(W, device=self.device)]
+            rope = self._rope_L2E[start_B[:, None] + torch.arange(W, device=self.device)]
         if view.slots == tuple(range(B)):
             ids_BW, state_BWD = self.pending_token_ZW[:B, :W], self.pending_ZWD[:B, :W]
         else:
             ids_BW = self.pending_token_ZW[view.slot_B, :W]
             state_BWD = self.pending_ZWD[view.slot_B, :W]
-        return Fed(ids_BW, state_BWD, turn, start_B, tuple(counts))
+        return Fed(ids_BW, state_BWD, rope, start_B, tuple(counts))
 
     def _aim(
         self, view: RoundView, start_B: Tensor, num_fed: int, span: int, uniform: int | None
     ) -> None:
         aim_cache(self.kv, view, start_B, num_fed, span, uniform)
-        if self._turn_L2E.shape[0] < self.kv.max_len:
-            self._turn_L2E = self._turns()
+        if self._rope_L2E.shape[0] < self.kv.max_len:
+            self._rope_L2E = self._rotations()
 
     def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
         assert self._growth is not None, "root() begins a round"
         place = self._growth.place(parent_BM)
-        if self._turn_L2E.shape[0] < self.kv.max_len:
-            self._turn_L2E = self._turns()
+        if self._rope_L2E.shape[0] < self.kv.max_len:
+            self._rope_L2E = self._rotations()
         return self.nodes(token_BM, parent_BM, place)
 
     def hidden(self) -> Tensor:

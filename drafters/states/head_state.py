@@ -74,19 +74,19 @@ class Heads(Protocol):
 
 
 class HeadState(StepState):
-    """Features of the rows, and LM heads laid out for serving whenever a weight has changed."""
+    """Features of the rows, and LM heads prepared for serving whenever a weight has changed."""
 
     def __init__(self, drafter: Heads, features: DraftFeatures) -> None:
         self.drafter, self.features = drafter, features
-        self._version, self._laid = drafter.version(), self._lay()
+        self._version, self._packed = drafter.version(), self._pack_heads()
 
-    def _lay(self) -> list[Weight]:
+    def _pack_heads(self) -> list[Weight]:
         weights = self.drafter.head_weights()
         return [pack(weight) if can_pack(weight) else weight.detach() for weight in weights]
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
         if self._version != self.drafter.version():
-            self._version, self._laid = self.drafter.version(), self._lay()
+            self._version, self._packed = self.drafter.version(), self._pack_heads()
         self.features.start(slot, tokens, taps)
 
     def observe(self, outcome: Outcome) -> None:
@@ -106,7 +106,7 @@ class GroundedState(HeadState):
         carry_BY = self.drafter.begin(self.features.at(view))
         carry_B1Y = self.drafter.read(0, carry_BY, view.root_B)[:, None]
         self._carries, self._depths = [carry_B1Y], [torch.zeros_like(view.root_B[:, None])]
-        return self._speak(0, carry_B1Y)[:, 0]
+        return self._head_logits(0, carry_B1Y)[:, 0]
 
     def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
         assert self._carries, "root() begins a round"
@@ -116,7 +116,7 @@ class GroundedState(HeadState):
         carry_BMY = logits_BMK = None
         for depth in self._present(depth_BM):
             new_BMY = self.drafter.read(depth, before_BMY, token_BM)
-            new_BMK = self._speak(depth, new_BMY)
+            new_BMK = self._head_logits(depth, new_BMY)
             if carry_BMY is None or logits_BMK is None:
                 carry_BMY, logits_BMK = new_BMY, new_BMK
             else:
@@ -137,10 +137,10 @@ class GroundedState(HeadState):
         found: list[int] = torch.unique(depth_BM).tolist()
         return found
 
-    def _speak(self, depth: int, carry_BMY: Tensor) -> Tensor:
+    def _head_logits(self, depth: int, carry_BMY: Tensor) -> Tensor:
         ready_BMO = self.drafter.ready(depth, carry_BMY)
         self._ready_BO = ready_BMO[:, -1]
-        return linear(ready_BMO, self._laid[min(depth, len(self._laid) - 1)])
+        return linear(ready_BMO, self._packed[min(depth, len(self._packed) - 1)])
 
     def hidden(self) -> Tensor:
         assert self._ready_BO is not None, "root() begins a round"

@@ -83,21 +83,21 @@ class PathState(StepState):
             space.device,
         )
         self.num_rows = [0] * space.num_slots
-        self._version, self._head = drafter.version(), self._lay()
+        self._version, self._head = drafter.version(), self._pack_heads()
         self._growth: TreeLayout | None = None
         self._ready_BMD = torch.empty(0)
         self._paths: list[Tensor] = []
         width = drafter.num_features
         self.newest_ZI = torch.zeros(space.num_slots, width, dtype=drafter.dtype).to(space.device)
 
-    def _lay(self) -> Weight:
+    def _pack_heads(self) -> Weight:
         weight = self.drafter.head_weights()[0]
         return pack(weight) if can_pack(weight) else weight.detach()
 
     @torch.no_grad()
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
         if self._version != self.drafter.version():
-            self._version, self._head = self.drafter.version(), self._lay()
+            self._version, self._head = self.drafter.version(), self._pack_heads()
         count = self.num_rows[slot] = len(tokens) - 1
         for store in (*self.kv.key_ZJLE, *self.kv.value_ZJLE):
             store[slot, :, 0] = 0.0  # what a text of one token attends to

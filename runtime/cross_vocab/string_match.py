@@ -68,8 +68,8 @@ class StringMatchState(DraftState):
         return chain_tree(token_BN, at_N < filled_B1, NodeKind.POINT)
 
     def _read(self, slot: int, tokens: Sequence[int]) -> None:
-        """Take what was committed; the draft's own tokens where they say the same, since those are
-        in its cache already."""
+        """Take what was committed; the draft's own tokens where they are the same text, since those
+        are in its cache already."""
         texts, target = self.texts, self.reader.target
         new, written = tokens[texts.num_read[slot] :], self.written[slot]
         if not written or any(token in target.marker_of for token in new):

@@ -194,11 +194,11 @@ class StringRejection(Translated):
         super().__init__(inner, spec, reader, about)
         self.distribution = distribution.to(inner.lm.device)
 
-    def room(self, space: Space) -> Space:
+    def draft_space(self, space: Space) -> Space:
         """The distribution's nodes beside those of one line: behind the text in the cache, but no
         further ahead than the line reaches."""
         ahead = self.reader.target.longest + space.max_nodes
-        line = super().room(replace(space, max_nodes=ahead))
+        line = super().draft_space(replace(space, max_nodes=ahead))
         return replace(line, max_nodes=self.distribution.num_nodes + ahead)
 
     def open(self, space: Space) -> StringRejectionState:
@@ -208,7 +208,7 @@ class StringRejection(Translated):
 class StringRejectionState(StepState):
     """The draft's texts, and what it writes behind the first token of the round."""
 
-    may_be_silent = True
+    may_draft_nothing = True
 
     def __init__(self, drafter: StringRejection, space: Space) -> None:
         self.reader, self.distribution = drafter.reader, drafter.distribution

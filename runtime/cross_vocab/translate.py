@@ -25,7 +25,7 @@ from specctl.core.drafter import (
     Space,
     StepState,
 )
-from specctl.core.errors import IncompatibleError, RecipeError, nearest
+from specctl.core.errors import IncompatibleError, unknown
 from specctl.core.language_model import LanguageModel
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
@@ -45,13 +45,7 @@ LEAST_SHARED = 0.2  # of the smaller vocabulary: below, whole strings carry more
 def check_method(method: str) -> None:
     """Refuse what is no way to translate."""
     if method not in METHODS:
-        raise RecipeError(
-            f"unknown translation {method!r}",
-            where="--translate",
-            found=method,
-            expected="one of " + ", ".join(METHODS),
-            do=f"--translate {nearest(method, METHODS, 1)}",
-        )
+        raise unknown("translation", method, METHODS, "--translate", "specctl generate --help")
 
 
 def translated(

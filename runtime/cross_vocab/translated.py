@@ -71,23 +71,23 @@ class Translated(Drafter):
     def needs(self) -> Needs:
         return Needs()
 
-    def room(self, space: Space) -> Space:
+    def draft_space(self, space: Space) -> Space:
         """What the draft's model needs of texts of that space: they may have twice as many of its
         tokens, and its own context is the most that it reads."""
         most = self.inner.lm.spec.max_positions - space.max_nodes
         return replace(space, max_len=max(2 + CATCH_UP, min(2 * (space.max_len + CATCH_UP), most)))
 
     def slot_bytes(self, space: Space) -> int:
-        return self.inner.slot_bytes(self.room(space))
+        return self.inner.slot_bytes(self.draft_space(space))
 
 
 class Texts:
     """The draft's reading of every row, and its model's memory of it. One writer: a DraftState."""
 
     def __init__(self, drafter: Translated, space: Space) -> None:
-        self.reader, room = drafter.reader, drafter.room(space)
-        self.longest = room.max_len - CATCH_UP
-        self.state = LmState(drafter.inner, room)
+        self.reader, wanted = drafter.reader, drafter.draft_space(space)
+        self.longest = wanted.max_len - CATCH_UP
+        self.state = LmState(drafter.inner, wanted)
         self.ids: dict[int, list[int]] = {}
         self.num_read = [0] * space.num_slots
 

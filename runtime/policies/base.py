@@ -60,9 +60,9 @@ class GrowRequest:
         return self.guide.expand(token_BM, parent_BM, logits_BMK)
 
     @property
-    def may_be_silent(self) -> bool:
+    def may_draft_nothing(self) -> bool:
         """Rows may have nothing to draft: logits that are -inf everywhere."""
-        return self.steps.may_be_silent or self.guide is not None
+        return self.steps.may_draft_nothing or self.guide is not None
 
     @property
     def steps(self) -> StepState:

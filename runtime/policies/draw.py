@@ -21,7 +21,7 @@ from specctl.core.tree import NodeKind, QRows
 from specctl.runtime.policies.base import GrowRequest
 from specctl.runtime.verify.walk import best_token, log_distribution
 
-# Log weight of what is drawn once a distribution has run out: behind everything that it can speak
+# Log weight of what is drawn once a distribution has run out: behind everything in its support
 # (log of the smallest float32 is -104), and small enough that noise keeps its digits beside it.
 _LAST = -256.0
 
@@ -66,8 +66,8 @@ def children(
     if kind is NodeKind.TOP_PLUS_ONE:
         return _top_plus_one(distribution_BMK, growth.noise.draft_BMK(index, M, K), count)
     if kind is NodeKind.REFILLED:
-        is_speaking_BM1 = distribution_BMK.amax(-1, keepdim=True) > 0
-        score_BMK = torch.where(is_speaking_BM1, score_BMK.clamp(min=_LAST), score_BMK)
+        can_draw_BM1 = distribution_BMK.amax(-1, keepdim=True) > 0
+        score_BMK = torch.where(can_draw_BM1, score_BMK.clamp(min=_LAST), score_BMK)
     noisy_BMK = score_BMK + growth.noise.draft_BMK(index, M, K)
     drawn = noisy_BMK.topk(min(count, K), dim=-1)
     return _padded(drawn.indices, drawn.values > -torch.inf, distribution_BMK, count)
@@ -75,7 +75,7 @@ def children(
 
 def _top_plus_one(distribution_BMK: Tensor, noise_BMK: Tensor, count: int) -> Children:
     """The sample first, then the likeliest tokens it may not be. The fixed ones never use a
-    distribution up: where they would, the last token that it can speak is left to the sample."""
+    distribution up: where they would, the last token of its support is left to the sample."""
     best = distribution_BMK.topk(min(count, distribution_BMK.shape[-1]), dim=-1)
     spared_BM1 = ((best.values > 0).sum(-1, keepdim=True) - 1).clamp(min=0)
     at_C = torch.arange(best.indices.shape[-1] - 1, device=distribution_BMK.device)

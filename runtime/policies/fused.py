@@ -1,6 +1,6 @@
 """Fused: a model's beam tree and a retrieved tree as one, the best nodes of both by estimate.
 
-RASD (arXiv 2503.03434). The drafter's state says what it retrieves; a state whose `first` is set is
+RASD (arXiv 2503.03434). The drafter's state retrieves; a state whose `first` is set is
 asked for that before its model, which rests where every row has found something.
 
 `fuse`: paths that begin alike are merged, a node keeps the largest estimate that any source gave
@@ -65,7 +65,7 @@ class Fused(PointTree):
 
 @dataclass(frozen=True, slots=True)
 class FusedTree:
-    """The fused tree; bit s of `source_BN` says that source s proposed the node."""
+    """The fused tree; bit s of `source_BN`: source s proposed the node."""
 
     tree: DraftTree
     source_BN: Tensor

@@ -2,7 +2,7 @@
 decoding, arXiv 2401.06706), with the decision of its improvement (arXiv 2409.10644).
 
 Sampled rows draw `branch[d]` children of each node independently from q and keep duplicates (kind
-IID): rejecting one then says nothing about the next beyond the residual. The improvement decides
+IID): rejecting one then tells nothing about the next beyond the residual. The improvement decides
 after each level whether another is worth drafting. Here a level is followed by another only where
 the drafter is sure enough of some node that is already in the tree; what that node's children turn
 out to be is not known when it decides. Its other idea, seeding the first level from the target's

@@ -1,4 +1,4 @@
-"""Trees of a shape known beforehand: level by level, each node gets the children its shape says.
+"""Trees of a shape known beforehand: level by level, each node gets the children of its shape.
 
 A shape is a set of rank paths (`drafters/states/template.py`); the child of rank r is the r-th best
 or the r-th drawn.

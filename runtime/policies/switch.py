@@ -133,7 +133,7 @@ class Switch:
         for score in self.shadows.ripe():
             self.brain.scored(score)
         if any(outcome.finished):
-            return  # cut rounds say nothing about an arm
+            return  # cut rounds tell nothing about an arm
         self.prices.observe(outcome.tree.num_nodes, spent)
         self.brain.reward(self.played, tokens / len(outcome.emitted), spent)
         if arm.member is not None:
@@ -175,6 +175,6 @@ class Switch:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Counts per arm, and what the controller itself says."""
+        """Counts per arm, and what the controller itself reports."""
         arms = {name: count.to_json() for name, count in self.counts.items() if count.rounds}
         return {"controller": self.controller, "arms": arms, **self.brain.to_json()}

@@ -327,8 +327,8 @@ class _Battery:
             )
 
     def _tokens(self) -> int:
-        room = self.target.spec.max_positions - max(map(len, self.prompts))
-        return max(2, min(self.level.tokens, room))
+        longest = self.target.spec.max_positions - max(map(len, self.prompts))
+        return max(2, min(self.level.tokens, longest))
 
     def _policies(self) -> dict[str, Policy]:
         """The served policy first, then at their defaults the family's others; at the full level

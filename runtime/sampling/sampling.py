@@ -38,7 +38,7 @@ class Sampling:
 
     Penalties count prompt and answer alike. `processors` are transformers LogitsProcessor objects;
     they see one row at a time, at every drafted node with that node's own text. `grammar` is what
-    the answer is held to (`compile_grammar`); it has the last word before the temperature.
+    the answer must follow (`compile_grammar`); it is applied last before the temperature.
     """
 
     temperature: float = 0.0

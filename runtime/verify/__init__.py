@@ -1,6 +1,6 @@
 """Verification rules: which drafted tokens a round keeps. One file per rule, one table.
 
-A rule is a pure function (tree, scores, noise) -> Verdict; p = softmax(scores). The table says for
+A rule is a pure function (tree, scores, noise) -> Verdict; p = softmax(scores). The table gives for
 which trees a rule is lossless; anything else is refused when an engine is configured, because the
 commonest losslessness bug is a rule applied to drafts that were not drawn the way it assumes.
 Letters: B rows, T fed tokens, V target vocabulary.

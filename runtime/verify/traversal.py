@@ -97,7 +97,7 @@ def _visit(
     parent_NB = (parent_BN + base_B1).T.contiguous()
     next_BN = plan.next_BT.gather(1, plan.order_BN)
     entered_BNT = plan.top_BT[:, None] == next_BN[:, :, None]
-    # Column K of q stays zero: tokens that q cannot speak stand there.
+    # Column K of q stays zero: tokens outside its support stand there.
     column_BT = pad(distribution.column_BN.masked_fill(~distribution.on_BN, K), (1, 0))
     token_BT = pad(tree.token_BN.clamp(min=0), (1, 0))
     column_BN = column_BT.gather(1, plan.order_BN)

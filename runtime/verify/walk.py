@@ -143,7 +143,7 @@ class DraftDistribution:
         return q_BN if self.ids_K is None else q_BN * self.on_BN
 
     def on_support(self, distribution_BV: Tensor) -> Tensor:
-        """[B, K]: a distribution of the target vocabulary at the ids that q can speak."""
+        """[B, K]: a distribution of the target vocabulary at the ids of the support of q."""
         return (
             distribution_BV if self.ids_K is None else distribution_BV.index_select(1, self.ids_K)
         )

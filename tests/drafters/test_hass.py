@@ -47,7 +47,7 @@ def test_the_top_k_loss_is_the_sum_over_the_likeliest_tokens(
     assert rows.teacher_RV is not None
     head = LinearHead(drafter.head_weight())
     out = topk_loss(ready_RD, head, rows, None, TeacherLogits(rows.teacher_RV), 3)
-    p_NV = rows.teacher_RV[rows.judge_Q].softmax(-1)
+    p_NV = rows.teacher_RV[rows.teacher_row_Q].softmax(-1)
     log_q_NV = F.log_softmax(head(ready_RD[rows.row_Q]), -1)
     best_QC, at_QC = p_NV.topk(3)
     expected = -(best_QC * log_q_NV.gather(1, at_QC)).sum()

@@ -128,7 +128,7 @@ def test_a_batch_changes_nothing(target: Target, slots: int) -> None:
 
 
 def test_a_window_that_does_not_fit_is_refused(target: Target) -> None:
-    with pytest.raises(RecipeError, match="room for a guess"):
+    with pytest.raises(RecipeError, match="place for a guess"):
         make_state(target, nodes=24, window=9)
     assert make_state(target, nodes=24).num_columns == 4
     assert make_state(target, nodes=1).num_columns == 0

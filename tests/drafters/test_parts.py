@@ -37,7 +37,7 @@ def test_rows_look_ahead_inside_their_document_at_wanted_tokens_only() -> None:
     rows = aim(batch, 2)
     assert rows.row_Q.tolist() == [0, 1, 4]
     assert rows.label_Q.tolist() == [12, 13, 16]
-    assert rows.judge_Q.tolist() == [1, 2, 5]
+    assert rows.teacher_row_Q.tolist() == [1, 2, 5]
 
 
 def test_shifting_fills_behind_the_end() -> None:

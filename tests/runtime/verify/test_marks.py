@@ -90,7 +90,7 @@ def test_an_approximate_drafter_is_marked_in_every_output(target: Any, drafter: 
 def test_verify_refuses_an_approximate_drafter_and_measures_it_when_asked(
     target: Any, drafter: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = prove.Level(2, 6, samples=200, length=3, all_rules=False, enumeration="quick")
+    small = prove.ProofLevel(2, 6, samples=200, length=3, all_rules=False, enumeration="quick")
     monkeypatch.setitem(prove.LEVELS, "lossless", small)
     monkeypatch.setattr(prove, "_enumerated", lambda level: (1, 0.0))
     drafter.lossless = False
