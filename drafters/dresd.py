@@ -26,6 +26,7 @@ from torch import Tensor
 
 from specctl.core.drafter import Budget, Drafter, Family, Needs, Outcome, Space
 from specctl.core.errors import IntegrityError, ResourceError
+from specctl.core.installed import pip_install
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.heads import check_choice, check_count
@@ -245,7 +246,7 @@ def _graph(key_RO: Tensor) -> Any:
             "approximate search over states needs the library usearch",
             found=str(error),
             expected="the extra dense",
-            do="pip install 'specctl[dense]', or set drafter.options.index=exact (slow for "
+            do=f"{pip_install('dense')}, or set drafter.options.index=exact (slow for "
             "large stores)",
         ) from error
     graph = library.Index(ndim=key_RO.shape[1], metric="cos", dtype="f32")

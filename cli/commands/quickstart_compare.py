@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from specctl.runtime.target.target import Target
 
 COMPARE_PROMPTS, COMPARE_TOKENS = 12, 64
+RATE_REPEATS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,25 @@ def compare(console: Console, model: Target, package: Path, inflate: str | None)
         console.out("in bfloat16 near-ties may flip; --dtype float32 gives token identity")
     console.out("lossless check passed")
     return {"lossless": True, "comparisons": [pair.to_json() for pair in pairs]}
+
+
+def rates(target: Target, packages: Mapping[str, Path]) -> dict[str, float]:
+    """Tokens per second of each draft on the same held-out prompts, greedy, at its own length:
+    medians of runs in turn, so that other work on the machine slows all of them."""
+    from specctl.cli.options.loading import DraftChoice
+    from specctl.runtime.measure.bench import bench, engine_contender
+    from specctl.runtime.sampling.sampling import Sampling
+    from specctl.train.data.heldout import heldout_prompts
+
+    drafts = {name: DraftChoice(str(package)).load(target) for name, package in packages.items()}
+    ways = [
+        engine_contender(name, target, draft.drafter, draft.policy, rule=draft.rule)
+        for name, draft in drafts.items()
+    ]
+    prompts = [p.ids for p in heldout_prompts(target, COMPARE_PROMPTS // 2)]
+    sampling = Sampling(max_new_tokens=COMPARE_TOKENS)
+    report = bench(target, ways, prompts, [sampling], repeats=RATE_REPEATS)
+    return {row.name: round(row.tokens_per_second, 2) for row in report.rows}
 
 
 def _pairs(

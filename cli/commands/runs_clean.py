@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -91,6 +90,7 @@ def _delete(console: Console, run: RunStatus, keep: int) -> list[Path]:
     that no half-deleted one ever looks like one."""
     from specctl.train.runs.folders import dispensable, read_run
     from specctl.train.saving.lock import locked
+    from specctl.train.saving.whole import drop
 
     if run.holder is not None:
         return []
@@ -100,6 +100,8 @@ def _delete(console: Console, run: RunStatus, keep: int) -> list[Path]:
         for path in dispensable(read_run(run.path), keep, is_ours=True):
             doomed = path.with_name(f".tmp-clean-{path.name.lstrip('.')}")
             path.rename(doomed)
-            doomed.unlink() if doomed.is_symlink() else shutil.rmtree(doomed)
+            kept = drop(doomed)
+            if kept is not None:
+                console.say(f"what else lay in {path} is kept in {kept}")
             gone.append(path)
     return gone

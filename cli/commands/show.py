@@ -55,12 +55,14 @@ def show(
 
 
 def _package(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
+    from specctl.core.claim import meaning, stamp
     from specctl.export.formats import filled
     from specctl.export.package.manifest import read_manifest
     from specctl.export.package.proof_record import read_record
 
     manifest, record = read_manifest(path), read_record(path)
     vocab, accepted = manifest.vocabulary, manifest.acceptance
+    mark, dtype = manifest.verification, manifest.target.dtype
     size = sum(record.bytes for record in manifest.files.values())
     _warn_of_damage(console, path, manifest)
     rows: list[tuple[str, object]] = [
@@ -69,7 +71,7 @@ def _package(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
         ("parameters", f"{manifest.parameters:,} ({manifest.dtype}, {size:,} bytes)"),
         ("target", _target_text(manifest.target)),
         ("vocabulary", f"{vocab.draft_size:,} of {vocab.target_size:,} tokens"),
-        ("verification", manifest.verification),
+        ("verification", f"{stamp(mark, dtype)}: {meaning(mark, dtype)}"),
         ("proof", _proof_text(record)),
         ("served as", _pairs(manifest.serve)),
         ("options", _pairs(manifest.options)),
@@ -180,32 +182,16 @@ def last_metrics(path: Path) -> dict[str, Any]:
     for line in lines:
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue  # the last line of a run that is being written
         newest |= {k: v for k, v in record.items() if isinstance(v, (int, float))}
     return newest
 
 
 def _model(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
-    file = path / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise FileError(
-            f"{file} is not JSON",
-            where=str(file),
-            found=str(error),
-            expected="the config.json of a transformers model",
-            do="download the folder again",
-        ) from error
-    if not isinstance(config, dict):
-        raise FileError(
-            f"{file} is not the configuration of a model",
-            where=str(file),
-            found=type(config).__name__,
-            expected="a JSON object with model_type, hidden_size, ...",
-            do="download the folder again",
-        )
+    from specctl.runtime.target.checkpoint_folder import read_object
+
+    config = read_object(path / "config.json")
     weights = sorted(p for p in path.iterdir() if p.suffix == ".safetensors")
     size = sum(p.stat().st_size for p in weights)
     inner = config.get("text_config")

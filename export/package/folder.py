@@ -12,6 +12,7 @@ from __future__ import annotations
 import datetime
 import errno
 import importlib.metadata
+import math
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -27,11 +28,18 @@ from torch import Tensor
 
 import specctl
 from specctl.core.drafter import Drafter
-from specctl.core.errors import GateError, IncompatibleError, IntegrityError, SpecctlError
+from specctl.core.errors import (
+    GateError,
+    IncompatibleError,
+    IntegrityError,
+    SpecctlError,
+    is_out_of_memory,
+)
 from specctl.drafters import families
 from specctl.export.package.atomic import FULL, new_folder, write_file
 from specctl.export.package.card import render_card
 from specctl.export.package.compat import check_allow
+from specctl.export.package.files import check_name, read_header
 from specctl.export.package.manifest import (
     CARD,
     FORMAT_VERSION,
@@ -39,8 +47,9 @@ from specctl.export.package.manifest import (
     WEIGHTS,
     Manifest,
     file_records,
-    is_package,
+    read_manifest,
 )
+from specctl.export.package.proof_record import RECORDS
 from specctl.models.fast_llama import LlamaModel
 from specctl.recipes.targets import resolve
 from specctl.runtime.target.target import Target
@@ -71,11 +80,25 @@ def save_package(
         "acceptance": None if acceptance is None else dict(acceptance),
         "command": redacted(command),
     }
-    with new_folder(Path(out), is_package) as folder:
+    with new_folder(Path(out), own_files) as folder:
         if tensors:
             write_tensors(tensors, folder / WEIGHTS)
             compare_tensors(tensors, load_file(folder / WEIGHTS))
         return seal_folder(folder, about)
+
+
+def own_files(folder: Path) -> tuple[str, ...] | None:
+    """The files of a package that specctl wrote, the manifest last, so that a deletion that was
+    cut short can be finished; None for any other folder. What cannot be read is a FileError."""
+    if not (folder / MANIFEST).is_file():
+        return None
+    try:
+        names = read_manifest(folder).files
+        for name in names:
+            check_name(name)
+    except (IntegrityError, IncompatibleError):
+        return None
+    return (*RECORDS, *names, MANIFEST)
 
 
 def seal_folder(folder: Path, about: Mapping[str, Any]) -> Manifest:
@@ -143,6 +166,7 @@ def target_record(target: Target) -> dict[str, Any]:
         "revision": target.revision,
         "fingerprint": target.fingerprint,
         "inflated": target.inflated,
+        "dtype": str(target.dtype).removeprefix("torch."),
         **({} if target.changed is None else {"changed": asdict(target.changed)}),
     }
 
@@ -233,8 +257,43 @@ def _layout(drafter: Drafter) -> tuple[Any, ...]:
     return sizes, drafter.module.shape, rotary.scale, rotary.inv_freq.tolist()
 
 
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a foreign safetensors file: the header first, then finite numbers only."""
+    for name, entry in read_header(path).items():
+        if math.prod(max(size, 1) for size in entry.shape) >= 1 << 48:  # an empty one may be vast
+            raise IntegrityError(
+                "a tensor has an absurd shape",
+                found=f"{ascii(name)[1:-1][:100]} {entry.shape}",
+                expected="sizes that a drafter could have",
+                do="get the package again",
+                where=path.name,
+            )
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except (SafetensorError, ValueError, OverflowError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise IntegrityError(
+            "the weights cannot be read",
+            found=str(error)[:200],
+            expected="a safetensors file",
+            do="get the package again",
+            where=path.name,
+        ) from error
+    refuse_not_finite(tensors)
+    return tensors
+
+
 def refuse_not_finite(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
+        if tensor.is_floating_point() and tensor.itemsize < 2:
+            raise IntegrityError(
+                "the weights are quantised, which no drafter is",
+                found=f"{str(tensor.dtype).removeprefix('torch.')} in {ascii(name)[1:-1][:100]}",
+                expected="float16, bfloat16, float32 or float64",
+                do="get the weights as they were before they were quantised",
+                where=name,
+            )
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise IntegrityError(
                 "the drafter's weights are not finite",

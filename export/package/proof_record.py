@@ -22,6 +22,7 @@ from specctl.export.package.files import parse_json, read_bounded
 from specctl.export.package.manifest import read_manifest
 
 FOLDER, REPORT, PROSE = ".verification", "report.json", "report.md"
+RECORDS = (f"{FOLDER}/{REPORT}", f"{FOLDER}/{PROSE}")
 
 
 def write_record(
@@ -69,6 +70,8 @@ def read_record(package: Path) -> dict[str, Any] | None:
 
 
 def _replace(path: Path, text: str) -> None:
+    for left in path.parent.glob(f".{path.name}.*"):  # of a writer that was killed
+        left.unlink(missing_ok=True)
     temp = path.with_name(f".{path.name}.{os.getpid()}")
     temp.write_text(text, encoding="utf-8")
     os.replace(temp, path)

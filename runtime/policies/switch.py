@@ -7,6 +7,7 @@ Letters: B rows, N nodes, T fed tokens.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -56,6 +57,7 @@ class Switch:
     matches: Matches = field(default_factory=Matches, init=False, repr=False)
     shadows: Shadows = field(default_factory=Shadows, init=False, repr=False)
     played: int = field(default=0, init=False, repr=False)
+    idle: float = field(default=0.0, init=False, repr=False)  # seconds of drafts not played
     contexts: list[int] = field(default_factory=list, init=False, repr=False)
     is_open: bool = field(default=False, init=False, repr=False)
 
@@ -89,14 +91,18 @@ class Switch:
         view, tree = growth.view, empty_tree(len(growth.view.slots), growth.view.slot_B.device)
         if self.brain.needs_contexts:
             self.contexts = self.matches.contexts(view.slots, view.tokens)
+        self.idle = 0.0
         for index in self.brain.order(self.contexts):
-            self.played = index
+            self.played, began = index, time.perf_counter()
             tree = self._draft(self.arms[index], growth, state)
             if tree.num_nodes or self.arms[index].is_off:
                 break
+            self.idle += time.perf_counter() - began
         state.is_listening = self.brain.is_listening
         if self.brain.looks():
+            began = time.perf_counter()
             self._look(growth, state)
+            self.idle += time.perf_counter() - began
         return tree
 
     def _draft(self, arm: Arm, growth: GrowRequest, state: TeamState) -> DraftTree:
@@ -125,6 +131,8 @@ class Switch:
         if not self.is_open:
             return  # every round so far was too short to draft in
         arm, spent = self.arms[self.played], seconds.draft + seconds.verify
+        if self.idle or seconds.wake:
+            self.brain.lost(self.idle + seconds.wake)
         tokens = sum(len(new) for new in outcome.emitted)
         count = self.counts[arm.name]
         count.rounds += 1
@@ -134,8 +142,9 @@ class Switch:
             self.brain.scored(score)
         if any(outcome.finished):
             return  # cut rounds tell nothing about an arm
-        self.prices.observe(outcome.tree.num_nodes, spent)
-        self.brain.reward(self.played, tokens / len(outcome.emitted), spent)
+        played = max(spent - self.idle, 0.0)
+        self.prices.observe(outcome.tree.num_nodes, played)
+        self.brain.reward(self.played, tokens / len(outcome.emitted), played)
         if arm.member is not None:
             self._score_played(arm.member, outcome)
 

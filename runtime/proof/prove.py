@@ -151,7 +151,8 @@ def verify(
     for text in warnings:
         reporter.warn(text)
     mark = "lossless" if drafter.lossless else "approximate"
-    return Proof(target.name, drafter.family, level, tuple(checks), warnings, mark)
+    dtype = str(target.dtype).removeprefix("torch.")
+    return Proof(target.name, drafter.family, level, tuple(checks), warnings, mark, dtype)
 
 
 @dataclass(slots=True)
