@@ -1,4 +1,4 @@
-"""SpecctlError: every failure a user can cause says what, found, expected, and what to do."""
+"""SpecctlError: every failure a user can cause states what, found, expected, and what to do."""
 
 from __future__ import annotations
 

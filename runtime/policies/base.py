@@ -1,4 +1,7 @@
-"""What a tree policy is, and what it is given to grow with."""
+"""What a tree policy is, and what it is given to grow with.
+
+Letters: B rows, K draft vocabulary, M new nodes.
+"""
 
 from __future__ import annotations
 
@@ -58,9 +61,9 @@ class GrowRequest:
         return self.guide.expand(token_BM, parent_BM, logits_BMK)
 
     @property
-    def may_be_silent(self) -> bool:
+    def may_draft_nothing(self) -> bool:
         """Rows may have nothing to draft: logits that are -inf everywhere."""
-        return self.steps.may_be_silent or self.guide is not None
+        return self.steps.may_draft_nothing or self.guide is not None
 
     @property
     def steps(self) -> StepState:

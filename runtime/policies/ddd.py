@@ -4,6 +4,7 @@ DDD ("Dynamic Depth Decoding", arXiv 2409.00142) keeps EAGLE-2's beam and stops 
 summed path probability of the beam falls below a threshold: that sum guesses the chance that the
 text is still on the beam, and so bounds what another level can bring. Asked at some depths only,
 since the answer has to reach the host.
+Letters: B rows.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ Parallel prompt decoding (arXiv 2405.18628) and Medusa choose a fixed sparse tre
 path is worth the product, and the best n paths make the tree of n nodes, expected to yield
 R(n) = 1 + the sum of their worth. With measured costs n becomes argmax R(n) / t(n): a fast device
 takes a larger tree than a slow one. Candidates are best tokens, so nodes are POINT.
+Letters: B rows.
 """
 
 from __future__ import annotations

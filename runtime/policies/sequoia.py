@@ -9,7 +9,7 @@ b children, yields
 tokens a round. Size and depth are chosen by the largest T[m, l] / (l t_draft + t_verify(m)) over
 measured times. Children are drawn without replacement, and uniformly over the untried tokens where
 the draft distribution has run out (kind REFILLED), so that no node is wasted at low temperature.
-Letters: M fed tokens.
+Letters: B rows, M new nodes.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 The arms are whole configurations of a team's members; plain decoding is one of them. Choices follow
 from earlier rounds and from the text only, so every arm keeps its own guarantee.
+Letters: B rows, N nodes, T fed tokens.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class Switch:
         for score in self.shadows.ripe():
             self.brain.scored(score)
         if any(outcome.finished):
-            return  # cut rounds say nothing about an arm
+            return  # cut rounds tell nothing about an arm
         played = max(spent - self.idle, 0.0)
         self.prices.observe(outcome.tree.num_nodes, played)
         self.brain.reward(self.played, tokens / len(outcome.emitted), played)
@@ -170,7 +171,7 @@ class Switch:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Counts per arm, and what the controller itself says."""
+        """Counts per arm, and what the controller itself reports."""
         arms = {name: count.to_json() for name, count in self.counts.items() if count.rounds}
         return {"controller": self.controller, "arms": arms, **self.brain.to_json()}
 

@@ -83,7 +83,7 @@ class ProofStep:
 class Proof:
     """All findings on a pair. `passed`: nothing contradicts what `verification` claims. A drafter
     that is approximate by construction is measured: how far its distribution is from the target's
-    is said and not judged. `dtype`: what the target computed in."""
+    is reported and decides nothing. `dtype`: what the target computed in."""
 
     target: str
     family: str

@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from specctl.core.batch import LossOut, TrainBatch
-from specctl.core.drafter import Borrowed, Drafter, DraftState, Needs, Space
+from specctl.core.drafter import Drafter, DraftState, Needs, Space
+from specctl.core.language_model import Borrowed
 from specctl.train.distributed.pieces import gathered, like_parameter
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.distributed.target_shards import whole_layers

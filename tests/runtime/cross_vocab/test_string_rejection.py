@@ -13,7 +13,7 @@ import torch
 
 from specctl.core.errors import IncompatibleError
 from specctl.core.tree import NodeKind
-from specctl.runtime.cross_vocab.first_token_distribution import LIMIT, FirstTokenDistribution
+from specctl.runtime.cross_vocab.string_rejection import LIMIT, FirstTokenDistribution
 from specctl.runtime.cross_vocab.token_bytes import Reader, TokenBytes
 from specctl.runtime.cross_vocab.translate import translated
 from specctl.runtime.proof.enumerate import Case, enumerate_case
@@ -118,7 +118,7 @@ def test_psi_is_the_probability_of_every_text_that_begins_with_the_token(target,
 
 def test_sequences_are_read_in_steps_of_any_width(monkeypatch):
     whole = Toy("long", "longer").psi()
-    monkeypatch.setattr("specctl.runtime.cross_vocab.first_token_distribution.AT_ONCE", 1)
+    monkeypatch.setattr("specctl.runtime.cross_vocab.string_rejection.AT_ONCE", 1)
     toy = Toy("long", "longer")
     assert toy.distribution.num_nodes > 4
     assert np.abs(toy.psi() - whole).max() < 1e-15

@@ -15,8 +15,8 @@ from torch import Tensor
 from specctl.core.drafter import Budget
 from specctl.core.errors import RecipeError
 from specctl.core.tree import DraftTree, NodeKind, empty_tree
-from specctl.drafters.retrieval.fuse import fuse
 from specctl.drafters.retrieval.trie import Trie, counted, pack
+from specctl.runtime.policies.fused import fuse
 
 CPU = torch.device("cpu")
 BIG = Budget(64, 16)
