@@ -44,7 +44,7 @@ from specctl.train.joint.joint import JointModel
 from specctl.train.loop import Job
 from specctl.train.lora import attach
 from specctl.train.metrics import MetricsLog
-from specctl.train.optim import Gradient, build_optimizers
+from specctl.train.optim import Gradient, RecipeSchedule, build_optimizers
 from specctl.train.saving.checkpoint import Checkpoints
 from specctl.train.saving.fingerprint import run_fingerprint
 from specctl.train.saving.state import Optimizers, seed_everything
@@ -90,6 +90,7 @@ def make_job(
     return Job(
         drafter=trained,
         settings=settings,
+        schedule=RecipeSchedule(settings),
         order=order,
         batch=_batches(recipe, target, drafter.needs(), text, features, selection),
         measure=decoder(recipe, decoding, drafter, measuring_prompts(recipe, target, data)),
