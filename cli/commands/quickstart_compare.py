@@ -12,8 +12,8 @@ from specctl.cli.app.console import Console
 if TYPE_CHECKING:
     from specctl.cli.options.loading import LoadedDraft
     from specctl.runtime.generate import Generated
+    from specctl.runtime.measure.cost_table import CostTable
     from specctl.runtime.measure.reporter import Advance
-    from specctl.runtime.policies.length import CostTable
     from specctl.runtime.sampling.sampling import Sampling
     from specctl.runtime.target.target import Target
 

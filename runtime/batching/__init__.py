@@ -7,11 +7,11 @@ from typing import Any
 
 from specctl.core.errors import RecipeError, unknown
 from specctl.runtime.batching.base import Batching, RowView
-from specctl.runtime.batching.costs import BatchCosts
 from specctl.runtime.batching.fixed import Bass, Fixed
 from specctl.runtime.batching.goodput import Goodput
 from specctl.runtime.batching.table import BySize
 from specctl.runtime.batching.tetris import Tetris
+from specctl.runtime.measure.cost_table import BatchCosts
 
 BATCHINGS = ("fixed", "goodput", "tetris", "table", "bass")
 ALPHA = 0.6  # for a table that is made before anything was drafted

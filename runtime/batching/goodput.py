@@ -24,9 +24,9 @@ from typing import Any
 
 from specctl.core.drafter import Outcome, RoundSeconds
 from specctl.runtime.batching.base import RowView
-from specctl.runtime.batching.costs import BatchCosts
 from specctl.runtime.batching.forecast import Forecast
 from specctl.runtime.batching.history import History
+from specctl.runtime.measure.cost_table import BatchCosts
 from specctl.runtime.measure.stats import expected_tau
 
 MEMORY = 0.9  # of the running times

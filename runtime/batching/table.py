@@ -9,7 +9,7 @@ from typing import Any, Self
 from specctl.core.drafter import Outcome, RoundSeconds
 from specctl.core.errors import RecipeError
 from specctl.runtime.batching.base import RowView
-from specctl.runtime.batching.costs import BatchCosts
+from specctl.runtime.measure.cost_table import BatchCosts
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from specctl.runtime.measure.cost_table import CostTable
     from specctl.runtime.policies.base import Policy
-    from specctl.runtime.policies.length import CostTable
 
 OFF = "off"
 
@@ -99,23 +99,17 @@ class Prices:
     def seconds(self, nodes: int) -> float:
         """Of a round with so many drafted nodes per row."""
         if self.table is not None:
-            return self._from_table(self.table, nodes)
+            longest = max(self.table.verify)
+            if nodes <= longest:
+                return self.table.seconds(nodes)
+            # beyond the table: as dear per node as its longest draft on average
+            return self.table.round_seconds(longest) * nodes / max(longest, 1)
         if nodes in self.seen:
             return self.seen[nodes]
         if not self.seen:
             return 1.0 + self.slope * nodes
         near = min(self.seen, key=lambda known: abs(known - nodes))
         return self.seen[near] * (1.0 + self.slope * nodes) / (1.0 + self.slope * near)
-
-    @staticmethod
-    def _from_table(table: CostTable, nodes: int) -> float:
-        known = sorted(table.verify)
-        above = next((k for k in known if k >= nodes), known[-1])
-        below = max((k for k in known if k <= nodes), default=known[0])
-        low, high = table.round_seconds(below), table.round_seconds(above)
-        if above == below:  # beyond the table: as dear per node as its last step on average
-            return high * max(1.0, nodes / max(above, 1))
-        return low + (high - low) * (nodes - below) / (above - below)
 
 
 class Controller(ABC):

@@ -22,10 +22,10 @@ from specctl.runtime.controllers.hedge import Hedge
 from specctl.runtime.controllers.match import Matches
 from specctl.runtime.controllers.posterior import Posterior
 from specctl.runtime.controllers.shadow import Shadows
+from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.policies.base import GrowRequest
 from specctl.runtime.policies.chain import Chain
 from specctl.runtime.policies.direct import Direct
-from specctl.runtime.policies.length import CostTable
 
 CONTROLLERS: Mapping[str, type[Controller]] = {
     "auto": Auto,

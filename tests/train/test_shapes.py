@@ -13,8 +13,8 @@ from specctl.core.vocab import VocabMap
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.models.llama import LlamaShape
 from specctl.runtime.measure.cost import measure_costs
+from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.measure.stats import expected_tau
-from specctl.runtime.policies.length import CostTable
 from specctl.runtime.target.target import Target
 from specctl.train.prune.search.acceptance import (
     Acceptances,
