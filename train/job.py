@@ -31,12 +31,10 @@ from specctl.train.assemble import (
     what_trains,
 )
 from specctl.train.data.on_policy import text_of
-from specctl.train.data.order import Order
 from specctl.train.data.rows import TokenData
-from specctl.train.data.supply import Text
+from specctl.train.data.supply import Order, Text
 from specctl.train.distributed.ranks import Ranks
-from specctl.train.distributed.sharding import Sharded
-from specctl.train.distributed.target_shards import spread_layers
+from specctl.train.distributed.sharding import Sharded, spread_layers
 from specctl.train.features.capture import capture
 from specctl.train.features.offline import BatchOf, feature_source
 from specctl.train.init.initial import Initial, Loader, completed, initialise, tensors_digest

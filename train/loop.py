@@ -26,8 +26,7 @@ from specctl.core.drafter import Drafter
 from specctl.core.errors import DivergedError
 from specctl.recipes.schema import TrainPart
 from specctl.runtime.measure.reporter import Advance, Reporter
-from specctl.train.data.order import Order, share
-from specctl.train.data.supply import Text
+from specctl.train.data.supply import Order, Text, share
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.metrics import (
     Measurement,

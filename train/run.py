@@ -31,7 +31,7 @@ from specctl.train.assemble import trainable_family
 from specctl.train.data.prepare import prepare, rows_digest
 from specctl.train.data.rows import TokenData
 from specctl.train.distributed.ranks import Ranks
-from specctl.train.distributed.target_shards import spread
+from specctl.train.distributed.sharding import spread
 from specctl.train.init.initial import Initial, Loader, check_fit, initial_of, loaded
 from specctl.train.job import RunInputs, make_job
 from specctl.train.joint.check import check_joint, check_target

@@ -153,8 +153,8 @@ def _trim(console: Console, model: Target, out: Path) -> Path:
     from specctl.cli.commands.trimming import TrimJob, trim_and_package
     from specctl.cli.options.loading import DraftChoice
     from specctl.export.package.manifest import WEIGHTS, check_files
+    from specctl.train.vocab.candidates import TrimSettings
     from specctl.train.vocab.selectors import selector
-    from specctl.train.vocab.settings import TrimSettings
 
     source, folder = out / "package", out / "trimmed"
     mark = folder / "of.json"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from specctl.core.errors import FileError, IncompatibleError, RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters import family
+from specctl.drafters.nets.heads import fitting_rows
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
 from specctl.models.fast_llama import LlamaModel
 from specctl.recipes.load import load_recipe
@@ -31,7 +32,6 @@ from specctl.runtime.target.target import Target
 from specctl.train.assemble import build_drafter, family_options
 from specctl.train.data.prepare import prepare
 from specctl.train.data.rows import TokenData
-from specctl.train.init.fitting import check_same_shape, check_shapes, fitting_vocab
 from specctl.train.prune.cut import Wanted, check_cut, cut_like, groups_left, prunable
 from specctl.train.saving.checkpoint import Checkpoints
 from specctl.train.vocab.draft_vocab import draft_vocab
@@ -260,3 +260,76 @@ def _same_vocab(initial: Initial, vocab: VocabMap | None) -> Drafter:
             where="drafter.init",
         )
     return source if vocab.digest() == has else source.trimmed(vocab)
+
+
+def fitting_vocab(source: Drafter, tensors: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
+    """The tensors with as many rows as the target has ids: models of one family pad one vocabulary
+    to different sizes (Qwen2.5 0.5B and 7B)."""
+    if not isinstance(source.module, LlamaModel):
+        return dict(tensors)
+    rows = {"model.embed_tokens.weight"} | ({"lm_head.weight"} if source.vocab is None else set())
+    return {name: fitting_rows(t, size) if name in rows else t for name, t in tensors.items()}
+
+
+def check_same_shape(drafter: Drafter, source: Drafter, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that do not fit, and constants that differ."""
+    check_shapes(drafter, source, tensors)
+    if _constants(drafter) != _constants(source):
+        name = "window, norm or rotary constants"
+        raise _misfit(drafter, source, name, "other constants", "those of the recipe")
+
+
+def check_shapes(
+    drafter: Drafter,
+    source: Drafter,
+    tensors: Mapping[str, Tensor],
+    aside: frozenset[str] = frozenset(),
+) -> None:
+    """Refuse tensors that do not fit, naming the first one and the options that would fit."""
+    wanted = {name: tuple(t.shape) for name, t in drafter.tensors().items()}
+    found = {name: tuple(t.shape) for name, t in tensors.items()}
+    names = sorted((wanted.keys() | found.keys()) - aside)
+    wrong = next((name for name in names if wanted.get(name) != found.get(name)), None)
+    if wrong is not None:
+        shapes = (str(each.get(wrong, "no such tensor")) for each in (found, wanted))
+        raise _misfit(drafter, source, wrong, *shapes)
+
+
+def _misfit(
+    drafter: Drafter, source: Drafter, name: str, found: str, expected: str
+) -> IncompatibleError:
+    fitting = _fitting_options(drafter, source)
+    return IncompatibleError(
+        f"the initial weights do not fit the drafter of this recipe: {name}",
+        found=found,
+        expected=expected,
+        do=" ".join(f"--set drafter.options.{k}={v}" for k, v in fitting.items())
+        or "give weights of the same shape",
+        where=f"drafter.options.{next(iter(fitting))}" if fitting else "drafter.init",
+    )
+
+
+def _constants(drafter: Drafter) -> tuple[Any, ...]:
+    """What a Llama computes with beside its tensors."""
+    if not isinstance(drafter.module, LlamaModel):
+        return ()
+    shape, rotary = drafter.module.shape, drafter.module.rotary
+    eps = shape.qk_norm_eps or shape.norm_eps
+    return shape.window, shape.norm_eps, eps, rotary.scale, rotary.inv_freq.tolist()
+
+
+def _fitting_options(drafter: Drafter, source: Drafter) -> dict[str, Any]:
+    """Options under which the drafter would have the shape of the source."""
+    ours, theirs = drafter.module, source.module
+    if isinstance(ours, LlamaModel) and isinstance(theirs, LlamaModel):
+        here = options_of(ours.shape, drafter.spec)
+        there = options_of(theirs.shape, drafter.spec)
+        if not here["tied"]:
+            del there["tied"]  # a tied head unties itself
+    else:
+        here, there = asdict(drafter.options), asdict(source.options)
+        there = {k: v for k, v in there.items() if k not in _HOW}
+    return {k: v for k, v in there.items() if here.get(k) != v}
+
+
+_HOW = ("loss", "temperature", "chunk")  # options that say how to train, not what

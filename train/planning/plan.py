@@ -25,13 +25,21 @@ from specctl.train.data.context import check_context
 from specctl.train.features.kept import Form
 from specctl.train.init.initial import TARGET, completed
 from specctl.train.joint.check import check_joint
-from specctl.train.joint.plan import joint_memory, num_added
 from specctl.train.lora import attach
 from specctl.train.metrics import read_log
 from specctl.train.optim import is_hidden_matrix
 from specctl.train.planning.rehearsal import Rehearsal, num_saves, small
 from specctl.train.planning.target_shape import TargetShape, shape_of, target_shape
-from specctl.train.planning.work import Part, Work, WorkSizes, num_parameters, passes, work_of
+from specctl.train.planning.work import (
+    Part,
+    Work,
+    WorkSizes,
+    joint_memory,
+    num_added,
+    num_parameters,
+    passes,
+    work_of,
+)
 from specctl.train.prune.cut import uncuttable
 from specctl.train.selective import COMPARING, reference_stage
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from specctl.train.data.corpus import heldout_texts, training_texts
-from specctl.train.data.order import Order
+from specctl.train.data.supply import Order
 from specctl.train.pretrain.recipe import PretrainRecipe
 
 Ids = npt.NDArray[np.uint16]

@@ -36,8 +36,7 @@ from specctl.core.drafter import Drafter, DraftState, Needs, Space
 from specctl.core.errors import DivergedError, FileError
 from specctl.recipes.schema import TrainPart
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
-from specctl.train.data.order import Order
-from specctl.train.data.supply import Text
+from specctl.train.data.supply import Order, Text
 from specctl.train.loop import Job, TrainProgress, restore, save, train
 from specctl.train.metrics import MetricsLog
 from specctl.train.optim import Gradient

@@ -20,7 +20,7 @@ from specctl.core.drafter import Drafter, DraftState, Needs, Space
 from specctl.core.spec import ModelSpec
 from specctl.recipes.schema import TrainPart
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
-from specctl.train.data.order import Order
+from specctl.train.data.supply import Order
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.distributed.sharding import Sharded
 from specctl.train.loop import Job
