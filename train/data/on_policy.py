@@ -177,7 +177,7 @@ def text_of(
         pad_id=target.spec.pad_id or 0,
         train_on_prompt=part.train_on_prompt,
     )
-    assert len(measuring_rows(recipe, data)) == data.num_rows - order.num_rows
+    assert len(measuring_rows(recipe.data, data)) == data.num_rows - order.num_rows
     return Mixed(Prepared(data), OnPolicy(drafter, target, data, writing, ranks), order.num_rows)
 
 

@@ -26,7 +26,7 @@ from specctl.drafters.nets.heads import fitting_rows
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
 from specctl.models.fast_llama import LlamaModel
 from specctl.recipes.load import load_recipe
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import DrafterPart, Recipe
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import build_drafter, family_options
@@ -58,22 +58,22 @@ class Initial:
     digest: str
 
 
-def initial_of(recipe: Recipe, target: Target, load: Loader | None) -> Initial | None:
+def initial_of(part: DrafterPart, target: Target, load: Loader | None) -> Initial | None:
     """What `drafter.init` names, loaded; None for fresh weights."""
-    name = recipe.drafter.init
-    _refuse_ignored(recipe)
+    name = part.init
+    _refuse_ignored(part)
     if name is None:
         return None
     if name == TARGET:
-        _only_small_lm(recipe)
+        _only_small_lm(part)
         whole = SmallLm.from_lm(prunable(target), target.spec)
         return Initial(name, whole, f"target {target.fingerprint}")
     drafter = loaded(name, target, load)
-    if drafter.family != recipe.drafter.family or drafter.module is None:
+    if drafter.family != part.family or drafter.module is None:
         raise IncompatibleError(
             f"drafter.init holds a drafter of family {drafter.family}",
             found=name,
-            expected=f"trained weights of family {recipe.drafter.family}",
+            expected=f"trained weights of family {part.family}",
             do=f"--set drafter.family={drafter.family}, or give another folder",
             where="drafter.init",
         )
@@ -85,8 +85,8 @@ def completed(recipe: Recipe, spec: ModelSpec, initial: Initial | None = None) -
     itself. Without `initial` (in a plan) the switches that a ModelSpec does not know stay open."""
     if recipe.drafter.init != TARGET:
         return recipe
-    _only_small_lm(recipe)
-    family_options(family(recipe.drafter.family), recipe)  # of the right types
+    _only_small_lm(recipe.drafter)
+    family_options(family(recipe.drafter.family), recipe.drafter)  # of the right types
     sizes = {option: getattr(spec, size) for option, size in _LIKE_TARGET.items()}
     if initial is not None and isinstance(initial.drafter.module, LlamaModel):
         sizes = options_of(initial.drafter.module.shape, spec)
@@ -97,13 +97,13 @@ def completed(recipe: Recipe, spec: ModelSpec, initial: Initial | None = None) -
     options = sizes | given
     part = recipe.drafter.model_copy(update={"options": options})
     complete = recipe.model_copy(update={"drafter": part})
-    _check_sizes(complete, spec)
+    _check_sizes(part, spec)
     return complete
 
 
-def _check_sizes(recipe: Recipe, spec: ModelSpec) -> None:
+def _check_sizes(part: DrafterPart, spec: ModelSpec) -> None:
     """Refuse a drafter that is larger than the target from which it is cut."""
-    options = family_options(family(recipe.drafter.family), recipe)
+    options = family_options(family(part.family), part)
     if isinstance(options, SmallLmOptions):
         wanted = Wanted(
             layers=options.layers,
@@ -116,14 +116,14 @@ def _check_sizes(recipe: Recipe, spec: ModelSpec) -> None:
         check_cut(wanted, spec)
 
 
-def check_fit(recipe: Recipe, spec: ModelSpec, initial: Initial | None) -> None:
+def check_fit(part: DrafterPart, spec: ModelSpec, initial: Initial | None) -> None:
     """Refuse loaded weights of another shape before the target writes answers for them. The head's
     rows are left aside: which of them stay is decided by those answers."""
     if initial is None or initial.name == TARGET:
         return
-    source, kind = initial.drafter, family(recipe.drafter.family)
+    source, kind = initial.drafter, family(part.family)
     with torch.device("meta"):
-        drafter = kind.build(family_options(kind, recipe), spec, source.vocab)
+        drafter = kind.build(family_options(kind, part), spec, source.vocab)
     tensors = fitting_vocab(source, source.tensors(), spec.vocab_size)
     check_shapes(drafter, source, tensors, frozenset({"lm_head.weight"}))
 
@@ -155,22 +155,22 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     return body.hexdigest()
 
 
-def _refuse_ignored(recipe: Recipe) -> None:
-    if recipe.drafter.init != TARGET and recipe.drafter.options.get("from_layers") is not None:
+def _refuse_ignored(part: DrafterPart) -> None:
+    if part.init != TARGET and part.options.get("from_layers") is not None:
         raise RecipeError(
             "from_layers is ignored unless the drafter is cut from the target",
             where="drafter.options.from_layers",
-            found=f"drafter.init: {recipe.drafter.init}",
+            found=f"drafter.init: {part.init}",
             expected="drafter.init: target",
             do="--set drafter.init=target, or leave from_layers out",
         )
 
 
-def _only_small_lm(recipe: Recipe) -> None:
+def _only_small_lm(part: DrafterPart) -> None:
     """small-lm, or a family that is one and drafts with it in its own way."""
-    if not issubclass(family(recipe.drafter.family).options, SmallLmOptions):
+    if not issubclass(family(part.family).options, SmallLmOptions):
         raise RecipeError(
-            f"a drafter of family {recipe.drafter.family} cannot be cut from the target",
+            f"a drafter of family {part.family} cannot be cut from the target",
             where="drafter.init",
             found=TARGET,
             expected=f"family {SmallLm.family}, or one built on it",

@@ -16,7 +16,7 @@ from typing import Any
 from specctl.core.drafter import Drafter
 from specctl.core.spec import ModelSpec
 from specctl.recipes.low_rank import JointPart
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import Recipe, TrainPart
 from specctl.train.planning.target_shape import TargetShape, layer_matrices
 from specctl.train.selective import COMPARING, reference_stage
 
@@ -39,14 +39,14 @@ def num_added(part: JointPart | None, spec: ModelSpec) -> int:
     return spec.num_layers * sum(min(part.rank, *size) * sum(size) for size in sizes)
 
 
-def joint_memory(recipe: Recipe, shape: TargetShape, wide: int) -> dict[str, int]:
+def joint_memory(train: TrainPart, shape: TargetShape, wide: int) -> dict[str, int]:
     """Bytes beside the frozen target and the drafter. The weights are added up anew for a batch and
     kept until its gradient is taken, as are some thirty vectors of every token and layer; when all
     is done the changed target is read back from disk."""
-    part, spec = recipe.train.joint, shape.spec
+    part, spec = train.joint, shape.spec
     if part is None:
         return {}
-    tokens, width = recipe.train.rows * recipe.train.seq_len, spec.hidden_size
+    tokens, width = train.rows * train.seq_len, spec.hidden_size
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     each = 7 * width + 4 * heads + 6 * spec.intermediate_size
     summed = spec.num_layers * sum(rows * columns for rows, columns in _adapted(part, spec))
@@ -166,12 +166,11 @@ def _training(recipe: Recipe, sizes: WorkSizes) -> Iterable[Work]:
     if train.select in COMPARING:
         each += sizes.passes * 2.0 * sizes.drafter  # the reference reads the batch, too
     yield Work("training", f"{train.steps:,} steps", each * tokens)
-    yield measuring(recipe, sizes, num_measures(recipe))
+    yield measuring(recipe, sizes, num_measures(train))
 
 
-def num_measures(recipe: Recipe) -> int:
+def num_measures(train: TrainPart) -> int:
     """Times that a run measures tau; adapting begins with one."""
-    train = recipe.train
     return math.ceil(train.steps / train.tau_every) + (train.lora is not None)
 
 

@@ -83,7 +83,9 @@ def cut_drafter(
     module, batches = source.lm.module, calibration(data, target.device)
     keep = choose(source.lm, wanted, batches)
     small = sliced(module.shape, module.state_dict(), keep)
-    others = asdict(family_options(trainable_family(recipe), recipe)) | {"from_layers": None}
+    others = asdict(family_options(trainable_family(recipe), recipe.drafter)) | {
+        "from_layers": None
+    }
     options = SmallLmOptions(**{**others, **options_of(small.shape, target.spec)})
     drafter = SmallLm(options, target.spec, source.vocab)
     drafter.load_tensors(fitted(drafter, small.tensors, source.vocab))
