@@ -19,8 +19,9 @@ from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice, target_j
 
 if TYPE_CHECKING:
     from specctl.runtime.generate import Generated
+    from specctl.runtime.measure.cost_table import CostTable
     from specctl.runtime.measure.stats import Stats
-    from specctl.runtime.policies.length import CostTable, LengthChooser
+    from specctl.runtime.policies.length import LengthChooser
     from specctl.runtime.sampling.sampling import Sampling
     from specctl.runtime.target.target import Target
 

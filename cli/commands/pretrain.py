@@ -33,10 +33,10 @@ def pretrain(
     """
     path = recipe_path(recipe)
     check_folder(out)
+    from specctl.train.pretrain.run import has_state
     from specctl.train.pretrain.run import pretrain as pretrain_
 
-    has_state = (out / "checkpoint.safetensors").is_file()
-    final = pretrain_(path, out, resume=resume and has_state)
+    final = pretrain_(path, out, resume=resume and has_state(out), reporter=console)
     console.out(
         f"{out / 'export'} | held-out loss {final.loss:.3f} nats | "
         f"next-token accuracy {final.accuracy:.3f} over {final.tokens:,} tokens | {peak_text()}"

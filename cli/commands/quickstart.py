@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from specctl.cli.options.loading import LoadedDraft
     from specctl.recipes.schema import Recipe
     from specctl.runtime.generate import Generated
+    from specctl.runtime.measure.cost_table import CostTable
     from specctl.runtime.measure.reporter import Advance
-    from specctl.runtime.policies.length import CostTable
     from specctl.runtime.sampling.sampling import Sampling
     from specctl.runtime.target.target import Target
 
@@ -160,8 +160,8 @@ def _trim(console: Console, model: Target, out: Path) -> Path:
     from specctl.cli.commands.trimming import TrimJob, trim_and_package
     from specctl.cli.options.loading import DraftChoice
     from specctl.export.package.manifest import WEIGHTS, check_files
+    from specctl.train.vocab.candidates import TrimSettings
     from specctl.train.vocab.selectors import selector
-    from specctl.train.vocab.settings import TrimSettings
 
     source, folder = out / "package", out / "trimmed"
     mark = folder / "of.json"

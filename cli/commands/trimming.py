@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from specctl.runtime.target.target import Target
     from specctl.train.data.heldout import HeldoutPrompt
     from specctl.train.data.records import Sample
+    from specctl.train.vocab.candidates import Material, TrimSettings
     from specctl.train.vocab.report import TrimReport
     from specctl.train.vocab.selectors import Selector
-    from specctl.train.vocab.settings import Material, TrimSettings
 
 SHARES = (1, 4, 3)  # of the prompts: tau is measured, sizes are predicted, tokens are counted on
 
@@ -72,9 +72,9 @@ def trim_and_package(console: Console, job: TrimJob, out: Path) -> tuple[TrimRep
 def gathered(job: TrimJob) -> Material:
     """Prompts split three ways, the target's answers to one part, and the selector's counts."""
     from specctl.train.data.heldout import heldout_prompts
+    from specctl.train.vocab.candidates import Material
     from specctl.train.vocab.chains import write_answers
     from specctl.train.vocab.coverage import total_counts
-    from specctl.train.vocab.settings import Material
 
     size, settings = job.target.spec.vocab_size, job.settings
     pool = heldout_prompts(job.target, sum(SHARES) * job.num_prompts, path=job.prompts)

@@ -27,9 +27,9 @@ from typing import Any
 
 from specctl.core.drafter import Outcome, RoundSeconds
 from specctl.runtime.batching.base import BatchingEntry, RowView
-from specctl.runtime.batching.costs import BatchCosts
 from specctl.runtime.batching.forecast import Forecast
 from specctl.runtime.batching.history import History
+from specctl.runtime.measure.cost_table import BatchCosts
 from specctl.runtime.measure.live_costs import Account, Ratios
 from specctl.runtime.measure.stats import expected_tau
 

@@ -21,14 +21,13 @@ from specctl.core.drafter import (
     Space,
 )
 from specctl.core.tree import DraftTree, NodeKind, chain_tree
-from specctl.runtime.batching.costs import BatchCosts
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
-from specctl.runtime.policies.base import Policy
+from specctl.runtime.measure.cost_table import BatchCosts, CostTable, TreeCosts
+from specctl.runtime.policies.base import Fitting, Policy
 from specctl.runtime.policies.chain import Chain
 from specctl.runtime.policies.direct import Direct
-from specctl.runtime.policies.hardware import Fitting, TreeCosts
-from specctl.runtime.policies.length import CostTable, FixedLength, LengthChooser
+from specctl.runtime.policies.length import FixedLength, LengthChooser
 from specctl.runtime.policies.switch import Switch
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target

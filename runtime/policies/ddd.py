@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from specctl.core.tree import DraftTree
+from specctl.runtime.measure.cost_table import TreeCosts
 from specctl.runtime.policies.base import GrowRequest, PointTree, PolicyEntry
 from specctl.runtime.policies.beam import Pool, grow_beam
-from specctl.runtime.policies.hardware import TreeCosts
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from math import prod
 from specctl.core.errors import RecipeError
 from specctl.core.tree import DraftTree
 from specctl.drafters.states.template import Path, greedy_paths
+from specctl.runtime.measure.cost_table import TreeCosts
 from specctl.runtime.policies.base import GrowRequest, PointTree, PolicyEntry
-from specctl.runtime.policies.hardware import TreeCosts
 from specctl.runtime.policies.shaped import grow_shape, shape_of
 
 Profile = tuple[tuple[float, ...], ...]

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from specctl.core.tree import DraftTree
+from specctl.runtime.measure.cost_table import TreeCosts
 from specctl.runtime.policies.base import GrowRequest, PointTree, PolicyEntry
 from specctl.runtime.policies.beam import Pool, grow_beam
-from specctl.runtime.policies.hardware import TreeCosts
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,10 @@ from specctl.runtime.controllers import CONTROLLERS
 from specctl.runtime.controllers.base import OFF, Arm, ArmCount, Controller, Prices, Score
 from specctl.runtime.controllers.match import Matches
 from specctl.runtime.controllers.shadow import Shadows
+from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.policies.base import GrowRequest, PolicyEntry
 from specctl.runtime.policies.chain import Chain
 from specctl.runtime.policies.direct import Direct
-from specctl.runtime.policies.length import CostTable
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from specctl.export.package.folder import save_package
 from specctl.runtime.proof import prove
 from specctl.runtime.proof.proof_report import Check, Proof, ProofLevel
 from specctl.runtime.verify import RULES
-from specctl.train.data.tokenizer import train_tokenizer
+from specctl.train.pretrain.data import train_tokenizer
 from specctl_testing.cli import commands
 
 GENERATE = ("generate", "def main(", "--dtype", "float32", "--max-new-tokens", "10", "--ignore-eos")

@@ -26,12 +26,12 @@ from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import HeldoutPrompt
 from specctl.train.data.records import Sample
+from specctl.train.vocab.candidates import Material, TrimSettings
 from specctl.train.vocab.chains import write_answers
-from specctl.train.vocab.counting import draft_tokens, target_tokens
-from specctl.train.vocab.head_cost import HeadCost
-from specctl.train.vocab.measure import MeasuredDrafter, PromptRun, moved_bytes
+from specctl.train.vocab.measure import HeadCost, MeasuredDrafter, PromptRun, moved_bytes
 from specctl.train.vocab.selectors import Evidence, selector, selectors
-from specctl.train.vocab.settings import Material, TrimSettings
+from specctl.train.vocab.selectors.drafted import draft_tokens
+from specctl.train.vocab.selectors.vocab_trim import target_tokens
 from specctl.train.vocab.trim import Trimmed, trim
 from specctl_testing.train.vocab_cases import COST, counts
 

@@ -73,7 +73,7 @@ def _write(changed: Target, folder: Path) -> None:
 
 def held_out(recipe: Recipe, target: Target, data: TokenData) -> list[TrainBatch]:
     """Text that no step has read: rows kept back, or the built-in corpus' held-out prompts."""
-    rows = list(measuring_rows(recipe, data))[:TEXTS]
+    rows = list(measuring_rows(recipe.data, data))[:TEXTS]
     if rows:
         batches = [
             data.batch(rows[i : i + ROWS_AT_ONCE]) for i in range(0, len(rows), ROWS_AT_ONCE)

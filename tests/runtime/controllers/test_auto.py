@@ -18,8 +18,8 @@ from specctl.runtime.controllers.match import Matches
 from specctl.runtime.controllers.shadow import Shadows
 from specctl.runtime.generate import generate
 from specctl.runtime.measure.cost import equip, measure_costs
+from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.policies.direct import Direct
-from specctl.runtime.policies.length import CostTable
 from specctl.runtime.policies.switch import Switch
 from specctl.runtime.sampling.sampling import Sampling
 

@@ -13,13 +13,13 @@ import torch
 from specctl.core.drafter import Outcome, RoundSeconds, RoundView
 from specctl.core.tree import NodeKind, chain_tree, empty_tree
 from specctl.runtime.batching import RowView
-from specctl.runtime.batching.costs import BatchCosts
 from specctl.runtime.batching.goodput import Goodput
 from specctl.runtime.controllers.auto import Auto
 from specctl.runtime.controllers.base import OFF, Arm, Prices, Score
+from specctl.runtime.measure.cost_table import BatchCosts, CostTable
 from specctl.runtime.measure.live_costs import Ratios
 from specctl.runtime.policies.direct import Direct
-from specctl.runtime.policies.length import CostTable, LengthChooser
+from specctl.runtime.policies.length import LengthChooser
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8)
 LEAST, ROUNDS = 0.97, 2500

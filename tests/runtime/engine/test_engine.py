@@ -13,8 +13,9 @@ from specctl.runtime.engine.prefill import STEP
 from specctl.runtime.engine.request import Request
 from specctl.runtime.generate import generate
 from specctl.runtime.measure.cost import adaptive
+from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.policies import make_policy
-from specctl.runtime.policies.length import CostTable, FixedLength, LengthChooser
+from specctl.runtime.policies.length import FixedLength, LengthChooser
 from specctl.runtime.sampling.sampling import Sampling
 
 PROMPTS = ([3, 1, 4, 1, 5], [9, 2], [6], [5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4])

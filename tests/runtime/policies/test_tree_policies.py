@@ -15,10 +15,9 @@ from specctl.core.tree import NodeKind, chain_tree
 from specctl.drafters import families
 from specctl.recipes.serve import POLICY_FIELDS, ServePart
 from specctl.runtime.measure.cost import equip, measure_costs
+from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.policies import POLICIES, TREES, make_policy, policies_of
-from specctl.runtime.policies.base import Policy
-from specctl.runtime.policies.hardware import Fitting
-from specctl.runtime.policies.length import CostTable
+from specctl.runtime.policies.base import Fitting, Policy
 from specctl.runtime.proof import prove
 from specctl.runtime.proof.reference_checks import Replay, chi_square
 from specctl.runtime.sampling.sampling import Sampling

@@ -8,8 +8,7 @@ import torch
 from specctl.core.drafter import Outcome, RoundSeconds, RoundView
 from specctl.core.tree import empty_tree
 from specctl.runtime.batching import RowView
-from specctl.runtime.batching.costs import BatchCosts
-from specctl.runtime.policies.length import CostTable
+from specctl.runtime.measure.cost_table import BatchCosts, CostTable
 
 LONGEST = 8
 SIZES = (1, 2, 4, 8, 16, 32, 64)

@@ -20,12 +20,12 @@ from specctl.core.drafter import Drafter, DraftState, Needs, Space
 from specctl.core.spec import ModelSpec
 from specctl.recipes.schema import TrainPart
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
-from specctl.train.data.order import Order
+from specctl.train.data.supply import Order
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.distributed.sharding import Sharded
 from specctl.train.loop import Job
 from specctl.train.metrics import MeasuredAcceptance, MetricsLog
-from specctl.train.optim import Gradient, build_optimizers
+from specctl.train.optim import Gradient, RecipeSchedule, build_optimizers
 from specctl.train.saving.checkpoint import Checkpoints
 from specctl.train.saving.disk import Disk
 from specctl.train.saving.state import seed_everything
@@ -137,6 +137,7 @@ def make_job(
     return Job(
         drafter=drafter,
         settings=part,
+        schedule=RecipeSchedule(part),
         order=Order(NUM_ROWS, part.seed),
         batch=batch,
         measure=measure,

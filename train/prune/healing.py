@@ -18,7 +18,7 @@ from specctl.train.init.initial import checkpoint_drafter
 from specctl.train.planning.plan import plan
 from specctl.train.planning.work import ANSWERS
 from specctl.train.prune.cut import prunable
-from specctl.train.prune.search.shape import DraftShape
+from specctl.train.prune.shapes import DraftShape
 from specctl.train.run import train_draft
 from specctl.train.saving.whole import step_name
 
