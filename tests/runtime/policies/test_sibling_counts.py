@@ -15,7 +15,7 @@ from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.policies import make_policy
 from specctl.runtime.policies.base import Policy
 from specctl.runtime.proof.enumerate import Case, drafted, outcomes
-from specctl.runtime.proof.scalar import SCALAR_RULES
+from specctl.runtime.verify.scalar import SCALAR_RULES
 from specctl.runtime.sampling.sampling import Sampling
 from specctl_testing.runtime.markov import Recorder, Silent, mixed
 
