@@ -14,7 +14,7 @@ from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Completion, Request, Row
 from specctl.runtime.engine.stopping import trim_stop
 from specctl.runtime.measure.stats import Stats, add_counts, repetition_rate
-from specctl.runtime.pearl.pearl import Pearl
+from specctl.runtime.pearl import Pearl
 from specctl.runtime.policies import Policy, make_policy
 from specctl.runtime.policies.length import LengthChooser
 from specctl.runtime.policies.switch import Switch
