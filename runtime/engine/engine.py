@@ -276,13 +276,13 @@ class Engine:
 
     def _reads(self) -> bool:
         """Whether the drafter reads prompts as the target does, ahead of the first draft."""
-        is_able = self._state is not None and self._state.reads_ahead
+        is_able = self._state is not None and self._state.prefills_in_parts
         rows = [*self.rows, *(reading.row for reading in self.admission.readings)]
         return is_able and (not self.sleep.is_allowed or self._planner.would_draft(rows))
 
     def _follow(self, row: Row, taps: Mapping[int, Tensor], first: int, last: int) -> None:
         if self._state is not None and row.speculates:
-            self._state.ahead(row.slot, row.tokens, taps, first, last)
+            self._state.prefill(row.slot, row.tokens, taps, first, last)
             row.observed_len = last
 
     def _part(self, rows: Sequence[Row]) -> None:

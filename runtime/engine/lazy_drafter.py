@@ -143,8 +143,8 @@ def meet(state: DraftState, row: Row) -> None:
     taps, prompt = row.prompt_taps, row.request.tokens
     if row.request.conversation is None:
         row.prompt_taps = {}
-    if state.reads_ahead and not row.observed_len:
-        state.ahead(row.slot, prompt, {}, 0, 0)
+    if state.prefills_in_parts and not row.observed_len:
+        state.prefill(row.slot, prompt, {}, 0, 0)
     row.is_met = True
     state.join(row.slot, row.request.conversation)
     state.start(row.slot, prompt, taps)

@@ -86,7 +86,7 @@ def spied(engine):
             calls["told"] += sum(map(len, given[0].emitted))
         return inner(*given)
 
-    for name in ("join", "ahead", "start", "observe", "end"):
+    for name in ("join", "prefill", "start", "observe", "end"):
         setattr(state, name, partial(spy, name, getattr(state, name)))
     return calls
 
@@ -112,11 +112,11 @@ def test_no_prompt_is_read_ahead_for_a_crowd_that_will_not_draft(target, drafter
             if index == 2:
                 for _ in range(12):
                     engine.advance()  # two rows draft when the third comes
-                assert calls.pop("ahead") > 0
+                assert calls.pop("prefill") > 0
             engine.submit(index, request)
         for _ in range(5):
             engine.advance()
-        found[crowd] = calls["ahead"]
+        found[crowd] = calls["prefill"]
     assert found[3] == 0 < found[9]
 
 

@@ -68,19 +68,19 @@ def engine_of(target, name, chunk, slots=1, kind=Engine, **named):
 def counted(engine):
     """How many positions the drafter reads by round and slot; filled as the engine goes."""
     state, read, at = engine._state, [], {}
-    ahead, start = state.ahead, state.start
+    prefill, start = state.prefill, state.start
 
-    def spy_ahead(slot, tokens, taps, first, last):
+    def spy_prefill(slot, tokens, taps, first, last):
         assert first == 0 or at[slot] == first
         read.append(last - first)
         at[slot] = last
-        ahead(slot, tokens, taps, first, last)
+        prefill(slot, tokens, taps, first, last)
 
     def spy_start(slot, tokens, taps):
         read.append(len(tokens) - 1 - at.pop(slot, 0))
         start(slot, tokens, taps)
 
-    state.ahead, state.start = spy_ahead, spy_start
+    state.prefill, state.start = spy_prefill, spy_start
     return read
 
 
@@ -94,7 +94,7 @@ def test_drafts_are_those_of_a_drafter_that_read_the_prompt_whole(target, name):
     found = []
     for splits in (False, True):
         engine, seen = engine_of(target, name, CHUNK)
-        engine._state.reads_ahead &= splits
+        engine._state.prefills_in_parts &= splits
         read = counted(engine)
         done = engine.run(requests())
         found.append(([row.tokens for row in done], [row.stats for row in done], seen.trees))
@@ -134,15 +134,15 @@ def test_a_row_that_leaves_half_read_leaves_nothing_to_the_next(target, name):
 
 def test_a_drafter_that_fails_in_a_part_costs_the_drafts_of_that_row_alone(target):
     engine, _ = engine_of(target, "small-lm", CHUNK, kind=GuardedEngine, say=print)
-    ahead, calls = engine._state.ahead, []
+    prefill, calls = engine._state.prefill, []
 
     def fails(slot, tokens, taps, first, last):
         calls.append(first)
         if len(calls) == 3:
             raise ValueError
-        ahead(slot, tokens, taps, first, last)
+        prefill(slot, tokens, taps, first, last)
 
-    engine._state.ahead = fails
+    engine._state.prefill = fails
     done = engine.run(requests()[:3])
     plain = Engine(target).run(requests()[:3])
     assert [row.tokens for row in done] == [row.tokens for row in plain]
