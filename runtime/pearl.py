@@ -40,9 +40,9 @@ from specctl.core.errors import RecipeError
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import LmOut
 from specctl.core.tree import DraftTree, NodeKind, QRows, chain_tree, empty_tree
+from specctl.runtime.engine.commit import cut
 from specctl.runtime.engine.prefill import prefill
 from specctl.runtime.engine.request import Completion, Request, Row
-from specctl.runtime.engine.stopping import cut
 from specctl.runtime.policies.base import GrowRequest, Policy
 from specctl.runtime.policies.chain import Chain
 from specctl.runtime.sampling.noise import RoundNoise
