@@ -17,6 +17,7 @@ from typing import Any, Concatenate, ParamSpec, get_type_hints
 import typer
 
 from specctl.cli.app.console import Console
+from specctl.cli.app.printable import guarded_streams
 from specctl.cli.options.flags import GLOBAL_FLAGS, ConfigFile
 
 P = ParamSpec("P")
@@ -69,7 +70,8 @@ def command(
             _check_numbers(ctx, option, given[option.name])
         given |= {group.name: group.gather(given) for group in groups}
         try:
-            body(console, **given)  # type: ignore[call-arg]
+            with guarded_streams():
+                body(console, **given)  # type: ignore[call-arg]
         except BrokenPipeError as error:
             raise ClosedPipe from error  # typer would turn it into exit code 1
         except KeyboardInterrupt as error:

@@ -27,6 +27,7 @@ from specctl.core.errors import (
     NetworkError,
     ResourceError,
     SpecctlError,
+    is_out_of_memory,
 )
 
 # typer may carry its own copy of click; its BadParameter is the one public way to the base class.
@@ -133,7 +134,7 @@ def as_told(error: BaseException, command: str = "specctl") -> SpecctlError | No
         return error
     if isinstance(error, USAGE_ERROR):
         return _usage(error)
-    if _is_out_of_memory(error):
+    if is_out_of_memory(error):
         return ResourceError(
             "not enough memory",
             found=_first_line(error),
@@ -204,15 +205,6 @@ def near_flag(wanted: str, params: Iterable[Any]) -> str:
     flags = {f for p in params for f in (*p.opts, *p.secondary_opts) if f.startswith("--")}
     likely = max(sorted(flags), key=likeness, default="")
     return likely if likely and likeness(likely) >= ALIKE else ""
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and (
-        "can't allocate memory" in text or "not enough memory" in text or "out of memory" in text
-    )
 
 
 def _os_error(error: OSError) -> SpecctlError | None:

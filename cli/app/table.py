@@ -5,6 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
+from specctl.cli.app.printable import one_line
+
 GAP = 2
 LEAST = 12  # a column of prose is not made narrower than this
 TALLEST = 4  # lines of one cell; a row that needs more is written as a record
@@ -89,7 +91,7 @@ def _cell(value: object) -> str:
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.2f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{value:,}" if isinstance(value, int) else one_line(str(value))
 
 
 def _looks_numeric(cells: Sequence[Sequence[str]], column: int) -> bool:

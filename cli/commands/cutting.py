@@ -77,7 +77,6 @@ def _made(
     from specctl.drafters.small_lm import SmallLm
     from specctl.train.saving.lock import locked
 
-    folder.mkdir(parents=True, exist_ok=True)
     target = recipe_target(console, job.recipe)
     with locked(folder, console):
         if not (folder / REPORT).exists():

@@ -13,7 +13,7 @@ from specctl.cli.commands.cutting import PruneJob, cut_and_heal
 from specctl.cli.commands.plan import shown, without_dry_run
 from specctl.cli.commands.shapes import SearchFlags, search_shapes
 from specctl.cli.options.flags import Offline
-from specctl.cli.options.preflight import check_run
+from specctl.cli.options.preflight import check_out, check_run
 from specctl.cli.options.recipe_flags import DryRun, RecipeFlags
 from specctl.cli.options.target_choice import go_offline
 from specctl.core.errors import RecipeError
@@ -98,6 +98,8 @@ def prune(
     if offline:
         go_offline()
     out = run.folder(recipe)
+    if not search.search:  # which keeps a folder of its own kind
+        check_out(out)
     check_run(recipe, out)
     if search.search:
         if dry_run:
@@ -121,7 +123,7 @@ def _show_plans(console: Console, job: PruneJob) -> None:
     recipe = job.data_recipe()
     wanted = job.wanted(target_shape(recipe.target).spec)
     plans = prune_plans(recipe, wanted, job.steps, job.two_step)
-    console.done(shown(console, recipe, plans), next=[without_dry_run()])
+    console.done(shown(console, recipe, plans, job.out), next=[without_dry_run()])
 
 
 def _search_unplanned() -> RecipeError:

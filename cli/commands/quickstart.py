@@ -18,7 +18,7 @@ from specctl.cli.app.memory import peak_memory, peak_text
 from specctl.cli.app.progress import duration
 from specctl.cli.commands.quickstart_compare import compare
 from specctl.cli.options.flags import Sets
-from specctl.cli.options.preflight import check_run
+from specctl.cli.options.preflight import check_out, check_run
 from specctl.core.errors import Exit, SpecctlError
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def quickstart(
     """
     started = time.monotonic()
     loaded = scaled(recipe, target, minutes, tuple(set_ or ()))
+    check_out(out)
     check_run(loaded, out)
     from specctl.cli.options.target_choice import TargetChoice
     from specctl.runtime.target.inflate import inflatable, size_named

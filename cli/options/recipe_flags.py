@@ -73,8 +73,16 @@ class RecipeFlags:
 
     def folder(self, recipe: Recipe) -> Path:
         """--out, or runs/TARGET-RECIPE."""
-        target = recipe.target.name.strip("/").replace("/", "--")
-        return self.out if self.out is not None else Path("runs") / f"{target}-{recipe.name}"
+        if self.out is not None:
+            return self.out
+        return Path("runs") / f"{folder_name(recipe.target.name)}-{recipe.name}"
+
+
+def folder_name(target: str) -> str:
+    """A target's name as that of a folder: steps of a path are joined, and none is hidden."""
+    steps = [step for step in target.split("/") if step not in ("", ".", "..")]
+    named = "--".join(steps).lstrip(".")
+    return named or Path(target).resolve().name or "target"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +115,8 @@ class TrainingFlags(RecipeFlags):
         typer.Option(
             "--allow",
             metavar="FIELD",
-            help="Continue although this changed: config, target, data, vocab, init, world-size.",
+            help="Continue although this changed: config, target, data, vocab, init, world-size. "
+            "restart: begin again where no checkpoint is whole.",
             rich_help_panel=RUN,
         ),
     ] = None

@@ -83,8 +83,8 @@ def _summary(manifest: Manifest) -> str:
         text += (
             f" **The target was changed**: it is not {_last(changed.name)}, which it was made "
             "from, but that model trained together with this drafter. What is generated follows "
-            f"the changed model's distribution: KL {changed.kl:.4f} nats a token from the original's, "
-            f"the same greedy token in {changed.agreement:.1%} of places, "
+            f"the changed model's distribution: KL {changed.kl:.4f} nats a token from the "
+            f"original's, the same greedy token in {changed.agreement:.1%} of places, "
             f"perplexity {changed.perplexity_before:.2f} before and {changed.perplexity:.2f} after "
             f"({changed.tokens:,} held-out tokens)."
         )

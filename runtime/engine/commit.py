@@ -1,7 +1,9 @@
 """commit: what a round emits, from its one host read; and what is reported of it.
 
 EOS, stop strings and limits are applied here and nowhere else, in token order: a token after the
-first that ends a row is never emitted, counted or fed to anything. Log-probabilities are read from
+first that ends a row is never emitted, counted or fed to anything. An EOS behind a text that its
+grammar does not accept is no end of a text but the only token left where the grammar could not be
+followed further: the row ends with "grammar", which is a failure. Log-probabilities are read from
 the target's logits after bias, penalties and grammar and before temperature and truncation, so that
 they say what the model thought, not how it was sampled; the token at place j of a round was drawn
 after fed token path[j].
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,28 +28,36 @@ from specctl.runtime.engine.round import Round
 from specctl.runtime.target.target import Target
 from specctl.runtime.verify import Verdict
 
+if TYPE_CHECKING:
+    from specctl.runtime.sampling.grammar import Grammar
+
 LEAST = -9999.0  # said of what cannot be drawn: JSON has no infinities
 
 
 def commit(
     round: Round, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor, target: Target
 ) -> list[Emission]:
-    """What every row gets, by row; `logits_BTV` are the processed ones."""
+    """What every row gets, by row; `logits_BTV` are the processed ones. A round that was cut
+    rejected nothing."""
     packed = verdict.next_token_B[:, None]
     if tree.num_nodes:
         node_BP = (verdict.path_BP[:, 1:] - 1).clamp(min=0)
         path_BP = tree.token_BN.gather(1, node_BP)
-        counts_B2 = torch.stack([verdict.num_accepted_B, tree.valid_BN.sum(1)], dim=1)
-        packed = torch.cat([packed, counts_B2, path_BP], dim=1)
+        end_B1 = verdict.path_BP.gather(1, verdict.num_accepted_B[:, None])
+        is_behind_B = (tree.valid_BN & (tree.parent_BN + 1 == end_B1)).any(1)
+        counts = [verdict.num_accepted_B, tree.valid_BN.sum(1), is_behind_B]
+        packed = torch.cat([packed, torch.stack(counts, dim=1), path_BP], dim=1)
     done = []
     for b, (row, (next_token, *rest)) in enumerate(zip(round.rows, packed.tolist(), strict=True)):
-        num_accepted, num_drafted, *path = rest or (0, 0)
+        num_accepted, num_drafted, is_behind, *path = rest or (0, 0, 0)
         new, finished = cut(row, [*path[:num_accepted], next_token], target)
-        depth = round.plan.depth(b, tree) if num_drafted else 0
+        is_rejected = bool(is_behind) and len(new) > num_accepted
         logprobs = None
         if row.request.logprobs is not None:
             logprobs = _logprobs(logits_BTV[b], verdict.path_BP[b], row.request.logprobs, new)
-        done.append(Emission(row, tuple(new), num_accepted, finished, num_drafted, depth, logprobs))
+        done.append(
+            Emission(row, tuple(new), num_accepted, finished, num_drafted, is_rejected, logprobs)
+        )
     return done
 
 
@@ -60,13 +71,23 @@ def cut(row: Row, new: Sequence[int], target: Target) -> tuple[list[int], str | 
     kept: list[int] = []
     for token in new:
         kept.append(token)
-        if not sampling.ignore_eos and token in target.eos_ids:
-            return kept, "eos"
+        if token in target.eos_ids:
+            if sampling.grammar is not None and not _is_accepted(row, kept, sampling.grammar):
+                return kept, "grammar"
+            if not sampling.ignore_eos:
+                return kept, "eos"
         if sampling.stop and _ends_with_stop(row, kept, sampling.stop, target):
             return kept, "stop"
         if len(kept) >= room:
             return kept, "length" if len(kept) >= row.room else "context"
     return kept, None
+
+
+def _is_accepted(row: Row, kept: Sequence[int], grammar: Grammar) -> bool:
+    """The text in front of the EOS that it ends with is one of the grammar; an EOS behind another
+    one says nothing new."""
+    *text, end = [*row.tokens[row.prompt_len :], *kept]
+    return not grammar.eos_ids.isdisjoint(text) or grammar.accepts(text, end)
 
 
 def _ends_with_stop(row: Row, kept: Sequence[int], stops: Sequence[str], target: Target) -> bool:

@@ -32,7 +32,7 @@ from specctl.runtime.policies.direct import Direct
 from specctl.runtime.policies.length import LengthChooser
 from specctl.runtime.target.target import Target
 from specctl.runtime.verify import Verdict, run_rule
-from specctl.runtime.verify.choice import check_rule, rule_for
+from specctl.runtime.verify.choice import check_rule, rule_for, sampling_rule
 from specctl.runtime.verify.forced import with_forced
 
 
@@ -62,6 +62,7 @@ class Engine:
         self.target, self.drafter, self.rule, self.batching = target, drafter, rule, batching
         self.context, self.num_slots, self.max_len = target.spec.max_positions, num_slots, max_len
         self.policy: Policy = fresh(policy) if policy is not None else Direct()
+        self._usual_rule = sampling_rule(rule, drafter, self.policy)
         self.needs = drafter.needs() if drafter is not None else Needs()
         self.reader = TargetReader(target, self.policy, self.needs.taps)
         check_rule(rule, drafter, self.policy)
@@ -73,7 +74,8 @@ class Engine:
             inner = PolicyDrafter(drafter, self.policy, learners, rule == "target-only")
             inner = wrap_drafter(inner) if wrap_drafter is not None else inner
         self.drafting = LazyDrafter(inner, self.policy.nodes + 1, is_lazy=not self.needs.topk)
-        planner = RoundPlanner(self.context, self.policy, chooser, batching, self.drafting)
+        who = (self.policy, chooser, batching, self.drafting)
+        planner = RoundPlanner(self.context, *who, self._usual_rule != "target-only")
         self.scheduler = Scheduler(self.reader, planner, num_slots, prefill_chunk)
         self.draft_seconds = self.verify_seconds = self._catch_up_seconds = 0.0
 
@@ -157,8 +159,9 @@ class Engine:
     def _verify(self, round: Round, tree: DraftTree, logits_BTV: Tensor) -> Verdict:
         """Which drafted tokens are accepted, and the token behind them."""
         scores_BTV = with_forced(round.sampling.distribution(logits_BTV), tree)
-        rule = rule_for(self.rule, tree, round.sampling.all_greedy)
-        return run_rule(rule, tree, scores_BTV, round.noise)
+        rule = rule_for(self.rule, tree, round.sampling.all_greedy, self._usual_rule)
+        noise = round.noise if tree.is_chain else round.noise.counted_over(tree.valid_BN)
+        return run_rule(rule, tree, scores_BTV, noise)
 
     def _learn(self, outcome: Outcome, spent: RoundSeconds) -> None:
         """Whoever drafts or plans sees what the round did; observing counts as drafting."""

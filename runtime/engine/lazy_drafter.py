@@ -140,8 +140,9 @@ class LazyDrafter(RoundDrafter):
 
     def learn(self, outcome: Outcome, seconds: RoundSeconds) -> None:
         """Of the rows that drafted, or of all in a round without drafts."""
-        assert self._seen is not None, "a round is observed before it is learned from"
-        self.inner.learn(self._seen, seconds)
+        seen, self._seen = self._seen, None
+        assert seen is not None, "a round is observed before it is learned from"
+        self.inner.learn(seen, seconds)
 
     def _speculating(self, slots: Sequence[int]) -> list[int]:
         return [b for b, slot in enumerate(slots) if self.inner.speculates(slot)]

@@ -27,7 +27,8 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class Completion:
     """A finished row: `tokens` are the emitted ones (an ending EOS included), `finish_reason` is
-    "eos", "stop", "length" or "context"."""
+    "eos", "stop", "length", "context", or "grammar" where the text broke off because its grammar
+    could not be followed further."""
 
     request: Request
     tokens: tuple[int, ...]
@@ -93,13 +94,13 @@ class TokenLogprob:
 @dataclass(frozen=True, slots=True)
 class Emission:
     """What a round gave one row: its new tokens, of which the first `num_accepted` were drafted
-    (more were accepted where a stop cut them off), and why it ended, None while it goes on. Of its
-    tree, `num_drafted` nodes down to `depth` were verified."""
+    (more were accepted where a stop cut them off), and why it ended, None while it goes on. Of
+    `num_drafted` nodes those behind the last accepted one were rejected, if `is_rejected`."""
 
     row: Row
     tokens: tuple[int, ...]
     num_accepted: int
     finished: str | None
     num_drafted: int
-    depth: int
+    is_rejected: bool
     logprobs: tuple[TokenLogprob, ...] | None = None

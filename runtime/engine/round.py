@@ -1,7 +1,12 @@
 """Round: the active rows, and everything that is decided before they draft.
 
 What is decided here follows from earlier rounds only. A length that looked at this round's drafts
-would bias what is emitted (non-anticipation). Letters: B rows.
+would bias what is emitted (non-anticipation).
+
+Under most rules what a sampled row emits depends on its drafts. Its draft must then be the one that
+it would have alone, however much room the rows beside it have: trees are grown as deep as the
+policy goes and cut to the row's own room (a chain's beginning is the shorter chain).
+Letters: B rows.
 """
 
 from __future__ import annotations
@@ -30,10 +35,6 @@ class RoundPlan:
     def drafts(self, b: int) -> bool:
         """Whether row b drafts at all."""
         return self.budget.depth > 0 and (self.lengths is None or self.lengths[b] > 0)
-
-    def depth(self, b: int, tree: DraftTree) -> int:
-        """How deep row b's part of the tree goes."""
-        return tree.depth if self.lengths is None else min(tree.depth, self.lengths[b])
 
     def cut(self, tree: DraftTree) -> DraftTree:
         """The tree without what lies beyond its row's own length."""
@@ -66,11 +67,14 @@ class Round:
         if len(at) == len(self.rows):
             return self
         rows, device = tuple(self.rows[b] for b in at), self.view.slot_B.device
+        settings, is_mixed = [row.request.sampling for row in rows], not self.sampling.all_greedy
+        sampling = SamplingBatch(settings, self.sampling.vocab_size, device, is_mixed)
+        sampling.inherit(self.sampling)
         return replace(
             self,
             rows=rows,
             view=view_of_rows(self.view, at, torch.tensor(at, device=device)),
-            sampling=sampling_of(rows, self.sampling.vocab_size, device, self.sampling),
+            sampling=sampling,
             noise=noise_of(rows, device),
             plan=self.plan.of_rows(at),
         )
@@ -84,16 +88,6 @@ def view_of(rows: Sequence[Row], device: torch.device) -> RoundView:
     return RoundView(
         slots, slot_B, root_B, kept_len_B, texts, tuple(row.prompt_len for row in rows)
     )
-
-
-def sampling_of(
-    rows: Sequence[Row], vocab_size: int, device: torch.device, before: SamplingBatch | None
-) -> SamplingBatch:
-    """The settings of these rows; `before`: those of an earlier batch with some of them."""
-    made = SamplingBatch([row.request.sampling for row in rows], vocab_size, device)
-    if before is not None:
-        made.inherit(before)
-    return made
 
 
 def noise_of(rows: Sequence[Row], device: torch.device) -> RoundNoise:

@@ -23,7 +23,7 @@ from specctl.core.language_model import LmOut
 from specctl.runtime.batching.base import Batching, RowView
 from specctl.runtime.engine.prefill import CHUNK, PrefillProgress, read
 from specctl.runtime.engine.request import Emission, Request, Row
-from specctl.runtime.engine.round import Round, RoundPlan, noise_of, sampling_of, view_of
+from specctl.runtime.engine.round import Round, RoundPlan, noise_of, view_of
 from specctl.runtime.engine.round_drafter import RoundDrafter
 from specctl.runtime.engine.target_reader import TargetReader
 from specctl.runtime.policies.base import Policy
@@ -53,25 +53,35 @@ class CachedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class RoundPlanner:
-    """Asks who may shorten drafts: the length chooser for the round, the batch policy by row."""
+    """Asks who may shorten drafts: the length chooser for the round, the batch policy by row.
+    `follows_drafts`: what sampled rows emit depends on what was drafted for them."""
 
     context: int
     policy: Policy
     chooser: LengthChooser | None
     batching: Batching | None
     drafting: RoundDrafter
+    follows_drafts: bool
 
     def plan(self, rows: Sequence[Row]) -> RoundPlan:
-        """No deeper than the row with the most room can use: its last token is the bonus."""
+        """No row drafts what it has no room for: its last token is the bonus."""
         rooms = self._rooms(rows)
-        depth, lengths = min(self.policy.depth, max(rooms)), None
+        most, lengths = max(*rooms, 0), None
+        depth = self.policy.depth
         if self.chooser is not None:
             depth = min(depth, self.chooser.length(len(rows)))
         if self.batching is not None:
             lengths = self.batching.lengths(self._views(rows, rooms))
             depth = min(depth, max(lengths))
-        budget = Budget(nodes=self.policy.nodes, depth=max(depth, 0))
-        return RoundPlan(budget, lengths)
+        elif self._is_cut(rows) and min(rooms) < depth:
+            lengths = tuple(max(0, min(depth, room)) for room in rooms)
+        if most == 0 or lengths is None or self.policy.is_chain:
+            depth = min(depth, most)
+        return RoundPlan(Budget(nodes=self.policy.nodes, depth=depth), lengths)
+
+    def _is_cut(self, rows: Sequence[Row]) -> bool:
+        """Whether every row is cut to its own room."""
+        return self.follows_drafts and not all(row.request.sampling.greedy for row in rows)
 
     def would_draft(self, rows: Sequence[Row]) -> bool:
         """Whether any of these rows may be expected to draft."""
@@ -180,7 +190,7 @@ class Scheduler:
             row.num_rounds += 1
             row.finished = each.finished
             accepted = min(each.num_accepted, len(new))
-            row.stats.count(each.num_drafted, each.depth, accepted, len(new))
+            row.stats.count(each.num_drafted, accepted, len(new), each.is_rejected)
 
     def retire(self, done: list[Emission]) -> list[Emission]:
         """Rows that have ended leave their slots; returns what the round emitted."""
@@ -189,12 +199,15 @@ class Scheduler:
 
     def _batch_sampling(self) -> SamplingBatch:
         """The settings of all rows, made anew when rows have joined or left."""
-        if self._sampling is None or self._is_stale:
-            target = self.reader.target
-            size, device = target.spec.vocab_size, target.device
-            self._sampling = sampling_of(self.rows, size, device, self._sampling)
-            self._is_stale = False
-        return self._sampling
+        before, target = self._sampling, self.reader.target
+        if before is None or self._is_stale:
+            settings = [row.request.sampling for row in self.rows]
+            made = SamplingBatch(settings, target.spec.vocab_size, target.device)
+            if before is not None:
+                made.inherit(before)
+            self._sampling, self._is_stale = made, False
+            return made
+        return before
 
     def _noise(self, sampling: SamplingBatch) -> RoundNoise:
         """Greedy rows read no random numbers, so theirs are made once."""

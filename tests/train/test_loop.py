@@ -302,3 +302,20 @@ def test_a_second_signal_ends_the_process_at_once(number: int) -> None:
             os.kill(os.getpid(), number)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + number
+
+
+def test_hang_ups_are_one_request_however_often_they_come_and_none_under_nohup() -> None:
+    stop = Stop("again")
+    stop.is_deferred = True
+    with stop.listening():
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.is_requested
+        os.kill(os.getpid(), signal.SIGHUP)
+    unheard = Stop("again")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with unheard.listening():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert not unheard.is_requested
