@@ -72,7 +72,8 @@ def cost_of(target: Target, name: str, prompts: list[list[int]], tokens: int, st
     engine = Engine(target, drafter, make_policy({"policy": found.policies[0]}))
     proposed: list[float] = []
     observed: list[float] = []
-    engine._draft = clocked(engine._draft, proposed)  # type: ignore[method-assign]
+    inner = engine.drafting.inner
+    inner.draft = clocked(inner.draft, proposed)  # type: ignore[method-assign]
     opened = drafter.open
 
     def watched(space: Any) -> DraftState:

@@ -119,23 +119,25 @@ class Outcome:
 
 class DraftState(ABC):
     """A drafter's memory of the rows of one engine, addressed by slot. One writer: the engine.
-    While `is_listening` is False, the engine spares the target's top-k. One that `reads_ahead` can
-    read a prompt in parts. A row that drafts nothing is not shown to the state unless it lives on
-    the target's top-k; before it drafts again, `start` and `observe` tell what was missed: rounds
-    of up to `max_nodes` nodes that drafted the text itself, all accepted, without a proposal."""
+    While `is_listening` is False, the engine spares the target's top-k. One that
+    `prefills_in_parts` can read a prompt in parts. A row that drafts nothing is not shown to the
+    state unless it lives on the target's top-k; before it drafts again, `start` and `observe` tell
+    what was missed: rounds of up to `max_nodes` nodes that drafted the text itself, all accepted,
+    without a proposal."""
 
     is_listening: bool = True
-    reads_ahead: ClassVar[bool] = False
+    prefills_in_parts: ClassVar[bool] = False
 
     def join(self, slot: int, conversation: str | None) -> None:
         """Called before `start`: the row belongs to that conversation, if it belongs to any."""
         del slot, conversation
 
-    def ahead(
+    def prefill(
         self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor], first: int, last: int
     ) -> None:
-        """Called before `start`, if it `reads_ahead`: read positions first .. last - 1 of a prompt,
-        whose taps these are; `start` reads what is left. With first = 0 a new text begins."""
+        """Called before `start`, if it `prefills_in_parts`: read positions first .. last - 1 of a
+        prompt, whose taps these are; `start` reads what is left. With first = 0 a new text
+        begins."""
         raise AssertionError(f"{type(self).__name__} reads prompts whole")
 
     @abstractmethod

@@ -12,9 +12,8 @@ from specctl.core.errors import RecipeError, SpecctlError
 from specctl.drafters import family
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Completion, Request, Row
-from specctl.runtime.engine.stopping import trim_stop
 from specctl.runtime.measure.stats import Stats, add_counts, repetition_rate
-from specctl.runtime.pearl.pearl import Pearl
+from specctl.runtime.pearl import Pearl
 from specctl.runtime.policies import Policy, make_policy
 from specctl.runtime.policies.length import LengthChooser
 from specctl.runtime.policies.switch import Switch
@@ -169,6 +168,12 @@ def _tokens(target: Target, prompt: str | Sequence[int], index: int) -> tuple[in
 def _text(target: Target, tokens: Sequence[int]) -> str:
     """Decoded text; empty for a target without a tokenizer."""
     return "" if target.tokenizer is None else target.decode(tokens)
+
+
+def trim_stop(text: str, stops: Sequence[str]) -> str:
+    """The text before the first stop string."""
+    ends = [text.find(stop) for stop in stops if stop in text]
+    return text[: min(ends)] if ends else text
 
 
 def _output(target: Target, prompt: str, completion: Completion) -> Output:

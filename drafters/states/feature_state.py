@@ -40,7 +40,7 @@ class FeatureState(StepState):
     `Eagle3State`, which append the states that they feed back to `_states`, nodes of one call at a
     time."""
 
-    reads_ahead = True
+    prefills_in_parts = True
 
     def __init__(self, shape: LayerShape, num_layers: int, like: Tensor, space: Space) -> None:
         self.shape, self.device, self.dtype = shape, like.device, like.dtype
@@ -62,7 +62,7 @@ class FeatureState(StepState):
         )
         self.num_pending = [0] * space.num_slots
         self.num_rows = [0] * space.num_slots
-        self._num_ahead = [0] * space.num_slots
+        self._num_prefilled = [0] * space.num_slots
         self._rope_L2E = self._rotations()
         self._growth: TreeLayout | None = None
         self._states: list[Tensor] = []
@@ -115,17 +115,17 @@ class FeatureState(StepState):
             self.fuse_weights()
             self._version = self.weights_version()
 
-    def ahead(
+    def prefill(
         self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor], first: int, last: int
     ) -> None:
         if first == 0:
             self.forget(slot)
         if last > first:
             self._write_rows(slot, tokens, self.features(taps), first)
-        self._num_ahead[slot] = last
+        self._num_prefilled[slot] = last
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
-        first, self._num_ahead[slot] = self._num_ahead[slot], 0
+        first, self._num_prefilled[slot] = self._num_prefilled[slot], 0
         if first == 0:
             self.forget(slot)
         num_rows = self.num_rows[slot] = len(tokens) - 1

@@ -47,32 +47,32 @@ class LmState(StepState):
     is moved up, all but its last node, which may never have been expanded.
     """
 
-    reads_ahead = True
+    prefills_in_parts = True
 
     def __init__(self, drafter: SpokenModel, space: Space) -> None:
         self.drafter, self.lm = drafter, drafter.lm
         self.kv = self.lm.new_kv(space.num_slots, space.max_len + space.max_nodes + 2)
         self.num_cached = [0] * space.num_slots
-        self._num_ahead = [0] * space.num_slots
+        self._num_prefilled = [0] * space.num_slots
         self._growth: TreeLayout | None = None
         self._kept: list[int] = []
         self._routed: RoutedHead | None = None
         self._newest_BTD = torch.empty(0)
         self._version = -1
 
-    def ahead(
+    def prefill(
         self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor], first: int, last: int
     ) -> None:
         del taps
         self._refresh()
         self._fill(slot, tokens, first, last)
-        self._num_ahead[slot] = last
+        self._num_prefilled[slot] = last
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
         del taps
         self._refresh()
-        self._fill(slot, tokens, self._num_ahead[slot], len(tokens) - 1)
-        self._num_ahead[slot], self.num_cached[slot] = 0, len(tokens) - 1
+        self._fill(slot, tokens, self._num_prefilled[slot], len(tokens) - 1)
+        self._num_prefilled[slot], self.num_cached[slot] = 0, len(tokens) - 1
 
     def _fill(self, slot: int, tokens: Sequence[int], begin: int, end: int) -> None:
         """Read positions begin .. end - 1 into the cache."""

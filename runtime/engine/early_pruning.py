@@ -66,6 +66,8 @@ class EarlyPruning:
     def forward(self, feed: Feed, tree: DraftTree, kv: SlotKV) -> tuple[DraftTree, LmOut]:
         """The tree without its fallen nodes, and logits and taps at all that survived (zeros at
         fallen nodes, which nothing reads)."""
+        if not tree.num_nodes:
+            return tree, self.lm.run(feed, kv)
         lm, last = self.lm, self.lm.spec.num_layers
         window = lm.module.shape.window
         mask = feed.masks.full if window is None else feed.masks.windows[window]

@@ -9,7 +9,7 @@ T tokens of a chunk, D width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,9 +18,8 @@ from torch import Tensor
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed
 from specctl.runtime.engine.request import Row
+from specctl.runtime.engine.round_drafter import RoundDrafter
 from specctl.runtime.target.target import Target
-
-Follow = Callable[[Row, Mapping[int, Tensor], int, int], None]  # row, taps, first, last
 
 CHUNK = 512
 STEP = 16  # widths are multiples of it: CPU kernels are made, and kept, for every shape they meet
@@ -30,29 +29,30 @@ STEP = 16  # widths are multiples of it: CPU kernels are made, and kept, for eve
 class PrefillProgress:
     """A row whose prompt is being read: positions below `at` are in its slot, those below `end`
     are wanted. `taps` of what was read; `root_1V`: logits at the last token, where it was read;
-    `followed`: so many positions the drafter has read, too. One writer: whoever calls `read`."""
+    `drafter_at`: so many positions the drafter has read, too (None: it has not begun). One writer:
+    whoever calls `read`."""
 
     row: Row
     at: int
     end: int
     taps: list[Mapping[int, Tensor]] = field(default_factory=list)
     root_1V: Tensor | None = None
-    followed: int | None = None
+    drafter_at: int | None = None
 
     @property
     def is_done(self) -> bool:
         return self.at >= self.end
 
-    def follow(self, read: Follow, most: int) -> bool:
+    def prefill_drafter(self, drafting: RoundDrafter, most: int) -> bool:
         """Have the drafter read up to `most` positions of what the target has read; False where no
-        more than so many are left, which are read as the row joins."""
-        if self.followed is None:
-            self.followed = 0
-            read(self.row, {}, 0, 0)
-        if self.is_done and self.end - self.followed <= most:
+        more than so many are left, which it reads as the row starts."""
+        if self.drafter_at is None:
+            self.drafter_at = 0
+            drafting.prefill(self.row, {}, 0, 0)
+        if self.is_done and self.end - self.drafter_at <= most:
             return False
-        first, self.followed = self.followed, min(self.at, self.followed + most)
-        read(self.row, self._taps_of(first, self.followed), first, self.followed)
+        first, self.drafter_at = self.drafter_at, min(self.at, self.drafter_at + most)
+        drafting.prefill(self.row, self._taps_of(first, self.drafter_at), first, self.drafter_at)
         return True
 
     def _taps_of(self, first: int, last: int) -> dict[int, Tensor]:

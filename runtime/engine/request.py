@@ -38,13 +38,11 @@ class Completion:
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A live sequence. One writer: the engine.
+    """An active sequence. One writer: the scheduler that owns it.
 
     Invariant between rounds: kept_len == len(tokens) - 1; the last token has no cache entry yet.
     `reused_len` positions of the prompt were in the cache already; `prompt_taps` are kept where a
-    later request may reuse them, or until the drafter reads the prompt; a row that no longer
-    `speculates` is decoded plainly. The drafter has been `told` of so many positions; it `is_met`
-    when it has started on the row.
+    later request may reuse them.
     """
 
     index: int
@@ -57,9 +55,6 @@ class Row:
     finished: str | None = None
     reused_len: int = 0
     prompt_taps: Mapping[int, Tensor] = field(default_factory=dict)
-    speculates: bool = True
-    observed_len: int = 0
-    is_met: bool = False
 
     @classmethod
     def of(cls, index: int, slot: int, request: Request) -> Row:
@@ -80,11 +75,6 @@ class Row:
         """Tokens that this row may still emit by its own limit."""
         return self.request.sampling.max_new_tokens - self.num_new
 
-    @property
-    def backlog(self) -> int:
-        """Positions that the target has read and the drafter has not been told of."""
-        return self.kept_len - self.observed_len
-
     def completion(self) -> Completion:
         assert self.finished is not None, "a live row has no completion"
         new = tuple(self.tokens[self.prompt_len :])
@@ -103,9 +93,14 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Emission:
-    """What a round gave one row: its new tokens, of which the first `num_accepted` were drafted."""
+    """What a round gave one row: its new tokens, of which the first `num_accepted` were drafted
+    (more were accepted where a stop cut them off), and why it ended, None while it goes on. Of
+    `num_drafted` nodes those behind the last accepted one were rejected, if `is_rejected`."""
 
     row: Row
     tokens: tuple[int, ...]
     num_accepted: int
+    finished: str | None
+    num_drafted: int
+    is_rejected: bool
     logprobs: tuple[TokenLogprob, ...] | None = None

@@ -88,7 +88,7 @@ def open_prompt(
 def cached_logits(engine: Engine, row: Row) -> torch.Tensor:
     """Logits after a row's last token, read through the engine's cache. The entry it writes lies
     where the next round writes anyway."""
-    cache, device = engine._cache(), engine.target.device
+    cache, device = engine.reader.kv, engine.target.device
     slot_B = torch.tensor([row.slot], device=device)
     kept_B = torch.tensor([row.kept_len], device=device)
     cache.begin((row.slot,), slot_B, kept_B, 1, row.kept_len + 1)

@@ -19,7 +19,8 @@ from dataclasses import replace
 from specctl.core.drafter import Drafter
 from specctl.core.errors import SpecctlError
 from specctl.runtime.batching.base import Batching
-from specctl.runtime.engine.guard import GuardedEngine, place_of
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.guard import Guard, place_of
 from specctl.runtime.engine.request import TokenLogprob
 from specctl.runtime.generate import default_policy
 from specctl.runtime.policies.base import Policy
@@ -111,8 +112,9 @@ class Service:
         """The engine thread."""
         timeout = self.limits.queue_timeout
         try:
-            engine = self._engine()
-            worker = Worker(engine, self._desk, self.counters, self.on_finish, timeout)
+            guard = Guard(self.target.spec.vocab_size, self._say)
+            engine = self._engine(guard)
+            worker = Worker(engine, guard, self._desk, self.counters, self.on_finish, timeout)
         except Exception as error:
             self._fail(error)
             return
@@ -129,13 +131,13 @@ class Service:
         LOG.error("the engine thread failed: %s", place_of(error), exc_info=error)
         self._desk.enter("failed")
 
-    def _engine(self) -> GuardedEngine:
+    def _engine(self, guard: Guard) -> Engine:
         """The engine with its caches; without the drafter if that cannot be had. The tokenizer is
         a copy: those of transformers may be used by one thread at a time."""
         target = replace(self.target, tokenizer=copy.deepcopy(self.target.tokenizer))
 
-        def made(drafter: Drafter | None) -> GuardedEngine:
-            return GuardedEngine(
+        def made(drafter: Drafter | None) -> Engine:
+            return Engine(
                 target,
                 drafter,
                 self.policy if drafter is not None else None,
@@ -143,14 +145,14 @@ class Service:
                 self.room.slots,
                 batching=self.batching if drafter is not None else None,
                 prefill_chunk=self.limits.prefill_chunk,
-                say=self._say,
+                wrap_drafter=guard.wrap,
             )
 
         try:
             engine = made(self.drafter)
         except Exception as error:
             engine = made(None)
-            engine.lose_all(place_of(error))
+            guard.give_up(place_of(error))
         engine.open(self.room.context)
         return engine
 
@@ -204,7 +206,7 @@ class Service:
         running = 0 if worker is None else min(worker.num_running, desk.num_open)
         why_off = self._why_off
         if why_off is None and worker is not None:
-            why_off = worker.engine.why_off
+            why_off = worker.guard.why_off
         return Status(
             desk.state,
             running,

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from itertools import count
 
 from specctl.core.errors import ResourceError, SpecctlError
-from specctl.runtime.engine.guard import GuardedEngine, place_of
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.guard import Guard, place_of
 from specctl.runtime.engine.request import Emission, Row
 from specctl.runtime.server.contract import Busy, Counters, Finished, Piece, Ticket
 from specctl.runtime.server.job import ServerJob
@@ -28,14 +29,15 @@ class Worker:
 
     def __init__(
         self,
-        engine: GuardedEngine,
+        engine: Engine,
+        guard: Guard,
         desk: RequestQueue,
         counters: Counters,
         on_finish: Sequence[Callable[[Finished], None]],
         queue_timeout: float,
     ) -> None:
-        self.engine, self.desk, self.counters = engine, desk, counters
-        counters.spec_disabled = engine.num_disabled  # not 0 where the drafter could not be opened
+        self.engine, self.guard, self.desk, self.counters = engine, guard, desk, counters
+        counters.spec_disabled = guard.num_disabled  # not 0 where the drafter could not be opened
         self.on_finish, self.queue_timeout = on_finish, queue_timeout
         self.decoder = TokenDecoder.of(engine.target)
         self.jobs: dict[int, ServerJob] = {}
@@ -69,19 +71,19 @@ class Worker:
 
     @property
     def num_running(self) -> int:
-        return len(self.engine.rows) + len(self.engine.admission.readings)
+        return len(self.engine.rows) + len(self.engine.scheduler.prefilling)
 
     # -- one round ------------------------------------------------------------------------------
 
     def _round(self) -> None:
         began = time.monotonic()
         try:
-            emissions = self.engine.advance()
+            emissions = self.engine.step()
         except Exception as error:
             self._survive(error)
             return
-        for reading in self.engine.admission.readings:
-            self._seat(reading.row)
+        for progress in self.engine.scheduler.prefilling:
+            self._seat(progress.row)
         for emission in emissions:
             self._crashes = 0
             self._seat(emission.row)
@@ -93,7 +95,7 @@ class Worker:
                 self._fail(job, place_of(error))
         self.counters.steps += bool(emissions)
         self.counters.seconds += time.monotonic() - began
-        self.counters.spec_disabled = self.engine.num_disabled
+        self.counters.spec_disabled = self.guard.num_disabled
 
     def _tell(self, job: ServerJob, emission: Emission) -> None:
         piece = job.piece(emission)
@@ -113,9 +115,9 @@ class Worker:
     def _expire(self) -> None:
         """Refuse who waited too long and gets no slot in this round either; the queue is in order
         of arrival."""
-        late, admission = time.monotonic() - self.queue_timeout, self.engine.admission
-        while len(admission.waiting) > len(admission.free):
-            job = self.jobs[admission.waiting[len(admission.free)][0]]
+        late, scheduler = time.monotonic() - self.queue_timeout, self.engine.scheduler
+        while len(scheduler.waiting) > len(scheduler.free):
+            job = self.jobs[scheduler.waiting[len(scheduler.free)][0]]
             if job.asked >= late:
                 return
             self.engine.cancel(job.index)
@@ -128,7 +130,7 @@ class Worker:
         self._crashes += 1
         LOG.error("a round failed: %s", place_of(error), exc_info=error)
         live = {row.index: row for row in self.engine.rows}
-        waiting = {index for index, _ in self.engine.admission.waiting}
+        waiting = {index for index, _ in self.engine.scheduler.waiting}
         inside = [job for job in self.jobs.values() if job.index not in waiting]
         suspects = [job for job in inside if _is_suspect(job, live.get(job.index))]
         for job in suspects or inside:

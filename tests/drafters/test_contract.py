@@ -23,7 +23,7 @@ from specctl.core.vocab import VocabMap
 from specctl.drafters import families
 from specctl.drafters.losses.align import ahead_mask
 from specctl.runtime.engine.engine import Engine
-from specctl.runtime.engine.guard import GuardedEngine
+from specctl.runtime.engine.guard import Guard
 from specctl.runtime.engine.request import Completion, Request
 from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.policies import POLICIES, make_policy
@@ -364,12 +364,12 @@ def test_a_drafter_that_slept_drafts_as_one_that_followed_every_round(
         drafter, recorder = make_drafter(name), Napper(CostTable({0: 1.0}, {0: 1.0}, "", "", 1))
         policy = make_policy({"policy": families()[name].policies[0]})
         engine = Engine(target, drafter, policy, num_slots=3, chooser=recorder)
-        engine.sleep.is_allowed &= sleeps
+        engine.drafting.is_lazy &= sleeps
         texts = [row.tokens for row in engine.run(requests)]
         drafts = [row_drafts(outcome) for outcome in recorder.outcomes]
         found.append((texts, drafts))
         assert any(drafts)
-        assert len(engine.sleep) == 0, "nothing is kept of rows that have left"
+        assert len(engine.drafting) == 0, "nothing is kept of rows that have left"
     assert found[0] == found[1]
 
 
@@ -434,9 +434,10 @@ def test_nothing_is_drafted_from_weights_of_nan_and_every_row_is_counted(
     with torch.no_grad():
         for weight in drafter.trainable().values():
             weight.fill_(torch.nan)
-    engine = GuardedEngine(target, drafter, make_policy({"policy": policy}), num_slots=2, say=print)
+    guard, policy_ = Guard(target.spec.vocab_size, print), make_policy({"policy": policy})
+    engine = Engine(target, drafter, policy_, num_slots=2, wrap_drafter=guard.wrap)
     requests, tokens = undrafted
     done = engine.run(requests)
     assert [row.tokens for row in done] == tokens
-    assert engine.num_disabled == len(requests)
+    assert guard.num_disabled == len(requests)
     assert [row.stats.drafted for row in done] == [0, 0]

@@ -79,7 +79,7 @@ def test_the_share_of_guesses_falls_with_the_length_of_the_rationale(target: Tar
     shares = []
     for after in (4, 12, 20):
         found = early(target, after, prompts=[PROMPTS[0]])
-        state = found.engine._state
+        state = found.state
         assert isinstance(state, FastCotState)
         assert state.unverified == [6]
         shares.append(6 / place(found.answers[0], after))

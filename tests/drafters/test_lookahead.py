@@ -80,7 +80,7 @@ def test_columns_become_ngrams_once_the_filling_is_gone() -> None:
 
 def test_a_window_of_one_column_and_bigrams_is_a_memory_of_what_was_said(target: Target) -> None:
     found = ran(target, ngram=2, window=1, from_text=False, guesses=1)
-    state = found.engine._state
+    state = found.state
     assert isinstance(state, LookaheadState)
     assert all(outcome.tree.num_probes == 0 for outcome in found.outcomes)
     seen: dict[int, int] = {}

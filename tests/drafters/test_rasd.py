@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specctl.core.drafter import Budget, RoundView, Space
+from specctl.core.drafter import Budget, DraftState, RoundView, Space
 from specctl.core.errors import RecipeError
 from specctl.core.tree import DraftTree
 from specctl.drafters.rasd import Rasd, RasdOptions, RasdState, _RasdRound
@@ -20,6 +20,7 @@ from specctl.runtime.engine.request import Request
 from specctl.runtime.policies.fused import Fused, fuse
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
+from specctl_testing.runtime.states import opened_states
 
 V = 12
 CPU = torch.device("cpu")
@@ -147,16 +148,19 @@ def repeating(seed: int) -> list[int]:
     return [rng.randrange(24) for _ in range(12)] * 3
 
 
-def serve(target: Target, drafter: Rasd, prompts: Sequence[Sequence[int]], rounds: int) -> Engine:
-    """An engine after some rounds with policy fused; the rows still live."""
+def serve(
+    target: Target, drafter: Rasd, prompts: Sequence[Sequence[int]], rounds: int
+) -> tuple[Engine, DraftState]:
+    """An engine after some rounds with policy fused, and its drafter's state; all rows go on."""
+    states = opened_states(drafter)
     engine = Engine(target, drafter, Fused(length=4, nodes=10, beam=2), num_slots=len(prompts))
     sampling = Sampling(max_new_tokens=60, ignore_eos=True)
     engine.open(len(prompts[0]) + 60)
     for index, prompt in enumerate(prompts):
         engine.submit(index, Request(tuple(prompt), sampling))
     for _ in range(rounds):
-        engine.advance()
-    return engine
+        engine.step()
+    return engine, states[0]
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -164,13 +168,14 @@ def test_the_models_memory_is_true_after_retrieved_nodes_were_accepted(
     target: Target, drive: Any, first: bool
 ) -> None:
     drafter = rasd_of(target, keep=None, first=first)
-    engine = serve(target, drafter, [repeating(1), repeating(2)], 9)
-    state, view = engine._state, engine.live.view()
+    engine, state = serve(target, drafter, [repeating(1), repeating(2)], 9)
+    round = engine.scheduler.next_round()
     assert isinstance(state, RasdState)
+    assert round is not None
     assert any(row.stats.accepted for row in engine.rows), "nothing retrieved was accepted"
     with torch.inference_mode():
-        logits_BK = state.root(view)
-    for row, tokens in enumerate(view.tokens):
+        logits_BK = state.root(round.view)
+    for row, tokens in enumerate(round.view.tokens):
         fresh_K = drive(target, drafter).chain_logits(list(tokens), len(tokens))[0]
         torch.testing.assert_close(logits_BK[row], fresh_K, atol=1e-4, rtol=1e-4)
 

@@ -33,7 +33,7 @@ def staged(small: SmallLm, **options: Any) -> Staged:
 
 
 def state_of(ran: Ran) -> StagedState:
-    state = ran.engine._state
+    state = ran.state
     assert isinstance(state, StagedState)
     return state
 

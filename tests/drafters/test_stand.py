@@ -98,7 +98,7 @@ def test_what_was_never_seen_is_not_drafted_and_costs_no_node(make_target: Any) 
         engine = Engine(target, drafter, make_policy(serve))
         engine.open(8)
         engine.submit(0, Request((7,), Sampling(0.9, max_new_tokens=3, ignore_eos=True)))
-        engine.advance()
+        engine.step()
         assert engine.rows[0].stats.drafted == 0
         assert engine.rows[0].stats.tested_at == []
 

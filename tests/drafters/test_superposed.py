@@ -53,7 +53,7 @@ def test_a_tree_of_drafts_costs_the_forwards_of_a_chain(target: Target, small: S
     assert found.answers == ran(target, small, policy="chain", nodes=None).answers
     full = [outcome for outcome in found.outcomes if outcome.tree.depth == 4]
     assert all(outcome.tree.num_nodes == 12 for outcome in full)
-    state = found.engine._state
+    state = found.state
     assert isinstance(state, SuperposedState)
     assert state.num_forwards == sum(outcome.tree.depth for outcome in found.outcomes)
 

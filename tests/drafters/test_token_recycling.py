@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.core.drafter import Budget, Space
+from specctl.core.drafter import Budget, DraftState, Space
 from specctl.core.errors import FileError, RecipeError
 from specctl.core.spec import Identity
 from specctl.drafters.states.template import greedy_paths
@@ -21,6 +21,7 @@ from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
+from specctl_testing.runtime.states import opened_states
 
 CPU = torch.device("cpu")
 
@@ -179,10 +180,12 @@ def test_a_matrix_from_disk_is_read_by_all_and_written_by_none(
     assert tree.token_BN[0, :2].tolist() == [6, 7], "the commonest follower comes first"
     assert tree.token_BN[1, 0] == 5
     before = state.snapshot()
+    states = opened_states(drafter)
     engine = Engine(target, drafter, make_policy({"policy": "direct"}), num_slots=1)
     engine.run([Request((3, 1, 4, 1, 5), Sampling(max_new_tokens=20, ignore_eos=True))])
-    assert isinstance(engine._state, TokenRecyclingState)
-    assert torch.equal(engine._state.snapshot(), before)
+    [state] = states
+    assert isinstance(state, TokenRecyclingState)
+    assert torch.equal(state.snapshot(), before)
 
 
 def test_what_is_kept_is_capped_and_the_oldest_goes_first() -> None:
@@ -202,12 +205,13 @@ def test_impossible_scopes_and_sizes_are_refused(fields: dict[str, Any]) -> None
         TokenRecyclingOptions(**fields)
 
 
-def run(target: Any, drafter: TokenRecycling, requests: int) -> tuple[Engine, list[float]]:
-    """One engine, the same prompt again and again; tau of each answer."""
+def run(target: Any, drafter: TokenRecycling, requests: int) -> tuple[DraftState, list[float]]:
+    """One engine, the same prompt again and again: its drafter's state, tau of each answer."""
+    states = opened_states(drafter)
     engine = Engine(target, drafter, make_policy({"policy": "direct"}), num_slots=1)
     sampling = Sampling(max_new_tokens=40, ignore_eos=True)
     done = engine.run([Request((3, 1, 4, 1, 5), sampling) for _ in range(requests)])
-    return engine, [c.stats.tokens / c.stats.rounds for c in done]
+    return states[-1], [c.stats.tokens / c.stats.rounds for c in done]
 
 
 def test_acceptance_rises_while_the_matrix_warms(make_target: Any) -> None:
@@ -221,15 +225,15 @@ def test_acceptance_rises_while_the_matrix_warms(make_target: Any) -> None:
 def test_a_warm_frozen_matrix_starts_warm_and_never_changes(make_target: Any) -> None:
     target = make_target()
     first = in_scope(target, "process")
-    engine, cold = run(target, first, 2)
-    assert isinstance(engine._state, TokenRecyclingState)
-    learned = engine._state.snapshot()
+    state, cold = run(target, first, 2)
+    assert isinstance(state, TokenRecyclingState)
+    learned = state.snapshot()
     warm = TokenRecycling(TokenRecyclingOptions(freeze=True), target.spec)
     warm.load_tensors({"matrix": learned})
-    engine, taus = run(target, warm, 2)
+    state, taus = run(target, warm, 2)
     assert taus[0] > cold[0] + 0.1
-    assert isinstance(engine._state, TokenRecyclingState)
-    assert torch.equal(engine._state.snapshot(), learned)
+    assert isinstance(state, TokenRecyclingState)
+    assert torch.equal(state.snapshot(), learned)
 
 
 @pytest.mark.parametrize("options", [{"freeze": True}, {"scope": "disk"}])

@@ -89,7 +89,7 @@ class ChatSession:
             if is_stopped():
                 engine.cancel(number)
                 break
-            for last in engine.advance():
+            for last in engine.step():
                 yield from _pieces(stream, last)
         seconds = time.perf_counter() - started
         turn = self._turn(text, request, last, seconds)
@@ -166,7 +166,7 @@ class ChatSession:
 
     def _turn(self, text: str, request: Any, last: Emission | None, seconds: float) -> ChatTurn:
         from specctl.runtime.engine.request import Completion
-        from specctl.runtime.engine.stopping import trim_stop
+        from specctl.runtime.generate import trim_stop
         from specctl.runtime.measure.stats import RowStats
 
         new = () if last is None else tuple(last.row.tokens[last.row.prompt_len :])

@@ -312,7 +312,7 @@ def test_the_kept_cache_equals_a_fresh_prefill_after_every_round(target, other):
             target.lm.forward(
                 ids, torch.arange(length)[None], Masks(chain_mask(start, length, length)), fresh
             )
-        for mine, theirs in zip(engine._cache().key_ZJLE, fresh.key_ZJLE, strict=True):
+        for mine, theirs in zip(engine.reader.kv.key_ZJLE, fresh.key_ZJLE, strict=True):
             assert (mine[row.slot, :, :length] - theirs[0, :, :length]).abs().max() < 1e-9
         checked += 1
 

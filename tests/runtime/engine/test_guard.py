@@ -8,7 +8,7 @@ import torch
 from specctl.core.drafter import DraftState
 from specctl.core.tree import NodeKind, chain_tree
 from specctl.runtime.engine.engine import Engine
-from specctl.runtime.engine.guard import IN_A_ROW, GuardedEngine
+from specctl.runtime.engine.guard import IN_A_ROW, Guard
 from specctl.runtime.engine.request import Request
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
@@ -27,18 +27,21 @@ def target(make_target):
     return make_target(num_layers=2)
 
 
-def serve(target, drafter, serve=CHAIN, temperature=0.0, rule="target-only", new=14, **named):
+def guarded(target, drafter, policy, rule="auto", say=print):
+    guard = Guard(target.spec.vocab_size, say)
+    return Engine(target, drafter, policy, rule, 3, wrap_drafter=guard.wrap), guard
+
+
+def serve(target, drafter, serve=CHAIN, temperature=0.0, rule="target-only", new=14):
     said = []
-    engine = GuardedEngine(
-        target, drafter, make_policy(serve), rule, num_slots=3, say=said.append, **named
-    )
+    engine, guard = guarded(target, drafter, make_policy(serve), rule, said.append)
     done = engine.run(
         [
             Request(p, Sampling(temperature, seed=i, max_new_tokens=new + i))
             for i, p in enumerate(PROMPTS)
         ]
     )
-    return engine, done, said
+    return guard, done, said
 
 
 def plain(target, temperature=0.0, new=14):
@@ -53,14 +56,14 @@ def plain(target, temperature=0.0, new=14):
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("where", ["start", "root", "expand", "observe", "end", "open"])
 def test_a_drafter_that_raises_leaves_the_plain_answers(target, where, temperature):
-    engine, done, said = serve(target, FailingDrafter(target, where), temperature=temperature)
+    guard, done, said = serve(target, FailingDrafter(target, where), temperature=temperature)
     assert [c.tokens for c in done] == plain(target, temperature)
     lost = {"start": 1, "root": 3, "expand": 3, "observe": 3, "end": 0, "open": 1}[where]
-    assert engine.num_disabled == lost
+    assert guard.num_disabled == lost
     assert len(said) == 1
     assert "ValueError" in said[0]
     assert "secret" not in said[0]
-    assert (engine.why_off is not None) == (where == "open")
+    assert (guard.why_off is not None) == (where == "open")
 
 
 @pytest.mark.parametrize("how", ["nan", "inf"])
@@ -69,22 +72,22 @@ def test_a_drafter_that_raises_leaves_the_plain_answers(target, where, temperatu
 def test_a_distribution_of_nan_ends_the_drafts_of_its_own_row(target, where, how, serve_with, rule):
     """Under rules that use q, too: what is emitted follows from the target alone."""
     drafter = FailingDrafter(target, where, at=2, slot=1, how=how)
-    engine, done, _ = serve(target, drafter, serve_with, 0.0, "auto")
+    guard, done, _ = serve(target, drafter, serve_with, 0.0, "auto")
     assert [c.tokens for c in done] == plain(target)
-    assert engine.num_disabled == 1
+    assert guard.num_disabled == 1
     after = [slots for slots in drafter.state.seen if 1 not in slots]
     assert len(after) > 1, "the row that failed is drafted for no more, the others are"
     assert done[0].stats.accepted > 0
     assert done[2].stats.accepted > 0
-    engine, done, _ = serve(target, drafter, serve_with, 0.9, rule)
-    assert engine.num_disabled == 1
+    guard, done, _ = serve(target, drafter, serve_with, 0.9, rule)
+    assert guard.num_disabled == 1
     assert [len(c.tokens) for c in done] == [14, 15, 16]
 
 
 def test_a_row_without_drafts_is_alone_in_that(target):
     drafter = FailingDrafter(target, "start", at=1)
-    engine, done, _ = serve(target, drafter)
-    assert engine.num_disabled == 1
+    guard, done, _ = serve(target, drafter)
+    assert guard.num_disabled == 1
     assert done[0].stats.drafted == 0
     assert done[0].stats.tested_at == []
     assert done[1].stats.accepted > 5
@@ -106,24 +109,27 @@ def test_tokens_that_do_not_exist_never_reach_the_target(target):
 
     drafter = FailingDrafter(target, "never")
     drafter.open = lambda space: Wild()
-    engine, done, _ = serve(target, drafter, {"policy": "direct"})
+    guard, done, _ = serve(target, drafter, {"policy": "direct"})
     assert [c.tokens for c in done] == plain(target)
-    assert engine.num_disabled == 3
-    assert engine.why_off is not None
+    assert guard.num_disabled == 3
+    assert guard.why_off is not None
     assert [c.stats.drafted > 0 for c in done] == [True, True, False]
 
 
 def test_failure_after_failure_ends_drafting_for_good(target):
-    drafter = FailingDrafter(target, "root", at=0)
-    engine, done, said = serve(target, drafter)
-    assert engine.why_off is None
-    assert engine.num_disabled == 3
+    drafter, said = FailingDrafter(target, "root", at=0), []
+    engine, guard = guarded(target, drafter, make_policy(CHAIN), "target-only", said.append)
+    done = engine.run(
+        [Request(p, Sampling(seed=i, max_new_tokens=14 + i)) for i, p in enumerate(PROMPTS)]
+    )
+    assert guard.why_off is None
+    assert guard.num_disabled == 3
     for index in range(IN_A_ROW):
         engine.run([Request(PROMPTS[0], Sampling(max_new_tokens=4))])
         assert len(said) == (1 if index < IN_A_ROW - 2 else 2)
-    assert engine.why_off is not None
-    assert "ValueError" in engine.why_off
-    assert engine.num_disabled == 5, "rows that come later are plain from the start"
+    assert guard.why_off is not None
+    assert "ValueError" in guard.why_off
+    assert guard.num_disabled == 5, "rows that come later are plain from the start"
     assert [c.tokens for c in done] == plain(target)
 
 
@@ -135,10 +141,10 @@ def test_a_policy_that_raises_is_survived_like_a_drafter(target):
             raise KeyError("secret prompt")
 
     drafter, said = FailingDrafter(target, "never"), []
-    engine = GuardedEngine(target, drafter, Policy(length=3), num_slots=3, say=said.append)
+    engine, guard = guarded(target, drafter, Policy(length=3), say=said.append)
     done = engine.run([Request(p, Sampling(max_new_tokens=14 + i)) for i, p in enumerate(PROMPTS)])
     assert [c.tokens for c in done] == plain(target)
-    assert engine.num_disabled == 3
+    assert guard.num_disabled == 3
     assert "KeyError" in said[0]
 
 
@@ -147,11 +153,11 @@ def test_a_drafter_that_works_is_drafted_with_as_without_a_guard(target):
     for rule, serve_with in (("target-only", CHAIN), ("block", CHAIN), ("traversal", TREE)):
         drafter = FailingDrafter(target, "never")
         free = Engine(target, drafter, make_policy(serve_with), rule, 3).run(requests)
-        engine = GuardedEngine(target, drafter, make_policy(serve_with), rule, 3, say=print)
+        engine, guard = guarded(target, drafter, make_policy(serve_with), rule)
         assert [(c.tokens, c.stats) for c in engine.run(requests)] == [
             (c.tokens, c.stats) for c in free
         ]
-        assert engine.num_disabled == 0
+        assert guard.num_disabled == 0
 
 
 @pytest.mark.parametrize(
@@ -166,7 +172,7 @@ def test_what_a_draft_of_another_tokenizer_wrote_from_nan_is_no_draft(
     with torch.no_grad():
         model.lm_head.weight.fill_(torch.nan)
     drafter = drafter_of(Target.from_model(model, other, "draft"), target, method)
-    engine, done, _ = serve(target, drafter, serve_with, rule="auto")
+    guard, done, _ = serve(target, drafter, serve_with, rule="auto")
     assert [c.tokens for c in done] == plain(target)
-    assert engine.num_disabled == 3
+    assert guard.num_disabled == 3
     assert [c.stats.drafted for c in done] == [0, 0, 0]

@@ -51,7 +51,7 @@ def test_logprobs_are_of_the_distribution_before_temperature(make_target, target
     engine.submit(1, Request(prompt[:3], sampling))
     text, said = list(prompt), 0
     while engine.is_busy:
-        for emission in engine.advance():
+        for emission in engine.step():
             if emission.row.index == 1:
                 assert emission.logprobs is None
                 continue
@@ -73,6 +73,6 @@ def test_what_cannot_be_drawn_has_a_number_that_json_can_write(target):
     engine = Engine(target, num_slots=1)
     engine.open(8)
     engine.submit(0, Request((3,), sampling, None, 2))
-    (emission,) = engine.advance()
+    (emission,) = engine.step()
     assert emission.logprobs[0].top[0] == (95, 0.0)
     assert emission.logprobs[0].top[1][1] == -9999.0

@@ -18,7 +18,7 @@ from scipy.stats import chi2
 
 from specctl.core.drafter import Outcome, RoundSeconds
 from specctl.runtime.engine.engine import Engine
-from specctl.runtime.engine.guard import GuardedEngine
+from specctl.runtime.engine.guard import Guard
 from specctl.runtime.engine.request import Completion, Request
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
@@ -138,9 +138,10 @@ def test_rows_that_lost_their_drafts_follow_the_distribution(pair: Pair, rule: s
     drafter = MarkovDrafter(pair.q_VV)
     drafter.open = lambda space: Broken(drafter.log_VV)  # type: ignore[method-assign, assignment]
     policy = make_policy(SERVES[rule])
-    engine = GuardedEngine(pair.target, drafter, policy, rule, ROWS, say=lambda text: None)
+    guard = Guard(pair.target.spec.vocab_size, say=lambda text: None)
+    engine = Engine(pair.target, drafter, policy, rule, ROWS, wrap_drafter=guard.wrap)
     done = engine.run(requests(len(pair.p_VV)))
-    assert engine.num_disabled == ROWS // 2
+    assert guard.num_disabled == ROWS // 2
     for part in (done[0::2], done[1::2]):
         found, most = off_the_distribution(pair, part)
         assert found < most
@@ -163,12 +164,13 @@ def test_the_very_round_that_was_drafted_from_nan_follows_the_distribution(
     drafter, rows = MarkovDrafter(pair.q_VV), 3000
     drafter.open = lambda space: BrokenAtOnce(drafter.log_VV)  # type: ignore[method-assign, assignment]
     policy = make_policy(SERVES[rule])
-    engine = GuardedEngine(pair.target, drafter, policy, rule, rows, say=lambda text: None)
+    guard = Guard(pair.target.spec.vocab_size, say=lambda text: None)
+    engine = Engine(pair.target, drafter, policy, rule, rows, wrap_drafter=guard.wrap)
     engine.open(16)
     for index in range(rows):
         engine.submit(index, Request((1,), Sampling(1.0, seed=index, max_new_tokens=9)))
-    first = np.array([emission.tokens[0] for emission in engine.advance()])
-    assert engine.num_disabled == rows // 2
+    first = np.array([emission.tokens[0] for emission in engine.step()])
+    assert guard.num_disabled == rows // 2
     expected = 0.5 * rows * pair.p_VV[1].numpy()
     for part in (first[0::2], first[1::2]):
         counts = np.bincount(part, minlength=len(expected))

@@ -80,7 +80,7 @@ class Stage:
         self.engine, self.got, self.done = engine, {}, {}
 
     def advance(self):
-        for emission in self.engine.advance():
+        for emission in self.engine.step():
             row = emission.row
             self.got.setdefault(row.index, []).extend(emission.tokens)
             if row.finished is not None:
@@ -104,7 +104,7 @@ def test_rows_that_join_and_leave_at_random_write_what_they_would_alone(target, 
     for index, request in enumerate(requests):
         assert tuple(stage.got[index]) == alone(target, request), name
     assert not stage.engine.rows
-    assert sorted(stage.engine.admission.free) == [0, 1, 2]
+    assert sorted(stage.engine.scheduler.free) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("name", ["plain", "small-lm tree"])
@@ -123,7 +123,7 @@ def test_a_request_that_is_given_up_at_any_moment_disturbs_nobody(target, name):
         stage.finish()
         for index in set(range(6)) - leaving:
             assert tuple(stage.got[index]) == wanted[index], (moment, index)
-        assert sorted(stage.engine.admission.free) == [0, 1]
+        assert sorted(stage.engine.scheduler.free) == [0, 1]
 
 
 @pytest.mark.parametrize("name", ["plain", "small-lm chain", "eagle3", "medusa"])
@@ -237,7 +237,7 @@ def test_a_forgotten_conversation_makes_room_for_the_newest(target):
     for index, name in enumerate("abc"):
         stage.engine.submit(index, Request((3, 4, 5, 6), Sampling(max_new_tokens=2), name))
         stage.finish()
-    kept = {one.conversation for one in stage.engine.admission.kept.values()}
+    kept = {one.conversation for one in stage.engine.scheduler.prefixes.values()}
     assert kept == {"b", "c"}
 
 
@@ -245,9 +245,9 @@ def test_larger_caches_remember_nothing(target):
     engine = engine_of(target, "plain", slots=1, longest=16)
     chat_request = Request((3, 4, 5, 6), Sampling(max_new_tokens=2), "a")
     Stage(engine).engine.run([chat_request])
-    assert engine.admission.kept
+    assert engine.scheduler.prefixes
     engine.open(200)
-    assert not engine.admission.kept
+    assert not engine.scheduler.prefixes
 
 
 def test_a_prompt_that_cannot_be_read_is_refused_when_it_comes(target):

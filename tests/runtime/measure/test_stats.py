@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specctl.runtime.engine.stopping import trim_stop
+from specctl.runtime.generate import trim_stop
 from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.measure.stats import (
     RowStats,

@@ -160,7 +160,7 @@ def test_cancelling_at_any_moment_frees_the_slot_and_disturbs_nobody(target):
                 await asyncio.sleep(0.005)
             engine = service._worker.engine
             assert not engine.is_busy
-            assert sorted(engine.admission.free) == [0, 1, 2]
+            assert sorted(engine.scheduler.free) == [0, 1, 2]
             assert service._worker.jobs == {}
             return staying
 

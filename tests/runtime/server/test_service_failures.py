@@ -159,7 +159,7 @@ def test_text_that_cannot_be_written_fails_its_own_answer_only(target, monkeypat
     async def run():
         async with served(target, max_batch=2) as service:
             answers = await asyncio.gather(collect(service, good), collect(service, odd))
-            assert sorted(service._worker.engine.admission.free) == [0, 1]
+            assert sorted(service._worker.engine.scheduler.free) == [0, 1]
             return answers
 
     answered, failed = asyncio.run(run())

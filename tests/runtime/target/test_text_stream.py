@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specctl.runtime.engine.stopping import trim_stop
+from specctl.runtime.generate import trim_stop
 from specctl.runtime.target.target import Target
 from specctl.runtime.target.text_stream import TextStream, TokenDecoder
 from specctl_testing.runtime.byte_fallback import byte_fallback_tokenizer

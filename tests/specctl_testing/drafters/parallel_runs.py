@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from specctl.core.drafter import Drafter, Outcome, RoundSeconds
+from specctl.core.drafter import Drafter, DraftState, Outcome, RoundSeconds
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Completion, Request
 from specctl.runtime.measure.cost_table import CostTable
@@ -16,6 +16,7 @@ from specctl.runtime.policies import make_policy
 from specctl.runtime.policies.length import LengthChooser
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
+from specctl_testing.runtime.states import opened_states
 
 PROMPTS = ((3, 1, 4, 1, 5), (20, 2, 20, 2))
 
@@ -40,7 +41,7 @@ class Ran:
     answers: list[tuple[int, ...]]
     completions: list[Completion]
     outcomes: list[Outcome]
-    engine: Engine
+    state: DraftState | None
 
     @property
     def tau(self) -> float:
@@ -69,6 +70,7 @@ def decode(
     recorder = Recorder(CostTable({0: 1.0}, {0: 1.0}, "", "", 1))
     serve = {"policy": policy, "length": length, "nodes": nodes, "beam": beam}
     grown = None if drafter is None else make_policy(serve)
+    states = [] if drafter is None else opened_states(drafter)
     engine = Engine(target, drafter, grown, num_slots=slots, chooser=recorder)
     requests = [
         Request(
@@ -78,7 +80,12 @@ def decode(
         for i, prompt in enumerate(prompts)
     ]
     completions = engine.run(requests)
-    return Ran([c.tokens for c in completions], completions, recorder.outcomes, engine)
+    return Ran(
+        [c.tokens for c in completions],
+        completions,
+        recorder.outcomes,
+        states[-1] if states else None,
+    )
 
 
 def counting_target(make_model: Callable[..., Any], size: int = 64) -> Target:

@@ -11,12 +11,13 @@ import torch
 from specctl.core.drafter import Outcome
 from specctl.drafters import families
 from specctl.runtime.engine.engine import Engine
-from specctl.runtime.engine.guard import GuardedEngine
+from specctl.runtime.engine.guard import Guard
 from specctl.runtime.engine.request import Request
 from specctl.runtime.generate import default_policy, generate
 from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.policies.length import LengthChooser
 from specctl.runtime.sampling.sampling import Sampling
+from specctl_testing.runtime.states import opened_states
 
 # a model of its own, alone and with more beside it; features of the target, one or several layers,
 # several tokens per pass
@@ -55,10 +56,10 @@ def build(target, name):
     return drafter
 
 
-def engine_of(target, name, chunk, slots=1, kind=Engine, **named):
-    drafter = build(target, name)
+def engine_of(target, name, chunk, slots=1, drafter=None, **named):
+    drafter = build(target, name) if drafter is None else drafter
     chooser = Seen(CostTable({0: 1.0}, {0: 1.0}, "", "", 1))
-    engine = kind(
+    engine = Engine(
         target, drafter, default_policy(drafter), num_slots=slots, chooser=chooser,
         prefill_chunk=chunk, **named,
     )  # fmt: skip
@@ -66,22 +67,22 @@ def engine_of(target, name, chunk, slots=1, kind=Engine, **named):
     return engine, chooser
 
 
-def counted(engine):
+def counted(state):
     """How many positions the drafter reads by round and slot; filled as the engine goes."""
-    state, read, at = engine._state, [], {}
-    ahead, start = state.ahead, state.start
+    read, at = [], {}
+    prefill, start = state.prefill, state.start
 
-    def spy_ahead(slot, tokens, taps, first, last):
+    def spy_prefill(slot, tokens, taps, first, last):
         assert first == 0 or at[slot] == first
         read.append(last - first)
         at[slot] = last
-        ahead(slot, tokens, taps, first, last)
+        prefill(slot, tokens, taps, first, last)
 
     def spy_start(slot, tokens, taps):
         read.append(len(tokens) - 1 - at.pop(slot, 0))
         start(slot, tokens, taps)
 
-    state.ahead, state.start = spy_ahead, spy_start
+    state.prefill, state.start = spy_prefill, spy_start
     return read
 
 
@@ -94,9 +95,11 @@ def requests(conversation=None):
 def test_drafts_are_those_of_a_drafter_that_read_the_prompt_whole(target, name):
     found = []
     for splits in (False, True):
-        engine, seen = engine_of(target, name, CHUNK)
-        engine._state.reads_ahead &= splits
-        read = counted(engine)
+        drafter = build(target, name)
+        states = opened_states(drafter)
+        engine, seen = engine_of(target, name, CHUNK, drafter=drafter)
+        states[0].prefills_in_parts &= splits
+        read = counted(states[0])
         done = engine.run(requests())
         found.append(([row.tokens for row in done], [row.stats for row in done], seen.trees))
     assert found[0] == found[1]
@@ -105,8 +108,10 @@ def test_drafts_are_those_of_a_drafter_that_read_the_prompt_whole(target, name):
 
 @pytest.mark.parametrize("name", ["small-lm", "eagle3", "falcon"])
 def test_what_a_conversation_has_cached_is_read_in_parts_too(target, name):
-    engine, _ = engine_of(target, name, CHUNK, slots=2)
-    read = counted(engine)
+    drafter = build(target, name)
+    states = opened_states(drafter)
+    engine, _ = engine_of(target, name, CHUNK, slots=2, drafter=drafter)
+    read = counted(states[0])
     talk = [Request(LONG, Sampling(max_new_tokens=6, ignore_eos=True), "talk")]
     first = engine.run(talk)[0].tokens
     again = [Request((*LONG, *first, 3), talk[0].sampling, "talk")]
@@ -124,7 +129,7 @@ def test_a_row_that_leaves_half_read_leaves_nothing_to_the_next(target, name):
     engine, seen = engine_of(target, name, CHUNK)
     engine.submit(0, Request(LONG, Sampling(max_new_tokens=5)))
     for _ in range(3):
-        engine.advance()
+        engine.step()
     assert not engine.rows, "it is still being read"
     assert engine.cancel(0)
     whole, expected = engine_of(target, name, None)
@@ -134,18 +139,21 @@ def test_a_row_that_leaves_half_read_leaves_nothing_to_the_next(target, name):
 
 
 def test_a_drafter_that_fails_in_a_part_costs_the_drafts_of_that_row_alone(target):
-    engine, _ = engine_of(target, "small-lm", CHUNK, kind=GuardedEngine, say=print)
-    ahead, calls = engine._state.ahead, []
+    drafter, guard = build(target, "small-lm"), Guard(target.spec.vocab_size, print)
+    states = opened_states(drafter)
+    engine, _ = engine_of(target, "small-lm", CHUNK, drafter=drafter, wrap_drafter=guard.wrap)
+    [state], calls = states, []
+    prefill = state.prefill
 
     def fails(slot, tokens, taps, first, last):
         calls.append(first)
         if len(calls) == 3:
             raise ValueError
-        ahead(slot, tokens, taps, first, last)
+        prefill(slot, tokens, taps, first, last)
 
-    engine._state.ahead = fails
+    state.prefill = fails
     done = engine.run(requests()[:3])
     plain = Engine(target).run(requests()[:3])
     assert [row.tokens for row in done] == [row.tokens for row in plain]
-    assert engine.num_disabled == 1
+    assert guard.num_disabled == 1
     assert [row.stats.drafted > 0 for row in done] == [False, True, True]

@@ -1,4 +1,4 @@
-"""A drafter sleeps for rows that draft nothing: what it is spared; nothing else changes."""
+"""Rows that draft nothing cost their drafter nothing, and nothing else changes."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -13,10 +13,11 @@ from specctl.drafters.states.lm_state import MOST_AT_ROOT
 from specctl.runtime.batching.fixed import Fixed
 from specctl.runtime.batching.table import BySize
 from specctl.runtime.engine.engine import Engine
-from specctl.runtime.engine.guard import GuardedEngine
+from specctl.runtime.engine.guard import Guard
 from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
+from specctl_testing.runtime.states import opened_states
 
 PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6), (7,), (11, 12, 11, 12, 11), (20, 2, 20), (8, 8))
 
@@ -67,18 +68,24 @@ def requests(temperature=0.0, new=17):
     ]
 
 
-def engine_of(target, drafter, batching, kind=Engine, slots=3, chunk=None, **named):
+def engine_of(target, drafter, batching, slots=3, chunk=None, **named):
     length = {"policy": families()[drafter.family].policies[0]}
-    return kind(
+    return Engine(
         target, drafter, make_policy(length), num_slots=slots, batching=batching,
         prefill_chunk=chunk, **named,
     )  # fmt: skip
 
 
+def opened(engine):
+    """The state of its drafter, with memory for 128 positions a row."""
+    states = opened_states(engine.drafter)
+    engine.open(128)
+    return states[0]
+
+
 def spied(engine):
     """How often the state is called, and the positions that `observe` was told of."""
-    engine.open(64)
-    state, calls = engine._state, Counter()
+    state, calls = opened(engine), Counter()
 
     def spy(name, inner, *given):
         calls[name] += 1
@@ -86,7 +93,7 @@ def spied(engine):
             calls["told"] += sum(map(len, given[0].emitted))
         return inner(*given)
 
-    for name in ("join", "ahead", "start", "observe", "end"):
+    for name in ("join", "prefill", "start", "observe", "end"):
         setattr(state, name, partial(spy, name, getattr(state, name)))
     return calls
 
@@ -99,7 +106,7 @@ def test_a_drafter_is_never_called_while_nothing_is_drafted(target, drafters, na
     done = engine.run(requests())
     assert [row.tokens for row in done] == [r.tokens for r in Engine(target).run(requests())]
     assert not calls, "not even for prompts that are read before any round is planned"
-    assert len(engine.sleep) == 0
+    assert len(engine.drafting) == 0
 
 
 @pytest.mark.parametrize("name", ["eagle3", "small-lm"])
@@ -111,25 +118,26 @@ def test_no_prompt_is_read_ahead_for_a_crowd_that_will_not_draft(target, drafter
         for index, request in enumerate(requests(new=40)):
             if index == 2:
                 for _ in range(12):
-                    engine.advance()  # two rows draft when the third comes
-                assert calls.pop("ahead") > 0
+                    engine.step()  # two rows draft when the third comes
+                assert calls.pop("prefill") > 0
             engine.submit(index, request)
         for _ in range(5):
-            engine.advance()
-        found[crowd] = calls["ahead"]
+            engine.step()
+        found[crowd] = calls["prefill"]
     assert found[3] == 0 < found[9]
 
 
-@pytest.mark.parametrize(("kind", "temperature"), [(Engine, 0.0), (GuardedEngine, 0.8)])
+@pytest.mark.parametrize(("is_guarded", "temperature"), [(False, 0.0), (True, 0.8)])
 @pytest.mark.parametrize("name", ["eagle3", "small-lm", "medusa", "dflash"])
 def test_rows_that_sleep_by_turns_draft_as_if_all_had_followed(
-    target, drafters, name, kind, temperature
+    target, drafters, name, is_guarded, temperature
 ):
     found = []
     for sleeps in (True, False):
-        batching, more = Turns(), {"say": print} if kind is GuardedEngine else {}
-        engine = engine_of(target, drafters[name], batching, kind, **more)
-        engine.sleep.is_allowed = sleeps
+        batching, guard = Turns(), Guard(target.spec.vocab_size, print)
+        wrap = guard.wrap if is_guarded else None
+        engine = engine_of(target, drafters[name], batching, wrap_drafter=wrap)
+        engine.drafting.is_lazy = sleeps
         calls = spied(engine)
         done = engine.run(requests(temperature))
         rounds = [drafted for drafted, _ in batching.seen]
@@ -156,8 +164,7 @@ def test_many_missed_tokens_are_read_before_the_root(target, drafters):
             return super().lengths(rows) if self.rounds > 2 * MOST_AT_ROOT else (0,) * len(rows)
 
     engine = engine_of(target, drafters["small-lm"], Late(3))
-    engine.open(128)
-    state, widths = engine._state, []
+    state, widths = opened(engine), []
     feed = state._feed
 
     def spy(ids_BW, start_B, span, logits=True):
@@ -172,19 +179,20 @@ def test_many_missed_tokens_are_read_before_the_root(target, drafters):
 
 
 def test_a_drafter_that_fails_as_it_wakes_costs_drafts_only(target, drafters):
-    engine = engine_of(target, drafters["eagle3"], Turns(), GuardedEngine, say=print)
-    engine.open(64)
-    inner, plain = engine._state.observe, Engine(target).run(requests())
+    guard = Guard(target.spec.vocab_size, print)
+    engine = engine_of(target, drafters["eagle3"], Turns(), wrap_drafter=guard.wrap)
+    state = opened(engine)
+    inner, plain = state.observe, Engine(target).run(requests())
 
     def fails(outcome):
-        if engine.num_disabled == 0 and engine.rows[0].backlog > 3:
+        if guard.num_disabled == 0 and engine.drafting.backlog(engine.rows[0]) > 3:
             raise ValueError
         inner(outcome)
 
-    engine._state.observe = fails
+    state.observe = fails
     done = engine.run(requests())
-    assert engine.num_disabled > 0
-    assert engine.why_off is None
+    assert guard.num_disabled > 0
+    assert guard.why_off is None
     assert [row.tokens for row in done] == [row.tokens for row in plain]
     assert done[-1].stats.drafted > 0, "rows that join later are drafted for"
 

@@ -18,8 +18,7 @@ from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.drafters.token_recycling import TokenRecycling, TokenRecyclingOptions
 from specctl.runtime.engine.request import Request
 from specctl.runtime.generate import generate
-from specctl.runtime.pearl.pearl import Pearl
-from specctl.runtime.pearl.pearl_row import LONGEST_RUN, PearlRow
+from specctl.runtime.pearl import LONGEST_RUN, Pearl, PearlRow
 from specctl.runtime.policies.chain import Chain
 from specctl.runtime.policies.direct import Direct
 from specctl.runtime.sampling.sampling import Sampling

@@ -1,1 +1,0 @@
-"""Drafting and verifying at the same time (PEARL)."""
