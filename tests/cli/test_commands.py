@@ -298,14 +298,19 @@ def test_verify_finds_a_flipped_byte(trained: Path, run: Any, tmp_path: Path) ->
 
 
 def test_a_package_drafts_as_it_was_trained_to(trained: Path, run: Any) -> None:
-    words = (*GENERATE, "--dtype", "float32", "import os", "--json")
+    words = (*GENERATE, "--max-new-tokens", "24", "--dtype", "float32", "import os", "--json")
     plain = run(*words).json["result"]
     fast = run(*words, "--draft", trained / "package").json["result"]
     assert fast["outputs"][0]["token_ids"] == plain["outputs"][0]["token_ids"]
-    assert fast["stats"]["drafted"] > 0
-    assert len(fast["stats"]["accepted_per_position"]) == 3
     longer = run(*words, "--draft", trained / "package", "--length", "5").json["result"]
-    assert len(longer["stats"]["accepted_per_position"]) == 5
+    # The last rounds are cut to the row's room: nine in 24 tokens at worst, 21 nodes or 30.
+    per_round, deeper = (
+        each["stats"]["drafted"] / each["stats"]["rounds"] for each in (fast, longer)
+    )
+    assert 2 < per_round <= 3 < deeper <= 5
+    # Positions are listed as far as drafts were tested.
+    assert 0 < len(fast["stats"]["accepted_per_position"]) <= 3
+    assert 0 < len(longer["stats"]["accepted_per_position"]) <= 5
 
 
 def test_trimming_writes_a_smaller_package(trained: Path, run: Any, tmp_path: Path) -> None:
