@@ -7,7 +7,7 @@ followed further: the row ends with "grammar", which is a failure. Log-probabili
 the target's logits after bias, penalties and grammar and before temperature and truncation, so that
 they say what the model thought, not how it was sampled; the token at place j of a round was drawn
 after fed token path[j].
-Letters: B rows, N nodes, T fed tokens, P path length, E emitted tokens, D width, K top-k, V
+Letters: B rows, N nodes, T fed tokens, P path length, E emitted tokens, D width, C top-k, V
 vocabulary.
 """
 
@@ -137,11 +137,11 @@ def outcome_of(
     if not needs.topk:
         return outcome
     assert out.logits_BTV is not None
-    logits_BTK, topk_BTC = out.logits_BTV.topk(needs.topk, dim=-1)
+    logits_BTC, topk_BTC = out.logits_BTV.topk(needs.topk, dim=-1)
     if not needs.topk_logp:
         return replace(outcome, topk_BTC=topk_BTC)
-    logp_BTK = logits_BTK.float() - out.logits_BTV.float().logsumexp(-1, keepdim=True)
-    return replace(outcome, topk_BTC=topk_BTC, topk_logp_BTC=logp_BTK)
+    logp_BTC = logits_BTC.float() - out.logits_BTV.float().logsumexp(-1, keepdim=True)
+    return replace(outcome, topk_BTC=topk_BTC, topk_logp_BTC=logp_BTC)
 
 
 def _along(value_BTD: Tensor, path_BP: Tensor, tree: DraftTree) -> Tensor:
