@@ -152,10 +152,11 @@ class GenerateRun:
     fitted: Mapping[str, Any]
 
     def adaptive_json(self) -> dict[str, Any] | None:
+        fitted = {"fitted": dict(self.fitted)} if self.fitted else {}
         if self.chooser is None:
-            return {"fitted": dict(self.fitted)} if self.fitted else None
+            return fitted or None
         figures = {"rounds": self.chooser.rounds, "rounds_off": self.chooser.rounds_off}
-        return {**figures, "acceptance": round(self.chooser.estimate(), 3)}
+        return {**fitted, **figures, "acceptance": round(self.chooser.estimate(), 3)}
 
     def tell(self, console: Console) -> None:
         """What was fitted; where speculation was switched off, how often and why."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -116,7 +117,7 @@ def test_a_folder_without_the_file_asks_for_nothing(tmp_path: Path) -> None:
 
 def test_a_loaded_target_has_what_its_folder_asks_for(tmp_path: Path) -> None:
     for file in (Path(__file__).parents[3] / "recipes" / "tiny").iterdir():
-        (tmp_path / file.name).symlink_to(file)
+        shutil.copyfile(file, tmp_path / file.name)
     (tmp_path / FILE).unlink()
     (tmp_path / FILE).write_text(json.dumps(QWEN))
     target = load_target(str(tmp_path), dtype="float32")

@@ -102,7 +102,7 @@ def test_while_a_grammar_is_compiled_others_are_served(monkeypatch: pytest.Monke
 
 def test_few_may_wait_for_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(spec: GrammarSpec, target: object) -> None:
-        time.sleep(0.01)
+        time.sleep(0.1)
         raise GrammarError("the grammar is not valid")
 
     monkeypatch.setattr(forms, "compile_grammar", slow)

@@ -66,7 +66,7 @@ class FailingDrafter:
     def readable(self, ids):
         return ids
 
-    def spoken(self, logits):
+    def draft_logits(self, logits):
         return logits
 
     def needs(self):
