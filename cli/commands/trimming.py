@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from specctl.cli.app.console import Console
 from specctl.cli.options.loading import LoadedDraft, packaged_serve
+from specctl.cli.options.measurement import Measurement
 from specctl.core.errors import SpecctlError
 
 if TYPE_CHECKING:
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
     from specctl.runtime.target.target import Target
     from specctl.train.data.heldout import HeldoutPrompt
     from specctl.train.data.records import Sample
+    from specctl.train.vocab.candidates import Material, TrimSettings
     from specctl.train.vocab.report import TrimReport
     from specctl.train.vocab.selectors import Selector
-    from specctl.train.vocab.settings import Material, TrimSettings
 
 SHARES = (1, 4, 3)  # of the prompts: tau is measured, sizes are predicted, tokens are counted on
 
@@ -61,6 +62,8 @@ def trim_and_package(console: Console, job: TrimJob, out: Path) -> tuple[TrimRep
     for line in done.report.lines():
         console.out(line)
     console.out(done.report.plot())
+    for text in done.report.warnings(job.settings.min_coverage):
+        console.warn(text)
     manifest = _package(job, done.drafter, done.policy, material.prompts, out / "package")
     save_report(done.report, out)
     return done.report, manifest
@@ -69,9 +72,9 @@ def trim_and_package(console: Console, job: TrimJob, out: Path) -> tuple[TrimRep
 def gathered(job: TrimJob) -> Material:
     """Prompts split three ways, the target's answers to one part, and the selector's counts."""
     from specctl.train.data.heldout import heldout_prompts
+    from specctl.train.vocab.candidates import Material
     from specctl.train.vocab.chains import write_answers
     from specctl.train.vocab.coverage import total_counts
-    from specctl.train.vocab.settings import Material
 
     size, settings = job.target.spec.vocab_size, job.settings
     pool = heldout_prompts(job.target, sum(SHARES) * job.num_prompts, path=job.prompts)
@@ -131,15 +134,13 @@ def _package(
         policy=policy,
         rule=job.draft.rule,
     )
-    acceptance = {
-        "tau": made.stats.tau,
-        "alpha": list(made.stats.accepted_per_position),
-        "command": f"specctl vocab-trim --draft {job.draft.name} --size {settings.size}",
-        "data": "held-out prompts",
-        "temperature": 0.0,
-        "prompts": len(prompts),
-        "new_tokens": settings.new_tokens,
-    }
+    measured = Measurement(
+        tau=made.stats.tau,
+        accepted_per_position=made.stats.accepted_per_position,
+        num_prompts=len(prompts),
+        new_tokens=settings.new_tokens,
+        prompts=job.prompts,
+    )
     serve = packaged_serve(job.draft.name)
     if policy != job.draft.policy:
         serve["length"] = policy.depth
@@ -149,7 +150,7 @@ def _package(
         folder,
         serve=serve,
         recipe_digest=_recipe_digest(job.draft.name),
-        acceptance=acceptance,
+        acceptance=measured.record(job.target),
         command=["specctl", *sys.argv[1:]],
     )
 

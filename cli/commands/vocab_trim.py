@@ -103,7 +103,7 @@ def vocab_trim(
         )
     check_folder(out)
     from specctl.train.data.sources import check_source
-    from specctl.train.vocab.settings import TrimSettings
+    from specctl.train.vocab.candidates import TrimSettings
 
     settings = TrimSettings(
         wanted, part.min_coverage, max_new_tokens, temperature,

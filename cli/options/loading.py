@@ -25,8 +25,8 @@ from specctl.core.errors import RecipeError, SpecctlError, did_you_mean, one_of
 
 if TYPE_CHECKING:
     from specctl.core.drafter import Drafter
+    from specctl.runtime.measure.cost_table import CostTable
     from specctl.runtime.policies import Policy
-    from specctl.runtime.policies.length import CostTable
     from specctl.runtime.target.target import Target
 
 NO_DRAFTER = "none"

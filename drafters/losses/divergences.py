@@ -9,8 +9,8 @@ lk_alpha   -log alpha              lk_hybrid  w KL + (1 - w) TV with w = exp(-3 
            (LK losses, arXiv 2602.23881)
 
 Trimmed vocabulary: `tv` and `lk_alpha` compare with the full p, whose cut ids simply cannot be
-drafted; the others with p restricted to the kept ids and renormalised. Letters: N rows, K draft
-vocabulary.
+drafted; the others with p restricted to the kept ids and renormalised. Letters: Q picked rows, K
+draft vocabulary.
 """
 
 from __future__ import annotations
@@ -44,41 +44,41 @@ class Loss:
 class RowDistributions:
     """One slice of rows over the draft ids: log p, log p renormalised there, log q."""
 
-    log_p_NK: Tensor
-    log_r_NK: Tensor
-    log_q_NK: Tensor
+    log_p_QK: Tensor
+    log_r_QK: Tensor
+    log_q_QK: Tensor
 
 
 def distributions(
-    draft_NK: Tensor, log_p_NK: Tensor, temperature: float, is_whole: bool
+    draft_QK: Tensor, log_p_QK: Tensor, temperature: float, is_whole: bool
 ) -> RowDistributions:
     """Distributions of raw draft logits and of the target, both at the temperature; `is_whole`: the
     draft ids are all ids, so that p needs no renormalising."""
-    scores_NK = wide(draft_NK)
-    scores_NK = scores_NK if temperature == 1.0 else scores_NK / temperature
-    log_q_NK = F.log_softmax(scores_NK, dim=-1)
+    scores_QK = wide(draft_QK)
+    scores_QK = scores_QK if temperature == 1.0 else scores_QK / temperature
+    log_q_QK = F.log_softmax(scores_QK, dim=-1)
     if is_whole:
-        return RowDistributions(log_p_NK, log_p_NK, log_q_NK)
-    return RowDistributions(log_p_NK, log_p_NK - log_p_NK.logsumexp(-1, keepdim=True), log_q_NK)
+        return RowDistributions(log_p_QK, log_p_QK, log_q_QK)
+    return RowDistributions(log_p_QK, log_p_QK - log_p_QK.logsumexp(-1, keepdim=True), log_q_QK)
 
 
 def kl(of: RowDistributions) -> Tensor:
-    return (of.log_r_NK.exp() * (of.log_r_NK - of.log_q_NK)).sum(-1)
+    return (of.log_r_QK.exp() * (of.log_r_QK - of.log_q_QK)).sum(-1)
 
 
 def _rkl(of: RowDistributions) -> Tensor:
-    return (of.log_q_NK.exp() * (of.log_q_NK - of.log_r_NK)).sum(-1)
+    return (of.log_q_QK.exp() * (of.log_q_QK - of.log_r_QK)).sum(-1)
 
 
 def _jsd(of: RowDistributions) -> Tensor:
-    p, q = of.log_r_NK.exp(), of.log_q_NK.exp()
-    log_m = torch.logaddexp(of.log_r_NK, of.log_q_NK) - math.log(2.0)
-    return 0.5 * (p * (of.log_r_NK - log_m) + q * (of.log_q_NK - log_m)).sum(-1)
+    p, q = of.log_r_QK.exp(), of.log_q_QK.exp()
+    log_m = torch.logaddexp(of.log_r_QK, of.log_q_QK) - math.log(2.0)
+    return 0.5 * (p * (of.log_r_QK - log_m) + q * (of.log_q_QK - log_m)).sum(-1)
 
 
 def acceptance(of: RowDistributions) -> Tensor:
     """[N]: alpha = sum_v min(p, q)."""
-    return torch.minimum(of.log_p_NK, of.log_q_NK).exp().sum(-1)
+    return torch.minimum(of.log_p_QK, of.log_q_QK).exp().sum(-1)
 
 
 def _tv(of: RowDistributions) -> Tensor:
@@ -86,13 +86,13 @@ def _tv(of: RowDistributions) -> Tensor:
 
 
 def _lk_alpha(of: RowDistributions) -> Tensor:
-    return -torch.minimum(of.log_p_NK, of.log_q_NK).logsumexp(-1)
+    return -torch.minimum(of.log_p_QK, of.log_q_QK).logsumexp(-1)
 
 
 def _lk_hybrid(of: RowDistributions) -> Tensor:
-    alpha_N = acceptance(of)
-    weight_N = torch.exp(-HYBRID_RATE * alpha_N.detach())
-    return weight_N * kl(of) + (1.0 - weight_N) * (1.0 - alpha_N)
+    alpha_Q = acceptance(of)
+    weight_Q = torch.exp(-HYBRID_RATE * alpha_Q.detach())
+    return weight_Q * kl(of) + (1.0 - weight_Q) * (1.0 - alpha_Q)
 
 
 _DISTILLSPEC, _LK = "https://arxiv.org/abs/2310.08461", "https://arxiv.org/abs/2602.23881"

@@ -39,7 +39,7 @@ __all__ = [
     "feature_loss",
     "head_loss",
     "joined",
-    "judge_of",
+    "teacher_logits",
     "weighted_sum",
 ]  # fmt: skip
 
@@ -73,66 +73,70 @@ def fitting_chunk(width: int, device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A draft head against the target, or against the text where there is no judge. `ids_K` are
+    """A draft head against the target, or against the text where there is no teacher. `ids_K` are
     the draft's target ids (None = all), `row_V` the draft row of a target id, -1 where cut."""
 
     options: LossOptions
-    judge: TeacherLogits | None
+    teacher: TeacherLogits | None
     ids_K: Tensor | None
     row_V: Tensor | None
 
     @classmethod
     def of(
-        cls, options: LossOptions, judge: TeacherLogits | None, vocab: VocabMap | None
+        cls, options: LossOptions, teacher: TeacherLogits | None, vocab: VocabMap | None
     ) -> Comparison:
         if vocab is None:
-            return cls(options, judge, None, None)
-        judge = None if judge is None else judge.over(vocab.ids_K)
-        return cls(options, judge, vocab.ids_K, vocab.to_draft())
+            return cls(options, teacher, None, None)
+        teacher = None if teacher is None else teacher.over(vocab.ids_K)
+        return cls(options, teacher, vocab.ids_K, vocab.to_draft())
 
-    def sums(self, draft_NK: Tensor, row_N: Tensor, label_N: Tensor, judge_N: Tensor) -> Tensor:
+    def sums(
+        self, draft_QK: Tensor, row_Q: Tensor, label_Q: Tensor, teacher_row_Q: Tensor
+    ) -> Tensor:
         """[4]: loss, its count, top1, alpha."""
-        del row_N
-        first_N = self._first(draft_NK)
-        if self.judge is None:
-            loss, count = _label_loss(draft_NK, label_N, self.row_V)
-            return torch.stack([loss, count, (first_N == label_N).sum(), torch.zeros_like(loss)])
-        distribution = self.judge.distribution(judge_N, self.ids_K)
+        del row_Q
+        first_Q = self._first(draft_QK)
+        if self.teacher is None:
+            loss, count = _label_loss(draft_QK, label_Q, self.row_V)
+            return torch.stack([loss, count, (first_Q == label_Q).sum(), torch.zeros_like(loss)])
+        distribution = self.teacher.distribution(teacher_row_Q, self.ids_K)
         of = distributions(
-            draft_NK, distribution.log_p_NK, self.options.temperature, self.ids_K is None
+            draft_QK, distribution.log_p_QK, self.options.temperature, self.ids_K is None
         )
         if self.options.kind == "ce":
-            loss, count = _label_loss(draft_NK, label_N, self.row_V)
+            loss, count = _label_loss(draft_QK, label_Q, self.row_V)
         else:
             loss, count = _distribution_loss(
-                of, self._learnable(distribution.best_N), self.options.kind
+                of, self._learnable(distribution.best_Q), self.options.kind
             )
         with torch.no_grad():
-            top1, alpha = (first_N == distribution.best_N).sum(), acceptance(of).sum()
+            top1, alpha = (first_Q == distribution.best_Q).sum(), acceptance(of).sum()
         return torch.stack([loss, count, top1, alpha])
 
     @torch.no_grad()
-    def rows(self, draft_NK: Tensor, row_N: Tensor, label_N: Tensor, judge_N: Tensor) -> Tensor:
-        """[4, N], row by row: KL(p || q), whether the row can be learned, top1, alpha."""
-        del row_N, label_N
-        assert self.judge is not None, "rows are told apart by how far they are off the target"
-        distribution = self.judge.distribution(judge_N, self.ids_K)
+    def rows(
+        self, draft_QK: Tensor, row_Q: Tensor, label_Q: Tensor, teacher_row_Q: Tensor
+    ) -> Tensor:
+        """[4, Q], row by row: KL(p || q), whether the row can be learned, top1, alpha."""
+        del row_Q, label_Q
+        assert self.teacher is not None, "rows are selected by how far they are off the target"
+        distribution = self.teacher.distribution(teacher_row_Q, self.ids_K)
         of = distributions(
-            draft_NK, distribution.log_p_NK, self.options.temperature, self.ids_K is None
+            draft_QK, distribution.log_p_QK, self.options.temperature, self.ids_K is None
         )
-        top1_N = self._first(draft_NK) == distribution.best_N
-        return torch.stack([kl(of), self._learnable(distribution.best_N), top1_N, acceptance(of)])
+        top1_Q = self._first(draft_QK) == distribution.best_Q
+        return torch.stack([kl(of), self._learnable(distribution.best_Q), top1_Q, acceptance(of)])
 
-    def _learnable(self, best_N: Tensor) -> Tensor:
+    def _learnable(self, best_Q: Tensor) -> Tensor:
         """False where a distribution that is restricted to the draft ids has lost its best one."""
         if self.row_V is None or (self.options.kind in LOSSES and LOSSES[self.options.kind].whole):
-            return torch.ones_like(best_N, dtype=torch.bool)
-        return self.row_V[best_N] >= 0
+            return torch.ones_like(best_Q, dtype=torch.bool)
+        return self.row_V[best_Q] >= 0
 
     @torch.no_grad()
-    def _first(self, draft_NK: Tensor) -> Tensor:
-        best_N = draft_NK.argmax(-1)
-        return best_N if self.ids_K is None else self.ids_K[best_N]
+    def _first(self, draft_QK: Tensor) -> Tensor:
+        best_Q = draft_QK.argmax(-1)
+        return best_Q if self.ids_K is None else self.ids_K[best_Q]
 
 
 def head_loss(
@@ -141,79 +145,79 @@ def head_loss(
     aim: AlignedRows,
     vocab: VocabMap | None,
     options: LossOptions,
-    judge: TeacherLogits | None = None,
+    teacher: TeacherLogits | None = None,
 ) -> LossOut:
     """Sum of the loss over the rows of `aim`, in slices (see `sliced`). A `LinearHead` or a linear
     module as head is smallest and fastest; any other function will do.
 
-    `judge` may be shared by losses over the same batch. Metrics: `top1` (the draft's first choice
+    `teacher` may be shared by losses over the same batch. Metrics: `top1` (the draft's first choice
     is the target's, or the label without a teacher) and, with a teacher, `alpha`; both over all
     rows, cut or not, selected or not.
     """
-    if judge is None and aim.teacher_RV is not None:
-        judge = TeacherLogits(aim.teacher_RV, options.temperature)
-    compare = Comparison.of(options, judge, vocab)
-    size = options.chunk or fitting_chunk(_width(judge, vocab), state_RD.device)
-    number = torch.tensor(float(aim.row_N.numel()), device=state_RD.device)
+    if teacher is None and aim.teacher_RV is not None:
+        teacher = TeacherLogits(aim.teacher_RV, options.temperature)
+    compare = Comparison.of(options, teacher, vocab)
+    size = options.chunk or fitting_chunk(_width(teacher, vocab), state_RD.device)
+    number = torch.tensor(float(aim.row_Q.numel()), device=state_RD.device)
     if aim.select is None:
         total_4 = sum_slices(state_RD, head, _slices(aim, size), compare.sums)
         metrics = {"top1": (total_4[2].detach(), number), "alpha": (total_4[3].detach(), number)}
-        if judge is None:
+        if teacher is None:
             del metrics["alpha"]
         return LossOut(total_4[0], total_4[1].detach(), metrics)
     with torch.no_grad():
         found = [compare.rows(head(state_RD[s[0]]), *s) for s in _slices(aim, size)]
-    kl_N, learnable_N, top1_N, alpha_N = torch.cat(found, dim=1)
-    keep_N = learnable_N > 0
-    keep_N[keep_N.clone()] = aim.select(kl_N[keep_N])
-    total_4 = sum_slices(state_RD, head, _slices(aim.only(keep_N), size), compare.sums)
-    metrics = {"top1": (top1_N.sum(), number), "alpha": (alpha_N.sum(), number)}
-    metrics["selected"] = (keep_N.sum(), (learnable_N > 0).sum())
+    kl_Q, learnable_Q, top1_Q, alpha_Q = torch.cat(found, dim=1)
+    keep_Q = learnable_Q > 0
+    keep_Q[keep_Q.clone()] = aim.select(kl_Q[keep_Q])
+    total_4 = sum_slices(state_RD, head, _slices(aim.only(keep_Q), size), compare.sums)
+    metrics = {"top1": (top1_Q.sum(), number), "alpha": (alpha_Q.sum(), number)}
+    metrics["selected"] = (keep_Q.sum(), (learnable_Q > 0).sum())
     return LossOut(total_4[0], total_4[1].detach(), metrics)
 
 
 def _slices(aim: AlignedRows, size: int) -> list[Rows]:
-    parts = (torch.split(rows, size) for rows in (aim.row_N, aim.label_N, aim.judge_N))
+    parts = (torch.split(rows, size) for rows in (aim.row_Q, aim.label_Q, aim.teacher_row_Q))
     return list(zip(*parts, strict=True))
 
 
-def _width(judge: TeacherLogits | None, vocab: VocabMap | None) -> int:
+def _width(teacher: TeacherLogits | None, vocab: VocabMap | None) -> int:
     """Columns of a slice's logits; a guess when nothing tells."""
-    if judge is not None:
-        return judge.logits_RV.shape[-1]
+    if teacher is not None:
+        return teacher.logits_RV.shape[-1]
     return 2**15 if vocab is None else vocab.size
 
 
-def judge_of(batch: TrainBatch, options: LossOptions) -> TeacherLogits | None:
-    """One judge for every loss over `batch`, however far its rows look ahead."""
+def teacher_logits(batch: TrainBatch, options: LossOptions) -> TeacherLogits | None:
+    """One teacher for every loss over `batch`, however far its rows look ahead."""
     teacher = teacher_of(batch)
     if teacher is None:
         return None
     size = options.chunk or fitting_chunk(teacher.shape[-1], teacher.device)
-    return TeacherLogits.of(teacher, aim_at(batch, 1).judge_N, options.temperature, size)
+    return TeacherLogits.of(teacher, aim_at(batch, 1).teacher_row_Q, options.temperature, size)
 
 
-def _label_loss(draft_NK: Tensor, label_N: Tensor, row_V: Tensor | None) -> tuple[Tensor, Tensor]:
+def _label_loss(draft_QK: Tensor, label_Q: Tensor, row_V: Tensor | None) -> tuple[Tensor, Tensor]:
     """Sum and count of hard cross-entropy over the labels that were not cut."""
-    row_N = label_N if row_V is None else row_V[label_N]
-    loss = F.cross_entropy(wide(draft_NK), row_N, ignore_index=-1, reduction="sum")
-    return loss, (row_N >= 0).sum().to(loss.dtype)
+    row_Q = label_Q if row_V is None else row_V[label_Q]
+    loss = F.cross_entropy(wide(draft_QK), row_Q, ignore_index=-1, reduction="sum")
+    return loss, (row_Q >= 0).sum().to(loss.dtype)
 
 
 def _distribution_loss(
-    of: RowDistributions, learnable_N: Tensor, kind: str
+    of: RowDistributions, learnable_Q: Tensor, kind: str
 ) -> tuple[Tensor, Tensor]:
     """Sum and count of a divergence over the rows that can be learned."""
-    loss_N = LOSSES[kind].of(of)
-    return (loss_N * learnable_N).sum(), learnable_N.sum().to(loss_N.dtype)
+    loss_Q = LOSSES[kind].of(of)
+    return (loss_Q * learnable_Q).sum(), learnable_Q.sum().to(loss_Q.dtype)
 
 
 def feature_loss(state_RD: Tensor, aim: AlignedRows, target_RD: Tensor) -> LossOut:
     """SmoothL1, the mean over the width, between drafted states and the target's (EAGLE, eq. 3). A
     target that learns, too, does not learn to be easy to hit: its side has no gradient."""
-    wanted_ND = wide(target_RD.detach()[aim.judge_N])
-    loss = F.smooth_l1_loss(wide(state_RD[aim.row_N]), wanted_ND, reduction="sum")
-    count = torch.tensor(float(aim.row_N.numel()), device=state_RD.device)
+    wanted_QD = wide(target_RD.detach()[aim.teacher_row_Q])
+    loss = F.smooth_l1_loss(wide(state_RD[aim.row_Q]), wanted_QD, reduction="sum")
+    count = torch.tensor(float(aim.row_Q.numel()), device=state_RD.device)
     return LossOut(
         loss / state_RD.shape[-1], count, {"feature": (loss.detach() / state_RD.shape[-1], count)}
     )

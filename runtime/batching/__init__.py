@@ -7,7 +7,7 @@ from typing import Any
 from specctl.core.errors import RecipeError, unknown
 from specctl.core.plugins import plugins
 from specctl.runtime.batching.base import Batching, BatchingEntry, RowView
-from specctl.runtime.batching.costs import BatchCosts
+from specctl.runtime.measure.cost_table import BatchCosts
 
 BATCHINGS: dict[str, BatchingEntry] = plugins(__name__, "BATCHING")
 

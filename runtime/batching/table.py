@@ -9,7 +9,7 @@ from typing import Any, Self
 from specctl.core.drafter import Outcome, RoundSeconds
 from specctl.core.errors import RecipeError
 from specctl.runtime.batching.base import BatchingEntry, RowView
-from specctl.runtime.batching.costs import BatchCosts
+from specctl.runtime.measure.cost_table import BatchCosts
 
 ALPHA = 0.6  # for a table that is made before anything was drafted
 

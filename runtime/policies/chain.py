@@ -4,8 +4,7 @@ Greedy rows take the argmax (POINT); sampled rows draw from q and hand q on (IID
 target-only rows draw with the target's own noise (POINT, Daliri-Musco-Suresh coupling). A stop rule
 (`stops/`) is asked behind each token, which is then kept: it never sees the token that it prevents,
 so it is lossless for sampled drafts too.
-
-Letters: B rows, K draft vocabulary.
+Letters: B rows, K draft vocabulary, M new nodes.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class Chain:
         alive_B = torch.ones_like(growth.view.slot_B, dtype=torch.bool)
         for step in range(depth):
             row_B, distribution_BK = self.pick(growth, logits_BK, step)
-            if growth.may_be_silent:
+            if growth.may_draft_nothing:
                 alive_B = alive_B & (logits_BK.amax(-1) > -torch.inf)
             tokens.append(growth.target_ids(row_B))
             distributions.append(distribution_BK)
@@ -93,7 +92,7 @@ class Chain:
             if stopper is not None:
                 stop_B = stopper.stops(DraftStep(step, logits_BK, row_B, growth.steps))
                 alive_B = alive_B if stop_B is None else alive_B & ~stop_B
-            may_end = growth.may_be_silent and not alive_B.is_cuda
+            may_end = growth.may_draft_nothing and not alive_B.is_cuda
             if (stopper is not None or may_end) and not bool(alive_B.any()):
                 break
             parent_B1 = torch.full_like(row_B[:, None], step - 1)

@@ -13,8 +13,7 @@ nodes, many draft calls). Otherwise every draw worth `threshold` is made as soon
 is there, and all new nodes are expanded together, so that there are as many calls as levels (the
 layered one). Where nothing is sampled, "draws" are the best tokens in turn, and the greedy
 construction gives the tree of largest expected acceptance.
-
-Letters: B rows, M nodes of one call, C candidates of each, K draft vocabulary.
+Letters: B rows, C candidates, K draft vocabulary, M new nodes, N nodes.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ Parallel prompt decoding (arXiv 2405.18628) and Medusa choose a fixed sparse tre
 path is worth the product, and the best n paths make the tree of n nodes, expected to yield
 R(n) = 1 + the sum of their worth. With measured costs n becomes argmax R(n) / t(n): a fast device
 takes a larger tree than a slow one. Candidates are best tokens, so nodes are POINT.
+Letters: B rows.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from math import prod
 from specctl.core.errors import RecipeError
 from specctl.core.tree import DraftTree
 from specctl.drafters.states.template import Path, greedy_paths
+from specctl.runtime.measure.cost_table import TreeCosts
 from specctl.runtime.policies.base import GrowRequest, PointTree, PolicyEntry
-from specctl.runtime.policies.hardware import TreeCosts
 from specctl.runtime.policies.shaped import grow_shape, shape_of
 
 Profile = tuple[tuple[float, ...], ...]

@@ -2,12 +2,12 @@
 decoding, arXiv 2401.06706), with the decision of its improvement (arXiv 2409.10644).
 
 Sampled rows draw `branch[d]` children of each node independently from q and keep duplicates (kind
-IID): rejecting one then says nothing about the next beyond the residual. The improvement decides
+IID): rejecting one then tells nothing about the next beyond the residual. The improvement decides
 after each level whether another is worth drafting. Here a level is followed by another only where
 the drafter is sure enough of some node that is already in the tree; what that node's children turn
 out to be is not known when it decides. Its other idea, seeding the first level from the target's
 own distribution, is the engine's bonus token: once that token is drawn its rivals cannot win.
-Letters: B rows, M nodes of a level, K draft vocabulary.
+Letters: B rows, K draft vocabulary, M new nodes.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ Recurrent Drafter (arXiv 2403.09919, section 3.2) drafts `beam` candidates of `l
 ordinary beam search, then merges equal prefixes (dynamic tree attention): the target reads a tree
 with the same paths and fewer tokens. A dynamic tree spends its nodes wherever q is large, this one
 on whole candidates only.
+Letters: B rows.
 """
 
 from __future__ import annotations

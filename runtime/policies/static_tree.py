@@ -3,6 +3,7 @@
 Greedy and target-only rows take the top-k (POINT). Sampled rows take Gumbel top-k, which draws
 without replacement in score order, and hand q on (RSD-C, constant branching; Jeon et al. 2024,
 arXiv 2402.14160).
+Letters: B rows.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 Random trees are ragged (padding behind the valid prefix), their siblings stand in any index order,
 distributions have zeros, drafts include tokens that q could not have drawn. In float64 the two must
 agree on every path and every token.
+Letters: B rows, K draft vocabulary, N nodes, P path, T fed tokens, V target vocabulary, X any axes.
 """
 
 from __future__ import annotations

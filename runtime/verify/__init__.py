@@ -3,6 +3,7 @@
 A rule is a pure function (tree, scores, noise) -> Verdict; p = softmax(scores). Its entry says for
 which trees it is lossless; anything else is refused when an engine is configured, because the
 commonest losslessness bug is a rule applied to drafts that were not drawn the way it assumes.
+Letters: B rows, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations

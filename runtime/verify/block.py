@@ -4,8 +4,9 @@ Sun et al., "Block verification accelerates speculative decoding" (arXiv 2403.10
 With w_0 = 1 and w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)), the prefix of length i passes if
 u_i < h_i, where h_i = m_i / (m_i + 1 - w_i), m_i = sum_x [w_i p_{i+1}(x) - q_{i+1}(x)]+, and
 h_g = w_g at the end. The longest passing prefix is kept (every test is made: a short prefix that
-fails says nothing about a longer one); then draw from norm([w p - q]+), or from p at the end.
+fails tells nothing about a longer one); then draw from norm([w p - q]+), or from p at the end.
 Letters as in `walk`.
+Letters: B rows, K draft vocabulary, M new nodes, N nodes, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318): accept x_i if
 u_i q_i(x_i) < p_i(x_i); at the first miss draw from norm([p_i - q_i]+), else a bonus from p.
 Letters as in `walk`.
+Letters: B rows, K draft vocabulary, N nodes, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations

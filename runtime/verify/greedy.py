@@ -1,6 +1,7 @@
 """Greedy verification: follow the child that equals the target's argmax, stop at the first miss.
 
 Lossless for any drafts: the output is the target's argmax decoding. Letters as in `walk`.
+Letters: B rows, N nodes, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations

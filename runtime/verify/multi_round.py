@@ -3,6 +3,7 @@
 The rule of SpecInfer (Miao et al., arXiv 2305.09781, Algorithm 2): after a miss, r := norm([r -
 q]+), and q stays, because the next sibling was drawn from the same distribution. Duplicates must be
 kept: a repeated token is tested again with its own uniform. Letters as in `walk`.
+Letters: B rows, K draft vocabulary, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations

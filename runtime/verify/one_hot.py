@@ -3,6 +3,7 @@
 At a node with distribution r = p: accept sibling t with probability r(t) / sum r, else r(t) := 0;
 after the last miss draw from r. A node is left by one of its drafts with probability p(children),
 as in `target-only`, for one uniform per sibling instead of a draw per node. Letters as in `walk`.
+Letters: B rows, N nodes, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations

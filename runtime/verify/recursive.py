@@ -4,6 +4,7 @@ The rule of RSD (Jeon et al., arXiv 2402.14160): after a miss of x, r := norm([r
 s := norm(s). The j-th draw of Gumbel top-k has distribution q restricted to what earlier draws
 left, which is s, so every test is speculative sampling of r by s. Once s is used up, further
 siblings are not draws from anything and are rejected. Letters as in `walk`.
+Letters: B rows, K draft vocabulary, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations

@@ -119,7 +119,8 @@ def traversal(tree: ScalarTree, chooser: Chooser) -> Ended:
 
 
 def multi_path(tree: ScalarTree, chooser: Chooser) -> Ended:
-    """Block verification of the best of K whole paths, told that path's own distribution."""
+    """Block verification of the best of several whole paths, with that path's own distribution as
+    q."""
     assert tree.q is not None
     num_paths = len(tree.children[0])
     line, alive, distributions, below, here = [0], list(tree.children[0]), [], 0.0, 1.0

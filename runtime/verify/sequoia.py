@@ -6,6 +6,7 @@ draft goes on with tokens drawn uniformly from those not tried yet, and the rule
 that distribution. So low temperatures and top-p, which leave q few tokens, do not waste the tree's
 width; with as many siblings as the draft vocabulary has tokens nothing is ever rejected. Letters as
 in `walk`.
+Letters: B rows, K draft vocabulary, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ and p_acc = 1 - (1 - beta)^k: accept the first sibling with u rho q(x) < p(x); i
 norm([p - min(p / rho, q) p_acc / beta]+). Valid if p_acc <= rho beta, as then no token is emitted
 too often; the smallest such rho in [1, k] accepts most. It is bracketed by halving, and the upper
 end is kept: a rho too large is only slower, one too small is wrong. Letters as in `walk`.
+Letters: B rows, K draft vocabulary, N nodes, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations

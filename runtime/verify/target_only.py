@@ -4,6 +4,7 @@ Lossless for any drafts whatever, since the distribution of what is emitted neve
 (SpecInfer's "naive sampling"). The noise is keyed by absolute position, so one seed gives one text
 with every drafter, tree and batch (Daliri, Musco and Suresh, arXiv 2408.07978). Letters as in
 `walk`.
+Letters: B rows, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ p(z), else draw y from norm([p - q']+); if y is in C its branch is followed, as 
 untouched there. The node is left by a draft with probability p(C) + sum over x not in C of min(p,
 q'): the optimum for drafts of this distribution. y is drawn with the noise of its position. Letters
 as in `walk`.
+Letters: B rows, K draft vocabulary, N nodes, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations

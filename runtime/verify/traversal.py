@@ -12,6 +12,7 @@ recursive form (equal to the paper's deletion of leaves):
 Here the recursion is a static loop over nodes in post-order, with parallel rows each in its own
 order. The weight on entry of a node below a chain of first children is min(A, w_top B), A and B
 known beforehand, since P and Q of those parents are still untouched. Letters as in `walk`.
+Letters: B rows, K draft vocabulary, N nodes, T fed tokens, V target vocabulary, X any axes.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def _visit(
     parent_NB = (parent_BN + base_B1).T.contiguous()
     next_BN = plan.next_BT.gather(1, plan.order_BN)
     entered_BNT = plan.top_BT[:, None] == next_BN[:, :, None]
-    # Column K of q stays zero: tokens that q cannot speak stand there.
+    # Column K of q stays zero: tokens outside its support stand there.
     column_BT = pad(distribution.column_BN.masked_fill(~distribution.on_BN, K), (1, 0))
     token_BT = pad(tree.token_BN.clamp(min=0), (1, 0))
     column_BN = column_BT.gather(1, plan.order_BN)

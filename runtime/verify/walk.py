@@ -1,8 +1,9 @@
 """What the rules share: the verdict, paths through a tree, distributions of drafts, the last draw.
 
-Letters: B rows, N nodes, T = N + 1 fed tokens, P path length, V target vocabulary, K support of a
-draft distribution. On an accelerator every function is free of host synchronisation: no `.item()`,
+On an accelerator every function is free of host synchronisation: no `.item()`,
 no data-dependent shape.
+Letters: B rows, K draft vocabulary (support of q), N nodes, P path, T fed tokens (N + 1), V target
+vocabulary, X any axes.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ class DraftDistribution:
         return q_BN if self.ids_K is None else q_BN * self.on_BN
 
     def on_support(self, distribution_BV: Tensor) -> Tensor:
-        """[B, K]: a distribution of the target vocabulary at the ids that q can speak."""
+        """[B, K]: a distribution of the target vocabulary at the ids of the support of q."""
         return (
             distribution_BV if self.ids_K is None else distribution_BV.index_select(1, self.ids_K)
         )

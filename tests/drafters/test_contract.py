@@ -25,8 +25,9 @@ from specctl.drafters.losses.align import ahead_mask
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.guard import GuardedEngine
 from specctl.runtime.engine.request import Completion, Request
+from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.policies import POLICIES, make_policy
-from specctl.runtime.policies.length import CostTable, LengthChooser
+from specctl.runtime.policies.length import LengthChooser
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 

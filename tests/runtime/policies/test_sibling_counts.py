@@ -11,9 +11,9 @@ import pytest
 from specctl.core.tree import DraftTree, NodeKind
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
+from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.policies import make_policy
 from specctl.runtime.policies.base import Policy
-from specctl.runtime.policies.length import CostTable
 from specctl.runtime.proof.enumerate import Case, drafted, outcomes
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.verify import RULES
