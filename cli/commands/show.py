@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specctl.cli.app.console import Console
-from specctl.core.errors import FileError, no_folder
+from specctl.core.errors import FileError, IntegrityError, no_folder
 
 if TYPE_CHECKING:
     from specctl.export.package.manifest import Manifest
@@ -186,7 +186,16 @@ def last_metrics(path: Path) -> dict[str, Any]:
 def _model(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
     from specctl.runtime.target.checkpoint_folder import read_object
 
-    config = read_object(path / "config.json")
+    try:
+        config = read_object(path / "config.json")
+    except IntegrityError as error:  # show has only looked: no rule was broken, a file is no good
+        raise FileError(
+            error.what,
+            where=error.where,
+            found=error.found,
+            expected="the config.json of a transformers model, a JSON object",
+            do="download the folder again",
+        ) from None
     weights = sorted(p for p in path.iterdir() if p.suffix == ".safetensors")
     size = sum(p.stat().st_size for p in weights)
     inner = config.get("text_config")
