@@ -1,6 +1,7 @@
 """What scalar rules are written with: distributions, a drafted tree, and where coins come from.
 
-Words: all of a `ScalarTree` tree is indexed by fed index (0 = the root).
+All of a `ScalarTree` is indexed by fed index (0 = the root). Letters: T fed tokens, V target
+vocabulary.
 """
 
 from __future__ import annotations
