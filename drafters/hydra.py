@@ -5,7 +5,7 @@ block maps those i + 2 vectors to one, by a linear skip that begins as "take f_t
 that begins as zero; more blocks and an LM head of its own follow. Past the last head the newest
 embeddings are taken. Hydra++ (section 4) deepens the heads, learns from the target's distribution
 alone and puts a decoder layer over the states of the whole text in front (`prefix`).
-Letters: D hidden width, I input width, X any axes, Y carry (D more per head).
+Letters: D hidden width, I input width, X any axes, Y carry (k D + D).
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@ rows.
 
 Kinds: ce, -log q(label), the label being the text (sequence-level distillation), and the LOSS of
 each module of this folder (divergences.py). With a trimmed vocabulary a loss that is not `whole`
-skips rows whose most probable target token (for `ce`: whose label) was cut. Letters: D hidden
-width, K draft vocabulary, Q picked rows, R flat rows, V target vocabulary.
+skips rows whose most probable target token (for `ce`: whose label) was cut.
+Letters: D hidden width, K draft vocabulary, Q picked rows, R flat rows, V target vocabulary.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from specctl.drafters.losses.head_losses import (
 
 V, D, N = 11, 6, 9
 KEPT = (0, 2, 3, 5, 8, 9)
+FORMULAS = ("ce", "kl", "rkl", "jsd", "tv", "lk_alpha", "lk_hybrid")
 
 
 def naive(kind: str, p: Tensor, q: Tensor, label: int) -> Tensor:
@@ -54,7 +55,7 @@ def problem(teacher: bool = True) -> tuple[Tensor, Any, AlignedRows]:
     return state, head, AlignedRows(rows, torch.randint(0, V, (N,)), (rows + 1) % (N + 4), logits)
 
 
-@pytest.mark.parametrize("kind", ["ce", "kl", "rkl", "jsd", "tv", "lk_alpha", "lk_hybrid"])
+@pytest.mark.parametrize("kind", FORMULAS)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_loss_equals_its_formula_row_by_row(kind: str, temperature: float) -> None:
     state, head, aim = problem()
@@ -70,7 +71,7 @@ def test_loss_equals_its_formula_row_by_row(kind: str, temperature: float) -> No
     assert float(out.count) == N
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FORMULAS)
 def test_trimmed_loss_restricts_the_distribution_and_skips_cut_rows(kind: str) -> None:
     state, head, aim = problem()
     vocab = VocabMap(torch.tensor(KEPT), V)

@@ -116,7 +116,7 @@ def test_a_folder_without_the_file_asks_for_nothing(tmp_path: Path) -> None:
 
 
 def test_a_loaded_target_has_what_its_folder_asks_for(tmp_path: Path) -> None:
-    for file in (Path(__file__).parents[3] / "recipes" / "tiny").iterdir():
+    for file in (Path(__file__).parents[3] / "recipes" / "tiny").glob("*.*"):
         shutil.copyfile(file, tmp_path / file.name)
     (tmp_path / FILE).unlink()
     (tmp_path / FILE).write_text(json.dumps(QWEN))
