@@ -26,14 +26,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
+from specctl.core.errors import SpecctlError
+from specctl.core.kv_cache import KVShape
 from specctl.drafters import families
-from specctl.drafters.parts.hf_lm import HfLM
-from specctl.drafters.parts.slots import LayerShape
-from specctl.recipes.errors import SpecctlError
+from specctl.models.hf_lm import HfLM
 from specctl.runtime.generate import generate
-from specctl.runtime.hf import check_causal
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.checkpoint import check_causal
+from specctl.runtime.target.target import Target
 
 MOST = 4_000_000  # parameters of what still counts as tiny
 CONTEXT = 48
@@ -353,7 +353,7 @@ def captures_rightly(model: Any, oracle: Any) -> bool:
     position = torch.tensor([[i for document in documents for i in range(len(document))]])
     number = torch.tensor([[n for n, document in enumerate(documents) for _ in document]])
     try:
-        lm = HfLM(model, kv_layers=(LayerShape(1, 1, 1, 1),))
+        lm = HfLM(model, kv_layers=(KVShape(1, 1, 1, 1),))
         with torch.no_grad():
             packed = lm.dense(ids, position, lm.document_masks(number), (1,)).logits_BTV
             alone = [oracle(input_ids=torch.tensor([each])).logits[0] for each in documents]

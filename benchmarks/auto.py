@@ -26,15 +26,15 @@ import torch
 from workloads import WORKLOADS
 
 from specctl import Sampling, load_drafter, load_target
-from specctl.drafters.parts.tree import DraftTree
+from specctl.core.tree import DraftTree
 from specctl.recipes.load import load_recipe
 from specctl.runtime.controllers.base import OFF
-from specctl.runtime.cost import equip, measure_costs
 from specctl.runtime.generate import Generated, generate
+from specctl.runtime.measure.cost import equip, measure_costs
 from specctl.runtime.policies import make_policy
-from specctl.runtime.policies.base import Growth
+from specctl.runtime.policies.base import GrowRequest
 from specctl.runtime.policies.switch import Switch
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 
 LEAST, MOST_HOST = 0.97, 0.03
 
@@ -73,7 +73,7 @@ class Timed(Switch):
 
     spent: list[float] = []  # noqa: RUF012  (one list for the one run of this program)
 
-    def grow(self, growth: Growth) -> DraftTree:
+    def grow(self, growth: GrowRequest) -> DraftTree:
         began = time.thread_time()
         tree = Switch.grow(self, growth)
         if tree.num_nodes == 0:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specctl.recipes.errors import ResourceError
+from specctl.core.errors import ResourceError
 
 NAMES = (
     "chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome",

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 
 from specctl import Sampling, load_drafter, load_target
-from specctl.drafters.parts.base import Drafter
+from specctl.core.drafter import Drafter
 from specctl.recipes.load import load_recipe
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 from specctl.train.assemble import build_drafter
 from specctl.train.data.heldout import heldout_prompts
 

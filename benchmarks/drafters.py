@@ -21,12 +21,12 @@ from typing import Any
 import torch
 
 from specctl import Sampling, load_drafter, load_target
+from specctl.core.drafter import Drafter
 from specctl.drafters import family
-from specctl.drafters.parts.base import Drafter
 from specctl.recipes.load import load_recipe
-from specctl.runtime.bench import BenchReport, Contender, bench, engine_contender
+from specctl.runtime.measure.bench import BenchReport, Contender, bench, engine_contender
 from specctl.runtime.policies import make_policy
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts
 
 RETRIEVAL = ("prompt-lookup", "token-recycling")
@@ -80,7 +80,7 @@ def contenders(target: Target, packages: dict[str, Path], length: int) -> list[C
 
 
 def markdown(report: BenchReport) -> str:
-    """One table in the words of runtime/stats.py."""
+    """One table in the words of runtime/measure/stats.py."""
     note = f"inflated to the cost of {report.inflated}" if report.inflated else "embedded"
     lines = [
         f"Target: {report.target} ({note}), {report.dtype}, {report.device}, "

@@ -27,12 +27,12 @@ import torch
 from llama_common import serving, write_target
 
 from specctl import Sampling, generate, load_drafter, load_target
-from specctl.drafters.parts.lean import LeanLM
 from specctl.export.formats import export
 from specctl.export.formats.gguf import FILE
-from specctl.runtime.hf import as_transformers
+from specctl.models.fast_llama import FastLlama
 from specctl.runtime.policies import make_policy
-from specctl.runtime.target import Target
+from specctl.runtime.target.checkpoint import as_transformers
+from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts
 
 ULPS = 8.0
@@ -116,7 +116,7 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[list[Row], int, lis
         file = folder / "target.gguf"
         with serving(args.llama_cpp, file, 1, context, args.threads, given, "f32") as url:
             rows.append(llama(way, url, prompts, args.tokens))
-    assert isinstance(target.lm, LeanLM)
+    assert isinstance(target.lm, FastLlama)
     rounding, faults = compared(rows, prompts, as_transformers(target.lm))
     return rows, rounding, faults
 

@@ -23,17 +23,17 @@ import torch
 from llama_common import serving
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from specctl.core.vocab import VocabMap
 from specctl.drafters import families
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.export.folder import save_package
 from specctl.export.formats import export
 from specctl.export.formats.gguf import FILE
-from specctl.export.llama_cpp.reader import GgufReader
-from specctl.export.llama_cpp.tokens import PROBES
-from specctl.runtime.target import Target
+from specctl.export.layouts.llama_cpp.reader import GgufReader
+from specctl.export.layouts.llama_cpp.tokens import PROBES
+from specctl.export.package.folder import save_package
+from specctl.runtime.target.target import Target
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "export"))
-from gguf_cases import LLAMA3, QWEN2, byte_tokenizer, piece_tokenizer
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from specctl_testing.export.gguf_cases import LLAMA3, QWEN2, byte_tokenizer, piece_tokenizer
 
 VOCAB, BEST, NEAR = 384, 20, 2e-5
 SMALL = {"layers": 2, "width": 64, "head_dim": 32, "heads": 4, "kv_heads": 2, "intermediate": 96}

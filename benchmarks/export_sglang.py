@@ -39,10 +39,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from specctl import load_target
-from specctl.export.blocks import check_confidence
-from specctl.export.formats import Source, export
-from specctl.export.load import load_package
-from specctl.export.manifest import read_manifest
+from specctl.export.formats import ExportSource, export
+from specctl.export.layouts.blocks import check_confidence
+from specctl.export.package.load import load_package
+from specctl.export.package.manifest import read_manifest
 from specctl.export.readers.sglang_eagle import captured
 from specctl.export.readers.trial import (
     Trial,
@@ -180,7 +180,7 @@ def loaded(folder: Path) -> Any:
     return model
 
 
-def block_logits(model: Any, source: Source, trial: Trial) -> Tensor:
+def block_logits(model: Any, source: ExportSource, trial: Trial) -> Tensor:
     """[N + 1, V]: a block behind the context, as SGLang's workers drive the model."""
     draft, config = model.draft_config, model.config
     ids = draft.resolve_target_layer_ids(target_num_layers=len(trial.states) - 1)
@@ -211,7 +211,7 @@ def block_logits(model: Any, source: Source, trial: Trial) -> Tensor:
     return torch.stack(said)
 
 
-def logits(folder: Path, source: Source, trial: Trial) -> Tensor:
+def logits(folder: Path, source: ExportSource, trial: Trial) -> Tensor:
     """[N + 1, V] by SGLang's class for this folder."""
     model = loaded(folder)
     config, name = model.config, model.config.architectures[0]
@@ -274,7 +274,7 @@ def main() -> int:
         target = load_target(manifest.target.name)
         with tempfile.TemporaryDirectory() as out:
             export(package, "sglang", Path(out) / "draft", target)
-            source = Source(package, manifest, load_package(package, target), target)
+            source = ExportSource(package, manifest, load_package(package, target), target)
             places = getattr(source.drafter.options, "num_heads", 5) - 1
             mask = getattr(source.drafter.options, "mask_id", None)
             trial = Trial.of(source, places, without=mask)

@@ -29,12 +29,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specctl import load_drafter, load_target
+from specctl.core.drafter import Drafter
+from specctl.core.errors import GateError
+from specctl.core.vocab import VocabMap
 from specctl.drafters import families
-from specctl.drafters.parts.base import Drafter
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.export.folder import save_package
-from specctl.export.formats import Source, export
-from specctl.export.manifest import read_manifest
+from specctl.export.formats import ExportSource, export
+from specctl.export.package.folder import save_package
+from specctl.export.package.manifest import read_manifest
 from specctl.export.readers.trial import (
     Trial,
     compare,
@@ -43,9 +44,8 @@ from specctl.export.readers.trial import (
     without_router,
 )
 from specctl.export.readers.vllm_eagle3 import draft_config
-from specctl.recipes.errors import GateError
 from specctl.recipes.targets import resolve
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 
 READER = Path(__file__).with_name("speculators_logits.py")
 KEPT = 512
@@ -85,7 +85,7 @@ def prepare(package: Path, folder: Path, target: Target) -> torch.Tensor:
     """Export into `folder` with a trial beside it; the drafter's own logits [N + 1, V]."""
     export(package, "speculators", folder, target)
     manifest = read_manifest(package)
-    source = Source(package, manifest, load_drafter(package, target), target)
+    source = ExportSource(package, manifest, load_drafter(package, target), target)
     config = json.loads((folder / "config.json").read_text())
     length = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
     trial = Trial.of(source, length - 1, without=config.get("mask_token_id"))

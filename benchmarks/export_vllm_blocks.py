@@ -29,10 +29,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from specctl import load_target
-from specctl.export.blocks import check_confidence
-from specctl.export.formats import Source, export
-from specctl.export.load import load_package
-from specctl.export.manifest import read_manifest
+from specctl.export.formats import ExportSource, export
+from specctl.export.layouts.blocks import check_confidence
+from specctl.export.package.load import load_package
+from specctl.export.package.manifest import read_manifest
 from specctl.export.readers.trial import (
     Trial,
     compare,
@@ -156,7 +156,7 @@ def parts(config: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-def loaded(folder: Path, source: Source, config: Any) -> Any:
+def loaded(folder: Path, source: ExportSource, config: Any) -> Any:
     """vLLM's class for this folder, filled by its own loader; embedding and LM head are shared from
     the target where the folder has none."""
     body = json.loads((folder / "config.json").read_text())
@@ -194,7 +194,7 @@ def loaded(folder: Path, source: Source, config: Any) -> Any:
     return model
 
 
-def logits(root: Path, folder: Path, source: Source, trial: Trial) -> Tensor:
+def logits(root: Path, folder: Path, source: ExportSource, trial: Trial) -> Tensor:
     """[N + 1, V]: a block behind the context, as vLLM's speculators drive the model."""
     config: Any = SimpleNamespace()
     with engine(root, REAL, parts(config)), torch.no_grad():
@@ -235,7 +235,7 @@ def main() -> int:
     for package in wanted.packages:
         manifest = read_manifest(package)
         target = load_target(manifest.target.name)
-        source = Source(package, manifest, load_package(package, target), target)
+        source = ExportSource(package, manifest, load_package(package, target), target)
         with tempfile.TemporaryDirectory() as out:
             folder = Path(out) / "draft"
             export(package, "speculators", folder, target)

@@ -39,9 +39,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from specctl import load_drafter, load_target
-from specctl.export.folder import save_package
-from specctl.export.formats import Source, export
-from specctl.export.manifest import read_manifest
+from specctl.core.errors import GateError
+from specctl.export.formats import ExportSource, export
+from specctl.export.layouts.speculators.p_eagle import mask_token
+from specctl.export.package.folder import save_package
+from specctl.export.package.manifest import read_manifest
 from specctl.export.readers.trial import (
     Trial,
     chained,
@@ -50,8 +52,6 @@ from specctl.export.readers.trial import (
     twin,
     without_router,
 )
-from specctl.export.speculators.p_eagle import mask_token
-from specctl.recipes.errors import GateError
 
 MODELS = ("llama", "qwen2", "qwen3", "llama_eagle3", "qwen3_eagle3", "utils", "interfaces")
 REAL = {f"vllm.model_executor.models.{name}" for name in (*MODELS, "interfaces_base")} | {
@@ -142,7 +142,7 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 
 
-def loaded(folder: Path, source: Source) -> tuple[Any, Any]:
+def loaded(folder: Path, source: ExportSource) -> tuple[Any, Any]:
     """vLLM's model of this folder, filled by its own loader, and its config."""
     configs = importlib.import_module("vllm.transformers_utils.configs.speculators.base")
     config = configs.SpeculatorsConfig.from_pretrained(folder)
@@ -177,7 +177,7 @@ def loaded(folder: Path, source: Source) -> tuple[Any, Any]:
     return model, config
 
 
-def vllm_logits(folder: Path, source: Source, trial: Trial) -> Tensor:
+def vllm_logits(folder: Path, source: ExportSource, trial: Trial) -> Tensor:
     """[N + 1, V]: as vLLM's proposer drives the model."""
     model, config = loaded(folder, source)
     taken = [
@@ -220,7 +220,7 @@ def main() -> int:
             folder = Path(temp) / f"f{index}"
             export(package, "speculators", folder, target)
             drafter = load_drafter(package, target)
-            source = Source(package, read_manifest(package), drafter, target)
+            source = ExportSource(package, read_manifest(package), drafter, target)
             mask = mask_token(source) if drafter.family == "p-eagle" else None
             trial = Trial.of(source, 3, without=mask)
             ours_NV = drafted_logits(twin(source, without_router(drafter)), trial)

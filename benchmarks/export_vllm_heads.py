@@ -30,14 +30,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from specctl import load_target
+from specctl.core.drafter import Drafter
+from specctl.core.vocab import VocabMap
 from specctl.drafters import families
-from specctl.drafters.parts.base import Drafter
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.export.folder import save_package
-from specctl.export.formats import Source, export
-from specctl.export.manifest import read_manifest
+from specctl.export.formats import ExportSource, export
+from specctl.export.package.folder import save_package
+from specctl.export.package.manifest import read_manifest
 from specctl.export.readers.trial import Trial, drafted_logits, twin
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("medusa", "medusa", {"num_heads": 3, "num_blocks": 2}),
@@ -171,7 +171,7 @@ def compare(drafter: Drafter, target: Target, to: str, wheels: Wheels, room: Pat
     about: dict[str, Any] = {"serve": {}, "recipe_digest": "", "acceptance": None, "command": []}
     save_package(drafter, target, room / "package", **about)
     export(room / "package", to, room / "out", target)
-    source = Source(room / "package", read_manifest(room / "package"), drafter, target)
+    source = ExportSource(room / "package", read_manifest(room / "package"), drafter, target)
     count, ours_of = drafter.options.num_heads, twin(source, drafter)
     trial = Trial.of(source, count - 1)
     state_D = trial.states[target.spec.num_layers][-1]

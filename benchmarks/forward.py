@@ -21,12 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 import torch
 from transformers import DynamicCache
 
-from specctl.drafters.parts.hf_lm import HfLM
-from specctl.drafters.parts.lm import LanguageModel, Masks
-from specctl.drafters.parts.masks import chain_mask
-from specctl.runtime.hf import as_transformers
-from specctl.runtime.inflate import SIZES
-from specctl.runtime.target import Target, load_target
+from specctl.core.language_model import LanguageModel, Masks
+from specctl.core.masks import chain_mask
+from specctl.models.hf_lm import HfLM
+from specctl.runtime.target.checkpoint import as_transformers
+from specctl.runtime.target.inflate import SIZES
+from specctl.runtime.target.target import Target, load_target
 
 WIDTHS = (1, 2, 4, 8, 16, 32)
 

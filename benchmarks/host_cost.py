@@ -23,13 +23,13 @@ from typing import Any
 from workloads import WORKLOADS
 
 from specctl import Sampling, load_target
+from specctl.core.drafter import DraftState
+from specctl.core.errors import SpecctlError
 from specctl.drafters import families
-from specctl.drafters.parts.base import DraftState
-from specctl.recipes.errors import SpecctlError
-from specctl.runtime.engine import Engine
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 
 MOST = 0.05
 
@@ -72,7 +72,8 @@ def cost_of(target: Target, name: str, prompts: list[list[int]], tokens: int, st
     engine = Engine(target, drafter, make_policy({"policy": found.policies[0]}))
     proposed: list[float] = []
     observed: list[float] = []
-    engine._draft = clocked(engine._draft, proposed)  # type: ignore[method-assign]
+    inner = engine.drafting.inner
+    inner.draft = clocked(inner.draft, proposed)  # type: ignore[method-assign]
     opened = drafter.open
 
     def watched(space: Any) -> DraftState:

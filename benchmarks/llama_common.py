@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from specctl.drafters.parts.lean import LeanLM
-from specctl.export.llama_cpp.model import GgufModel, write_gguf
-from specctl.export.llama_cpp.vocab import vocabulary_of
-from specctl.runtime.target import Target
+from specctl.export.layouts.llama_cpp.model import GgufModel, write_gguf
+from specctl.export.layouts.llama_cpp.vocab import vocabulary_of
+from specctl.models.fast_llama import FastLlama
+from specctl.runtime.target.target import Target
 
 SERVER = Path(__file__).with_name("load_llama.py")
 
@@ -22,7 +22,7 @@ class NoServer(Exception):
 def write_target(target: Target, path: Path) -> None:
     """A Llama-shaped target in its own dtype. A known tokenizer's split has a name; one that has
     none is asked in token ids only."""
-    if not isinstance(target.lm, LeanLM):
+    if not isinstance(target.lm, FastLlama):
         raise NoServer(f"{target.name} is not of Llama's shape")
     module = target.lm.module
     model = GgufModel(target.name, module.shape, dict(module.named_parameters()), target.spec)

@@ -34,12 +34,12 @@ from rich.console import Console
 from rich.table import Table
 
 from specctl import load_drafter, load_target
+from specctl.core.drafter import Drafter
 from specctl.drafters import family
-from specctl.drafters.parts.base import Drafter
-from specctl.runtime.cost import measure_batch_costs
+from specctl.runtime.batching import BatchCosts, Batching, make_batching
+from specctl.runtime.measure.cost import measure_batch_costs
 from specctl.runtime.policies import Policy, make_policy
-from specctl.runtime.policies.batch import BatchCosts, Batching, make_batching
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts
 
 COLUMNS = (

@@ -15,8 +15,8 @@ from load_ways import Answer, Stamps, stream
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from specctl.runtime.hf import as_transformers
-from specctl.runtime.target import Target
+from specctl.runtime.target.checkpoint import as_transformers
+from specctl.runtime.target.target import Target
 
 PAGE = 64  # tokens in a page of transformers' cache
 CACHE_FIELDS = {field.name for field in fields(ContinuousBatchingConfig)}

@@ -17,13 +17,13 @@ from typing import Any, Protocol
 
 import httpx
 
-from specctl.drafters.parts.base import Drafter
+from specctl.core.drafter import Drafter
+from specctl.runtime.batching import Batching
 from specctl.runtime.policies import Policy
-from specctl.runtime.policies.batch import Batching
-from specctl.runtime.sampling import Sampling
+from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.server.limits import Limits
-from specctl.runtime.server.service import Ask, Service
-from specctl.runtime.target import Target
+from specctl.runtime.server.service import GenerateRequest, Service
+from specctl.runtime.target.target import Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Served:
     async def ask(self, prompt: Sequence[int]) -> Answer:
         sampling = Sampling(max_new_tokens=self.tokens, ignore_eos=True)
         stamps = Stamps()
-        async for piece in await self.service.submit(Ask(tuple(prompt), sampling)):
+        async for piece in await self.service.submit(GenerateRequest(tuple(prompt), sampling)):
             stamps.add(piece.tokens)
         return stamps.answer()
 

@@ -1,6 +1,6 @@
 """Peak memory of a distillation loss over a large vocabulary, forward and backward, by process.
 
-naive              all logits of draft and target at once, float32 laws over all rows
+naive              all logits of draft and target at once, float32 distributions over all rows
 recomputed         slices of rows, each slice's logits computed again in the backward pass
 sliced             slices of rows, differentiated while their logits are alive
 sliced, by rows    the same, and target logits computed from its last states slice by slice
@@ -26,9 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.drafters.parts.align import Aim
-from specctl.drafters.parts.batch import HeadRows
-from specctl.drafters.parts.losses import KINDS, LinearHead, LossOptions, head_loss
+from specctl.core.batch import HeadRows
+from specctl.drafters.losses.align import AlignedRows
+from specctl.drafters.losses.head_losses import KINDS, LinearHead, LossOptions, head_loss
 
 WAYS = ("naive", "recomputed", "sliced", "sliced, by rows")
 NAIVE_COPIES = 6  # float32 logits alive at once, draft and target together; for the room check
@@ -63,16 +63,16 @@ def measure(way: str, args: argparse.Namespace) -> dict[str, Any]:
         torch.randn(args.tokens, args.target_width, dtype=torch.bfloat16),
         torch.randn(args.vocab, args.target_width, dtype=torch.bfloat16) * args.target_width**-0.5,
     )
-    row_N = torch.arange(args.tokens)
+    row_Q = torch.arange(args.tokens)
     held = memory("VmRSS")
-    teacher = source if way == "sliced, by rows" else source[row_N]
+    teacher = source if way == "sliced, by rows" else source[row_Q]
     began = time.thread_time()
     if way == "naive":
         loss = naive_kl(state_ND, weight_VD, teacher)
     else:
         linear = LinearHead(weight_VD)
         head = (lambda x: linear(x)) if way == "recomputed" else linear
-        aim = Aim(row_N, row_N % args.vocab, row_N, teacher)
+        aim = AlignedRows(row_Q, row_Q % args.vocab, row_Q, teacher)
         loss = head_loss(state_ND, head, aim, None, LossOptions(args.loss)).sum
     (loss / args.tokens).backward()
     seconds = time.thread_time() - began

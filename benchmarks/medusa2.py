@@ -2,8 +2,9 @@
 
 Every arm starts alike and takes the same steps on the same rows: Medusa-1 (the target stays), the
 recipe medusa-2, the same without the target's own term (it drifts), and with the text instead of
-its own law as that term. Tau is measured with the target that each arm leaves behind, on the same
-held-out prompts; KL, agreement and perplexity compare that target with the original. Prints JSON.
+its own distribution as that term. Tau is measured with the target that each arm leaves behind, on
+the same held-out prompts; KL, agreement and perplexity compare that target with the original.
+Prints JSON.
 
     python benchmarks/medusa2.py --out runs/medusa2
     python benchmarks/medusa2.py --out runs/medusa2-eagle3 --set drafter.family=eagle3 --steps 80
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl.recipes.load import load_recipe
-from specctl.runtime.report import Reporter, SilentReporter
+from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.train.metrics import read_log
 from specctl.train.run import train_draft
 

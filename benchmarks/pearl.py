@@ -17,8 +17,15 @@ import os
 import torch
 
 from specctl import Sampling, load_drafter, load_target
-from specctl.cli.console import Console
-from specctl.runtime.bench import BenchRow, Contender, Prompts, Timed, bench, engine_contender
+from specctl.cli.app.console import Console
+from specctl.runtime.measure.bench import (
+    BenchRow,
+    Contender,
+    Prompts,
+    Timed,
+    bench,
+    engine_contender,
+)
 from specctl.runtime.policies import make_policy
 from specctl.train.data.heldout import heldout_prompts
 

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from specctl import Sampling, load_drafter, load_target
-from specctl.drafters.parts.base import Drafter
+from specctl.core.drafter import Drafter
 from specctl.drafters.sorted_lm import SortedLm
 from specctl.recipes.load import load_recipe
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts
 
 DOMAINS = ("code", "docstring")

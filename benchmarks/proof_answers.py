@@ -23,9 +23,9 @@ from unittest.mock import patch
 import torch
 from proof_common import Check, checked, parser, report, small_target, start_child, wait
 
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 from specctl.train.data import regenerate as module
-from specctl.train.data.regenerate import Answer, AnswerPlan, PromptCut, regenerate
+from specctl.train.data.regenerate import AnswerPlan, PromptCut, WrittenAnswer, regenerate
 
 SHARD = 4
 
@@ -39,7 +39,7 @@ def job(target: Target, count: int, seed: int) -> tuple[list[PromptCut], AnswerP
     return prompts, AnswerPlan(count, 8, 16, temperature=0.9, greedy_share=0.5, seed=seed)
 
 
-def told(answers: Sequence[Answer]) -> str:
+def told(answers: Sequence[WrittenAnswer]) -> str:
     return json.dumps([asdict(answer) for answer in answers])
 
 

@@ -29,12 +29,12 @@ from proof_common import (
     write_text,
 )
 
-from specctl.recipes.errors import Exit, IncompatibleError, SpecctlError
+from specctl.core.errors import Exit, IncompatibleError, SpecctlError
 from specctl.recipes.load import build_recipe
 from specctl.recipes.schema import Recipe
-from specctl.runtime.target import Target
-from specctl.train.loop import Progress, restore, train
-from specctl.train.processes.ranks import Ranks
+from specctl.runtime.target.target import Target
+from specctl.train.distributed.ranks import Ranks
+from specctl.train.loop import TrainProgress, restore, train
 from specctl.train.run import train_draft
 from specctl.train.saving.fingerprint import FREE, check_same_run, config_fields
 from specctl.train.saving.whole import read_manifest
@@ -156,7 +156,7 @@ def go_on(ranks: Ranks, out: Path, is_allowed: bool) -> None:
         folder = job.checkpoints.path(saved.step)
         was, now = read_manifest(folder)["world_size"], ranks.size
         check_same_run({"world-size": was}, {"world-size": now}, ["world-size"] * is_allowed)
-    train(job, restore(job, saved) if saved else Progress())
+    train(job, restore(job, saved) if saved else TrainProgress())
 
 
 def processes(folder: Path) -> list[str | None]:

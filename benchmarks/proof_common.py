@@ -22,13 +22,13 @@ import torch.distributed as dist
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from specctl.cli.console import Console
-from specctl.recipes.errors import Exit, SpecctlError
+from specctl.cli.app.console import Console
+from specctl.core.errors import Exit, SpecctlError
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
+from specctl.train.distributed.ranks import Ranks
 from specctl.train.metrics import read_log
-from specctl.train.processes.ranks import Ranks
 from specctl.train.saving.checkpoint import Snapshot
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ()=:\n"
@@ -198,10 +198,10 @@ def run_ranks(size: int, body: Callable[[Ranks], object], folder: Path, limit: f
 
 
 def load_toy() -> ModuleType:
-    """tests/train/toy.py: a training job small enough for thousands of runs."""
+    """tests/specctl_testing/train/toy.py: a training job small enough for thousands of runs."""
     if "specctl_toy" in sys.modules:
         return sys.modules["specctl_toy"]
-    path = Path(__file__).parents[1] / "tests" / "train" / "toy.py"
+    path = Path(__file__).parents[1] / "tests" / "specctl_testing" / "train" / "toy.py"
     spec = importlib.util.spec_from_file_location("specctl_toy", path)
     assert spec is not None
     assert spec.loader is not None

@@ -34,10 +34,10 @@ from proof_common import (
     write_text,
 )
 
-from specctl.recipes.errors import IntegrityError
-from specctl.runtime.report import SilentReporter
-from specctl.train.loop import Progress, train
-from specctl.train.processes.ranks import Ranks
+from specctl.core.errors import IntegrityError
+from specctl.runtime.measure.reporter import SilentReporter
+from specctl.train.distributed.ranks import Ranks
+from specctl.train.loop import TrainProgress, train
 from specctl.train.run import train_draft
 from specctl.train.saving.checkpoint import Checkpoints
 from specctl.train.saving.whole import step_name
@@ -158,7 +158,7 @@ def continued(out: Path, run: Callable[[Path], None], chance: random.Random) -> 
 def pair(ranks: Ranks, out: Path) -> None:
     """A toy run of two processes."""
     toy = load_toy()
-    train(toy.make_job(out, ranks=ranks, steps=NEW, save_every=2, keep=9), Progress())
+    train(toy.make_job(out, ranks=ranks, steps=NEW, save_every=2, keep=9), TrainProgress())
 
 
 def prove(flips: int, kind: str = "eagle3", seed: int = 0, *, pairs: bool = True) -> list[Check]:

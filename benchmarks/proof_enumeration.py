@@ -1,10 +1,10 @@
-"""Every verification rule against the target's joint law, exactly: no sampling, float64.
+"""Every verification rule against the target's joint distribution, exactly: no sampling, float64.
 
 python benchmarks/proof_enumeration.py [--json] [--level slice]
 
-Enumerates all drafts and all coins of every legal rule x tree shape x family of laws, then compares
-the fast rules with the scalar ones on random trees under the same noise. Exit code 8 if anything
-is off by more than 1e-12 or decided differently.
+Enumerates all drafts and all coins of every legal rule x tree shape x family of distributions, then
+compares the fast rules with the scalar ones on random trees under the same noise. Exit code 8 if
+anything is off by more than 1e-12 or decided differently.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from specctl.drafters.parts.tree import NodeKind
+from specctl.core.tree import NodeKind
+from specctl.runtime.proof.cases import proof_cases
+from specctl.runtime.proof.compare import differences, random_round
+from specctl.runtime.proof.enumerate import enumerate_case
 from specctl.runtime.verify import RULES, legal
-from specctl.runtime.verify.cases import proof_cases
-from specctl.runtime.verify.compare import differences, random_round
-from specctl.runtime.verify.enumerate import enumerate_case
 
 TOLERANCE = 1e-12
 GATE = 8

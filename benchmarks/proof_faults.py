@@ -25,9 +25,9 @@ import torch.distributed as dist
 from proof_common import Check, checked, parser, report, run_ranks
 from syscalls import CHANGING, Call, Syscalls, unflushed_renames
 
-from specctl.recipes.errors import FileError, ResourceError, SpecctlError
-from specctl.runtime.report import SilentReporter
-from specctl.train.processes.ranks import Ranks
+from specctl.core.errors import FileError, ResourceError, SpecctlError
+from specctl.runtime.measure.reporter import SilentReporter
+from specctl.train.distributed.ranks import Ranks
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot
 from specctl.train.saving.store import write_bytes
 from specctl.train.saving.whole import damage, step_name

@@ -1,13 +1,14 @@
-"""Sampled texts of every drafter under every kind of sampling against the target's exact law.
+"""Sampled texts of every drafter under every kind of sampling against the target's exact
+distribution.
 
 python benchmarks/proof_joint.py [--samples 20000] [--json]
 
 A configuration is a drafter with a policy and a rule, and a sampling setting, on small random
 models of 8 tokens: temperatures, truncations, penalties, banned words, a grammar mask, ends of text
 inside a draft, limits inside a draft, the end of the context. Texts of up to three tokens go
-through the engine (batched, cached, with rollbacks); the law of all of them is listed exactly.
-Fails (exit code 8) if any text is impossible, or any test is significant after Holm's correction at
-a family-wise 0.001, or a drafter is never accepted.
+through the engine (batched, cached, with rollbacks); the distribution of all of them is listed
+exactly. Fails (exit code 8) if any text is impossible, or any test is significant after Holm's
+correction at a family-wise 0.001, or a drafter is never accepted.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from proof_common import Check, parser, report
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, PreTrainedTokenizerFast
 
+from specctl.core.drafter import Drafter
+from specctl.core.vocab import VocabMap
 from specctl.drafters import families
-from specctl.drafters.parts.base import Drafter
-from specctl.drafters.parts.vocab import VocabMap
 from specctl.drafters.small_lm import SmallLm
-from specctl.runtime.engine import Engine
-from specctl.runtime.joint import TextLaw
+from specctl.runtime.cross_vocab.translate import translated
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
-from specctl.runtime.translate import translated
+from specctl.runtime.proof.exact_distribution import ExactDistribution
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 
 FAMILY_WISE = 1e-3
 CONTEXT, EOS = 20, 7
@@ -176,10 +177,10 @@ def run(draft: str, setting: str, samples: int) -> Found:
     how, fields = DRAFTS[draft], dict(SAMPLINGS[setting])
     prompt = tuple(fields.pop("prompt", [1, 2, 3, 1, 2]))
     fields = {"temperature": 1.0, "max_new_tokens": 3, "ignore_eos": True, **fields}
-    law = TextLaw.of(target(), prompt, Sampling(**fields))
+    distribution = ExactDistribution.of(target(), prompt, Sampling(**fields))
     engine = Engine(target(), how.make(), make_policy(how.serve), how.rule, num_slots=ROWS)
     done = engine.run([Request(prompt, Sampling(**fields, seed=i)) for i in range(samples)])
-    test = law.test([completion.tokens for completion in done])
+    test = distribution.test([completion.tokens for completion in done])
     accepted = sum(completion.stats.accepted for completion in done)
     return Found(f"{draft}; {setting}", test.p_value, test.cells, accepted)
 

@@ -41,9 +41,9 @@ from proof_common import (
     write_text,
 )
 
-from specctl.recipes.errors import Exit
-from specctl.runtime.report import SilentReporter
-from specctl.runtime.target import Target
+from specctl.core.errors import Exit
+from specctl.runtime.measure.reporter import SilentReporter
+from specctl.runtime.target.target import Target
 from specctl.train.run import train_draft
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot
 from specctl.train.saving.whole import damage, saved_steps, step_name

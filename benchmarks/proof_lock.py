@@ -31,10 +31,10 @@ from proof_common import (
     write_text,
 )
 
-from specctl.recipes.errors import Exit
+from specctl.core.errors import Exit
 from specctl.recipes.schema import Recipe
-from specctl.runtime.report import SilentReporter
-from specctl.runtime.target import Target
+from specctl.runtime.measure.reporter import SilentReporter
+from specctl.runtime.target.target import Target
 from specctl.train.run import train_draft
 from specctl.train.saving.checkpoint import Checkpoints
 from specctl.train.saving.whole import saved_steps

@@ -32,10 +32,10 @@ from proof_common import (
 )
 from torch import Tensor
 
-from specctl.drafters.parts.batch import LossOut, TrainBatch
-from specctl.recipes.errors import Exit
-from specctl.runtime.report import SilentReporter
-from specctl.runtime.target import Target
+from specctl.core.batch import LossOut, TrainBatch
+from specctl.core.errors import Exit
+from specctl.runtime.measure.reporter import SilentReporter
+from specctl.runtime.target.target import Target
 from specctl.train import run as run_module
 from specctl.train.loop import Job
 from specctl.train.run import train_draft

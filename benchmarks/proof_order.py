@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from proof_common import Check, checked, load_toy, parser, report, run_ranks
 
-from specctl.recipes.errors import Exit
-from specctl.train.data.order import Order, share
-from specctl.train.loop import Progress, restore, train
-from specctl.train.processes.ranks import Ranks
+from specctl.core.errors import Exit
+from specctl.train.data.supply import Order, share
+from specctl.train.distributed.ranks import Ranks
+from specctl.train.loop import TrainProgress, restore, train
 from specctl.train.stop import Interrupted, Stop
 
 toy = load_toy()
@@ -47,7 +47,7 @@ def part(ranks: Ranks, out: Path, at: int, settings: dict[str, Any]) -> None:
     job = toy.make_job(out, ranks=ranks, batch=batch, stop=stop, **settings)
     saved = job.checkpoints.newest()
     try:
-        train(job, restore(job, saved) if saved else Progress())
+        train(job, restore(job, saved) if saved else TrainProgress())
     except Interrupted:
         notes.close()
         raise

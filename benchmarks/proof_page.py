@@ -32,7 +32,7 @@ from page_checks import (
 from proof_common import Check, checked, parser, report
 from serve_common import Server, serve_process
 
-from specctl.recipes.errors import SpecctlError
+from specctl.core.errors import SpecctlError
 
 KEY = "a-key-for-this-proof"
 DRAFTED = ("--draft", "prompt-lookup", "--batching", "fixed")

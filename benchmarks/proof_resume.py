@@ -39,10 +39,10 @@ from proof_common import (
     write_text,
 )
 
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.recipes.errors import Exit
+from specctl.core.batch import TrainBatch
+from specctl.core.errors import Exit
 from specctl.recipes.schema import Recipe
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 from specctl.train import loop as loop_module
 from specctl.train import run as run_module
 from specctl.train.loop import Job

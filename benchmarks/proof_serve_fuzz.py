@@ -27,9 +27,9 @@ from serve_common import NAME, Server, serve_process, stub_server
 from serve_inputs import INPUTS, drip
 from serve_prompts import prompt_cases, prompt_fault
 from serve_wire import error_fault, heard
-from serving import StubService
 
 from specctl.runtime.server.limits import Limits
+from specctl_testing.runtime.serving import StubService
 
 HANG_SECONDS = 5.0
 MEMORY_GROWTH = 50 << 20

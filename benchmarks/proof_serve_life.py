@@ -25,8 +25,9 @@ from serve_clients import flow_faults
 from serve_common import TEXT, Server, serve_process, tiny_server, tiny_target
 from serve_damage import damage_checks
 from serve_wire import Heard, error_fault, heard, request_bytes
-from test_server_auth import OFFERS, RIGHT, routes
-from web import make_app
+
+from specctl_testing.runtime.keys import OFFERS, RIGHT, routes
+from specctl_testing.runtime.web import make_app
 
 OPEN = ("/health", "/ready")
 READY_SECONDS = 0.1

@@ -22,9 +22,9 @@ from proof_common import Check, checked, parser, report
 from serve_common import CHAT, TEXT, Server, Size, serve_process, stub_server, until
 from serve_leave import MOMENTS, leave
 from serve_wire import Heard, hear_all, heard, request_bytes
-from serving import StubService
 
 from specctl.runtime.server.limits import Limits
+from specctl_testing.runtime.serving import StubService
 
 CHUNKS = 64
 SLOWER = 1.2  # how much longer who is let in may wait because of who is not

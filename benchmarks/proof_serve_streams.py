@@ -22,12 +22,12 @@ from proof_common import Check, checked, parser, report
 from serve_common import CHAT, SETTLE_SECONDS, TEXT, Server, serve_process, stub_server, until
 from serve_leave import MOMENTS, leave
 from serve_wire import Heard, heard, request_bytes
-from serving import StubService, stub_target, target_around
-from test_server_text import byte_fallback_tokenizer
 
-from specctl.runtime.server.contract import Ask, Piece
-from specctl.runtime.server.text import Speech, TextStream
-from specctl.runtime.target import Target
+from specctl.runtime.server.contract import GenerateRequest, Piece
+from specctl.runtime.target.target import Target
+from specctl.runtime.target.text_stream import TextStream, TokenDecoder
+from specctl_testing.runtime.byte_fallback import byte_fallback_tokenizer
+from specctl_testing.runtime.serving import StubService, stub_target, target_around
 
 SCRIPTS = (
     "def f(x):\n    return x\n", "caf\u00e9 na\u00efve \u1e9b\u0323 e\u0301\u0323\u0301",
@@ -45,9 +45,9 @@ ROUNDING = 1e-3  # of log-probabilities: the last bits of float32 depend on the 
 class EchoService(StubService):
     """Answers every ask with its own prompt, as the engine would hand it out."""
 
-    def _pieces(self, ask: Ask) -> list[Piece]:
+    def _pieces(self, ask: GenerateRequest) -> list[Piece]:
         rng = random.Random(len(ask.tokens) + ask.sampling.seed)
-        stream, pieces, rest = TextStream(Speech(self.target)), [], list(ask.tokens)
+        stream, pieces, rest = TextStream(TokenDecoder.of(self.target)), [], list(ask.tokens)
         while rest:
             size = rng.randint(1, 5)
             part, rest = rest[:size], rest[size:]

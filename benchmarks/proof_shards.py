@@ -35,12 +35,12 @@ from proof_common import (
     write_text,
 )
 
-from specctl.recipes.errors import SpecctlError
+from specctl.core.errors import SpecctlError
 from specctl.recipes.schema import Recipe
-from specctl.runtime.report import SilentReporter
-from specctl.runtime.target import Target
+from specctl.runtime.measure.reporter import SilentReporter
+from specctl.runtime.target.target import Target
 from specctl.train.features import shards as module
-from specctl.train.features.shards import Layout, Shards
+from specctl.train.features.shards import ShardLayout, Shards
 from specctl.train.run import train_draft
 from specctl.train.saving.checkpoint import Checkpoints
 
@@ -64,7 +64,7 @@ def wrongly_read(out: Path, whole: Path) -> str | None:
         number = int(name[6:11])
         is_damaged = path.read_bytes() != good[name].read_bytes()
         # one row a shard, so that row `number` lies in this very file
-        is_read = Shards(path.parent, Layout(number + 1, 1)).read(number) is not None
+        is_read = Shards(path.parent, ShardLayout(number + 1, 1)).read(number) is not None
         if is_read and is_damaged:
             return f"{name} was read torn"
     return None

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from serve_common import make_drafter
-from test_guarded import FailingDrafter
 
-from specctl.drafters.parts.base import DraftState
-from specctl.runtime.target import Target
+from specctl.core.drafter import DraftState
+from specctl.runtime.target.target import Target
+from specctl_testing.runtime.failing import FailingDrafter
 
 
 class BreakingState(DraftState):
@@ -58,7 +58,9 @@ BREAKS: dict[str, Callable[[Target, int], Any]] = {
     "out of memory on the device": _raising(torch.OutOfMemoryError("a secret")),
     "a broken assertion": _raising(AssertionError("a secret")),
     "an error of the operating system": _raising(OSError(5, "a secret")),
-    "NaN in its law": lambda target, at: FailingDrafter(target, "root", at, None, "nan"),
-    "infinity in its law": lambda target, at: FailingDrafter(target, "expand", at, None, "inf"),
+    "NaN in its distribution": lambda target, at: FailingDrafter(target, "root", at, None, "nan"),
+    "infinity in its distribution": lambda target, at: FailingDrafter(
+        target, "expand", at, None, "inf"
+    ),
     "an exception as it learns": lambda target, at: FailingDrafter(target, "observe", at),
 }

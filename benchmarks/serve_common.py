@@ -18,16 +18,16 @@ from typing import Any
 
 from serve_wire import Heard, hear
 
+from specctl.core.drafter import Drafter
 from specctl.drafters import families
-from specctl.drafters.parts.base import Drafter
 from specctl.runtime.server.auth import Keys
 from specctl.runtime.server.limits import Limits
 from specctl.runtime.server.service import Service
-from specctl.runtime.target import Target, load_target
+from specctl.runtime.target.target import Target, load_target
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "runtime"))  # the stub, and the app on it
-from serving import StubService
-from web import Running, running
+sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the stub, and the app on it
+from specctl_testing.runtime.serving import StubService
+from specctl_testing.runtime.web import Running, running
 
 NAME = "tiny"
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -13,8 +13,8 @@ from proof_common import Check, checked
 from serve_common import NAME, TEXT, Server, serve_process, tiny_target
 
 from specctl.drafters import families
-from specctl.export.folder import save_package
-from specctl.export.manifest import WEIGHTS
+from specctl.export.package.folder import save_package
+from specctl.export.package.manifest import WEIGHTS
 
 BODY = {"prompt": "def f(x):\n    return", "max_tokens": 24, "temperature": 0.9, "seed": 5}
 

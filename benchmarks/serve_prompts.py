@@ -8,7 +8,8 @@ from functools import cache
 from typing import Any
 
 from serve_common import TEXT, Server
-from serving import stub_target
+
+from specctl_testing.runtime.serving import stub_target
 
 MIXED = "ab \n\u4f60\U0001f600"
 

@@ -16,14 +16,13 @@ from math import sqrt
 from statistics import fmean, median
 
 from specctl import Sampling
-from specctl.cli.progress import duration
-from specctl.drafters.parts.base import Drafter
+from specctl.cli.app.progress import duration
+from specctl.core.drafter import Drafter
 from specctl.runtime.generate import generate
+from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.policies import make_policy
-from specctl.runtime.report import Reporter
-from specctl.runtime.target import Target
-from specctl.train.prune.search.ranking import Candidate
-from specctl.train.prune.search.shape import DraftShape
+from specctl.runtime.target.target import Target
+from specctl.train.prune.shapes import Candidate, DraftShape
 
 ERRORS = 2.0  # standard errors by which two shapes must differ
 

@@ -18,18 +18,18 @@ import tempfile
 from pathlib import Path
 
 from specctl import Sampling, load_drafter, load_target
-from specctl.cli.against import assistant_model
+from specctl.cli.commands.against import assistant_model
 from specctl.drafters import family
-from specctl.runtime.bench import (
+from specctl.runtime.measure.bench import (
     Contender,
     bare_contender,
     bench,
     engine_contender,
     transformers_contender,
 )
-from specctl.runtime.hf import as_transformers
 from specctl.runtime.policies import make_policy
-from specctl.runtime.target import Target
+from specctl.runtime.target.checkpoint import as_transformers
+from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts
 
 

@@ -22,15 +22,22 @@ import torch
 from workloads import WORKLOADS
 
 from specctl import Sampling, load_target
+from specctl.core.drafter import Drafter
+from specctl.core.errors import SpecctlError
 from specctl.drafters import families
-from specctl.drafters.parts.base import Drafter
-from specctl.recipes.errors import SpecctlError
 from specctl.recipes.load import load_recipe, recipe_names
 from specctl.recipes.schema import Recipe
-from specctl.runtime.bench import BenchReport, Contender, Prompts, Timed, bench, engine_contender
-from specctl.runtime.cost import measure_costs
+from specctl.runtime.measure.bench import (
+    BenchReport,
+    Contender,
+    Prompts,
+    Timed,
+    bench,
+    engine_contender,
+)
+from specctl.runtime.measure.cost import measure_costs
 from specctl.runtime.policies import make_policy
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 from specctl.train.assemble import family_options
 from specctl.train.data.heldout import heldout_prompts
 from specctl.train.datastore import teach
@@ -46,7 +53,7 @@ def free_recipes() -> list[str]:
 def build(recipe: Recipe, target: Target, texts: list[list[int]]) -> Drafter:
     """A fresh drafter of the recipe; one that retrieves from texts gets them."""
     found = families()[recipe.drafter.family]
-    drafter = found.build(family_options(found, recipe), target.spec, None)
+    drafter = found.build(family_options(found, recipe.drafter), target.spec, None)
     teach(drafter, target, texts)
     return drafter.to(target.device, target.dtype)
 

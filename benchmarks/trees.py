@@ -2,8 +2,8 @@
 
 Each policy is run as its recipe or its defaults say, all on the same prompts in turn; the table
 gives tau, nodes verified a round, and the median of tokens/s beside plain decoding. With --fit the
-policies that can be fitted to the device are (runtime/cost.py). --calibrate measures the chances
-that serve.acceptance and serve.profile want, and stops.
+policies that can be fitted to the device are (runtime/measure/cost.py). --calibrate measures the
+chances that serve.acceptance and serve.profile want, and stops.
 
     python benchmarks/trees.py --draft runs/distill/package
     python benchmarks/trees.py --draft runs/eagle3/package --temperature 0 --fit --json
@@ -18,15 +18,14 @@ import statistics
 from typing import Any
 
 from specctl import Sampling, load_drafter, load_target
-from specctl.drafters.parts.base import Drafter
-from specctl.runtime.cost import equip, measure_costs
+from specctl.core.drafter import Drafter
 from specctl.runtime.generate import generate
+from specctl.runtime.measure.cost import equip, measure_costs
+from specctl.runtime.measure.stats import Stats
 from specctl.runtime.policies import TREES, make_policy
 from specctl.runtime.policies.acceptance import tally
-from specctl.runtime.policies.base import Policy
-from specctl.runtime.policies.hardware import Fitting
-from specctl.runtime.stats import Stats
-from specctl.runtime.target import Target
+from specctl.runtime.policies.base import Fitting, Policy
+from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts
 
 Prompts = list[list[int]]

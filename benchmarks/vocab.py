@@ -2,9 +2,9 @@
 
 For every size: coverage, alpha, tau, MBSU, speed-up by the fitted cost, tokens per second and the
 share of prompts that got slower, over all prompts and in each domain. Below it, how well two
-predictors rank the sizes (Kendall's tau-b): the drafter's own laws along text the target wrote, and
-the older one that lets acceptance fall in proportion to coverage. benchmarks/drafters.py makes
-runs/bench.
+predictors rank the sizes (Kendall's tau-b): the drafter's own distributions along text the target
+wrote, and the older one that lets acceptance fall in proportion to coverage. benchmarks/drafters.py
+makes runs/bench.
 
     python benchmarks/vocab.py --draft runs/bench/distill/package --prompts 48 --tokens 64
     python benchmarks/vocab.py --draft runs/bench/eagle3/package --inflate 300m --json
@@ -22,19 +22,17 @@ from typing import Any
 import torch
 
 from specctl import load_target
-from specctl.cli.loading import DraftChoice
-from specctl.cli.trimming import TrimJob, gathered
-from specctl.drafters.parts.base import Drafter
+from specctl.cli.commands.trimming import TrimJob, gathered
+from specctl.cli.options.loading import DraftChoice
+from specctl.core.drafter import Drafter
 from specctl.runtime.policies import Policy
-from specctl.runtime.target import Target
-from specctl.train.data.heldout import Prompt
+from specctl.runtime.target.target import Target
+from specctl.train.data.heldout import HeldoutPrompt
+from specctl.train.vocab.candidates import TrimSettings, predict_from_coverage
 from specctl.train.vocab.coverage import always_kept, coverage_curve, ranking
-from specctl.train.vocab.head_cost import measure_head_cost
-from specctl.train.vocab.measure import Measured, measure_drafter
-from specctl.train.vocab.predict import predict_from_coverage
+from specctl.train.vocab.measure import MeasuredDrafter, measure_drafter, measure_head_cost
 from specctl.train.vocab.report import MBSU_FORMULA, TrimReport, kendall
 from specctl.train.vocab.selectors import selector
-from specctl.train.vocab.settings import TrimSettings
 from specctl.train.vocab.trim import trim
 
 SHARES = (24, 12, 6, 3, 1)
@@ -45,13 +43,13 @@ class Clock:
     One writer: the benchmark."""
 
     def __init__(
-        self, target: Target, prompts: list[Prompt], settings: TrimSettings, repeats: int
+        self, target: Target, prompts: list[HeldoutPrompt], settings: TrimSettings, repeats: int
     ) -> None:
         self.target, self.prompts, self.settings = target, prompts, settings
         self.repeats = repeats
-        self.known: dict[int, Measured] = {}
+        self.known: dict[int, MeasuredDrafter] = {}
 
-    def __call__(self, drafter: Drafter, policy: Policy) -> Measured:
+    def __call__(self, drafter: Drafter, policy: Policy) -> MeasuredDrafter:
         size = self.target.spec.vocab_size if drafter.vocab is None else drafter.vocab.size
         if size not in self.known:
             given = (self.prompts, self.settings.new_tokens, self.settings.temperature)
@@ -106,14 +104,18 @@ def table(args: argparse.Namespace) -> dict[str, Any]:
         "mbsu": MBSU_FORMULA,
         "rows": [row(report) for report in reports],
         "kendall": {
-            "laws_to_measured_tau": kendall(list(zip(predicted, measured, strict=True))),
-            "laws_to_tokens_per_second": kendall(list(zip(predicted, clocked, strict=True))),
+            "distributions_to_measured_tau": kendall(list(zip(predicted, measured, strict=True))),
+            "distributions_to_tokens_per_second": kendall(
+                list(zip(predicted, clocked, strict=True))
+            ),
             "coverage_to_measured_tau": kendall(
                 list(zip(by_coverage.speedup_N.tolist(), measured, strict=True))
             ),
         },
         "tau_error": {
-            "laws": worst_error([(r.trials[0].predicted.tau, r) for r in reports], reports[-1]),
+            "distributions": worst_error(
+                [(r.trials[0].predicted.tau, r) for r in reports], reports[-1]
+            ),
             "coverage": worst_error(
                 list(zip(by_coverage.tau_N.tolist(), reports, strict=True)), reports[-1]
             ),
@@ -139,7 +141,7 @@ def row(report: TrimReport) -> dict[str, Any]:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """The table in the words of runtime/stats.py."""
+    """The table in the words of runtime/measure/stats.py."""
     note = f"inflated to the cost of {found['inflated']}" if found["inflated"] else "embedded"
     heat = f"T = {found['temperature']:g}" if found["temperature"] else "greedy"
     lines = [

@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Iterator
 from pydoc_data.topics import topics
 
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts
 
 PROMPT_TOKENS = 64

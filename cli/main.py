@@ -17,19 +17,18 @@ import typer
 from typer.core import TyperCommand
 
 from specctl import __version__
-from specctl.cli.command import command, configure, console_of, unwrap
-from specctl.cli.console import Console
-from specctl.cli.failures import handle, leave, listen
-from specctl.cli.flags import ConfigFile, Json, JsonLines, NoColor, Quiet, Verbose
-from specctl.cli.launch import leave_exit_code
-from specctl.cli.switches import Command, Group
+from specctl.cli.app.command import Command, Group, command, configure, console_of, unwrap
+from specctl.cli.app.console import Console
+from specctl.cli.app.failures import handle, leave, listen
+from specctl.cli.app.launch import leave_exit_code
+from specctl.cli.options.flags import ConfigFile, Json, JsonLines, NoColor, Quiet, Verbose
 
 START, TRAIN, USE, LOOK = "Start here", "Train and shape", "Use and measure", "Look and check"
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A command: the module of this room that holds it, its panel and its line of help."""
+    """A command: the module of `commands/` that holds it, its panel and its line of help."""
 
     module: str
     panel: str
@@ -42,7 +41,9 @@ COMMANDS = {
     "plan": Entry("plan", START, "Memory, disk and time of a recipe, before anything is spent."),
     "recipes": Entry("recipes", START, "List, show, copy and check recipes."),
     "train-draft": Entry("train_draft", TRAIN, "Train a drafter for a target."),
-    "distill": Entry("distill", TRAIN, "Train an independent small model on the target's law."),
+    "distill": Entry(
+        "distill", TRAIN, "Train an independent small model on the target's distribution."
+    ),
     "prune": Entry("prune", TRAIN, "Cut a drafter out of the target itself, and heal it."),
     "adapt": Entry("adapt", TRAIN, "Refresh a drafter for a tuned target or a new domain."),
     "train-stop": Entry("train_stop", TRAIN, "Train when to stop drafting, for a drafter."),
@@ -89,7 +90,7 @@ class LazyCommands(Group):
 
 def load_command(name: str) -> Any:
     """The click command of that name: a module holds a function of its own name, or an `app`."""
-    module = importlib.import_module(f"specctl.cli.{COMMANDS[name].module}")
+    module = importlib.import_module(f"specctl.cli.commands.{COMMANDS[name].module}")
     if hasattr(module, "app"):
         return typer.main.get_command(module.app)
     single = typer.Typer(add_completion=False, rich_markup_mode="rich")

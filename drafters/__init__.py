@@ -5,17 +5,17 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
-from specctl.recipes.errors import SpecctlError, unknown
-from specctl.recipes.plugins import plugins
+from specctl.core.errors import SpecctlError, unknown
+from specctl.core.plugins import plugins
 
 if TYPE_CHECKING:
-    from specctl.drafters.parts.base import Family
+    from specctl.core.drafter import Family
 
 
 @cache
 def families() -> dict[str, Family]:
     """Every family by name, in alphabetical order."""
-    return plugins(__name__, __path__, "FAMILY")
+    return plugins(__name__, "FAMILY")
 
 
 def family(name: str) -> Family:

@@ -6,8 +6,8 @@ of the target up to the newest known one, t, and to the drafted tokens before it
 the text. The LM head reads cat(f_t, output), twice as wide, both halves started from the target's
 rows. Training reads the text's tokens where the paper feeds its own argmax, so that a token is
 scored as while drafting.
-Letters: X any leading axes, B rows, S sequence, A anchors, M nodes, W known rows, D width, G = 3
-tokens, K draft vocabulary.
+Letters: A anchors, B rows, D hidden width, I input width, K draft vocabulary, M new nodes, P path,
+S sequence, T fed tokens, W window, X any axes.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from specctl.drafters.parts.base import DraftState, Family, Space
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.drafters.parts.block_drafter import BlockDrafter
-from specctl.drafters.parts.block_net import BlockNet
-from specctl.drafters.parts.blocks import DecoderLayer, LayerShape, RmsNorm, attending, rotary
-from specctl.drafters.parts.heads import ResBlock, check_count, draft_size
-from specctl.drafters.parts.options import HeadOptions
-from specctl.drafters.parts.path_state import REACH, Nodes, PathState
-from specctl.drafters.parts.slots import SlotKV
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.batch import TrainBatch
+from specctl.core.drafter import DraftState, Family, Space
+from specctl.core.kv_cache import SlotKV
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
+from specctl.drafters.nets.block_drafter import BlockDrafter
+from specctl.drafters.nets.block_net import BlockNet
+from specctl.drafters.nets.blocks import DecoderLayer, LayerShape, RmsNorm, attending, rotary
+from specctl.drafters.nets.heads import ResBlock, check_count, draft_size
+from specctl.drafters.nets.options import HeadOptions
+from specctl.drafters.states.path_state import REACH, Nodes, PathState
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +92,14 @@ class Chimera(BlockDrafter):
     def start_heads(self, rows_KD: Tensor) -> None:
         self.module.lm_head.weight.copy_(torch.cat([rows_KD, rows_KD], dim=1))
 
-    def encode(self, path_XG: Tensor) -> Tensor:
+    def encode(self, path_X3: Tensor) -> Tensor:
         """[X, D]: three tokens in a row, the newest last."""
-        three_XGD = self.embed(path_XG)
+        three_X3D = self.embed(path_X3)
         if not self.options.trigrams:
-            three_XGD = torch.cat(
-                [torch.zeros_like(three_XGD[..., :-1, :]), three_XGD[..., -1:, :]], dim=-2
+            three_X3D = torch.cat(
+                [torch.zeros_like(three_X3D[..., :-1, :]), three_X3D[..., -1:, :]], dim=-2
             )
-        encoded_XD: Tensor = self.module.trigram(three_XGD.flatten(-2))
+        encoded_XD: Tensor = self.module.trigram(three_X3D.flatten(-2))
         return encoded_XD
 
     def read_of(self, feature_XD: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ class Chimera(BlockDrafter):
     def open(self, space: Space) -> DraftState:
         return PathState(self, space)
 
-    def turn(self, position: Tensor) -> Tensor:
+    def rope(self, position: Tensor) -> Tensor:
         return rotary(position, self.shape.head_dim, self.shape.rope_theta)
 
     @property
@@ -150,12 +150,12 @@ class Chimera(BlockDrafter):
         """Keys and values of the target's states."""
         del ids_BW
         seen_BWD = self.read_of(features_BWI)
-        return [self.layer.self_attn.key_value(seen_BWD, self.turn(position_BW))]
+        return [self.layer.self_attn.key_value(seen_BWD, self.rope(position_BW))]
 
     def grown(self, nodes: Nodes, kv: SlotKV) -> Tensor:
         """[B, M, 2 D]: what the LM head reads behind nodes."""
-        turn = self.turn(nodes.place.position_BM)
-        x_BMD = self.layer(self.encode(nodes.path_BMG), turn, attending(nodes.place.mask, kv, 0))
+        rope = self.rope(nodes.place.position_BM)
+        x_BMD = self.layer(self.encode(nodes.path_BMP), rope, attending(nodes.place.mask, kv, 0))
         newest_BMD = nodes.newest_BI[:, None].expand_as(x_BMD)
         return torch.cat([newest_BMD, self.norm(x_BMD)], dim=-1)
 

@@ -5,7 +5,7 @@ attends from the block to keys and values that it makes of them itself. Slot 0 h
 other slot the same mask; inside the block attention goes both ways, and slot k predicts the token
 that stands there. One denoising step, so a draft of any length costs one pass. The embedding and
 the LM head are the target's; the mask is a learned vector, or the row of a reserved id (`mask_id`).
-Letters: X any leading axes, D width, I width of the joined features.
+Letters: B rows, D hidden width, T fed tokens, X any axes.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from specctl.drafters.parts.base import Family
-from specctl.drafters.parts.block_drafter import TappedBlocks
-from specctl.drafters.parts.block_net import BlockNet
-from specctl.drafters.parts.blocks import RmsNorm
-from specctl.drafters.parts.heads import check_count
-from specctl.drafters.parts.options import ADDED, HeadOptions
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.drafter import Family
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
+from specctl.drafters.nets.block_drafter import TappedBlocks
+from specctl.drafters.nets.block_net import BlockNet
+from specctl.drafters.nets.blocks import RmsNorm
+from specctl.drafters.nets.heads import check_count
+from specctl.drafters.nets.options import ADDED, HeadOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class InjectedNet(nn.Module):
             check_count("mask_id", options.mask_id, 0, spec.vocab_size - 1)
         self.net = BlockNet(spec, options.layers, is_injected=True, qk_norm=True)
         self.norm = RmsNorm(width, spec.norm_eps)
-        for parameter in self.net.parameters():  # no slot says anything before it has attended
+        for parameter in self.net.parameters():  # no slot proposes anything before it has attended
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
 

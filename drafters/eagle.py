@@ -5,6 +5,7 @@ the target's frozen LM head reads it. Shifting the token one ahead of the featur
 which token was drawn, which f_t alone leaves open. Uniform noise on the features while training
 stands for the errors that the drafter will feed back to itself. EAGLE-2 adds nothing that is
 trained: confident drafts decide where the tree grows (`dynamic-tree`).
+Letters: D hidden width, X any axes.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import Family
-from specctl.drafters.parts.blocks import LayerShape
-from specctl.drafters.parts.feature_drafter import FeatureDrafter, FeatureOptions
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.trunk import TrunkNet
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.drafter import Family
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
+from specctl.drafters.nets.blocks import LayerShape
+from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions
+from specctl.drafters.nets.trunk import TrunkNet
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ others are refreshed, and new padding enters at the far end, so that a place has
 times before the text reaches it. Drafted this way the output is the target's own. The paper goes
 further: once enough of a rationale is exact, the window's guesses are taken as they are, a trigger
 ("So the answer is") is put behind them, and the target answers from that. `answer_after` asks for
-this; the answer is then approximate, and every result says so. Letters: B rows, N nodes.
+this; the answer is then approximate, and every result says so.
+Letters: B rows, N nodes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import (
+from specctl.core.drafter import (
     Budget,
     Drafter,
     DraftState,
@@ -27,11 +28,11 @@ from specctl.drafters.parts.base import (
     RoundView,
     Space,
 )
-from specctl.drafters.parts.iterate import Iterate, blank_token
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.tree import DraftTree, NodeKind, chain_tree, empty_tree
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import RecipeError
+from specctl.core.errors import RecipeError
+from specctl.core.spec import ModelSpec
+from specctl.core.tree import DraftTree, NodeKind, chain_tree, empty_tree
+from specctl.core.vocab import VocabMap
+from specctl.drafters.states.iterate import Iterate, blank_token
 
 
 @dataclass(frozen=True, slots=True)

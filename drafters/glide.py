@@ -16,17 +16,17 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from specctl.drafters.parts.base import Family, Needs
-from specctl.drafters.parts.blocks import LayerShape
-from specctl.drafters.parts.cross_drafter import (
+from specctl.core.drafter import Family, Needs
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
+from specctl.drafters.nets.blocks import LayerShape
+from specctl.drafters.nets.cross_drafter import (
     AttentionLayer,
     CrossDrafter,
     CrossNet,
     CrossOptions,
 )
-from specctl.drafters.parts.heads import draft_size
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.drafters.nets.heads import draft_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,12 @@
-"""HASS (arXiv 2408.15766): EAGLE's layer, trained on what it will meet when it drafts.
+"""HASS (arXiv 2408.15766): EAGLE's layer, trained on the states that it reads when it drafts.
 
 Harmonised context alignment: training is unrolled over `ttt_steps` forwards. In forward j the layer
 reads its own output of forward j - 1 (no gradient goes through it), and attends to true features
-far back but to its own outputs of forwards 1 .. j nearest by, as after j drafted tokens.
-Harmonised objective: besides the loss over the whole law, -sum p log q over the target's `top`
+far back but to its own outputs of forwards 1 .. j nearest by, as after j drafted tokens. Harmonised
+objective: besides the loss over the whole distribution, -sum p log q over the target's `top`
 likeliest tokens, since nothing else will be drafted. The disallowed keys are masked before the
-softmax. Letters: R flat rows, D width.
+softmax.
+Letters: D hidden width, R flat rows.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from specctl.drafters.parts.align import Aim
-from specctl.drafters.parts.base import Family
-from specctl.drafters.parts.batch import LossOut
-from specctl.drafters.parts.feature_drafter import FeatureDrafter, FeatureOptions
-from specctl.drafters.parts.heads import check_count
-from specctl.drafters.parts.judge import Judge
-from specctl.drafters.parts.losses import LinearHead, joined
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.step_losses import topk_loss
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.batch import LossOut
+from specctl.core.drafter import Family
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
+from specctl.drafters.losses.align import AlignedRows
+from specctl.drafters.losses.head_losses import LinearHead, joined
+from specctl.drafters.losses.step_losses import topk_loss
+from specctl.drafters.losses.teacher import TeacherLogits
+from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions
+from specctl.drafters.nets.heads import check_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +47,13 @@ class Hass(FeatureDrafter):
     family: ClassVar[str] = "hass"
     options: HassOptions
 
-    def term(self, out: LossOut, ready_RD: Tensor, rows: Aim, judge: Judge | None) -> LossOut:
-        if judge is None or self.options.top_weight == 0.0:
+    def term(
+        self, out: LossOut, ready_RD: Tensor, rows: AlignedRows, teacher: TeacherLogits | None
+    ) -> LossOut:
+        if teacher is None or self.options.top_weight == 0.0:
             return out
         head = LinearHead(self.head_weight())
-        likely = topk_loss(ready_RD, head, rows, self.vocab, judge, self.options.top)
+        likely = topk_loss(ready_RD, head, rows, self.vocab, teacher, self.options.top)
         return joined(out, likely, self.options.top_weight)
 
 

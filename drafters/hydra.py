@@ -3,9 +3,9 @@
 Head i reads cat(f_t, e_{t+1}, ..., e_{t+1+i}) and predicts token t + 2 + i (section 3): its first
 block maps those i + 2 vectors to one, by a linear skip that begins as "take f_t" beside a branch
 that begins as zero; more blocks and an LM head of its own follow. Past the last head the newest
-embeddings are taken. Hydra++ (section 4) deepens the heads, learns from the target's law alone and
-puts a decoder layer over the states of the whole text in front (`prefix`).
-Letters: X any leading axes, C carry ((k + 1) D), D width, I input width of a head.
+embeddings are taken. Hydra++ (section 4) deepens the heads, learns from the target's distribution
+alone and puts a decoder layer over the states of the whole text in front (`prefix`).
+Letters: D hidden width, I input width, X any axes, Y carry (k D + D).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specctl.drafters.parts.base import Family
-from specctl.drafters.parts.head_drafter import HeadDrafter
-from specctl.drafters.parts.heads import ResBlock, check_count, draft_size
-from specctl.drafters.parts.options import HeadOptions
-from specctl.drafters.parts.prefix import PrefixNet
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.drafter import Family
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
+from specctl.drafters.nets.head_drafter import HeadDrafter
+from specctl.drafters.nets.heads import ResBlock, check_count, draft_size
+from specctl.drafters.nets.options import HeadOptions
+from specctl.drafters.nets.prefix import PrefixNet
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,19 +103,19 @@ class Hydra(HeadDrafter):
     def begin(self, state_XD: Tensor) -> Tensor:
         return F.pad(state_XD, (0, self.options.num_heads * state_XD.shape[-1]))
 
-    def read(self, depth: int, carry_XC: Tensor, ids_X: Tensor) -> Tensor:
+    def read(self, depth: int, carry_XY: Tensor, ids_X: Tensor) -> Tensor:
         if not self.options.grounded:
-            return carry_XC
+            return carry_XY
         width, heads = self.spec.hidden_size, self.options.num_heads
-        vectors = list(torch.split(carry_XC, width, dim=-1))
+        vectors = list(torch.split(carry_XY, width, dim=-1))
         if depth >= heads:
             vectors = [vectors[0], *vectors[2:], vectors[1]]
         vectors[1 + min(depth, heads - 1)] = self.embed(ids_X)
         return torch.cat(vectors, dim=-1)
 
-    def ready(self, depth: int, carry_XC: Tensor) -> Tensor:
+    def ready(self, depth: int, carry_XY: Tensor) -> Tensor:
         at = min(depth, self.options.num_heads - 1)
-        x: Tensor = carry_XC[..., : (at + 2) * self.spec.hidden_size]
+        x: Tensor = carry_XY[..., : (at + 2) * self.spec.hidden_size]
         for block in list(cast(nn.Sequential, self.module.heads[at]))[:-1]:
             x = block(x)
         return x

@@ -5,7 +5,7 @@ a store of texts, are a second tree, from which every branch is cut that begins,
 node that the model has read, with a token outside the model's `keep` likeliest there. Equal
 prefixes are merged and the best nodes by estimate are verified. With `first` the model is asked
 only when retrieval finds nothing for some row (CopySpec's two stages, arXiv 2502.08923).
-Letters: B rows, M nodes, K draft vocabulary.
+Letters: B rows, C candidates, K draft vocabulary, M new nodes, P path, R flat rows.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from specctl.drafters.parts.base import Budget, Family, Outcome, RoundView, Space
-from specctl.drafters.parts.growth import expansions
-from specctl.drafters.parts.lm import LanguageModel
-from specctl.drafters.parts.lm_state import LmState
-from specctl.drafters.parts.retrieve import Retriever
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.tree import DraftTree
-from specctl.drafters.parts.trie import Trie, pack
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.drafter import Budget, Family, Outcome, RoundView, Space
+from specctl.core.errors import RecipeError
+from specctl.core.language_model import LanguageModel
+from specctl.core.spec import ModelSpec
+from specctl.core.tree import DraftTree
+from specctl.core.vocab import VocabMap
 from specctl.drafters.rest import Rest, RestOptions
+from specctl.drafters.retrieval.retrieve import Retriever
+from specctl.drafters.retrieval.trie import Trie, pack
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
-from specctl.recipes.errors import RecipeError
+from specctl.drafters.states.lm_state import LmState
+from specctl.drafters.states.tree_layout import expansions
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Rasd(SmallLm):
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
+class _RasdRound:
     """Nodes that the model has read this round, and the target ids it holds likeliest after each.
     Entry 0 is the root; `child[b]`: (entry, token) -> entry."""
 
@@ -118,7 +118,7 @@ class RasdState(LmState):
         reach = drafter.source.options.reach
         self.retriever = Retriever(reach, space.num_slots, drafter.source.store)
         self._kept_ids = None if self.vocab is None else set(self.vocab.ids_K.tolist())
-        self._seen: _Read | None = None
+        self._seen: _RasdRound | None = None
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
         super().start(slot, tokens, taps)
@@ -130,7 +130,9 @@ class RasdState(LmState):
 
     def root(self, view: RoundView) -> Tensor:
         logits_BK = super().root(view)
-        self._seen = _Read([[row] for row in self._likely(logits_BK)], [{} for _ in view.slots])
+        self._seen = _RasdRound(
+            [[row] for row in self._likely(logits_BK)], [{} for _ in view.slots]
+        )
         return logits_BK
 
     def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:

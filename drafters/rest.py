@@ -4,6 +4,7 @@ The store is a suffix array over token ids of a corpus, or of text that the targ
 longest suffix of the row's text that occurs there is looked up, its continuations are counted, and
 the most frequent prefixes among them become the tree. A package holds the texts; `specctl
 datastore` builds one. The row's own text is searched in the same way.
+Letters: R flat rows.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from specctl.drafters.parts.base import Budget, Family, Needs, Space
-from specctl.drafters.parts.corpus import CorpusDrafter
-from specctl.drafters.parts.retrieve import Reach, Retriever, indexed
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.trie import Trie, TrieState
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.drafter import Budget, Family, Needs, Space
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
+from specctl.drafters.retrieval.corpus import CorpusDrafter
+from specctl.drafters.retrieval.retrieve import Reach, Retriever, indexed
+from specctl.drafters.retrieval.trie import Trie, TrieState
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Rest(CorpusDrafter):
     options: RestOptions
 
     def index(self) -> None:
-        self.store = indexed(self.corpus_N, self.options.reach)
+        self.store = indexed(self.corpus_R, self.options.reach)
 
     def needs(self) -> Needs:
         return Needs()
@@ -73,7 +74,7 @@ class RestState(TrieState):
     def end(self, slot: int) -> None:
         self.retriever.end(slot)
 
-    def sprout(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:
+    def draft_row(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:
         return self.retriever.trie(slot, tokens, budget.nodes, budget.depth)
 
 

@@ -1,17 +1,18 @@
-"""STAND (arXiv 2506.04708): stochastic drafts from remembered laws of n-grams.
+"""STAND (arXiv 2506.04708): stochastic drafts from remembered distributions of n-grams.
 
 For the last 1 .. `max_context` tokens in front of every token that the target was fed, accepted or
 not, a store holds the target's `topk` best tokens with the sum of their probabilities: after k
-visits the average law, times k. Drafting is stepwise: the law m of a node is that of its longest
-known context, and its logits are log m, so that
+visits the average distribution, times k. Drafting is stepwise: the distribution m of a node is that
+of its longest known context, and its logits are log m, so that
 
     q = softmax(log m / T) = m^(1/T), normalised,
 
 and the tree policies draw distinct children from it by Gumbel top-k. Under sampling a draft from q
 is accepted with probability sum_x min(p, q), the best single token only with p(x): that is why the
-laws are kept and not the tokens alone. Children of a node that falls back to a shorter context have
-that context's law: each node hands out its own. The prompt brings no probabilities; its tokens are
-read as laws of one token. Letters: B rows, M nodes, T fed tokens, V target vocabulary, K top-k.
+distributions are kept and not the tokens alone. Children of a node that falls back to a shorter
+context have that context's distribution: each node hands out its own. The prompt brings no
+probabilities; its tokens are read as distributions of one token.
+Letters: B rows, M new nodes, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -23,25 +24,32 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import (
+from specctl.core.drafter import (
     Family,
     Outcome,
     RoundView,
     Space,
     StepState,
 )
-from specctl.drafters.parts.laws import LawDrafter, learn_round, learn_text, step, tail
-from specctl.drafters.parts.room import Scope
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.store import Ids
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import RecipeError
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
+from specctl.drafters.nets.heads import check_options
+from specctl.drafters.retrieval.store import Ids
+from specctl.drafters.retrieval.store_registry import Scope
+from specctl.drafters.states.ngram_distributions import (
+    NgramDrafter,
+    learn_round,
+    learn_text,
+    step,
+    tail,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class StandOptions:
-    """`max_context` tokens are looked up, then fewer; `topk` tokens are kept of each law; `scope`
-    says whose text may help whom (request, conversation, process), `max_mib` caps each store."""
+    """`max_context` tokens are looked up, then fewer; `topk` tokens are kept of each distribution;
+    `scope` says whose text may help whom (request, conversation, process), `max_mib` caps each
+    store."""
 
     max_context: int = 3
     topk: int = 10
@@ -49,18 +57,12 @@ class StandOptions:
     max_mib: int = 32
 
     def __post_init__(self) -> None:
-        if self.max_context < 1 or self.topk < 1:
-            raise RecipeError(
-                "an option of stand is out of range",
-                where="drafter.options",
-                found=f"max_context {self.max_context}, topk {self.topk}",
-                expected="positive counts",
-                do="leave them out to take the defaults",
-            )
+        is_right = self.max_context >= 1 and self.topk >= 1
+        check_options(self, is_right, ("max_context", "topk"), "positive counts")
 
 
-class Stand(LawDrafter):
-    """No weights; the laws are in stores."""
+class Stand(NgramDrafter):
+    """No weights; the distributions are in stores."""
 
     family: ClassVar[str] = "stand"
 
@@ -71,12 +73,12 @@ class Stand(LawDrafter):
 class StandState(StepState):
     """One store per row or shared, by scope, and the contexts of the nodes of this round."""
 
-    may_be_silent = True
+    may_draft_nothing = True
 
     def __init__(self, drafter: Stand, space: Space) -> None:
         self.V, self.device = drafter.spec.vocab_size, space.device
         self.lengths = range(drafter.options.max_context, 0, -1)
-        self.stores = drafter.room.rows(space.identity, space.num_slots)
+        self.stores = drafter.registry.rows(space.identity, space.num_slots)
         self._slots: tuple[int, ...] = ()
         self._contexts: list[list[Ids]] = []  # per row: the root's, then those of its expansions
 
@@ -116,9 +118,9 @@ class StandState(StepState):
             store = self.stores.at(slot)
             for context in row:
                 for length in range(len(context), 0, -1):
-                    if law := store.weights(context[-length:]):
-                        at.extend(first + token for (token,) in law)
-                        chances.extend(law.values())
+                    if distribution := store.weights(context[-length:]):
+                        at.extend(first + token for (token,) in distribution)
+                        chances.extend(distribution.values())
                         break
                 first += self.V
         logits = torch.full((first,), -torch.inf)

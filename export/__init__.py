@@ -1,0 +1,1 @@
+"""Packages, exports to engines, imports of published drafters."""

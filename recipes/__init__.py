@@ -1,0 +1,1 @@
+"""Recipes: the YAML files, their schema, and how they are read."""

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from specctl.recipes.errors import FileError, RecipeError, did_you_mean
+from specctl.core.errors import FileError, RecipeError, did_you_mean
 from specctl.recipes.problems import explain
 from specctl.recipes.schema import Recipe
 from specctl.recipes.section import flatten

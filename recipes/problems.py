@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specctl.recipes.errors import RecipeError, did_you_mean, nearest, one_of
+from specctl.core.errors import RecipeError, did_you_mean, nearest, one_of
 from specctl.recipes.schema import Recipe, section_at
 from specctl.recipes.section import Section
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from specctl.recipes.errors import RecipeError, nearest
+from specctl.core.errors import RecipeError, nearest
 from specctl.recipes.load import build_recipe
 from specctl.recipes.schema import Recipe, StagePart
 from specctl.recipes.section import flatten

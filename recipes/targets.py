@@ -11,13 +11,13 @@ from typing import Any
 
 import yaml
 
-from specctl.recipes.errors import FileError, SpecctlError, nearest
+from specctl.core.errors import FileError, SpecctlError, nearest
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True, slots=True)
-class TargetShape:
+class KnownShape:
     """Sizes of a known target, enough to plan memory and time without its files."""
 
     model_type: str
@@ -51,7 +51,7 @@ class ResolvedTarget:
     path: Path | None
     is_pinned: bool = True
     note: str = ""
-    shape: TargetShape | None = None
+    shape: KnownShape | None = None
 
 
 @cache
@@ -90,7 +90,7 @@ def resolve(name: str, revision: str | None = None) -> ResolvedTarget:
 
 def _resolve_alias(name: str, revision: str | None) -> ResolvedTarget:
     entry = _table()[name]
-    shape = TargetShape(**entry["shape"])
+    shape = KnownShape(**entry["shape"])
     if "path" in entry:
         folder = Path(str(files("specctl.recipes") / entry["path"]))
         return ResolvedTarget(name, None, None, folder, True, entry["note"], shape)

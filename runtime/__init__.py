@@ -1,0 +1,2 @@
+"""Generation with a drafter: target, engine, verification, policies, proofs, measurements,
+server."""

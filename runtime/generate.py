@@ -7,20 +7,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from specctl.core.drafter import Drafter
+from specctl.core.errors import RecipeError, SpecctlError
 from specctl.drafters import family
-from specctl.drafters.parts.base import Drafter
-from specctl.recipes.errors import RecipeError, SpecctlError
-from specctl.runtime.cut import trim_stop
-from specctl.runtime.engine import Engine
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Completion, Request, Row
+from specctl.runtime.measure.stats import Stats, add_counts, repetition_rate
 from specctl.runtime.pearl import Pearl
 from specctl.runtime.policies import Policy, make_policy
 from specctl.runtime.policies.length import LengthChooser
 from specctl.runtime.policies.switch import Switch
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Completion, Request, Row
-from specctl.runtime.stats import Stats, add_counts, repetition_rate
-from specctl.runtime.target import Target
-from specctl.runtime.text_room import check_room
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.prompt_limits import check_room
+from specctl.runtime.target.target import Target
 from specctl.runtime.verify.choice import verification_of
 
 OnTokens = Callable[[int, tuple[int, ...]], None]
@@ -91,9 +90,9 @@ def generate(
     """Continue every prompt (text or token ids). Prompt i uses seed `sampling.seed + i`.
 
     Lossless for every drafter of a lossless family: greedy output is token-identical in float32,
-    sampled output follows the target's law. `parallel`: the drafter goes on while the target
-    verifies (PEARL), one prompt at a time. Raises SpecctlError for an empty or too long prompt and
-    for a rule that is illegal with the policy.
+    sampled output follows the target's distribution. `parallel`: the drafter goes on while the
+    target verifies (PEARL), one prompt at a time. Raises SpecctlError for an empty or too long
+    prompt and for a rule that is illegal with the policy.
     """
     sampling = sampling if sampling is not None else Sampling()
     check_greedy(rule, sampling)
@@ -169,6 +168,12 @@ def _tokens(target: Target, prompt: str | Sequence[int], index: int) -> tuple[in
 def _text(target: Target, tokens: Sequence[int]) -> str:
     """Decoded text; empty for a target without a tokenizer."""
     return "" if target.tokenizer is None else target.decode(tokens)
+
+
+def trim_stop(text: str, stops: Sequence[str]) -> str:
+    """The text before the first stop string."""
+    ends = [text.find(stop) for stop in stops if stop in text]
+    return text[: min(ends)] if ends else text
 
 
 def _output(target: Target, prompt: str, completion: Completion) -> Output:

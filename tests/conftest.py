@@ -7,59 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
+from specctl_testing.models import build_model
 
 # A shell that starts the tests in the background hands down an ignored Ctrl-C; some tests press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-LOGIT_STD = 2.5  # of the random laws: peaked (top token about a third) but far from one-hot
-
-EXTRA: dict[str, dict[str, Any]] = {
-    "mistral": {"sliding_window": 6},
-    "gemma2": {"sliding_window": 6, "query_pre_attn_scalar": 8},
-    "gemma3_text": {"sliding_window": 6, "query_pre_attn_scalar": 8},
-    "qwen2": {"use_sliding_window": False},
-    "phi": {"partial_rotary_factor": 0.5},
-}
-
-
-def build_model(
-    model_type: str = "llama",
-    num_layers: int = 4,
-    hidden: int = 32,
-    vocab: int = 96,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    **fields: Any,
-) -> Any:
-    """A random transformers model whose logits have standard deviation `LOGIT_STD`."""
-    base: dict[str, Any] = {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": hidden // 4,
-        "intermediate_size": 2 * hidden,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.25,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
-    if model_type in ("gpt_neox", "phi", "gpt2", "opt", "falcon"):
-        del base["head_dim"], base["num_key_value_heads"]
-    config = AutoConfig.for_model(model_type, **{**base, **EXTRA.get(model_type, {}), **fields})
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        std = model(torch.randint(0, vocab, (1, 32))).logits.std()
-        model.get_output_embeddings().weight.mul_(LOGIT_STD / std)
-    return model.to(dtype)
 
 
 @pytest.fixture(scope="session")
@@ -80,6 +33,6 @@ def make_target() -> Callable[..., Target]:
 @pytest.fixture(scope="session")
 def tiny_target() -> Target:
     """The embedded target in float32."""
-    from specctl.runtime.target import load_target
+    from specctl.runtime.target.target import load_target
 
     return load_target("tiny", dtype="float32")

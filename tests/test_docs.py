@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import commands
 import pytest
 import yaml
+
+from specctl_testing.cli import commands
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -37,7 +38,7 @@ PROVEN_ELSEWHERE = {
     "specctl distill": "tests/cli/test_commands.py, small",
     "specctl vocab-trim": "tests/cli/test_commands.py, small",
     "specctl prune": "tests/cli/test_prune.py, small",
-    "specctl verify": "tests/runtime/test_prove.py, small",
+    "specctl verify": "tests/runtime/proof/test_prove.py, small",
     "specctl bench": "tests/cli/test_commands.py, small",
     "specctl export": "tests/cli/test_commands.py",
     "specctl import": "tests/export/test_import.py, on heads published there",
@@ -205,7 +206,7 @@ def test_every_recipe_begins_with_a_command_that_is_understood() -> None:
 
 
 def test_every_shipped_recipe_is_valid() -> None:
-    from specctl.cli.families import check_options
+    from specctl.cli.options.families import check_options
     from specctl.recipes.load import load_recipe, recipe_names
 
     for name in recipe_names():
@@ -221,7 +222,7 @@ def test_every_command_is_documented() -> None:
 
 
 def test_every_exit_code_is_documented() -> None:
-    from specctl.recipes.errors import Exit
+    from specctl.core.errors import Exit
 
     page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     for code in Exit:

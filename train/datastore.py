@@ -13,15 +13,15 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import Drafter, Needs
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.recipes.errors import RecipeError
+from specctl.core.batch import TrainBatch
+from specctl.core.drafter import Drafter, Needs
+from specctl.core.errors import RecipeError
 from specctl.recipes.schema import Recipe
-from specctl.runtime.report import Reporter, SilentReporter
-from specctl.runtime.target import Target
-from specctl.train.capture import capture
+from specctl.runtime.measure.reporter import Reporter, SilentReporter
+from specctl.runtime.target.target import Target
 from specctl.train.data.prepare import prepare
 from specctl.train.data.rows import TokenData
+from specctl.train.features.capture import capture
 
 
 @runtime_checkable

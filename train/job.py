@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from specctl.drafters.parts.base import Drafter, Needs
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import RecipeError
-from specctl.recipes.schema import Recipe
-from specctl.runtime.report import Reporter
-from specctl.runtime.target import Target
-from specctl.train.adapt import attach
+from specctl.core.batch import TrainBatch
+from specctl.core.drafter import Drafter, Needs
+from specctl.core.errors import RecipeError
+from specctl.core.vocab import VocabMap
+from specctl.recipes.schema import DataPart, Recipe, TrainPart
+from specctl.runtime.measure.reporter import Reporter
+from specctl.runtime.target.target import Target
 from specctl.train.assemble import (
     build_drafter,
     decoder,
@@ -31,20 +30,19 @@ from specctl.train.assemble import (
     say_data,
     what_trains,
 )
-from specctl.train.capture import capture
 from specctl.train.data.on_policy import text_of
-from specctl.train.data.order import Order
 from specctl.train.data.rows import TokenData
-from specctl.train.data.supply import Text
+from specctl.train.data.supply import Order, Text
+from specctl.train.distributed.ranks import Ranks
+from specctl.train.distributed.sharding import Sharded, spread_layers
+from specctl.train.features.capture import capture
 from specctl.train.features.offline import BatchOf, feature_source
-from specctl.train.initial import Initial, Loader, completed, initialise, tensors_digest
-from specctl.train.joint import Joint
+from specctl.train.init.initial import Initial, Loader, completed, initialise, tensors_digest
+from specctl.train.joint.joint import JointModel
 from specctl.train.loop import Job
+from specctl.train.lora import attach
 from specctl.train.metrics import MetricsLog
-from specctl.train.optim import Gradient, build_optimizers
-from specctl.train.processes.ranks import Ranks
-from specctl.train.processes.sharding import Sharded
-from specctl.train.processes.target_shards import spread_layers
+from specctl.train.optim import Gradient, RecipeSchedule, build_optimizers
 from specctl.train.saving.checkpoint import Checkpoints
 from specctl.train.saving.fingerprint import run_fingerprint
 from specctl.train.saving.state import Optimizers, seed_everything
@@ -54,7 +52,7 @@ from specctl.train.vocab.draft_vocab import draft_vocab
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class RunInputs:
     """What the stages of a run share."""
 
     target: Target
@@ -66,18 +64,18 @@ class Made:
 
 
 def make_job(
-    recipe: Recipe, made: Made, checkpoints: Checkpoints, reference: Drafter | None
+    recipe: Recipe, made: RunInputs, checkpoints: Checkpoints, reference: Drafter | None
 ) -> Job:
     """Everything the loop works with; `reference` is what the selection of tokens compares with."""
     settings, ranks, reporter = recipe.train, checkpoints.ranks, checkpoints.reporter
     target, data, out = made.target, made.data, checkpoints.folder.parent
     check_rows(recipe.train.rows, ranks.size)
     drafter = _begun(recipe, made, ranks, reporter)
-    selection = selection_of(recipe, drafter, reference)
-    num_rows = data.num_rows - len(measuring_rows(recipe, data))
+    selection = selection_of(settings, drafter, reference)
+    num_rows = data.num_rows - len(measuring_rows(recipe.data, data))
     say_data(recipe, num_rows, reporter)
-    trained = _trained(recipe, drafter, target, ranks, reporter)
-    joint = trained if isinstance(trained, Joint) else None
+    trained = _trained(settings, drafter, target, ranks, reporter)
+    joint = trained if isinstance(trained, JointModel) else None
     trainable = trained.trainable()
     vocab_sizes = {target.spec.vocab_size} | ({drafter.vocab.size} if drafter.vocab else set())
     seed_everything(settings.seed, ranks.rank)
@@ -90,10 +88,11 @@ def make_job(
     return Job(
         drafter=trained,
         settings=settings,
+        schedule=RecipeSchedule(settings),
         order=order,
-        batch=_batches(recipe, target, drafter.needs(), text, features, selection),
+        batch=_batches(recipe.data, target, drafter.needs(), text, features, selection),
         measure=decoder(recipe, decoding, drafter, measuring_prompts(recipe, target, data)),
-        optimizers=_optimizers(recipe, trained, frozenset(vocab_sizes)),
+        optimizers=_optimizers(settings, trained, frozenset(vocab_sizes)),
         gradient=Gradient(trainable, ranks),
         checkpoints=checkpoints,
         log=MetricsLog(out / "metrics.jsonl", ranks.is_main, reporter.warn),
@@ -111,16 +110,15 @@ def make_job(
 
 
 def _trained(
-    recipe: Recipe, drafter: Drafter, target: Target, ranks: Ranks, reporter: Reporter
+    settings: TrainPart, drafter: Drafter, target: Target, ranks: Ranks, reporter: Reporter
 ) -> Drafter:
     """What the loop moves: the drafter, its pieces, or it and additions to its target."""
-    settings = recipe.train
     if settings.parallel == "fsdp" and ranks.size > 1:
         return Sharded(drafter, ranks, spread_layers(target))
     if settings.joint is None:
         return drafter
     torch.manual_seed(settings.seed)  # the same additions on every process
-    joint = Joint(drafter, target, settings.joint)
+    joint = JointModel(drafter, target, settings.joint)
     number = sum(joint.trainable()[name].numel() for name in joint.slow())
     alone = math.ceil(settings.joint.warmup * settings.steps)
     reporter.warn(
@@ -132,11 +130,11 @@ def _trained(
     return joint
 
 
-def _optimizers(recipe: Recipe, trained: Drafter, vocab_sizes: frozenset[int]) -> Optimizers:
+def _optimizers(settings: TrainPart, trained: Drafter, vocab_sizes: frozenset[int]) -> Optimizers:
     """Over all that trains; additions to the target learn at their own share of the rate."""
-    slow = trained.slow() if isinstance(trained, Joint) else ()
-    share = 1.0 if recipe.train.joint is None else recipe.train.joint.rate
-    return build_optimizers(trained.trainable(), recipe.train, vocab_sizes, slow, share)
+    slow = trained.slow() if isinstance(trained, JointModel) else ()
+    share = 1.0 if settings.joint is None else settings.joint.rate
+    return build_optimizers(trained.trainable(), settings, vocab_sizes, slow, share)
 
 
 def check_rows(rows: int, processes: int) -> None:
@@ -151,7 +149,7 @@ def check_rows(rows: int, processes: int) -> None:
         )
 
 
-def _begun(recipe: Recipe, made: Made, ranks: Ranks, reporter: Reporter) -> Drafter:
+def _begun(recipe: Recipe, made: RunInputs, ranks: Ranks, reporter: Reporter) -> Drafter:
     """The drafter with its first weights and its adapters, announced."""
     target, initial, lora = made.target, made.initial, recipe.train.lora
     complete = completed(recipe, target.spec, initial)
@@ -179,7 +177,7 @@ def _vocab(
 
 
 def _batches(
-    recipe: Recipe,
+    part: DataPart,
     target: Target,
     needs: Needs,
     text: Text,
@@ -189,7 +187,7 @@ def _batches(
     """Row numbers -> a batch. Rows that the drafter writes itself have no features to keep."""
 
     def batch(rows: list[int]) -> TrainBatch:
-        is_still = recipe.data.on_policy == 0.0
+        is_still = part.on_policy == 0.0
         read = features(rows) if is_still else capture(target, text.batch(rows), needs)
         return read if selection is None else selection(read, rows)
 
@@ -197,7 +195,7 @@ def _batches(
 
 
 def _fingerprint(
-    recipe: Recipe, made: Made, vocab: VocabMap | None, ranks: Ranks, reference: Drafter | None
+    recipe: Recipe, made: RunInputs, vocab: VocabMap | None, ranks: Ranks, reference: Drafter | None
 ) -> dict[str, Any]:
     """What a resumed run must share with the run it continues."""
     target, initial = made.target, made.initial

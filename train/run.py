@@ -22,27 +22,27 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
-from specctl.drafters.parts.base import Drafter
-from specctl.recipes.errors import FileError, IntegrityError, RecipeError
-from specctl.recipes.schema import Recipe
-from specctl.runtime.report import Reporter, SilentReporter
-from specctl.runtime.target import Target, load_target
-from specctl.train.adapt import ADAPTER, merge, save_adapter
+from specctl.core.drafter import Drafter
+from specctl.core.errors import FileError, IntegrityError, RecipeError
+from specctl.recipes.schema import Recipe, TargetPart, TrainPart
+from specctl.runtime.measure.reporter import Reporter, SilentReporter
+from specctl.runtime.target.target import Target, load_target
 from specctl.train.assemble import trainable_family
-from specctl.train.changed import FOLDER, log_change, say_change, settled
 from specctl.train.data.prepare import prepare, rows_digest
 from specctl.train.data.rows import TokenData
-from specctl.train.finished import MARK, read_mark
-from specctl.train.initial import Initial, Loader, check_fit, initial_of, loaded
-from specctl.train.job import Made, make_job
-from specctl.train.joint import Joint
-from specctl.train.joint_check import check_joint, check_target
-from specctl.train.loop import Job, Progress, measure, restore, train
-from specctl.train.plan import Plan, build_shape, disk_needs, plan
+from specctl.train.distributed.ranks import Ranks
+from specctl.train.distributed.sharding import spread
+from specctl.train.init.initial import Initial, Loader, check_fit, initial_of, loaded
+from specctl.train.job import RunInputs, make_job
+from specctl.train.joint.check import check_joint, check_target
+from specctl.train.joint.joint import JointModel
+from specctl.train.joint.joint_target import FOLDER, log_change, say_change, settled
+from specctl.train.loop import Job, TrainProgress, measure, restore, train
+from specctl.train.lora import ADAPTER, merge, save_adapter
+from specctl.train.planning.capacity import lacking_disk, refuse_lacks
+from specctl.train.planning.plan import RunPlan, build_shape, disk_needs, plan
 from specctl.train.plot import save_learning_curve
-from specctl.train.processes.ranks import Ranks
-from specctl.train.processes.target_shards import spread
-from specctl.train.room import lacking_disk, refuse_lacks
+from specctl.train.runs.finished import MARK, read_mark
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot
 from specctl.train.saving.fingerprint import (
     RESTART,
@@ -72,7 +72,7 @@ class RunResult:
     tau: float | None
     steps: int
     seconds: float
-    plan: Plan | None = None
+    plan: RunPlan | None = None
     package: Path | None = None
     target: Path | None = None
 
@@ -105,7 +105,7 @@ def train_draft(
     stop = Stop(shlex.join(command) if command else "run the same command again")
     with ExitStack() as held:
         held.enter_context(stop.listening())
-        accelerator = _accelerator(recipe, out)
+        accelerator = _accelerator(recipe.train, out)
         ranks = Ranks.current(accelerator.device)
         talker = (reporter or SilentReporter()) if ranks.is_main else SilentReporter()
         with ranks.together():
@@ -118,8 +118,9 @@ def train_draft(
         if mark is not None and mark["package"] is None:
             mark = None  # its checkpoints are all it left; there is no package to leave alone
         snapshot = None if mark is not None else _found(recipe, checkpoints, allow)
-        target = target or _load_target(recipe, accelerator.device)
-        initial = initial_of(recipe, target, load)  # what it refuses, before answers are written
+        target = target or _load_target(recipe.target, accelerator.device)
+        # what this refuses, before answers are written
+        initial = initial_of(recipe.drafter, target, load)
         if mark is not None:
             if not _changes(mark, recipe, target, initial, ranks, allow):
                 talker.say(f"{finished_text(mark)}: {out} is left as it is")
@@ -136,7 +137,7 @@ def train_draft(
             write_run_file(recipe, out, command)
         data = _data(recipe, target, out, talker, ranks)
         target = spread(recipe, target, ranks)
-        made = Made(target, data, initial, stop, accelerator, load)
+        made = RunInputs(target, data, initial, stop, accelerator, load)
         stop.is_deferred = True
         reference = _reference(recipe, made, checkpoints, allow)
         job = make_job(recipe, made, checkpoints, reference)
@@ -163,7 +164,7 @@ def train_draft(
 def _leave(
     drafter: Drafter,
     job: Job,
-    made: Made,
+    made: RunInputs,
     recipe: Recipe,
     result: RunResult,
     acceptance: Mapping[str, Any] | None,
@@ -178,7 +179,7 @@ def _leave(
         if recipe.train.lora.keep:
             save_adapter(adapted, out / ADAPTER)
         merge(adapted)
-    if isinstance(job.drafter, Joint):
+    if isinstance(job.drafter, JointModel):
         target = settled(job.drafter, target, recipe, made.data, out)
         say_change(target, out / FOLDER, job.reporter)
         log_change(target, job.log, result.steps)
@@ -259,9 +260,9 @@ def _changes(
     return check_same_run(saved, {part: now[part] for part in now if part in saved}, allow)
 
 
-def _accelerator(recipe: Recipe, out: Path) -> Accelerator:
+def _accelerator(settings: TrainPart, out: Path) -> Accelerator:
     """Devices, processes and trackers. Precision is the recipe's, applied by the loop itself."""
-    trackers = list(recipe.train.trackers)
+    trackers = list(settings.trackers)
     for name in trackers:
         if importlib.util.find_spec(name) is None:
             raise RecipeError(
@@ -271,10 +272,10 @@ def _accelerator(recipe: Recipe, out: Path) -> Accelerator:
                 where="train.trackers",
             )
     accelerator = Accelerator(log_with=trackers or None, project_dir=str(out))
-    if accelerator.distributed_type == DistributedType.FSDP and recipe.train.parallel != "fsdp":
+    if accelerator.distributed_type == DistributedType.FSDP and settings.parallel != "fsdp":
         raise RecipeError(
             "Accelerate was told to shard and the recipe was not",
-            found=f"an FSDP configuration, train.parallel: {recipe.train.parallel}",
+            found=f"an FSDP configuration, train.parallel: {settings.parallel}",
             expected="the same in both",
             do="--set train.parallel=fsdp, or launch with recipes/accelerate/ddp.yaml",
             where="train.parallel",
@@ -286,7 +287,7 @@ def _accelerator(recipe: Recipe, out: Path) -> Accelerator:
 
 def _check(recipe: Recipe, target: Target, initial: Initial | None) -> None:
     """Refuse a recipe that does not fit the target or the first weights."""
-    check_fit(recipe, target.spec, initial)
+    check_fit(recipe.drafter, target.spec, initial)
     needs = build_shape(trainable_family(recipe), recipe, target.spec).needs()
     if recipe.train.joint is not None:
         check_target(target)
@@ -315,8 +316,7 @@ def _found(recipe: Recipe, checkpoints: Checkpoints, allow: Collection[str]) -> 
     return snapshot
 
 
-def _load_target(recipe: Recipe, device: torch.device) -> Target:
-    part = recipe.target
+def _load_target(part: TargetPart, device: torch.device) -> Target:
     return load_target(
         part.name,
         revision=part.revision,
@@ -336,7 +336,7 @@ def _data(recipe: Recipe, target: Target, out: Path, reporter: Reporter, ranks: 
 
 
 def _reference(
-    recipe: Recipe, made: Made, checkpoints: Checkpoints, allow: Collection[str]
+    recipe: Recipe, made: RunInputs, checkpoints: Checkpoints, allow: Collection[str]
 ) -> Drafter | None:
     """What the selection of tokens compares with: a drafter of a folder, or one trained first in
     OUT/reference, which a resumed run finds as it stood."""
@@ -366,18 +366,18 @@ def _reference(
     return reference
 
 
-def _continue(job: Job, snapshot: Snapshot | None, allow: Collection[str]) -> Progress:
+def _continue(job: Job, snapshot: Snapshot | None, allow: Collection[str]) -> TrainProgress:
     """Where the run stands: at the given state, or at the beginning."""
     if snapshot is None:
         job.log.rewind(-1, -1)
-        return Progress()
+        return TrainProgress()
     for change in check_same_run(snapshot.fingerprint, job.fingerprint, allow):
         job.reporter.warn(f"continuing although {change}")
     job.reporter.say(f"continuing from step {snapshot.step:,}")
     return restore(job, snapshot)
 
 
-def _best(job: Job, progress: Progress, reporter: Reporter) -> dict[str, Any] | None:
+def _best(job: Job, progress: TrainProgress, reporter: Reporter) -> dict[str, Any] | None:
     """Put the weights with the highest measured tau into the drafter; returns what was measured."""
     found = progress.best
     if progress.best_step is not None and progress.best_step != progress.step:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from specctl.recipes.errors import Exit, SpecctlError
+from specctl.core.errors import Exit, SpecctlError
 
 KEPT = "finished parts are kept"
 # The terminal was closed; not on every system.

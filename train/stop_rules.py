@@ -19,18 +19,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specctl.core.drafter import Drafter, Outcome, RoundSeconds
+from specctl.core.errors import IncompatibleError, RecipeError, SpecctlError
 from specctl.drafters import family
-from specctl.drafters.parts.base import Drafter, Outcome, RoundSeconds
-from specctl.recipes.errors import IncompatibleError, RecipeError, SpecctlError
-from specctl.runtime.engine import Engine
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
+from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.policies import policies_of
 from specctl.runtime.policies.chain import Chain
-from specctl.runtime.policies.stops import STOPS, Learned, Step, StopRule, tested_rows
-from specctl.runtime.policies.stops import trained_stops as names_of_trained
-from specctl.runtime.report import Reporter
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.stops import STOPS, DraftStep, LearnedStop, StopRule, tested_rows
+from specctl.runtime.stops import trained_stops as names_of_trained
+from specctl.runtime.target.target import Target
 
 HELD = 5  # one example in so many measures
 
@@ -40,12 +40,12 @@ class Collector(StopRule):
     """Never stops; notes what `rule` reads, and what became of the tokens. One writer: the engine
     that decodes for it."""
 
-    rule: Learned
+    rule: LearnedStop
     seen: list[Tensor] = field(default_factory=list)
     features: list[Tensor] = field(default_factory=list)
     labels: list[float] = field(default_factory=list)
 
-    def stops(self, step: Step) -> None:
+    def stops(self, step: DraftStep) -> None:
         if step.index == 0:
             self.seen = []
         self.seen.append(self.rule.features(step).cpu())
@@ -69,7 +69,7 @@ class Collector(StopRule):
 
 
 @dataclass(frozen=True, slots=True)
-class Watched(Chain):
+class WatchedChain(Chain):
     """A chain whose every step is shown to a collector."""
 
     collector: Collector | None = None
@@ -95,10 +95,10 @@ class Learning:
         return {"examples": self.examples, **figures, "auc": auc}
 
 
-def learned_rule(name: str) -> Learned:
+def learned_rule(name: str) -> LearnedStop:
     """A rule of that name that can be trained."""
     rule = STOPS[name]() if name in STOPS else None
-    if not isinstance(rule, Learned):
+    if not isinstance(rule, LearnedStop):
         raise RecipeError(
             f"{name} is not a stop rule that is trained",
             where="--stop-rule",
@@ -112,7 +112,7 @@ def learned_rule(name: str) -> Learned:
 def collect(
     target: Target,
     drafter: Drafter,
-    rule: Learned,
+    rule: LearnedStop,
     prompts: Sequence[Sequence[int]],
     length: int = 8,
     new_tokens: int = 64,
@@ -132,14 +132,14 @@ def collect(
     for temperature in (0.0, 0.8):
         settings = Sampling(temperature, max_new_tokens=new_tokens, ignore_eos=True)
         engine = Engine(
-            target, drafter, Watched(length=length, collector=collector), num_slots=batch
+            target, drafter, WatchedChain(length=length, collector=collector), num_slots=batch
         )
         engine.run([Request(tuple(prompt), settings) for prompt in prompts])
     return collector
 
 
 def fit(
-    rule: Learned,
+    rule: LearnedStop,
     collector: Collector,
     steps: int = 600,
     rate: float = 3e-3,
@@ -178,7 +178,7 @@ def fit(
     return Learning(net, len(label_N), losses[0], losses[1], auc)
 
 
-def _loss(rule: Learned, out_N: Tensor, label_N: Tensor) -> Tensor:
+def _loss(rule: LearnedStop, out_N: Tensor, label_N: Tensor) -> Tensor:
     """Absolute error of lengths, more for those too short; weighted cross-entropy of acceptance."""
     if rule.lengths:
         return torch.where(out_N < label_N, rule.too_short, 1.0) * (out_N - label_N).abs()
@@ -186,7 +186,7 @@ def _loss(rule: Learned, out_N: Tensor, label_N: Tensor) -> Tensor:
     return weight_N * F.binary_cross_entropy_with_logits(out_N, label_N, reduction="none")
 
 
-def _constant(rule: Learned, label_N: Tensor) -> float:
+def _constant(rule: LearnedStop, label_N: Tensor) -> float:
     """The best answer that looks at nothing."""
     if rule.lengths:
         return float(label_N.quantile(rule.too_short / (1.0 + rule.too_short)))

@@ -13,19 +13,19 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specctl.export.manifest import CARD, MANIFEST, Manifest
-from specctl.recipes.errors import FileError, IncompatibleError, SpecctlError, nearest
-from specctl.recipes.plugins import plugins
+from specctl.core.errors import FileError, IncompatibleError, SpecctlError, nearest
+from specctl.core.plugins import plugins
+from specctl.export.package.manifest import CARD, MANIFEST, Manifest
 
 if TYPE_CHECKING:
-    from specctl.drafters.parts.base import Drafter
-    from specctl.runtime.target import Target
+    from specctl.core.drafter import Drafter
+    from specctl.runtime.target.target import Target
 
 FOLDER, TARGET = "THIS_FOLDER", "TARGET_FOLDER"  # stand for paths in the commands of a card
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ExportSource:
     """What is exported: the verified package folder, its manifest, and the loaded drafter beside a
     target. The manifest names that target, which --allow may have let differ from the package's."""
 
@@ -36,7 +36,7 @@ class Source:
     allow: tuple[str, ...] = ()
 
 
-def _no_notes(source: Source) -> tuple[str, ...]:
+def _no_notes(source: ExportSource) -> tuple[str, ...]:
     del source
     return ()
 
@@ -51,10 +51,10 @@ class Format:
     name: str
     summary: str
     families: tuple[str, ...] | None
-    write: Callable[[Source, Path], None]
-    check: Callable[[Source, Path], None]
-    serve: Callable[[Source, str], tuple[str, ...]]
-    notes: Callable[[Source], tuple[str, ...]] = _no_notes
+    write: Callable[[ExportSource, Path], None]
+    check: Callable[[ExportSource, Path], None]
+    serve: Callable[[ExportSource, str], tuple[str, ...]]
+    notes: Callable[[ExportSource], tuple[str, ...]] = _no_notes
 
     def holds(self, family: str) -> bool:
         return self.families is None or family in self.families
@@ -63,7 +63,7 @@ class Format:
 @cache
 def formats() -> dict[str, Format]:
     """Every format by name, in alphabetical order."""
-    return plugins(__name__, __path__, "FORMAT")
+    return plugins(__name__, "FORMAT")
 
 
 def find_format(name: str, family: str) -> Format:
@@ -95,18 +95,18 @@ def export(
     The source is verified byte for byte first, what was written is read back and compared before
     it takes its place, and nothing foreign is overwritten.
     """
-    from specctl.export.atomic import new_folder
-    from specctl.export.files import open_folder
-    from specctl.export.folder import own_files, seal_folder, versions
-    from specctl.export.load import read_package
-    from specctl.export.manifest import package_in, read_manifest
+    from specctl.export.package.atomic import new_folder
+    from specctl.export.package.files import open_folder
+    from specctl.export.package.folder import own_files, seal_folder, versions
+    from specctl.export.package.load import read_package
+    from specctl.export.package.manifest import package_in, read_manifest
 
     folder, out = open_folder(package_in(Path(package))), Path(out)
     _refuse_overlap(folder, out)
     manifest = read_manifest(folder)
     form = find_format(to, manifest.family)
     drafter = read_package(folder, target, allow).to(target.device)  # in its own dtype
-    source = Source(folder, _beside(manifest, target), drafter, target, tuple(allow))
+    source = ExportSource(folder, _beside(manifest, target), drafter, target, tuple(allow))
     with new_folder(out, own_files) as temp:
         form.write(source, temp)
         written = [path.name for path in temp.iterdir()]
@@ -122,8 +122,8 @@ def export(
 
 def _beside(manifest: Manifest, target: Target) -> Manifest:
     """The manifest naming the target that is there, where it is not the one of the package."""
-    from specctl.export.folder import target_record
-    from specctl.export.manifest import TargetRecord
+    from specctl.export.package.folder import target_record
+    from specctl.export.package.manifest import TargetRecord
 
     if manifest.target.fingerprint == target.fingerprint:
         return manifest
@@ -131,10 +131,10 @@ def _beside(manifest: Manifest, target: Target) -> Manifest:
     return manifest.model_copy(update={"target": record})
 
 
-def _other_target(manifest: Manifest, source: Source) -> list[str]:
+def _other_target(manifest: Manifest, source: ExportSource) -> list[str]:
     if source.manifest is manifest:
         return []
-    from specctl.export.card import shown_target
+    from specctl.export.package.card import shown_target
 
     made_for, beside = shown_target(manifest), shown_target(source.manifest)
     return [

@@ -2,8 +2,8 @@
 
 llama.cpp refuses a draft whose vocabulary is not the target's, text by text, so the file holds the
 target's own tokenizer and one LM-head row per target token; a trimmed draft is widened as for
-transformers (`specctl.export.widen`). Requests are split into tokens by the target's file, never by
-the draft's. Float32 keeps what widening built; a file quantised afterwards may not.
+transformers (`specctl.export.layouts.widen`). Requests are split into tokens by the target's file,
+never by the draft's. Float32 keeps what widening built; a file quantised afterwards may not.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specctl.export.engines import draft_length, gate
-from specctl.export.formats import TARGET, Format, Source
+from specctl.export.formats import TARGET, ExportSource, Format
 from specctl.export.formats.hf import compare_logits, own_logits, probe_ids, widened
-from specctl.export.llama_cpp import library
-from specctl.export.llama_cpp.model import GgufModel, architecture, write_gguf
-from specctl.export.llama_cpp.pretokenizers import KNOWN
-from specctl.export.llama_cpp.reader import GgufReader
-from specctl.export.llama_cpp.tokens import PROBES
-from specctl.export.llama_cpp.vocab import vocabulary_of
-from specctl.export.manifest import check_files
+from specctl.export.layouts.engines import draft_length, gate
+from specctl.export.layouts.llama_cpp import library
+from specctl.export.layouts.llama_cpp.model import GgufModel, architecture, write_gguf
+from specctl.export.layouts.llama_cpp.pretokenizers import KNOWN
+from specctl.export.layouts.llama_cpp.reader import GgufReader
+from specctl.export.layouts.llama_cpp.tokens import PROBES
+from specctl.export.layouts.llama_cpp.vocab import vocabulary_of
+from specctl.export.package.manifest import check_files
 
 FILE = "draft.gguf"
 DRAFTED = 4  # tokens that the file drafts on its own in `check`
 
 
-def write(source: Source, folder: Path) -> None:
+def write(source: ExportSource, folder: Path) -> None:
     library()
     wide, spec = widened(source), source.manifest.model_spec
     architecture(wide.shape, spec.max_positions)
@@ -38,7 +38,7 @@ def write(source: Source, folder: Path) -> None:
     write_gguf(folder / FILE, model, vocabulary_of(source.target.tokenizer, spec))
 
 
-def check(source: Source, folder: Path) -> None:
+def check(source: ExportSource, folder: Path) -> None:
     """Read the file by llama.cpp's rules: the same logits, the same drafts, the same tokenizer."""
     check_files(folder)
     reader = GgufReader(folder / FILE)
@@ -53,7 +53,7 @@ def check(source: Source, folder: Path) -> None:
         raise gate(f"a context of {reader.context:,}", "that of the target")
 
 
-def _check_drafts(source: Source, reader: GgufReader, ids_1S: Tensor) -> None:
+def _check_drafts(source: ExportSource, reader: GgufReader, ids_1S: Tensor) -> None:
     """Token after token, each fed back: what the file drafts is what the drafter drafts."""
     vocab, half = source.drafter.vocab, max(1, ids_1S.shape[1] - DRAFTED)
     prefix_1S = ids_1S[:, :half]
@@ -66,7 +66,7 @@ def _check_drafts(source: Source, reader: GgufReader, ids_1S: Tensor) -> None:
         prefix_1S = torch.cat([prefix_1S, token.view(1, 1)], dim=1)
 
 
-def _check_tokenizer(source: Source, reader: GgufReader) -> None:
+def _check_tokenizer(source: ExportSource, reader: GgufReader) -> None:
     """Texts of ordinary tokens, special ids, and how text is split where llama.cpp can."""
     tokenizer, spec = source.target.tokenizer, source.manifest.model_spec
     added = set(tokenizer.added_tokens_decoder)
@@ -88,7 +88,7 @@ def _check_tokenizer(source: Source, reader: GgufReader) -> None:
             raise gate(f"{text!a} becomes {theirs[:12]}", f"{ours[:12]}")
 
 
-def notes(source: Source) -> tuple[str, ...]:
+def notes(source: ExportSource) -> tuple[str, ...]:
     """Said where llama.cpp splits some text otherwise than the tokenizer."""
     vocabulary = vocabulary_of(source.target.tokenizer, source.manifest.model_spec)
     if vocabulary.is_exact:
@@ -102,7 +102,7 @@ def notes(source: Source) -> tuple[str, ...]:
     )
 
 
-def serve(source: Source, folder: str) -> tuple[str, ...]:
+def serve(source: ExportSource, folder: str) -> tuple[str, ...]:
     """The target becomes a GGUF file first, by llama.cpp's own converter."""
     convert = ["python", "convert_hf_to_gguf.py", TARGET, "--outfile", "target.gguf"]
     words = ["llama-server", "-m", "target.gguf", "-md", f"{folder}/{FILE}"]

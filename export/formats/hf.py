@@ -2,7 +2,7 @@
 `draft_model`, SGLang's STANDALONE and every converter that reads Hugging Face models.
 
 The vocabulary always has one row per target token (engines compare the two sizes). A trimmed draft
-is scattered back; see `specctl.export.widen` for why the cut rows can never be drafted.
+is scattered back; see `specctl.export.layouts.widen` for why the cut rows can never be drafted.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specctl.drafters.parts.lean import LeanLlama, LeanLM, LlamaShape
-from specctl.drafters.parts.routed import PREFIX
+from specctl.core.errors import GateError, IncompatibleError
+from specctl.drafters.nets.routed import PREFIX
 from specctl.drafters.small_lm import SmallLm
-from specctl.export.engines import (
+from specctl.export.formats import ExportSource, Format
+from specctl.export.layouts.engines import (
     draft_length,
     dtype_fields,
     dump_json,
@@ -27,18 +28,17 @@ from specctl.export.engines import (
     special_ids,
     vllm_command,
 )
-from specctl.export.files import list_files
-from specctl.export.folder import compare_tensors, write_tensors
-from specctl.export.formats import Format, Source
-from specctl.export.manifest import WEIGHTS, check_files
-from specctl.export.pretrained import inspect_folder, quietly
-from specctl.export.widen import MARGIN, Widened, widen
-from specctl.recipes.errors import GateError, IncompatibleError
-from specctl.runtime.checkpoint_folder import from_folder
-from specctl.runtime.write import write_tokenizer
+from specctl.export.layouts.widen import MARGIN, Widened, widen
+from specctl.export.package.files import list_files
+from specctl.export.package.folder import compare_tensors, write_tensors
+from specctl.export.package.manifest import WEIGHTS, check_files
+from specctl.export.package.pretrained import inspect_folder, quietly
+from specctl.models.fast_llama import FastLlama, LlamaModel, LlamaShape
+from specctl.runtime.target.checkpoint_folder import from_folder
+from specctl.runtime.target.save_target import write_tokenizer
 
 
-def write(source: Source, folder: Path) -> None:
+def write(source: ExportSource, folder: Path) -> None:
     wide = widened(source)
     write_tensors(wide.tensors, folder / WEIGHTS)
     if source.target.tokenizer is not None:
@@ -48,11 +48,11 @@ def write(source: Source, folder: Path) -> None:
     list_files(folder)  # no tokenizer may have written anything but plain files
 
 
-def widened(source: Source) -> Widened:
+def widened(source: ExportSource) -> Widened:
     """The draft over the target's whole vocabulary, in the dtype of the package."""
     drafter = source.drafter
     assert isinstance(drafter, SmallLm)
-    if not isinstance(drafter.module, LeanLlama):
+    if not isinstance(drafter.module, LlamaModel):
         raise IncompatibleError(
             "only a Llama-shaped draft can be written as a transformers folder",
             found=type(drafter.module).__name__,
@@ -69,7 +69,7 @@ def widened(source: Source) -> Widened:
     return widen(drafter.module.shape, tensors, kept_K)
 
 
-def config_of(shape: LlamaShape, source: Source) -> dict[str, Any]:
+def config_of(shape: LlamaShape, source: ExportSource) -> dict[str, Any]:
     """config.json: the plainest transformers architecture that computes this shape. Rope is written
     in the new and in the old spelling."""
     spec = source.manifest.model_spec
@@ -124,7 +124,7 @@ def _architecture(shape: LlamaShape) -> dict[str, Any]:
     return {"architectures": [f"{name}ForCausalLM"], "model_type": model_type, **extra}
 
 
-def _generation_config(source: Source) -> dict[str, Any]:
+def _generation_config(source: ExportSource) -> dict[str, Any]:
     """How transformers should draft with it: the package's own draft length, every round."""
     body = {k: v for k, v in special_ids(source).items() if v is not None}
     length = source.manifest.serve.get("length")
@@ -133,7 +133,7 @@ def _generation_config(source: Source) -> dict[str, Any]:
     return {**body, "do_sample": False}
 
 
-def check(source: Source, folder: Path) -> None:
+def check(source: ExportSource, folder: Path) -> None:
     """Read the folder back: the same tensors, the same logits in transformers, cut rows below."""
     check_files(folder)
     inspect_folder(folder)
@@ -144,7 +144,7 @@ def check(source: Source, folder: Path) -> None:
 
 
 def compare_logits(
-    source: Source, theirs: Tensor, ours: Tensor, gate: Callable[[str, str], GateError]
+    source: ExportSource, theirs: Tensor, ours: Tensor, gate: Callable[[str, str], GateError]
 ) -> None:
     """What an engine computes over the whole vocabulary is what the draft computes over its own,
     and cut tokens are out of reach."""
@@ -162,19 +162,19 @@ def compare_logits(
         raise gate("a cut token comes close to a kept one", f"{MARGIN:g} below every kept logit")
 
 
-def probe_ids(source: Source) -> Tensor:
+def probe_ids(source: ExportSource) -> Tensor:
     """[1, S]: the same random ids every time."""
     size = source.manifest.vocabulary.target_size
     num_ids = min(64, source.manifest.model_spec.max_positions)
     return torch.randint(size, (1, num_ids), generator=torch.Generator().manual_seed(0))
 
 
-def own_logits(source: Source, ids_1S: Tensor) -> Tensor:
+def own_logits(source: ExportSource, ids_1S: Tensor) -> Tensor:
     """[1, S, K] logits of the draft by our own forward, in float64 on the CPU."""
     drafter = source.drafter
     assert isinstance(drafter, SmallLm)
-    assert isinstance(drafter.module, LeanLlama)
-    lm = LeanLM(copy.deepcopy(drafter.module).to("cpu", torch.float64), drafter.lm.spec)
+    assert isinstance(drafter.module, LlamaModel)
+    lm = FastLlama(copy.deepcopy(drafter.module).to("cpu", torch.float64), drafter.lm.spec)
     document_1S, position_1S = torch.zeros_like(ids_1S), torch.arange(ids_1S.shape[1])[None]
     with torch.no_grad():
         out = lm.dense(ids_1S, position_1S, lm.document_masks(document_1S))
@@ -202,7 +202,7 @@ def _gate(found: str, expected: str) -> GateError:
     )
 
 
-def serve(source: Source, folder: str) -> tuple[str, ...]:
+def serve(source: ExportSource, folder: str) -> tuple[str, ...]:
     length = draft_length(source)
     return (
         vllm_command("draft_model", length, folder),

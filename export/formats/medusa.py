@@ -3,7 +3,7 @@
 One folder serves both, because `architectures` is left out (TGI would look for no heads) and
 `medusa_fc_bias` is true (vLLM would drop the biases). Every head carries an LM head of its own, so
 a drafter that reads through the target's head is written with a copy of it per head. A trimmed head
-is written over the whole vocabulary; see `specctl.export.whole_head`.
+is written over the whole vocabulary; see `specctl.export.layouts.whole_head`.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ import torch
 from torch import Tensor, nn
 
 from specctl.drafters.medusa import Medusa
-from specctl.drafters.parts.heads import ResBlock, head_rows
-from specctl.export import tgi
-from specctl.export.engines import dtype_fields, dump_json, vllm_command
-from specctl.export.folder import write_tensors
-from specctl.export.formats import Format, Source
-from specctl.export.manifest import check_files
+from specctl.drafters.nets.heads import ResBlock, head_rows
+from specctl.export.formats import ExportSource, Format
+from specctl.export.layouts import tgi
+from specctl.export.layouts.engines import dtype_fields, dump_json, vllm_command
+from specctl.export.layouts.whole_head import whole_head, without_cut
+from specctl.export.package.folder import write_tensors
+from specctl.export.package.manifest import check_files
 from specctl.export.readers.medusa import TgiMedusa, VllmMedusa
 from specctl.export.readers.trial import Trial, compare, drafted_logits, twin
-from specctl.export.whole_head import whole_head, without_cut
 
 FILE = "medusa_lm_head.safetensors"
 
 
-def drafter_of(source: Source) -> Medusa:
+def drafter_of(source: ExportSource) -> Medusa:
     assert isinstance(source.drafter, Medusa)
     return source.drafter
 
 
-def head_rows_of(source: Source) -> list[Tensor]:
+def head_rows_of(source: ExportSource) -> list[Tensor]:
     """[K, D] LM heads in the dtype of the package: one of its own per head, or the target's."""
     drafter, dtype = drafter_of(source), getattr(torch, source.manifest.dtype)
     own = [head.weight for head in drafter.own_heads()]
@@ -40,7 +40,7 @@ def head_rows_of(source: Source) -> list[Tensor]:
     return [rows_KD.detach().to("cpu", dtype) for rows_KD in rows]
 
 
-def blocks_of(source: Source) -> list[list[nn.Linear]]:
+def blocks_of(source: ExportSource) -> list[list[nn.Linear]]:
     """The layers of every head's residual blocks."""
     module = drafter_of(source).module
     return [
@@ -48,7 +48,7 @@ def blocks_of(source: Source) -> list[list[nn.Linear]]:
     ]
 
 
-def write(source: Source, folder: Path) -> None:
+def write(source: ExportSource, folder: Path) -> None:
     drafter, dtype = drafter_of(source), getattr(torch, source.manifest.dtype)
     heads, tensors = head_rows_of(source), dict[str, Tensor]()
     for i, blocks in enumerate(blocks_of(source)):
@@ -73,13 +73,13 @@ def write(source: Source, folder: Path) -> None:
     dump_json(config, folder / "config.json")
 
 
-def check(source: Source, folder: Path) -> None:
+def check(source: ExportSource, folder: Path) -> None:
     check_files(folder)
     for reader in (TgiMedusa(folder), VllmMedusa(folder)):
         compare_heads(source, reader)
 
 
-def compare_heads(source: Source, reader: TgiMedusa | VllmMedusa) -> None:
+def compare_heads(source: ExportSource, reader: TgiMedusa | VllmMedusa) -> None:
     """Every head of an engine says what our head says."""
     drafter = twin(source, drafter_of(source))
     trial = Trial.of(source, drafter.options.num_heads - 1)
@@ -88,7 +88,7 @@ def compare_heads(source: Source, reader: TgiMedusa | VllmMedusa) -> None:
     compare(reader.name, theirs_HV, drafted_logits(drafter, trial))
 
 
-def notes(source: Source) -> tuple[str, ...]:
+def notes(source: ExportSource) -> tuple[str, ...]:
     drafter, found = drafter_of(source), []
     if drafter.options.head == "shared":
         size = head_rows_of(source)[0].element_size() * source.manifest.model_spec.hidden_size
@@ -103,7 +103,7 @@ def notes(source: Source) -> tuple[str, ...]:
     return tuple(found)
 
 
-def serve(source: Source, folder: str) -> tuple[str, ...]:
+def serve(source: ExportSource, folder: str) -> tuple[str, ...]:
     length = drafter_of(source).options.num_heads
     return tgi.command(folder, length), vllm_command("medusa", length, folder)
 

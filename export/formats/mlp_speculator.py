@@ -4,7 +4,7 @@ Our equations are those of both engines (arXiv 2404.19124, section 3): the weigh
 exact GELU, a root-mean-square norm with scale and shift and eps 1e-6. Two traps are in the layout.
 TGI has no `scale_input` and would leave it out without a word, so such a drafter is written without
 the prefix that TGI demands: it stops there, and vLLM loads it. TGI reads `inner_dim` 0 as zero, so
-it is always written. A trimmed head is written whole; see `specctl.export.whole_head`.
+it is always written. A trimmed head is written whole; see `specctl.export.layouts.whole_head`.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from pathlib import Path
 
 import torch
 
+from specctl.core.errors import IncompatibleError
 from specctl.drafters.mlp_speculator import MlpSpeculator
-from specctl.export import tgi
-from specctl.export.engines import dtype_fields, dump_json, vllm_command
-from specctl.export.folder import write_tensors
-from specctl.export.formats import Format, Source
-from specctl.export.manifest import WEIGHTS, check_files
+from specctl.export.formats import ExportSource, Format
+from specctl.export.layouts import tgi
+from specctl.export.layouts.engines import dtype_fields, dump_json, vllm_command
+from specctl.export.layouts.whole_head import whole_head, without_cut
+from specctl.export.package.folder import write_tensors
+from specctl.export.package.manifest import WEIGHTS, check_files
 from specctl.export.readers.mlp_speculator import TgiMlp, VllmMlp
 from specctl.export.readers.trial import Trial, compare, drafted_logits, twin
-from specctl.export.whole_head import whole_head, without_cut
-from specctl.recipes.errors import IncompatibleError
 
 PREFIX = "speculator."
 
 
-def _drafter(source: Source) -> MlpSpeculator:
+def _drafter(source: ExportSource) -> MlpSpeculator:
     assert isinstance(source.drafter, MlpSpeculator)
     return source.drafter
 
 
-def write(source: Source, folder: Path) -> None:
+def write(source: ExportSource, folder: Path) -> None:
     drafter, options = _drafter(source), _drafter(source).options
     if not options.read_tokens:
         raise IncompatibleError(
@@ -68,7 +68,7 @@ def write(source: Source, folder: Path) -> None:
     dump_json(config, folder / "config.json")
 
 
-def check(source: Source, folder: Path) -> None:
+def check(source: ExportSource, folder: Path) -> None:
     """Every step by the rules of each engine that can serve the folder, on random states."""
     check_files(folder)
     drafter = twin(source, _drafter(source))
@@ -84,14 +84,14 @@ def check(source: Source, folder: Path) -> None:
         compare(reader.name, theirs_NV, ours_NV)
 
 
-def serve(source: Source, folder: str) -> tuple[str, ...]:
+def serve(source: ExportSource, folder: str) -> tuple[str, ...]:
     """TGI derives w_s from `--speculate`: it must be the number of heads."""
     options = _drafter(source).options
     vllm = vllm_command("mlp_speculator", options.num_heads, folder)
     return (vllm,) if options.scale_input else (tgi.command(folder, options.num_heads), vllm)
 
 
-def notes(source: Source) -> tuple[str, ...]:
+def notes(source: ExportSource) -> tuple[str, ...]:
     found = ["vLLM serves MLP speculators up to 0.9; its engine of later versions does not."]
     if _drafter(source).options.scale_input:
         found.append(

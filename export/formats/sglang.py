@@ -1,5 +1,5 @@
 """Flat checkpoints for SGLang; EAGLE-3's loads in vLLM as well. One layout per kind of drafter in
-`specctl.export.sglang`.
+`specctl.export.layouts.sglang`.
 
 SGLang drops tensors whose names it does not know and leaves parameters that it does not find as
 they are, so nothing here rests on its messages: the readers that `check` uses refuse both.
@@ -11,12 +11,12 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from specctl.export.engines import check_vocab, dump_json, refuse_scaled_embedding
-from specctl.export.folder import compare_tensors, refuse_not_finite, write_tensors
-from specctl.export.formats import Format, Source
-from specctl.export.manifest import WEIGHTS, check_files
-from specctl.export.sglang import blocks, eagle, eagle3
-from specctl.export.sglang.layout import Flat
+from specctl.export.formats import ExportSource, Format
+from specctl.export.layouts.engines import check_vocab, dump_json, refuse_scaled_embedding
+from specctl.export.layouts.sglang import blocks, eagle, eagle3
+from specctl.export.layouts.sglang.layout import Flat
+from specctl.export.package.folder import compare_tensors, refuse_not_finite, write_tensors
+from specctl.export.package.manifest import WEIGHTS, check_files
 
 LAYOUTS: dict[str, Flat] = {
     "coral": eagle.FLAT,
@@ -29,7 +29,7 @@ LAYOUTS: dict[str, Flat] = {
 }
 
 
-def write(source: Source, folder: Path) -> None:
+def write(source: ExportSource, folder: Path) -> None:
     refuse_scaled_embedding(source, "SGLang")
     written = LAYOUTS[source.manifest.family].write(source)
     refuse_not_finite(written.tensors)
@@ -37,7 +37,7 @@ def write(source: Source, folder: Path) -> None:
     dump_json(written.config, folder / "config.json")
 
 
-def check(source: Source, folder: Path) -> None:
+def check(source: ExportSource, folder: Path) -> None:
     """What lies there is whole, drafts what the drafter drafts, and has sound vocabulary tables."""
     check_files(folder)
     layout, tensors = LAYOUTS[source.manifest.family], load_file(folder / WEIGHTS)
@@ -47,12 +47,12 @@ def check(source: Source, folder: Path) -> None:
     compare_tensors(layout.write(source).tensors, tensors)
 
 
-def serve(source: Source, folder: str) -> tuple[str, ...]:
+def serve(source: ExportSource, folder: str) -> tuple[str, ...]:
     layout = LAYOUTS[source.manifest.family]
     return layout.serve(source, folder, layout.algorithm)
 
 
-def notes(source: Source) -> tuple[str, ...]:
+def notes(source: ExportSource) -> tuple[str, ...]:
     return LAYOUTS[source.manifest.family].notes(source)
 
 

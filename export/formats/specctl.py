@@ -6,20 +6,20 @@ import shlex
 import shutil
 from pathlib import Path
 
-from specctl.export.card import given_target
-from specctl.export.folder import compare_tensors, package_tensors
-from specctl.export.formats import Format, Source
-from specctl.export.load import read_package
-from specctl.export.manifest import WEIGHTS, check_files
-from specctl.recipes.errors import GateError
+from specctl.core.errors import GateError
+from specctl.export.formats import ExportSource, Format
+from specctl.export.package.card import given_target
+from specctl.export.package.folder import compare_tensors, package_tensors
+from specctl.export.package.load import read_package
+from specctl.export.package.manifest import WEIGHTS, check_files
 
 
-def write(source: Source, folder: Path) -> None:
+def write(source: ExportSource, folder: Path) -> None:
     if WEIGHTS in source.manifest.files:
         shutil.copyfile(source.folder / WEIGHTS, folder / WEIGHTS)
 
 
-def check(source: Source, folder: Path) -> None:
+def check(source: ExportSource, folder: Path) -> None:
     """The copy has the source's hashes and loads as the same drafter."""
     fresh, old = check_files(folder).files, source.manifest.files
     if fresh.get(WEIGHTS) != old.get(WEIGHTS):
@@ -33,7 +33,7 @@ def check(source: Source, folder: Path) -> None:
     compare_tensors(package_tensors(source.drafter), package_tensors(loaded))
 
 
-def serve(source: Source, folder: str) -> tuple[str, ...]:
+def serve(source: ExportSource, folder: str) -> tuple[str, ...]:
     target = given_target(source.manifest.target)
     return (shlex.join(["specctl", "serve", "--target", target, "--draft", folder]),)
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from specctl.export.engines import check_vocab, dump_json, vllm_command
-from specctl.export.folder import compare_tensors, refuse_not_finite, write_tensors
-from specctl.export.formats import Format, Source
-from specctl.export.manifest import WEIGHTS, check_files
-from specctl.export.speculators import dflash, dspark, eagle3, p_eagle
-from specctl.export.speculators.layout import Layout, config_of
+from specctl.export.formats import ExportSource, Format
+from specctl.export.layouts.engines import check_vocab, dump_json, vllm_command
+from specctl.export.layouts.speculators import dflash, dspark, eagle3, p_eagle
+from specctl.export.layouts.speculators.layout import SpeculatorsLayout, config_of
+from specctl.export.package.folder import compare_tensors, refuse_not_finite, write_tensors
+from specctl.export.package.manifest import WEIGHTS, check_files
 
-LAYOUTS: dict[str, Layout] = {
+LAYOUTS: dict[str, SpeculatorsLayout] = {
     "dflash": dflash.LAYOUT,
     "dspark": dspark.LAYOUT,
     "eagle3": eagle3.LAYOUT,
@@ -26,14 +26,14 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-def write(source: Source, folder: Path) -> None:
+def write(source: ExportSource, folder: Path) -> None:
     written = LAYOUTS[source.manifest.family].write(source)
     refuse_not_finite(written.tensors)
     write_tensors(written.tensors, folder / WEIGHTS)
     dump_json(config_of(written, source), folder / "config.json")
 
 
-def check(source: Source, folder: Path) -> None:
+def check(source: ExportSource, folder: Path) -> None:
     """What lies there is whole, has sound vocabulary tables, and drafts what the drafter drafts."""
     check_files(folder)
     layout, tensors = LAYOUTS[source.manifest.family], load_file(folder / WEIGHTS)
@@ -43,7 +43,7 @@ def check(source: Source, folder: Path) -> None:
     compare_tensors(layout.write(source).tensors, tensors)
 
 
-def serve(source: Source, folder: str) -> tuple[str, ...]:
+def serve(source: ExportSource, folder: str) -> tuple[str, ...]:
     """The folder alone where its target has a repository; and with the target named."""
     layout = LAYOUTS[source.manifest.family]
     named = vllm_command(layout.method, layout.length(source), folder, **layout.how)

@@ -3,7 +3,7 @@
 A drafter that reads through the target's LM head is written with one copy of it
 (`original_lm_head`), and that copy may be trimmed: `token_map` holds the kept ids themselves, not
 offsets. Heads of their own have one row per target token in vLLM; trimmed ones are written over the
-whole vocabulary (`specctl.export.whole_head`).
+whole vocabulary (`specctl.export.layouts.whole_head`).
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specctl.export.engines import dtype_fields, dump_json, vllm_command
-from specctl.export.folder import write_tensors
-from specctl.export.formats import Format, Source
+from specctl.export.formats import ExportSource, Format
 from specctl.export.formats.medusa import blocks_of, compare_heads, drafter_of, head_rows_of
-from specctl.export.manifest import WEIGHTS, check_files
+from specctl.export.layouts.engines import dtype_fields, dump_json, vllm_command
+from specctl.export.layouts.whole_head import whole_head
+from specctl.export.package.folder import write_tensors
+from specctl.export.package.manifest import WEIGHTS, check_files
 from specctl.export.readers.medusa import VllmMedusa
-from specctl.export.whole_head import whole_head
 
 
-def write(source: Source, folder: Path) -> None:
+def write(source: ExportSource, folder: Path) -> None:
     drafter, spec = drafter_of(source), source.manifest.model_spec
     dtype, is_shared = getattr(torch, source.manifest.dtype), drafter.options.head == "shared"
     tensors: dict[str, Tensor] = {}
@@ -59,16 +59,16 @@ def write(source: Source, folder: Path) -> None:
     dump_json(config, folder / "config.json")
 
 
-def check(source: Source, folder: Path) -> None:
+def check(source: ExportSource, folder: Path) -> None:
     check_files(folder)
     compare_heads(source, VllmMedusa(folder))
 
 
-def serve(source: Source, folder: str) -> tuple[str, ...]:
+def serve(source: ExportSource, folder: str) -> tuple[str, ...]:
     return (vllm_command("medusa", drafter_of(source).options.num_heads, folder),)
 
 
-def notes(source: Source) -> tuple[str, ...]:
+def notes(source: ExportSource) -> tuple[str, ...]:
     del source
     return ("vLLM serves Medusa up to 0.32.",)
 

@@ -14,15 +14,15 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specctl.recipes.errors import GateError, IncompatibleError
-from specctl.recipes.plugins import plugins
+from specctl.core.errors import GateError, IncompatibleError
+from specctl.core.plugins import plugins
 
 if TYPE_CHECKING:
-    from specctl.drafters.parts.base import Drafter
-    from specctl.export.formats import Source
+    from specctl.core.drafter import Drafter
+    from specctl.export.formats import ExportSource
     from specctl.export.imports.published import Published
-    from specctl.export.manifest import Manifest
-    from specctl.runtime.target import Target
+    from specctl.export.package.manifest import Manifest
+    from specctl.runtime.target.target import Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Imported:
 
     drafter: Drafter
     engine: str
-    prove: Callable[[Source], None]
+    prove: Callable[[ExportSource], None]
     length: int
     notes: tuple[str, ...] = ()
 
@@ -60,7 +60,7 @@ class Report:
 @cache
 def importers() -> dict[str, Importer]:
     """Every importer by name, in alphabetical order."""
-    return plugins(__name__, __path__, "IMPORTER")
+    return plugins(__name__, "IMPORTER")
 
 
 def find_importer(config: Mapping[str, Any]) -> Importer:
@@ -87,11 +87,11 @@ def import_published(
 ) -> Report:
     """Write the published drafter at `path` as a package for `target` at `out`."""
     from specctl.drafters import families
-    from specctl.export.files import reading
-    from specctl.export.folder import describe, package_tensors, save_package
-    from specctl.export.formats import Source
+    from specctl.export.formats import ExportSource
     from specctl.export.imports.published import read_published
-    from specctl.export.manifest import Manifest
+    from specctl.export.package.files import reading
+    from specctl.export.package.folder import describe, package_tensors, save_package
+    from specctl.export.package.manifest import Manifest
 
     with reading(path):
         published = read_published(Path(path))
@@ -106,7 +106,7 @@ def import_published(
         }
         described = describe(drafter, target, package_tensors(drafter))
         draft = Manifest.seal({**described, **about, "files": {}, "command": []})
-        found.prove(Source(published.folder, draft, drafter, target))
+        found.prove(ExportSource(published.folder, draft, drafter, target))
     manifest = save_package(drafter, target, Path(out), command=command, **about)
     return Report(importer.name, found.engine, manifest, found.notes + _eos_note(drafter, target))
 

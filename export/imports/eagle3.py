@@ -24,7 +24,7 @@ from specctl.export.imports.heads import (
     vocabulary,
 )
 from specctl.export.readers.layers import LLAMA3_FACTORS
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 
 TABLES, EMBEDDING = ("d2t", "t2d"), "embed_tokens.weight"
 OFF = ("attention_bias", "mlp_bias", "norm_before_fc", "use_sliding_window")

@@ -14,15 +14,15 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 
-from specctl.export.engines import LENGTH, taps_of_layer_ids
-from specctl.export.formats import Source
+from specctl.export.formats import ExportSource
 from specctl.export.imports import Imported, Importer
 from specctl.export.imports.eagle3 import FED_BACK, default_layers, drafter_of
 from specctl.export.imports.heads import ELSEWHERE, REPAIR, refused
 from specctl.export.imports.published import Published
+from specctl.export.layouts.engines import LENGTH, taps_of_layer_ids
 from specctl.export.readers import sglang_eagle, vllm_eagle3
 from specctl.export.readers.trial import Trial, compare, drafted_logits, embedding_of, twin
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 
 NAME = "LlamaForCausalLMEagle3"  # what both engines call the model, whatever its trainer wrote
 LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -52,7 +52,7 @@ def read(published: Published, target: Target) -> Imported:
     only_vllm = drafter.options.norm_before_residual or (LAYERS in body and not _nested(body))
     engine = vllm_eagle3.ENGINE if only_vllm else sglang_eagle.ENGINE
 
-    def prove(source: Source) -> None:
+    def prove(source: ExportSource) -> None:
         trial, embedding_VD = Trial.of(source, FED_BACK), embedding_of(source)
         with published.staged(architectures=[NAME], model_type="llama") as folder:
             theirs = (

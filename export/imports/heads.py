@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import IncompatibleError, IntegrityError
-from specctl.runtime.target import Target
+from specctl.core.errors import IncompatibleError, IntegrityError
+from specctl.core.vocab import VocabMap
+from specctl.runtime.target.target import Target
 
 STORED = {torch.float32, torch.float16, torch.bfloat16}
 

@@ -16,7 +16,7 @@ from specctl.export.imports import Imported, Importer
 from specctl.export.imports.heads import REPAIR, check_names, count_of, dtype_of, refused
 from specctl.export.imports.published import Published
 from specctl.export.readers.medusa import TgiMedusa
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 
 
 def knows(config: Mapping[str, Any]) -> bool:

@@ -15,10 +15,16 @@ from typing import Any
 
 from torch import Tensor
 
-from specctl.export.files import PICKLE_SUFFIXES, list_files, open_folder, read_header, read_json
-from specctl.export.folder import read_tensors
-from specctl.export.manifest import MANIFEST, read_manifest
-from specctl.recipes.errors import FileError, IncompatibleError, IntegrityError
+from specctl.core.errors import FileError, IncompatibleError, IntegrityError
+from specctl.export.package.files import (
+    PICKLE_SUFFIXES,
+    list_files,
+    open_folder,
+    read_header,
+    read_json,
+)
+from specctl.export.package.folder import read_tensors
+from specctl.export.package.manifest import MANIFEST, read_manifest
 
 CONFIG = "config.json"
 CONVERT = (

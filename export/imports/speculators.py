@@ -7,14 +7,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from specctl.export.formats import Source
+from specctl.export.formats import ExportSource
 from specctl.export.imports import Imported, Importer
 from specctl.export.imports.eagle3 import FED_BACK, default_layers, drafter_of
 from specctl.export.imports.heads import ELSEWHERE, refused
 from specctl.export.imports.published import Published
 from specctl.export.readers.trial import Trial, compare, drafted_logits, embedding_of, twin
 from specctl.export.readers.vllm_eagle3 import ENGINE, VllmEagle3, draft_config
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 
 
 def knows(config: Mapping[str, Any]) -> bool:
@@ -33,7 +33,7 @@ def read(published: Published, target: Target) -> Imported:
     )
     drafter = drafter_of(config, published.tensors, taps, target)
 
-    def prove(source: Source) -> None:
+    def prove(source: ExportSource) -> None:
         trial = Trial.of(source, FED_BACK)
         theirs = VllmEagle3(published.folder, embedding_of(source)).drafted_logits(trial)
         compare(ENGINE, theirs, drafted_logits(twin(source, drafter), trial))

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.export.readers.layers import Sizes, attention, layer_shapes, mlp, rms_norm
+from specctl.export.readers.layers import LayerSizes, attention, layer_shapes, mlp, rms_norm
 from specctl.export.readers.trial import Trial
 
 Params = Mapping[str, Tensor]
@@ -20,7 +20,7 @@ W1, W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 SURE, SURE_BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
 
 
-def block_shapes(sizes: Sizes, num_layers: int, num_taps: int) -> dict[str, list[int]]:
+def block_shapes(sizes: LayerSizes, num_layers: int, num_taps: int) -> dict[str, list[int]]:
     """Every parameter of a DFlash stack."""
     width = sizes.width
     shapes = {"fc.weight": [width, num_taps * width]}
@@ -33,7 +33,7 @@ def block_shapes(sizes: Sizes, num_layers: int, num_taps: int) -> dict[str, list
 
 
 def spark_shapes(
-    sizes: Sizes, rank: int, columns: int, rows: int, sure_of: int | None
+    sizes: LayerSizes, rank: int, columns: int, rows: int, sure_of: int | None
 ) -> dict[str, list[int]]:
     """Those of DSpark's heads: W1 has `columns` rows, W2 `rows`; the confidence head reads the
     state and `sure_of` further numbers (None: there is none)."""
@@ -45,7 +45,7 @@ def spark_shapes(
 
 @torch.no_grad()
 def through_block(
-    params: Params, sizes: Sizes, taken_SI: Tensor, x_TD: Tensor, is_causal: Sequence[bool]
+    params: Params, sizes: LayerSizes, taken_SI: Tensor, x_TD: Tensor, is_causal: Sequence[bool]
 ) -> Tensor:
     """[T, D]: the normed states of the block's rows; one `is_causal` per layer."""
     joined_SD = F.linear(taken_SI, params["fc.weight"])

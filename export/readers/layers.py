@@ -20,7 +20,7 @@ LLAMA3_FACTORS = ("low_freq_factor", "high_freq_factor", "factor")
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class LayerSizes:
     """What a config says of every layer."""
 
     width: int
@@ -37,7 +37,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
-def rotated(x_HTE: Tensor, position_T: Tensor, sizes: Sizes) -> Tensor:
+def rotated(x_HTE: Tensor, position_T: Tensor, sizes: LayerSizes) -> Tensor:
     """Half-rotation rope ("neox" style)."""
     E = x_HTE.shape[-1]
     turns = sizes.theta ** (-torch.arange(0, E, 2, dtype=x_HTE.dtype) / E)
@@ -62,7 +62,7 @@ def attention(
     tensors: Tensors,
     name: str,
     x_TI: Tensor,
-    sizes: Sizes,
+    sizes: LayerSizes,
     context_SI: Tensor | None = None,
     is_causal: bool = True,
 ) -> Tensor:
@@ -86,7 +86,7 @@ def attention(
     return F.linear(out_HTE.transpose(0, 1).flatten(1), tensors[f"{name}.o_proj.weight"])
 
 
-def _heads(tensors: Tensors, name: str, x_TI: Tensor, sizes: Sizes) -> Tensor:
+def _heads(tensors: Tensors, name: str, x_TI: Tensor, sizes: LayerSizes) -> Tensor:
     """[H, T, E]: a projection, normed where the checkpoint has a norm for it."""
     out_TI = F.linear(x_TI, tensors[f"{name}_proj.weight"])
     out_THE = out_TI.view(len(x_TI), -1, sizes.head_dim)
@@ -102,7 +102,9 @@ def mlp(tensors: Tensors, name: str, x_TD: Tensor) -> Tensor:
     return F.linear(inner, tensors[f"{name}.down_proj.weight"])
 
 
-def layer_shapes(name: str, sizes: Sizes, input_width: int, qk_norm: bool) -> dict[str, list[int]]:
+def layer_shapes(
+    name: str, sizes: LayerSizes, input_width: int, qk_norm: bool
+) -> dict[str, list[int]]:
     """Names and shapes of one layer's attention, MLP and the norm between them."""
     D, E = sizes.width, sizes.head_dim
     shapes = {

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specctl.export.engines import gate
-from specctl.export.manifest import WEIGHTS
-from specctl.export.readers.layers import Sizes
+from specctl.export.layouts.engines import gate
+from specctl.export.package.manifest import WEIGHTS
+from specctl.export.readers.layers import LayerSizes
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -48,14 +48,14 @@ def refuse_bias(config: Any) -> None:
         raise gate(f"{named[0]}: true", f"{named[0]}: false, or left out")
 
 
-def sizes_of(config: Any) -> Sizes:
+def sizes_of(config: Any) -> LayerSizes:
     """The sizes of a layer; `rope_parameters` is what transformers makes of either spelling."""
     rope = config.rope_parameters
     kind = rope.get("rope_type", "default")
     if kind not in ("default", "llama3"):
         raise gate(f"rope_type {kind}", "default or llama3: drafters scale no other positions")
     heads, width = config.num_attention_heads, config.hidden_size
-    return Sizes(
+    return LayerSizes(
         width,
         heads,
         config.num_key_value_heads,

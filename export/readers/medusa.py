@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specctl.export.engines import gate
-from specctl.export.files import read_json
+from specctl.export.layouts.engines import gate
+from specctl.export.package.files import read_json
 from specctl.export.readers.loading import Parameters, read_tensors
 
 _DEFAULTS = {"hidden_size": 4096, "vocab_size": 32001, "num_heads": 5, "num_hidden_layers": 1}

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.export.engines import gate
-from specctl.export.files import read_json
+from specctl.export.layouts.engines import gate
+from specctl.export.package.files import read_json
 from specctl.export.readers.loading import Parameters, read_tensors
 
 EPS = 1e-6

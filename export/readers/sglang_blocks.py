@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.export.engines import gate
+from specctl.export.layouts.engines import gate
 from specctl.export.readers.block_layers import (
     W2,
     before,

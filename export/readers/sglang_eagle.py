@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.export.engines import gate
+from specctl.export.layouts.engines import gate
 from specctl.export.readers.layers import attention, layer_shapes, mlp, rms_norm
 from specctl.export.readers.loading import (
     Parameters,

@@ -15,11 +15,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from specctl.core.drafter import Drafter, RoundView, Space, StepState
+from specctl.core.language_model import Borrowed
 from specctl.drafters import families
-from specctl.drafters.parts.base import Borrowed, Drafter, RoundView, Space, StepState
-from specctl.drafters.parts.routed import PREFIX
-from specctl.export.engines import gate
-from specctl.export.formats import Source
+from specctl.drafters.nets.routed import PREFIX
+from specctl.export.formats import ExportSource
+from specctl.export.layouts.engines import gate
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-5  # of the largest logit
@@ -39,7 +40,7 @@ class Trial:
     states: Mapping[int, Tensor]
 
     @classmethod
-    def of(cls, source: Source, num_drafted: int, without: int | None = None) -> Trial:
+    def of(cls, source: ExportSource, num_drafted: int, without: int | None = None) -> Trial:
         """The same for every export of one shape; no token twice where there are enough, and none
         `without`, whose embedding stands for something else."""
         spec, random = source.manifest.model_spec, torch.Generator().manual_seed(0)
@@ -55,22 +56,22 @@ class Trial:
         return cls(tuple(ids.tolist()), tuple(drafted.tolist()), dict(enumerate(states)))
 
 
-def embedding_of(source: Source) -> Tensor:
+def embedding_of(source: ExportSource) -> Tensor:
     """[V, D] float64: the target's bare rows, rounded to the dtype of the package, in which a
     drafter reads them."""
     return _rounded(source, source.target.borrowed().embedding_VD).double()
 
 
-def head_of(source: Source) -> Tensor:
+def head_of(source: ExportSource) -> Tensor:
     """[V, D] float64: the target's LM head, rounded likewise."""
     return _rounded(source, source.target.borrowed().head_VD).double()
 
 
-def _rounded(source: Source, rows_VD: Tensor) -> Tensor:
+def _rounded(source: ExportSource, rows_VD: Tensor) -> Tensor:
     return rows_VD.detach().to(CPU, getattr(torch, source.manifest.dtype))
 
 
-def twin(source: Source, drafter: AnyDrafter) -> AnyDrafter:
+def twin(source: ExportSource, drafter: AnyDrafter) -> AnyDrafter:
     """The drafter in float64 on the CPU, bound to the same target, whose rows it widens as it reads
     them (a copy of them all would take gigabytes); the original is untouched."""
     made = copy.copy(drafter)

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.export.engines import gate
+from specctl.export.layouts.engines import gate
 from specctl.export.readers.block_layers import (
     W2,
     before,
@@ -30,7 +30,7 @@ from specctl.export.readers.block_layers import (
     spark_shapes,
     through_block,
 )
-from specctl.export.readers.layers import Sizes
+from specctl.export.readers.layers import LayerSizes
 from specctl.export.readers.loading import Parameters, read_tensors
 from specctl.export.readers.trial import Trial, over_targets
 
@@ -94,12 +94,12 @@ class VllmBlocks:
                 raise gate("no d2t", "the table of a reduced vocabulary")
             self.d2t_K = torch.zeros(self.rows, dtype=torch.long)
 
-    def _sizes(self) -> Sizes:
+    def _sizes(self) -> LayerSizes:
         config = self.config
         rope, heads = config.get("rope_parameters") or {}, config["num_attention_heads"]
         if rope.get("rope_type", "default") != "default":
             raise gate(f"rope_type {rope['rope_type']}", "default: drafters scale no positions")
-        return Sizes(
+        return LayerSizes(
             config["hidden_size"],
             heads,
             config.get("num_key_value_heads") or heads,

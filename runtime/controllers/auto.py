@@ -8,7 +8,7 @@ per second by measured prices is played; if that is plain decoding, nothing is.
 Estimates can be wrong, so losses are bounded as well. Each round played is booked at its measured
 cost against the tokens it brought; an arm that could bring the account further down than a small
 part of the time spent is not played, whatever is expected of it. Looking has an account of its own.
-Prices follow what rounds cost in this run, plain ones included (`runtime/measured.py`).
+Prices follow what rounds cost in this run, plain ones included (`runtime/measure/live_costs.py`).
 
 While plain decoding wins, members go on drafting for a while without being verified (which costs
 host time only). When nothing came of a whole such window, all of it rests, members that live on the
@@ -22,9 +22,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from specctl.core.plugins import Plugin
 from specctl.runtime.controllers.base import Arm, Controller, Prices, Score
 from specctl.runtime.controllers.match import SUFFIXES
-from specctl.runtime.measured import Account
+from specctl.runtime.measure.live_costs import Account
 
 PRIOR = (0.03, 0.1, 0.25, 0.5, 0.8)  # chance that a first token survives, by context
 GOING_ON = 0.7  # chance that a further one does
@@ -167,3 +168,6 @@ class Auto(Controller):
 
     def to_json(self) -> Mapping[str, Any]:
         return {"rounds": self.round, "rested": self.rested}
+
+
+CONTROLLER = Plugin("auto", "the best training-free cascade, none where none pays", "", Auto)

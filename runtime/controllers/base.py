@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from specctl.runtime.measured import Ratios
+from specctl.runtime.measure.live_costs import Ratios
 
 if TYPE_CHECKING:
+    from specctl.runtime.measure.cost_table import CostTable
     from specctl.runtime.policies.base import Policy
-    from specctl.runtime.policies.length import CostTable
 
 OFF = "off"
 
@@ -109,13 +109,11 @@ class Prices:
 
     @staticmethod
     def _from_table(table: CostTable, nodes: int) -> float:
-        known = sorted(table.verify)
-        above = next((k for k in known if k >= nodes), known[-1])
-        below = max((k for k in known if k <= nodes), default=known[0])
-        low, high = table.round_seconds(below), table.round_seconds(above)
-        if above == below:  # beyond the table: as dear per node as its last step on average
-            return high * max(1.0, nodes / max(above, 1))
-        return low + (high - low) * (nodes - below) / (above - below)
+        longest = max(table.verify)
+        if nodes <= longest:
+            return table.seconds(nodes)
+        # beyond the table: as dear per node as its longest draft on average
+        return table.round_seconds(longest) * nodes / max(longest, 1)
 
 
 class Controller(ABC):

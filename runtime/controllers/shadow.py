@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from specctl.drafters.parts.tree import DraftTree
+from specctl.core.tree import DraftTree
 from specctl.runtime.controllers.base import Score
 
 MOST = 64  # drafts that wait at the same time

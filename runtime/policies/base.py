@@ -1,13 +1,16 @@
-"""What a tree policy is, and what it is given to grow with."""
+"""What a tree policy is, and what it is given to grow with.
+
+Letters: B rows, K draft vocabulary, M new nodes.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, cast, runtime_checkable
 
 from torch import Tensor
 
-from specctl.drafters.parts.base import (
+from specctl.core.drafter import (
     Budget,
     DraftState,
     Outcome,
@@ -15,17 +18,19 @@ from specctl.drafters.parts.base import (
     RoundView,
     StepState,
 )
-from specctl.drafters.parts.tree import DraftTree, NodeKind
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.runtime.noise import RoundNoise
-from specctl.runtime.sampling import SamplingBatch
+from specctl.core.plugins import Plugin
+from specctl.core.tree import DraftTree, NodeKind
+from specctl.core.vocab import VocabMap
+from specctl.runtime.measure.cost_table import TreeCosts
+from specctl.runtime.sampling.noise import RoundNoise
+from specctl.runtime.sampling.sampling import SamplingBatch
 
 if TYPE_CHECKING:
-    from specctl.runtime.grammar_mask import Guide
+    from specctl.runtime.sampling.grammar_mask import Guide
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
+class GrowRequest:
     """One round's growth: who drafts, for which rows, under which sampling, with which noise.
 
     `coupled` asks for drafts drawn with the target's own noise (rule target-only): they are a
@@ -57,9 +62,9 @@ class Growth:
         return self.guide.expand(token_BM, parent_BM, logits_BMK)
 
     @property
-    def may_be_silent(self) -> bool:
+    def may_draft_nothing(self) -> bool:
         """Rows may have nothing to draft: logits that are -inf everywhere."""
-        return self.steps.may_be_silent or self.guide is not None
+        return self.steps.may_draft_nothing or self.guide is not None
 
     @property
     def steps(self) -> StepState:
@@ -92,7 +97,16 @@ class Policy(Protocol):
     def kind(self, sampled: bool) -> NodeKind:
         """The node kind of the trees it grows, so that rules are checked when configured."""
 
-    def grow(self, growth: Growth) -> DraftTree: ...
+    def grow(self, growth: GrowRequest) -> DraftTree: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyEntry(Plugin):
+    """What the module of a policy defines as POLICY. The settings of a policy are those fields of
+    its class that are plain values. A tree grows every drafter that takes trees; any other policy
+    grows the families that name it."""
+
+    is_tree: bool = True
 
 
 @runtime_checkable
@@ -144,3 +158,11 @@ class DrawnTree(PointTree):
 
     def kind(self, sampled: bool) -> NodeKind:
         return NodeKind.WITHOUT_REPLACEMENT if sampled else NodeKind.POINT
+
+
+@runtime_checkable
+class Fitting(Protocol):
+    """A policy that can be fitted to what the device charges."""
+
+    def fitted(self, costs: TreeCosts) -> Self:
+        """The same policy with its sizes, depths or thresholds set by those costs."""

@@ -4,8 +4,7 @@ Greedy rows take the argmax (POINT); sampled rows draw from q and hand q on (IID
 target-only rows draw with the target's own noise (POINT, Daliri-Musco-Suresh coupling). A stop rule
 (`stops/`) is asked behind each token, which is then kept: it never sees the token that it prevents,
 so it is lossless for sampled drafts too.
-
-Letters: B rows, K draft vocabulary.
+Letters: B rows, K draft vocabulary, M new nodes.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import Outcome, RoundSeconds
-from specctl.drafters.parts.tree import DraftTree, NodeKind, QRows, chain_tree, empty_tree
-from specctl.recipes.errors import RecipeError
-from specctl.runtime.policies.base import Growth
-from specctl.runtime.policies.stops import Step, StopRule, make_stop
-from specctl.runtime.verify.walk import best_token, log_law
+from specctl.core.drafter import Outcome, RoundSeconds
+from specctl.core.errors import RecipeError
+from specctl.core.tree import DraftTree, NodeKind, QRows, chain_tree, empty_tree
+from specctl.runtime.policies.base import GrowRequest, PolicyEntry
+from specctl.runtime.stops import DraftStep, StopRule, make_stop
+from specctl.runtime.verify.walk import best_token, log_distribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,63 +71,71 @@ class Chain:
     def kind(self, sampled: bool) -> NodeKind:
         return NodeKind.IID if sampled else NodeKind.POINT
 
-    def grow(self, growth: Growth) -> DraftTree:
+    def grow(self, growth: GrowRequest) -> DraftTree:
         depth, stopper = min(growth.budget.depth, growth.budget.nodes), self.stopper
         if depth <= 0:
             return empty_tree(len(growth.view.slots), growth.view.slot_B.device)
         if stopper is not None:
             depth = stopper.length(depth)
         logits_BK = growth.root()
-        tokens, laws, valids = [], [], []
+        tokens, distributions, valids = [], [], []
         alive_B = torch.ones_like(growth.view.slot_B, dtype=torch.bool)
         for step in range(depth):
-            row_B, law_BK = self.pick(growth, logits_BK, step)
-            if growth.may_be_silent:
+            row_B, distribution_BK = self.pick(growth, logits_BK, step)
+            if growth.may_draft_nothing:
                 alive_B = alive_B & (logits_BK.amax(-1) > -torch.inf)
             tokens.append(growth.target_ids(row_B))
-            laws.append(law_BK)
+            distributions.append(distribution_BK)
             valids.append(alive_B)
             if step + 1 == depth:
                 break
             if stopper is not None:
-                stop_B = stopper.stops(Step(step, logits_BK, row_B, growth.steps))
+                stop_B = stopper.stops(DraftStep(step, logits_BK, row_B, growth.steps))
                 alive_B = alive_B if stop_B is None else alive_B & ~stop_B
-            may_end = growth.may_be_silent and not alive_B.is_cuda
+            may_end = growth.may_draft_nothing and not alive_B.is_cuda
             if (stopper is not None or may_end) and not bool(alive_B.any()):
                 break
             parent_B1 = torch.full_like(row_B[:, None], step - 1)
             logits_BK = growth.expand(tokens[-1][:, None], parent_B1)[:, 0]
-        return self._tree(growth, tokens, laws, valids)
+        return self._tree(growth, tokens, distributions, valids)
 
     def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:
         if self.stopper is not None:
             self.stopper.observe(outcome, seconds)
 
-    def pick(self, growth: Growth, logits_BK: Tensor, step: int) -> tuple[Tensor, Tensor | None]:
-        """Draft-vocabulary row of the next token, and the law it was drawn from (sampled only)."""
+    def pick(
+        self, growth: GrowRequest, logits_BK: Tensor, step: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Draft-vocabulary row of the next token, and the distribution it was drawn from (sampled
+        only)."""
         if growth.sampling.all_greedy:
             return best_token(logits_BK), None
         ids_K = None if growth.vocab is None else growth.vocab.ids_K
-        law_BK = growth.sampling.draft_law(logits_BK[:, None], ids_K)[:, 0]
+        distribution_BK = growth.sampling.draft_distribution(logits_BK[:, None], ids_K)[:, 0]
         if growth.coupled:
             noise_BK = growth.noise.coupled_BK(
                 step, logits_BK.shape[-1] if ids_K is None else ids_K
             )
-            return best_token(log_law(law_BK) + noise_BK), None
+            return best_token(log_distribution(distribution_BK) + noise_BK), None
         noise_BK = growth.noise.draft_BMK(step, 1, logits_BK.shape[-1])[:, 0]
-        return best_token(log_law(law_BK) + noise_BK), law_BK
+        return best_token(log_distribution(distribution_BK) + noise_BK), distribution_BK
 
     def _tree(
         self,
-        growth: Growth,
+        growth: GrowRequest,
         tokens: list[Tensor],
-        laws: list[Tensor | None],
+        distributions: list[Tensor | None],
         valids: list[Tensor],
     ) -> DraftTree:
         q = None
         if growth.sampled:
-            rows = [law for law in laws if law is not None]
+            rows = [distribution for distribution in distributions if distribution is not None]
             ids_K = None if growth.vocab is None else growth.vocab.ids_K
             q = QRows(torch.stack([*rows, torch.zeros_like(rows[0])], dim=1), ids_K)
         kind = self.kind(growth.sampled)
         return chain_tree(torch.stack(tokens, 1), torch.stack(valids, 1), kind, q)
+
+
+POLICY = PolicyEntry(
+    "chain", "one token after another", "https://arxiv.org/abs/2211.17192", Chain, is_tree=False
+)

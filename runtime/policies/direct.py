@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specctl.drafters.parts.tree import DraftTree
-from specctl.runtime.policies.base import Growth, PointTree
+from specctl.core.tree import DraftTree
+from specctl.runtime.policies.base import GrowRequest, PointTree, PolicyEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,5 +15,10 @@ class Direct(PointTree):
     length: int = 5
     nodes: int = 24
 
-    def grow(self, growth: Growth) -> DraftTree:
+    def grow(self, growth: GrowRequest) -> DraftTree:
         return growth.state.propose(growth.view, growth.budget)
+
+
+POLICY = PolicyEntry(
+    "direct", "the tree that the drafter proposes by itself", "", Direct, is_tree=False
+)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specctl.drafters.parts.tree import DraftTree
-from specctl.runtime.policies.base import Growth, PointTree
+from specctl.core.tree import DraftTree
+from specctl.runtime.policies.base import GrowRequest, PointTree, PolicyEntry
 from specctl.runtime.policies.beam import grow_beam
 
 
@@ -17,5 +17,10 @@ class DynamicTree(PointTree):
     nodes: int = 16
     beam: int = 4
 
-    def grow(self, growth: Growth) -> DraftTree:
+    def grow(self, growth: GrowRequest) -> DraftTree:
         return grow_beam(growth, self.beam, self.nodes, self.length)
+
+
+POLICY = PolicyEntry(
+    "dynamic-tree", "a beam's best nodes (EAGLE-2)", "https://arxiv.org/abs/2406.16858", DynamicTree
+)

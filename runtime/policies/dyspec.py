@@ -7,14 +7,13 @@ first child and its next sibling. What is drawn where follows from kept tokens o
 rejection and traversal are exact (kind WITHOUT_REPLACEMENT). Growth ends at `nodes` nodes, or when
 no draw is worth `threshold`.
 
-A child needs the drafter's law behind its parent. With `threshold` 0 the best draw always comes
-first, and growth waits for one expansion after another (the paper's greedy construction: few nodes,
-many draft calls). Otherwise every draw worth `threshold` is made as soon as its law is there, and
-all new nodes are expanded together, so that there are as many calls as levels (the layered one).
-Where nothing is sampled, "draws" are the best tokens in turn, and the greedy construction gives the
-tree of largest expected acceptance.
-
-Letters: B rows, M nodes of one call, C candidates of each, K draft vocabulary.
+A child needs the drafter's distribution behind its parent. With `threshold` 0 the best draw always
+comes first, and growth waits for one expansion after another (the paper's greedy construction: few
+nodes, many draft calls). Otherwise every draw worth `threshold` is made as soon as its distribution
+is there, and all new nodes are expanded together, so that there are as many calls as levels (the
+layered one). Where nothing is sampled, "draws" are the best tokens in turn, and the greedy
+construction gives the tree of largest expected acceptance.
+Letters: B rows, C candidates, K draft vocabulary, M new nodes, N nodes.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.tree import DraftTree, empty_tree
-from specctl.runtime.policies.base import DrawnTree, Growth
+from specctl.core.tree import DraftTree, empty_tree
+from specctl.runtime.policies.base import DrawnTree, GrowRequest, PolicyEntry
 from specctl.runtime.policies.draw import Children, children, log_guess, q_rows
 
 Candidates = list[tuple[int, float]]  # draft row and q of a node's children, in draw order
@@ -43,13 +42,13 @@ class DySpec(DrawnTree):
     beam: int = 16
     threshold: float = 0.1
 
-    def grow(self, growth: Growth) -> DraftTree:
+    def grow(self, growth: GrowRequest) -> DraftTree:
         nodes, depth = min(self.nodes, growth.budget.nodes), min(self.length, growth.budget.depth)
         B = len(growth.view.slots)
         if min(nodes, depth) <= 0:
             return empty_tree(B, growth.view.slot_B.device)
         rows = [_Tree(nodes, depth, self.threshold, growth.sampled) for _ in range(B)]
-        logits_BMK, wanted, laws, num_expanded = (
+        logits_BMK, wanted, distributions, num_expanded = (
             growth.root()[:, None],
             None,
             [],
@@ -57,7 +56,7 @@ class DySpec(DrawnTree):
         )
         for wave in count():
             drawn = children(growth, logits_BMK, nodes, wave, self.kind(growth.sampled))
-            laws.append(drawn.law_BMK)
+            distributions.append(drawn.distribution_BMK)
             for row, found in zip(rows, _candidates(drawn, logits_BMK), strict=True):
                 row.learn(found)
                 row.draw()
@@ -68,9 +67,11 @@ class DySpec(DrawnTree):
             token_BM, parent_BM = _call(growth, rows, wanted, M, num_expanded)
             logits_BMK = growth.expand(token_BM, parent_BM)
             num_expanded += M
-        return self._tree(growth, rows, laws)
+        return self._tree(growth, rows, distributions)
 
-    def _tree(self, growth: Growth, rows: list[_Tree], laws: list[Tensor | None]) -> DraftTree:
+    def _tree(
+        self, growth: GrowRequest, rows: list[_Tree], distributions: list[Tensor | None]
+    ) -> DraftTree:
         width = max(len(row.token) for row in rows)
         device = growth.view.slot_B.device
         if width == 0:
@@ -87,7 +88,7 @@ class DySpec(DrawnTree):
             at_N < sizes_B1,
             self.kind(growth.sampled),
             max(max(row.depth, default=0) for row in rows),
-            q=q_rows(growth, laws, expanded_BN, width),
+            q=q_rows(growth, distributions, expanded_BN, width),
             estimate_BN=torch.tensor(value, device=device),
             expanded_BN=expanded_BN,
         )
@@ -128,8 +129,8 @@ class _Tree:
         self.asked = []
 
     def draw(self) -> None:
-        """Make the best draws of those whose law is there; none behind one that waits for its law,
-        if draws must come in order."""
+        """Make the best draws of those whose distribution is there; none behind one that waits for
+        its distribution, if draws must come in order."""
         waiting: list[tuple[float, int, int]] = []
         while self.heap and len(self.token) < self.nodes and -self.heap[0][0] >= self.threshold:
             worth, age, node = heapq.heappop(self.heap)
@@ -181,8 +182,10 @@ class _Tree:
 
 def _candidates(drawn: Children, logits_BMK: Tensor) -> list[list[Candidates]]:
     """By row and node: draft rows and their q, read on the host."""
-    law_BMK = log_guess(logits_BMK).exp() if drawn.law_BMK is None else drawn.law_BMK
-    chance_BMC = law_BMK.gather(2, drawn.row_BMC).masked_fill(~drawn.is_drawn_BMC, -1.0)
+    distribution_BMK = (
+        log_guess(logits_BMK).exp() if drawn.distribution_BMK is None else drawn.distribution_BMK
+    )
+    chance_BMC = distribution_BMK.gather(2, drawn.row_BMC).masked_fill(~drawn.is_drawn_BMC, -1.0)
     return [
         [
             [(row, q) for row, q in zip(rows, chances, strict=True) if q >= 0.0]
@@ -193,7 +196,7 @@ def _candidates(drawn: Children, logits_BMK: Tensor) -> list[list[Candidates]]:
 
 
 def _call(
-    growth: Growth, rows: list[_Tree], wanted: list[list[int]], width: int, first: int
+    growth: GrowRequest, rows: list[_Tree], wanted: list[list[int]], width: int, first: int
 ) -> tuple[Tensor, Tensor]:
     """Tokens and parents of the next expansion; rows that want fewer nodes repeat the root."""
     device = growth.view.slot_B.device
@@ -206,3 +209,8 @@ def _call(
         parents.append(row.padded([-1 if up < 0 else row.expanded[up] for up in above], width))
     row_BM, parent_BM = torch.tensor([tokens, parents], device=device).unbind()
     return growth.target_ids(row_BM.clamp(min=0)), parent_BM
+
+
+POLICY = PolicyEntry(
+    "dyspec", "grown where the drafter is sure", "https://arxiv.org/abs/2410.11744", DySpec
+)

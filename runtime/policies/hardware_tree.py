@@ -5,6 +5,7 @@ Parallel prompt decoding (arXiv 2405.18628) and Medusa choose a fixed sparse tre
 path is worth the product, and the best n paths make the tree of n nodes, expected to yield
 R(n) = 1 + the sum of their worth. With measured costs n becomes argmax R(n) / t(n): a fast device
 takes a larger tree than a slow one. Candidates are best tokens, so nodes are POINT.
+Letters: B rows.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
-from specctl.drafters.parts.template import Path, greedy_paths
-from specctl.drafters.parts.tree import DraftTree
-from specctl.recipes.errors import RecipeError
-from specctl.runtime.policies.base import Growth, PointTree
-from specctl.runtime.policies.hardware import TreeCosts
+from specctl.core.errors import RecipeError
+from specctl.core.tree import DraftTree
+from specctl.drafters.states.template import Path, greedy_paths
+from specctl.runtime.measure.cost_table import TreeCosts
+from specctl.runtime.policies.base import GrowRequest, PointTree, PolicyEntry
 from specctl.runtime.policies.shaped import grow_shape, shape_of
 
 Profile = tuple[tuple[float, ...], ...]
@@ -59,12 +60,12 @@ class HardwareTree(PointTree):
 
     length: int = 6
     nodes: int = 16
-    profile: Profile = TYPICAL
+    profile: tuple[tuple[float, ...], ...] = TYPICAL
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "profile", check_profile(self.profile)[: self.length])
 
-    def grow(self, growth: Growth) -> DraftTree:
+    def grow(self, growth: GrowRequest) -> DraftTree:
         nodes, depth = min(self.nodes, growth.budget.nodes), min(self.length, growth.budget.depth)
         paths = best_paths(self.profile, nodes)
         shape = shape_of(paths, nodes, depth, growth.view.slot_B.device)
@@ -78,3 +79,11 @@ class HardwareTree(PointTree):
             return costs.rate(expected_tokens(self.profile, nodes), nodes, depth)
 
         return replace(self, nodes=max(range(1, self.nodes + 1), key=rate))
+
+
+POLICY = PolicyEntry(
+    "hardware-tree",
+    "best ranks, size by measured cost",
+    "https://arxiv.org/abs/2405.18628",
+    HardwareTree,
+)

@@ -1,4 +1,4 @@
-"""How many tokens are worth drafting: the cost table and what chooses a round's draft length.
+"""How many tokens are worth drafting: what chooses a round's draft length by its costs.
 
 E[tau](alpha, k) / (draft[k] + verify[k]) is maximised over k = 0 (no speculation) up to the
 longest measured length, with alpha estimated from recent rounds. Verification costs are a
@@ -7,58 +7,12 @@ staircase, so the global argmax is taken, never a local step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from specctl.drafters.parts.base import Outcome, RoundSeconds
-from specctl.runtime.measured import Account, Ratios
-from specctl.runtime.stats import expected_tau
-
-
-def on_line(known: Mapping[int, float], at: int) -> float:
-    """Measured values as they are, straight lines between and beyond them."""
-    sizes = sorted(known)
-    if at in known or len(sizes) == 1:
-        return known.get(at, known[sizes[0]])
-    above = next((k for k in sizes[1:] if k >= at), sizes[-1])
-    below = sizes[sizes.index(above) - 1]
-    slope = (known[above] - known[below]) / (above - below)
-    return known[below] + slope * (at - below)
-
-
-@dataclass(frozen=True, slots=True)
-class CostTable:
-    """Seconds per round by draft length: `draft[k]`, `verify[k]`; k = 0 is plain decoding."""
-
-    draft: Mapping[int, float]
-    verify: Mapping[int, float]
-    device: str
-    dtype: str
-    batch: int
-
-    def round_seconds(self, length: int) -> float:
-        return self.draft[length] + self.verify[length]
-
-    def seconds(self, length: int) -> float:
-        """Of a round of any length: measured, or on a line through measured ones."""
-        known = {k: self.round_seconds(k) for k in self.verify}
-        return on_line(known, length)
-
-    def best_length(self, alpha: float) -> int:
-        """The draft length with most expected tokens per second; 0 where speculation loses."""
-        return max(self.verify, key=lambda k: expected_tau(alpha, k) / self.round_seconds(k))
-
-    def speedup(self, alpha: float, length: int) -> float:
-        """Predicted speed-up over plain decoding."""
-        return expected_tau(alpha, length) * self.round_seconds(0) / self.round_seconds(length)
-
-    def to_json(self) -> dict[str, Any]:
-        rows = [
-            {"length": k, "draft_ms": 1e3 * self.draft[k], "verify_ms": 1e3 * self.verify[k]}
-            for k in sorted(self.verify)
-        ]
-        return {"device": self.device, "dtype": self.dtype, "batch": self.batch, "rows": rows}
+from specctl.core.drafter import Outcome, RoundSeconds
+from specctl.runtime.measure.cost_table import CostTable
+from specctl.runtime.measure.live_costs import Account, Ratios
+from specctl.runtime.measure.stats import expected_tau
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ as wide as the budget misses none of them. After each level E[A] is compared wit
 before: once it has grown by no more than `threshold`, another level costs more than it brings. The
 threshold is about the cost of a draft step over the cost of a plain target step; with measured
 costs it is exactly that.
+Letters: B rows.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from specctl.drafters.parts.tree import DraftTree
-from specctl.runtime.policies.base import Growth, PointTree
+from specctl.core.tree import DraftTree
+from specctl.runtime.measure.cost_table import TreeCosts
+from specctl.runtime.policies.base import GrowRequest, PointTree, PolicyEntry
 from specctl.runtime.policies.beam import Pool, grow_beam
-from specctl.runtime.policies.hardware import TreeCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +31,16 @@ class OptTree(PointTree):
     beam: int | None = None
     threshold: float = 0.2
 
-    def grow(self, growth: Growth) -> DraftTree:
+    def grow(self, growth: GrowRequest) -> DraftTree:
         width = self.nodes if self.beam is None else self.beam
         return grow_beam(growth, width, self.nodes, self.length, _Gain(self.nodes, self.threshold))
 
     def fitted(self, costs: TreeCosts) -> OptTree:
         """A level must bring more plain target steps than it costs."""
         return replace(self, threshold=costs.step / costs.verify_seconds(0))
+
+
+POLICY = PolicyEntry("opt-tree", "the best nodes by q", "https://arxiv.org/abs/2406.17276", OptTree)
 
 
 class _Gain:

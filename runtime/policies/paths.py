@@ -1,16 +1,16 @@
 """Paths: several whole continuations, each sampled alone (multi-path drafting, arXiv 2602.16961).
 
 Paths fork at the root only and are independent of each other (kind PATHS), which is what the rule
-`multi-path` needs to know the law of the best of them. Where nothing is sampled the paths begin
-with the best tokens and go on greedily.
+`multi-path` needs to know the distribution of the best of them. Where nothing is sampled the paths
+begin with the best tokens and go on greedily.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specctl.drafters.parts.tree import DraftTree, NodeKind
-from specctl.runtime.policies.base import Growth, PointTree
+from specctl.core.tree import DraftTree, NodeKind
+from specctl.runtime.policies.base import GrowRequest, PointTree, PolicyEntry
 from specctl.runtime.policies.static_tree import grow_whole_levels
 
 
@@ -36,5 +36,10 @@ class Paths(PointTree):
     def kind(self, sampled: bool) -> NodeKind:
         return NodeKind.PATHS if sampled else NodeKind.POINT
 
-    def grow(self, growth: Growth) -> DraftTree:
+    def grow(self, growth: GrowRequest) -> DraftTree:
         return grow_whole_levels(growth, self.branch, self.kind(growth.sampled))
+
+
+POLICY = PolicyEntry(
+    "paths", "whole continuations, each sampled alone", "https://arxiv.org/abs/2602.16961", Paths
+)

@@ -1,25 +1,26 @@
 """Progressive: a tree whose size follows what rounds cost and bring, pruned on its way through the
 target (ProPD, arXiv 2402.13485).
 
-Dynamic generation: every round says which rank was accepted at each depth it reached, and how long
+Dynamic generation: every round shows which rank was accepted at each depth it reached, and how long
 the verification of so many nodes took. From the first comes a profile of chances by depth and rank,
 from the second, by a recency-weighted regression, the seconds of n nodes; the tree is the best one
 of the size with most expected tokens per second. Batch size and context need no settings, since
 they show in the seconds. Every `refresh` rounds the choice is made anew, and one round then drafts
 the largest tree, so that ranks and sizes no longer chosen stay known.
 
-Early pruning (`runtime/early.py`): with `early_layer` the target's lower layers drop children that
-are not among their `early_top` best. Both decide from earlier rounds and the text alone, and
-candidates are best tokens: POINT. Letters: B rows, N nodes, P path.
+Early pruning (`runtime/engine/early_pruning.py`): with `early_layer` the target's lower layers drop
+children that are not among their `early_top` best. Both decide from earlier rounds and the text
+alone, and candidates are best tokens: POINT.
+Letters: B rows, N nodes, P path.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from specctl.drafters.parts.base import Outcome, RoundSeconds
-from specctl.drafters.parts.tree import DraftTree
-from specctl.runtime.policies.base import Growth, PointTree
+from specctl.core.drafter import Outcome, RoundSeconds
+from specctl.core.tree import DraftTree
+from specctl.runtime.policies.base import GrowRequest, PointTree, PolicyEntry
 from specctl.runtime.policies.hardware_tree import TYPICAL, Profile, best_paths, worth
 from specctl.runtime.policies.shaped import grow_shape, shape_of
 
@@ -105,7 +106,7 @@ class Progressive(PointTree):
     def __post_init__(self) -> None:
         object.__setattr__(self, "learned", Experience(self.length, self.nodes))
 
-    def grow(self, growth: Growth) -> DraftTree:
+    def grow(self, growth: GrowRequest) -> DraftTree:
         rounds, budget = self.learned.rounds, growth.budget
         if rounds and rounds % self.refresh == 0:
             self.learned.decide(self.nodes)
@@ -133,6 +134,11 @@ class Progressive(PointTree):
             for depth, at in enumerate(path):
                 is_last = depth + 1 == len(path)
                 if (is_last and ended is not None) or depth >= self.length:
-                    break  # a cut round says nothing about what comes after
+                    break  # a cut round tells nothing about what comes after
                 offered = {rank for (p, rank), ok in zip(row, valid, strict=True) if ok and p == at}
                 learned.count(depth, offered, None if is_last else row[path[depth + 1]][1])
+
+
+POLICY = PolicyEntry(
+    "propd", "best ranks, learned on the way", "https://arxiv.org/abs/2402.13485", Progressive
+)

@@ -3,6 +3,7 @@
 Greedy and target-only rows take the top-k (POINT). Sampled rows take Gumbel top-k, which draws
 without replacement in score order, and hand q on (RSD-C, constant branching; Jeon et al. 2024,
 arXiv 2402.14160).
+Letters: B rows.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import product
 
-from specctl.drafters.parts.template import Path
-from specctl.drafters.parts.tree import DraftTree, NodeKind
-from specctl.recipes.errors import RecipeError
-from specctl.runtime.policies.base import Growth
+from specctl.core.errors import RecipeError
+from specctl.core.tree import DraftTree, NodeKind
+from specctl.drafters.states.template import Path
+from specctl.runtime.policies.base import GrowRequest, PolicyEntry
 from specctl.runtime.policies.shaped import grow_shape, shape_of
 
 
@@ -39,7 +40,7 @@ def full_paths(branch: tuple[int, ...]) -> tuple[Path, ...]:
     return tuple(path for d in depths for path in product(*(range(b) for b in branch[:d])))
 
 
-def grow_whole_levels(growth: Growth, branch: tuple[int, ...], kind: NodeKind) -> DraftTree:
+def grow_whole_levels(growth: GrowRequest, branch: tuple[int, ...], kind: NodeKind) -> DraftTree:
     """The tree of that branching, as many of its levels as the budget holds whole."""
     depth = min(growth.budget.depth, len(branch))
     while len(full_paths(branch[:depth])) > growth.budget.nodes:
@@ -77,8 +78,13 @@ class StaticTree(BranchTree):
     def kind(self, sampled: bool) -> NodeKind:
         return NodeKind.WITHOUT_REPLACEMENT if sampled else NodeKind.POINT
 
-    def grow(self, growth: Growth) -> DraftTree:
+    def grow(self, growth: GrowRequest) -> DraftTree:
         budget = growth.budget
         device = growth.view.slot_B.device
         shape = shape_of(full_paths(self.branch), budget.nodes, budget.depth, device)
         return grow_shape(growth, shape, self.kind(growth.sampled))
+
+
+POLICY = PolicyEntry(
+    "static-tree", "constant branching (RSD-C)", "https://arxiv.org/abs/2402.14160", StaticTree
+)

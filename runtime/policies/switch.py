@@ -2,40 +2,28 @@
 
 The arms are whole configurations of a team's members; plain decoding is one of them. Choices follow
 from earlier rounds and from the text only, so every arm keeps its own guarantee.
+Letters: B rows, N nodes, T fed tokens.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from specctl.drafters.parts.base import Budget, Outcome, RoundSeconds, StepState
-from specctl.drafters.parts.tree import DraftTree, NodeKind, empty_tree, fitted
+from specctl.core.drafter import Budget, Outcome, RoundSeconds, StepState
+from specctl.core.errors import unknown
+from specctl.core.tree import DraftTree, NodeKind, empty_tree, fitted
 from specctl.drafters.team import TeamState
-from specctl.recipes.errors import unknown
-from specctl.runtime.controllers.auto import Auto
-from specctl.runtime.controllers.bandit import Exp3, Ucb
+from specctl.runtime.controllers import CONTROLLERS
 from specctl.runtime.controllers.base import OFF, Arm, ArmCount, Controller, Prices, Score
-from specctl.runtime.controllers.cascade import Cascade
-from specctl.runtime.controllers.hedge import Hedge
 from specctl.runtime.controllers.match import Matches
-from specctl.runtime.controllers.posterior import Posterior
 from specctl.runtime.controllers.shadow import Shadows
-from specctl.runtime.policies.base import Growth
+from specctl.runtime.measure.cost_table import CostTable
+from specctl.runtime.policies.base import GrowRequest, PolicyEntry
 from specctl.runtime.policies.chain import Chain
 from specctl.runtime.policies.direct import Direct
-from specctl.runtime.policies.length import CostTable
-
-CONTROLLERS: Mapping[str, type[Controller]] = {
-    "auto": Auto,
-    "ucb": Ucb,
-    "exp3": Exp3,
-    "thompson": Posterior,
-    "hedge": Hedge,
-    "cascade": Cascade,
-}
 
 
 @dataclass(slots=True)
@@ -82,7 +70,7 @@ class Switch:
 
     # -- a round --------------------------------------------------------------------------------
 
-    def grow(self, growth: Growth) -> DraftTree:
+    def grow(self, growth: GrowRequest) -> DraftTree:
         state = growth.state
         assert isinstance(state, TeamState), "arms are configurations of a team's members"
         if not self.is_open:
@@ -104,7 +92,7 @@ class Switch:
             self.idle += time.perf_counter() - began
         return tree
 
-    def _draft(self, arm: Arm, growth: Growth, state: TeamState) -> DraftTree:
+    def _draft(self, arm: Arm, growth: GrowRequest, state: TeamState) -> DraftTree:
         if arm.member is None or arm.policy is None:
             return empty_tree(len(growth.view.slots), growth.view.slot_B.device)
         depth = min(growth.budget.depth, arm.length)
@@ -112,7 +100,7 @@ class Switch:
         member, vocab = state.members[arm.member], state.vocabs[arm.member]
         return fitted(arm.policy.grow(replace(growth, state=member, vocab=vocab, budget=budget)))
 
-    def _look(self, growth: Growth, state: TeamState) -> None:
+    def _look(self, growth: GrowRequest, state: TeamState) -> None:
         """Members that did not play draft as well, to be scored; stepwise ones cost forwards and
         are scored by what they play only."""
         playing = self.arms[self.played].member
@@ -140,7 +128,7 @@ class Switch:
         for score in self.shadows.ripe():
             self.brain.scored(score)
         if any(outcome.finished):
-            return  # cut rounds say nothing about an arm
+            return  # cut rounds tell nothing about an arm
         played = max(spent - self.idle, 0.0)
         self.prices.observe(outcome.tree.num_nodes, played)
         self.brain.reward(self.played, tokens / len(outcome.emitted), played)
@@ -183,6 +171,11 @@ class Switch:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Counts per arm, and what the controller itself says."""
+        """Counts per arm, and what the controller itself reports."""
         arms = {name: count.to_json() for name, count in self.counts.items() if count.rounds}
         return {"controller": self.controller, "arms": arms, **self.brain.to_json()}
+
+
+POLICY = PolicyEntry(
+    "switch", "what a controller's choice among drafters grows", "", Switch, is_tree=False
+)

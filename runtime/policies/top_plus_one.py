@@ -9,18 +9,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specctl.drafters.parts.tree import DraftTree, NodeKind
-from specctl.runtime.policies.base import Growth
+from specctl.core.tree import DraftTree, NodeKind
+from specctl.runtime.policies.base import GrowRequest, PolicyEntry
 from specctl.runtime.policies.static_tree import BranchTree, grow_whole_levels
 
 
 @dataclass(frozen=True, slots=True)
 class TopPlusOne(BranchTree):
     """Children per node by level, the root's first. A level that does not fit whole is left out: a
-    missing sibling would change the law of the sample beside it."""
+    missing sibling would change the distribution of the sample beside it."""
 
     def kind(self, sampled: bool) -> NodeKind:
         return NodeKind.TOP_PLUS_ONE if sampled else NodeKind.POINT
 
-    def grow(self, growth: Growth) -> DraftTree:
+    def grow(self, growth: GrowRequest) -> DraftTree:
         return grow_whole_levels(growth, self.branch, self.kind(growth.sampled))
+
+
+POLICY = PolicyEntry(
+    "top-plus-one", "best tokens, one sample", "https://arxiv.org/abs/2502.18779", TopPlusOne
+)

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from specctl.runtime.measure.stats import add_counts, shares
 from specctl.runtime.server.contract import Piece, Ticket
 from specctl.runtime.server.tokens import TokenTexts
-from specctl.runtime.stats import add_counts, shares
 
 REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 Json = dict[str, Any]
@@ -37,7 +37,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer(ABC):
+class ApiAnswer(ABC):
     """What a request is answered with. `verification`: lossless or approximate."""
 
     model: str
@@ -123,7 +123,7 @@ class Answer(ABC):
         return {**self._about(self.chunk_object), "choices": choices}
 
     def _stats(self, choices: Sequence[Choice]) -> Json:
-        """What speculation did, in the words of `runtime/stats.py`."""
+        """What speculation did, in the words of `runtime/measure/stats.py`."""
         rows = [choice.ticket.stats for choice in choices]
         rounds, tokens = sum(r.rounds for r in rows), sum(r.tokens for r in rows)
         counts = (add_counts(r.accepted_at for r in rows), add_counts(r.tested_at for r in rows))

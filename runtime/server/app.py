@@ -16,14 +16,14 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from specctl import __version__
-from specctl.runtime.sampling import Sampling
+from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.server import errors
-from specctl.runtime.server.answers import Answer, Choice
-from specctl.runtime.server.asks import DEFAULTS, Desk
-from specctl.runtime.server.auth import Door, Guard, Keys
+from specctl.runtime.server.answers import ApiAnswer, Choice
+from specctl.runtime.server.auth import AuthMiddleware, Door, Keys
 from specctl.runtime.server.body import BodyReader, StrictRoute
 from specctl.runtime.server.contract import Serving, Status
 from specctl.runtime.server.errors import ApiError, ErrorBody
+from specctl.runtime.server.generate_request import DEFAULTS, RequestReader
 from specctl.runtime.server.logs import RequestLog
 from specctl.runtime.server.metrics import TYPE, Metrics
 from specctl.runtime.server.page import page_routes
@@ -49,7 +49,7 @@ class Front:
     service: Serving
     name: str
     verification: str
-    desk: Desk
+    desk: RequestReader
     texts: TokenTexts
     recorder: Recorder | None
     started: int
@@ -73,7 +73,7 @@ class Front:
 
     async def _submit(
         self, body: ChatRequest | CompletionRequest, asks: Any, prompt_tokens: int
-    ) -> Answer:
+    ) -> ApiAnswer:
         """The choices, each with its ticket; if one is refused, none is left behind."""
         choices: list[Choice] = []
         try:
@@ -95,7 +95,7 @@ class Front:
         )
 
     async def _noted(
-        self, request: Request, body: ChatRequest | CompletionRequest, answer: Answer
+        self, request: Request, body: ChatRequest | CompletionRequest, answer: ApiAnswer
     ) -> AsyncIterator[bytes]:
         """The events; what was answered is noted when the last one is asked for."""
         async for event in events_of(answer, body.includes_usage):
@@ -103,7 +103,7 @@ class Front:
         self._note(request, body, answer)
 
     def _note(
-        self, request: Request, body: ChatRequest | CompletionRequest, answer: Answer
+        self, request: Request, body: ChatRequest | CompletionRequest, answer: ApiAnswer
     ) -> None:
         """For the log: counts. For the record, if there is one: prompts and answers."""
         rows = [choice.ticket.stats for choice in answer.choices]
@@ -166,13 +166,13 @@ def create_app(
     app.state.bodies = BodyReader(service.limits.max_body)
     app.router.route_class = StrictRoute
     texts = TokenTexts(service.target)
-    desk = Desk(service, defaults)
+    desk = RequestReader(service, defaults)
     front = Front(service, name, verification, desk, texts, recorder, int(time.time()))
     _watch(app, service, metrics)
     _api(app, front)
     app.router.routes.extend(pages)
     errors.install(app, [*CompletionRequest.model_fields, *ChatRequest.model_fields])
-    app.add_middleware(Guard, door=door)
+    app.add_middleware(AuthMiddleware, door=door)
     app.add_middleware(RequestLog, on_answered=metrics.answered)
     return app
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from specctl.recipes.errors import FileError, SpecctlError
+from specctl.core.errors import FileError, SpecctlError
 from specctl.runtime.server.errors import ApiError
 
 OPEN = frozenset({"/health", "/ready"})
@@ -148,7 +148,7 @@ def _password(word: str) -> str:
         return ""
 
 
-class Guard:
+class AuthMiddleware:
     """The middleware: nothing behind it sees a request that the door refuses."""
 
     def __init__(self, app: ASGIApp, door: Door) -> None:

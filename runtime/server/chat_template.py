@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from jinja2 import TemplateError
 
-from specctl.recipes.errors import SpecctlError
+from specctl.core.errors import SpecctlError
 from specctl.runtime.server.protocol import Message
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 
 ROLES = {"developer": "system"}  # what OpenAI calls a system message of late
 

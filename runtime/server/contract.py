@@ -11,16 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from specctl.recipes.errors import ResourceError, SpecctlError
-from specctl.runtime.sampling import Sampling
+from specctl.core.errors import ResourceError, SpecctlError
+from specctl.runtime.engine.request import TokenLogprob
+from specctl.runtime.measure.stats import RowStats
+from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.server.limits import Limits
-from specctl.runtime.session import TokenLogprob
-from specctl.runtime.stats import RowStats
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class GenerateRequest:
     """One continuation. Asks of one `conversation` (a name that nobody else can guess) may reuse
     what was read of them before. `logprobs`: None for none, k for the drawn token and the k best.
     """
@@ -88,7 +88,7 @@ class Ticket:
     the ask waited too long (then there was no piece). `stats` is there when it has finished.
     """
 
-    def __init__(self, ask: Ask, on_cancel: Callable[[Ticket], None]) -> None:
+    def __init__(self, ask: GenerateRequest, on_cancel: Callable[[Ticket], None]) -> None:
         self.ask, self.stats = ask, RowStats()
         self.failure: SpecctlError | None = None
         self.loop = asyncio.get_running_loop()
@@ -183,7 +183,7 @@ class Serving(Protocol):
     def start(self) -> None:
         """Begin to load; the state becomes "ready" when asks are served."""
 
-    async def submit(self, ask: Ask) -> Ticket:
+    async def submit(self, ask: GenerateRequest) -> Ticket:
         """A ticket of an ask that will be served. Raises Busy, Unavailable or TooLong."""
 
     async def drain(self, seconds: float) -> bool:

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from specctl.recipes.errors import SpecctlError
+from specctl.core.errors import SpecctlError
 from specctl.runtime.server.contract import Busy, TooLong, Unavailable
 
 RETRY_SECONDS = 5  # told with a 503: the server loads, or another one takes over

@@ -1,18 +1,18 @@
-"""Job: one ask in the engine thread, from the queue to its last piece."""
+"""ServerJob: one ask in the engine thread, from the queue to its last piece."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
 
+from specctl.runtime.engine.request import Emission, Request, Row
+from specctl.runtime.measure.stats import RowStats
 from specctl.runtime.server.contract import Counters, Finished, Piece, Ticket
-from specctl.runtime.server.text import TextStream
-from specctl.runtime.session import Emission, Request, Row
-from specctl.runtime.stats import RowStats
+from specctl.runtime.target.text_stream import TextStream
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class ServerJob:
     """An ask and what it has got so far. One writer: the engine thread. `asked` and the other
     times are seconds of the monotonic clock; `counted` is what the counters know of it."""
 

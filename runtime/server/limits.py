@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from specctl.recipes.errors import RecipeError
+from specctl.core.errors import RecipeError
 
 _MAY_BE_ZERO = ("max_queue", "max_logprobs", "drain", "queue_timeout", "control_tokens")
 

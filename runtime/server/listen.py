@@ -24,7 +24,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from specctl.recipes.errors import ResourceError, SpecctlError
+from specctl.core.errors import ResourceError, SpecctlError
 from specctl.runtime.server.contract import Serving
 from specctl.runtime.server.errors import ApiError
 from specctl.runtime.server.logs import log

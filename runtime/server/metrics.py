@@ -1,7 +1,7 @@
 """/metrics: what Prometheus scrapes. Counts of speculation come from the engine's own counters.
 
 Names follow vLLM's (`spec_decode_num_drafts`, ...) under the prefix `specctl:`; tau counts the
-bonus token, `accepted` never does (`runtime/stats.py`).
+bonus token, `accepted` never does (`runtime/measure/stats.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Metrics:
 
     def __init__(self, service: Serving, recorder: Recorder | None = None) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(Reading(service, recorder))
+        self._registry.register(Scrape(service, recorder))
 
         def times(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"specctl:{name}", help, buckets=buckets, registry=self._registry)
@@ -57,7 +57,7 @@ class Metrics:
             self._between.observe(seconds)
 
 
-class Reading:
+class Scrape:
     """The service's counters and state at the moment of a scrape."""
 
     def __init__(self, service: Serving, recorder: Recorder | None) -> None:

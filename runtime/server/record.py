@@ -16,7 +16,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from specctl.recipes.errors import FileError
+from specctl.core.errors import FileError
 from specctl.runtime.server.logs import log
 
 MAX_BYTES = 256 << 20  # then the file becomes NAME.1.jsonl, in the place of an older one

@@ -16,18 +16,21 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from specctl.drafters.parts.base import Drafter
-from specctl.recipes.errors import SpecctlError
+from specctl.core.drafter import Drafter
+from specctl.core.errors import SpecctlError
+from specctl.runtime.batching.base import Batching
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.guard import Guard, place_of
+from specctl.runtime.engine.request import TokenLogprob
 from specctl.runtime.generate import default_policy
-from specctl.runtime.guarded import GuardedEngine, place_of
 from specctl.runtime.policies.base import Policy
-from specctl.runtime.policies.batch.base import Batching
-from specctl.runtime.sampling import SamplingBatch
+from specctl.runtime.sampling.sampling import SamplingBatch
+from specctl.runtime.server.capacity import Capacity, room_for
 from specctl.runtime.server.contract import (
-    Ask,
     Busy,
     Counters,
     Finished,
+    GenerateRequest,
     Piece,
     Serving,
     Status,
@@ -35,19 +38,17 @@ from specctl.runtime.server.contract import (
     TooLong,
     Unavailable,
 )
-from specctl.runtime.server.desk import Desk
 from specctl.runtime.server.limits import Limits
-from specctl.runtime.server.room import Room, room_for
+from specctl.runtime.server.request_queue import RequestQueue
 from specctl.runtime.server.worker import Worker
-from specctl.runtime.session import TokenLogprob
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 from specctl.runtime.verify.choice import check_rule
 
 __all__ = [
-    "Ask",
     "Busy",
     "Counters",
     "Finished",
+    "GenerateRequest",
     "Limits",
     "Piece",
     "Service",
@@ -88,10 +89,10 @@ class Service:
         check_rule(rule, drafter, self.policy)
         self.counters = Counters()
         self.on_finish: list[Callable[[Finished], None]] = []
-        self.room: Room = room_for(target, self.policy, self.limits, drafter)
+        self.room: Capacity = room_for(target, self.policy, self.limits, drafter)
         self.failure: str | None = None
         self._say, self._why_off = say, why_off
-        self._desk = Desk(self.limits.max_queue)
+        self._desk = RequestQueue(self.limits.max_queue)
         self._desk.slots = self.room.slots
         self._worker: Worker | None = None
         self._thread: threading.Thread | None = None
@@ -111,8 +112,9 @@ class Service:
         """The engine thread."""
         timeout = self.limits.queue_timeout
         try:
-            engine = self._engine()
-            worker = Worker(engine, self._desk, self.counters, self.on_finish, timeout)
+            guard = Guard(self.target.spec.vocab_size, self._say)
+            engine = self._engine(guard)
+            worker = Worker(engine, guard, self._desk, self.counters, self.on_finish, timeout)
         except Exception as error:
             self._fail(error)
             return
@@ -129,13 +131,13 @@ class Service:
         LOG.error("the engine thread failed: %s", place_of(error), exc_info=error)
         self._desk.enter("failed")
 
-    def _engine(self) -> GuardedEngine:
+    def _engine(self, guard: Guard) -> Engine:
         """The engine with its caches; without the drafter if that cannot be had. The tokenizer is
         a copy: those of transformers may be used by one thread at a time."""
         target = replace(self.target, tokenizer=copy.deepcopy(self.target.tokenizer))
 
-        def made(drafter: Drafter | None) -> GuardedEngine:
-            return GuardedEngine(
+        def made(drafter: Drafter | None) -> Engine:
+            return Engine(
                 target,
                 drafter,
                 self.policy if drafter is not None else None,
@@ -143,14 +145,14 @@ class Service:
                 self.room.slots,
                 batching=self.batching if drafter is not None else None,
                 prefill_chunk=self.limits.prefill_chunk,
-                say=self._say,
+                wrap_drafter=guard.wrap,
             )
 
         try:
             engine = made(self.drafter)
         except Exception as error:
             engine = made(None)
-            engine.lose_all(place_of(error))
+            guard.give_up(place_of(error))
         engine.open(self.room.context)
         return engine
 
@@ -170,7 +172,7 @@ class Service:
 
     # -- asks -----------------------------------------------------------------------------------
 
-    async def submit(self, ask: Ask) -> Ticket:
+    async def submit(self, ask: GenerateRequest) -> Ticket:
         """A ticket of an ask that will be served. Raises Busy, Unavailable, TooLong, or another
         SpecctlError for a setting that does not fit the target."""
         if self._desk.state != "ready":
@@ -184,7 +186,7 @@ class Service:
             raise
         return ticket
 
-    def _check(self, ask: Ask) -> None:
+    def _check(self, ask: GenerateRequest) -> None:
         """Refuse what could only fail later: its length, and ids that do not exist."""
         sampling, vocab_size = ask.sampling, self.target.spec.vocab_size
         if len(ask.tokens) + sampling.max_new_tokens > self.room.context:
@@ -204,7 +206,7 @@ class Service:
         running = 0 if worker is None else min(worker.num_running, desk.num_open)
         why_off = self._why_off
         if why_off is None and worker is not None:
-            why_off = worker.engine.why_off
+            why_off = worker.guard.why_off
         return Status(
             desk.state,
             running,

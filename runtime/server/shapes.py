@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from specctl.runtime.server.answers import Answer, Choice, Json
+from specctl.runtime.server.answers import ApiAnswer, Choice, Json
 from specctl.runtime.server.contract import Piece
 from specctl.runtime.server.tokens import LEAST
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(ApiAnswer):
     """Choices hold a message, chunks a delta."""
 
     prefix = "chatcmpl-"
@@ -31,7 +31,7 @@ class ChatAnswer(Answer):
         return {"content": content, "refusal": None}
 
 
-class TextAnswer(Answer):
+class TextAnswer(ApiAnswer):
     """Choices and chunks hold text."""
 
     prefix = "cmpl-"

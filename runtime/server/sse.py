@@ -16,8 +16,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from specctl.recipes.errors import SpecctlError
-from specctl.runtime.server.answers import Answer, Choice, Json
+from specctl.core.errors import SpecctlError
+from specctl.runtime.server.answers import ApiAnswer, Choice, Json
 from specctl.runtime.server.contract import Piece
 from specctl.runtime.server.errors import ApiError, api_error, broken, outgrown
 
@@ -27,7 +27,7 @@ DONE = b"data: [DONE]\n\n"
 ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
-async def pieces_of(answer: Answer) -> Pieces:
+async def pieces_of(answer: ApiAnswer) -> Pieces:
     """The pieces of all choices as they come. Raises ApiError where one fails or is cut off."""
     if len(answer.choices) == 1:
         found = _checked(answer.choices[0])
@@ -80,7 +80,7 @@ async def _merged(
             task.cancel()
 
 
-async def collected(answer: Answer) -> Json:
+async def collected(answer: ApiAnswer) -> Json:
     """The whole answer."""
     async with aclosing(pieces_of(answer)) as pieces:
         async for choice, piece in pieces:
@@ -88,7 +88,7 @@ async def collected(answer: Answer) -> Json:
     return answer.whole()
 
 
-async def events_of(answer: Answer, includes_usage: bool) -> AsyncGenerator[bytes, None]:
+async def events_of(answer: ApiAnswer, includes_usage: bool) -> AsyncGenerator[bytes, None]:
     """The events of an answer, [DONE] last. A failure behind the first event is an event, too."""
     is_begun = False
     try:
@@ -139,7 +139,7 @@ async def _gone(receive: Receive) -> None:
 class EventStream(StreamingResponse):
     """Events, the first of which is there already; however it ends, the tickets are cancelled."""
 
-    def __init__(self, answer: Answer, first: bytes, rest: AsyncIterator[bytes]) -> None:
+    def __init__(self, answer: ApiAnswer, first: bytes, rest: AsyncIterator[bytes]) -> None:
         async def events() -> AsyncIterator[bytes]:
             yield first
             async for event in rest:
@@ -156,7 +156,7 @@ class EventStream(StreamingResponse):
             cancel(self.answer)
 
 
-def cancel(answer: Answer) -> None:
+def cancel(answer: ApiAnswer) -> None:
     """Give up what is unfinished."""
     for choice in answer.choices:
         choice.ticket.cancel()

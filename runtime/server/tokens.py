@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from specctl.runtime.lexicon import Lexicon
-from specctl.runtime.session import TokenLogprob
-from specctl.runtime.target import Target
+from specctl.runtime.cross_vocab.token_bytes import TokenBytes
+from specctl.runtime.engine.request import TokenLogprob
+from specctl.runtime.target.target import Target
 
 LEAST = -9999.0  # stands for the log-probability of what cannot come: JSON has no infinity
 
@@ -16,7 +16,7 @@ class TokenTexts:
 
     def __init__(self, target: Target) -> None:
         eos = target.eos_ids[0] if target.eos_ids else None
-        self._lexicon = Lexicon.of(target.tokenizer, target.spec.vocab_size, eos)
+        self._lexicon = TokenBytes.of(target.tokenizer, target.spec.vocab_size, eos)
 
     def bytes_of(self, token: int) -> bytes:
         if token in self._lexicon.marker_of:

@@ -9,13 +9,14 @@ from asyncio import AbstractEventLoop
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from specctl.recipes.errors import ResourceError, SpecctlError
-from specctl.runtime.guarded import GuardedEngine, place_of
+from specctl.core.errors import ResourceError, SpecctlError
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.guard import Guard, place_of
+from specctl.runtime.engine.request import Emission, Row
 from specctl.runtime.server.contract import Busy, Counters, Finished, Piece, Ticket
-from specctl.runtime.server.desk import Desk
-from specctl.runtime.server.job import Job
-from specctl.runtime.server.text import Speech, TextStream
-from specctl.runtime.session import Emission, Row
+from specctl.runtime.server.job import ServerJob
+from specctl.runtime.server.request_queue import RequestQueue
+from specctl.runtime.target.text_stream import TextStream, TokenDecoder
 
 LOG = logging.getLogger("specctl.server")
 CRASHES = 3  # rounds in a row that fail before the service gives up
@@ -28,17 +29,18 @@ class Worker:
 
     def __init__(
         self,
-        engine: GuardedEngine,
-        desk: Desk,
+        engine: Engine,
+        guard: Guard,
+        desk: RequestQueue,
         counters: Counters,
         on_finish: Sequence[Callable[[Finished], None]],
         queue_timeout: float,
     ) -> None:
-        self.engine, self.desk, self.counters = engine, desk, counters
-        counters.spec_disabled = engine.num_disabled  # not 0 where the drafter could not be opened
+        self.engine, self.guard, self.desk, self.counters = engine, guard, desk, counters
+        counters.spec_disabled = guard.num_disabled  # not 0 where the drafter could not be opened
         self.on_finish, self.queue_timeout = on_finish, queue_timeout
-        self.speech = Speech(engine.target)
-        self.jobs: dict[int, Job] = {}
+        self.decoder = TokenDecoder.of(engine.target)
+        self.jobs: dict[int, ServerJob] = {}
         self._index_of: dict[Ticket, int] = {}
         self._numbers, self._crashes = count(), 0
         self._out: dict[AbstractEventLoop, list[Letter]] = {}
@@ -69,19 +71,19 @@ class Worker:
 
     @property
     def num_running(self) -> int:
-        return len(self.engine.rows) + len(self.engine.admission.readings)
+        return len(self.engine.rows) + len(self.engine.scheduler.prefilling)
 
     # -- one round ------------------------------------------------------------------------------
 
     def _round(self) -> None:
         began = time.monotonic()
         try:
-            emissions = self.engine.advance()
+            emissions = self.engine.step()
         except Exception as error:
             self._survive(error)
             return
-        for reading in self.engine.admission.readings:
-            self._seat(reading.row)
+        for progress in self.engine.scheduler.prefilling:
+            self._seat(progress.row)
         for emission in emissions:
             self._crashes = 0
             self._seat(emission.row)
@@ -93,9 +95,9 @@ class Worker:
                 self._fail(job, place_of(error))
         self.counters.steps += bool(emissions)
         self.counters.seconds += time.monotonic() - began
-        self.counters.spec_disabled = self.engine.num_disabled
+        self.counters.spec_disabled = self.guard.num_disabled
 
-    def _tell(self, job: Job, emission: Emission) -> None:
+    def _tell(self, job: ServerJob, emission: Emission) -> None:
         piece = job.piece(emission)
         job.count(self.counters)
         if piece.finish_reason is None:
@@ -113,9 +115,9 @@ class Worker:
     def _expire(self) -> None:
         """Refuse who waited too long and gets no slot in this round either; the queue is in order
         of arrival."""
-        late, admission = time.monotonic() - self.queue_timeout, self.engine.admission
-        while len(admission.waiting) > len(admission.free):
-            job = self.jobs[admission.waiting[len(admission.free)][0]]
+        late, scheduler = time.monotonic() - self.queue_timeout, self.engine.scheduler
+        while len(scheduler.waiting) > len(scheduler.free):
+            job = self.jobs[scheduler.waiting[len(scheduler.free)][0]]
             if job.asked >= late:
                 return
             self.engine.cancel(job.index)
@@ -128,7 +130,7 @@ class Worker:
         self._crashes += 1
         LOG.error("a round failed: %s", place_of(error), exc_info=error)
         live = {row.index: row for row in self.engine.rows}
-        waiting = {index for index, _ in self.engine.admission.waiting}
+        waiting = {index for index, _ in self.engine.scheduler.waiting}
         inside = [job for job in self.jobs.values() if job.index not in waiting]
         suspects = [job for job in inside if _is_suspect(job, live.get(job.index))]
         for job in suspects or inside:
@@ -136,7 +138,7 @@ class Worker:
         if self._crashes >= CRASHES:
             self.desk.enter("failed")
 
-    def _fail(self, job: Job, found: str) -> None:
+    def _fail(self, job: ServerJob, found: str) -> None:
         """This answer ends here; its ticket says why."""
         self.engine.cancel(job.index)
         do = "send the request again; if it fails again, tell who runs the server"
@@ -146,8 +148,8 @@ class Worker:
     # -- coming and going -----------------------------------------------------------------------
 
     def _enter(self, ticket: Ticket) -> None:
-        stream = TextStream(self.speech, ticket.ask.sampling.stop)
-        job = Job(next(self._numbers), ticket, stream, time.monotonic())
+        stream = TextStream(self.decoder, ticket.ask.sampling.stop)
+        job = ServerJob(next(self._numbers), ticket, stream, time.monotonic())
         self.jobs[job.index], self._index_of[ticket] = job, job.index
         try:
             self.engine.submit(job.index, job.request)
@@ -160,7 +162,7 @@ class Worker:
             self.engine.cancel(index)
             self._leave(self.jobs[index], "cancelled", None)
 
-    def _leave(self, job: Job, outcome: str, last: Piece | SpecctlError | None) -> None:
+    def _leave(self, job: ServerJob, outcome: str, last: Piece | SpecctlError | None) -> None:
         """The ask is over: its ticket gets the last it will get, everybody is told."""
         del self.jobs[job.index], self._index_of[job.ticket]
         if job.row is not None:
@@ -191,7 +193,7 @@ class Worker:
                     self.desk.give_up(ticket)
 
 
-def _is_suspect(job: Job, row: Row | None) -> bool:
+def _is_suspect(job: ServerJob, row: Row | None) -> bool:
     """No live row (its prompt was being read), own code in the round, or tokens without a piece."""
     sampling = job.ticket.ask.sampling
     has_code = bool(sampling.processors) or sampling.grammar is not None

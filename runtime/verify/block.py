@@ -4,8 +4,9 @@ Sun et al., "Block verification accelerates speculative decoding" (arXiv 2403.10
 With w_0 = 1 and w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)), the prefix of length i passes if
 u_i < h_i, where h_i = m_i / (m_i + 1 - w_i), m_i = sum_x [w_i p_{i+1}(x) - q_{i+1}(x)]+, and
 h_g = w_g at the end. The longest passing prefix is kept (every test is made: a short prefix that
-fails says nothing about a longer one); then draw from norm([w p - q]+), or from p at the end.
+fails tells nothing about a longer one); then draw from norm([w p - q]+), or from p at the end.
 Letters as in `walk`.
+Letters: B rows, K draft vocabulary, M new nodes, N nodes, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -13,10 +14,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.tree import DraftTree
-from specctl.runtime.noise import Noise
+from specctl.core.tree import DraftTree
+from specctl.runtime.sampling.noise import Noise
+from specctl.runtime.verify import scalar
 from specctl.runtime.verify.chain import bonus_only
-from specctl.runtime.verify.walk import DraftLaw, Verdict, at_token, chain_verdict, draw, row
+from specctl.runtime.verify.walk import (
+    SAMPLED,
+    DraftDistribution,
+    Rule,
+    Verdict,
+    at_token,
+    chain_verdict,
+    draw,
+    row,
+)
 
 _TINY = 1e-30
 
@@ -27,20 +38,22 @@ def block(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
     if not tree.num_nodes:
         return bonus_only(p_BTV, noise)
     N = tree.num_nodes
-    law = DraftLaw.of(tree, p_BTV)
-    weight_BT = _weights(at_token(p_BTV[:, :-1], tree.token_BN.clamp(min=0)), law.of_token())
+    distribution = DraftDistribution.of(tree, p_BTV)
+    weight_BT = _weights(
+        at_token(p_BTV[:, :-1], tree.token_BN.clamp(min=0)), distribution.of_token()
+    )
     length_B1 = tree.valid_BN.sum(1, keepdim=True)
     index_N = torch.arange(1, N + 1, device=p_BTV.device)
     threshold_BN = torch.where(
-        index_N == length_B1, weight_BT[:, 1:], _thresholds(weight_BT, p_BTV, law)
+        index_N == length_B1, weight_BT[:, 1:], _thresholds(weight_BT, p_BTV, distribution)
     )
     u_BN = noise.accept_BT(N + 1)[:, 1:].to(p_BTV.dtype)
     pass_BN = (u_BN < threshold_BN) & tree.valid_BN
     num_accepted_B = (pass_BN * index_N).amax(1)
     at_B1 = num_accepted_B[:, None]
-    q_BK = row(law.prob_BTK, num_accepted_B) * (at_B1 < length_B1)
+    q_BK = row(distribution.prob_BTK, num_accepted_B) * (at_B1 < length_B1)
     p_BV = row(p_BTV, num_accepted_B)
-    next_B = draw(law.minus(p_BV * weight_BT.gather(1, at_B1), q_BK), p_BV, noise)
+    next_B = draw(distribution.minus(p_BV * weight_BT.gather(1, at_B1), q_BK), p_BV, noise)
     return chain_verdict(num_accepted_B, next_B, tree.depth)
 
 
@@ -52,16 +65,27 @@ def _weights(p_BN: Tensor, q_BN: Tensor) -> Tensor:
     return (sum_BT - sum_BT.cummax(1).values).exp()
 
 
-def _thresholds(weight_BT: Tensor, p_BTV: Tensor, law: DraftLaw) -> Tensor:
+def _thresholds(weight_BT: Tensor, p_BTV: Tensor, distribution: DraftDistribution) -> Tensor:
     """[B, N]: h_1 .. h_{N-1} of the look-ahead rows; the last column (never read) is zero."""
     w_BM1 = weight_BT[:, 1:-1, None]
-    ahead_BMV, q_BMK = p_BTV[:, 1:-1], law.prob_BTK[:, 1:-1]
-    if law.ids_K is None:
+    ahead_BMV, q_BMK = p_BTV[:, 1:-1], distribution.prob_BTK[:, 1:-1]
+    if distribution.ids_K is None:
         mass_BM = (w_BM1 * ahead_BMV - q_BMK).clamp_(min=0).sum(-1)
     else:
-        on_BMK = ahead_BMV.index_select(2, law.ids_K)
+        on_BMK = ahead_BMV.index_select(2, distribution.ids_K)
         off_BM = (1.0 - on_BMK.sum(-1)).clamp_(min=0)
         mass_BM = (w_BM1 * on_BMK - q_BMK).clamp_(min=0).sum(-1) + w_BM1[:, :, 0] * off_BM
     whole_BM = mass_BM + (1.0 - w_BM1[:, :, 0])
     threshold_BM = torch.where(whole_BM > 0, mass_BM / whole_BM, 0.0)
     return torch.nn.functional.pad(threshold_BM, (0, 1))
+
+
+RULE = Rule(
+    "block",
+    "block verification, the best for one chain",
+    "https://arxiv.org/abs/2403.10444",
+    block,
+    scalar.block,
+    SAMPLED,
+    chains_only=True,
+)

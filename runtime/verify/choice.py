@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from specctl.drafters.parts.base import Drafter
-from specctl.drafters.parts.tree import DraftTree
+from specctl.core.drafter import Drafter
+from specctl.core.tree import DraftTree
 from specctl.runtime.policies.base import Policy
 from specctl.runtime.verify import check_legal, default_rule
 

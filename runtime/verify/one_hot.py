@@ -1,8 +1,9 @@
 """One-hot verification of deterministic candidates, sibling by sibling (the rule of EAGLE-2).
 
-At a node with law r = p: accept sibling t with probability r(t) / sum r, else r(t) := 0; after the
-last miss draw from r. A node is left by one of its drafts with probability p(children), as in
-`target-only`, for one uniform per sibling instead of a draw per node. Letters as in `walk`.
+At a node with distribution r = p: accept sibling t with probability r(t) / sum r, else r(t) := 0;
+after the last miss draw from r. A node is left by one of its drafts with probability p(children),
+as in `target-only`, for one uniform per sibling instead of a draw per node. Letters as in `walk`.
+Letters: B rows, N nodes, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.tree import DraftTree
-from specctl.runtime.noise import Noise
+from specctl.core.tree import DraftTree, NodeKind
+from specctl.runtime.sampling.noise import Noise
+from specctl.runtime.verify import scalar
 from specctl.runtime.verify.walk import (
+    Rule,
     Verdict,
     at_token,
     chain_verdict,
@@ -59,7 +62,20 @@ def _passes(tree: DraftTree, prob_BN: Tensor, u_BN: Tensor) -> Tensor:
 def _last(
     p_BTV: Tensor, node_B: Tensor, token_BN: Tensor, tested_BN: Tensor, noise: Noise
 ) -> Tensor:
-    """Draw from the law at the last node without the children that were tested and missed."""
-    law_BV = row(p_BTV, node_B)
-    missed_BV = torch.zeros_like(law_BV).scatter_add_(1, token_BN, tested_BN.to(law_BV.dtype))
-    return draw(law_BV.masked_fill(missed_BV > 0, 0.0), law_BV, noise)
+    """Draw from the distribution at the last node without the children that were tested and
+    missed."""
+    distribution_BV = row(p_BTV, node_B)
+    missed_BV = torch.zeros_like(distribution_BV).scatter_add_(
+        1, token_BN, tested_BN.to(distribution_BV.dtype)
+    )
+    return draw(distribution_BV.masked_fill(missed_BV > 0, 0.0), distribution_BV, noise)
+
+
+RULE = Rule(
+    "one-hot",
+    "test candidates one by one",
+    "https://arxiv.org/abs/2406.16858",
+    one_hot,
+    scalar.one_hot,
+    {NodeKind.POINT},
+)

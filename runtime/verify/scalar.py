@@ -1,9 +1,9 @@
 """The rules once more, as scalar recursions against a `Chooser`: the reference of the fast rules.
 
 Written from the papers' recursions, sharing no code with the vectorised rules. With a
-`ReplayChooser` (enumerate.py) they are summed over every coin; with a `NoiseChooser` they must
-decide exactly as the fast rules do under the same noise. Rules that test several siblings from the
-root down are in scalar_siblings.py.
+`ReplayChooser` (proof/enumerate.py) they are summed over every coin; with a `NoiseChooser` they
+must decide exactly as the fast rules do under the same noise. Rules that test several siblings from
+the root down are in scalar_siblings.py.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from specctl.runtime.verify import scalar_siblings
 from specctl.runtime.verify.scalar_parts import (
     Chooser,
-    Drafted,
     Ended,
-    ScalarRule,
+    ScalarTree,
     norm,
     point,
     positive,
@@ -26,18 +24,18 @@ from specctl.runtime.verify.scalar_parts import (
 )
 
 
-def greedy(tree: Drafted, chooser: Chooser) -> Ended:
+def greedy(tree: ScalarTree, chooser: Chooser) -> Ended:
     """Follow the argmax."""
     del chooser
     return _follow(tree, lambda at: int(np.argmax(tree.p[at])))
 
 
-def target_only(tree: Drafted, chooser: Chooser) -> Ended:
+def target_only(tree: ScalarTree, chooser: Chooser) -> Ended:
     """Follow the target's own draws."""
     return _follow(tree, lambda at: chooser.pick(at, tree.p[at]))
 
 
-def _follow(tree: Drafted, choose: Callable[[int], int]) -> Ended:
+def _follow(tree: ScalarTree, choose: Callable[[int], int]) -> Ended:
     """A token may have been drafted twice: whatever hangs below either copy is walked."""
     alive = [0]
     while True:
@@ -48,21 +46,23 @@ def _follow(tree: Drafted, choose: Callable[[int], int]) -> Ended:
         alive = hits
 
 
-def one_hot(tree: Drafted, chooser: Chooser) -> Ended:
-    """Candidates one by one; a missed candidate leaves the law."""
-    at, law = 0, tree.p[0]
+def one_hot(tree: ScalarTree, chooser: Chooser) -> Ended:
+    """Candidates one by one; a missed candidate leaves the distribution."""
+    at, distribution = 0, tree.p[0]
     while True:
         for child in tree.children[at]:
-            if chooser.flip(child, float(law[tree.token[child]] / max(law.sum(), 1e-300))):
-                at, law = child, tree.p[child]
+            if chooser.flip(
+                child, float(distribution[tree.token[child]] / max(distribution.sum(), 1e-300))
+            ):
+                at, distribution = child, tree.p[child]
                 break
-            law = law.copy()
-            law[tree.token[child]] = 0.0
+            distribution = distribution.copy()
+            distribution[tree.token[child]] = 0.0
         else:
-            return at, norm(law, tree.p[at])
+            return at, norm(distribution, tree.p[at])
 
 
-def chain(tree: Drafted, chooser: Chooser) -> Ended:
+def chain(tree: ScalarTree, chooser: Chooser) -> Ended:
     """Token-level speculative sampling."""
     assert tree.q is not None
     at = 0
@@ -75,7 +75,7 @@ def chain(tree: Drafted, chooser: Chooser) -> Ended:
     return at, tree.p[at]
 
 
-def block(tree: Drafted, chooser: Chooser) -> Ended:
+def block(tree: ScalarTree, chooser: Chooser) -> Ended:
     """Block verification, from the definition of h."""
     assert tree.q is not None
     p, q, last = tree.p, tree.q, len(tree.token) - 1
@@ -91,7 +91,7 @@ def block(tree: Drafted, chooser: Chooser) -> Ended:
     return ended
 
 
-def traversal(tree: Drafted, chooser: Chooser) -> Ended:
+def traversal(tree: ScalarTree, chooser: Chooser) -> Ended:
     """Traversal verification, in its recursive form."""
     assert tree.q is not None
     weight = {0: 1.0}
@@ -118,11 +118,12 @@ def traversal(tree: Drafted, chooser: Chooser) -> Ended:
     return found
 
 
-def multi_path(tree: Drafted, chooser: Chooser) -> Ended:
-    """Block verification of the best of K whole paths, told that path's own law."""
+def multi_path(tree: ScalarTree, chooser: Chooser) -> Ended:
+    """Block verification of the best of several whole paths, with that path's own distribution as
+    q."""
     assert tree.q is not None
     num_paths = len(tree.children[0])
-    line, alive, laws, below, here = [0], list(tree.children[0]), [], 0.0, 1.0
+    line, alive, distributions, below, here = [0], list(tree.children[0]), [], 0.0, 1.0
     while alive:
         p, q = tree.p[line[-1]], tree.q[line[-1]]
         order = sorted(range(len(p)), key=lambda x: (p[x] / q[x] if q[x] > 0 else -1.0, x))
@@ -130,35 +131,19 @@ def multi_path(tree: Drafted, chooser: Chooser) -> Ended:
         low = edge - here * q[order]
         skewed = np.zeros_like(q)
         skewed[order] = edge**num_paths - low**num_paths
-        laws.append(skewed / max(skewed.sum(), 1e-300))
+        distributions.append(skewed / max(skewed.sum(), 1e-300))
         best = max(alive, key=lambda fed: order.index(tree.token[fed]))
         same = [fed for fed in alive if tree.token[fed] == tree.token[best]]
         below, here = float(low[order.index(tree.token[best])]), here * q[tree.token[best]]
         alive = [child for fed in same for child in tree.children[fed]]
         line.append(best)
-    chained = Drafted(
+    chained = ScalarTree(
         [tree.token[fed] for fed in line],
         [max(i - 1, 0) for i in range(len(line))],
         [[i + 1] if i + 1 < len(line) else [] for i in range(len(line))],
         [tree.p[fed] for fed in line],
-        [*laws, tree.q[line[-1]]],
+        [*distributions, tree.q[line[-1]]],
         tree.kind,
     )
-    end, law = block(chained, chooser)
-    return line[end], law
-
-
-SCALAR_RULES: dict[str, ScalarRule] = {
-    "greedy": greedy,
-    "target-only": target_only,
-    "one-hot": one_hot,
-    "chain": chain,
-    "block": block,
-    "recursive": scalar_siblings.recursive,
-    "multi-round": scalar_siblings.multi_round,
-    "spectr": scalar_siblings.spectr,
-    "sequoia": scalar_siblings.sequoia,
-    "top-plus-one": scalar_siblings.top_plus_one,
-    "traversal": traversal,
-    "multi-path": multi_path,
-}
+    end, distribution = block(chained, chooser)
+    return line[end], distribution

@@ -1,6 +1,7 @@
-"""What scalar rules are written with: laws, a drafted tree, and where coins come from.
+"""What scalar rules are written with: distributions, a drafted tree, and where coins come from.
 
-Words: all of a `Drafted` tree is indexed by fed index (0 = the root).
+All of a `ScalarTree` is indexed by fed index (0 = the root). Letters: T fed tokens, V target
+vocabulary.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from specctl.drafters.parts.tree import NodeKind
+from specctl.core.tree import NodeKind
 
-Law = NDArray[np.float64]
+Distribution = NDArray[np.float64]
 
 
 class Chooser(Protocol):
@@ -22,12 +23,12 @@ class Chooser(Protocol):
 
     def flip(self, fed: int, probability: float) -> bool: ...
 
-    def pick(self, fed: int, law: Law) -> int: ...
+    def pick(self, fed: int, distribution: Distribution) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Drafted:
-    """One drafted tree with the laws at its fed tokens (index 0 = the root).
+class ScalarTree:
+    """One drafted tree with the distributions at its fed tokens (index 0 = the root).
 
     `token`, `parent` (fed indices), `children` (fed indices in draw order, by fed index), `p` and
     `q` (None for deterministic candidates), all by fed index; token[0] is unused.
@@ -36,56 +37,56 @@ class Drafted:
     token: Sequence[int]
     parent: Sequence[int]
     children: Sequence[Sequence[int]]
-    p: Sequence[Law]
-    q: Sequence[Law] | None
+    p: Sequence[Distribution]
+    q: Sequence[Distribution] | None
     kind: NodeKind
 
 
-# A rule ends at a fed index and leaves the law of the token after it.
-Ended = tuple[int, Law]
-ScalarRule = Callable[[Drafted, Chooser], Ended]
+# A rule ends at a fed index and leaves the distribution of the token after it.
+Ended = tuple[int, Distribution]
+ScalarRule = Callable[[ScalarTree, Chooser], Ended]
 
 
-def positive(law: Law) -> Law:
-    return np.maximum(law, 0.0)
+def positive(distribution: Distribution) -> Distribution:
+    return np.maximum(distribution, 0.0)
 
 
-def norm(law: Law, fallback: Law) -> Law:
-    mass = law.sum()
-    return law / mass if mass > 0 else fallback
+def norm(distribution: Distribution, fallback: Distribution) -> Distribution:
+    mass = distribution.sum()
+    return distribution / mass if mass > 0 else fallback
 
 
 def ratio(p: float, q: float) -> float:
     return min(1.0, p / q) if q > 0 else 0.0
 
 
-def point(token: int, size: int) -> Law:
-    law = np.zeros(size)
-    law[token] = 1.0
-    return law
+def point(token: int, size: int) -> Distribution:
+    distribution = np.zeros(size)
+    distribution[token] = 1.0
+    return distribution
 
 
-def without(law: Law, token: int) -> Law:
-    """The law after `token` was drawn from it and not put back."""
-    law = law.copy()
-    law[token] = 0.0
-    return norm(law, law)
+def without(distribution: Distribution, token: int) -> Distribution:
+    """The distribution after `token` was drawn from it and not put back."""
+    distribution = distribution.copy()
+    distribution[token] = 0.0
+    return norm(distribution, distribution)
 
 
 @dataclass(frozen=True, slots=True)
 class NoiseChooser:
     """Decides by given numbers: uniforms by fed index, Gumbel noise by fed index and token."""
 
-    uniform_T: Law
-    gumbel_TV: Law
+    uniform_T: Distribution
+    gumbel_TV: Distribution
 
     def flip(self, fed: int, probability: float) -> bool:
         return bool(self.uniform_T[fed] < probability)
 
-    def pick(self, fed: int, law: Law) -> int:
-        return draw(law, self.gumbel_TV[fed])
+    def pick(self, fed: int, distribution: Distribution) -> int:
+        return draw(distribution, self.gumbel_TV[fed])
 
 
-def draw(law: Law, gumbel_V: Law) -> int:
+def draw(distribution: Distribution, gumbel_V: Distribution) -> int:
     with np.errstate(divide="ignore"):
-        return int(np.argmax(np.log(law) + gumbel_V))
+        return int(np.argmax(np.log(distribution) + gumbel_V))

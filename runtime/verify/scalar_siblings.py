@@ -8,9 +8,9 @@ import numpy as np
 
 from specctl.runtime.verify.scalar_parts import (
     Chooser,
-    Drafted,
+    Distribution,
     Ended,
-    Law,
+    ScalarTree,
     norm,
     point,
     positive,
@@ -18,36 +18,37 @@ from specctl.runtime.verify.scalar_parts import (
     without,
 )
 
-# The draft law for the next sibling, from the present one and the tokens tried so far.
-NextLaw = Callable[[Law, list[int]], Law]
+# The draft distribution for the next sibling, from the present one and the tokens tried so far.
+NextDistribution = Callable[[Distribution, list[int]], Distribution]
 
 
-def recursive(tree: Drafted, chooser: Chooser) -> Ended:
+def recursive(tree: ScalarTree, chooser: Chooser) -> Ended:
     """Recursive rejection over siblings drawn without replacement."""
     return rounds(tree, chooser, lambda s, tried: without(s, tried[-1]))
 
 
-def multi_round(tree: Drafted, chooser: Chooser) -> Ended:
+def multi_round(tree: ScalarTree, chooser: Chooser) -> Ended:
     """Rejection over i.i.d. siblings."""
     return rounds(tree, chooser, lambda s, tried: s)
 
 
-def sequoia(tree: Drafted, chooser: Chooser) -> Ended:
-    """Recursive rejection whose draft law turns uniform once it is used up."""
+def sequoia(tree: ScalarTree, chooser: Chooser) -> Ended:
+    """Recursive rejection whose draft distribution turns uniform once it is used up."""
     return rounds(tree, chooser, rest_or_uniform)
 
 
-def rest_or_uniform(law: Law, tried: list[int]) -> Law:
-    """The law after a draw that is not put back; used up, uniform over what was not tried."""
-    rest = without(law, tried[-1])
+def rest_or_uniform(distribution: Distribution, tried: list[int]) -> Distribution:
+    """The distribution after a draw that is not put back; used up, uniform over what was not
+    tried."""
+    rest = without(distribution, tried[-1])
     if rest.sum() > 0:
         return rest
-    untried = np.ones_like(law)
+    untried = np.ones_like(distribution)
     untried[tried] = 0.0
     return norm(untried, untried)
 
 
-def rounds(tree: Drafted, chooser: Chooser, next_law: NextLaw) -> Ended:
+def rounds(tree: ScalarTree, chooser: Chooser, next_distribution: NextDistribution) -> Ended:
     """Test siblings in draw order, each against what the earlier ones left of p and q."""
     assert tree.q is not None
     at, r, s, tried = 0, tree.p[0], tree.q[0], list[int]()
@@ -58,12 +59,12 @@ def rounds(tree: Drafted, chooser: Chooser, next_law: NextLaw) -> Ended:
                 at, r, s, tried = child, tree.p[child], tree.q[child], []
                 break
             tried.append(token)
-            r, s = norm(positive(r - s), np.zeros_like(r)), next_law(s, tried)
+            r, s = norm(positive(r - s), np.zeros_like(r)), next_distribution(s, tried)
         else:
             return at, norm(r, tree.p[at])
 
 
-def spectr(tree: Drafted, chooser: Chooser) -> Ended:
+def spectr(tree: ScalarTree, chooser: Chooser) -> Ended:
     """K-SEQ over i.i.d. siblings."""
     assert tree.q is not None
     at = 0
@@ -82,7 +83,7 @@ def spectr(tree: Drafted, chooser: Chooser) -> Ended:
             return at, norm(positive(p - taken * share), p)
 
 
-def smallest_rho(p: Law, q: Law, num: int) -> float:
+def smallest_rho(p: Distribution, q: Distribution, num: int) -> float:
     """The root of 1 - (1 - beta(rho))^num = rho beta(rho) in [1, num], from above."""
     low, high = 1.0, float(max(num, 1))
     for _ in range(32):
@@ -93,7 +94,7 @@ def smallest_rho(p: Law, q: Law, num: int) -> float:
     return high
 
 
-def top_plus_one(tree: Drafted, chooser: Chooser) -> Ended:
+def top_plus_one(tree: ScalarTree, chooser: Chooser) -> Ended:
     """The first sibling was sampled without the others, which are q's likeliest."""
     assert tree.q is not None
     at = 0

@@ -12,6 +12,7 @@ recursive form (equal to the paper's deletion of leaves):
 Here the recursion is a static loop over nodes in post-order, with parallel rows each in its own
 order. The weight on entry of a node below a chain of first children is min(A, w_top B), A and B
 known beforehand, since P and Q of those parents are still untouched. Letters as in `walk`.
+Letters: B rows, K draft vocabulary, N nodes, T fed tokens, V target vocabulary, X any axes.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specctl.drafters.parts.tree import DraftTree
-from specctl.runtime.noise import Noise
+from specctl.core.tree import DraftTree
+from specctl.runtime.sampling.noise import Noise
+from specctl.runtime.verify import scalar
 from specctl.runtime.verify.block import block
 from specctl.runtime.verify.chain import bonus_only
 from specctl.runtime.verify.walk import (
-    DraftLaw,
+    SAMPLED,
+    DraftDistribution,
+    Rule,
     Verdict,
     draw,
     draw_key,
@@ -40,7 +44,7 @@ _HUGE, _TINY = 1e30, 1e-30
 
 
 def traversal(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
-    """The accepted path and a token from what is left of the law at its end."""
+    """The accepted path and a token from what is left of the distribution at its end."""
     if tree.is_chain:
         return block(tree, scores_BTV, noise)
     return traverse(tree, scores_BTV, noise)
@@ -51,12 +55,12 @@ def traverse(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
     p_BTV = scores_BTV.softmax(-1)
     if not tree.num_nodes:
         return bonus_only(p_BTV, noise)
-    law = DraftLaw.of(tree, p_BTV)
+    distribution = DraftDistribution.of(tree, p_BTV)
     ancestor_BTT = tree.ancestor_BTT()
     plan = _plan(tree, ancestor_BTT)
     u_BT = noise.accept_BT(tree.num_nodes + 1).to(p_BTV.dtype)
     u_BT = u_BT.masked_fill(~tree.fed_valid_BT(), 2.0)  # padding never passes
-    left_BTV, passes_BN = _visit(tree, p_BTV, law, plan, u_BT.gather(1, plan.order_BN))
+    left_BTV, passes_BN = _visit(tree, p_BTV, distribution, plan, u_BT.gather(1, plan.order_BN))
     first_B1 = passes_BN.int().argmax(1, keepdim=True)
     end_B = torch.where(passes_BN.any(1), plan.order_BN.gather(1, first_B1)[:, 0], 0)
     next_B = draw(row(left_BTV, end_B), row(p_BTV, end_B), noise)
@@ -82,27 +86,27 @@ class _Plan:
 
 
 def _visit(
-    tree: DraftTree, p_BTV: Tensor, law: DraftLaw, plan: _Plan, u_BN: Tensor
+    tree: DraftTree, p_BTV: Tensor, distribution: DraftDistribution, plan: _Plan, u_BN: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What is left of every node's law, [B, T, V], and by post-order step whether a node passes its
-    test, [B, up to N] - as if every test before had failed. The path ends at the first test that
-    passes; later steps touch ancestors of later nodes only, never that node."""
+    """What is left of every node's distribution, [B, T, V], and by post-order step whether a node
+    passes its test, [B, up to N] - as if every test before had failed. The path ends at the first
+    test that passes; later steps touch ancestors of later nodes only, never that node."""
     B, T, V = p_BTV.shape
-    K = law.prob_BTK.shape[2]
-    low_BT, slope_BT = _first_child_weights(tree, p_BTV, law, plan)
+    K = distribution.prob_BTK.shape[2]
+    low_BT, slope_BT = _first_child_weights(tree, p_BTV, distribution, plan)
     weight_BT = torch.minimum(low_BT, slope_BT)
     parent_BN = plan.parent_BT.gather(1, plan.order_BN)
     base_B1 = torch.arange(B, device=p_BTV.device)[:, None] * T
     parent_NB = (parent_BN + base_B1).T.contiguous()
     next_BN = plan.next_BT.gather(1, plan.order_BN)
     entered_BNT = plan.top_BT[:, None] == next_BN[:, :, None]
-    # Column K of q stays zero: tokens that q cannot speak stand there.
-    column_BT = pad(law.column_BN.masked_fill(~law.on_BN, K), (1, 0))
+    # Column K of q stays zero: tokens outside its support stand there.
+    column_BT = pad(distribution.column_BN.masked_fill(~distribution.on_BN, K), (1, 0))
     token_BT = pad(tree.token_BN.clamp(min=0), (1, 0))
     column_BN = column_BT.gather(1, plan.order_BN)
     next_column_BN = column_BT.gather(1, next_BN.clamp(min=0))
     next_token_BN = token_BT.gather(1, next_BN.clamp(min=0))
-    left_XV, q_XK = p_BTV.flatten(0, 1).clone(), pad(law.prob_BTK, (0, 1)).flatten(0, 1)
+    left_XV, q_XK = p_BTV.flatten(0, 1).clone(), pad(distribution.prob_BTK, (0, 1)).flatten(0, 1)
     passes: list[Tensor] = []
     ended_B1, is_on_cpu = torch.zeros_like(base_B1, dtype=torch.bool), p_BTV.device.type == "cpu"
     for n in range(tree.num_nodes):
@@ -114,7 +118,7 @@ def _visit(
                 break
         w_B1, at_B = weight_BT.gather(1, parent_BN[:, step]), parent_NB[n]
         q_BK = q_XK.index_select(0, at_B)
-        p_BV = law.minus(left_XV.index_select(0, at_B).mul_(w_B1), q_BK[:, :K])
+        p_BV = distribution.minus(left_XV.index_select(0, at_B).mul_(w_B1), q_BK[:, :K])
         mass_B1 = p_BV.sum(-1, keepdim=True)
         left_XV.index_copy_(0, at_B, p_BV.div_(mass_B1.clamp(min=_TINY)))
         w_B1 = mass_B1 / (mass_B1 + (1.0 - w_B1)).clamp_(min=_TINY)
@@ -136,13 +140,13 @@ def _ratio(p: Tensor, q: Tensor) -> Tensor:
 
 
 def _first_child_weights(
-    tree: DraftTree, p_BTV: Tensor, law: DraftLaw, plan: _Plan
+    tree: DraftTree, p_BTV: Tensor, distribution: DraftDistribution, plan: _Plan
 ) -> tuple[Tensor, Tensor]:
     """A and B, each [B, T]: entered below `top` with weight w, a node has weight min(A, w B)."""
     fed_BN = tree.parent_BN + 1
     token_BN = tree.token_BN.clamp(min=0)
     p_BN = p_BTV.flatten(1).gather(1, fed_BN * p_BTV.shape[2] + token_BN)
-    ratio_BN = _ratio(p_BN, law.of_token(fed_BN))
+    ratio_BN = _ratio(p_BN, distribution.of_token(fed_BN))
     ratio_BT = pad(ratio_BN, (1, 0), value=1.0)
     low_BT = torch.ones_like(ratio_BT)
     slope_BT = torch.ones_like(ratio_BT)
@@ -175,3 +179,13 @@ def _plan(tree: DraftTree, ancestor_BTT: Tensor) -> _Plan:
     key_BTT = torch.where(later_BTT, draw_key(tree)[:, None], T * T)
     next_BT = torch.where(later_BTT.any(-1), key_BTT.argmin(-1), -1)
     return _Plan(order_BN, parent_BT, next_BT, first_BT, top_BT)
+
+
+RULE = Rule(
+    "traversal",
+    "block verification of a tree, from the leaves up",
+    "https://arxiv.org/abs/2505.12398",
+    traversal,
+    scalar.traversal,
+    SAMPLED,
+)

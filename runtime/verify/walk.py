@@ -1,20 +1,28 @@
-"""What the rules share: the verdict, paths through a tree, laws of drafts, the last draw.
+"""What the rules share: the verdict, paths through a tree, distributions of drafts, the last draw.
 
-Letters: B rows, N nodes, T = N + 1 fed tokens, P path length, V target vocabulary, K support of a
-draft law. On an accelerator every function is free of host synchronisation: no `.item()`, no
-data-dependent shape.
+On an accelerator every function is free of host synchronisation: no `.item()`,
+no data-dependent shape.
+Letters: B rows, K draft vocabulary (support of q), N nodes, P path, T fed tokens (N + 1), V target
+vocabulary, X any axes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.tree import DraftTree
-from specctl.runtime.noise import Noise
+from specctl.core.tree import DraftTree, NodeKind
+from specctl.runtime.sampling.noise import Noise
+from specctl.runtime.verify.scalar_parts import ScalarRule
+
+ANY = frozenset(NodeKind)
+IID = frozenset({NodeKind.IID, NodeKind.PATHS})
+DISTINCT = frozenset({NodeKind.WITHOUT_REPLACEMENT, NodeKind.REFILLED})
+SAMPLED = IID | DISTINCT
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +30,27 @@ class Verdict:
     """Which nodes a round accepted, and the token it adds after them.
 
     path_BP         fed indices, the root (0) first, then accepted nodes, -1 padded; P = depth + 1
-    num_accepted_B  accepted nodes, the root not counted
-    next_token_B    correction or bonus token, drawn by the target's law after the last node
+    num_accepted_B  accepted nodes, the root not counted next_token_B    correction or bonus token,
+    drawn by the target's distribution after the last node
     """
 
     path_BP: Tensor
     num_accepted_B: Tensor
     next_token_B: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A verification rule, the scalar one that it must decide like, and the trees for which it is
+    lossless."""
+
+    name: str
+    summary: str
+    paper: str
+    run: Callable[[DraftTree, Tensor, Noise], Verdict]
+    reference: ScalarRule
+    kinds: Set[NodeKind]
+    chains_only: bool = False
 
 
 def best_token(scores: Tensor) -> Tensor:
@@ -104,10 +126,11 @@ def at_token(rows_BNX: Tensor, column_BN: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftLaw:
-    """The laws q of a sampled tree, on their own support (never scattered to the vocabulary).
+class DraftDistribution:
+    """The distributions q of a sampled tree, on their own support (never scattered to the
+    vocabulary).
 
-    prob_BTK   row t: the law the children of fed index t were drawn from
+    prob_BTK   row t: the distribution the children of fed index t were drawn from
     ids_K      target ids of the support, None = the vocabulary
     column_BN  where node n's token stands in the support
     on_BN      whether it is there at all
@@ -119,8 +142,8 @@ class DraftLaw:
     on_BN: Tensor
 
     @classmethod
-    def of(cls, tree: DraftTree, p_BTV: Tensor) -> DraftLaw:
-        assert tree.q is not None, "a sampled tree carries the laws it was drawn from"
+    def of(cls, tree: DraftTree, p_BTV: Tensor) -> DraftDistribution:
+        assert tree.q is not None, "a sampled tree carries the distributions it was drawn from"
         prob_BTK, ids_K = tree.q.prob_BTK.to(p_BTV.dtype), tree.q.ids_K
         token_BN = tree.token_BN.clamp(min=0)
         if ids_K is None:
@@ -140,27 +163,30 @@ class DraftLaw:
             q_BN = at_token(rows_BNK, self.column_BN)
         return q_BN if self.ids_K is None else q_BN * self.on_BN
 
-    def on_support(self, law_BV: Tensor) -> Tensor:
-        """[B, K]: a law of the target vocabulary at the ids that q can speak."""
-        return law_BV if self.ids_K is None else law_BV.index_select(1, self.ids_K)
+    def on_support(self, distribution_BV: Tensor) -> Tensor:
+        """[B, K]: a distribution of the target vocabulary at the ids of the support of q."""
+        return (
+            distribution_BV if self.ids_K is None else distribution_BV.index_select(1, self.ids_K)
+        )
 
-    def minus(self, law_BV: Tensor, q_BK: Tensor) -> Tensor:
-        """[law - q]+ over the target vocabulary."""
+    def minus(self, distribution_BV: Tensor, q_BK: Tensor) -> Tensor:
+        """[distribution - q]+ over the target vocabulary."""
         if self.ids_K is None:
-            return (law_BV - q_BK).clamp_(min=0)
-        return law_BV.index_add(1, self.ids_K, q_BK, alpha=-1).clamp_(min=0)
+            return (distribution_BV - q_BK).clamp_(min=0)
+        return distribution_BV.index_add(1, self.ids_K, q_BK, alpha=-1).clamp_(min=0)
 
 
-def draw(law_BV: Tensor, fallback_BV: Tensor, noise: Noise) -> Tensor:
-    """[B]: a token by `law` (need not sum to one), or by `fallback` where the law has no mass."""
-    some_B1 = law_BV.sum(-1, keepdim=True) > 0
-    law_BV = torch.where(some_B1, law_BV, fallback_BV)
-    return best_token(log_law(law_BV) + noise.final_BV(law_BV.shape[-1]))
+def draw(distribution_BV: Tensor, fallback_BV: Tensor, noise: Noise) -> Tensor:
+    """[B]: a token by `distribution` (need not sum to one), or by `fallback` where the distribution
+    has no mass."""
+    some_B1 = distribution_BV.sum(-1, keepdim=True) > 0
+    distribution_BV = torch.where(some_B1, distribution_BV, fallback_BV)
+    return best_token(log_distribution(distribution_BV) + noise.final_BV(distribution_BV.shape[-1]))
 
 
-def log_law(law: Tensor) -> Tensor:
+def log_distribution(distribution: Tensor) -> Tensor:
     """log, -inf at zero."""
-    if law.device.type == "cpu":  # torch's log on the CPU takes 30 times longer on zeros
+    if distribution.device.type == "cpu":  # torch's log on the CPU takes 30 times longer on zeros
         with np.errstate(divide="ignore"):
-            return torch.from_numpy(np.log(law.numpy()))
-    return law.log()
+            return torch.from_numpy(np.log(distribution.numpy()))
+    return distribution.log()

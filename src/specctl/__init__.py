@@ -13,20 +13,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specctl.export.folder import load_drafter
+    from specctl.export.package.folder import load_drafter
     from specctl.runtime.generate import generate
-    from specctl.runtime.prove import verify
-    from specctl.runtime.sampling import Sampling
-    from specctl.runtime.target import load_target
+    from specctl.runtime.proof.prove import verify
+    from specctl.runtime.sampling.sampling import Sampling
+    from specctl.runtime.target.target import load_target
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "load_target": "specctl.runtime.target",
-    "load_drafter": "specctl.export.folder",
+    "load_target": "specctl.runtime.target.target",
+    "load_drafter": "specctl.export.package.folder",
     "generate": "specctl.runtime.generate",
-    "Sampling": "specctl.runtime.sampling",
-    "verify": "specctl.runtime.prove",
+    "Sampling": "specctl.runtime.sampling.sampling",
+    "verify": "specctl.runtime.proof.prove",
 }
 
 __all__ = ["Sampling", "__version__", "generate", "load_drafter", "load_target", "verify"]

@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from specctl.cli.console import Console
+from specctl.cli.app.console import Console
 from specctl.cli.main import main
+from specctl_testing.cli.ran import Ran, Run
 
 ROOT = Path(__file__).parents[2]
-
-
-@dataclass(frozen=True, slots=True)
-class Ran:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> dict[str, Any]:
-        """The one object on stdout."""
-        lines = self.out.splitlines()
-        assert len(lines) == 1, f"more than one line on stdout: {self.out!r}"
-        answer: dict[str, Any] = json.loads(lines[0])
-        return answer
-
-
-Run = Callable[..., Ran]
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,17 @@ from typing import Any
 
 import pytest
 
-from specctl.cli import families_bench
-from specctl.cli.families_bench import Budget, chosen, family_recipe, recipes_of
-from specctl.cli.families_table import short, tree_of
-from specctl.cli.target_choice import TargetChoice
-from specctl.recipes.errors import Exit, RecipeError
+from specctl.cli.commands import bench_families
+from specctl.cli.commands.bench_families import (
+    TrainingBudget,
+    chosen,
+    family_recipe,
+    recipes_of,
+    short,
+    tree_of,
+)
+from specctl.cli.options.target_choice import TargetChoice
+from specctl.core.errors import Exit, RecipeError
 
 SMALL = (
     "data.text_tokens=0", "data.prompts=8", "data.prompt_tokens=16", "data.new_tokens=16",
@@ -31,9 +37,9 @@ def words(families: str, out: Path) -> list[object]:
     return ["bench", *flags, *MEASURED, *sets]
 
 
-def budget(**given: Any) -> Budget:
+def budget(**given: Any) -> TrainingBudget:
     values = {"families": "all", "target": TargetChoice(), "steps": 7, "sets": (), "out": Path("x")}
-    return Budget(**(values | given))
+    return TrainingBudget(**(values | given))
 
 
 @pytest.fixture(scope="module")
@@ -66,13 +72,13 @@ def test_what_is_finished_is_kept_and_a_failing_family_is_a_row(
 ) -> None:
     weights = out / "medusa" / "package" / "model.safetensors"
     written = weights.stat().st_mtime_ns
-    whole = families_bench.family_recipe
+    whole = bench_families.family_recipe
 
-    def broken(family: str, asked: Budget) -> Any:
+    def broken(family: str, asked: TrainingBudget) -> Any:
         wrong = ("train.steps=3",) if family == "small-lm" else ()
         return whole(family, budget(steps=2, sets=(*asked.sets, *wrong)))
 
-    monkeypatch.setattr(families_bench, "family_recipe", broken)
+    monkeypatch.setattr(bench_families, "family_recipe", broken)
     monkeypatch.setenv("COLUMNS", "80")
     ran = run(*words("small-lm,medusa", out))
     assert ran.code == Exit.GATE

@@ -9,23 +9,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import commands
 import pytest
 import torch
 
-from specctl.cli.measured import run_words
-from specctl.cli.training import packaged_acceptance
-from specctl.drafters.parts.lean import LeanLM
+from specctl.cli.options.measurement import run_words
+from specctl.cli.options.training import packaged_acceptance
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
-from specctl.export.folder import save_package
 from specctl.export.formats import export
-from specctl.export.manifest import read_manifest
+from specctl.export.package.folder import save_package
+from specctl.export.package.manifest import read_manifest
+from specctl.models.fast_llama import FastLlama
 from specctl.recipes.load import load_recipe
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 from specctl.train.assemble import decoder
 from specctl.train.data.heldout import heldout_prompts
 from specctl.train.prune.cut import fitted
 from specctl.train.prune.run import whole_target
+from specctl_testing.cli import commands
 
 MEASURED = {"tau": 2.5, "accepted_per_position": [0.7, 0.5], "prompts": 12}
 
@@ -46,7 +46,7 @@ def value_of(words: list[str], flag: str) -> str:
 def noisy(tiny_target: Target) -> SmallLm:
     """The target as its own drafter, disturbed: it accepts some."""
     whole = whole_target(tiny_target)
-    assert isinstance(whole.lm, LeanLM)
+    assert isinstance(whole.lm, FastLlama)
     options = SmallLmOptions(**options_of(whole.lm.module.shape, tiny_target.spec))
     drafter = SmallLm(options, tiny_target.spec, None)
     generator = torch.Generator().manual_seed(0)

@@ -15,20 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from terminal import Terminal
 from transformers import AutoTokenizer
 
-from specctl.cli.chat_input import Interrupts, Lines
-from specctl.cli.chat_talk import Talk
-from specctl.cli.console import Console
-from specctl.cli.failures import INTERRUPTED
-from specctl.cli.loading import DraftChoice, LoadedDraft
-from specctl.cli.target_choice import TargetChoice
-from specctl.recipes.errors import Exit, SpecctlError
+from specctl.cli.app.console import Console
+from specctl.cli.app.failures import INTERRUPTED
+from specctl.cli.commands.chat.repl import Interrupts, Lines
+from specctl.cli.commands.chat.session import ChatSession
+from specctl.cli.options.loading import DraftChoice, LoadedDraft
+from specctl.cli.options.target_choice import TargetChoice
+from specctl.core.errors import Exit, SpecctlError
 from specctl.runtime.generate import generate
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 from specctl.train.data.sources import Defects, read_samples
+from specctl_testing.cli.terminal import Terminal
 
 LINES = "write a loop\nand a class with two methods\n"
 SHORT = ("--max-new-tokens", "12")
@@ -39,7 +39,7 @@ def never() -> bool:
     return False
 
 
-def say(talk: Talk, *texts: str) -> list[str]:
+def say(talk: ChatSession, *texts: str) -> list[str]:
     """The answers, as they were streamed."""
     return ["".join(new for new, _ in talk.answer(text, never)) for text in texts]
 
@@ -142,7 +142,7 @@ def test_each_turn_is_the_continuation_of_the_whole_conversation(
 ) -> None:
     """Drafts and what was kept of earlier turns change nothing (float32)."""
     sampling = Sampling(temperature=temperature, seed=5, max_new_tokens=16)
-    talk = Talk(tiny_target, loaded, sampling, system="be brief")
+    talk = ChatSession(tiny_target, loaded, sampling, system="be brief")
     answers = say(talk, "write a loop", "and a class", "now both")
     messages = [{"role": "system", "content": "be brief"}]
     for number, turn in enumerate(talk.turns):
@@ -158,7 +158,7 @@ def test_each_turn_is_the_continuation_of_the_whole_conversation(
 
 
 def test_only_what_is_new_is_read(tiny_target: Target, loaded: LoadedDraft) -> None:
-    talk = Talk(tiny_target, loaded, Sampling(max_new_tokens=16))
+    talk = ChatSession(tiny_target, loaded, Sampling(max_new_tokens=16))
     say(talk, "write a loop", "and a class")
     first, second = talk.turns
     assert first.reused == 0
@@ -166,7 +166,7 @@ def test_only_what_is_new_is_read(tiny_target: Target, loaded: LoadedDraft) -> N
 
 
 def test_after_a_reset_nothing_is_known(tiny_target: Target, loaded: LoadedDraft) -> None:
-    talk = Talk(tiny_target, loaded, Sampling(max_new_tokens=16))
+    talk = ChatSession(tiny_target, loaded, Sampling(max_new_tokens=16))
     first = say(talk, "write a loop", "and a class")[0]
     talk.reset()
     assert say(talk, "write a loop") == [first]
@@ -175,7 +175,7 @@ def test_after_a_reset_nothing_is_known(tiny_target: Target, loaded: LoadedDraft
 
 
 def test_without_a_template_the_text_goes_on(without_template: Target) -> None:
-    talk = Talk(without_template, PLAIN, Sampling(max_new_tokens=16))
+    talk = ChatSession(without_template, PLAIN, Sampling(max_new_tokens=16))
     first, second = say(talk, "import os", "def main(")
     text = f"import os{first}\ndef main("
     assert talk.turns[1].completion.request.tokens == tuple(without_template.encode(text))
@@ -185,7 +185,7 @@ def test_without_a_template_the_text_goes_on(without_template: Target) -> None:
 def test_a_stopped_answer_is_kept_as_far_as_it_came(
     tiny_target: Target, loaded: LoadedDraft
 ) -> None:
-    talk = Talk(tiny_target, loaded, Sampling(max_new_tokens=64, ignore_eos=True))
+    talk = ChatSession(tiny_target, loaded, Sampling(max_new_tokens=64, ignore_eos=True))
     polls = iter(range(100))
     heard = "".join(new for new, _ in talk.answer("write a loop", lambda: next(polls) >= 4))
     turn = talk.turns[0]
@@ -199,7 +199,7 @@ def test_a_stopped_answer_is_kept_as_far_as_it_came(
 def test_accepted_tokens_are_those_that_the_statistics_count(
     tiny_target: Target, loaded: LoadedDraft
 ) -> None:
-    talk = Talk(tiny_target, loaded, Sampling(max_new_tokens=48, ignore_eos=True))
+    talk = ChatSession(tiny_target, loaded, Sampling(max_new_tokens=48, ignore_eos=True))
     pieces = list(talk.answer("def a():\n    return 1\n" * 3, never))
     shown = sum(accepted for _, accepted in pieces)
     assert 0 < shown <= talk.turns[0].completion.stats.accepted
@@ -209,7 +209,9 @@ def test_accepted_tokens_are_those_that_the_statistics_count(
 def test_what_is_saved_is_training_data(
     tiny_target: Target, without_template: Target, template: bool, tmp_path: Path
 ) -> None:
-    talk = Talk(tiny_target if template else without_template, PLAIN, Sampling(max_new_tokens=8))
+    talk = ChatSession(
+        tiny_target if template else without_template, PLAIN, Sampling(max_new_tokens=8)
+    )
     say(talk, "write a loop", "and a class")
     path = tmp_path / "chat.jsonl"
     path.write_text(json.dumps(talk.record()) + "\n")
@@ -222,7 +224,7 @@ def test_what_is_saved_is_training_data(
 def test_a_template_that_refuses_is_an_error_with_a_remedy(tiny_target: Target) -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(files("specctl.recipes") / "tiny"))
     tokenizer.chat_template = "{{ raise_exception('no system role') }}"
-    talk = Talk(replace(tiny_target, tokenizer=tokenizer), PLAIN, Sampling(), system="x")
+    talk = ChatSession(replace(tiny_target, tokenizer=tokenizer), PLAIN, Sampling(), system="x")
     with pytest.raises(SpecctlError, match="no system role"):
         say(talk, "hello")
 

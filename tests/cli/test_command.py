@@ -9,8 +9,8 @@ from typing import Annotated
 import pytest
 import typer
 
-from specctl.cli.command import command, unwrap
-from specctl.cli.console import Console
+from specctl.cli.app.command import command, unwrap
+from specctl.cli.app.console import Console
 from specctl.cli.main import COMMANDS, load_command
 
 

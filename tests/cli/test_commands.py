@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from specctl.cli.launch import launch_command
-from specctl.cli.prompts import read_prompts
-from specctl.cli.vocab_trim import parse_size
-from specctl.recipes.errors import Exit, RecipeError
+from specctl.cli.app.launch import launch_command
+from specctl.cli.commands.vocab_trim import parse_size
+from specctl.cli.options.prompts import read_prompts
+from specctl.core.errors import Exit, RecipeError
 
 SMALL = (
     "data.text_tokens=0", "data.prompts=12", "data.prompt_tokens=16", "data.new_tokens=16",
@@ -123,7 +123,7 @@ def test_a_full_context_is_said_and_what_ended_the_others(
 
 def tokens_of(text: str) -> int:
     """How many tokens the embedded target reads of a text."""
-    from specctl.runtime.target import load_target
+    from specctl.runtime.target.target import load_target
 
     return len(load_target("tiny").encode(text))
 
@@ -241,7 +241,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four steps: its folder."""
     import sys
 
-    from specctl.cli.console import Console
+    from specctl.cli.app.console import Console
     from specctl.cli.main import main
 
     out = tmp_path_factory.mktemp("run") / "distill"
@@ -298,14 +298,19 @@ def test_verify_finds_a_flipped_byte(trained: Path, run: Any, tmp_path: Path) ->
 
 
 def test_a_package_drafts_as_it_was_trained_to(trained: Path, run: Any) -> None:
-    words = (*GENERATE, "--dtype", "float32", "import os", "--json")
+    words = (*GENERATE, "--max-new-tokens", "24", "--dtype", "float32", "import os", "--json")
     plain = run(*words).json["result"]
     fast = run(*words, "--draft", trained / "package").json["result"]
     assert fast["outputs"][0]["token_ids"] == plain["outputs"][0]["token_ids"]
-    assert fast["stats"]["drafted"] > 0
-    assert len(fast["stats"]["accepted_per_position"]) == 3
     longer = run(*words, "--draft", trained / "package", "--length", "5").json["result"]
-    assert len(longer["stats"]["accepted_per_position"]) == 5
+    # The last rounds are cut to the row's room: nine in 24 tokens at worst, 21 nodes or 30.
+    per_round, deeper = (
+        each["stats"]["drafted"] / each["stats"]["rounds"] for each in (fast, longer)
+    )
+    assert 2 < per_round <= 3 < deeper <= 5
+    # Positions are listed as far as drafts were tested.
+    assert 0 < len(fast["stats"]["accepted_per_position"]) <= 3
+    assert 0 < len(longer["stats"]["accepted_per_position"]) <= 5
 
 
 def test_trimming_writes_a_smaller_package(trained: Path, run: Any, tmp_path: Path) -> None:
@@ -331,21 +336,21 @@ def test_trimming_writes_a_smaller_package(trained: Path, run: Any, tmp_path: Pa
 def test_the_quickstart_goes_on_with_the_faster_draft_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: float, trimmed: float
 ) -> None:
-    from specctl.cli import quickstart, quickstart_compare
+    from specctl.cli.commands import quickstart
 
     told: list[str] = []
     console: Any = SimpleNamespace(say=told.append)
     (tmp_path / "trimmed").mkdir()
     (tmp_path / "trimmed" / "of.json").write_text('{"digest": "d"}')
     measured = {"whole": whole, "trimmed": trimmed}
-    monkeypatch.setattr(quickstart_compare, "rates", lambda model, packages: measured)
+    monkeypatch.setattr(quickstart, "_rates", lambda model, packages: measured)
     model: Any = None
     chosen = quickstart._faster(console, model, tmp_path, tmp_path / "trimmed")
     wanted = tmp_path / ("package" if whole > trimmed else "trimmed/package")
     assert chosen == wanted
     assert "212" in told[-1]
     assert f"the {'whole' if whole > trimmed else 'trimmed'} one goes on" in told[-1]
-    monkeypatch.setattr(quickstart_compare, "rates", None)  # it was measured, and is kept
+    monkeypatch.setattr(quickstart, "_rates", None)  # it was measured, and is kept
     assert quickstart._faster(console, model, tmp_path, tmp_path / "trimmed") == wanted
 
 
@@ -405,15 +410,15 @@ def test_the_exit_code_of_several_processes_is_the_first_ones(start: Any, tmp_pa
 def test_quickstart_goes_from_nothing_to_a_table(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specctl.cli import quickstart, quickstart_compare
-    from specctl.runtime import prove
+    from specctl.cli.commands import quickstart
+    from specctl.runtime.proof import prove
 
     level = prove.LEVELS["lossless"]
     small = replace(level, prompts=2, tokens=8, samples=100)
     monkeypatch.setitem(prove.LEVELS, "lossless", small)
-    for module, step in ((quickstart, "TRIM"), (quickstart_compare, "COMPARE")):
-        monkeypatch.setattr(module, f"{step}_PROMPTS", 3)
-        monkeypatch.setattr(module, f"{step}_TOKENS", 8)
+    for step in ("TRIM", "COMPARE"):
+        monkeypatch.setattr(quickstart, f"{step}_PROMPTS", 3)
+        monkeypatch.setattr(quickstart, f"{step}_TOKENS", 8)
     words = ("quickstart", "--out", tmp_path / "q", "--inflate", "100m", *sets(*SMALL))
     ran = run(*words)
     assert ran.code == 0, ran.err[-2000:]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from specctl.recipes.errors import Exit
+from specctl.core.errors import Exit
 
 
 @pytest.fixture

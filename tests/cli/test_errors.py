@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import commands
 import pytest
 
-from specctl.recipes.errors import Exit
+from specctl.core.errors import Exit
+from specctl_testing.cli import commands
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "recipes" / "tiny"

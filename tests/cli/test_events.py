@@ -6,8 +6,8 @@ import io
 import json
 from typing import Any
 
-from specctl.cli.console import Console
-from specctl.recipes.errors import Exit, SpecctlError
+from specctl.cli.app.console import Console
+from specctl.core.errors import Exit, SpecctlError
 
 
 def events(text: str) -> list[dict[str, Any]]:

@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
-import commands
 import pytest
 
-from specctl.cli.command import command
+from specctl.cli.app.command import command
+from specctl.cli.app.outputs import check_file
 from specctl.cli.main import COMMANDS, load_command
-from specctl.cli.outputs import check_file
 from specctl.drafters import families
-from specctl.export.folder import save_package
+from specctl.export.package.folder import save_package
 from specctl.recipes.schema import InflateName
-from specctl.runtime.inflate import SIZES
-from specctl.runtime.target import Target
+from specctl.runtime.target.inflate import SIZES
+from specctl.runtime.target.target import Target
+from specctl_testing.cli import commands
 
 FASTDRAFT = ("train-draft", "-r", "fastdraft", "--dry-run")
 ABSURD = {int: ("9" * 30,), float: ("nan", "inf")}
@@ -29,7 +29,7 @@ ABSURD = {int: ("9" * 30,), float: ("nan", "inf")}
 def leaves() -> Iterator[tuple[str, Any, Callable[..., None]]]:
     """Every command: the words that call it, its parameters, and the function behind it."""
     for name, entry in COMMANDS.items():
-        module = importlib.import_module(f"specctl.cli.{entry.module}")
+        module = importlib.import_module(f"specctl.cli.commands.{entry.module}")
         if hasattr(module, "app"):
             for leaf in module.app.registered_commands:
                 below = load_command(name).commands[leaf.name]
@@ -110,7 +110,7 @@ REFUSED = {
     ),
     "an infinite option": (("plan", "--set", "drafter.options.temperature=.inf"), 3),
     "an infinite option in a word": (("plan", "--set", "drafter.options.temperature=inf"), 3),
-    "laws at no temperature": (("plan", "--set", "drafter.options.temperature=0"), 3),
+    "distributions at no temperature": (("plan", "--set", "drafter.options.temperature=0"), 3),
     "heads of negative weight": (("plan", "-r", "medusa", "--set", "drafter.options.decay=-1"), 3),
     "slices of nothing": (("plan", "-r", "eagle3", "--set", "drafter.options.chunk=0"), 3),
     "too large a vocabulary": (("plan", "--set", "vocab.size=99999999999999999999"), 3),

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from terminal import Terminal
 
-from specctl.cli import failures, quickstart
-from specctl.recipes.errors import Exit
-from specctl.runtime.engine import Engine
-from specctl.train.runs import read_run
+from specctl.cli.app import failures
+from specctl.cli.commands import quickstart
+from specctl.core.errors import Exit
+from specctl.runtime.engine.engine import Engine
+from specctl.train.runs.folders import read_run
+from specctl_testing.cli.terminal import Terminal
 
 LONG = ["generate", "--max-new-tokens", "900", "--ignore-eos", "import os"]
 TRAINING = (

@@ -16,7 +16,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 from torch.distributed.run import get_args_parser
 
-from specctl.cli.launch import configuration, launch_command
+from specctl.cli.app.launch import configuration, launch_command
 
 WORDS = ["train-draft", "--recipe", "eagle3", "--gpus", "4"]
 
@@ -65,7 +65,7 @@ def test_cpu_processes_are_started_by_torch() -> None:
 WORKER = """
 import signal, sys, time
 from pathlib import Path
-from specctl.cli.launch import watch_front
+from specctl.cli.app.launch import watch_front
 
 def stop(number, frame):
     half = Path(sys.argv[1], "half")
@@ -81,7 +81,7 @@ time.sleep(60)
 """
 FRONT = """
 import sys
-from specctl.cli import launch
+from specctl.cli.app import launch
 launch.launch_command = lambda *given: [sys.executable, "-c", sys.argv[1], sys.argv[2]]
 sys.exit(launch.relaunch([], 2, is_cpu=True))
 """

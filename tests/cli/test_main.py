@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from specctl.cli import failures
-from specctl.cli.console import Console
+from specctl.cli.app import failures
+from specctl.cli.app.console import Console
 from specctl.cli.main import COMMANDS, load_command
-from specctl.recipes.errors import Exit, IntegrityError, SpecctlError
+from specctl.core.errors import Exit, IntegrityError, SpecctlError
 
 
 def broken(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Run
 from transformers import AutoTokenizer
 
 import specctl.recipes
+from specctl_testing.cli.ran import Run
 
 SETS = (
     "train.steps=1", "train.rows=2", "train.seq_len=32", "train.tau_prompts=1",

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from rich.console import Console as RichConsole
 
-from specctl.cli.command import command
-from specctl.cli.console import Console
+from specctl.cli.app.command import command
+from specctl.cli.app.console import Console
+from specctl.cli.app.printable import PrintableStream, guarded_streams, one_line, printable
+from specctl.cli.app.progress import RichProgress
 from specctl.cli.main import main
-from specctl.cli.printable import PrintableStream, guarded_streams, one_line, printable
-from specctl.cli.progress import RichProgress
-from specctl.recipes.errors import FileError
+from specctl.core.errors import FileError
 from specctl.train.data.sources import Defects
 
 TITLE = "\x1b]0;owned\x07"  # the title of the window; most sequences begin with the same character
@@ -127,7 +127,10 @@ def test_show_refuses_json_that_is_nested_without_end(run: Any, tmp_path: Path) 
     (tmp_path / "config.json").write_text("[" * 100_000)
     ran = run("show", tmp_path)
     assert ran.code == 4
-    assert "is not JSON" in ran.err
+    assert "config.json cannot be read" in ran.err
+    told = "".join(ran.err.split())  # a long path wraps
+    assert str(tmp_path / "config.json") in told
+    assert "downloadthefolderagain" in told
 
 
 def test_a_json_answer_holds_the_very_name(run: Any, tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console as RichConsole
 
-from specctl.cli.console import Console
-from specctl.cli.progress import PlainProgress, RichProgress, duration
+from specctl.cli.app.console import Console
+from specctl.cli.app.progress import PlainProgress, RichProgress, duration
 
 
 class Clock:

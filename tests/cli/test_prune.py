@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from specctl.cli.prune import parse_heads, parse_width
-from specctl.recipes.errors import RecipeError
+from specctl.cli.commands.prune import parse_heads, parse_width
+from specctl.core.errors import RecipeError
 from specctl.recipes.load import load_recipe
-from specctl.runtime.target import load_target
-from specctl.train.prune.search.healing import plan_healing
-from specctl.train.prune.search.shape import DraftShape
+from specctl.runtime.target.target import load_target
+from specctl.train.prune.healing import plan_healing
+from specctl.train.prune.shapes import DraftShape
 
 SMALL = (
     "data.prompts=8", "data.new_tokens=16", "data.prompt_tokens=16", "data.text_tokens=0",
@@ -152,8 +152,8 @@ def test_flags_that_cannot_be_are_refused(
 def test_a_search_ranks_shapes_by_predicted_speed(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specctl.cli.shapes.ROUNDS", 2)
-    monkeypatch.setattr("specctl.cli.shapes.LENGTHS", (1, 3))
+    monkeypatch.setattr("specctl.cli.commands.shapes.ROUNDS", 2)
+    monkeypatch.setattr("specctl.cli.commands.shapes.LENGTHS", (1, 3))
     table = tmp_path / "alphas.json"
     shapes = [(layers, width) for layers in (1, 2) for width in (64, 256)]
     rows = [{"layers": d, "width": w, "alpha": 0.3 + d * w / 2000} for d, w in shapes]
@@ -179,7 +179,7 @@ def test_a_search_heals_every_shape_and_ranks_by_what_it_measured(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"ROUNDS": 2, "LENGTHS": (1, 3), "PROMPTS": 3, "TOKENS": 8}.items():
-        monkeypatch.setattr(f"specctl.cli.shapes.{name}", value)
+        monkeypatch.setattr(f"specctl.cli.commands.shapes.{name}", value)
     out = tmp_path / "healed"
     grid = ("--search", "--depths", "1,2", "--widths", "64,128", "--heal-steps", "1")
     ran = run(*words(out, *grid))

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import yaml
 
-from specctl.cli import runs_follow
-from specctl.cli.console import Console
+from specctl.cli.app.console import Console
+from specctl.cli.commands import runs as runs_command
+from specctl.cli.commands.runs import resuming_words
 from specctl.cli.main import main
-from specctl.cli.recipe_flags import folder_name
-from specctl.cli.runs_follow import resuming_words
-from specctl.recipes.errors import Exit
-from specctl.runtime.report import SilentReporter
-from specctl.train.runs import find_runs, read_run
+from specctl.cli.options.recipe_flags import folder_name
+from specctl.core.errors import Exit
+from specctl.runtime.measure.reporter import SilentReporter
+from specctl.train.runs.folders import find_runs, read_run
 from specctl.train.saving.lock import live_holder, locked
 
 SMALL = (
@@ -254,7 +254,7 @@ def test_the_newest_lines_are_shown_and_new_ones_followed(
     lines = run("runs", "tail", folder, "-n", "2", "--json").json["result"]["lines"]
     assert len(lines) == 2
     assert "step 6" in run("runs", "tail", folder, "-n", "1").out
-    monkeypatch.setattr(runs_follow, "POLL", 0.02)
+    monkeypatch.setattr(runs_command, "POLL", 0.02)
     log = folder / "metrics.jsonl"
 
     def trainer() -> None:

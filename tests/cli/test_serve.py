@@ -16,9 +16,9 @@ from typing import Any
 import httpx
 import pytest
 
-from specctl.cli.serving import BATCHINGS
-from specctl.recipes.errors import Exit
-from specctl.runtime.policies.batch import BATCHINGS as KNOWN
+from specctl.cli.commands.serve import BATCHINGS
+from specctl.core.errors import Exit
+from specctl.runtime.batching import BATCHINGS as KNOWN
 from specctl.runtime.server.listen import ECHO_SECONDS
 
 NEVER_ENDS = {"1": -100, "5": -100}  # the tokens that end a text of the embedded target
@@ -65,7 +65,7 @@ def test_a_mistake_is_told_before_anything_is_loaded(
     told: str,
 ) -> None:
     monkeypatch.delenv("SPECCTL_API_KEYS", raising=False)
-    monkeypatch.setattr("specctl.runtime.target.load_target", None)
+    monkeypatch.setattr("specctl.runtime.target.target.load_target", None)
     (tmp_path / "empty.txt").write_text("# no keys yet\n")
     words = tuple(str(tmp_path / "empty.txt") if word == "EMPTY" else word for word in words)
     ran = run("serve", *words, "--json")

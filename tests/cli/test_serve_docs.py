@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import commands
 import httpx
 import pytest
-from web import running
 
-from specctl.cli.loading import DraftChoice
+from specctl.cli.options.loading import DraftChoice
 from specctl.runtime.server.service import Service
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
+from specctl_testing.cli import commands
+from specctl_testing.runtime.web import running
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from specctl.cli.console import Console
-from specctl.cli.table import format_table
+from specctl.cli.app.console import Console
+from specctl.cli.app.table import format_table
 
 COLUMNS = ("name", "family", "what")
 ROWS = [

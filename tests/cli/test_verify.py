@@ -6,19 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
-import commands
 import pytest
 
+from specctl.core.errors import Exit
 from specctl.drafters import family
-from specctl.export.folder import save_package
-from specctl.recipes.errors import Exit
-from specctl.runtime import prove
-from specctl.runtime.findings import Check, Level, Proof
+from specctl.export.package.folder import save_package
+from specctl.runtime.proof import prove
+from specctl.runtime.proof.proof_report import Check, Proof, ProofLevel
 from specctl.runtime.verify import RULES
-from specctl.train.data.tokenizer import train_tokenizer
+from specctl.train.pretrain.data import train_tokenizer
+from specctl_testing.cli import commands
 
 GENERATE = ("generate", "def main(", "--dtype", "float32", "--max-new-tokens", "10", "--ignore-eos")
-SMALL = Level(2, 6, samples=120, length=3, all_rules=False, enumeration="quick")
+SMALL = ProofLevel(2, 6, samples=120, length=3, all_rules=False, enumeration="quick")
 
 
 @pytest.fixture
@@ -91,7 +91,9 @@ def test_a_proof_names_its_arithmetic_and_what_it_promises(run: Any, package: Pa
 def test_a_failed_proof_exits_with_8_and_is_kept_as_failed(
     run: Any, package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failed = Proof("tiny", "small-lm", "lossless", (Check("law, Chain block", False, 100),))
+    failed = Proof(
+        "tiny", "small-lm", "lossless", (Check("distribution, Chain block", False, 100),)
+    )
     monkeypatch.setattr(prove, "verify", lambda *_, **__: failed)
     answer = run("verify", package, "--target", "tiny")
     assert answer.code == Exit.GATE

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.cli.trimming import split
+from specctl.cli.commands.trimming import split
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
-from specctl.export.folder import save_package
-from specctl.runtime.target import Target
-from specctl.train.data.heldout import Prompt
+from specctl.export.package.folder import save_package
+from specctl.runtime.target.target import Target
+from specctl.train.data.heldout import HeldoutPrompt
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_own_domains_are_reported_and_a_searched_length_is_packaged(
 
 
 def test_prompts_are_split_without_overlap_unless_there_are_too_few() -> None:
-    pool = [Prompt((i,), "", "d") for i in range(12)]
+    pool = [HeldoutPrompt((i,), "", "d") for i in range(12)]
     parts = split(pool)
     assert [len(part) for part in parts] == [1, 6, 5]
     assert [p for part in parts for p in part] == pool

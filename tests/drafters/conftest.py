@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import Drafter, RoundView, Space, StepState
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.drafters.parts.lm import Masks
-from specctl.drafters.parts.masks import document_mask
-from specctl.runtime.target import Target
+from specctl.core.batch import TrainBatch
+from specctl.core.drafter import Drafter, RoundView, Space, StepState
+from specctl.core.language_model import Masks
+from specctl.core.masks import document_mask
+from specctl.runtime.target.target import Target
 
 
 def capture_taps(target: Target, ids: Sequence[int], taps: tuple[int, ...]) -> dict[int, Tensor]:

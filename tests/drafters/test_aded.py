@@ -9,19 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.drafters.aded import Aded, AdedOptions
-from specctl.drafters.parts.base import Budget
-from specctl.drafters.parts.best_first import Guess, best_first
-from specctl.drafters.parts.laws import learn, learn_text
-from specctl.drafters.parts.mcts import Puct, most_visited
-from specctl.drafters.parts.store import NgramStore
-from specctl.drafters.parts.trie import Trie
-from specctl.recipes.errors import RecipeError
-from specctl.runtime.engine import Engine
+from specctl.core.drafter import Budget
+from specctl.core.errors import RecipeError
+from specctl.drafters.aded import Aded, AdedOptions, Puct, most_visited
+from specctl.drafters.retrieval.best_first import Guess, best_first
+from specctl.drafters.retrieval.store import NgramStore
+from specctl.drafters.retrieval.trie import Trie
+from specctl.drafters.states.ngram_distributions import learn, learn_text
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 
 Path = tuple[int, ...]
 LAW = {0: (0.6, 0.3), 1: (0.9, 0.05), 2: (0.2, 0.2)}  # chances of tokens 1 and 2 behind each token

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_runs import Ran, counting_target, decode
 
-from specctl.drafters.aggressive import Aggressive, AggressiveOptions, Alignment, BlockState
-from specctl.drafters.parts.base import Outcome, Space
-from specctl.recipes.errors import RecipeError
-from specctl.runtime.target import Target
+from specctl.core.drafter import Outcome, Space
+from specctl.core.errors import RecipeError
+from specctl.drafters.aggressive import Aggressive, AggressiveOptions, Alignment, GuessedBlocks
+from specctl.runtime.target.target import Target
+from specctl_testing.drafters.parallel_runs import Ran, counting_target, decode
 
 START = 9  # the root: the counting target goes on with 10, 11, ...
 
@@ -64,7 +64,7 @@ def test_never_coming_back_takes_a_round_per_token(
     whole = copied(counting, source, 31, 16)
 
     def start_only(self: Alignment, match: int, length: int) -> list[int]:
-        aligned = self.run_P.max() > len(self.source)
+        aligned = self.run_R.max() > len(self.source)
         return original(self, match, length) if aligned else []
 
     original = Alignment.rest
@@ -138,13 +138,13 @@ def test_the_block_behind_the_last_accepted_token_is_what_the_target_says_there(
 
 
 def test_drafting_the_masks_themselves_is_worse(target: Target) -> None:
-    class Unfilled(BlockState):
+    class Unfilled(GuessedBlocks):
         def observe(self, outcome: Outcome) -> None:
             super().observe(outcome)
-            self.guess_SK.fill_(self.blank)
+            self.guess_ZW.fill_(self.blank)
 
     class Without(Aggressive):
-        def open(self, space: Space) -> BlockState:
+        def open(self, space: Space) -> GuessedBlocks:
             return Unfilled(None, 0, space)
 
     drafter = Without(AggressiveOptions(mode="generalised"), target.spec)
@@ -162,7 +162,7 @@ def test_generalised_rows_are_alike_alone_and_together(target: Target) -> None:
 
 def test_a_block_that_does_not_fit_is_refused(target: Target) -> None:
     space = Space(1, 64, 24, torch.device("cpu"), torch.float32)
-    assert isinstance(generalised(target, block=4).open(space), BlockState)
+    assert isinstance(generalised(target, block=4).open(space), GuessedBlocks)
     with pytest.raises(RecipeError, match="do not fit"):
         generalised(target, block=5).open(space)
 

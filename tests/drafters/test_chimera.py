@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from cross_cases import check_no_depth_sees_a_feature_behind_its_anchor
-from head_cases import fit, make_heads
 
+from specctl.core.batch import TrainBatch
+from specctl.core.errors import RecipeError
 from specctl.drafters.chimera import ChimeraOptions
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.recipes.errors import RecipeError
+from specctl_testing.drafters.cross_cases import check_no_depth_sees_a_feature_behind_its_anchor
+from specctl_testing.drafters.head_cases import fit, make_heads
 
 
 def test_no_depth_sees_a_feature_behind_its_anchor(make_target: Any, make_batch: Any) -> None:
@@ -41,7 +41,8 @@ def test_without_trigrams_it_learns_less_in_the_same_steps(
 
 
 def said_at_the_start(rows: int, seed: int, size: int = 24, width: int = 32) -> TrainBatch:
-    """Random text; the target's law follows from what it thought of the very first token."""
+    """Random text; the target's distribution follows from what it thought of the very first
+    token."""
     generator = torch.Generator().manual_seed(seed)
     ids_BS = torch.randint(0, size, (rows, 12), generator=generator)
     topic_B = torch.randint(0, 4, (rows,), generator=generator)

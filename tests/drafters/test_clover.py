@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from head_cases import fit, learned, make_heads, nearly_markov
 
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.drafters.parts.cells import CosineCell
+from specctl.core.batch import TrainBatch
+from specctl.drafters.nets.cells import CosineCell
+from specctl_testing.drafters.head_cases import fit, learned, make_heads, nearly_markov
 
 
 def test_without_drafted_tokens_later_heads_fall_to_medusas_level(

@@ -16,19 +16,20 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
+from specctl.core.batch import TrainBatch
+from specctl.core.drafter import Budget, Drafter, Outcome, RoundSeconds, Space, StepState
+from specctl.core.tree import DraftTree
+from specctl.core.vocab import VocabMap
 from specctl.drafters import families
-from specctl.drafters.parts.align import ahead_mask
-from specctl.drafters.parts.base import Budget, Drafter, Outcome, RoundSeconds, Space, StepState
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.drafters.parts.tree import DraftTree
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.runtime.engine import Engine
-from specctl.runtime.guarded import GuardedEngine
+from specctl.drafters.losses.align import ahead_mask
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.guard import Guard
+from specctl.runtime.engine.request import Completion, Request
+from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.policies import POLICIES, make_policy
-from specctl.runtime.policies.length import CostTable, LengthChooser
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Completion, Request
-from specctl.runtime.target import Target
+from specctl.runtime.policies.length import LengthChooser
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 
 SIZE = 24
 NAMES = sorted(families())
@@ -144,12 +145,12 @@ def exact_pairs(target: Target, prompt: Sequence[int], temperature: float) -> Te
     with torch.no_grad():
         out = target.lm.dense(rows, batch.position_BS, target.lm.document_masks(batch.document_BS))
     assert out.logits_BTV is not None
-    law = (out.logits_BTV.double() / temperature).softmax(-1)
-    return law[0, -2][:, None] * law[:, -1]
+    distribution = (out.logits_BTV.double() / temperature).softmax(-1)
+    return distribution[0, -2][:, None] * distribution[:, -1]
 
 
 @pytest.mark.parametrize(("name", "policy"), GROWN)
-def test_sampled_pairs_follow_the_targets_law(
+def test_sampled_pairs_follow_the_targets_distribution(
     make_target: Any, train_a_little: Any, name: str, policy: str
 ) -> None:
     small = make_target(num_layers=3, vocab=6, hidden=32)
@@ -282,13 +283,14 @@ def test_a_missing_or_unknown_tensor_is_refused(target: Target, name: str) -> No
 def test_training_scores_a_token_as_serving_does(
     target: Target, make_drafter: Any, capture_batch: Any, drive: Any, name: str, trimmed: bool
 ) -> None:
-    """With one token to predict, the loss is made of the very laws that drafting would use: one per
-    training step or head j, which drafts that token j steps after the root, or one per exit."""
+    """With one token to predict, the loss is made of the very distributions that drafting would
+    use: one per training step or head j, which drafts that token j steps after the root, or one per
+    exit."""
     trained = make_drafter(name, trimmed)
     options = {n: getattr(trained.options, n) for n in trained.options.__dataclass_fields__}
     options["loss"] = "ce"
-    # a distance of states is no law; serving adds no noise and shows no answers; heads follow the
-    # first pass in training
+    # a distance of states is no distribution; serving adds no noise and shows no answers; heads
+    # follow the first pass in training
     for name_of, plain in (("feature_weight", 0.0), ("noise", 0.0), ("glance", 0.0), ("passes", 1)):
         if name_of in options:
             options[name_of] = plain
@@ -335,12 +337,24 @@ def test_a_used_slot_drafts_as_a_fresh_one(
         assert a.num_accepted == b.num_accepted
 
 
+def row_drafts(outcome: Outcome) -> list[Any]:
+    """What was drafted for each row that has a node: slot, tokens, depths, how many were kept."""
+    tree, found = outcome.tree, []
+    for b, valid_N in enumerate(tree.valid_BN):
+        if valid_N.any():
+            depth_N = tree.depth_BT()[b, 1:]
+            nodes = tree.token_BN[b, valid_N].tolist(), depth_N[valid_N].tolist()
+            found.append((outcome.view.slots[b], *nodes, outcome.num_accepted[b]))
+    return found
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_drafter_that_slept_drafts_as_one_that_followed_every_round(
     target: Target, make_drafter: Any, name: str, temperature: float
 ) -> None:
-    """Two rounds of five are drafted in; rows join and leave in all of them."""
+    """Two rounds of five are drafted in; rows join and leave in all of them. A sampled row at its
+    last token has no room for a draft: it sleeps, or stands in the tree without a node."""
     sampling = Sampling(temperature, max_new_tokens=14, ignore_eos=True)
     requests = [
         Request(tuple(prompt), replace(sampling, seed=i)) for i, prompt in enumerate(PROMPTS)
@@ -350,13 +364,12 @@ def test_a_drafter_that_slept_drafts_as_one_that_followed_every_round(
         drafter, recorder = make_drafter(name), Napper(CostTable({0: 1.0}, {0: 1.0}, "", "", 1))
         policy = make_policy({"policy": families()[name].policies[0]})
         engine = Engine(target, drafter, policy, num_slots=3, chooser=recorder)
-        engine.sleep.is_allowed &= sleeps
+        engine.drafting.is_lazy &= sleeps
         texts = [row.tokens for row in engine.run(requests)]
-        trees = [each.tree for each in recorder.outcomes if each.tree.num_nodes]
-        drafts = [(tree.token_BN.tolist(), tree.valid_BN.tolist()) for tree in trees]
-        found.append((texts, drafts, [each.num_accepted for each in recorder.outcomes]))
-        assert trees
-        assert len(engine.sleep) == 0, "nothing is kept of rows that have left"
+        drafts = [row_drafts(outcome) for outcome in recorder.outcomes]
+        found.append((texts, drafts))
+        assert any(drafts)
+        assert len(engine.drafting) == 0, "nothing is kept of rows that have left"
     assert found[0] == found[1]
 
 
@@ -416,14 +429,15 @@ def undrafted(target: Target) -> tuple[list[Request], list[Sequence[int]]]:
 def test_nothing_is_drafted_from_weights_of_nan_and_every_row_is_counted(
     target: Target, undrafted: Any, name: str, policy: str
 ) -> None:
-    """Whatever turns the logits into tokens, and whether or not it keeps a law of them."""
+    """Whatever turns the logits into tokens, and whether or not it keeps a distribution of them."""
     drafter = new_drafter(target, name)
     with torch.no_grad():
         for weight in drafter.trainable().values():
             weight.fill_(torch.nan)
-    engine = GuardedEngine(target, drafter, make_policy({"policy": policy}), num_slots=2, say=print)
+    guard, policy_ = Guard(target.spec.vocab_size, print), make_policy({"policy": policy})
+    engine = Engine(target, drafter, policy_, num_slots=2, wrap_drafter=guard.wrap)
     requests, tokens = undrafted
     done = engine.run(requests)
     assert [row.tokens for row in done] == tokens
-    assert engine.num_disabled == len(requests)
+    assert guard.num_disabled == len(requests)
     assert [row.stats.drafted for row in done] == [0, 0]

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from block_cases import passes
-from head_cases import fit, make_heads
 
+from specctl.core.batch import TrainBatch
+from specctl.core.errors import RecipeError
 from specctl.drafters.dflash import DFlashOptions
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.recipes.errors import RecipeError
+from specctl_testing.drafters.block_cases import passes
+from specctl_testing.drafters.head_cases import fit, make_heads
 
 
 @pytest.mark.parametrize("length", [2, 7])

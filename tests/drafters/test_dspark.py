@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from head_cases import alphas, learned, make_heads, nearly_markov, train
-from parallel_runs import Recorder
 
-from specctl.drafters.parts.base import Drafter
-from specctl.recipes.errors import RecipeError
-from specctl.runtime.engine import Engine
+from specctl.core.drafter import Drafter
+from specctl.core.errors import RecipeError
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
+from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.policies import make_policy
-from specctl.runtime.policies.length import CostTable
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
+from specctl_testing.drafters.head_cases import alphas, learned, make_heads, nearly_markov, train
+from specctl_testing.drafters.parallel_runs import Recorder
 
 
 @pytest.fixture(scope="module")

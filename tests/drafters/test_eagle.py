@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from head_cases import fit, make_heads, nearly_markov
 
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
+from specctl_testing.drafters.head_cases import fit, make_heads, nearly_markov
 
 
 def alpha(target: Target, make_batch: Any, name: str, step: int = 0, **options: Any) -> float:

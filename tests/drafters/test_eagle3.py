@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from specctl.core.batch import TrainBatch
+from specctl.core.drafter import Outcome
+from specctl.core.errors import IncompatibleError, RecipeError
+from specctl.core.tree import NodeKind, chain_tree, empty_tree
+from specctl.core.vocab import VocabMap
 from specctl.drafters.eagle3 import FAMILY, Eagle3, Eagle3Options
-from specctl.drafters.parts.align import ahead_mask
-from specctl.drafters.parts.base import Outcome
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.drafters.parts.taps import default_taps
-from specctl.drafters.parts.tree import NodeKind, chain_tree, empty_tree
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.export.load import parse_options
-from specctl.recipes.errors import IncompatibleError, RecipeError
+from specctl.drafters.losses.align import ahead_mask
+from specctl.drafters.nets.taps import default_taps
+from specctl.export.package.load import parse_options
 
 TEXT = [5, 17, 3, 88, 41, 9, 9, 60, 2, 33, 71, 12]
 

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_runs import PROMPTS, Ran, decode
 
+from specctl.core.drafter import Outcome, Space
+from specctl.core.errors import RecipeError
 from specctl.drafters.fastcot import FastCot, FastCotOptions, FastCotState
 from specctl.drafters.jacobi import Jacobi, JacobiOptions
-from specctl.drafters.parts.base import Outcome, Space
-from specctl.recipes.errors import RecipeError
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
+from specctl_testing.drafters.parallel_runs import PROMPTS, Ran, decode
 
 TRIGGER = (22, 23)
 
@@ -33,7 +33,7 @@ def ran(target: Target, drafter: FastCot | None = None, **how: Any) -> Ran:
 class Unrefreshed(FastCotState):
     def observe(self, outcome: Outcome) -> None:
         super().observe(outcome)
-        self.window.guess_SW.fill_(self.window.blank)
+        self.window.guess_ZW.fill_(self.window.blank)
 
 
 class Forgetful(FastCot):
@@ -79,7 +79,7 @@ def test_the_share_of_guesses_falls_with_the_length_of_the_rationale(target: Tar
     shares = []
     for after in (4, 12, 20):
         found = early(target, after, prompts=[PROMPTS[0]])
-        state = found.engine._state
+        state = found.state
         assert isinstance(state, FastCotState)
         assert state.unverified == [6]
         shares.append(6 / place(found.answers[0], after))

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from specctl.core.batch import TrainBatch
+from specctl.core.vocab import VocabMap
 from specctl.drafters import family
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.drafters.parts.feature_drafter import FeatureDrafter
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.drafters.nets.feature_drafter import FeatureDrafter
 
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("eagle", {"ttt_steps": 3}),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from head_cases import fit, make_heads, nearly_markov
+
+from specctl_testing.drafters.head_cases import fit, make_heads, nearly_markov
 
 FIELDS = {"feature_weight": 3.0, "noise": 0.0}
 

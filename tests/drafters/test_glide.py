@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from cross_cases import check_no_depth_sees_a_feature_behind_its_anchor
-from head_cases import fit, make_heads, nearly_markov, train
-from parallel_runs import decode
 
+from specctl.core.errors import RecipeError
 from specctl.drafters.glide import GlideOptions
-from specctl.recipes.errors import RecipeError
+from specctl_testing.drafters.cross_cases import check_no_depth_sees_a_feature_behind_its_anchor
+from specctl_testing.drafters.head_cases import fit, make_heads, nearly_markov, train
+from specctl_testing.drafters.parallel_runs import decode
 
 
 def test_no_depth_sees_a_feature_behind_its_anchor(make_target: Any, make_batch: Any) -> None:

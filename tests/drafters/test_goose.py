@@ -8,17 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from specctl.core.drafter import Budget, Outcome, Space
+from specctl.core.errors import RecipeError
+from specctl.core.tree import DraftTree
 from specctl.drafters import families
-from specctl.drafters.goose import Goose, GooseOptions, GooseState
-from specctl.drafters.parts.base import Budget, Outcome, Space
-from specctl.drafters.parts.rates import Rates
-from specctl.drafters.parts.tree import DraftTree
-from specctl.recipes.errors import RecipeError
-from specctl.runtime.engine import Engine
+from specctl.drafters.goose import Goose, GooseOptions, GooseState, Rates
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts
 
 CPU = torch.device("cpu")
@@ -89,8 +88,8 @@ def test_only_guesses_whose_parent_was_reached_are_tested(
         torch.tensor([50]),
         ((4, 5, 50),),
         (None,),
-        topk_BTK=none.long(),
-        topk_logp_BTK=none,
+        topk_BTC=none.long(),
+        topk_logp_BTC=none,
     )
     state.observe(replace(outcome, finished=("eos",)))
     assert rates_of(state) == before

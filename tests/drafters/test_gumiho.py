@@ -6,7 +6,8 @@ import math
 from typing import Any
 
 import torch
-from head_cases import fit, make_heads, nearly_markov
+
+from specctl_testing.drafters.head_cases import fit, make_heads, nearly_markov
 
 FIELDS = {"feature_weight": 1.0, "num_blocks": 1, "layers": 1}
 
@@ -36,7 +37,8 @@ def test_a_serial_beginning_beats_heads_alone_and_itself_alone(
 
 @torch.no_grad()
 def test_heads_draft_whatever_was_drafted_by_other_heads(make_target: Any, drive: Any) -> None:
-    """Behind the serial tokens, laws do not depend on the tokens that heads have drafted."""
+    """Behind the serial tokens, distributions do not depend on the tokens that heads have
+    drafted."""
     target = make_target()
     drafter = make_heads(target, "gumiho", mlp_heads=3)
     for parameter in drafter.trainable().values():

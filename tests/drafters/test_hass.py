@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from head_cases import fit, make_heads, nearly_markov
 
-from specctl.drafters.parts.align import aim
-from specctl.drafters.parts.judge import Judge
-from specctl.drafters.parts.losses import LinearHead
-from specctl.drafters.parts.step_losses import topk_loss
+from specctl.drafters.losses.align import aim
+from specctl.drafters.losses.head_losses import LinearHead
+from specctl.drafters.losses.step_losses import topk_loss
+from specctl.drafters.losses.teacher import TeacherLogits
+from specctl_testing.drafters.head_cases import fit, make_heads, nearly_markov
 
 
 def deep_alpha(drafter: Any, batch: Any) -> list[float]:
@@ -46,11 +46,11 @@ def test_the_top_k_loss_is_the_sum_over_the_likeliest_tokens(
     rows, ready_RD = aim(batch, 2), torch.randn(4 * 24, 32)
     assert rows.teacher_RV is not None
     head = LinearHead(drafter.head_weight())
-    out = topk_loss(ready_RD, head, rows, None, Judge(rows.teacher_RV), 3)
-    p_NV = rows.teacher_RV[rows.judge_N].softmax(-1)
-    log_q_NV = F.log_softmax(head(ready_RD[rows.row_N]), -1)
-    best_NK, at_NK = p_NV.topk(3)
-    expected = -(best_NK * log_q_NV.gather(1, at_NK)).sum()
+    out = topk_loss(ready_RD, head, rows, None, TeacherLogits(rows.teacher_RV), 3)
+    p_NV = rows.teacher_RV[rows.teacher_row_Q].softmax(-1)
+    log_q_NV = F.log_softmax(head(ready_RD[rows.row_Q]), -1)
+    best_QC, at_QC = p_NV.topk(3)
+    expected = -(best_QC * log_q_NV.gather(1, at_QC)).sum()
     torch.testing.assert_close(out.sum, expected)
-    whole = topk_loss(ready_RD, head, rows, None, Judge(rows.teacher_RV), 99)
+    whole = topk_loss(ready_RD, head, rows, None, TeacherLogits(rows.teacher_RV), 99)
     torch.testing.assert_close(whole.sum, -(p_NV * log_q_NV).sum())

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from head_cases import make_heads, train
-from parallel_runs import PROMPTS, decode
 
-from specctl.drafters.parts.base import Budget, Space
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.drafters.parts.head_drafter import HeadDrafter
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.batch import TrainBatch
+from specctl.core.drafter import Budget, Space
+from specctl.core.vocab import VocabMap
+from specctl.drafters.nets.head_drafter import HeadDrafter
+from specctl_testing.drafters.head_cases import make_heads, train
+from specctl_testing.drafters.parallel_runs import PROMPTS, decode
 
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("medusa", {"num_blocks": 2}),
@@ -157,8 +157,10 @@ def test_after_rounds_of_unequal_acceptance_it_drafts_as_from_a_fresh_start(
             text = texts[slot][: int(outcome.view.kept_len_B[row]) + 1]
             drafted = outcome.tree.token_BN[row].tolist()
             if drafted:  # no room for a draft in front of the last token
-                laws_TK = drive(target, drafter).chain_logits([*text, *drafted[:-1]], len(text))
-                assert laws_TK.argmax(-1).tolist() == drafted
+                distributions_TK = drive(target, drafter).chain_logits(
+                    [*text, *drafted[:-1]], len(text)
+                )
+                assert distributions_TK.argmax(-1).tolist() == drafted
 
 
 def test_a_text_of_one_token_is_drafted_from_no_state(target: Any, round_view: Any) -> None:

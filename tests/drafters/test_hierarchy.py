@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+from specctl.core.drafter import Budget, Space
+from specctl.core.errors import FileError, RecipeError
 from specctl.drafters.hierarchy import Hierarchy, HierarchyOptions, HierarchyState
-from specctl.drafters.parts.base import Budget, Space
-from specctl.recipes.errors import FileError, RecipeError
-from specctl.runtime.engine import Engine
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
+from specctl_testing.runtime.states import opened_states
 
 CPU = torch.device("cpu")
 
@@ -120,11 +121,13 @@ def served(world: Any, order: str, guesses: int = 3) -> tuple[float, dict[str, i
     drafter = make(target, order=order, guesses=guesses)
     drafter.count_spans("S", answers)
     drafter.count_spans("L", corpus)
+    states = opened_states(drafter)
     engine = Engine(target, drafter, make_policy({"policy": "direct", "length": 4, "nodes": 12}))
     done = engine.run(requests)
-    assert isinstance(engine._state, HierarchyState)
+    [state] = states
+    assert isinstance(state, HierarchyState)
     tau = sum(c.stats.tokens for c in done) / sum(c.stats.rounds for c in done)
-    return tau, engine._state.right
+    return tau, state.right
 
 
 def test_near_memories_first_beats_the_reversed_order(world: Any) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from head_cases import learned, make_heads, nearly_markov
 
+from specctl.core.errors import RecipeError
 from specctl.drafters.hydra import HydraOptions
-from specctl.recipes.errors import RecipeError
+from specctl_testing.drafters.head_cases import learned, make_heads, nearly_markov
 
 
 def test_grounded_heads_beat_independent_ones_after_the_same_steps(

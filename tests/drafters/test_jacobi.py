@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_runs import PROMPTS, Ran, decode
 
+from specctl.core.drafter import Budget, Outcome, Space
+from specctl.core.errors import RecipeError
 from specctl.drafters.jacobi import Jacobi, JacobiOptions, JacobiState
-from specctl.drafters.parts.base import Budget, Outcome, Space
-from specctl.recipes.errors import RecipeError
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
+from specctl_testing.drafters.parallel_runs import PROMPTS, Ran, decode
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_a_guess_stays_where_it_was_made_until_the_target_has_seen_it(target: Ta
     class Forgetful(JacobiState):
         def observe(self, outcome: Outcome) -> None:
             super().observe(outcome)
-            self.iterate.guess_SW.fill_(self.iterate.blank)
+            self.iterate.guess_ZW.fill_(self.iterate.blank)
 
     class Without(Jacobi):
         def open(self, space: Space) -> JacobiState:

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from head_cases import fit, make_heads, nearly_markov
 
-from specctl.drafters.parts.align import aim
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.drafters.parts.losses import LinearHead, LossOptions, head_loss
+from specctl.core.batch import TrainBatch
+from specctl.drafters.losses.align import aim
+from specctl.drafters.losses.head_losses import LinearHead, LossOptions, head_loss
+from specctl_testing.drafters.head_cases import fit, make_heads, nearly_markov
 
 
 def steady(rows: int, seed: int) -> TrainBatch:

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from lm_cases import difference, random_ids, whole
 from torch import Tensor, nn
 
-from specctl.drafters.parts.hf_lm import HfLM
-from specctl.drafters.parts.lean import lean_from_hf
-from specctl.drafters.parts.lm import Feed, LanguageModel, LmOut, Masks
-from specctl.drafters.parts.masks import chain_mask, tree_mask
-from specctl.drafters.parts.slots import SlotKV
-from specctl.drafters.parts.tree import DraftTree, NodeKind
-from specctl.recipes.errors import IncompatibleError
+from specctl.core.errors import IncompatibleError
+from specctl.core.kv_cache import SlotKV
+from specctl.core.language_model import Feed, LanguageModel, LmOut, Masks
+from specctl.core.masks import chain_mask, tree_mask
+from specctl.core.tree import DraftTree, NodeKind
+from specctl.models.fast_llama import fast_llama_from_hf
+from specctl.models.hf_lm import HfLM
+from specctl_testing.drafters.lm_cases import difference, random_ids, whole
 
 MakeModel = Callable[..., Any]
 LEAN = ("llama", "mistral", "qwen2", "qwen3")
@@ -77,7 +77,7 @@ def test_logits_at_one_token_per_row_are_those_of_the_whole_forward(
     model = make_model(model_type)
     ids_BS = random_ids(3, 9)
     position_BS = torch.arange(9).expand(3, 9)
-    for lm in (HfLM(model), lean_from_hf(model)):
+    for lm in (HfLM(model), fast_llama_from_hf(model)):
         if lm is None:
             continue
         masks = lm.document_masks(torch.zeros_like(ids_BS))
@@ -129,7 +129,7 @@ def test_hf_lm_on_a_cache_equals_one_forward(make_model: MakeModel, model_type: 
 @pytest.mark.parametrize("model_type", LEAN)
 def test_lean_equals_transformers_in_float64(make_model: MakeModel, model_type: str) -> None:
     model = use_exact_norms(make_model(model_type, dtype=torch.float64))
-    lean = lean_from_hf(model)
+    lean = fast_llama_from_hf(model)
     assert lean is not None
     ids = random_ids(2, 14)
     with torch.no_grad():
@@ -152,7 +152,7 @@ def test_lean_equals_transformers_for_every_switch(
     make_model: MakeModel, fields: dict[str, Any]
 ) -> None:
     model = make_model("llama", **fields)
-    lean = lean_from_hf(model)
+    lean = fast_llama_from_hf(model)
     assert lean is not None
     ids = random_ids(2, 14)
     with torch.no_grad():
@@ -162,7 +162,7 @@ def test_lean_equals_transformers_for_every_switch(
 @pytest.mark.parametrize("model_type", [*LEAN, "gemma2", "gemma3_text", "gpt_neox", "phi"])
 def test_a_tree_equals_each_of_its_paths(make_model: MakeModel, model_type: str) -> None:
     model = make_model(model_type)
-    lm = lean_from_hf(model) or HfLM(model)
+    lm = fast_llama_from_hf(model) or HfLM(model)
     kept, kv = (9, 5), lm.new_kv(2, 20)
     ids, tree = random_ids(2, 10), branching_tree(2)
     feed_chain(lm, kv, ids[:, :9], (0, 0))
@@ -182,7 +182,7 @@ def test_kept_path_continues_as_if_it_had_been_fed_alone(
     make_model: MakeModel, model_type: str
 ) -> None:
     model = make_model(model_type)
-    lm = lean_from_hf(model) or HfLM(model)
+    lm = fast_llama_from_hf(model) or HfLM(model)
     ids, tree, kv = random_ids(1, 9), branching_tree(1), lm.new_kv(1, 24)
     feed_chain(lm, kv, ids[:, :8], (0,))
     feed_tree(lm, kv, ids[:, 8], tree, (8,))
@@ -201,7 +201,7 @@ def test_window_shorter_than_the_context_changes_the_logits(make_model: MakeMode
     logits = []
     for window in (6, 99):
         model.config.sliding_window = window
-        lm = lean_from_hf(model)
+        lm = fast_llama_from_hf(model)
         assert lm is not None
         assert lm.windows == (window,)
         with torch.no_grad():
@@ -215,7 +215,7 @@ def test_window_shorter_than_the_context_changes_the_logits(make_model: MakeMode
 
 def test_lean_shares_the_parameters_of_transformers(make_model: MakeModel) -> None:
     model = make_model("llama")
-    lean = lean_from_hf(model)
+    lean = fast_llama_from_hf(model)
     assert lean is not None
     theirs = dict(model.named_parameters())
     assert all(p is theirs[name] for name, p in lean.module.named_parameters())
@@ -223,7 +223,7 @@ def test_lean_shares_the_parameters_of_transformers(make_model: MakeModel) -> No
 
 
 def test_rotary_frequencies_survive_a_cast_to_bfloat16(make_model: MakeModel) -> None:
-    lean = lean_from_hf(make_model("llama", dtype=torch.bfloat16))
+    lean = fast_llama_from_hf(make_model("llama", dtype=torch.bfloat16))
     assert lean is not None
     exact = 1.0 / (10000.0 ** (torch.arange(0, 8, 2) / 8))
     torch.testing.assert_close(lean.module.rotary.inv_freq, exact, atol=0, rtol=1e-6)
@@ -244,7 +244,7 @@ def test_rotary_frequencies_survive_a_cast_to_bfloat16(make_model: MakeModel) ->
 def test_what_lean_cannot_do_is_left_to_transformers(
     make_model: MakeModel, model_type: str, fields: dict[str, Any]
 ) -> None:
-    assert lean_from_hf(make_model(model_type, **fields)) is None
+    assert fast_llama_from_hf(make_model(model_type, **fields)) is None
 
 
 def test_a_recurrent_model_is_refused_by_name() -> None:
@@ -278,7 +278,7 @@ def test_key_value_shape_is_learned_where_the_config_hides_it() -> None:
 
 def test_borrowed_pieces_are_the_models_own_storage(make_model: MakeModel) -> None:
     model = make_model("llama")
-    lean = lean_from_hf(model)
+    lean = fast_llama_from_hf(model)
     assert lean is not None
     assert lean.borrowed().head_VD.data_ptr() == model.lm_head.weight.data_ptr()
     embedding = model.model.embed_tokens.weight
@@ -300,7 +300,7 @@ def test_borrowed_head_on_the_last_tap_gives_the_logits(
     make_model: MakeModel, model_type: str
 ) -> None:
     model = make_model(model_type)
-    lm = lean_from_hf(model) or HfLM(model)
+    lm = fast_llama_from_hf(model) or HfLM(model)
     pieces = lm.borrowed()
     with torch.no_grad():
         out = whole(lm, random_ids(1, 5), taps=(4,))

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from specctl.core.drafter import Budget, Space
+from specctl.core.errors import RecipeError
+from specctl.core.vocab import VocabMap
+from specctl.drafters.losses.align import aim
 from specctl.drafters.medusa import Medusa, MedusaOptions
-from specctl.drafters.parts.align import aim
-from specctl.drafters.parts.base import Budget, Space
-from specctl.drafters.parts.parallel_heads import MAX_RANK, default_tree
-from specctl.drafters.parts.template import compile_template
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import RecipeError
+from specctl.drafters.nets.parallel_heads import MAX_RANK, default_tree
+from specctl.drafters.states.template import compile_template
 
 TEXT = [5, 17, 3, 88, 41, 9, 9, 60]
 
@@ -65,8 +65,8 @@ def test_head_i_learns_token_t_plus_2_plus_i(make_target: Any, make_batch: Any) 
     for index in range(3):
         rows = aim(batch, 2 + index)
         flat = batch.ids_BS.flatten()
-        assert torch.equal(flat[rows.row_N + 2 + index], rows.label_N)
-        assert torch.equal(rows.judge_N, rows.row_N + 1 + index)
+        assert torch.equal(flat[rows.row_Q + 2 + index], rows.label_Q)
+        assert torch.equal(rows.teacher_row_Q, rows.row_Q + 1 + index)
 
 
 def test_later_heads_start_worse_and_every_head_improves(

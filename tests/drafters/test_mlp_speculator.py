@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from head_cases import learned, nearly_markov
 
+from specctl.core.errors import RecipeError
 from specctl.drafters.mlp_speculator import MlpOptions, MlpSpeculator
-from specctl.recipes.errors import RecipeError
+from specctl_testing.drafters.head_cases import learned, nearly_markov
 
 TEXT = [5, 17, 3, 88, 41, 9]
 

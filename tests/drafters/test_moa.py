@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from cross_cases import check_no_depth_sees_a_feature_behind_its_anchor
-from head_cases import make_heads
 
+from specctl.core.errors import RecipeError
 from specctl.drafters.moa import MoaOptions
-from specctl.recipes.errors import RecipeError
+from specctl_testing.drafters.cross_cases import check_no_depth_sees_a_feature_behind_its_anchor
+from specctl_testing.drafters.head_cases import make_heads
 
 
 def test_no_depth_sees_a_feature_behind_its_anchor(make_target: Any, make_batch: Any) -> None:

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.align import ahead_mask, aim, shifted
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.drafters.parts.blocks import attend, attend_chains, rotary, rotate
-from specctl.drafters.parts.growth import Growth
-from specctl.drafters.parts.heads import ResBlock, cut_rows
-from specctl.drafters.parts.masks import document_mask
-from specctl.drafters.parts.slots import SlotKV
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import IncompatibleError
+from specctl.core.batch import TrainBatch
+from specctl.core.errors import IncompatibleError
+from specctl.core.kv_cache import SlotKV
+from specctl.core.masks import document_mask
+from specctl.core.vocab import VocabMap
+from specctl.drafters.losses.align import ahead_mask, aim, shifted
+from specctl.drafters.nets.blocks import attend, attend_chains, rotary, rotate
+from specctl.drafters.nets.heads import ResBlock, cut_rows
+from specctl.drafters.states.tree_layout import TreeLayout
 
 
 def batch_of(document: list[int], loss: list[int]) -> TrainBatch:
@@ -35,9 +35,9 @@ def test_rows_look_ahead_inside_their_document_at_wanted_tokens_only() -> None:
     assert ahead_mask(batch, 1)[0].tolist() == [1, 1, 1, 0, 1, 1, 0, 0]
     assert ahead_mask(batch, 2)[0].tolist() == [1, 1, 0, 0, 1, 0, 0, 0]
     rows = aim(batch, 2)
-    assert rows.row_N.tolist() == [0, 1, 4]
-    assert rows.label_N.tolist() == [12, 13, 16]
-    assert rows.judge_N.tolist() == [1, 2, 5]
+    assert rows.row_Q.tolist() == [0, 1, 4]
+    assert rows.label_Q.tolist() == [12, 13, 16]
+    assert rows.teacher_row_Q.tolist() == [1, 2, 5]
 
 
 def test_shifting_fills_behind_the_end() -> None:
@@ -107,7 +107,7 @@ def test_nodes_see_the_kept_rows_and_their_ancestors(
     """`opening` nodes of a chain first, then branches: the chain shortcut must not leak."""
     view = round_view({0: [0] * kept[0], 1: [0] * kept[1]})
     kv = SlotKV(1, 2, 1, 32, 4, torch.float32, torch.device("cpu"))
-    growth = Growth(view, kv, kept, torch.tensor(kept))
+    growth = TreeLayout(view, kv, kept, torch.tensor(kept))
     parents: list[list[int]] = [[], []]
     calls = [[[i - 1]] * 2 for i in range(opening)]
     calls += [
@@ -142,8 +142,8 @@ def test_nodes_see_the_kept_rows_and_their_ancestors(
 
 def test_a_cache_too_short_for_a_policy_grows_and_keeps_its_entries(round_view: Any) -> None:
     kv = SlotKV(1, 1, 1, 6, 2, torch.float32, torch.device("cpu"))
-    kv.key_SHLD[0][:] = 7.0
-    growth = Growth(round_view({0: [0] * 5}), kv, [5], torch.tensor([5]))
+    kv.key_ZJLE[0][:] = 7.0
+    growth = TreeLayout(round_view({0: [0] * 5}), kv, [5], torch.tensor([5]))
     growth.place(torch.tensor([[-1, -1, -1]]))
     new: Tensor = torch.ones(1, 1, 3, 2)
     keys, _ = kv.update(0, new, new)

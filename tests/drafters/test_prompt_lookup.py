@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specctl.drafters.parts.base import Budget, Space
+from specctl.core.drafter import Budget, Space
+from specctl.core.errors import RecipeError
 from specctl.drafters.prompt_lookup import NgramIndex, PromptLookup, PromptLookupOptions
-from specctl.recipes.errors import RecipeError
 
 LENGTHS = range(4, 0, -1)
 

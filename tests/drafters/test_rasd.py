@@ -10,39 +10,41 @@ import pytest
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import Budget, RoundView, Space
-from specctl.drafters.parts.fuse import fuse
-from specctl.drafters.parts.tree import DraftTree
-from specctl.drafters.parts.trie import Trie, counted, pack
-from specctl.drafters.rasd import Rasd, RasdOptions, RasdState, _Read
-from specctl.recipes.errors import RecipeError
-from specctl.runtime.engine import Engine
-from specctl.runtime.policies.fused import Fused
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
+from specctl.core.drafter import Budget, DraftState, RoundView, Space
+from specctl.core.errors import RecipeError
+from specctl.core.tree import DraftTree
+from specctl.drafters.rasd import Rasd, RasdOptions, RasdState, _RasdRound
+from specctl.drafters.retrieval.trie import Trie, counted, pack
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
+from specctl.runtime.policies.fused import Fused, fuse
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
+from specctl_testing.runtime.states import opened_states
 
 V = 12
 CPU = torch.device("cpu")
-Law = Callable[[Sequence[int]], list[float]]
+Distribution = Callable[[Sequence[int]], list[float]]
 
 
-def chain_law(seed: int, sharpness: float) -> Tensor:
+def chain_distribution(seed: int, sharpness: float) -> Tensor:
     """[V, V, V]: an order-2 Markov target."""
     generator = torch.Generator().manual_seed(seed)
     return (sharpness * torch.randn(V, V, V, generator=generator)).softmax(-1)
 
 
-def write(law_VVV: Tensor, length: int, seed: int) -> list[int]:
+def write(distribution_VVV: Tensor, length: int, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     text = [0, 1]
     while len(text) < length:
-        text.append(int(torch.multinomial(law_VVV[text[-2], text[-1]], 1, generator=generator)))
+        text.append(
+            int(torch.multinomial(distribution_VVV[text[-2], text[-1]], 1, generator=generator))
+        )
     return text
 
 
-def model_trie(law: Law, text: Sequence[int], nodes: int, depth: int) -> Trie:
-    """Best-first tree of a model's law; estimates are its path probabilities."""
+def model_trie(distribution: Distribution, text: Sequence[int], nodes: int, depth: int) -> Trie:
+    """Best-first tree of a model's distribution; estimates are its path probabilities."""
     trie, paths = Trie(), {-1: list(text)}
     frontier = [(-1, 1.0)]
     while frontier and len(trie) < 4 * nodes:
@@ -50,21 +52,23 @@ def model_trie(law: Law, text: Sequence[int], nodes: int, depth: int) -> Trie:
         frontier.remove((at, chance))
         if at >= 0 and trie.depths[at] >= depth:
             continue
-        for token, probability in enumerate(law(paths[at])):
+        for token, probability in enumerate(distribution(paths[at])):
             node = trie.add(at, token, chance * probability)
             paths[node] = [*paths[at], token]
             frontier.append((node, chance * probability))
     return trie
 
 
-def expected_accepted(tree: DraftTree, row: int, law_VVV: Tensor, text: Sequence[int]) -> float:
+def expected_accepted(
+    tree: DraftTree, row: int, distribution_VVV: Tensor, text: Sequence[int]
+) -> float:
     """Exact: the sum over nodes of the target's probability of their path."""
     total, at = 0.0, {-1: (1.0, list(text))}
     for node in range(tree.num_nodes):
         if bool(tree.valid_BN[row, node]):
             chance, known = at[int(tree.parent_BN[row, node])]
             token = int(tree.token_BN[row, node])
-            chance *= float(law_VVV[known[-2], known[-1], token])
+            chance *= float(distribution_VVV[known[-2], known[-1], token])
             at[node] = (chance, [*known, token])
             total += chance
     return total
@@ -80,15 +84,15 @@ def retrieved(store: Sequence[int], text: Sequence[int], length: int, span: int)
 def test_fusion_expects_more_than_either_source_at_equal_nodes() -> None:
     """The model knows every token's habits but not their context; the store knows the context, but
     only where it has seen it."""
-    law_VVV = chain_law(0, 3.0)
-    store = write(law_VVV, 500, 1)
-    blurred_VV = law_VVV.mean(0)
+    distribution_VVV = chain_distribution(0, 3.0)
+    store = write(distribution_VVV, 500, 1)
+    blurred_VV = distribution_VVV.mean(0)
 
     def model(text: Sequence[int]) -> list[float]:
         row: list[float] = blurred_VV[text[-1]].tolist()
         return row
 
-    budget, text = Budget(8, 3), write(law_VVV, 80, 2)
+    budget, text = Budget(8, 3), write(distribution_VVV, 80, 2)
     gains = {"model": 0.0, "store": 0.0, "fused": 0.0}
     for end in range(10, 80):
         own = pack([model_trie(model, text[:end], 8, 3)], budget, CPU)
@@ -96,7 +100,7 @@ def test_fusion_expects_more_than_either_source_at_equal_nodes() -> None:
         fused = fuse([own, found], budget).tree
         assert fused.num_nodes <= 8
         for name, tree in (("model", own), ("store", found), ("fused", fused)):
-            gains[name] += expected_accepted(tree, 0, law_VVV, text[:end])
+            gains[name] += expected_accepted(tree, 0, distribution_VVV, text[:end])
     assert gains["fused"] > 1.05 * max(gains["model"], gains["store"])
 
 
@@ -113,24 +117,29 @@ def rasd_of(target: Target, **options: Any) -> Rasd:
 
 def test_what_the_model_rules_out_is_cut_and_the_room_goes_to_better_nodes(target: Target) -> None:
     """Half of the store is of another kind. The model's likeliest tokens tell the two apart."""
-    law_VVV, other_VVV = chain_law(3, 3.0), chain_law(4, 3.0)
-    store = [t for i in range(6) for law in (law_VVV, other_VVV) for t in write(law, 120, 20 + i)]
-    blurred_VV = law_VVV.mean(0)
+    distribution_VVV, other_VVV = chain_distribution(3, 3.0), chain_distribution(4, 3.0)
+    store = [
+        t
+        for i in range(6)
+        for distribution in (distribution_VVV, other_VVV)
+        for t in write(distribution, 120, 20 + i)
+    ]
+    blurred_VV = distribution_VVV.mean(0)
     likely = [set(row) for row in blurred_VV.topk(6).indices.tolist()]
     state = rasd_of(target, keep=6).open(Space(1, 64, 8, CPU, torch.float32))
-    budget, text = Budget(5, 3), write(law_VVV, 80, 5)
+    budget, text = Budget(5, 3), write(distribution_VVV, 80, 5)
     whole = pruned = 0.0
     for end in range(10, 80):
         trie = retrieved(store, text[:end], 1, 3)
         known = [likely[text[end - 1]], *likely]
         child = {(entry, token): 1 + token for entry in range(V + 1) for token in range(V)}
-        state._seen = _Read([known], [child])
+        state._seen = _RasdRound([known], [child])
         kept = trie.part(state._plausible(trie, 0))
         assert len(kept) <= len(trie)
         tree, less = pack([trie], budget, CPU), pack([kept], budget, CPU)
         assert less.num_nodes <= tree.num_nodes
-        whole += expected_accepted(tree, 0, law_VVV, text[:end])
-        pruned += expected_accepted(less, 0, law_VVV, text[:end])
+        whole += expected_accepted(tree, 0, distribution_VVV, text[:end])
+        pruned += expected_accepted(less, 0, distribution_VVV, text[:end])
     assert pruned > 1.05 * whole
 
 
@@ -139,16 +148,19 @@ def repeating(seed: int) -> list[int]:
     return [rng.randrange(24) for _ in range(12)] * 3
 
 
-def serve(target: Target, drafter: Rasd, prompts: Sequence[Sequence[int]], rounds: int) -> Engine:
-    """An engine after some rounds with policy fused; the rows still live."""
+def serve(
+    target: Target, drafter: Rasd, prompts: Sequence[Sequence[int]], rounds: int
+) -> tuple[Engine, DraftState]:
+    """An engine after some rounds with policy fused, and its drafter's state; all rows go on."""
+    states = opened_states(drafter)
     engine = Engine(target, drafter, Fused(length=4, nodes=10, beam=2), num_slots=len(prompts))
     sampling = Sampling(max_new_tokens=60, ignore_eos=True)
     engine.open(len(prompts[0]) + 60)
     for index, prompt in enumerate(prompts):
         engine.submit(index, Request(tuple(prompt), sampling))
     for _ in range(rounds):
-        engine.advance()
-    return engine
+        engine.step()
+    return engine, states[0]
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -156,13 +168,14 @@ def test_the_models_memory_is_true_after_retrieved_nodes_were_accepted(
     target: Target, drive: Any, first: bool
 ) -> None:
     drafter = rasd_of(target, keep=None, first=first)
-    engine = serve(target, drafter, [repeating(1), repeating(2)], 9)
-    state, view = engine._state, engine.live.view()
+    engine, state = serve(target, drafter, [repeating(1), repeating(2)], 9)
+    round = engine.scheduler.next_round()
     assert isinstance(state, RasdState)
+    assert round is not None
     assert any(row.stats.accepted for row in engine.rows), "nothing retrieved was accepted"
     with torch.inference_mode():
-        logits_BK = state.root(view)
-    for row, tokens in enumerate(view.tokens):
+        logits_BK = state.root(round.view)
+    for row, tokens in enumerate(round.view.tokens):
         fresh_K = drive(target, drafter).chain_logits(list(tokens), len(tokens))[0]
         torch.testing.assert_close(logits_BK[row], fresh_K, atol=1e-4, rtol=1e-4)
 
@@ -199,6 +212,6 @@ def test_a_store_is_loaded_with_the_weights(target: Target) -> None:
     drafter.learn([[1, 2, 3, 4], [5, 6]])
     again = rasd_of(target)
     again.load_tensors(drafter.tensors())
-    assert again.source.corpus_N.tolist() == [1, 2, 3, 4, -1, 5, 6, -1]
+    assert again.source.corpus_R.tolist() == [1, 2, 3, 4, -1, 5, 6, -1]
     with pytest.raises(RuntimeError, match="Missing"):
         again.load_tensors({"corpus": drafter.tensors()["corpus"]})

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from head_cases import alphas, make_heads, nearly_markov, train
-from parallel_runs import decode
 
+from specctl.core.errors import RecipeError
 from specctl.drafters.recurrent import RecurrentOptions
-from specctl.recipes.errors import RecipeError
+from specctl_testing.drafters.head_cases import alphas, make_heads, nearly_markov, train
+from specctl_testing.drafters.parallel_runs import decode
 
 
 @pytest.fixture(scope="module")

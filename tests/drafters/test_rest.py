@@ -10,22 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from following import check_rows_are_private, follow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specctl.drafters.parts.base import Budget
-from specctl.drafters.parts.corpus import BREAK, joined
-from specctl.drafters.parts.suffix_array import SuffixArray, suffix_order
+from specctl.core.drafter import Budget
+from specctl.core.errors import IncompatibleError, IntegrityError, RecipeError
 from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
 from specctl.drafters.rest import Rest, RestOptions
-from specctl.export.folder import load_drafter, save_package
-from specctl.recipes.errors import IncompatibleError, IntegrityError, RecipeError
+from specctl.drafters.retrieval.corpus import BREAK, joined
+from specctl.drafters.retrieval.suffix_array import SuffixArray, suffix_order
+from specctl.export.package.folder import load_drafter, save_package
 from specctl.recipes.load import load_recipe
 from specctl.runtime.generate import generate
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 from specctl.train.datastore import fill
+from specctl_testing.drafters.following import check_rows_are_private, follow
 
 texts_of = st.lists(st.lists(st.integers(0, 2), max_size=12), min_size=1, max_size=4)
 

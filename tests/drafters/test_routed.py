@@ -10,16 +10,16 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from specctl.core.drafter import Drafter
+from specctl.core.errors import RecipeError
+from specctl.core.vocab import VocabMap
 from specctl.drafters import family
-from specctl.drafters.parts.base import Drafter
-from specctl.drafters.parts.routed import RoutedHead, Router, balanced_groups, read_head
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import RecipeError
-from specctl.runtime.engine import Engine
+from specctl.drafters.nets.routed import RoutedHead, Router, balanced_groups, read_head
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 
 FAMILIES = ["eagle3", "small-lm"]
 SIZE, GROUPS, TOP = 24, 6, 2
@@ -76,15 +76,15 @@ def test_a_routed_head_gives_the_full_logits_in_its_groups_and_nothing_elsewhere
     rows: int,
 ) -> None:
     generator = torch.Generator().manual_seed(0)
-    head_KD, state_ND = (torch.randn(n, 8, generator=generator) for n in (23, rows))
+    head_KD, state_QD = (torch.randn(n, 8, generator=generator) for n in (23, rows))
     router = Router(8, 23, 5, 2)
     router.arrange(head_KD)
     served = RoutedHead.of(router, head_KD)
-    on_gpu = replace(served, weight_GRD=head_KD[served.row_GR])
-    inside_NK = (router.picked(state_ND)[:, :, None] == router.group_K).any(1)
-    wanted = (state_ND @ head_KD.T).masked_fill(~inside_NK, -torch.inf)
-    torch.testing.assert_close(read_head(state_ND, served), wanted)
-    torch.testing.assert_close(read_head(state_ND[None], on_gpu)[0], wanted)
+    on_gpu = replace(served, weight_GKD=head_KD[served.row_GK])
+    inside_NK = (router.picked(state_QD)[:, :, None] == router.group_K).any(1)
+    wanted = (state_QD @ head_KD.T).masked_fill(~inside_NK, -torch.inf)
+    torch.testing.assert_close(read_head(state_QD, served), wanted)
+    torch.testing.assert_close(read_head(state_QD[None], on_gpu)[0], wanted)
     assert int(inside_NK.sum(1).max()) <= 10
 
 
@@ -94,7 +94,7 @@ def test_the_gathering_path_reads_nothing_back_to_the_host() -> None:
     weight = torch.empty(6, 4, 8, device="meta")
     on_meta = replace(
         served,
-        router_GD=served.router_GD.to("meta"), weight_GRD=weight, row_GR=served.row_GR.to("meta"),
+        router_GD=served.router_GD.to("meta"), weight_GKD=weight, row_GK=served.row_GK.to("meta"),
     )  # fmt: skip
     assert on_meta(torch.empty(3, 2, 8, device="meta")).shape == (3, 2, 24)
 
@@ -184,11 +184,11 @@ def test_trimming_keeps_the_logits_of_kept_ids_in_the_picked_groups(
         ("small-lm", "chain", "target-only"),
     ],
 )  # fmt: skip
-def test_sampled_pairs_follow_the_targets_law(
+def test_sampled_pairs_follow_the_targets_distribution(
     make_target: Callable[..., Target], train_a_little: Any, name: str, policy: str, rule: str
 ) -> None:
     """T = 1, a trimmed and routed head: 5 of 7 ids in 3 groups, one of which is read; chi-square
-    of 800 pairs against their exact law."""
+    of 800 pairs against their exact distribution."""
     small = make_target(num_layers=3, vocab=7, seed=4)
     drafter = fresh(small, name, groups=4, top=1)
     train_a_little(small, drafter, 12)
@@ -220,5 +220,5 @@ def exact_pairs(target: Target, prompt: tuple[int, ...]) -> torch.Tensor:
     with torch.no_grad():
         out = target.lm.dense(ids_VS, torch.arange(ids_VS.shape[1]).expand_as(ids_VS), masks)
     assert out.logits_BTV is not None
-    law = out.logits_BTV.double().softmax(-1)
-    return (law[0, -2][:, None] * law[:, -1]).float()
+    distribution = out.logits_BTV.double().softmax(-1)
+    return (distribution[0, -2][:, None] * distribution[:, -1]).float()

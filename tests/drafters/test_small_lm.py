@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.drafters.parts.lean import LeanLM
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.errors import RecipeError
+from specctl.core.vocab import VocabMap
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions, draft_shape
-from specctl.recipes.errors import RecipeError
+from specctl.models.fast_llama import FastLlama
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 
 GREEDY = Sampling(max_new_tokens=20, ignore_eos=True)
 PROMPTS = ([3, 1, 4, 1, 5], [7], [9, 2, 6])
@@ -149,4 +149,4 @@ def test_training_a_foreign_model_uses_the_same_loss(make_target: Any, make_batc
     out = foreign.loss(batch)
     assert float(out.sum) == pytest.approx(0.0, abs=1e-3)  # the target drafts like the target
     assert float(out.count) == float(lean.loss(batch).count)
-    assert isinstance(lean.lm, LeanLM)
+    assert isinstance(lean.lm, FastLlama)

@@ -1,4 +1,5 @@
-"""Sorted drafts: exits share one model, skipped layers are filled in exactly, the law is honest."""
+"""Sorted drafts: exits share one model, skipped layers are filled in exactly, the distribution is
+honest."""
 
 from __future__ import annotations
 
@@ -8,17 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.drafters.parts.base import Outcome, Space
-from specctl.drafters.parts.exit_state import ExitState
-from specctl.drafters.parts.growth import Growth
-from specctl.drafters.parts.masks import tree_mask
-from specctl.drafters.sorted_lm import SortedLm, SortedOptions, default_exits
-from specctl.recipes.errors import RecipeError
-from specctl.runtime.engine import Engine
+from specctl.core.drafter import Outcome, Space
+from specctl.core.errors import RecipeError
+from specctl.core.masks import tree_mask
+from specctl.drafters.sorted_lm import ExitState, SortedLm, SortedOptions, default_exits
+from specctl.drafters.states.tree_layout import TreeLayout
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [7], [20, 2, 20])
 POLICIES: list[dict[str, Any]] = [
@@ -71,8 +71,8 @@ class Watch(ExitState):
             self.depths.add(self.num_known[slot] - self.filled[part][slot] if part else 0)
             for layer in layers:
                 for ours, full in (
-                    (self.kv.key_SHLD[layer], kv.key_SHLD[layer]),
-                    (self.kv.value_SHLD[layer], kv.value_SHLD[layer]),
+                    (self.kv.key_ZJLE[layer], kv.key_ZJLE[layer]),
+                    (self.kv.value_ZJLE[layer], kv.value_ZJLE[layer]),
                 ):
                     torch.testing.assert_close(ours[slot, :, :filled], full[0, :, :filled])
                 self.checked.append(filled)
@@ -94,27 +94,27 @@ def test_keys_and_values_filled_in_late_are_those_of_a_full_forward(
     assert max(Watch.depths) > 3, "no part was ever left behind"
 
 
-def laws(drafter: SortedLm, drive: Any, target: Target, text: list[int]) -> torch.Tensor:
+def distributions(drafter: SortedLm, drive: Any, target: Target, text: list[int]) -> torch.Tensor:
     found: torch.Tensor = drive(target, drafter).chain_logits(text, 4)
     return found
 
 
-def test_each_token_speaks_the_law_of_the_first_exit_that_is_sure(
+def test_each_token_speaks_the_distribution_of_the_first_exit_that_is_sure(
     target: Target, drafter: SortedLm, drive: Any
 ) -> None:
     """Exits of a fixed depth are the oracle; low, middle and high thresholds pick among them."""
     text = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
-    fixed = [laws(sure(drafter, 0.0, only), drive, target, text) for only in range(3)]
-    torch.testing.assert_close(laws(sure(drafter, 0.0), drive, target, text), fixed[0])
-    torch.testing.assert_close(laws(sure(drafter, 1.0), drive, target, text), fixed[2])
-    chances = torch.stack([law.softmax(-1).amax(-1) for law in fixed])
+    fixed = [distributions(sure(drafter, 0.0, only), drive, target, text) for only in range(3)]
+    torch.testing.assert_close(distributions(sure(drafter, 0.0), drive, target, text), fixed[0])
+    torch.testing.assert_close(distributions(sure(drafter, 1.0), drive, target, text), fixed[2])
+    chances = torch.stack([distribution.softmax(-1).amax(-1) for distribution in fixed])
     ordered, half = chances.flatten().sort().values, chances.numel() // 2
     threshold = float(ordered[half - 1 : half + 1].mean())  # between two, never at one
-    mixed, used = laws(sure(drafter, threshold), drive, target, text), set()
-    for row, law in enumerate(mixed):
+    mixed, used = distributions(sure(drafter, threshold), drive, target, text), set()
+    for row, distribution in enumerate(mixed):
         is_sure = (chances[:2, row] >= threshold).nonzero()
         exit_at = int(is_sure[0]) if len(is_sure) else 2
-        torch.testing.assert_close(law, fixed[exit_at][row])
+        torch.testing.assert_close(distribution, fixed[exit_at][row])
         used.add(exit_at)
     assert used == {0, 1, 2}
 
@@ -126,8 +126,8 @@ def test_an_exit_of_a_fixed_depth_is_the_draft_model_cut_there(
     shallow = SortedLm(SortedOptions(layers=2, exits=(2,)), target.spec)
     mine = drafter.tensors()
     shallow.load_tensors({name: mine[name] for name in shallow.tensors()})
-    expected = laws(shallow, drive, target, text)
-    torch.testing.assert_close(laws(sure(drafter, 0.5, 1), drive, target, text), expected)
+    expected = distributions(shallow, drive, target, text)
+    torch.testing.assert_close(distributions(sure(drafter, 0.5, 1), drive, target, text), expected)
 
 
 def test_the_loss_is_the_sum_over_exits(target: Target, drafter: SortedLm, make_batch: Any) -> None:
@@ -183,7 +183,7 @@ def test_what_entries_see_is_what_the_tree_mask_says(round_view: Any, target: Ta
     """Two rows of different lengths, a branching round: known tokens causally, nodes by path."""
     view = round_view({0: [1, 2, 3], 1: [4, 5, 6, 7, 8]})
     kv = target.new_kv(2, 16)
-    growth = Growth(view, kv, [3, 5], view.kept_len_B + 1)
+    growth = TreeLayout(view, kv, [3, 5], view.kept_len_B + 1)
     growth.place(torch.tensor([[-1, -1], [-1, -1]]))
     growth.place(torch.tensor([[0, 1], [1, 1]]))
     entry_BW = growth.kept_B[:, None] + torch.arange(-1, 4)
@@ -199,7 +199,7 @@ def test_what_entries_see_is_what_the_tree_mask_says(round_view: Any, target: Ta
 def test_a_row_that_missed_much_catches_up_alone(
     target: Target, drafter: SortedLm, round_view: Any
 ) -> None:
-    """Longer than LONG, beside a short row; the law is that of the deepest exit."""
+    """Longer than LONG, beside a short row; the distribution is that of the deepest exit."""
     text = [(7 * i) % 24 for i in range(50)]
     deep = sure(drafter, 0.0, only=2)
     space = Space(2, 64, 4, target.device, target.dtype)

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_runs import Ran, decode
 
+from specctl.core.errors import RecipeError
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.drafters.staged import INNER, Staged, StagedOptions, StagedState
-from specctl.recipes.errors import RecipeError
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
+from specctl_testing.drafters.parallel_runs import Ran, decode
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def staged(small: SmallLm, **options: Any) -> Staged:
 
 
 def state_of(ran: Ran) -> StagedState:
-    state = ran.engine._state
+    state = ran.state
     assert isinstance(state, StagedState)
     return state
 
@@ -59,18 +59,18 @@ def test_the_drafts_are_those_of_the_draft_model_alone_for_fewer_forwards(
     assert state.num_forwards < most * state.num_asked
 
 
-def test_laws_handed_to_verification_are_the_draft_models_own(
+def test_distributions_handed_to_verification_are_the_draft_models_own(
     target: Target, small: SmallLm
 ) -> None:
     how = {"policy": "chain", "length": 4, "temperature": 1.0, "tokens": 16}
     alone, found = decode(target, small, **how), decode(target, staged(small), **how)
-    laws = [
+    distributions = [
         (a.tree.q, b.tree.q)
         for a, b in zip(alone.outcomes, found.outcomes, strict=True)
         if a.tree.num_nodes
     ]
-    assert len(laws) > 10
-    for mine, theirs in laws:
+    assert len(distributions) > 10
+    for mine, theirs in distributions:
         assert mine is not None
         assert theirs is not None
         torch.testing.assert_close(mine.prob_BTK, theirs.prob_BTK, rtol=1e-4, atol=1e-6)

@@ -1,4 +1,5 @@
-"""STAND: remembered laws, what is drawn from them, and why drawing beats the best token."""
+"""STAND: remembered distributions, what is drawn from them, and why drawing beats the best
+token."""
 
 from __future__ import annotations
 
@@ -8,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.drafters.parts.base import Space
-from specctl.drafters.parts.tree import DraftTree, NodeKind, QRows, fitted
+from specctl.core.drafter import Space
+from specctl.core.errors import RecipeError
+from specctl.core.tree import DraftTree, NodeKind, QRows, fitted
 from specctl.drafters.stand import Stand, StandOptions, StandState
-from specctl.recipes.errors import RecipeError
-from specctl.runtime.engine import Engine
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Completion, Request
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Completion, Request
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 
 CPU = torch.device("cpu")
 PROMPT = (3, 1, 4, 1, 5)
@@ -27,13 +28,13 @@ def make_state(target: Target, num_slots: int = 1, **options: Any) -> StandState
     return drafter.open(Space(num_slots, 64, 32, CPU, torch.float32))
 
 
-def law(logits_V: torch.Tensor) -> dict[int, float]:
+def distribution(logits_V: torch.Tensor) -> dict[int, float]:
     """The tokens that can be drafted, with their weights."""
     known = (logits_V > -torch.inf).nonzero().flatten().tolist()
     return {token: round(float(logits_V[token].exp()), 4) for token in known}
 
 
-def test_a_node_has_the_summed_law_of_its_longest_known_context(
+def test_a_node_has_the_summed_distribution_of_its_longest_known_context(
     make_target: Any, round_view: Any
 ) -> None:
     state = make_state(make_target())
@@ -47,18 +48,26 @@ def test_a_node_has_the_summed_law_of_its_longest_known_context(
         ((2,), 7, 1.0),
     ):
         store.add(key, (token,), chance)
-    assert law(state.root(round_view({0: [9, 4, 5]}))[0]) == {2: 1.0, 6: 0.25}
+    assert distribution(state.root(round_view({0: [9, 4, 5]}))[0]) == {2: 1.0, 6: 0.25}
     logits_BMV = state.expand(torch.tensor([[2, 6, 5]]), torch.tensor([[-1, -1, -1]]))
-    assert [law(row) for row in logits_BMV[0]] == [{7: 1.0}, {}, {1: 0.5}]
+    assert [distribution(row) for row in logits_BMV[0]] == [{7: 1.0}, {}, {1: 0.5}]
     deeper = state.expand(torch.tensor([[4]]), torch.tensor([[0]]))
-    assert law(state.expand(torch.tensor([[5]]), torch.tensor([[3]]))[0, 0]) == {2: 1.0, 6: 0.25}
-    assert law(deeper[0, 0]) == {}
+    assert distribution(state.expand(torch.tensor([[5]]), torch.tensor([[3]]))[0, 0]) == {
+        2: 1.0,
+        6: 0.25,
+    }
+    assert distribution(deeper[0, 0]) == {}
 
 
-def test_the_prompt_is_read_as_laws_of_one_token(make_target: Any, round_view: Any) -> None:
+def test_the_prompt_is_read_as_distributions_of_one_token(
+    make_target: Any, round_view: Any
+) -> None:
     state = make_state(make_target())
     state.start(0, [4, 5, 6, 4, 5, 7, 4, 5], {})
-    assert law(state.root(round_view({0: [4, 5, 6, 4, 5, 7, 4, 5]}))[0]) == {6: 1.0, 7: 1.0}
+    assert distribution(state.root(round_view({0: [4, 5, 6, 4, 5, 7, 4, 5]}))[0]) == {
+        6: 1.0,
+        7: 1.0,
+    }
 
 
 def run(
@@ -89,7 +98,7 @@ def test_what_was_never_seen_is_not_drafted_and_costs_no_node(make_target: Any) 
         engine = Engine(target, drafter, make_policy(serve))
         engine.open(8)
         engine.submit(0, Request((7,), Sampling(0.9, max_new_tokens=3, ignore_eos=True)))
-        engine.advance()
+        engine.step()
         assert engine.rows[0].stats.drafted == 0
         assert engine.rows[0].stats.tested_at == []
 
@@ -123,8 +132,10 @@ def test_a_store_that_can_hold_nothing_is_refused() -> None:
         StandOptions(max_context=0)
 
 
-def test_columns_that_no_row_fills_are_left_out_with_their_laws() -> None:
-    law_BTK = torch.eye(5).expand(2, 5, 5)  # the law of fed index t is certain of token t
+def test_columns_that_no_row_fills_are_left_out_with_their_distributions() -> None:
+    distribution_BTK = torch.eye(5).expand(
+        2, 5, 5
+    )  # the distribution of fed index t is certain of token t
     tree = DraftTree(
         torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]),
         torch.tensor([[-1, -1, 0, 2], [-1, -1, 0, 2]]),
@@ -132,7 +143,7 @@ def test_columns_that_no_row_fills_are_left_out_with_their_laws() -> None:
         torch.tensor([[True, False, True, False], [True, False, False, False]]),
         NodeKind.WITHOUT_REPLACEMENT,
         3,
-        q=QRows(law_BTK),
+        q=QRows(distribution_BTK),
     )
     small = fitted(tree)
     assert small.token_BN.tolist() == [[1, 3], [5, 7]]

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_runs import Ran, decode
 
-from specctl.drafters.parts.base import Budget, Space
-from specctl.drafters.parts.hf_lm import HfLM
+from specctl.core.drafter import Budget, Space
+from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.drafters.superposed import Superposed, SuperposedOptions, SuperposedState
-from specctl.recipes.errors import IncompatibleError, RecipeError
-from specctl.runtime.target import Target
+from specctl.models.hf_lm import HfLM
+from specctl.runtime.target.target import Target
+from specctl_testing.drafters.parallel_runs import Ran, decode
 
 PROMPTS = [(3, 1, 4, 1, 5), (20, 2, 20, 2), (7, 8, 9)]
 
@@ -53,7 +53,7 @@ def test_a_tree_of_drafts_costs_the_forwards_of_a_chain(target: Target, small: S
     assert found.answers == ran(target, small, policy="chain", nodes=None).answers
     full = [outcome for outcome in found.outcomes if outcome.tree.depth == 4]
     assert all(outcome.tree.num_nodes == 12 for outcome in full)
-    state = found.engine._state
+    state = found.state
     assert isinstance(state, SuperposedState)
     assert state.num_forwards == sum(outcome.tree.depth for outcome in found.outcomes)
 
@@ -85,7 +85,7 @@ def test_one_draft_is_the_draft_models_greedy_chain(
         text = [*text, drafted]
 
 
-def test_the_first_step_is_the_top_of_the_draft_models_law(
+def test_the_first_step_is_the_top_of_the_draft_models_distribution(
     target: Target, small: SmallLm, round_view: Any
 ) -> None:
     text = [3, 1, 4, 1, 5]
@@ -124,5 +124,5 @@ def test_a_model_that_reads_no_embeddings_is_refused(make_model: Any, target: Ta
 
 @pytest.mark.parametrize("fields", [{"paths": 0}, {"alpha": 1.5}, {"weights": ()}])
 def test_impossible_options_are_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(RecipeError, match="superposed is out of range"):
+    with pytest.raises(RecipeError, match="out of range"):
         SuperposedOptions(**fields)

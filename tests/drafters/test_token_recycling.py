@@ -7,20 +7,21 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.drafters.parts.base import Budget, Space
-from specctl.drafters.parts.recycled import RecycledStore
-from specctl.drafters.parts.spec import Identity
-from specctl.drafters.parts.template import greedy_paths
+from specctl.core.drafter import Budget, DraftState, Space
+from specctl.core.errors import FileError, RecipeError
+from specctl.core.spec import Identity
+from specctl.drafters.states.template import greedy_paths
 from specctl.drafters.token_recycling import (
+    RecycledStore,
     TokenRecycling,
     TokenRecyclingOptions,
     TokenRecyclingState,
 )
-from specctl.recipes.errors import FileError, RecipeError
-from specctl.runtime.engine import Engine
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
+from specctl.runtime.sampling.sampling import Sampling
+from specctl_testing.runtime.states import opened_states
 
 CPU = torch.device("cpu")
 
@@ -36,8 +37,8 @@ def ranks(first: int) -> list[int]:
 
 def teach(state: TokenRecyclingState, slot: int, known: dict[int, list[int]]) -> None:
     """Write those continuations into the slot's matrix."""
-    cell_F = torch.tensor(list(known)) + state.first_S1[slot]
-    state.pages.write(cell_F, torch.tensor(list(known.values())))
+    cell_R = torch.tensor(list(known)) + state.first_Z1[slot]
+    state.pages.write(cell_R, torch.tensor(list(known.values())))
 
 
 def test_a_cold_matrix_drafts_nothing(make_target: Any, round_view: Any) -> None:
@@ -91,7 +92,7 @@ def test_padding_teaches_nothing(make_target: Any) -> None:
         teach(state, slot, {5: ranks(1), target.spec.vocab_size: ranks(2)})
         written = (state.snapshot(slot) < target.spec.vocab_size).any(-1)
         assert written.nonzero()[:, 0].tolist() == [5]
-    assert bool((state.pages.best_PWR[:, -1] == target.spec.vocab_size).all())
+    assert bool((state.pages.best_ZVC[:, -1] == target.spec.vocab_size).all())
 
 
 HERE = Identity("tokenizer", "target")
@@ -179,21 +180,23 @@ def test_a_matrix_from_disk_is_read_by_all_and_written_by_none(
     assert tree.token_BN[0, :2].tolist() == [6, 7], "the commonest follower comes first"
     assert tree.token_BN[1, 0] == 5
     before = state.snapshot()
+    states = opened_states(drafter)
     engine = Engine(target, drafter, make_policy({"policy": "direct"}), num_slots=1)
     engine.run([Request((3, 1, 4, 1, 5), Sampling(max_new_tokens=20, ignore_eos=True))])
-    assert isinstance(engine._state, TokenRecyclingState)
-    assert torch.equal(engine._state.snapshot(), before)
+    [state] = states
+    assert isinstance(state, TokenRecyclingState)
+    assert torch.equal(state.snapshot(), before)
 
 
 def test_what_is_kept_is_capped_and_the_oldest_goes_first() -> None:
     store = RecycledStore(num_ranks=2, max_bytes=3 * 16)
     for token in (1, 2, 3, 1, 4):
         store.update(torch.tensor([token]), torch.tensor([[token, 9]], dtype=torch.int32))
-    assert store.token_F.tolist() == [3, 1, 4]
-    assert store.best_FR.tolist() == [[3, 9], [1, 9], [4, 9]]
+    assert store.token_R.tolist() == [3, 1, 4]
+    assert store.best_RC.tolist() == [[3, 9], [1, 9], [4, 9]]
     store.freeze()
     store.update(torch.tensor([7]), torch.tensor([[7, 9]], dtype=torch.int32))
-    assert 7 not in store.token_F
+    assert 7 not in store.token_R
 
 
 @pytest.mark.parametrize("fields", [{"scope": "everyone"}, {"max_mib": 0}])
@@ -202,12 +205,13 @@ def test_impossible_scopes_and_sizes_are_refused(fields: dict[str, Any]) -> None
         TokenRecyclingOptions(**fields)
 
 
-def run(target: Any, drafter: TokenRecycling, requests: int) -> tuple[Engine, list[float]]:
-    """One engine, the same prompt again and again; tau of each answer."""
+def run(target: Any, drafter: TokenRecycling, requests: int) -> tuple[DraftState, list[float]]:
+    """One engine, the same prompt again and again: its drafter's state, tau of each answer."""
+    states = opened_states(drafter)
     engine = Engine(target, drafter, make_policy({"policy": "direct"}), num_slots=1)
     sampling = Sampling(max_new_tokens=40, ignore_eos=True)
     done = engine.run([Request((3, 1, 4, 1, 5), sampling) for _ in range(requests)])
-    return engine, [c.stats.tokens / c.stats.rounds for c in done]
+    return states[-1], [c.stats.tokens / c.stats.rounds for c in done]
 
 
 def test_acceptance_rises_while_the_matrix_warms(make_target: Any) -> None:
@@ -221,15 +225,15 @@ def test_acceptance_rises_while_the_matrix_warms(make_target: Any) -> None:
 def test_a_warm_frozen_matrix_starts_warm_and_never_changes(make_target: Any) -> None:
     target = make_target()
     first = in_scope(target, "process")
-    engine, cold = run(target, first, 2)
-    assert isinstance(engine._state, TokenRecyclingState)
-    learned = engine._state.snapshot()
+    state, cold = run(target, first, 2)
+    assert isinstance(state, TokenRecyclingState)
+    learned = state.snapshot()
     warm = TokenRecycling(TokenRecyclingOptions(freeze=True), target.spec)
     warm.load_tensors({"matrix": learned})
-    engine, taus = run(target, warm, 2)
+    state, taus = run(target, warm, 2)
     assert taus[0] > cold[0] + 0.1
-    assert isinstance(engine._state, TokenRecyclingState)
-    assert torch.equal(engine._state.snapshot(), learned)
+    assert isinstance(state, TokenRecyclingState)
+    assert torch.equal(state.snapshot(), learned)
 
 
 @pytest.mark.parametrize("options", [{"freeze": True}, {"scope": "disk"}])

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import Change, exported, shaken
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from specctl.core.drafter import Budget, Drafter, DraftState, Family, Needs, RoundView
+from specctl.core.spec import ModelSpec
+from specctl.core.tree import DraftTree, NodeKind, chain_tree
+from specctl.core.vocab import VocabMap
 from specctl.drafters import families
-from specctl.drafters.parts.base import Budget, Drafter, DraftState, Family, Needs, RoundView
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.tree import DraftTree, NodeKind, chain_tree
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.export.folder import save_package
-from specctl.export.manifest import CARD, MANIFEST, WEIGHTS, Manifest
-from specctl.runtime.target import Target
+from specctl.export.package.folder import save_package
+from specctl.export.package.manifest import CARD, MANIFEST, WEIGHTS, Manifest
+from specctl.runtime.target.target import Target
+from specctl_testing.export.engine_cases import Change, exported, shaken
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import KEPT, Change, exported, faulty, shaken
 from safetensors.torch import load_file
 
+from specctl.core.errors import GateError, IncompatibleError
 from specctl.drafters import families
-from specctl.export.load import parse_options
-from specctl.export.manifest import WEIGHTS
-from specctl.recipes.errors import GateError, IncompatibleError
-from specctl.runtime.target import Target
+from specctl.export.package.load import parse_options
+from specctl.export.package.manifest import WEIGHTS
+from specctl.runtime.target.target import Target
+from specctl_testing.export.engine_cases import KEPT, Change, exported, faulty, shaken
 
 Config, Tensors = dict[str, Any], dict[str, torch.Tensor]
 

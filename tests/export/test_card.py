@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.export.card import render_card
-from specctl.export.folder import save_package
-from specctl.export.load import load_package
-from specctl.export.manifest import Manifest, check_files, read_manifest
-from specctl.runtime.target import Target
+from specctl.core.vocab import VocabMap
+from specctl.export.package.card import render_card
+from specctl.export.package.folder import save_package
+from specctl.export.package.load import load_package
+from specctl.export.package.manifest import Manifest, check_files, read_manifest
+from specctl.runtime.target.target import Target
 
 MEASURED = {
     "tau": 2.345,

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.cli.export import FORMATS
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.export.engines import (
+from specctl.cli.commands.export import FORMATS
+from specctl.core.errors import GateError, IncompatibleError
+from specctl.core.vocab import VocabMap
+from specctl.export.formats import FOLDER, export, filled, formats
+from specctl.export.layouts.engines import (
     ascending,
     check_vocab,
     hidden_state_ids,
@@ -22,10 +24,8 @@ from specctl.export.engines import (
     vllm_command,
     vocab_tensors,
 )
-from specctl.export.formats import FOLDER, export, filled, formats
-from specctl.export.manifest import check_files
-from specctl.recipes.errors import GateError, IncompatibleError
-from specctl.runtime.target import Target
+from specctl.export.package.manifest import check_files
+from specctl.runtime.target.target import Target
 
 KEPT = VocabMap(torch.tensor([0, 2, 3, 7]), 9)
 

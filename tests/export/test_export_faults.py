@@ -9,15 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_cases import shaken
 
+from specctl.core.errors import FileError, IncompatibleError, ResourceError
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
-from specctl.export.atomic import new_folder
-from specctl.export.folder import own_files
 from specctl.export.formats import export
-from specctl.export.manifest import read_manifest
-from specctl.recipes.errors import FileError, IncompatibleError, ResourceError
-from specctl.runtime.target import Target
+from specctl.export.package.atomic import new_folder
+from specctl.export.package.folder import own_files
+from specctl.export.package.manifest import read_manifest
+from specctl.runtime.target.target import Target
+from specctl_testing.export.engine_cases import shaken
 
 SMALL = SmallLmOptions(layers=1, width=16, head_dim=8, heads=2, kv_heads=1, intermediate=24)
 

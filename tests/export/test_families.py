@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from specctl.core.drafter import Drafter
+from specctl.core.language_model import Borrowed
+from specctl.core.vocab import VocabMap
 from specctl.drafters import families
-from specctl.drafters.parts.base import Borrowed, Drafter
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.export.check import check_package
-from specctl.export.folder import load_drafter
 from specctl.export.formats import export, formats
-from specctl.export.manifest import WEIGHTS, check_files
-from specctl.runtime.target import Target
+from specctl.export.package.check import check_package
+from specctl.export.package.folder import load_drafter
+from specctl.export.package.manifest import WEIGHTS, check_files
+from specctl.runtime.target.target import Target
 
 REAL = [name for name in families() if name != "toy"]
 PROMPTS = [[1, 5, 9, 5, 9, 5], [7, 7, 3], [20, 30, 2]]

@@ -13,25 +13,25 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specctl.drafters import families
-from specctl.drafters.parts.hf_lm import HfLM
-from specctl.drafters.parts.lean import LeanLM
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.drafters.small_lm import SmallLm
-from specctl.export.find import Kind, locate
-from specctl.export.folder import load_drafter
-from specctl.recipes.errors import (
+from specctl.core.errors import (
     FileError,
     IncompatibleError,
     IntegrityError,
     NetworkError,
     SpecctlError,
 )
-from specctl.runtime.engine import Engine
+from specctl.core.vocab import VocabMap
+from specctl.drafters import families
+from specctl.drafters.small_lm import SmallLm
+from specctl.export.package.find import Kind, locate
+from specctl.export.package.folder import load_drafter
+from specctl.models.fast_llama import FastLlama
+from specctl.models.hf_lm import HfLM
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target, tokenizer_fingerprint
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target, tokenizer_fingerprint
 
 
 def decode(target: Target, drafter: Any, policy: str) -> tuple[tuple[int, ...], ...]:
@@ -139,7 +139,13 @@ def write_model(make_model: Callable[..., Any], tmp_path: Path) -> Callable[...,
 
 @pytest.mark.parametrize(
     ("model_type", "kind"),
-    [("llama", LeanLM), ("qwen2", LeanLM), ("qwen3", LeanLM), ("gpt_neox", HfLM), ("gemma2", HfLM)],
+    [
+        ("llama", FastLlama),
+        ("qwen2", FastLlama),
+        ("qwen3", FastLlama),
+        ("gpt_neox", HfLM),
+        ("gemma2", HfLM),
+    ],
 )
 def test_a_transformers_folder_is_an_independent_drafter(
     model_type: str, kind: type, write_model: Any, bare_target: Target

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from specctl.export import atomic
-from specctl.export.atomic import new_folder
-from specctl.export.folder import own_files
+from specctl.core.errors import FileError
 from specctl.export.formats import export
-from specctl.export.manifest import MANIFEST, check_files
-from specctl.export.proof_record import FOLDER, write_record
-from specctl.recipes.errors import FileError
-from specctl.runtime.target import Target
+from specctl.export.package import atomic
+from specctl.export.package.atomic import new_folder
+from specctl.export.package.folder import own_files
+from specctl.export.package.manifest import MANIFEST, check_files
+from specctl.export.package.proof_record import FOLDER, write_record
+from specctl.runtime.target.target import Target
 
 FOREIGN = (".env", ".git/HEAD", ".git/objects/ab/cd", f"{FOLDER}/thoughts.md")
 WAYS = ("one call", "three renames")

@@ -16,20 +16,20 @@ from typing import Any
 
 import pytest
 import torch
-from mutations import is_refused, mutated
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specctl.cli.against import assistant_model
-from specctl.cli.console import Console
-from specctl.cli.show import show
-from specctl.export.folder import load_drafter
+from specctl.cli.app.console import Console
+from specctl.cli.commands.against import assistant_model
+from specctl.cli.commands.show import show
+from specctl.core.errors import IntegrityError, SpecctlError
 from specctl.export.imports.published import read_published
-from specctl.recipes.errors import IntegrityError, SpecctlError
+from specctl.export.package.folder import load_drafter
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import TargetPart
-from specctl.runtime.checkpoint_folder import INDEX, WEIGHTS, check_size, weight_files
-from specctl.runtime.target import Target, load_target, tokenizer_fingerprint
-from specctl.train.target_shape import target_shape
+from specctl.runtime.target.checkpoint_folder import INDEX, WEIGHTS, check_size, weight_files
+from specctl.runtime.target.target import Target, load_target, tokenizer_fingerprint
+from specctl.train.planning.target_shape import target_shape
+from specctl_testing.export.mutations import is_refused, mutated
 
 ROOT = Path(__file__).parents[2]
 Write = Callable[..., None]
@@ -394,4 +394,4 @@ def test_every_reading_by_transformers_is_local_and_runs_no_code() -> None:
             if owner != "AutoConfig" and "Tokenizer" not in owner:
                 assert given.get("use_safetensors") == "True", where
                 doors.append(str(path.relative_to(ROOT)))
-    assert doors == ["runtime/checkpoint_folder.py"]
+    assert doors == ["runtime/target/checkpoint_folder.py"]

@@ -12,18 +12,18 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from engine_cases import exported, shaken
-from gguf_cases import byte_tokenizer
 
-from specctl.cli.console import Console
-from specctl.cli.show import show
-from specctl.export.folder import load_drafter
+from specctl.cli.app.console import Console
+from specctl.cli.commands.show import show
+from specctl.core.errors import FileError, GateError, IncompatibleError, SpecctlError
 from specctl.export.formats.gguf import FILE
-from specctl.export.llama_cpp import model as model_
-from specctl.export.llama_cpp import vocab as vocab_
-from specctl.export.llama_cpp.reader import GgufReader
-from specctl.recipes.errors import FileError, GateError, IncompatibleError, SpecctlError
-from specctl.runtime.target import Target
+from specctl.export.layouts.llama_cpp import model as model_
+from specctl.export.layouts.llama_cpp import vocab as vocab_
+from specctl.export.layouts.llama_cpp.reader import GgufReader
+from specctl.export.package.folder import load_drafter
+from specctl.runtime.target.target import Target
+from specctl_testing.export.engine_cases import exported, shaken
+from specctl_testing.export.gguf_cases import byte_tokenizer
 
 SMALL: dict[str, Any] = {
     "layers": 2,

@@ -8,15 +8,22 @@ from typing import Any
 
 import gguf
 import pytest
-from engine_cases import exported, shaken
-from gguf_cases import LLAMA3, QWEN2, byte_tokenizer, piece_tokenizer
 
+from specctl.core.errors import GateError, IncompatibleError
 from specctl.export.formats.gguf import FILE
-from specctl.export.llama_cpp.reader import GgufReader
-from specctl.export.llama_cpp.tokens import PROBES
-from specctl.export.llama_cpp.vocab import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, vocabulary_of
-from specctl.recipes.errors import GateError, IncompatibleError
-from specctl.runtime.target import Target
+from specctl.export.layouts.llama_cpp.reader import GgufReader
+from specctl.export.layouts.llama_cpp.tokens import PROBES
+from specctl.export.layouts.llama_cpp.vocab import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    vocabulary_of,
+)
+from specctl.runtime.target.target import Target
+from specctl_testing.export.engine_cases import exported, shaken
+from specctl_testing.export.gguf_cases import LLAMA3, QWEN2, byte_tokenizer, piece_tokenizer
 
 SMALL: dict[str, Any] = {
     "layers": 1,

@@ -13,18 +13,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from specctl.drafters.parts.lean import LeanLlama, LlamaShape
-from specctl.drafters.parts.lm import Masks
-from specctl.drafters.parts.masks import document_mask
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.errors import FileError, GateError, IncompatibleError, SpecctlError
+from specctl.core.language_model import Masks
+from specctl.core.masks import document_mask
+from specctl.core.vocab import VocabMap
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
-from specctl.export.check import check_package
-from specctl.export.folder import load_drafter
 from specctl.export.formats import export, formats
-from specctl.export.manifest import check_files, read_manifest
-from specctl.export.widen import MARGIN, residual_bound, widen
-from specctl.recipes.errors import FileError, GateError, IncompatibleError, SpecctlError
-from specctl.runtime.target import Target
+from specctl.export.layouts.widen import MARGIN, residual_bound, widen
+from specctl.export.package.check import check_package
+from specctl.export.package.folder import load_drafter
+from specctl.export.package.manifest import check_files, read_manifest
+from specctl.models.fast_llama import LlamaModel, LlamaShape
+from specctl.runtime.target.target import Target
 
 KEPT = torch.tensor([0, 2, 3, 4, 5, 7, 11, 20, 21, 22, 30, 31, 40, 47])
 SMALL = SmallLmOptions(layers=2, width=16, head_dim=8, heads=2, kv_heads=1, intermediate=24)
@@ -103,7 +103,7 @@ def test_transformers_computes_the_same_logits(
 def test_widening_is_exact_in_real_arithmetic() -> None:
     shape = LlamaShape(2, 12, 48, 4, 2, 8, 20, 1e-2, 1e4, tied=False, out_size=len(KEPT))
     torch.manual_seed(1)
-    small = LeanLlama(shape).double()
+    small = LlamaModel(shape).double()
     with torch.no_grad():
         for weight in small.parameters():
             weight.normal_()

@@ -18,14 +18,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
+from specctl.core.errors import FileError, IntegrityError, SpecctlError
 from specctl.drafters import families
-from specctl.export.files import check_name, list_files, read_header
-from specctl.export.folder import load_drafter
-from specctl.export.load import load_package
-from specctl.export.manifest import MANIFEST, WEIGHTS, check_files
-from specctl.recipes.errors import FileError, IntegrityError, SpecctlError
-from specctl.runtime.checkpoint_folder import refuse_code
-from specctl.runtime.target import Target
+from specctl.export.package.files import check_name, list_files, read_header
+from specctl.export.package.folder import load_drafter
+from specctl.export.package.load import load_package
+from specctl.export.package.manifest import MANIFEST, WEIGHTS, check_files
+from specctl.runtime.target.checkpoint_folder import refuse_code
+from specctl.runtime.target.target import Target
 
 GOOD = save({"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4), "c": torch.ones(5).half()})
 

@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import KEPT, Change, exported, shaken
-from import_cases import LAYERS, Config, Tensors, taken
 
+from specctl.core.batch import TrainBatch
+from specctl.core.drafter import Drafter
+from specctl.core.errors import GateError, IncompatibleError
+from specctl.core.language_model import Masks
+from specctl.core.masks import document_mask
+from specctl.core.vocab import VocabMap
 from specctl.drafters import families
-from specctl.drafters.parts.base import Drafter
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.drafters.parts.lm import Masks
-from specctl.drafters.parts.masks import document_mask
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.export.check import check_package
-from specctl.export.folder import load_drafter
 from specctl.export.formats import export
-from specctl.export.manifest import MANIFEST, WEIGHTS, read_manifest
-from specctl.recipes.errors import GateError, IncompatibleError
-from specctl.runtime.target import Target
+from specctl.export.package.check import check_package
+from specctl.export.package.folder import load_drafter
+from specctl.export.package.manifest import MANIFEST, WEIGHTS, read_manifest
+from specctl.runtime.target.target import Target
+from specctl_testing.export.engine_cases import KEPT, Change, exported, shaken
+from specctl_testing.export.import_cases import LAYERS, Config, Tensors, taken
 
 
 def same_tensors(ours: Drafter, theirs: Drafter) -> bool:

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_cases import Change, exported, saying, shaken, without
 from safetensors.torch import load_file, save_file
 
-from specctl.export.folder import load_drafter
+from specctl.core.errors import GateError, SpecctlError
 from specctl.export.formats.medusa import FILE
 from specctl.export.imports import import_published
-from specctl.export.manifest import CARD, MANIFEST
-from specctl.recipes.errors import GateError, SpecctlError
-from specctl.runtime.target import Target
+from specctl.export.package.folder import load_drafter
+from specctl.export.package.manifest import CARD, MANIFEST
+from specctl.runtime.target.target import Target
+from specctl_testing.export.engine_cases import Change, exported, saying, shaken, without
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2])

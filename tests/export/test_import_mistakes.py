@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import KEPT, Change, without
-from import_cases import LAYERS, Config, Tensors, taken
 
-from specctl.export.folder import load_drafter
+from specctl.core.errors import FileError, GateError, IncompatibleError, SpecctlError
 from specctl.export.imports import find_importer, importers
-from specctl.export.manifest import WEIGHTS
-from specctl.recipes.errors import FileError, GateError, IncompatibleError, SpecctlError
-from specctl.runtime.target import Target
+from specctl.export.package.folder import load_drafter
+from specctl.export.package.manifest import WEIGHTS
+from specctl.runtime.target.target import Target
+from specctl_testing.export.engine_cases import KEPT, Change, without
+from specctl_testing.export.import_cases import LAYERS, Config, Tensors, taken
 
 
 def absolute(config: Config, tensors: Tensors) -> None:

@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.export.compat import ALLOWABLE, mismatches
-from specctl.export.folder import load_drafter
-from specctl.export.load import load_package
-from specctl.export.manifest import WEIGHTS, read_manifest
-from specctl.recipes.errors import Exit, IncompatibleError, IntegrityError, SpecctlError
-from specctl.runtime.target import Target
+from specctl.core.errors import Exit, IncompatibleError, IntegrityError, SpecctlError
+from specctl.core.vocab import VocabMap
+from specctl.export.package.compat import ALLOWABLE, mismatches
+from specctl.export.package.folder import load_drafter
+from specctl.export.package.load import load_package
+from specctl.export.package.manifest import WEIGHTS, read_manifest
+from specctl.runtime.target.target import Target
 
 
 def altered(target: Target, **fields: Any) -> Target:

@@ -19,18 +19,18 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.export.folder import load_drafter, own_files, save_package
-from specctl.export.load import load_package
-from specctl.export.manifest import MANIFEST, WEIGHTS, check_files, read_manifest
-from specctl.recipes.errors import (
+from specctl.core.errors import (
     FileError,
     IncompatibleError,
     IntegrityError,
     ResourceError,
     SpecctlError,
 )
-from specctl.runtime.target import Target
+from specctl.core.vocab import VocabMap
+from specctl.export.package.folder import load_drafter, own_files, save_package
+from specctl.export.package.load import load_package
+from specctl.export.package.manifest import MANIFEST, WEIGHTS, check_files, read_manifest
+from specctl.runtime.target.target import Target
 
 
 def test_package_gives_back_the_same_drafter(
@@ -173,7 +173,7 @@ def test_a_broken_manifest_is_a_typed_error(package: Path, body: bytes) -> None:
 
 def test_reading_a_manifest_needs_no_torch(package: Path) -> None:
     code = (
-        "import sys; from specctl.export.manifest import check_files; "
+        "import sys; from specctl.export.package.manifest import check_files; "
         f"m = check_files({str(package)!r}); assert m.family == 'toy'; "
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
@@ -337,7 +337,7 @@ def test_leftovers_of_a_process_id_that_came_again_are_swept_by_age_and_content(
 def test_renaming_aside_is_used_where_folders_cannot_be_exchanged(
     make_toy: Any, save: Any, tmp_path: Path, plain_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specctl.export.atomic._renamed", lambda *names: False)
+    monkeypatch.setattr("specctl.export.package.atomic._renamed", lambda *names: False)
     save(make_toy(seed=1))
     folder = save(make_toy(seed=2))
     assert [p.name for p in tmp_path.iterdir()] == ["package"]

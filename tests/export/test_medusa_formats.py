@@ -9,16 +9,26 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import KEPT, Change, exported, faulty, saying, shaken, swapped, without, zeroed
 from safetensors.torch import load_file
 
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.errors import GateError, IncompatibleError
+from specctl.core.vocab import VocabMap
 from specctl.export.formats import formats
 from specctl.export.formats.medusa import FILE
-from specctl.export.manifest import WEIGHTS
-from specctl.export.whole_head import whole_head, without_cut
-from specctl.recipes.errors import GateError, IncompatibleError
-from specctl.runtime.target import Target
+from specctl.export.layouts.whole_head import whole_head, without_cut
+from specctl.export.package.manifest import WEIGHTS
+from specctl.runtime.target.target import Target
+from specctl_testing.export.engine_cases import (
+    KEPT,
+    Change,
+    exported,
+    faulty,
+    saying,
+    shaken,
+    swapped,
+    without,
+    zeroed,
+)
 
 FILES = {"medusa": FILE, "vllm-medusa": WEIGHTS}
 

@@ -8,13 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import KEPT, Change, exported, faulty, saying, shaken, swapped, without, zeroed
 from safetensors.torch import load_file
 
-from specctl.export.manifest import WEIGHTS
+from specctl.core.errors import GateError, IncompatibleError
+from specctl.export.package.manifest import WEIGHTS
 from specctl.export.readers.mlp_speculator import TgiMlp, VllmMlp
-from specctl.recipes.errors import GateError, IncompatibleError
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
+from specctl_testing.export.engine_cases import (
+    KEPT,
+    Change,
+    exported,
+    faulty,
+    saying,
+    shaken,
+    swapped,
+    without,
+    zeroed,
+)
 
 TO = "mlp-speculator"
 OPTIONS: list[dict[str, Any]] = [

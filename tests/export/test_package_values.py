@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-from mutations import is_refused, mutated
 from safetensors.torch import load_file, save_file
 
+from specctl.core.errors import IntegrityError
 from specctl.drafters import families
-from specctl.drafters.parts.options import read_options
-from specctl.export.folder import load_drafter
-from specctl.export.load import read_package
-from specctl.export.manifest import MANIFEST, WEIGHTS, read_manifest
-from specctl.recipes.errors import IntegrityError
+from specctl.drafters.nets.options import read_options
+from specctl.export.package.folder import load_drafter
+from specctl.export.package.load import read_package
+from specctl.export.package.manifest import MANIFEST, WEIGHTS, read_manifest
 from specctl.recipes.serve import ServePart, check_serve
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
+from specctl_testing.export.mutations import is_refused, mutated
 
 Change = Callable[[dict[str, Any]], None]
 SERVE: dict[str, dict[str, Any]] = {

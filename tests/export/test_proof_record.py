@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from specctl.export.folder import load_drafter, own_files
-from specctl.export.manifest import check_files
-from specctl.export.proof_record import FOLDER, PROSE, REPORT, read_record, write_record
+from specctl.export.package.folder import load_drafter, own_files
+from specctl.export.package.manifest import check_files
+from specctl.export.package.proof_record import FOLDER, PROSE, REPORT, read_record, write_record
 
 BODY = {"level": "lossless", "proof": {"passed": True}}
-ROWS = [("rules, exact law", "passed  500 cases"), ("cache rollback", "passed  12 rounds")]
+ROWS = [("rules, exact distribution", "passed  500 cases"), ("cache rollback", "passed  12 rounds")]
 
 
 def test_a_record_changes_no_digest_and_no_package(
@@ -28,7 +28,7 @@ def test_a_record_changes_no_digest_and_no_package(
     assert found["package_digest"] == before.digest
     assert found["proof"] == BODY["proof"]
     prose = (folder / PROSE).read_text()
-    assert "| rules, exact law | passed 500 cases |" in prose
+    assert "| rules, exact distribution | passed 500 cases |" in prose
     assert before.digest in prose
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from specctl.drafters.parts.slice import Inside, Keep, sliced
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
-from specctl.export.folder import load_drafter, save_package
 from specctl.export.formats import export
-from specctl.runtime.target import Target
+from specctl.export.package.folder import load_drafter, save_package
+from specctl.models.slice import Inside, Keep, sliced
+from specctl.runtime.target.target import Target
 from specctl.train.prune.cut import fitted
 
 LLAMA3 = {

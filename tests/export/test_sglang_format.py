@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import KEPT, Change, exported, faulty, shaken
 from safetensors.torch import load_file
 
+from specctl.core.errors import GateError, IncompatibleError
 from specctl.export.formats import filled
-from specctl.export.manifest import WEIGHTS, check_files
-from specctl.export.sglang.eagle import TOKEN_MAP
-from specctl.recipes.errors import GateError, IncompatibleError
-from specctl.runtime.target import Target
+from specctl.export.layouts.sglang.eagle import TOKEN_MAP
+from specctl.export.package.manifest import WEIGHTS, check_files
+from specctl.runtime.target.target import Target
+from specctl_testing.export.engine_cases import KEPT, Change, exported, faulty, shaken
 
 
 @pytest.fixture(scope="module")

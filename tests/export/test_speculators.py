@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import KEPT, Change, exported, faulty, packaged, shaken
 from safetensors.torch import load_file
 
+from specctl.core.errors import GateError, IncompatibleError
 from specctl.export.formats import find_format
+from specctl.export.layouts.speculators.p_eagle import mask_token
 from specctl.export.readers.vllm_eagle3 import draft_config
-from specctl.export.speculators.p_eagle import mask_token
-from specctl.recipes.errors import GateError, IncompatibleError
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
+from specctl_testing.export.engine_cases import KEPT, Change, exported, faulty, packaged, shaken
 
 Config, Tensors = dict[str, Any], dict[str, torch.Tensor]
 P_EAGLE = {"num_heads": 4, "layers": 2}
@@ -327,7 +327,7 @@ def test_without_a_spare_token_a_masked_place_cannot_be_written(
 def test_the_mask_token_is_one_that_no_text_contains(
     target: Target, word_tokenizer: Any, make_target: Any
 ) -> None:
-    from specctl.export.formats import Source
+    from specctl.export.formats import ExportSource
 
     class Words:
         def __init__(self, *words: str) -> None:
@@ -342,7 +342,7 @@ def test_the_mask_token_is_one_that_no_text_contains(
 
     def chosen(tokenizer: Any, spec: Any, eos: tuple[int, ...] = (2,)) -> int:
         made = replace(target, tokenizer=tokenizer, eos_ids=eos)
-        return mask_token(Source(Path(), Named(spec), None, made))  # type: ignore[arg-type]
+        return mask_token(ExportSource(Path(), Named(spec), None, made))  # type: ignore[arg-type]
 
     larger = replace(target.spec, vocab_size=64)
     assert chosen(word_tokenizer, larger) == 63  # a row without a token

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.errors import IncompatibleError
+from specctl.core.vocab import VocabMap
 from specctl.drafters.small_lm import SmallLm
-from specctl.export.folder import load_drafter
 from specctl.export.formats import export
-from specctl.recipes.errors import IncompatibleError
-from specctl.runtime.engine import Engine
+from specctl.export.package.folder import load_drafter
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 
 SIZE = 48
 KEPT = VocabMap(torch.tensor([0, 1, 2, 3, 5, 8, 13, 21, 30, 40, 47]), SIZE)
@@ -66,7 +66,7 @@ def logits(drafter: Any, ids_1S: torch.Tensor) -> torch.Tensor:
     masks = drafter.lm.document_masks(torch.zeros_like(ids_1S))
     with torch.no_grad():
         out = drafter.lm.dense(ids_1S, torch.arange(ids_1S.shape[1])[None], masks)
-    return drafter.spoken(out.logits_BTV)
+    return drafter.draft_logits(out.logits_BTV)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -104,8 +104,8 @@ def test_a_trimmed_sibling_is_exported_at_full_width_with_cut_rows_unreachable(
     torch.testing.assert_close(
         wide_1SV[..., KEPT.ids_K], logits(small, ids_1S), atol=1e-4, rtol=1e-4
     )
-    law = wide_1SV.softmax(-1)
-    assert float(law[..., ~KEPT.t2d()].max()) == 0.0
+    distribution = wide_1SV.softmax(-1)
+    assert float(distribution[..., ~KEPT.t2d()].max()) == 0.0
 
 
 def test_padding_is_only_accepted_when_asked_for(sibling: Any, target: Target) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from specctl.recipes.errors import FileError, RecipeError
+from specctl.core.errors import FileError, RecipeError
 from specctl.recipes.load import load_recipe, parse_set
 from specctl.recipes.schema import Recipe
 from specctl.recipes.section import flatten

@@ -9,22 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from markov import MarkovDrafter, alike
 from scipy.stats import chi2
 
+from specctl.core.errors import RecipeError
 from specctl.drafters.eagle3 import Eagle3, Eagle3Options
 from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.drafters.token_recycling import TokenRecycling, TokenRecyclingOptions
-from specctl.recipes.errors import RecipeError
+from specctl.runtime.engine.request import Request
 from specctl.runtime.generate import generate
-from specctl.runtime.pearl import Pearl
-from specctl.runtime.pearl_row import LONGEST_RUN, PearlRow
+from specctl.runtime.pearl import LONGEST_RUN, Pearl, PearlRow
 from specctl.runtime.policies.chain import Chain
 from specctl.runtime.policies.direct import Direct
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
+from specctl_testing.runtime.markov import MarkovDrafter, alike
 
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [7], [11, 12, 11, 12, 11])
 
@@ -65,7 +64,7 @@ def test_greedy_text_is_the_targets(target: Target, name: str, gamma: int) -> No
 
 
 @pytest.mark.parametrize("gamma", [1, 3])
-def test_sampled_text_follows_the_targets_law(gamma: int) -> None:
+def test_sampled_text_follows_the_targets_distribution(gamma: int) -> None:
     pair, count = alike(3), 1200
     pearl = Pearl(pair.target, MarkovDrafter(pair.q_VV), Chain(length=gamma))
     (made,) = pearl.run([Request((0,), Sampling(1.0, seed=5, max_new_tokens=count))])

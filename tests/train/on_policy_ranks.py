@@ -10,10 +10,8 @@ import test_on_policy as shared
 import torch
 from accelerate import Accelerator
 
-from specctl.train.processes.ranks import Ranks
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import conftest
+from specctl.train.distributed.ranks import Ranks
+from specctl_testing.models import build_model
 
 out = Path(sys.argv[1])
 torch.set_num_threads(1)
@@ -23,7 +21,7 @@ assert ranks.size == 2
 
 
 def make_target(*args: object, **fields: object) -> object:
-    return shared.Target.from_model(conftest.build_model(*args, **fields))
+    return shared.Target.from_model(build_model(*args, **fields))
 
 
 text = shared.on_policy(out / f"data-{ranks.rank}", make_target, ranks=ranks)

@@ -7,14 +7,13 @@ import json
 import sys
 from pathlib import Path
 
-import sharded_run
 import torch
-import toy
 from accelerate import Accelerator
 
-from specctl.train.loop import Progress, restore, train
-from specctl.train.processes.pieces import local
-from specctl.train.processes.ranks import Ranks
+from specctl.train.distributed.pieces import local
+from specctl.train.distributed.ranks import Ranks
+from specctl.train.loop import TrainProgress, restore, train
+from specctl_testing.train import sharded_run, toy
 
 out = Path(sys.argv[1])
 torch.set_num_threads(1)
@@ -30,7 +29,7 @@ def whole_run() -> None:
     own = sum(local(p).numel() for p in job.drafter.trainable().values())
     state = [own, sum(p.numel() for p in job.drafter.trainable().values())]
     report["pieces"] = ranks.gather(state)
-    train(job, Progress())
+    train(job, TrainProgress())
     held = [value for each in job.optimizers.values() for value in each.state.values()]
     report["held"] = ranks.gather(sum(local(v).numel() for s in held for v in s.values() if v.ndim))
     with job.drafter.whole() as drafter:
@@ -56,7 +55,7 @@ def silent_rank() -> None:
         return made
 
     job = toy.make_job(out / "silent", ranks=ranks, is_sharded=True, batch=batch, **SAME)
-    report["silent"] = train(job, Progress()).step
+    report["silent"] = train(job, TrainProgress()).step
 
 
 report: dict[str, object] = {}

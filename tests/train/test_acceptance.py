@@ -8,24 +8,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from specctl.core.batch import TrainBatch
+from specctl.core.drafter import Drafter
+from specctl.core.language_model import Masks
+from specctl.core.masks import document_mask
+from specctl.core.vocab import VocabMap
 from specctl.drafters import family
-from specctl.drafters.parts.base import Drafter
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.drafters.parts.lm import Masks
-from specctl.drafters.parts.masks import document_mask
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.runtime.engine import Engine
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
-from specctl.train.data.heldout import Prompt
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
+from specctl.train.data.heldout import HeldoutPrompt
 from specctl.train.vocab.acceptance import Ranked, overlap, passing, size_curves, walk
 from specctl.train.vocab.chains import capture_chains, write_answers
 from specctl.train.vocab.measure import measure_drafter
 
 V, LENGTH, NEW = 32, 3, 20
-PROMPTS = [Prompt((3, 1, 4, 1 + i), "", "ab"[i % 2]) for i in range(6)]
+PROMPTS = [HeldoutPrompt((3, 1, 4, 1 + i), "", "ab"[i % 2]) for i in range(6)]
 SIZES = (4, 9, 16, 31, 32)
 
 
@@ -107,7 +107,9 @@ def test_shorter_drafts_are_predicted_from_the_same_chains(target: Target) -> No
     assert (curves["a"] + curves["b"]).tau_N.tolist() == pytest.approx([measured.tau])
 
 
-def laws(draft: Tensor, judge: Tensor, size: int, temperature: float) -> tuple[Tensor, Tensor]:
+def distributions(
+    draft: Tensor, judge: Tensor, size: int, temperature: float
+) -> tuple[Tensor, Tensor]:
     """p and the trimmed q over the target's ids, in float64."""
     mask = torch.full((V,), -torch.inf).double()
     mask[RANK[:size]] = 0.0
@@ -121,10 +123,10 @@ def test_overlap_at_every_size_is_the_sum_of_the_smaller_chances(temperature: fl
     found = overlap(draft, judge, Ranked.of(RANK, None, V), RANK, temperature)
     for size in range(1, V + 1):
         if temperature == 0.0:
-            _, q = laws(draft, judge, size, 1.0)
+            _, q = distributions(draft, judge, size, 1.0)
             by_hand = (q.argmax(-1) == judge.argmax(-1)).double()
         else:
-            by_hand = torch.minimum(*laws(draft, judge, size, temperature)).sum(-1)
+            by_hand = torch.minimum(*distributions(draft, judge, size, temperature)).sum(-1)
         torch.testing.assert_close(found[:, size - 1], by_hand)
 
 
@@ -134,13 +136,14 @@ def test_passing_is_the_chance_of_rejection_sampling(target: Target) -> None:
     found = passing(chain, Ranked.of(RANK, None, V), SIZES, 1.0)
     for n, size in enumerate(SIZES):
         for root in range(chain.num_tokens - 1):
-            p, q = laws(chain.draft_RLK[root, 1], chain.target_RV[root + 1], size, 1.0)
+            p, q = distributions(chain.draft_RLK[root, 1], chain.target_RV[root + 1], size, 1.0)
             y = int(chain.label_R[root + 1])
             assert float(found[root, 1, n]) == pytest.approx(min(1.0, float(q[y] / p[y])))
 
 
 def test_expected_tau_under_sampling_is_what_many_runs_average(target: Target) -> None:
-    """The walk against rounds over the same text, drawn again and again with the laws' chances."""
+    """The walk against rounds over the same text, drawn again and again with the distributions'
+    chances."""
     drafter = make_drafter(target, "small-lm")
     chain = next(capture_chains(target, drafter, write_answers(target, PROMPTS, NEW, 1.0), LENGTH))
     chance = passing(chain, Ranked.of(RANK, None, V), (12,), 1.0)
@@ -160,7 +163,7 @@ def test_expected_tau_under_sampling_is_what_many_runs_average(target: Target) -
 def test_sampled_decoding_has_the_predicted_tau(target: Target) -> None:
     """Rule chain at T = 1, 200 texts: predicted and measured tau agree within 4 standard errors."""
     drafter = make_drafter(target, "small-lm").trimmed(kept(16))
-    prompts = [Prompt((3, 1, 4, 1), "", "a")] * 200
+    prompts = [HeldoutPrompt((3, 1, 4, 1), "", "a")] * 200
     policy = make_policy({"policy": "chain", "length": 2})
     requests = [
         Request(p.ids, Sampling(1.0, seed=i + 999, max_new_tokens=6, ignore_eos=True))

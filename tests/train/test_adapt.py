@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from specctl.core.drafter import Drafter
+from specctl.core.errors import RecipeError
+from specctl.core.vocab import VocabMap
 from specctl.drafters import families
-from specctl.drafters.parts.base import Drafter
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import RecipeError
 from specctl.recipes.load import load_recipe
 from specctl.recipes.low_rank import LoraPart
-from specctl.runtime.target import Target
-from specctl.train.adapt import additions, attach, merge, save_adapter
-from specctl.train.plan import plan
+from specctl.runtime.target.target import Target
+from specctl.train.lora import additions, attach, merge, save_adapter
+from specctl.train.planning.plan import plan
 
 FAMILIES = [name for name, family in families().items() if family.trainable]
 
@@ -40,8 +40,8 @@ def learn(drafter: Drafter, batch: Any) -> float:
 
 def batch_of(target: Target, drafter: Drafter) -> Any:
     """Two packed rows with everything that the family needs."""
-    from specctl.drafters.parts.batch import TrainBatch
-    from specctl.train.capture import capture
+    from specctl.core.batch import TrainBatch
+    from specctl.train.features.capture import capture
 
     generator = torch.Generator().manual_seed(1)
     ids_BS = torch.randint(0, 24, (2, 20), generator=generator)

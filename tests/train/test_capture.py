@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from specctl.drafters.parts.base import Needs
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.drafters.parts.lm import Masks
-from specctl.drafters.parts.masks import chain_mask
-from specctl.runtime.target import Target
-from specctl.train.capture import capture
+from specctl.core.batch import TrainBatch
+from specctl.core.drafter import Needs
+from specctl.core.language_model import Masks
+from specctl.core.masks import chain_mask
+from specctl.runtime.target.target import Target
 from specctl.train.data.pack import Document, pack
+from specctl.train.features.capture import capture
 
 
 def packed(lengths: list[int], seq_len: int = 16) -> TrainBatch:

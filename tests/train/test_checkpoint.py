@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-import toy
 from safetensors import safe_open
 
-from specctl.recipes.errors import (
+from specctl.core.errors import (
     Exit,
     FileError,
     IncompatibleError,
@@ -25,14 +24,15 @@ from specctl.recipes.errors import (
     ResourceError,
     SpecctlError,
 )
-from specctl.runtime.report import SilentReporter
-from specctl.train.loop import Progress, restore, save, take_step, train
+from specctl.runtime.measure.reporter import SilentReporter
+from specctl.train.loop import TrainProgress, restore, save, take_step, train
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot, read_snapshot
 from specctl.train.saving.disk import Disk, write_file
 from specctl.train.saving.fingerprint import check_same_run
 from specctl.train.saving.lock import Holder, live_holder, locked
 from specctl.train.saving.tensorfile import DTYPES, tensor_chunks
 from specctl.train.saving.whole import damage
+from specctl_testing.train import toy
 
 
 def snapshot(step: int) -> Snapshot:
@@ -290,7 +290,7 @@ def test_a_disk_without_room_is_found_before_anything_is_written(tmp_path: Path)
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_optimizer_state_comes_back_for_every_parameter(tmp_path: Path, optimizer: str) -> None:
     job = toy.make_job(tmp_path, optimizer=optimizer)
-    progress = Progress()
+    progress = TrainProgress()
     for _ in range(2):
         take_step(job, progress, lambda amount, note="": None)
     save(job, progress)
@@ -312,7 +312,7 @@ def test_optimizer_state_comes_back_for_every_parameter(tmp_path: Path, optimize
 
 def test_a_state_for_another_drafter_is_refused(tmp_path: Path) -> None:
     job = toy.make_job(tmp_path)
-    train(job, Progress())
+    train(job, TrainProgress())
     found = job.checkpoints.newest()
     moved = dict(found.tensors["optimizer"])
     moved["adamw/stranger/exp_avg"] = moved.pop("adamw/embed.weight/exp_avg")

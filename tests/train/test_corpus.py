@@ -9,35 +9,37 @@ from pathlib import Path
 import pytest
 
 from specctl.train.data.corpus import (
+    CODE,
     DISTRIBUTIONS,
     HELDOUT_FROM,
     MODELS_FOLDER,
+    PROSE,
     STDLIB,
-    Source,
+    CorpusFile,
     capped,
     collect,
     is_prose_or_code,
     read_source,
+    regions,
     split_of,
     training_texts,
     without_licence_header,
     write_listing,
 )
-from specctl.train.data.prompts import CODE, PROSE, regions
 
 SMALL = (STDLIB, "networkx", "click")
 
 
 @pytest.fixture(scope="module")
-def sources() -> tuple[Source, ...]:
+def sources() -> tuple[CorpusFile, ...]:
     return collect(SMALL)
 
 
-def made(name: str, num_bytes: int, split: str = "train") -> Source:
-    return Source("made", name, name, num_bytes, "0" * 64, split)
+def made(name: str, num_bytes: int, split: str = "train") -> CorpusFile:
+    return CorpusFile("made", name, name, num_bytes, "0" * 64, split)
 
 
-def test_heldout_files_are_never_in_train(sources: tuple[Source, ...]) -> None:
+def test_heldout_files_are_never_in_train(sources: tuple[CorpusFile, ...]) -> None:
     heldout = [s for s in sources if s.split == "heldout"]
     train = {s.text for s in sources if s.split == "train"}
     assert len(heldout) >= 10
@@ -97,7 +99,7 @@ def test_training_texts_respect_limit_and_seed(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_listing_names_version_licence_and_split(
-    sources: tuple[Source, ...], tmp_path: Path
+    sources: tuple[CorpusFile, ...], tmp_path: Path
 ) -> None:
     write_listing(tmp_path / "corpus.json.gz", sources)
     listing = json.loads(gzip.decompress((tmp_path / "corpus.json.gz").read_bytes()))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specctl.recipes.errors import (
+from specctl.core.errors import (
     FileError,
     IntegrityError,
     NetworkError,
@@ -18,8 +18,8 @@ from specctl.recipes.errors import (
 )
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import DataPart, Recipe, TrainPart
-from specctl.runtime.report import SilentReporter
-from specctl.runtime.target import Target
+from specctl.runtime.measure.reporter import SilentReporter
+from specctl.runtime.target.target import Target
 from specctl.train.data.chat import Encoded, conversation_prompt, encode_sample, preview
 from specctl.train.data.heldout import heldout_prompts
 from specctl.train.data.prepare import TokenData, better_seq_len, prepare

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specctl.recipes.errors import FileError, RecipeError
+from specctl.core.errors import FileError, RecipeError
 from specctl.recipes.load import load_recipe
 from specctl.train.data.context import check_context
 from specctl.train.data.heldout import heldout_prompts

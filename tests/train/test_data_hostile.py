@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from specctl.cli.prompts import read_prompts
-from specctl.recipes.errors import FileError, SpecctlError
-from specctl.runtime.target import Target
+from specctl.cli.options.prompts import read_prompts
+from specctl.core.errors import FileError, SpecctlError
+from specctl.runtime.target.target import Target
 from specctl.train.data import sources
 from specctl.train.data.heldout import heldout_prompts
 from specctl.train.data.records import DEEPEST, Sample, sample_of

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from specctl.runtime.report import SilentReporter
-from specctl.train.data.pack import Rows
+from specctl.runtime.measure.reporter import SilentReporter
+from specctl.train.data.pack import PackedRows
 from specctl.train.data.rows import write_rows
 from specctl.train.data.sources import Defects
 from specctl.train.features.shards import make_room, sweep
-from specctl.train.runs import dispensable, read_run
+from specctl.train.runs.folders import dispensable, read_run
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot
 from specctl.train.saving.disk import Disk, write_whole
 from specctl.train.saving.whole import drop
@@ -103,7 +103,7 @@ def test_what_runs_clean_may_delete_is_named_as_a_run_names_it(tmp_path: Path) -
 
 def test_rows_that_a_user_put_beside_ours_stay(tmp_path: Path) -> None:
     ids_RS = np.zeros((1, 4), dtype=np.int32)
-    rows = Rows(ids_RS, ids_RS.astype(bool), ids_RS, ids_RS, ["code"])
+    rows = PackedRows(ids_RS, ids_RS.astype(bool), ids_RS, ids_RS, ["code"])
     mine = put(tmp_path / "rows-mine.safetensors")
     for digest in ("a" * 64, "b" * 64):
         write_rows(tmp_path, rows, digest, {}, "test", Defects())

@@ -11,16 +11,16 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import specctl.recipes
-from specctl.drafters.parts.base import Drafter
-from specctl.drafters.parts.lean import lean_from_hf
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.drafter import Drafter
+from specctl.core.errors import IncompatibleError, RecipeError
+from specctl.core.vocab import VocabMap
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
-from specctl.recipes.errors import IncompatibleError, RecipeError
+from specctl.models.fast_llama import fast_llama_from_hf
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 from specctl.train.assemble import build_drafter
-from specctl.train.initial import (
+from specctl.train.init.initial import (
     Initial,
     check_fit,
     checkpoint_drafter,
@@ -29,7 +29,7 @@ from specctl.train.initial import (
     initialise,
     tensors_digest,
 )
-from specctl.train.plan import plan
+from specctl.train.planning.plan import plan
 from specctl.train.prune.cut import prunable, spread_layers
 from specctl.train.run import train_draft
 from specctl.train.saving.checkpoint import Checkpoints
@@ -143,13 +143,13 @@ def test_what_cannot_be_cut_is_refused_with_the_option(
         train_draft(deep, tmp_path / "a", target=target)
     ignored = small_recipe(text, **{"drafter.options.from_layers": "[0, 1]"})
     with pytest.raises(RecipeError, match="from_layers is ignored"):
-        initial_of(ignored, target, None)
+        initial_of(ignored.drafter, target, None)
     eagle = load_recipe("eagle3", sets=["drafter.init=target"])
     with pytest.raises(RecipeError, match="family eagle3 cannot be cut"):
-        initial_of(eagle, target, None)
+        initial_of(eagle.drafter, target, None)
     recipe = small_recipe(text, drafter__init="target")
     with pytest.raises(IncompatibleError, match="GemmaForCausalLM"):
-        initial_of(recipe, make_target("gemma"), None)
+        initial_of(recipe.drafter, make_target("gemma"), None)
 
 
 class Shelf:
@@ -243,7 +243,7 @@ def test_a_run_without_a_package_gives_its_best_checkpoint(
 
 def test_a_plan_counts_the_drafter_that_will_be_cut(target: Target, text: Path) -> None:
     recipe = small_recipe(text, drafter__init="target", **{"drafter.options.tied": False})
-    made = completed(recipe, target.spec, initial_of(recipe, target, None))
+    made = completed(recipe, target.spec, initial_of(recipe.drafter, target, None))
     whole = SmallLm(SmallLmOptions(**made.drafter.options), target.spec)
     assert plan(recipe, target.spec, flops_per_second=1e9).parameters == sum(
         t.numel() for t in whole.tensors().values()
@@ -251,7 +251,7 @@ def test_a_plan_counts_the_drafter_that_will_be_cut(target: Target, text: Path) 
 
 
 def _silent() -> Any:
-    from specctl.runtime.report import SilentReporter
+    from specctl.runtime.measure.reporter import SilentReporter
 
     return SilentReporter()
 
@@ -293,13 +293,13 @@ def test_weights_padded_to_another_vocabulary_size_are_cut_or_stretched_to_fit(
     """Only rows differ that no token of the tokenizer names."""
     size = target.spec.vocab_size
     for padded in (size + 16, size - 16):
-        lm = lean_from_hf(make_model(num_layers=2, vocab=padded))
+        lm = fast_llama_from_hf(make_model(num_layers=2, vocab=padded))
         assert lm is not None
         source = Initial("small", SmallLm.from_lm(lm, target.spec), "")
         shape = {**options_of(lm.module.shape, target.spec), "tied": False}
         shape = {name: value for name, value in shape.items() if value is not None}
         recipe = small_recipe(text, drafter__options=shape)
-        check_fit(recipe, target.spec, source)
+        check_fit(recipe.drafter, target.spec, source)
         drafter = build_drafter(recipe, target.spec, source.drafter.vocab)
         initialise(drafter, source, None)  # type: ignore[arg-type]
         kept = min(padded, size)

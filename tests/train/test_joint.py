@@ -1,26 +1,26 @@
-"""Joint training: the additions and the drafter move and nothing else, weighted as the recipe says;
-what it brings and costs can be seen."""
+"""JointModel training: the additions and the drafter move and nothing else, weighted as the recipe
+says; what it brings and costs can be seen."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import small_runs as small
 import torch
-from joint_cases import AT_ONCE, VOCAB, logits, make, perturb, rows, steps
 
-from specctl.drafters.parts.align import aim
-from specctl.drafters.parts.losses import feature_loss
-from specctl.recipes.errors import RecipeError
+from specctl.core.errors import RecipeError
+from specctl.drafters.losses.align import aim
+from specctl.drafters.losses.head_losses import feature_loss
 from specctl.recipes.load import load_recipe
 from specctl.recipes.low_rank import JointPart
 from specctl.recipes.schema import TrainPart
-from specctl.runtime.target import Target
-from specctl.train.capture import capture
-from specctl.train.changed import measured_change
-from specctl.train.joint import Joint, changing, hidden_matrices, weight_at
+from specctl.runtime.target.target import Target
+from specctl.train.features.capture import capture
+from specctl.train.joint.joint import JointModel, changing, hidden_matrices, weight_at
+from specctl.train.joint.joint_target import measured_change
 from specctl.train.optim import build_optimizers, set_learning_rate
+from specctl_testing.train import small_runs as small
+from specctl_testing.train.joint_cases import AT_ONCE, VOCAB, logits, make, perturb, rows, steps
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_zero_additions_change_nothing(make_target: Any, kind: str) -> None:
 @pytest.mark.parametrize("name", ["medusa", "hydra", "eagle3", "glide", "dflash"])
 def test_only_drafter_and_additions_move(target: Target, name: str) -> None:
     before = small.digest(dict(target.lm.module.named_parameters()))
-    joint = Joint(make(target, name), target, AT_ONCE)
+    joint = JointModel(make(target, name), target, AT_ONCE)
     assert len(joint.slow()) == 2 * len(hidden_matrices(target)) == 2 * 2 * 7
     start = {key: tensor.clone() for key, tensor in joint.tensors().items()}
     steps(joint, 3)
@@ -53,14 +53,14 @@ def test_only_drafter_and_additions_move(target: Target, name: str) -> None:
 def test_a_target_of_transformers_learns_alike(make_target: Any) -> None:
     target = make_target("gemma2", num_layers=2, vocab=VOCAB)
     before = small.digest(dict(target.lm.module.named_parameters()))
-    joint = Joint(make(target), target, AT_ONCE)
+    joint = JointModel(make(target), target, AT_ONCE)
     steps(joint, 3)
     assert small.digest(dict(target.lm.module.named_parameters())) == before
     assert not torch.equal(logits(joint.target, rows()), logits(target, rows()))
 
 
 def test_while_the_drafter_learns_alone_the_target_stays(target: Target) -> None:
-    joint = Joint(make(target), target, JointPart(rank=4, warmup=0.5, weight=1.0))
+    joint = JointModel(make(target), target, JointPart(rank=4, warmup=0.5, weight=1.0))
     steps(joint, 3, progress=0.4)
     assert torch.equal(logits(joint.target, rows()), logits(target, rows()))
     steps(joint, 3, progress=0.5)
@@ -74,7 +74,7 @@ def test_weight_scales_what_the_target_learns_of_the_drafter_and_not_the_drafter
     for weight in (1.0, 0.25):
         part = JointPart(rank=4, warmup=0.0, weight=weight, keep="none")
         torch.manual_seed(0)
-        joint = Joint(make(target), target, part)
+        joint = JointModel(make(target), target, part)
         perturb(joint)
         joint.loss(rows()).sum.backward()
         found.append({n: p.grad for n, p in joint.trainable().items() if p.grad is not None})
@@ -104,7 +104,7 @@ def test_weight_grows_over_the_ramp() -> None:
 
 
 def test_additions_learn_at_their_share_of_the_rate(target: Target) -> None:
-    joint = Joint(make(target), target, AT_ONCE)
+    joint = JointModel(make(target), target, AT_ONCE)
     optimizers = build_optimizers(
         joint.trainable(), TrainPart(), frozenset({VOCAB}), joint.slow(), 0.25
     )
@@ -118,7 +118,7 @@ def learned(target: Target, **fields: Any) -> tuple[float, float]:
     """The drafter's loss on text that was not learned, for the target that it is left with, and how
     far that target has drifted."""
     torch.manual_seed(0)
-    joint = Joint(make(target), target, JointPart(**{"rank": 8, "weight": 1.0, **fields}))
+    joint = JointModel(make(target), target, JointPart(**{"rank": 8, "weight": 1.0, **fields}))
     steps(joint, 20)
     with joint.whole() as drafter, torch.no_grad():
         out = drafter.loss(capture(joint.target, rows(7), drafter.needs()))
@@ -140,5 +140,5 @@ def test_heads_learn_more_with_their_target_than_alone_and_its_own_term_holds_it
 def test_unknown_weights_are_refused(target: Target) -> None:
     with pytest.raises(RecipeError, match="no weight of the target"):
         changing(target, JointPart(targets=("embed_tokens", "lm_head")))
-    some = Joint(make(target), target, JointPart(targets=("q_proj", "v_proj")))
+    some = JointModel(make(target), target, JointPart(targets=("q_proj", "v_proj")))
     assert len(some.slow()) == 2 * 2 * 2

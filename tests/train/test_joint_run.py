@@ -10,23 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_runs as small
 import torch
-from joint_cases import AT_ONCE, VOCAB, logits, make, perturb, rows
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.export.folder import load_drafter, save_package
-from specctl.recipes.errors import IncompatibleError, RecipeError, SpecctlError
+from specctl.core.batch import TrainBatch
+from specctl.core.errors import IncompatibleError, RecipeError, SpecctlError
+from specctl.export.package.folder import load_drafter, save_package
 from specctl.recipes.load import load_recipe
 from specctl.recipes.low_rank import JointPart
-from specctl.runtime.target import Target, load_target
-from specctl.train.changed import held_out, measured_change, settled
-from specctl.train.joint import Joint
-from specctl.train.joint_check import check_joint, check_stages, check_target
-from specctl.train.plan import plan
+from specctl.runtime.target.target import Target, load_target
+from specctl.train.joint.check import check_joint, check_stages, check_target
+from specctl.train.joint.joint import JointModel
+from specctl.train.joint.joint_target import held_out, measured_change, settled
+from specctl.train.planning.plan import plan
+from specctl_testing.train import small_runs as small
+from specctl_testing.train.joint_cases import AT_ONCE, VOCAB, logits, make, perturb, rows
 
 
 @pytest.fixture(scope="module")
@@ -38,16 +38,16 @@ def target(make_target: Any) -> Target:
 @pytest.fixture
 def settle(
     make_model: Callable[..., Any], marked_tokenizer: Any, tmp_path: Path
-) -> Callable[..., tuple[Target, Joint, Target, Tensor]]:
+) -> Callable[..., tuple[Target, JointModel, Target, Tensor]]:
     """original, joint, OUT/target read back, logits of the run's target with its additions."""
 
-    def make_it(kind: str = "llama", **fields: Any) -> tuple[Target, Joint, Target, Tensor]:
+    def make_it(kind: str = "llama", **fields: Any) -> tuple[Target, JointModel, Target, Tensor]:
         size = len(marked_tokenizer)
         ends = marked_tokenizer.convert_tokens_to_ids(["<|end|>"])
         model = make_model(kind, num_layers=2, vocab=size, eos_token_id=ends, **fields)
         target = Target.from_model(model, marked_tokenizer, name="chatty")
         check_target(target)
-        joint = Joint(make(target), target, AT_ONCE)
+        joint = JointModel(make(target), target, AT_ONCE)
         perturb(joint)
         wanted = logits(joint.target, rows(vocab=size))
         recipe = load_recipe("medusa-2", sets=["train.seq_len=64"])
@@ -152,16 +152,16 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
     recipe = small.small_recipe("medusa-2", text, **SMALL)
     whole = small.run(recipe, tmp_path / "whole", small.random_target(0))
     target, parts = small.random_target(0), tmp_path / "parts"
-    loss, calls = Joint.loss, [0]
+    loss, calls = JointModel.loss, [0]
 
-    def stopping(joint: Joint, batch: TrainBatch) -> Any:
+    def stopping(joint: JointModel, batch: TrainBatch) -> Any:
         calls[0] += 1
         if calls[0] == 5:
             os.kill(os.getpid(), signal.SIGINT)
         return loss(joint, batch)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Joint, "loss", stopping)
+        patched.setattr(JointModel, "loss", stopping)
         with pytest.raises(SpecctlError, match="is saved"):
             small.run(recipe, parts, target)
     assert not (parts / "target").exists()
@@ -245,7 +245,7 @@ def test_a_plan_counts_what_is_added_to_the_target() -> None:
         plan(load_recipe("medusa-2", sets=sets), **speed) for sets in (["train.joint=null"], [])
     )
     target = load_target("tiny", dtype="float32")
-    joint = Joint(make(target), target, JointPart())
+    joint = JointModel(make(target), target, JointPart())
     assert together.added == sum(joint.trainable()[name].numel() for name in joint.slow())
     assert alone.added == 0
     assert together.trainable == alone.trainable

@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-import toy
 
-from specctl.drafters.parts.batch import LossOut
-from specctl.recipes.errors import DivergedError, Exit
-from specctl.train.data.order import Order, share
-from specctl.train.loop import Progress, restore, take_step, train
+from specctl.core.batch import LossOut
+from specctl.core.errors import DivergedError, Exit
+from specctl.train.data.supply import Order, share
+from specctl.train.loop import TrainProgress, restore, take_step, train
 from specctl.train.metrics import MetricsLog, read_log
 from specctl.train.stop import Interrupted, Stop
+from specctl_testing.train import toy
 
 
-def finish(out: Path, **fields: Any) -> tuple[Any, Progress]:
+def finish(out: Path, **fields: Any) -> tuple[Any, TrainProgress]:
     """Run or continue to the end, as a new process would."""
     job = toy.make_job(out, **fields)
     saved = job.checkpoints.newest()
-    return job, train(job, restore(job, saved) if saved else Progress())
+    return job, train(job, restore(job, saved) if saved else TrainProgress())
 
 
 def state_digest(job: Any) -> str:
@@ -59,7 +59,7 @@ def test_the_gradient_does_not_depend_on_accumulation(tmp_path: Path, optimizer:
             tmp_path / f"{accumulate}", accumulate=accumulate, rows=rows, dropout=0.0,
             dtype=torch.float64, clip=1e9, optimizer=optimizer,
         )  # fmt: skip
-        take_step(job, Progress(), lambda amount, note="": None)
+        take_step(job, TrainProgress(), lambda amount, note="": None)
         flat.append(job.gradient.flat_N.clone())
     assert flat[0].norm() > 0.01
     for other in flat[1:]:
@@ -73,7 +73,7 @@ def test_the_gradient_is_that_of_the_mean_over_all_supervised_tokens(tmp_path: P
     out = job.drafter.loss(toy.rows(job.order.take(0, 6)))
     parameters = list(job.drafter.trainable().values())
     expected = torch.autograd.grad(out.sum / out.count, parameters)
-    take_step(job, Progress(), lambda amount, note="": None)
+    take_step(job, TrainProgress(), lambda amount, note="": None)
     flat = torch.cat([g.flatten() for g in expected])
     torch.testing.assert_close(job.gradient.flat_N, flat, rtol=0, atol=1e-14)
 
@@ -110,7 +110,7 @@ def test_a_run_stopped_and_resumed_is_the_uninterrupted_run(
         if cut == 0:
             os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(Interrupted) as caught:
-            train(job, Progress())
+            train(job, TrainProgress())
     assert caught.value.exit == Exit.INTERRUPTED == 75
     assert caught.value.command == "the same command"
     assert job.checkpoints.steps()[-1] == cut
@@ -133,7 +133,7 @@ def test_the_log_of_a_resumed_run_equals_that_of_the_uninterrupted_run(tmp_path:
 
     seen: list[list[int]] = []
     with pytest.raises(Interrupted):
-        train(toy.make_job(out, tau_every=4, batch=stopping, stop=stop), Progress())
+        train(toy.make_job(out, tau_every=4, batch=stopping, stop=stop), TrainProgress())
     with (out / "metrics.jsonl").open("a") as file:  # lines after the save, the last one torn
         file.write('{"step": 8, "loss": 1.0}\n{"step": 9, "lo')
     finish(out, tau_every=4)
@@ -202,10 +202,10 @@ def test_numbers_that_are_not_finite_never_reach_the_weights(
     job = toy.make_job(tmp_path, steps=12, save_every=2)
     damaged_loss(job, f"{where}:{value}", {5, 6, 7})
     with pytest.raises(DivergedError) as caught:
-        train(job, Progress())
+        train(job, TrainProgress())
     assert caught.value.exit == Exit.DIVERGED == 10
     reference = toy.make_job(tmp_path / "four", steps=12)
-    progress = Progress()
+    progress = TrainProgress()
     for _ in range(4):
         take_step(reference, progress, lambda amount, note="": None)
     assert toy.digest(job.drafter.tensors()) == toy.digest(reference.drafter.tensors())
@@ -221,7 +221,7 @@ def test_numbers_that_are_not_finite_never_reach_the_weights(
 def test_bad_steps_that_are_not_in_a_row_are_skipped_and_counted(tmp_path: Path) -> None:
     job = toy.make_job(tmp_path, steps=12)
     damaged_loss(job, "loss:nan", {2, 3, 5, 8, 9})
-    assert train(job, Progress()).skipped == 5
+    assert train(job, TrainProgress()).skipped == 5
     assert all(p.isfinite().all() for p in job.drafter.trainable().values())
 
 
@@ -231,7 +231,7 @@ def test_the_best_checkpoint_is_chosen_by_measured_tau_not_by_loss(tmp_path: Pat
         tmp_path, steps=18, tau_every=3, save_every=1, dropout=0.0,
         measure=lambda: toy.measured(next(taus)),
     )  # fmt: skip
-    progress = train(job, Progress())
+    progress = train(job, TrainProgress())
     assert (progress.best_step, progress.best["tau"]) == (6, 3.5)
     assert job.checkpoints.steps() == [6, 17, 18]
     lines = read_log(tmp_path / "metrics.jsonl")
@@ -247,7 +247,7 @@ def test_measuring_does_not_disturb_training(tmp_path: Path) -> None:
         return toy.measured(2.0)
 
     job = toy.make_job(tmp_path / "a", tau_every=2, measure=noisy)
-    train(job, Progress())
+    train(job, TrainProgress())
     other, _ = finish(tmp_path / "b", tau_every=100)
     assert toy.digest(job.drafter.tensors()) == toy.digest(other.drafter.tensors())
 

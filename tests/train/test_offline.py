@@ -12,22 +12,22 @@ import numpy as np
 import pytest
 import torch
 
-from specctl.drafters.parts.base import Needs
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.recipes.errors import RecipeError, ResourceError
+from specctl.core.batch import TrainBatch
+from specctl.core.drafter import Needs
+from specctl.core.errors import RecipeError, ResourceError
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
-from specctl.runtime.report import SilentReporter
-from specctl.runtime.target import Target
-from specctl.train.capture import capture
+from specctl.runtime.measure.reporter import SilentReporter
+from specctl.runtime.target.target import Target
 from specctl.train.data.pack import Document, pack
 from specctl.train.data.rows import TokenData, write_rows
 from specctl.train.data.sources import Defects
+from specctl.train.distributed.ranks import Ranks
+from specctl.train.features.capture import capture
 from specctl.train.features.kept import Form, decode, encode, read_target
 from specctl.train.features.offline import feature_source
-from specctl.train.features.shards import Layout, kept_shards
+from specctl.train.features.shards import ShardLayout, kept_shards
 from specctl.train.metrics import read_log
-from specctl.train.processes.ranks import Ranks
 from specctl.train.run import train_draft
 from specctl.train.saving.disk import Disk
 
@@ -104,18 +104,23 @@ def test_kept_whole_features_are_those_of_the_target_bit_for_bit(
         assert torch.equal(offline.teacher_BSV[real_BS], online.teacher_BSV[real_BS])
 
 
-# What it costs a random target: total variation of its law, largest over all tokens, measured
-# 0.0014 (bf16), 0.021 (fp8), 0.0005 (80 of 96 logits); error of a tap relative to the largest of
-# its token, measured 0.0035 and 0.036 (half a step of the format: 2^-8 and 2^-4 of the number).
+# What it costs a random target: total variation of its distribution, largest over all tokens,
+# measured 0.0014 (bf16), 0.021 (fp8), 0.0005 (80 of 96 logits); error of a tap relative to the
+# largest of its token, measured 0.0035 and 0.036 (half a step of the format: 2^-8 and 2^-4 of the
+# number).
 @pytest.mark.parametrize(
-    ("dtype", "topk", "law", "taps"),
+    ("dtype", "topk", "distribution", "taps"),
     [("bf16", None, 0.005, 0.004), ("fp8", None, 0.06, 0.05), ("fp32", 80, 0.002, 0.0)],
 )
 @pytest.mark.parametrize("plain_head", [True, False])
 def test_features_kept_shorter_are_close(
-    make_target: Callable[..., Target], dtype: str, topk: int | None, law: float, taps: float,
+    make_target: Callable[..., Target],
+    dtype: str,
+    topk: int | None,
+    distribution: float,
+    taps: float,
     plain_head: bool,
-) -> None:  # fmt: skip
+) -> None:
     target = make_target("llama" if plain_head else "gpt_neox", num_layers=3)
     part = recipe_of(data__feature_dtype=dtype).data.model_copy(update={"teacher_topk": topk})
     form = Form.of(part, target, BOTH)
@@ -133,7 +138,7 @@ def test_features_kept_shorter_are_close(
         assert float((wrong / raw[f"tap-{tap}"].abs().amax(-1, keepdim=True)).max()) <= taps
     if "logits" in raw:
         p, q = raw["logits"].softmax(-1), found["logits"].float().softmax(-1)
-        assert float((p - q).abs().sum(-1).max()) / 2 <= law
+        assert float((p - q).abs().sum(-1).max()) / 2 <= distribution
 
 
 def run(target: Target, text: Path, out: Path, family: str = "eagle3", **sets: Any) -> list[float]:
@@ -319,9 +324,9 @@ def test_other_features_lie_apart_and_a_drafter_without_features_is_refused(
 
 
 def test_every_row_has_one_place() -> None:
-    layout = Layout(10, 4)
+    layout = ShardLayout(10, 4)
     assert [list(layout.rows(s)) for s in range(layout.num_shards)] == [
         [0, 1, 2, 3], [4, 5, 6, 7], [8, 9],
     ]  # fmt: skip
     assert [layout.place(row) for row in (0, 5, 9)] == [(0, 0), (1, 1), (2, 1)]
-    assert Layout.of(3, 10**12).each == 1
+    assert ShardLayout.of(3, 10**12).each == 1

@@ -12,27 +12,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-import small_runs as runs
 import torch
 
 import specctl
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.batch import TrainBatch
+from specctl.core.errors import RecipeError
+from specctl.core.vocab import VocabMap
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
-from specctl.recipes.errors import RecipeError
-from specctl.runtime.engine import Engine
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 from specctl.train.data.on_policy import OnPolicy, Writing
-from specctl.train.data.order import Order
 from specctl.train.data.pack import Document, pack
 from specctl.train.data.regenerate import AnswerPlan
 from specctl.train.data.rows import TokenData, write_rows
 from specctl.train.data.sources import Defects
-from specctl.train.data.supply import Text, joined
-from specctl.train.processes.ranks import Ranks
+from specctl.train.data.supply import Order, Text, joined
+from specctl.train.distributed.ranks import Ranks
 from specctl.train.stop import Interrupted
+from specctl_testing.train import small_runs as runs
 
 SEQ_LEN, ROOM, VOCAB = 60, 30, 96
 
@@ -91,7 +90,7 @@ def test_fresh_rows_take_their_share_and_every_other_row_still_comes_once_an_epo
         assert sum(row >= 10 for row in stream[first : first + 10]) == 4
 
 
-def test_the_drafter_writes_what_its_own_law_says(
+def test_the_drafter_writes_what_its_own_distribution_says(
     tmp_path: Path, make_target: Callable[..., Target]
 ) -> None:
     text = on_policy(tmp_path / "data", make_target, trimmed=True)
@@ -207,7 +206,10 @@ def test_two_processes_read_what_the_first_one_wrote(
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     script = Path(__file__).with_name("on_policy_ranks.py")
     source = Path(specctl.__path__[0]).parent
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(source)}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{source}{os.pathsep}{Path(__file__).parents[1]}",
+    }
     subprocess.run([*launch, str(script), str(tmp_path)], check=True, env=environment, timeout=300)
     digests = json.loads((tmp_path / "digests.json").read_text())
     assert digests == [runs.digest(alone.tensors())] * 2

@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 import torch
 
-from specctl.drafters.parts.masks import document_mask
+from specctl.core.masks import document_mask
 from specctl.train.data.pack import Document, best_fit, cut_documents, pack
 
 

@@ -11,21 +11,21 @@ import numpy as np
 import pytest
 import torch
 
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import RecipeError, SpecctlError
+from specctl.core.errors import RecipeError, SpecctlError
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import TrainPart
 from specctl.train.assemble import build_drafter
 from specctl.train.data.pack import Document, pack
 from specctl.train.data.rows import write_rows
 from specctl.train.data.sources import Defects
-from specctl.train.initial import completed
+from specctl.train.init.initial import completed
 from specctl.train.metrics import alphas, means, merged, simulated_tau
 from specctl.train.optim import Gradient, build_optimizers, is_hidden_matrix, learning_rate
-from specctl.train.plan import STATE_BYTES, Plan, matrix_speed, plan
+from specctl.train.planning.plan import STATE_BYTES, RunPlan, matrix_speed, plan
+from specctl.train.planning.rehearsal import Rehearsal, Stopwatch, num_saves, small, summary
 from specctl.train.plot import save_learning_curve
-from specctl.train.rehearsal import Rehearsal, Stopwatch, num_saves, small, summary
 from specctl.train.run import train_draft
 
 SPEC = ModelSpec("llama", 4, 32, 88, 4, 2, 8, 64, 1e-5, 1e4, 1024)
@@ -57,7 +57,7 @@ def test_a_plan_for_an_alias_needs_neither_weights_nor_network(
 
 
 def test_more_steps_take_longer_and_larger_batches_more_memory() -> None:
-    def of(*sets: str) -> Plan:
+    def of(*sets: str) -> RunPlan:
         return plan(load_recipe("eagle3", sets=sets), SPEC, **SPEED)
 
     assert of("train.steps=2000").seconds_range[0] > of("train.steps=200").seconds_range[0]
@@ -87,7 +87,7 @@ def test_the_optimizer_state_in_the_plan_is_the_state_that_is_kept() -> None:
             if value.ndim
         )
         made = plan(recipe, SPEC, **SPEED)
-        held = min(num_saves(recipe), recipe.train.keep)
+        held = min(num_saves(recipe.train), recipe.train.keep)
         assert made.disk["checkpoints"] == held * (4 * made.parameters + kept + STATE_BYTES)
 
 
@@ -160,7 +160,7 @@ def test_a_rehearsal_is_the_run_with_fewer_prompts_and_steps() -> None:
 
 def test_a_stopwatch_takes_a_run_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("specctl.train.rehearsal.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("specctl.train.planning.rehearsal.time.perf_counter", lambda: now[0])
 
     def later(seconds: float) -> None:
         now[0] += seconds

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.drafters.parts.lean import LeanLlama, LeanLM
-from specctl.drafters.parts.slice import Keep, sliced, with_layers
+from specctl.core.batch import TrainBatch
+from specctl.core.errors import RecipeError
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
-from specctl.recipes.errors import RecipeError
+from specctl.models.fast_llama import FastLlama, LlamaModel
+from specctl.models.slice import Keep, sliced, with_layers
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 from specctl.train.prune.cut import Wanted, choose, fitted
 from specctl.train.prune.scores import acceptance, acceptance_drop, measure_scores
 
@@ -36,7 +36,7 @@ def text(seed: int = 0, rows: int = 3, length: int = 20) -> TrainBatch:
     return TrainBatch(ids_BS, document_BS >= 0, document_BS, position_BS)
 
 
-def logits(lm: LeanLM, batch: TrainBatch) -> Tensor:
+def logits(lm: FastLlama, batch: TrainBatch) -> Tensor:
     masks = lm.document_masks(batch.document_BS)
     with torch.no_grad():
         out = lm.dense(batch.ids_BS, batch.position_BS, masks).logits_BTV
@@ -52,20 +52,20 @@ def silence(module: Any, *layers: int) -> None:
             module.model.layers[layer].mlp.down_proj.weight.zero_()
 
 
-def cut(lm: LeanLM, keep: Keep) -> LeanLM:
+def cut(lm: FastLlama, keep: Keep) -> FastLlama:
     small = sliced(lm.module.shape, lm.module.state_dict(), keep)
-    module = LeanLlama(small.shape, lm.module.rotary.inv_freq, lm.module.rotary.scale).eval()
+    module = LlamaModel(small.shape, lm.module.rotary.inv_freq, lm.module.rotary.scale).eval()
     module.load_state_dict(small.tensors)
-    return LeanLM(module, replace(lm.spec, num_layers=small.shape.num_layers))
+    return FastLlama(module, replace(lm.spec, num_layers=small.shape.num_layers))
 
 
 @pytest.fixture
-def make_lm(make_target: Any) -> Callable[..., LeanLM]:
+def make_lm(make_target: Any) -> Callable[..., FastLlama]:
     """A random target's model, with biases where its kind has them."""
 
-    def make(model_type: str = "llama", **fields: Any) -> LeanLM:
+    def make(model_type: str = "llama", **fields: Any) -> FastLlama:
         target: Target = make_target(model_type, rms_norm_eps=1e-12, **fields)
-        assert type(target.lm) is LeanLM
+        assert type(target.lm) is FastLlama
         with torch.no_grad():
             for name, weight in target.lm.module.named_parameters():
                 if name.endswith("bias"):
@@ -167,7 +167,7 @@ def test_a_norm_keeps_its_loudness_when_living_channels_go(make_lm: Any) -> None
     kept = choose(lm, Wanted(channels=12), [text()]).channels
     name = "model.layers.0.input_layernorm.weight"
 
-    def loud(model: LeanLM, columns: Any) -> float:
+    def loud(model: FastLlama, columns: Any) -> float:
         state = model.module.model.embed_tokens.weight[text().ids_BS[:, :-3].flatten()]
         weight = model.module.get_parameter(name)
         normed = torch.nn.functional.rms_norm(state, weight.shape, weight, 1e-12)
@@ -195,7 +195,7 @@ def test_pruning_nothing_gives_the_target_bit_for_bit(
 
 def as_drafter(target: Target, wanted: Wanted) -> SmallLm:
     """What specctl builds from a cut: options that say the shape, and its tensors."""
-    assert type(target.lm) is LeanLM
+    assert type(target.lm) is FastLlama
     shape = target.lm.module.shape
     keep = choose(target.lm, wanted, [text()])
     small = sliced(shape, target.lm.module.state_dict(), keep)

@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from specctl.drafters.parts.lm import Masks
-from specctl.drafters.parts.masks import document_mask
-from specctl.recipes.errors import IntegrityError
+from specctl.core.errors import IntegrityError
+from specctl.core.language_model import Masks
+from specctl.core.masks import document_mask
 from specctl.recipes.schema import DataPart, Recipe, TrainPart
-from specctl.runtime.report import Advance, SilentReporter
-from specctl.runtime.target import Target
+from specctl.runtime.measure.reporter import Advance, SilentReporter
+from specctl.runtime.target.target import Target
 from specctl.train.data import regenerate as module
 from specctl.train.data.prepare import prepare
 from specctl.train.data.records import Sample
 from specctl.train.data.regenerate import (
-    Answer,
     AnswerPlan,
     PromptCut,
+    WrittenAnswer,
     cut_prompts,
     domain_at,
     regenerate,
@@ -71,7 +71,7 @@ def test_greedy_answers_are_the_argmax_of_the_target(chat_target: Target, tmp_pa
         assert_is_argmax(chat_target, answer) if answer.is_greedy else None
 
 
-def assert_is_argmax(target: Target, answer: Answer) -> None:
+def assert_is_argmax(target: Target, answer: WrittenAnswer) -> None:
     ids_1S = torch.tensor([[*answer.prompt.ids, *answer.new_ids]])
     position_1S = torch.arange(ids_1S.shape[1])[None]
     masks = Masks(document_mask(torch.zeros_like(ids_1S)))

@@ -13,15 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_runs
 import torch
-import toy
 import yaml
-from small_runs import Talk
 
 import specctl.recipes
-from specctl.drafters.parts.base import Drafter
-from specctl.recipes.errors import (
+from specctl.core.drafter import Drafter
+from specctl.core.errors import (
     Exit,
     FileError,
     IncompatibleError,
@@ -30,17 +27,19 @@ from specctl.recipes.errors import (
 )
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
-from specctl.runtime.report import SilentReporter
-from specctl.runtime.target import Target
-from specctl.train import room
-from specctl.train.loop import Progress, train
+from specctl.runtime.measure.reporter import SilentReporter
+from specctl.runtime.target.target import Target
+from specctl.train.loop import TrainProgress, train
 from specctl.train.metrics import read_log
+from specctl.train.planning import capacity as room
 from specctl.train.run import RunResult, train_draft
 from specctl.train.saving.checkpoint import Checkpoints
 from specctl.train.saving.disk import Disk
 from specctl.train.saving.lock import locked
 from specctl.train.saving.state import seed_everything
 from specctl.train.stop import Interrupted
+from specctl_testing.train import small_runs, toy
+from specctl_testing.train.small_runs import Talk
 
 SMALL = {
     "data.text_tokens": 0, "data.prompts": 24, "data.new_tokens": 16, "data.prompt_tokens": 8,
@@ -337,11 +336,14 @@ def test_two_processes_train_as_one_and_fail_as_one(tmp_path: Path) -> None:
     job = toy.make_job(
         tmp_path / "one", dropout=0.0, dtype=torch.float64, optimizer="adamw", accumulate=2, rows=4
     )
-    train(job, Progress())
+    train(job, TrainProgress())
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     script = Path(__file__).with_name("two_ranks.py")
     source = Path(specctl.__path__[0]).parent
-    environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": f"{source}{os.pathsep}{Path(__file__).parents[1]}",
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
         [*launch, str(script), str(tmp_path)], env=environment, capture_output=True, timeout=100
     )

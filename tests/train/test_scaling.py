@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small_runs import Talk
 
-from specctl.recipes.errors import IncompatibleError, RecipeError
+from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
-from specctl.runtime.target import Target
-from specctl.train.scaling import Law, Point, fit, grid, report, run_grid, save_picture
+from specctl.runtime.target.target import Target
+from specctl.train.planning.scaling import Law, Point, fit, grid, report, run_grid, save_picture
+from specctl_testing.train.small_runs import Talk
 
 SIZES, BUDGETS = (10_000, 40_000, 90_000, 200_000), (2**16, 2**18, 2**20)
 

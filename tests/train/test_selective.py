@@ -7,20 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import small_runs as runs
 import torch
 from torch import Tensor
 
+from specctl.core.batch import TrainBatch
+from specctl.core.drafter import Drafter
+from specctl.core.errors import IncompatibleError, RecipeError
+from specctl.core.vocab import VocabMap
 from specctl.drafters import family
-from specctl.drafters.parts.base import Drafter
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import IncompatibleError, RecipeError
 from specctl.recipes.load import load_recipe
-from specctl.runtime.target import Target
-from specctl.train.capture import capture
+from specctl.runtime.target.target import Target
+from specctl.train.features.capture import capture
 from specctl.train.selective import Selection, chosen, reference_stage
 from specctl.train.stop import Interrupted
+from specctl_testing.train import small_runs as runs
 
 OPTIONS = {
     "small-lm": {"layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "head_dim": 8},

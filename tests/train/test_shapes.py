@@ -8,26 +8,31 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.drafters.parts.llama import LlamaShape
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.errors import SpecctlError
+from specctl.core.vocab import VocabMap
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
-from specctl.recipes.errors import SpecctlError
-from specctl.runtime.cost import measure_costs
-from specctl.runtime.policies.length import CostTable
-from specctl.runtime.stats import expected_tau
-from specctl.runtime.target import Target
-from specctl.train.prune.search.acceptance import (
+from specctl.models.llama import LlamaShape
+from specctl.runtime.measure.cost import measure_costs
+from specctl.runtime.measure.cost_table import CostTable
+from specctl.runtime.measure.stats import expected_tau
+from specctl.runtime.target.target import Target
+from specctl.train.prune.shapes import (
     Acceptances,
+    DraftShape,
+    Latency,
     Reached,
+    agreement,
     alpha_of,
     constant,
     fit_acceptance,
+    fit_latency,
+    latency_row,
+    least_squares,
+    measure_latency,
     measure_reached,
+    rank,
+    unseen,
 )
-from specctl.train.prune.search.fits import least_squares
-from specctl.train.prune.search.latency import Latency, fit_latency, latency_row, measure_latency
-from specctl.train.prune.search.ranking import agreement, rank, unseen
-from specctl.train.prune.search.shape import DraftShape
 
 BASE = LlamaShape(8, 256, 6144, 4, 2, 64, 640, 1e-5, 1e4, tied=True)
 GRID = [DraftShape(layers, width) for layers in (1, 2, 4) for width in (128, 192, 256)]
@@ -50,7 +55,7 @@ def alpha(shape: DraftShape) -> float:
     return 1 / (1 + math.exp(1.2 - 0.3 * depth - 0.4 * width - 0.9 * depth * width))
 
 
-def test_the_fit_finds_the_law_that_made_the_times() -> None:
+def test_the_fit_finds_the_distribution_that_made_the_times() -> None:
     found = latency()
     assert found.fit.r2 == pytest.approx(1.0, abs=1e-9)
     other = DraftShape(3, 224)
@@ -186,7 +191,7 @@ def test_verification_is_measured_once_whatever_the_number_of_shapes(
         asked.append(tuple(lengths))
         return measure_costs(*given, lengths=lengths, **named)
 
-    monkeypatch.setattr("specctl.train.prune.search.latency.measure_costs", counted)
+    monkeypatch.setattr("specctl.train.prune.shapes.measure_costs", counted)
     target: Target = make_target(num_layers=2)
     base = target.lm.module.shape
     shapes = [DraftShape(layers, width) for layers in (1, 2) for width in (16, 32)]

@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sharded_run
 import torch
-import toy
 
 import specctl
-from specctl.runtime.report import SilentReporter
-from specctl.train.loop import Progress, restore, train
+from specctl.runtime.measure.reporter import SilentReporter
+from specctl.train.distributed.muon import orthogonal_step
+from specctl.train.loop import TrainProgress, restore, train
 from specctl.train.metrics import read_log
-from specctl.train.processes.muon import orthogonal_step
 from specctl.train.saving.checkpoint import Checkpoints
+from specctl_testing.train import sharded_run, toy
 
 SAME: dict[str, Any] = {"dropout": 0.0, "accumulate": 2, "rows": 4, "save_every": 6, "keep": 4}
 TOLERANCE = 2e-5  # float32 sums in another order, through 12 updates
@@ -43,7 +42,7 @@ def losses(folder: Path) -> list[float]:
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of one process, and what two sharded processes made of the same."""
     out = tmp_path_factory.mktemp("sharded")
-    train(toy.make_job(out / "one", **SAME), Progress())
+    train(toy.make_job(out / "one", **SAME), TrainProgress())
     shutil.copytree(out / "one" / "checkpoints", out / "handed" / "checkpoints")
     text = out / "words.txt"
     text.write_text("\n\n".join(f"def f{i}(x):\n    return x + {i}" for i in range(100)))
@@ -51,7 +50,11 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     words = [str(out), json.dumps(SAME), json.dumps([*SHORT, *SPREAD])]
     source = str(Path(specctl.__path__[0]).parent)
-    environment = {"PYTHONPATH": source, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    environment = {
+        "PYTHONPATH": f"{source}{os.pathsep}{Path(__file__).parents[1]}",
+        "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_CPU": "true",
+    }
     done = subprocess.run(
         [*command, str(Path(__file__).with_name("sharded_ranks.py")), *words],
         env=os.environ | environment,

@@ -11,22 +11,22 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_runs import Talk
 from torch import Tensor
 
-from specctl.drafters.parts.base import Drafter
+from specctl.core.drafter import Drafter
+from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
-from specctl.recipes.errors import IncompatibleError, RecipeError
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.recipes.stages import stages_of
-from specctl.runtime.report import SilentReporter
-from specctl.runtime.target import Target
+from specctl.runtime.measure.reporter import SilentReporter
+from specctl.runtime.target.target import Target
 from specctl.train.data.corpus import part_of
 from specctl.train.run import train_draft
+from specctl.train.runs.stages import plans, stages, train_recipe
 from specctl.train.saving.checkpoint import Checkpoints
-from specctl.train.stages import plans, stages, train_recipe
 from specctl.train.stop import Interrupted
+from specctl_testing.train.small_runs import Talk
 
 TWO = """
 name: two
@@ -60,7 +60,7 @@ def write(
 
 def read(folder: str, target: Target) -> Drafter:
     """And its loader."""
-    from specctl.drafters.parts.vocab import VocabMap
+    from specctl.core.vocab import VocabMap
 
     tensors = load_file(Path(folder, "package", "model.safetensors"))
     options = SmallLmOptions(layers=1, width=16, head_dim=8)

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import Drafter, Needs, Outcome, Space, StepState
-from specctl.recipes.errors import RecipeError, SpecctlError
-from specctl.runtime.engine import Engine
+from specctl.core.drafter import Drafter, Needs, Outcome, Space, StepState
+from specctl.core.errors import RecipeError, SpecctlError
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
 from specctl.runtime.policies.chain import Chain
-from specctl.runtime.policies.stops import trained_stops
-from specctl.runtime.policies.stops.learned import write_stop
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.stops import trained_stops
+from specctl.runtime.stops.learned import write_stop
+from specctl.runtime.target.target import Target
 from specctl.train.stop_rules import Collector, collect, fit, learned_rule, roc_area
 
 SIZE = 12
@@ -25,7 +25,8 @@ PROMPTS = [[i % SIZE] for i in range(24)]
 
 
 class Half(StepState):
-    """Drafts the target's own law of the newest token after an even one, noise after an odd one."""
+    """Drafts the target's own distribution of the newest token after an even one, noise after an
+    odd one."""
 
     def __init__(self, logits_VV: Tensor) -> None:
         self.logits_VV, self.newest_B = logits_VV, torch.empty(0)

@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from specctl.recipes.errors import IncompatibleError
+from specctl.core.errors import IncompatibleError
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import TargetPart
-from specctl.runtime.target import Target
-from specctl.train.plan import plan
-from specctl.train.target_shape import TargetShape, target_shape
+from specctl.runtime.target.target import Target
+from specctl.train.planning.plan import plan
+from specctl.train.planning.target_shape import TargetShape, target_shape
 
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 SPEED = {"flops_per_second": 1e10}
@@ -73,10 +73,10 @@ def test_teachers_on_disk_are_as_wide_as_the_target_s_head_asks(
 def test_a_target_counts_in_the_dtype_it_will_be_loaded_in(monkeypatch: pytest.MonkeyPatch) -> None:
     bytes_of = TargetShape(target_shape(TargetPart()).spec, 8 * 10**9, 8 * 10**9, torch.bfloat16)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    monkeypatch.setattr("specctl.train.target_shape.choose_device", lambda name: cuda)
+    monkeypatch.setattr("specctl.train.planning.target_shape.choose_device", lambda name: cuda)
     assert bytes_of.itemsize(TargetPart()) == 2
     assert bytes_of.itemsize(TargetPart(dtype="float32")) == 4
-    monkeypatch.setattr("specctl.train.target_shape.choose_device", lambda name: cpu)
+    monkeypatch.setattr("specctl.train.planning.target_shape.choose_device", lambda name: cpu)
     small = TargetShape(bytes_of.spec, 10**6, 10**6, torch.bfloat16)
     assert small.itemsize(TargetPart()) == 4
 

@@ -6,12 +6,19 @@ import sys
 
 import pytest
 import torch
-from vocab_cases import COST, counts
 
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import SpecctlError
-from specctl.runtime.stats import expected_tau
-from specctl.runtime.target import Target
+from specctl.core.errors import SpecctlError
+from specctl.core.vocab import VocabMap
+from specctl.runtime.measure.stats import expected_tau
+from specctl.runtime.target.target import Target
+from specctl.train.vocab.candidates import (
+    Predictions,
+    Scored,
+    SearchSpace,
+    TrimChoice,
+    predict_from_coverage,
+    search_tpe,
+)
 from specctl.train.vocab.coverage import (
     always_kept,
     count_tokens,
@@ -19,10 +26,9 @@ from specctl.train.vocab.coverage import (
     ranking,
     vocab_map,
 )
-from specctl.train.vocab.head_cost import HeadCost, fit_cost
-from specctl.train.vocab.predict import Predictions, predict_from_coverage
+from specctl.train.vocab.measure import HeadCost, fit_cost
 from specctl.train.vocab.report import kendall
-from specctl.train.vocab.search import Choice, Scored, SearchSpace, search_tpe
+from specctl_testing.train.vocab_cases import COST, counts
 
 # -- what is kept -----------------------------------------------------------------------------
 
@@ -135,7 +141,7 @@ def test_kendall_counts_pairs_in_order() -> None:
 SPACE = SearchSpace(least=2, most=96, length=4, domains=("a", "b"))
 
 
-def score(choice: Choice) -> Scored:
+def score(choice: TrimChoice) -> Scored:
     """Best at size 24, length 3, equal weights; less coverage the smaller."""
     ratio = choice.weights.get("a", 1.0) / choice.weights.get("b", 1.0)
     away = abs(choice.size - 24) / 24 + abs(choice.length - 3) + 0.1 * abs(ratio - 1.0)
@@ -143,7 +149,7 @@ def score(choice: Choice) -> Scored:
 
 
 def test_tpe_never_ends_worse_than_the_exhaustive_choice_and_is_reproducible() -> None:
-    first = [Choice(20, 4), Choice(96, 4)]
+    first = [TrimChoice(20, 4), TrimChoice(96, 4)]
     runs = [
         search_tpe(score, SPACE, min_coverage=0.0, trials=25, seed=3, first=first) for _ in range(2)
     ]
@@ -154,9 +160,9 @@ def test_tpe_never_ends_worse_than_the_exhaustive_choice_and_is_reproducible() -
 
 
 def test_tpe_prefers_what_covers_enough() -> None:
-    found = search_tpe(score, SPACE, min_coverage=0.5, trials=15, first=[Choice(24, 3)])
+    found = search_tpe(score, SPACE, min_coverage=0.5, trials=15, first=[TrimChoice(24, 3)])
     assert found[0].coverage >= 0.5
-    assert score(Choice(24, 3)).speedup > found[0].speedup
+    assert score(TrimChoice(24, 3)).speedup > found[0].speedup
 
 
 def test_search_without_optuna_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""Vocabulary trimming of real drafters: what is counted, what is cut, what is told, and the law."""
+"""Vocabulary trimming of real drafters: what is counted, what is cut, what is told, and the
+distribution."""
 
 from __future__ import annotations
 
@@ -11,28 +12,28 @@ from typing import Any
 import pytest
 import torch
 from scipy.stats import chisquare
-from vocab_cases import COST, counts
 
+from specctl.core.drafter import Drafter, RoundView, Space, StepState
+from specctl.core.errors import SpecctlError
+from specctl.core.language_model import Masks
+from specctl.core.masks import document_mask
+from specctl.core.vocab import VocabMap
 from specctl.drafters import family
-from specctl.drafters.parts.base import Drafter, RoundView, Space, StepState
-from specctl.drafters.parts.lm import Masks
-from specctl.drafters.parts.masks import document_mask
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import SpecctlError
-from specctl.runtime.engine import Engine
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
-from specctl.train.data.heldout import Prompt
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
+from specctl.train.data.heldout import HeldoutPrompt
 from specctl.train.data.records import Sample
+from specctl.train.vocab.candidates import Material, TrimSettings
 from specctl.train.vocab.chains import write_answers
-from specctl.train.vocab.counting import draft_tokens, target_tokens
-from specctl.train.vocab.head_cost import HeadCost
-from specctl.train.vocab.measure import Measured, PromptRun, moved_bytes
+from specctl.train.vocab.measure import HeadCost, MeasuredDrafter, PromptRun, moved_bytes
 from specctl.train.vocab.selectors import Evidence, selector, selectors
-from specctl.train.vocab.settings import Material, TrimSettings
+from specctl.train.vocab.selectors.drafted import draft_tokens
+from specctl.train.vocab.selectors.vocab_trim import target_tokens
 from specctl.train.vocab.trim import Trimmed, trim
+from specctl_testing.train.vocab_cases import COST, counts
 
 
 def make_drafter(target: Target, name: str = "small-lm", seed: int = 1) -> Drafter:
@@ -94,7 +95,7 @@ def target(make_target: Callable[..., Target]) -> Target:
     return make_target(num_layers=2, vocab=96, eos_token_id=95)
 
 
-PROMPTS = [Prompt((3, 1, 4, 1 + i), "", "ab"[i % 2]) for i in range(4)]
+PROMPTS = [HeldoutPrompt((3, 1, 4, 1 + i), "", "ab"[i % 2]) for i in range(4)]
 HALF = counts(a=[96 - i for i in range(96)], b=[2 * (i < 48) for i in range(96)])
 CHAIN = make_policy({"policy": "chain", "length": 3})
 
@@ -121,10 +122,10 @@ def test_trimming_to_a_size_keeps_the_frequent_ids_and_the_end(target: Target) -
 def test_auto_takes_the_size_with_the_best_measured_tau_and_cost(target: Target) -> None:
     taus: dict[int, float] = {}
 
-    def measure(drafter: Drafter, policy: Any) -> Measured:
+    def measure(drafter: Drafter, policy: Any) -> MeasuredDrafter:
         size = 96 if drafter.vocab is None else drafter.vocab.size
         taus[size] = 2.0 if size in (max(taus, default=0), 96) else 1.99
-        return Measured(taus[size], 0.6, 100.0)
+        return MeasuredDrafter(taus[size], 0.6, 100.0)
 
     done = trimmed(target, "auto", measure=measure, min_coverage=0.3)
     report, drafter = done.report, done.drafter
@@ -135,8 +136,8 @@ def test_auto_takes_the_size_with_the_best_measured_tau_and_cost(target: Target)
 
 
 def test_the_drafter_comes_back_whole_when_no_size_pays(target: Target) -> None:
-    def measure(drafter: Drafter, policy: Any) -> Measured:
-        return Measured(2.0 if drafter.vocab is None else 1.0, 0.5, 1.0)
+    def measure(drafter: Drafter, policy: Any) -> MeasuredDrafter:
+        return MeasuredDrafter(2.0 if drafter.vocab is None else 1.0, 0.5, 1.0)
 
     done = trimmed(target, "auto", measure=measure, min_coverage=0.3)
     assert done.drafter.vocab is None
@@ -149,15 +150,15 @@ def test_the_drafter_comes_back_whole_when_no_size_pays(target: Target) -> None:
 def test_a_trim_that_leaves_hardly_any_word_is_warned_about(target: Target) -> None:
     """By what it measures, and by the coverage that --size auto keeps."""
 
-    def measure(drafter: Drafter, policy: Any) -> Measured:
-        return Measured(2.9 if drafter.vocab is None else 1.2, 0.5, 100.0)
+    def measure(drafter: Drafter, policy: Any) -> MeasuredDrafter:
+        return MeasuredDrafter(2.9 if drafter.vocab is None else 1.2, 0.5, 100.0)
 
     report = trimmed(target, 8, measure=measure).report
     slower, uncovered = report.warnings(0.95)[:2]
     assert "the whole drafter is faster here" in slower
     assert "tau 2.90 -> 1.20" in slower
     assert uncovered.startswith(f"8 ids are {report.coverage:.1%} of what the target writes")
-    enough = trimmed(target, 90, measure=lambda *_: Measured(2.9, 0.9, 100.0)).report
+    enough = trimmed(target, 90, measure=lambda *_: MeasuredDrafter(2.9, 0.9, 100.0)).report
     assert enough.coverage > 0.95
     assert not enough.warnings(0.95)
 
@@ -212,9 +213,11 @@ def test_the_report_is_json_with_formulas_and_measured_figures(
 def test_a_domain_that_lost_is_shown_first_and_warned_about(target: Target) -> None:
     """Domain b keeps its tau, domain a falls from 2.5 to 1: its prompts are slower and said so."""
 
-    def measure(drafter: Drafter, policy: Any) -> Measured:
+    def measure(drafter: Drafter, policy: Any) -> MeasuredDrafter:
         rounds = {"a": 4 if drafter.vocab is None else 10, "b": 4}
-        return Measured.of([PromptRun(p.domain, rounds[p.domain], 10, 5, 8, 1.0) for p in PROMPTS])
+        return MeasuredDrafter.of(
+            [PromptRun(p.domain, rounds[p.domain], 10, 5, 8, 1.0) for p in PROMPTS]
+        )
 
     report = trimmed(target, 48, measure=measure).report
     everything, worst, other = report.domains
@@ -274,7 +277,8 @@ def test_tokens_of_target_and_drafter_are_counted_by_domain(target: Target) -> N
     assert all(int(ids.max()) < 96 and bool((ids % 2 == 0).all()) for ids, _ in drafted)
 
 
-# -- the law ----------------------------------------------------------------------------------
+# -- the distribution
+# ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["small-lm", "eagle3"])
@@ -299,10 +303,10 @@ def root_logits(target: Target, drafter: Drafter) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("rule", ["block", "target-only"])
-def test_sampling_with_a_trimmed_drafter_keeps_the_law_of_the_target(
+def test_sampling_with_a_trimmed_drafter_keeps_the_distribution_of_the_target(
     make_target: Callable[..., Target], rule: str
 ) -> None:
-    """Chi-square of 1,600 sampled pairs over a vocabulary of 7 against the exact law."""
+    """Chi-square of 1,600 sampled pairs over a vocabulary of 7 against the exact distribution."""
     small_target = make_target(num_layers=2, vocab=7, seed=4)
     drafter = make_drafter(small_target).trimmed(VocabMap(torch.tensor([0, 2, 5]), 7))
     prompt, count = (1, 2, 3), 1600
@@ -315,7 +319,7 @@ def test_sampling_with_a_trimmed_drafter_keeps_the_law_of_the_target(
     seen = torch.zeros(7, 7)
     for completion in completions:
         seen[completion.tokens[0], completion.tokens[1]] += 1
-    expected = count * pair_law(small_target, prompt, 0.9)
+    expected = count * pair_distribution(small_target, prompt, 0.9)
     keep = expected > 5
     rest = (float(seen[~keep].sum()), float(expected[~keep].sum()))
     observed = [*seen[keep].tolist(), rest[0]] if rest[1] > 1 else seen[keep].tolist()
@@ -326,7 +330,7 @@ def test_sampling_with_a_trimmed_drafter_keeps_the_law_of_the_target(
     assert accepted > 0, "no draft was ever accepted, so nothing was tested"
 
 
-def pair_law(target: Target, prompt: tuple[int, ...], temperature: float) -> torch.Tensor:
+def pair_distribution(target: Target, prompt: tuple[int, ...], temperature: float) -> torch.Tensor:
     """[V, V]: exact probability of the first two tokens."""
     V = target.spec.vocab_size
     ids_VS = torch.tensor([[*prompt, token] for token in range(V)])

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from specctl.drafters.parts.spec import ModelSpec
+from specctl.core.spec import ModelSpec
 from specctl.recipes.load import load_recipe
-from specctl.train.plan import Plan, plan
+from specctl.train.planning.plan import RunPlan, plan
+from specctl.train.planning.rehearsal import Rehearsal
+from specctl.train.planning.work import ANSWERS
 from specctl.train.prune.cut import CALIBRATION_TOKENS, Wanted
-from specctl.train.prune.plan import prune_plans
-from specctl.train.rehearsal import Rehearsal
-from specctl.train.work import ANSWERS
+from specctl.train.prune.run import prune_plans
 
 SPEC = ModelSpec("llama", 4, 32, 88, 4, 2, 8, 64, 1e-5, 1e4, 1024)
 SPEED = 1e10
 
 
-def of(name: str, *sets: str, rehearsal: Rehearsal | None = None) -> Plan:
+def of(name: str, *sets: str, rehearsal: Rehearsal | None = None) -> RunPlan:
     return plan(load_recipe(name, sets=sets), SPEC, flops_per_second=SPEED, rehearsal=rehearsal)
 
 
-def amounts(made: Plan) -> dict[str, str]:
+def amounts(made: RunPlan) -> dict[str, str]:
     return {part.name: part.amount for part in made.parts}
 
 
-def seconds(made: Plan, name: str) -> float:
+def seconds(made: RunPlan, name: str) -> float:
     (found,) = (part.seconds_range[0] for part in made.parts if part.name == name)
     return found
 
 
-def adds_up(made: Plan) -> bool:
+def adds_up(made: RunPlan) -> bool:
     low, high = (sum(part.seconds_range[i] for part in made.parts) for i in (0, 1))
     return made.seconds_range == (low, high) and all(p.seconds_range[0] > 0 for p in made.parts)
 

@@ -10,14 +10,14 @@ import sys
 from pathlib import Path
 
 import torch
-import toy
 from accelerate import Accelerator
 
-from specctl.recipes.errors import Exit, SpecctlError
-from specctl.train.loop import Progress, restore, train
-from specctl.train.processes.ranks import Ranks
+from specctl.core.errors import Exit, SpecctlError
+from specctl.train.distributed.ranks import Ranks
+from specctl.train.loop import TrainProgress, restore, train
 from specctl.train.saving.disk import Disk
 from specctl.train.stop import Interrupted, Stop
+from specctl_testing.train import toy
 
 out = Path(sys.argv[1])
 torch.set_num_threads(1)
@@ -38,12 +38,12 @@ class FullOnRankOne(Disk):
 
 def whole_run() -> None:
     job = toy.make_job(out / "whole", **PLAIN, accumulate=2, rows=4)
-    train(job, Progress())
+    train(job, TrainProgress())
     report["digests"] = ranks.gather(toy.digest(job.drafter.tensors()))
 
 
 def full_disk_on_one_rank() -> None:
-    train(toy.make_job(out / "full", **PLAIN, steps=6), Progress())
+    train(toy.make_job(out / "full", **PLAIN, steps=6), TrainProgress())
     job = toy.make_job(out / "full", **PLAIN, steps=12, disk=FullOnRankOne())
     try:
         train(job, restore(job, job.checkpoints.newest()))
@@ -67,14 +67,14 @@ def signal_on_one_rank() -> None:
     job = toy.make_job(out / "stop", **fields, batch=batch, stop=stop)
     with stop.listening():
         try:
-            train(job, Progress())
+            train(job, TrainProgress())
         except Interrupted as error:
             report["stopped"] = ranks.gather((int(error.exit), job.checkpoints.steps()))
     again = toy.make_job(out / "stop", **fields)
     torch.rand(3)
     train(again, restore(again, again.checkpoints.newest()))
     straight = toy.make_job(out / "straight", **fields)
-    train(straight, Progress())
+    train(straight, TrainProgress())
     report["resumed"] = [toy.digest(job.drafter.tensors()) for job in (again, straight)]
 
 

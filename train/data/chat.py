@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specctl.recipes.errors import SpecctlError
+from specctl.core.errors import SpecctlError
 from specctl.train.data.records import Message, Sample
 
 

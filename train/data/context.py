@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.recipes.errors import RecipeError
+from specctl.core.errors import RecipeError
+from specctl.core.spec import ModelSpec
 from specctl.recipes.schema import Recipe
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 
 LEAST_PROMPT = 2  # tokens of a prompt; an answer stands behind them
 

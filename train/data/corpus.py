@@ -4,6 +4,7 @@ A file is one document. Whole files are held out by a hash of their module name,
 whose text is not repeated elsewhere: the split does not depend on the versions installed.
 """
 
+import ast
 import gzip
 import hashlib
 import json
@@ -18,9 +19,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from specctl.recipes.errors import RecipeError, nearest
+from specctl.core.errors import RecipeError, nearest
 
 STDLIB = "python"
+CODE, PROSE = "code", "docstring"  # the two domains of a file
 
 # Permissive licences only. Left out on purpose: MPL packages (hypothesis, tqdm, pathspec), and
 # carriers of copies (pip, setuptools, multiprocess), which would repeat held-out text.
@@ -57,7 +59,7 @@ DOCSTRING = re.compile(r'^[ \t]*"""[^"]{40}.*?"""[ \t]*\n', re.MULTILINE | re.DO
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class CorpusFile:
     """One file as a document: `name` its path below the import root, `split` train or heldout."""
 
     distribution: str
@@ -142,7 +144,7 @@ def _is_skipped(name: str) -> bool:
     return bool(SKIPPED_FOLDERS.intersection(folders)) or name.split("/")[-1].startswith("test_")
 
 
-def read_source(distribution: str, name: str, path: Path) -> Source | None:
+def read_source(distribution: str, name: str, path: Path) -> CorpusFile | None:
     """The document in a file, or None when it is not worth learning from."""
     try:
         raw = path.read_bytes()
@@ -153,14 +155,14 @@ def read_source(distribution: str, name: str, path: Path) -> Source | None:
     if not is_prose_or_code(text):
         return None
     split = split_of(distribution, name, len(raw))
-    return Source(distribution, name, text, len(raw), hashlib.sha256(raw).hexdigest(), split)
+    return CorpusFile(distribution, name, text, len(raw), hashlib.sha256(raw).hexdigest(), split)
 
 
-def _name_hash(source: Source) -> str:
+def _name_hash(source: CorpusFile) -> str:
     return hashlib.sha256(source.name.encode()).hexdigest()
 
 
-def capped(sources: list[Source], share: float = MODELS_SHARE) -> list[Source]:
+def capped(sources: list[CorpusFile], share: float = MODELS_SHARE) -> list[CorpusFile]:
     """The sources with `transformers/models` cut, in hash order, to `share` of all bytes."""
     kept = [s for s in sources if not s.name.startswith(MODELS_FOLDER)]
     budget = sum(s.bytes for s in kept) * share / (1.0 - share)
@@ -173,12 +175,12 @@ def capped(sources: list[Source], share: float = MODELS_SHARE) -> list[Source]:
 
 
 @cache
-def collect(distributions: tuple[str, ...] = (STDLIB, *DISTRIBUTIONS)) -> tuple[Source, ...]:
+def collect(distributions: tuple[str, ...] = (STDLIB, *DISTRIBUTIONS)) -> tuple[CorpusFile, ...]:
     """Every document found on this machine, by distribution and name, exact duplicates dropped.
 
     Of duplicates the first wins, held-out files first: a held-out text is never trained on.
     """
-    found: list[Source] = []
+    found: list[CorpusFile] = []
     for distribution in distributions:
         if origin(distribution) is None:
             continue
@@ -208,7 +210,7 @@ def part_of(text: str, part: str) -> str:
     return text
 
 
-def shuffled(sources: list[Source], seed: int) -> list[Source]:
+def shuffled(sources: list[CorpusFile], seed: int) -> list[CorpusFile]:
     """The sources in an order that depends on the seed alone, not on how they were found."""
     ordered = sorted(sources, key=lambda s: (s.distribution, s.name))
     Random(seed).shuffle(ordered)
@@ -232,9 +234,9 @@ def heldout_texts() -> list[str]:
     return [s.text for s in collect() if s.split == "heldout"]
 
 
-def write_listing(path: Path, sources: Iterable[Source]) -> None:
+def write_listing(path: Path, sources: Iterable[CorpusFile]) -> None:
     """Every distribution with version, licence and files (name, bytes, sha256, split), gzipped."""
-    by_distribution: dict[str, list[Source]] = {}
+    by_distribution: dict[str, list[CorpusFile]] = {}
     for source in sources:
         by_distribution.setdefault(source.distribution, []).append(source)
     listing = []
@@ -255,3 +257,47 @@ def write_listing(path: Path, sources: Iterable[Source]) -> None:
         )
     content = json.dumps({"distributions": listing}, separators=(",", ":")).encode()
     path.write_bytes(gzip.compress(content, mtime=0))
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Characters begin..end of a file that belong to one domain."""
+
+    domain: str
+    begin: int
+    end: int
+
+
+def _line_starts(text: str) -> list[int]:
+    starts = [0]
+    for line in text.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    return starts
+
+
+def _docstrings(text: str) -> list[tuple[int, int]]:
+    """First and last line (0-based, last excluded) of every docstring of three lines or more."""
+    found = []
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, owners) and node.body and isinstance(node.body[0], ast.Expr):
+            value = node.body[0].value
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                found.append((value.lineno - 1, value.end_lineno or value.lineno))
+    return sorted((first, last) for first, last in found if last - first >= 3)
+
+
+def regions(text: str) -> list[Region]:
+    """The docstrings of a file (examples with >>> left out) and the code between them."""
+    starts = _line_starts(text)
+    lines = text.splitlines()
+    result, line = [], 0
+    for first, last in _docstrings(text):
+        result.append(Region(CODE, starts[line], starts[first]))
+        body = lines[first:last]
+        examples = [i for i, words in enumerate(body) if words.lstrip().startswith(">>>")]
+        stop = first + examples[0] if examples else last
+        result.append(Region(PROSE, starts[first], starts[stop]))
+        line = last
+    result.append(Region(CODE, starts[line], len(text)))
+    return result

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specctl.recipes.errors import FileError, SpecctlError, nearest
-from specctl.runtime.target import Target
-from specctl.runtime.text_room import check_room
+from specctl.core.errors import FileError, SpecctlError, nearest
+from specctl.runtime.target.prompt_limits import check_room
+from specctl.runtime.target.target import Target
 from specctl.train.data.chat import conversation_prompt
 from specctl.train.data.records import check_values, parse_line, sample_of
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class HeldoutPrompt:
     """A prompt as token ids, its text, and the domain it is reported under."""
 
     ids: tuple[int, ...]
@@ -32,7 +32,7 @@ def embedded_prompts() -> Path:
 
 def heldout_prompts(
     target: Target, count: int, domain: str | None = None, path: str | Path | None = None
-) -> list[Prompt]:
+) -> list[HeldoutPrompt]:
     """`count` prompts (fewer if there are fewer), taken in turn from every domain, always the same.
 
     `path` is a text file (one prompt per line) or JSONL with text, prompt or messages per line.
@@ -68,13 +68,13 @@ def heldout_prompts(
     return prompts
 
 
-def _short(target: Target, prompt: Prompt) -> Prompt:
+def _short(target: Target, prompt: HeldoutPrompt) -> HeldoutPrompt:
     """An embedded prompt, which nobody chose for this target, in at most half of its context."""
     most = max(1, target.spec.max_positions // 2)
     if len(prompt.ids) <= most:
         return prompt
     ids = prompt.ids[:most]
-    return Prompt(ids, target.decode(ids), prompt.domain)
+    return HeldoutPrompt(ids, target.decode(ids), prompt.domain)
 
 
 def _records(file: Path) -> Iterator[tuple[str, Any]]:
@@ -110,13 +110,13 @@ def _records(file: Path) -> Iterator[tuple[str, Any]]:
         yield (named if isinstance(named, str) and named else file.stem), record
 
 
-def _prompt(target: Target, domain: str, record: Any, file: Path) -> Prompt:
+def _prompt(target: Target, domain: str, record: Any, file: Path) -> HeldoutPrompt:
     text = record.get("text", record.get("prompt")) if isinstance(record, dict) else record
     try:
         if isinstance(text, str):
             check_values(text)
             check_room(target, text)
-            return Prompt(tuple(target.encode(text)), text, domain)
+            return HeldoutPrompt(tuple(target.encode(text)), text, domain)
         sample = sample_of(record, str(file), domain)
         ids = tuple(conversation_prompt(target.tokenizer, sample))
     except ValueError as error:
@@ -127,4 +127,4 @@ def _prompt(target: Target, domain: str, record: Any, file: Path) -> Prompt:
             expected="text, prompt or messages",
             do="correct the line",
         ) from error
-    return Prompt(ids, target.decode(ids), domain)
+    return HeldoutPrompt(ids, target.decode(ids), domain)

@@ -15,21 +15,26 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import Drafter
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.recipes.errors import RecipeError
+from specctl.core.batch import TrainBatch
+from specctl.core.drafter import Drafter
+from specctl.core.errors import RecipeError
 from specctl.recipes.schema import Recipe
-from specctl.runtime.engine import Engine
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
+from specctl.runtime.target.target import Target
 from specctl.train.assemble import document_prompts, measuring_rows
-from specctl.train.data.order import Order
-from specctl.train.data.pack import Document, Rows, laid_out
+from specctl.train.data.pack import Document, PackedRows, laid_out
 from specctl.train.data.prepare import LEAST_ANSWER
-from specctl.train.data.regenerate import Answer, AnswerPlan, PromptCut, sampling_of, slots_for
+from specctl.train.data.regenerate import (
+    AnswerPlan,
+    PromptCut,
+    WrittenAnswer,
+    sampling_of,
+    slots_for,
+)
 from specctl.train.data.rows import TokenData
-from specctl.train.data.supply import Mixed, Prepared, Text
-from specctl.train.processes.ranks import Ranks
+from specctl.train.data.supply import Mixed, Order, Prepared, Text
+from specctl.train.distributed.ranks import Ranks
 from specctl.train.saving.state import untouched_random_state
 
 NAMES = ("ids_RS", "mask_RS", "document_RS", "position_RS")
@@ -70,7 +75,7 @@ class OnPolicy(Text):
             return
         until = position + (due + every - step) * self.writing.rows_per_step
         first, end = order.num_fresh(position), order.num_fresh(until)
-        rows: Rows | None = None
+        rows: PackedRows | None = None
         with self.drafter.whole() as drafter, self.ranks.together():
             if self.ranks.is_main:
                 rows = self.write(drafter, range(first, end))
@@ -79,7 +84,7 @@ class OnPolicy(Text):
         self._written = {name: torch.from_numpy(getattr(rows, name)) for name in NAMES}
         self._began, self._first = due, first
 
-    def write(self, drafter: Drafter, numbers: range) -> Rows:
+    def write(self, drafter: Drafter, numbers: range) -> PackedRows:
         """The rows of those numbers; training's random numbers and weights do not notice."""
         writing, module = self.writing, drafter.module
         lm = drafter.language_model()
@@ -104,7 +109,7 @@ class OnPolicy(Text):
             done = engine.run(requests)
         module.train(is_training)
         documents = [
-            Answer(
+            WrittenAnswer(
                 PromptCut(c.request.tokens, ""),
                 c.tokens,
                 c.request.sampling.temperature == 0.0,
@@ -172,7 +177,7 @@ def text_of(
         pad_id=target.spec.pad_id or 0,
         train_on_prompt=part.train_on_prompt,
     )
-    assert len(measuring_rows(recipe, data)) == data.num_rows - order.num_rows
+    assert len(measuring_rows(recipe.data, data)) == data.num_rows - order.num_rows
     return Mixed(Prepared(data), OnPolicy(drafter, target, data, writing, ranks), order.num_rows)
 
 

@@ -29,7 +29,7 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class PackedRows:
     """Packed documents: `document_RS` is -1 on padding, `domain_N` names each document's domain."""
 
     ids_RS: Ints
@@ -45,7 +45,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class DocumentCut:
     """What cutting to `seq_len` did to the documents."""
 
     documents: list[Document]
@@ -54,7 +54,7 @@ class Cut:
     longest: int
 
 
-def cut_documents(documents: Sequence[Document], seq_len: int) -> Cut:
+def cut_documents(documents: Sequence[Document], seq_len: int) -> DocumentCut:
     """Documents of at most `seq_len` tokens, each with at least one token to predict."""
     kept: list[Document] = []
     shortened = dropped = longest = 0
@@ -64,7 +64,7 @@ def cut_documents(documents: Sequence[Document], seq_len: int) -> Cut:
         shortened += len(document.ids) > seq_len and not document.mask[1:].all() and bool(pieces)
         dropped += not pieces
         kept += pieces
-    return Cut(kept, shortened, dropped, longest)
+    return DocumentCut(kept, shortened, dropped, longest)
 
 
 def _pieces(document: Document, seq_len: int) -> Iterator[Document]:
@@ -106,7 +106,7 @@ def best_fit(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
     return rows
 
 
-def pack(documents: Sequence[Document], seq_len: int, pad_id: int, seed: int) -> Rows:
+def pack(documents: Sequence[Document], seq_len: int, pad_id: int, seed: int) -> PackedRows:
     """The documents in shuffled rows; the same input gives the same rows."""
     plan = best_fit([len(d.ids) for d in documents], seq_len)
     Random(seed).shuffle(plan)
@@ -115,7 +115,7 @@ def pack(documents: Sequence[Document], seq_len: int, pad_id: int, seed: int) ->
 
 def laid_out(
     documents: Sequence[Document], plan: Sequence[Sequence[int]], seq_len: int, pad_id: int
-) -> Rows:
+) -> PackedRows:
     """Rows of the documents whose numbers the plan gives, one after the other."""
     R = len(plan)
     ids_RS = np.full((R, seq_len), pad_id, dtype=np.int32)
@@ -134,4 +134,4 @@ def laid_out(
             position_RS[row, start:end] = np.arange(end - start)
             domain_N.append(document.domain)
             start = end
-    return Rows(ids_RS, mask_RS, document_RS, position_RS, domain_N)
+    return PackedRows(ids_RS, mask_RS, document_RS, position_RS, domain_N)

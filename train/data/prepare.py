@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from specctl.recipes.errors import RecipeError, SpecctlError
+from specctl.core.errors import RecipeError, SpecctlError
 from specctl.recipes.schema import DataPart, Recipe
-from specctl.runtime.report import Reporter, SilentReporter
-from specctl.runtime.target import Target
+from specctl.runtime.measure.reporter import Reporter, SilentReporter
+from specctl.runtime.target.target import Target
 from specctl.train.data.chat import encode_sample
 from specctl.train.data.context import check_context, check_ids
-from specctl.train.data.pack import Document, Rows, best_fit, cut_documents, pack
+from specctl.train.data.pack import Document, PackedRows, best_fit, cut_documents, pack
 from specctl.train.data.records import Sample, without
 from specctl.train.data.regenerate import AnswerPlan, cut_prompts, regenerate
 from specctl.train.data.rows import FORMAT, TokenData, read_manifest, write_rows
@@ -194,7 +194,7 @@ def _rows(
     target: Target,
     defects: Defects,
     console: Reporter,
-) -> Rows:
+) -> PackedRows:
     seq_len = recipe.train.seq_len
     cut = cut_documents(documents, seq_len)
     if cut.dropped:

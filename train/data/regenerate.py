@@ -23,16 +23,16 @@ import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
 
-from specctl.recipes.errors import IntegrityError, SpecctlError
-from specctl.runtime.engine import Engine
-from specctl.runtime.report import Reporter, SilentReporter
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Completion, Request, Row
-from specctl.runtime.target import Target
+from specctl.core.errors import IntegrityError, SpecctlError
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Completion, Request, Row
+from specctl.runtime.measure.reporter import Reporter, SilentReporter
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 from specctl.train.data.chat import conversation_prompt
 from specctl.train.data.context import LEAST_PROMPT, check_ids
+from specctl.train.data.corpus import PROSE, regions
 from specctl.train.data.pack import Document
-from specctl.train.data.prompts import PROSE, regions
 from specctl.train.data.records import Sample
 from specctl.train.data.sources import Defects
 from specctl.train.saving.store import digest_of, write_arrays
@@ -63,7 +63,7 @@ class PromptCut:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class WrittenAnswer:
     """A prompt with what the target wrote after it, an ending EOS included."""
 
     prompt: PromptCut
@@ -184,7 +184,7 @@ def regenerate(
     *,
     batch: int | None = None,
     console: Reporter | None = None,
-) -> list[Answer]:
+) -> list[WrittenAnswer]:
     """The target's answer to every prompt; finished shards in `folder` are read, not redone.
 
     `batch` rows are answered together; None takes what suits the device and its memory."""
@@ -256,7 +256,7 @@ def _content_digest(arrays: Mapping[str, npt.NDArray[Any]], notes: Mapping[str, 
 
 def _read_shard(
     path: Path, digest: str, prompts: Sequence[PromptCut], start: int, plan: AnswerPlan
-) -> list[Answer]:
+) -> list[WrittenAnswer]:
     members = prompts[start : start + SHARD]
     try:
         with safe_open(path, framework="np") as file:
@@ -273,7 +273,7 @@ def _read_shard(
     reasons = json.loads(notes["finish_reasons"])
     for i, (prompt, length) in enumerate(zip(members, lengths, strict=True)):
         is_greedy = sampling_of(start + i, plan).temperature == 0.0
-        answers.append(Answer(prompt, tuple(ids[at : at + length]), is_greedy, reasons[i]))
+        answers.append(WrittenAnswer(prompt, tuple(ids[at : at + length]), is_greedy, reasons[i]))
         at += length
     return answers
 
@@ -288,7 +288,7 @@ def _bad_shard(path: Path, found: str) -> IntegrityError:
     )
 
 
-def _summary(answers: Sequence[Answer]) -> str:
+def _summary(answers: Sequence[WrittenAnswer]) -> str:
     num_tokens = sum(len(a.new_ids) for a in answers)
     ended = sum(a.finish_reason == "eos" for a in answers) / len(answers)
     greedy = sum(a.is_greedy for a in answers) / len(answers)

@@ -20,9 +20,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.recipes.errors import FileError, IntegrityError
-from specctl.train.data.pack import Rows
+from specctl.core.batch import TrainBatch
+from specctl.core.errors import FileError, IntegrityError
+from specctl.train.data.pack import PackedRows
 from specctl.train.data.sources import Defects
 from specctl.train.saving.store import sha256_file, write_arrays, write_json
 
@@ -140,7 +140,12 @@ def _damaged(path: Path, found: str) -> IntegrityError:
 
 
 def write_rows(
-    folder: Path, rows: Rows, digest: str, settings: dict[str, Any], writer: str, defects: Defects
+    folder: Path,
+    rows: PackedRows,
+    digest: str,
+    settings: dict[str, Any],
+    writer: str,
+    defects: Defects,
 ) -> DataManifest:
     """Rows first, manifest last; rows of earlier settings are removed."""
     domains = tuple(sorted(set(rows.domain_N)))

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from specctl.recipes.distribution import pip_install
-from specctl.recipes.errors import FileError, NetworkError, RecipeError, SpecctlError, nearest
-from specctl.runtime.report import Reporter
+from specctl.core.errors import FileError, NetworkError, RecipeError, SpecctlError, nearest
+from specctl.core.installed import pip_install
+from specctl.runtime.measure.reporter import Reporter
 from specctl.train.data.records import Sample, parse_line, sample_of
 
 LONGEST_LINE = 1 << 24  # bytes of a record; no context holds what is longer

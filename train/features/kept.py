@@ -1,4 +1,4 @@
-"""What the target says of a row, kept on disk: taps and its law of the next token.
+"""What the target says of a row, kept on disk: taps and its distribution of the next token.
 
 Per real token (padding is not kept): every tap that the drafter needs and, for a teacher, one of
   state    the target's last state, from which its head makes the logits again (a plain head only);
@@ -6,7 +6,7 @@ Per real token (padding is not kept): every tap that the drafter needs and, for 
   logits   all of them, for heads with something after the product;
   topk     the K largest logits, and the mass of the others, which is spread evenly over them.
 Precision: fp32 keeps what was captured bit for bit; bf16; fp8 = float8_e4m3 with a scale per token.
-Logits are stored minus their largest, where the law is dense and a float is finest.
+Logits are stored minus their largest, where the distribution is dense and a float is finest.
 Letters: N tokens, B rows, S width of a batch, D width, V vocabulary, K kept logits.
 """
 
@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import Needs
-from specctl.drafters.parts.batch import HeadRows, TrainBatch
+from specctl.core.batch import HeadRows, TrainBatch
+from specctl.core.drafter import Needs
 from specctl.recipes.schema import DataPart
-from specctl.runtime.target import Target
-from specctl.train.capture import capture, has_plain_head, head_logits
+from specctl.runtime.target.target import Target
+from specctl.train.features.capture import capture, has_plain_head, head_logits
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0

@@ -14,17 +14,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.base import Needs
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.recipes.errors import RecipeError, ResourceError
-from specctl.recipes.schema import Recipe
-from specctl.runtime.report import Reporter
-from specctl.runtime.target import Target
-from specctl.train.capture import capture, to_device
+from specctl.core.batch import TrainBatch
+from specctl.core.drafter import Needs
+from specctl.core.errors import RecipeError, ResourceError
+from specctl.recipes.schema import DataPart, Recipe
+from specctl.runtime.measure.reporter import Reporter
+from specctl.runtime.target.target import Target
 from specctl.train.data.rows import TokenData
+from specctl.train.distributed.ranks import Ranks
+from specctl.train.features.capture import capture, to_device
 from specctl.train.features.kept import Form, decode, encode, read_target, with_features
-from specctl.train.features.shards import Layout, Shards, make_room, sweep
-from specctl.train.processes.ranks import Ranks
+from specctl.train.features.shards import ShardLayout, Shards, make_room, sweep
 from specctl.train.saving.disk import Disk
 from specctl.train.saving.store import digest_of
 
@@ -34,7 +34,7 @@ HEADER_BYTES = 2048  # at most, of a shard's file
 
 
 @dataclass(frozen=True, slots=True)
-class Features:
+class FeatureSource:
     """The rows' features by row number, read from shards where they are."""
 
     target: Target
@@ -87,8 +87,8 @@ def feature_source(
             do="--set data.features=online",
             where="data.features",
         )
-    features = _features(recipe, target, data, needs, out, disk)
-    todo = _todo(recipe, features, out / "features", reporter, ranks)
+    features = _features(recipe.data, target, data, needs, out, disk)
+    todo = _todo(recipe.data, features, out / "features", reporter, ranks)
     group = max(1, recipe.train.rows // ranks.size)
     with ranks.together(), reporter.task("features", len(todo), "shard") as advance:
         for shard in todo[ranks.rank :: ranks.size]:
@@ -98,10 +98,10 @@ def feature_source(
 
 
 def _features(
-    recipe: Recipe, target: Target, data: TokenData, needs: Needs, out: Path, disk: Disk | None
-) -> Features:
-    form = Form.of(recipe.data, target, needs)
-    layout = Layout.of(data.num_rows, data.seq_len * form.bytes_per_token)
+    part: DataPart, target: Target, data: TokenData, needs: Needs, out: Path, disk: Disk | None
+) -> FeatureSource:
+    form = Form.of(part, target, needs)
+    layout = ShardLayout.of(data.num_rows, data.seq_len * form.bytes_per_token)
     about = {
         "data": data.digest,
         "target": target.fingerprint,
@@ -110,22 +110,22 @@ def _features(
         "rows": [layout.num_rows, layout.each],
     }
     folder = out / "features" / digest_of(about)[:12]
-    return Features(target, data, needs, form, Shards(folder, layout, disk))
+    return FeatureSource(target, data, needs, form, Shards(folder, layout, disk))
 
 
 def _todo(
-    recipe: Recipe, features: Features, root: Path, reporter: Reporter, ranks: Ranks
+    part: DataPart, features: FeatureSource, root: Path, reporter: Reporter, ranks: Ranks
 ) -> list[int]:
     """Shards that are missing and fit, in order; decided by the first rank."""
     todo: list[int] = []
     with ranks.together():
         if ranks.is_main:
             sweep(root)
-            todo = _fitting(recipe, features, root, reporter)
+            todo = _fitting(part, features, root, reporter)
     return ranks.gather(todo)[0]
 
 
-def _fitting(recipe: Recipe, features: Features, root: Path, reporter: Reporter) -> list[int]:
+def _fitting(part: DataPart, features: FeatureSource, root: Path, reporter: Reporter) -> list[int]:
     shards, form, data = features.shards, features.form, features.data
     whole = form.bytes_per_token * data.manifest.tokens
     kind = f"{len(form.taps)} taps, teacher {form.teacher}, {form.dtype}"
@@ -134,8 +134,8 @@ def _fitting(recipe: Recipe, features: Features, root: Path, reporter: Reporter)
     )
     sizes = _sizes(features)
     todo = [shard for shard in sizes if not shards.is_there(shard)]
-    if recipe.data.features_gb is not None:
-        cap = int(recipe.data.features_gb * 1e9)
+    if part.features_gb is not None:
+        cap = int(part.features_gb * 1e9)
         room = make_room(root, shards.folder, sum(sizes[s] for s in todo), cap)
         todo = [shard for shard in sizes if not shards.is_there(shard)]
         ends = accumulate(sizes[shard] for shard in todo)
@@ -155,7 +155,7 @@ def _fitting(recipe: Recipe, features: Features, root: Path, reporter: Reporter)
     return todo
 
 
-def _sizes(features: Features) -> dict[int, int]:
+def _sizes(features: FeatureSource) -> dict[int, int]:
     """Bytes of each shard's file."""
     lengths, layout = features.data.lengths(), features.shards.layout
     return {

@@ -29,14 +29,14 @@ _NAME = "shard-" + 5 * "[0-9]"  # as a pattern: files that a user named alike ar
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ShardLayout:
     """Which rows lie in which shard: `each` rows in every one but the last."""
 
     num_rows: int
     each: int
 
     @classmethod
-    def of(cls, num_rows: int, bytes_per_row: int) -> Layout:
+    def of(cls, num_rows: int, bytes_per_row: int) -> ShardLayout:
         return cls(num_rows, max(1, min(num_rows, SHARD_BYTES // max(1, bytes_per_row))))
 
     @property
@@ -54,7 +54,7 @@ class Layout:
 class Shards:
     """The shards of one key. Several processes may write different shards; all may read."""
 
-    def __init__(self, folder: Path, layout: Layout, disk: Disk | None = None) -> None:
+    def __init__(self, folder: Path, layout: ShardLayout, disk: Disk | None = None) -> None:
         self.folder, self.layout, self.disk = folder, layout, disk or Disk()
         self._open: dict[int, Any] = {}
         self._absent: set[int] = set()
@@ -117,7 +117,7 @@ class Shards:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredShard:
     """A shard on disk, of any key: when it was last used, and its size."""
 
     used: float
@@ -130,13 +130,13 @@ class Kept:
         self.file.unlink(missing_ok=True)
 
 
-def kept_shards(root: Path) -> list[Kept]:
+def kept_shards(root: Path) -> list[StoredShard]:
     """All whole shards under `root`, the least recently used first."""
-    found: list[Kept] = []
+    found: list[StoredShard] = []
     for manifest in root.glob(f"*/{_NAME}.json"):
         file = manifest.with_suffix(".safetensors")
         if file.exists():
-            found.append(Kept(manifest.stat().st_mtime, file, file.stat().st_size))
+            found.append(StoredShard(manifest.stat().st_mtime, file, file.stat().st_size))
     return sorted(found, key=lambda shard: (shard.used, str(shard.file)))
 
 

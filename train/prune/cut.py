@@ -2,7 +2,7 @@
 
 What stays is decided by scores measured on text (`specctl.train.prune.scores`), once: ranking anew
 after every cut does not pay (Minitron, arXiv 2407.14679). The cutting itself is
-`specctl.drafters.parts.slice`.
+`specctl.models.slice`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.drafters.parts.heads import cut_rows
-from specctl.drafters.parts.lean import LeanLM
-from specctl.drafters.parts.llama import LlamaShape
-from specctl.drafters.parts.slice import Inside, Keep, sliced
-from specctl.drafters.parts.spec import ModelSpec
-from specctl.drafters.parts.vocab import VocabMap
+from specctl.core.batch import TrainBatch
+from specctl.core.errors import IncompatibleError, RecipeError
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
+from specctl.drafters.nets.heads import cut_rows
 from specctl.drafters.small_lm import SmallLm
-from specctl.recipes.errors import IncompatibleError, RecipeError
-from specctl.runtime.target import Target
-from specctl.train.capture import to_device
+from specctl.models.fast_llama import FastLlama
+from specctl.models.llama import LlamaShape
+from specctl.models.slice import Inside, Keep, sliced
+from specctl.runtime.target.target import Target
 from specctl.train.data.rows import TokenData
+from specctl.train.features.capture import to_device
 from specctl.train.prune.scores import Scores, acceptance_drop, measure_scores
 
 Importance = Literal["bi", "alpha", "activation"]
@@ -54,9 +54,9 @@ class Wanted:
         return any(w not in (None, size) for w, size in zip(wanted, sizes, strict=True))
 
 
-def prunable(target: Target) -> LeanLM:
+def prunable(target: Target) -> FastLlama:
     """The target's model, if it is one that can be cut; others are refused by name."""
-    if type(target.lm) is LeanLM:
+    if type(target.lm) is FastLlama:
         return target.lm
     raise uncuttable(target.name, type(target.lm.module).__name__, target.inflated)
 
@@ -95,7 +95,7 @@ def groups_left(heads: int, num_heads: int, num_kv_heads: int) -> int:
     return heads // group if heads % group == 0 else num_kv_heads
 
 
-def choose(lm: LeanLM, wanted: Wanted, batches: Sequence[TrainBatch]) -> Keep:
+def choose(lm: FastLlama, wanted: Wanted, batches: Sequence[TrainBatch]) -> Keep:
     """What of the model stays. Nothing is measured when only named layers are kept."""
     shape = lm.module.shape
     check_cut(wanted, shape)
@@ -118,7 +118,7 @@ def choose(lm: LeanLM, wanted: Wanted, batches: Sequence[TrainBatch]) -> Keep:
 
 
 def _best_layers(
-    lm: LeanLM, wanted: Wanted, scores: Scores, batches: Sequence[TrainBatch]
+    lm: FastLlama, wanted: Wanted, scores: Scores, batches: Sequence[TrainBatch]
 ) -> tuple[int, ...]:
     count = lm.module.shape.num_layers
     assert wanted.layers is not None
@@ -199,8 +199,8 @@ def _too_much(option: str, found: str, expected: str) -> RecipeError:
 def cut_like(drafter: SmallLm, whole: SmallLm, data: TokenData) -> dict[str, Tensor]:
     """Tensors for `drafter`, cut from `whole` (the target) as its options say: named layers, else
     evenly spaced ones, narrowed by activations measured on the data."""
-    assert isinstance(drafter.lm, LeanLM)
-    assert isinstance(whole.lm, LeanLM)
+    assert isinstance(drafter.lm, FastLlama)
+    assert isinstance(whole.lm, FastLlama)
     shape, has = drafter.lm.module.shape, whole.lm.module.shape
     if shape.head_dim != has.head_dim:
         raise _too_much("head_dim", str(shape.head_dim), f"{has.head_dim}, as in the target")

@@ -21,14 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.drafters.parts.align import ahead_mask
-from specctl.drafters.parts.batch import TrainBatch
-from specctl.drafters.parts.kernels import rms_norm
-from specctl.drafters.parts.lean import LeanLM
-from specctl.drafters.parts.llama import LayerWeights
-from specctl.drafters.parts.lm import LanguageModel
-from specctl.drafters.parts.slice import with_layers
-from specctl.drafters.parts.slots import SlotKV
+from specctl.core.batch import TrainBatch
+from specctl.core.kv_cache import SlotKV
+from specctl.core.language_model import LanguageModel
+from specctl.drafters.losses.align import ahead_mask
+from specctl.models.fast_llama import FastLlama
+from specctl.models.kernels import rms_norm
+from specctl.models.llama import LayerWeights
+from specctl.models.slice import with_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,10 @@ class _Sums:
     energy: dict[str, Tensor] = field(default_factory=dict)
 
 
-class _Watched(LeanLM):
+class _Watched(FastLlama):
     """A LeanLM that sums up what flows through it at the tokens of `keep_BS`."""
 
-    def __init__(self, lm: LeanLM) -> None:
+    def __init__(self, lm: FastLlama) -> None:
         super().__init__(lm.module, lm.spec)
         self.sums = _Sums()
         self.keep_BS = torch.zeros(0, dtype=torch.bool)
@@ -132,7 +132,7 @@ def _add(sums: dict[Any, Tensor], key: Any, value: Tensor) -> None:
 
 
 @torch.no_grad()
-def measure_scores(lm: LeanLM, batches: Iterable[TrainBatch]) -> Scores:
+def measure_scores(lm: FastLlama, batches: Iterable[TrainBatch]) -> Scores:
     """Every score of the module's docstring but the acceptance drop, from one pass over text."""
     watched = _Watched(lm)
     for batch in batches:
@@ -151,26 +151,26 @@ def measure_scores(lm: LeanLM, batches: Iterable[TrainBatch]) -> Scores:
 
 
 @torch.no_grad()
-def acceptance(draft: LeanLM, target: LanguageModel, batches: Sequence[TrainBatch]) -> float:
-    """alpha = E sum min(p, q) over the tokens that are to be predicted, at temperature 1; both laws
-    over one vocabulary."""
+def acceptance(draft: FastLlama, target: LanguageModel, batches: Sequence[TrainBatch]) -> float:
+    """alpha = E sum min(p, q) over the tokens that are to be predicted, at temperature 1; both
+    distributions over one vocabulary."""
     total, count = 0.0, 0
     for batch in batches:
         rows = ahead_mask(batch, 1)
-        p_NV, q_NV = (_law(lm, batch, rows) for lm in (target, draft))
+        p_NV, q_NV = (_distribution(lm, batch, rows) for lm in (target, draft))
         total += float(torch.minimum(p_NV, q_NV).sum())
         count += int(rows.sum())
     return total / count
 
 
-def _law(lm: LanguageModel, batch: TrainBatch, rows_BS: Tensor) -> Tensor:
+def _distribution(lm: LanguageModel, batch: TrainBatch, rows_BS: Tensor) -> Tensor:
     masks = lm.document_masks(batch.document_BS)
     logits_BSV = lm.dense(batch.ids_BS, batch.position_BS, masks).logits_BTV
     assert logits_BSV is not None
     return logits_BSV[rows_BS].float().softmax(-1)
 
 
-def acceptance_drop(lm: LeanLM, batches: Sequence[TrainBatch], span: int = 1) -> Tensor:
+def acceptance_drop(lm: FastLlama, batches: Sequence[TrainBatch], span: int = 1) -> Tensor:
     """For each first layer of a span: how much of alpha (1 for the model itself) is lost without
     the span. L - span + 1 forwards over the batches."""
     count, lost = lm.module.shape.num_layers, []

@@ -23,9 +23,9 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specctl.recipes.errors import IntegrityError, SpecctlError
-from specctl.runtime.report import Reporter
-from specctl.train.processes.ranks import Ranks
+from specctl.core.errors import IntegrityError, SpecctlError
+from specctl.runtime.measure.reporter import Reporter
+from specctl.train.distributed.ranks import Ranks
 from specctl.train.saving.disk import SLACK, Disk, FileEntry, naming, write_file
 from specctl.train.saving.fingerprint import RESTART
 from specctl.train.saving.tensorfile import num_bytes, tensor_chunks

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from specctl.recipes.errors import FileError, ResourceError
+from specctl.core.errors import FileError, ResourceError
 
 SLACK = 1.2  # free space asked for, times the size of what will be written
 

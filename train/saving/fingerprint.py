@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from specctl.recipes.errors import IncompatibleError
+from specctl.core.errors import IncompatibleError
 from specctl.recipes.schema import Recipe
 from specctl.recipes.section import flatten
 

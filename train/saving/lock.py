@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from specctl.recipes.errors import FileError
-from specctl.runtime.report import Reporter
+from specctl.core.errors import FileError
+from specctl.runtime.measure.reporter import Reporter
 
 NAME = "run.lock"
 PATIENCE = 50  # times a hundredth of a second that a lock is asked for

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from specctl.recipes.errors import IntegrityError
-from specctl.train.processes.pieces import gathered, like_parameter
+from specctl.core.errors import IntegrityError
+from specctl.train.distributed.pieces import gathered, like_parameter
 
 Optimizers = Mapping[str, torch.optim.Optimizer]
 

@@ -1,12 +1,13 @@
 """Acceptance and tau of a drafter at every vocabulary size at once, from chains along true text.
 
-With the k best-ranked ids kept, the draft law is q_k(v) = q(v) / Q_k inside them, Q_k their mass.
-Rejection sampling accepts a draft that is the target's token y with chance w_k = min(1, q_k(y) /
-p(y)); given the text that was written, these events are independent. So the expected number of
-rounds spent on a text follows from a walk over its roots: a round that accepts n of its drafts goes
-n + 1 tokens further. Greedily both laws are one-hot and w_k is 0 or 1: y is drafted exactly while
-it is kept and no kept id has a larger logit, an interval of k. For chains verified token by token
-the walk is exact; block verification accepts a little more, trees are scaled to their measured tau.
+With the k best-ranked ids kept, the draft distribution is q_k(v) = q(v) / Q_k inside them, Q_k
+their mass. Rejection sampling accepts a draft that is the target's token y with chance w_k = min(1,
+q_k(y) / p(y)); given the text that was written, these events are independent. So the expected
+number of rounds spent on a text follows from a walk over its roots: a round that accepts n of its
+drafts goes n + 1 tokens further. Greedily both distributions are one-hot and w_k is 0 or 1: y is
+drafted exactly while it is kept and no kept id has a larger logit, an interval of k. For chains
+verified token by token the walk is exact; block verification accepts a little more, trees are
+scaled to their measured tau.
 
 `overlap` is the other reading of acceptance, alpha_k = sum_v min(p(v), q_k(v)), at given positions.
 Id v adds p(v) from the size on that keeps it until q_k(v) < p(v), and q(v) / Q_k from there on; so
@@ -23,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.train.vocab.chains import Chain
+from specctl.core.vocab import VocabMap
+from specctl.train.vocab.chains import ScoredChain
 
 CHUNK_ELEMENTS = 2**23
 
@@ -80,7 +81,7 @@ class SizeCurve:
 
 
 def size_curves(
-    chains: Iterable[Chain],
+    chains: Iterable[ScoredChain],
     ranked: Ranked,
     sizes: Sequence[int],
     temperature: float = 0.0,
@@ -95,7 +96,9 @@ def size_curves(
     return found
 
 
-def passing(chain: Chain, ranked: Ranked, sizes: Sequence[int], temperature: float = 0.0) -> Tensor:
+def passing(
+    chain: ScoredChain, ranked: Ranked, sizes: Sequence[int], temperature: float = 0.0
+) -> Tensor:
     """[R, L, N]: w_k, the chance that the draft behind root r and l tokens is the true next token
     and is accepted."""
     R, L, K = chain.draft_RLK.shape
@@ -163,7 +166,7 @@ def _sampled(
 
 
 def walk(
-    chain: Chain, pass_RLN: Tensor, sizes: Sequence[int], length: int | None = None
+    chain: ScoredChain, pass_RLN: Tensor, sizes: Sequence[int], length: int | None = None
 ) -> SizeCurve:
     """Expected rounds over the answer: flow[r] is the chance that a round starts at root r."""
     R, L, N = pass_RLN.shape
@@ -188,7 +191,7 @@ def overlap(
     draft_MK: Tensor, target_MV: Tensor, ranked: Ranked, ids_K: Tensor, temperature: float = 1.0
 ) -> Tensor:
     """float64 [M, K]: sum_v min(p(v), q_k(v)) for every size k = 1 .. K; `ids_K` names the target
-    id of each rank. At temperature 0 both laws are one-hot."""
+    id of each rank. At temperature 0 both distributions are one-hot."""
     if temperature == 0.0:
         best_M = target_MV.argmax(-1)
         every_N = torch.arange(1, ranked.row_K.numel() + 1, device=draft_MK.device)

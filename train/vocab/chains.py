@@ -2,8 +2,8 @@
 
 A round of a chain starts at some token (the root) and is accepted as long as its drafts are the
 target's own next tokens, so on an accepted path the drafter has read nothing but the target's text.
-One pass that drafts from every root along the true text therefore sees every law that decoding
-could meet, with the whole vocabulary or with any part of it (see `train.acceptance`).
+One pass that drafts from every root along the true text therefore sees every distribution that
+decoding could meet, with the whole vocabulary or with any part of it (see `train.acceptance`).
 Letters: R roots of one text (root r is followed by answer token r), L drafted tokens, K draft
 vocabulary, V target vocabulary, S whole text.
 """
@@ -17,18 +17,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.drafters.parts.base import Drafter, RoundView, Space, StepState
-from specctl.runtime.engine import Engine
-from specctl.runtime.sampling import Sampling
-from specctl.runtime.session import Request
-from specctl.runtime.target import Target
-from specctl.train.data.heldout import Prompt
+from specctl.core.drafter import Drafter, RoundView, Space, StepState
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
+from specctl.train.data.heldout import HeldoutPrompt
 
 CHUNK_ELEMENTS = 2**24  # float32 draft logits made at once: 64 MiB
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TargetAnswer:
     """What the target wrote after a prompt; `limit` is how much it was allowed to write."""
 
     prompt: tuple[int, ...]
@@ -38,10 +38,11 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class ScoredChain:
     """One answer seen by both models. `draft_RLK` holds raw draft logits behind root r and l true
-    tokens, of the law of answer token r + l (zeros past the end); `target_RV` the target's logits
-    of answer token r; `label_R` the answer. A round from root r drafts `depth_R[r]` tokens."""
+    tokens, of the distribution of answer token r + l (zeros past the end); `target_RV` the target's
+    logits of answer token r; `label_R` the answer. A round from root r drafts `depth_R[r]`
+    tokens."""
 
     draft_RLK: Tensor
     target_RV: Tensor
@@ -56,11 +57,11 @@ class Chain:
 
 def write_answers(
     target: Target,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[HeldoutPrompt],
     new_tokens: int,
     temperature: float = 0.0,
     batch: int = 16,
-) -> list[Answer]:
+) -> list[TargetAnswer]:
     """What the target writes after each prompt."""
     requests = [
         Request(p.ids, Sampling(temperature, seed=i, max_new_tokens=new_tokens))
@@ -68,7 +69,7 @@ def write_answers(
     ]
     completions = Engine(target, num_slots=max(1, min(batch, len(requests)))).run(requests)
     return [
-        Answer(prompt.ids, tuple(completion.tokens), prompt.domain, new_tokens)
+        TargetAnswer(prompt.ids, tuple(completion.tokens), prompt.domain, new_tokens)
         for prompt, completion in zip(prompts, completions, strict=True)
     ]
 
@@ -82,8 +83,8 @@ def can_capture(drafter: Drafter, target: Target) -> bool:
 
 @torch.inference_mode()
 def capture_chains(
-    target: Target, drafter: Drafter, answers: Sequence[Answer], length: int
-) -> Iterator[Chain]:
+    target: Target, drafter: Drafter, answers: Sequence[TargetAnswer], length: int
+) -> Iterator[ScoredChain]:
     """A Chain per answer, one at a time; the drafter must be stepwise."""
     if drafter.needs().borrow:
         drafter.bind(target.borrowed())
@@ -92,7 +93,7 @@ def capture_chains(
             yield _capture(target, drafter, answer, length)
 
 
-def _capture(target: Target, drafter: Drafter, answer: Answer, length: int) -> Chain:
+def _capture(target: Target, drafter: Drafter, answer: TargetAnswer, length: int) -> ScoredChain:
     text = [*answer.prompt, *answer.tokens]
     ids_1S = torch.tensor([text], device=target.device)
     at_1S = torch.arange(len(text), device=target.device)[None]
@@ -111,7 +112,7 @@ def _capture(target: Target, drafter: Drafter, answer: Answer, length: int) -> C
     depths = [
         min(length, answer.limit - r - 1, len(answer.tokens) - r) for r in range(len(answer.tokens))
     ]
-    return Chain(
+    return ScoredChain(
         torch.cat(parts),
         out.logits_BTV[0, first:-1],
         ids_1S[0, first + 1 :],

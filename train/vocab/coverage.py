@@ -1,9 +1,9 @@
 """How much of what the target says a smaller draft vocabulary can say.
 
 Coverage C(k) is the share of tokens that lie in the k kept ids. It caps acceptance: with p the
-target's law and S the kept ids, alpha_S <= p(S), and a token inside S is never accepted less often
-than before (the draft law only grows there). Ids are ranked on some documents and coverage is
-measured on others, so that the long tail is not flattered by its own count.
+target's distribution and S the kept ids, alpha_S <= p(S), and a token inside S is never accepted
+less often than before (the draft distribution only grows there). Ids are ranked on some documents
+and coverage is measured on others, so that the long tail is not flattered by its own count.
 Letters: V target vocabulary, K kept ids.
 """
 
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specctl.drafters.parts.vocab import VocabMap
-from specctl.recipes.errors import SpecctlError
-from specctl.runtime.target import Target
+from specctl.core.errors import SpecctlError
+from specctl.core.vocab import VocabMap
+from specctl.runtime.target.target import Target
 
 HELDOUT_EVERY = 5
 DEFAULT_SHARES = (1 / 64, 1 / 32, 1 / 16, 1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 1.0)

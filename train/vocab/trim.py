@@ -1,10 +1,10 @@
 """Trim a drafter's vocabulary: keep the output rows that the target's own words need.
 
-Nothing is trained and nothing is lost: the draft law q becomes the softmax over the kept rows, zero
-elsewhere, and verification uses exactly that q, so that the output law stays the target's
-(VocabTrim, arXiv 2506.22694; FR-Spec, arXiv 2502.14856). What it costs is acceptance on the cut
-tokens; what it saves is the draft head's bytes. A selector ranks the ids; the size is predicted to
-pay, then confirmed by measured tau on prompts that nothing was chosen by.
+Nothing is trained and nothing is lost: the draft distribution q becomes the softmax over the kept
+rows, zero elsewhere, and verification uses exactly that q, so that the output distribution stays
+the target's (VocabTrim, arXiv 2506.22694; FR-Spec, arXiv 2502.14856). What it costs is acceptance
+on the cut tokens; what it saves is the draft head's bytes. A selector ranks the ids; the size is
+predicted to pay, then confirmed by measured tau on prompts that nothing was chosen by.
 """
 
 from __future__ import annotations
@@ -16,13 +16,20 @@ from pathlib import Path
 
 from torch import Tensor
 
-from specctl.drafters.parts.base import Drafter
-from specctl.recipes.errors import SpecctlError
+from specctl.core.drafter import Drafter
+from specctl.core.errors import SpecctlError
+from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.policies import Policy
-from specctl.runtime.report import Reporter, SilentReporter
-from specctl.runtime.target import Target
+from specctl.runtime.target.target import Target
 from specctl.train.saving.store import write_json
-from specctl.train.vocab.candidates import Candidates, Measure
+from specctl.train.vocab.candidates import (
+    Material,
+    Measure,
+    TrimChoice,
+    TrimSettings,
+    TrimTrial,
+    VocabCandidates,
+)
 from specctl.train.vocab.coverage import (
     always_kept,
     coverage_curve,
@@ -30,12 +37,23 @@ from specctl.train.vocab.coverage import (
     ranking,
     size_grid,
 )
-from specctl.train.vocab.domains import ALL, Moved, Side, domain_rows
-from specctl.train.vocab.head_cost import HeadCost, draft_calls, measure_head_cost
-from specctl.train.vocab.measure import Measured, measure_drafter, moved_bytes, target_bytes
-from specctl.train.vocab.report import CurvePoint, Trial, TrimReport
-from specctl.train.vocab.search import Choice
-from specctl.train.vocab.settings import Material, TrimSettings
+from specctl.train.vocab.measure import (
+    HeadCost,
+    MeasuredDrafter,
+    draft_calls,
+    measure_drafter,
+    measure_head_cost,
+    moved_bytes,
+    target_bytes,
+)
+from specctl.train.vocab.report import (
+    ALL,
+    CurvePoint,
+    Moved,
+    Side,
+    TrimReport,
+    domain_rows,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +82,7 @@ def trim(
     if not material.prompts:
         raise SpecctlError("trimming needs held-out prompts to measure tau", do="give some prompts")
 
-    def default(tried: Drafter, how: Policy) -> Measured:
+    def default(tried: Drafter, how: Policy) -> MeasuredDrafter:
         given = (settings.new_tokens, settings.temperature)
         return measure_drafter(target, tried, how, material.prompts, *given)
 
@@ -76,8 +94,8 @@ def trim(
         cost = measure_head_cost(
             target, drafter, policy, rank, material.prompts, every_length=settings.search == "tpe"
         )
-    job = Candidates(drafter, policy, target, material, settings, before, cost)
-    trials: list[tuple[Trial, Drafter]] = []
+    job = VocabCandidates(drafter, policy, target, material, settings, before, cost)
+    trials: list[tuple[TrimTrial, Drafter]] = []
     choices = job.choices(console)
     with console.task("measuring tau of trimmed drafters", len(choices), "sizes") as advance:
         for choice in choices:
@@ -89,14 +107,14 @@ def trim(
     return Trimmed(best, job.policy_of(trial.choice), report)
 
 
-def _report(job: Candidates, trials: Sequence[Trial], best: Drafter) -> TrimReport:
+def _report(job: VocabCandidates, trials: Sequence[TrimTrial], best: Drafter) -> TrimReport:
     choice, material, settings = trials[0].choice, job.material, job.settings
     rank, heldout = job.rank(choice), material.heldout
     everywhere = coverage_curve(rank, heldout)
     by_domain = {n: cumulative(rank, c) for n, c in sorted(heldout.by_domain.items())}
     covered = {n: float(c[choice.size - 1]) for n, c in by_domain.items()}
     seen_V = (material.counts.total_V + heldout.total_V) > 0
-    before = _side(job, job.drafter, job.before, Choice(job.full, job.policy.depth))
+    before = _side(job, job.drafter, job.before, TrimChoice(job.full, job.policy.depth))
     after = _side(job, best, trials[0].measured, choice)
     total = float(everywhere[choice.size - 1])
     return TrimReport(
@@ -124,14 +142,16 @@ def _report(job: Candidates, trials: Sequence[Trial], best: Drafter) -> TrimRepo
     )
 
 
-def _side(job: Candidates, drafter: Drafter, measured: Measured, choice: Choice) -> Side:
+def _side(
+    job: VocabCandidates, drafter: Drafter, measured: MeasuredDrafter, choice: TrimChoice
+) -> Side:
     ratio = moved_bytes(drafter, job.target) / target_bytes(job.target)
     moved = Moved(draft_calls(drafter, job.policy_of(choice)), ratio)
     return Side(measured, job.cost_of(choice), choice.size, moved)
 
 
 def _curve(
-    job: Candidates, everywhere: Tensor, by_domain: Sequence[Tensor], choice: Choice
+    job: VocabCandidates, everywhere: Tensor, by_domain: Sequence[Tensor], choice: TrimChoice
 ) -> tuple[CurvePoint, ...]:
     """The grid of sizes and the chosen one."""
     grid = sorted({*size_grid(job.full, job.least), choice.size})

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from specctl.recipes.errors import RecipeError, nearest
-from specctl.recipes.plugins import plugins
+from specctl.core.errors import RecipeError, nearest
+from specctl.core.plugins import plugins
 from specctl.train.vocab.selectors.base import Evidence, Selector
 
 __all__ = ["Evidence", "Selector", "selector", "selectors"]
@@ -14,7 +14,7 @@ __all__ = ["Evidence", "Selector", "selector", "selectors"]
 @cache
 def selectors() -> dict[str, Selector]:
     """Every selector by name, in alphabetical order."""
-    return plugins(__name__, __path__, "SELECTOR")
+    return plugins(__name__, "SELECTOR")
 
 
 def selector(name: str, where: str = "--selector") -> Selector:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from specctl.drafters.parts.base import Drafter
+from specctl.core.drafter import Drafter
 from specctl.runtime.policies import Policy
-from specctl.runtime.target import Target
-from specctl.train.data.heldout import Prompt
+from specctl.runtime.target.target import Target
+from specctl.train.data.heldout import HeldoutPrompt
 from specctl.train.data.records import Sample
 from specctl.train.data.rows import TokenData
 from specctl.train.vocab.coverage import Counted
@@ -25,7 +25,7 @@ class Evidence:
     that is yet to be trained is None."""
 
     target: Target
-    prompts: Sequence[Prompt] = ()
+    prompts: Sequence[HeldoutPrompt] = ()
     data: TokenData | None = None
     samples: Callable[[], Iterable[Sample]] | None = None
     drafter: Drafter | None = None

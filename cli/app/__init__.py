@@ -1,0 +1,1 @@
+"""The program around the commands: errors, console, progress, tables, processes."""

@@ -1,0 +1,190 @@
+"""What turns a function into a command: flags of every command, and groups of shared flags.
+
+A parameter whose type is a dataclass stands for one option per field. The group's default is an
+instance (its values are the defaults of the options), or the class's own defaults.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Any, Concatenate, ParamSpec, get_type_hints
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from specctl.cli.app.console import Console
+from specctl.cli.app.printable import guarded_streams
+from specctl.cli.options.flags import GLOBAL_FLAGS, ConfigFile
+
+P = ParamSpec("P")
+_BOTH, _KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+MOST = 10**9  # of a number whose option names no largest value of its own
+
+
+class ClosedPipe(Exception):
+    """Whoever read our output has left."""
+
+
+class CommandInterrupted(Exception):
+    """Ctrl-C or SIGTERM, as an error that typer does not answer itself."""
+
+
+def console_of(ctx: typer.Context) -> Console:
+    """The console that main() made for this run of the program."""
+    console = ctx.find_root().obj
+    assert isinstance(console, Console), "main() hands the console over as obj"
+    return console
+
+
+@dataclass(frozen=True, slots=True)
+class FlagGroup:
+    """A parameter of a command that stands for several options."""
+
+    name: str
+    kind: Any
+    options: tuple[inspect.Parameter, ...]
+
+    def gather(self, given: dict[str, Any]) -> Any:
+        """Takes the group's options out of `given` and builds the dataclass."""
+        start = len(self.name) + 1
+        return self.kind(**{p.name[start:]: given.pop(p.name) for p in self.options})
+
+
+def command(
+    body: Callable[Concatenate[Console, P], None], name: str | None = None
+) -> Callable[..., None]:
+    """`body(console, ...)` as a typer callback that also takes the flags of every command."""
+    own, groups = _options(body)
+
+    @functools.wraps(body)
+    def run(ctx: typer.Context, **given: Any) -> None:
+        console = console_of(ctx)
+        console.command = name or body.__name__.strip("_").replace("_", "-")
+        configure(console, {flag: given.pop(flag) for flag in GLOBAL_FLAGS})
+        del given["config_file"]  # its callback has done its work
+        for option in own:
+            _check_numbers(ctx, option, given[option.name])
+        given |= {group.name: group.gather(given) for group in groups}
+        try:
+            with guarded_streams():
+                body(console, **given)  # type: ignore[call-arg]
+        except BrokenPipeError as error:
+            raise ClosedPipe from error  # typer would turn it into exit code 1
+        except KeyboardInterrupt as error:
+            raise CommandInterrupted from error  # typer would end without a word
+
+    params = [inspect.Parameter("ctx", _BOTH, annotation=typer.Context), *own, *_everywhere()]
+    run.__signature__ = inspect.Signature(params)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in params} | {"return": None}
+    run.__doc__ = unwrap(body.__doc__ or "")
+    del run.__wrapped__
+    return run
+
+
+class Command(TyperCommand):
+    """A command whose help names no type beside a switch, which takes no value."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _untyped(super().get_params(ctx))
+
+
+class Group(TyperGroup):
+    """The same for a group of commands."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _untyped(super().get_params(ctx))
+
+
+def _untyped(params: list[Any]) -> list[Any]:
+    for parameter in params:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    return params
+
+
+def command_group(name: str, help: str, bodies: Sequence[Callable[..., None]]) -> typer.Typer:
+    """`specctl NAME BODY` for each of these functions."""
+    app = typer.Typer(
+        cls=Group,
+        name=name,
+        help=help,
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode="rich",
+    )
+
+    def group(console: Console) -> None:
+        del console
+
+    app.callback()(command(group, name))
+    for body in bodies:
+        app.command(body.__name__, cls=Command)(command(body, f"{name}-{body.__name__}"))
+    return app
+
+
+def _check_numbers(ctx: typer.Context, option: inspect.Parameter, value: Any) -> None:
+    """Refuse nan, infinities, and numbers beyond MOST where the option has no `max` of its own."""
+    info = getattr(option.annotation, "__metadata__", (None,))[0]
+    most = MOST if getattr(info, "max", None) is None else math.inf
+    for number in value if isinstance(value, (list, tuple)) else (value,):
+        if isinstance(number, (int, float)) and not abs(number) <= min(most, sys.float_info.max):
+            flag: Any = next(p for p in ctx.command.params if p.name == option.name)
+            told = f"{number} is not a finite number of at most {MOST:,}"
+            raise typer.BadParameter(told, ctx=ctx, param=flag)
+
+
+def configure(console: Console, flags: dict[str, bool]) -> None:
+    """Apply the flags of every command."""
+    console.configure(color=not flags.pop("no_color"), **flags)
+
+
+def unwrap(doc: str) -> str:
+    """Help text with the lines of each paragraph joined; indented paragraphs stay as they are."""
+    paragraphs = inspect.cleandoc(doc).split("\n\n")
+    return "\n\n".join(p if p.startswith(" ") else " ".join(p.split("\n")) for p in paragraphs)
+
+
+def _options(body: Callable[..., None]) -> tuple[list[inspect.Parameter], list[FlagGroup]]:
+    """The options of a command's own parameters, groups spread out in their places."""
+    hints = get_type_hints(body, include_extras=True)
+    options: list[inspect.Parameter] = []
+    groups: list[FlagGroup] = []
+    for parameter in list(inspect.signature(body).parameters.values())[1:]:
+        kind = hints[parameter.name]
+        if is_dataclass(kind):
+            groups.append(FlagGroup(parameter.name, kind, tuple(_spread(parameter, kind))))
+            options += groups[-1].options
+        else:
+            options.append(parameter.replace(annotation=kind, kind=_KEYWORD))
+    return options, groups
+
+
+def _spread(parameter: inspect.Parameter, kind: Any) -> Iterator[inspect.Parameter]:
+    hints = get_type_hints(kind, include_extras=True)
+    for field in sorted(fields(kind), key=lambda f: f.kw_only is True):
+        default = field.default
+        if parameter.default is not inspect.Parameter.empty:
+            default = getattr(parameter.default, field.name)
+        yield inspect.Parameter(
+            f"{parameter.name}_{field.name}",
+            _KEYWORD,
+            default=inspect.Parameter.empty if default is MISSING else default,
+            annotation=hints[field.name],
+        )
+
+
+def _everywhere() -> list[inspect.Parameter]:
+    """The flags of every command."""
+    config = inspect.Parameter("config_file", _KEYWORD, default=None, annotation=ConfigFile)
+    return [
+        config,
+        *(
+            inspect.Parameter(flag, _KEYWORD, default=False, annotation=kind)
+            for flag, kind in GLOBAL_FLAGS.items()
+        ),
+    ]

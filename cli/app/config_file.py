@@ -1,0 +1,118 @@
+"""--config-file: a YAML file of defaults for flags, by command; what is typed wins.
+
+target: qwen3-8b            # for every command that has --target
+generate:
+  temperature: 0.8
+  stop: ["###"]
+recipes:
+  show: {set: [train.steps=40]}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from specctl.core.errors import RecipeError, nearest, unreadable
+
+META = "specctl.config_file"  # where the contexts of one command line keep the file
+
+
+def apply(ctx: typer.Context, path: Path | None) -> Path | None:
+    """The callback of --config-file, which may stand before or after the command: the file's
+    values become the defaults of the command that is parsed."""
+    path = path or ctx.meta.get(META)
+    if path is None:
+        return None
+    ctx.meta[META] = path
+    tree = read(path)
+    if ctx.parent is not None and not _below(ctx.command):
+        ctx.default_map = defaults(ctx, tree, path)
+    return path
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The file as plain values; a section must be named after a command."""
+    from specctl.cli.main import COMMANDS
+    from specctl.recipes.load import parse_yaml
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        flag, expected = "--config-file", "a YAML file of defaults for flags"
+        do = "give an existing file, or leave --config-file out"
+        raise unreadable("the configuration", path, error, flag, expected, do) from error
+    tree = _mapping(parse_yaml(text, str(path)) or {}, str(path))
+    for key, value in tree.items():
+        if isinstance(value, dict) and key not in COMMANDS:
+            raise _unknown("command", key, COMMANDS, str(path))
+    return tree
+
+
+def defaults(ctx: typer.Context, tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Values by parameter name: those for every command, then those of this one."""
+    names = ctx.command_path.split()[1:]
+    own: Mapping[str, Any] = tree
+    for name in names:
+        own = _mapping(own.get(name) or {}, f"{path}:{' '.join(names)}")
+    common = {k: v for k, v in tree.items() if not isinstance(v, dict)}
+    known = _options(ctx.command)
+    for key in common:
+        if key not in known and key not in (everything := _all_options()):
+            raise _unknown("flag", key, everything, str(path))
+    for key in own:
+        if key not in known:
+            raise _unknown("flag", key, known, f"{path}:{' '.join(names)}")
+    return {known[key]: value for key, value in {**common, **own}.items() if key in known}
+
+
+def _options(command: Any) -> dict[str, str]:
+    """Long flags without dashes -> names of parameters."""
+    return {
+        flag.removeprefix("--"): parameter.name
+        for parameter in command.params
+        for flag in parameter.opts
+        if flag.startswith("--")
+    }
+
+
+def _all_options() -> dict[str, str]:
+    from specctl.cli.main import COMMANDS, load_command
+
+    found: dict[str, str] = {}
+    for name in COMMANDS:
+        command = load_command(name)
+        for leaf in (_below(command) or {name: command}).values():
+            found |= _options(leaf)
+    return found
+
+
+def _below(command: Any) -> dict[str, Any]:
+    """The commands of a group of commands; empty for a command."""
+    return dict(getattr(command, "commands", {}))
+
+
+def _mapping(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise RecipeError(
+            "a configuration maps flags to values",
+            where=where,
+            found=repr(value)[:80],
+            expected="lines such as target: tiny, or a command with its flags below it",
+            do="write for example: generate: {temperature: 0.8}",
+        )
+    return {str(key): part for key, part in value.items()}
+
+
+def _unknown(kind: str, key: str, known: Iterable[str], where: str) -> RecipeError:
+    close = nearest(key, known)
+    return RecipeError(
+        f"the configuration names an unknown {kind}",
+        where=where,
+        found=key,
+        expected=f"a {kind} of specctl, written without dashes in front",
+        do=f"write {close.split(', ')[0]} instead of {key}  (nearest: {close})",
+    )

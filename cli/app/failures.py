@@ -1,0 +1,278 @@
+"""Any exception -> what the user reads and the exit code of the process."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import difflib
+import errno
+import os
+import shlex
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import typer
+
+from specctl.cli.app.command import ClosedPipe, CommandInterrupted
+from specctl.cli.app.config_file import META
+from specctl.cli.app.console import STOPPED, Console
+from specctl.core.errors import (
+    Exit,
+    FileError,
+    NetworkError,
+    ResourceError,
+    SpecctlError,
+    is_out_of_memory,
+)
+
+# typer may carry its own copy of click; its BadParameter is the one public way to the base class.
+USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
+INTERRUPTED, PIPE_CLOSED, TERMINATED = 130, 141, 143
+ALIKE = 0.75  # a flag less alike than this is not suggested
+_FILE_ERRORS = {
+    errno.ENOENT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EEXIST,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+}
+
+
+_HEARD: list[int] = []  # the signal that unwinds this command
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM; whatever unwinds for Ctrl-C unwinds for it."""
+
+
+def listen() -> None:
+    """Ctrl-C and SIGTERM unwind the command the first time and end the process the second time.
+
+    An ignored Ctrl-C (a background job) stays ignored.
+    """
+
+    def end(number: int, frame: object) -> None:
+        del frame
+        os.write(2, b"\n")  # a bar may stand on the line
+        os._exit(128 + number)
+
+    def unwind(number: int, frame: object) -> None:
+        del frame
+        for other in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(other, end)
+        _HEARD.append(number)
+        raise KeyboardInterrupt if number == signal.SIGINT else Terminated
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, unwind)
+    signal.signal(signal.SIGTERM, unwind)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process with this code.
+
+    Python ends itself by SIGINT where a Ctrl-C once met code run from a string (which many modules
+    do when they are imported), whatever has become of the exception; so it does not get to that.
+    """
+    if code in STOPPED:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        atexit._run_exitfuncs()
+        os._exit(code)
+    sys.exit(code)
+
+
+def handle(error: BaseException, console: Console) -> int:
+    """Tell the user, and return the exit code."""
+    if isinstance(error, (KeyboardInterrupt, CommandInterrupted)):
+        return _interrupted(error, console)
+    if isinstance(error, (BrokenPipeError, ClosedPipe)):
+        _close_quietly()
+        return PIPE_CLOSED
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return Exit.USAGE  # the help that it brings has been shown
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    told = as_told(error, console.command)
+    if _HEARD and (told is None or told.exit != Exit.INTERRUPTED):
+        return _interrupted(error, console)  # a library put its own error in the place of ours
+    if told is None:
+        return _bug(error, console)
+    console.fail(told)
+    if console.verbose and not isinstance(error, (SpecctlError, USAGE_ERROR)):
+        console.say("".join(traceback.format_exception(error)))
+    return int(told.exit)
+
+
+def _interrupted(error: BaseException, console: Console) -> int:
+    """Ctrl-C where there is no state to save: say so, and how to begin again."""
+    kept = "what was done until then is written; " if console.result else ""
+    is_terminated = Terminated in (type(error), type(error.__cause__)) or signal.SIGTERM in _HEARD
+    told = SpecctlError(
+        "terminated" if is_terminated else "interrupted",
+        found=f"{kept}nothing was saved",
+        do=shlex.join(["specctl", *sys.argv[1:]]),
+    )
+    code = TERMINATED if is_terminated else INTERRUPTED
+    console.fail(told, code)
+    return code
+
+
+def as_told(error: BaseException, command: str = "specctl") -> SpecctlError | None:
+    """The error as a user meets it; None for a bug of ours."""
+    if isinstance(error, SpecctlError):
+        return error
+    if isinstance(error, USAGE_ERROR):
+        return _usage(error)
+    if is_out_of_memory(error):
+        return ResourceError(
+            "not enough memory",
+            found=_first_line(error),
+            expected="room for the target, the drafter and their caches",
+            do=f"specctl doctor shows what is free; then {_smaller(command)}",
+        )
+    if isinstance(error, OSError):
+        return _os_error(error)
+    if type(error).__name__ in ("HfHubHTTPError", "ConnectError", "ConnectTimeout", "ReadTimeout"):
+        return NetworkError(
+            "the hub cannot be reached",
+            found=_first_line(error),
+            expected="network access to the hub, or a local folder",
+            do="give a local folder with --target, or try --target tiny (needs no network)",
+        )
+    return None
+
+
+def _usage(error: Exception) -> SpecctlError:
+    """A mistake on the command line, in four parts."""
+    message = str(getattr(error, "format_message", lambda: str(error))()).rstrip(".")
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "specctl"
+    usage = context.get_usage().removeprefix("Usage: ") if context is not None else "specctl CMD"
+    config = context.meta.get(META) if context is not None else None
+    close = ""
+    if context is not None and message.startswith("No such command"):
+        wanted = message.split("'")[1] if "'" in message else ""
+        near = difflib.get_close_matches(wanted, context.command.list_commands(context), 1, 0.5)
+        close = "".join(near)
+        message = f"unknown command {wanted!r}"
+    option = getattr(error, "option_name", None)
+    if option is not None and context is not None and message.startswith("No such option"):
+        close = near_flag(option, context.command.params)
+        message = f"unknown flag {option}"
+    if context is not None and message.startswith("Got unexpected extra argument"):
+        close = _meant_recipe(message, context.command.params)
+    is_flag = close.startswith("-")
+    verb = f"{path} {close} --help" if close and not is_flag else f"{path} --help"
+    return SpecctlError(
+        message,
+        where=f"the command line or {config}" if config else "the command line",
+        found=" ".join(["specctl", *sys.argv[1:]])[:200],
+        expected=" ".join(usage.split()),
+        do=f"use {close}  ({verb})" if is_flag else verb,
+        exit=Exit.USAGE,
+    )
+
+
+def _meant_recipe(message: str, params: Iterable[Any]) -> str:
+    """`--recipe NAME` where the word too many is the name of a recipe, or nothing."""
+    from specctl.recipes.load import recipe_names
+
+    word = message.rpartition("(")[2].rstrip(")").split(" ")[0]
+    takes_one = any("--recipe" in parameter.opts for parameter in params)
+    return f"--recipe {word}" if takes_one and word in recipe_names() else ""
+
+
+def near_flag(wanted: str, params: Iterable[Any]) -> str:
+    """The flag that `wanted` most likely stands for, or nothing: alike in letters, and in whole
+    words (--prompt-file is --file rather than --profile)."""
+
+    def likeness(flag: str) -> float:
+        words, own = ({*name.strip("-").split("-")} - {"no"} for name in (wanted, flag))
+        shared = len(words & own) / max(1, len(words | own))
+        return difflib.SequenceMatcher(None, wanted, flag).ratio() + shared
+
+    flags = {f for p in params for f in (*p.opts, *p.secondary_opts) if f.startswith("--")}
+    likely = max(sorted(flags), key=likeness, default="")
+    return likely if likely and likeness(likely) >= ALIKE else ""
+
+
+def _os_error(error: OSError) -> SpecctlError | None:
+    place = str(error.filename) if error.filename is not None else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ResourceError(
+            "the disk is full",
+            where=place,
+            found=error.strerror or str(error),
+            expected="free space for the output",
+            do="free some space or choose another --out; what was saved before is intact",
+        )
+    if error.errno == errno.ENOMEM:
+        return ResourceError(
+            "not enough memory",
+            found=str(error),
+            expected="room for the target",
+            do="close other programs, or choose a smaller target",
+        )
+    if error.errno in _FILE_ERRORS and place:
+        return FileError(
+            f"cannot use {place}",
+            where=place,
+            found=error.strerror or str(error),
+            expected="a path that exists and that you may read and write",
+            do=f"check it with `ls -ld {Path(place).parent}`, or choose another path",
+        )
+    return None
+
+
+def _smaller(command: str) -> str:
+    return {
+        "train-draft": "--set train.rows=4 --set train.accumulate=4",
+        "distill": "--set train.rows=4 --set train.accumulate=4",
+        "generate": "use --batch 1 or a smaller --max-new-tokens",
+        "bench": "use --batch 1 or a smaller --inflate",
+    }.get(command, "use a smaller target or batch")
+
+
+def _bug(error: BaseException, console: Console) -> int:
+    """A fault of specctl: the trace goes to a file; the user is told how to report it."""
+    text = "".join(traceback.format_exception(error))
+    lines = [f"specctl {' '.join(sys.argv[1:])}", f"python {sys.version.split()[0]}", "", text]
+    folder = tempfile.gettempdir()
+    handle, path = tempfile.mkstemp(prefix="specctl-trace-", suffix=".txt", dir=folder)
+    with os.fdopen(handle, "w") as file:
+        file.write("\n".join(lines))
+    console.fail(
+        SpecctlError(
+            "this is a bug in specctl",
+            found=f"{type(error).__name__}: {_first_line(error)}",
+            expected="a result, or an error with a remedy",
+            do=f"report it with the trace in {path}",
+            where=path,
+            exit=Exit.BUG,
+        )
+    )
+    if console.verbose:
+        console.say(text)
+    return int(Exit.BUG)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def _close_quietly() -> None:
+    """Point stdout at nothing, so that the interpreter's last flush does not complain."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.close(nothing)

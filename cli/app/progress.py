@@ -1,0 +1,195 @@
+"""Progress of long jobs: bars with rate and ETA on a terminal, sparse plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol, TextIO
+
+from specctl.cli.app.printable import PrintableStream, one_line, printable
+from specctl.runtime.measure.reporter import Advance
+
+DAY = 86_400  # seconds
+PLAIN_SECONDS = 15.0
+EVENT_SECONDS = 1.0
+NARROW = 80  # columns of a terminal below which only the figures are shown
+AT_ONCE = 0.1  # what is reported this soon was done by an earlier run, and is no measure of speed
+
+
+class Progress(Protocol):
+    """What shows the tasks of one command."""
+
+    def task(self, label: str, total: int, unit: str) -> AbstractContextManager[Advance]: ...
+
+    def print(self, text: str) -> None: ...
+
+
+def duration(seconds: float) -> str:
+    """12.3 -> "12s", 75 -> "1m15s", 3700 -> "1h01m", 100,000 -> "1d03h", 10^7 -> "115 days"."""
+    whole = round(max(0.0, seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < DAY:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    if whole < 100 * DAY:
+        return f"{whole // DAY}d{whole % DAY // 3600:02d}h"
+    return f"{whole // DAY:,} days"
+
+
+def rate_text(rate: float, unit: str) -> str:
+    return f"{rate:,.0f} {unit}/s" if rate >= 20 else f"{rate:.2g} {unit}/s"
+
+
+class PlainProgress:
+    """At most one line every PLAIN_SECONDS per task, and one when a slow task ends."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self.stream, self.clock = stream, clock
+
+    def print(self, text: str) -> None:
+        print(printable(text), file=self.stream, flush=True)
+
+    @contextmanager
+    def task(self, label: str, total: int, unit: str) -> Iterator[Advance]:
+        label = one_line(label)
+        started = shown = self.clock()
+        done = before = 0
+        last_note = ""
+
+        def advance(amount: int, note: str = "") -> None:
+            nonlocal done, before, shown, last_note
+            now = self.clock()
+            if done == 0 and now - started < AT_ONCE:
+                before = amount
+            done += amount
+            last_note = one_line(note) or last_note
+            if now - shown >= PLAIN_SECONDS:
+                shown = now
+                rate = (done - before) / (now - started)
+                self.print(_line(label, done, total, unit, rate, last_note))
+
+        yield advance
+        spent = self.clock() - started
+        if spent >= 2.0:
+            note = f" | {last_note}" if last_note else ""
+            self.print(f"{label}: {done:,} {unit} in {duration(spent)}{note}")
+
+
+def _line(label: str, done: int, total: int, unit: str, rate: float, note: str) -> str:
+    left = duration((total - done) / rate) if rate > 0 else "?"
+    parts = [f"{label}: {done:,}/{total:,} {unit}", rate_text(rate, unit), f"eta {left}"]
+    return " | ".join([*parts, note] if note else parts)
+
+
+class EventProgress:
+    """Events for programs: every message, and at most one step of a task a second."""
+
+    def __init__(
+        self, write: Callable[[dict[str, Any]], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.write, self.clock = write, clock
+
+    def print(self, text: str) -> None:
+        if text.strip():
+            self.write({"event": "message", "text": text.strip()})
+
+    @contextmanager
+    def task(self, label: str, total: int, unit: str) -> Iterator[Advance]:
+        started = self.clock()
+        shown, done, last_note = started - EVENT_SECONDS, 0, ""
+
+        def event(is_over: bool) -> None:
+            figures = {"task": label, "done": done, "total": total, "unit": unit}
+            seconds = round(self.clock() - started, 3)
+            ending = {"seconds": seconds, "note": last_note or None, "is_over": is_over}
+            self.write({"event": "progress", **figures, **ending})
+
+        def advance(amount: int, note: str = "") -> None:
+            nonlocal shown, done, last_note
+            done, last_note = done + amount, note or last_note
+            if self.clock() - shown >= EVENT_SECONDS:
+                shown = self.clock()
+                event(is_over=False)
+
+        yield advance
+        event(is_over=True)
+
+
+class RichProgress:
+    """Live bars on stderr; tasks may nest."""
+
+    def __init__(self, console: Any) -> None:
+        self.console = console
+        self._bars: Any = None
+        self._open = 0
+
+    def print(self, text: str) -> None:
+        shown = printable(text)
+        self.console.print(shown, markup=False, emoji=False, highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def task(self, label: str, total: int, unit: str) -> Iterator[Advance]:
+        if self._bars is None:
+            self._bars = _make_bars(self.console)
+            self._bars.start()
+            _guard_what_bars_redirect()
+            # The bars hide the cursor; left visible, no way of dying can leave it hidden.
+            self.console.show_cursor(True)
+        self._open += 1
+        task_id = self._bars.add_task(one_line(label), total=total, note="", rate="")
+        started = time.monotonic()
+        done = before = 0
+
+        def advance(amount: int, note: str = "") -> None:
+            nonlocal done, before
+            spent = time.monotonic() - started
+            if done == 0 and spent < AT_ONCE:
+                before = amount
+            done += amount
+            fields = {"note": one_line(note)} if note else {}
+            rate = rate_text((done - before) / spent, unit) if spent > AT_ONCE else ""
+            self._bars.update(task_id, advance=amount, rate=rate, **fields)
+
+        try:
+            yield advance
+        finally:
+            self._open -= 1
+            if self._open == 0:
+                self._bars.stop()
+                self._bars = None
+
+
+def _guard_what_bars_redirect() -> None:
+    """While bars are shown, rich takes what libraries print and lets styles and links through; it
+    puts back what was there before when the bars end."""
+    from rich.file_proxy import FileProxy
+
+    for name in ("stdout", "stderr"):
+        if isinstance(getattr(sys, name), FileProxy):
+            setattr(sys, name, PrintableStream(getattr(sys, name)))
+
+
+def _make_bars(console: Any) -> Any:
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    label = TextColumn("{task.description}", markup=False)
+    parts = [label, BarColumn(bar_width=24), MofNCompleteColumn()]
+    rate = TextColumn("{task.fields[rate]}", markup=False)
+    eta = [TextColumn("eta"), TimeRemainingColumn(compact=True)]
+    if console.width < NARROW:
+        columns = [parts[0], parts[2], *eta]
+    else:
+        note = TextColumn("{task.fields[note]}", markup=False)
+        columns = [*parts, rate, TimeElapsedColumn(), *eta, note]
+    return Progress(*columns, console=console, refresh_per_second=4)

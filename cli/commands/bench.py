@@ -1,0 +1,309 @@
+"""`specctl bench`: timed comparisons of drafters against plain decoding, in one table."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from specctl.cli.app.console import Console
+from specctl.cli.app.outputs import check_file, check_folder, write_report
+from specctl.cli.commands.against import cannot_assist, parse_against, transformers_contenders
+from specctl.cli.commands.bench_families import Heat, TrainingBudget, bench_families
+from specctl.cli.options.flags import DRAFTING, Compile, Seed, Sets
+from specctl.cli.options.loading import NO_DRAFTER, DraftingFlags, LoadedDraft
+from specctl.cli.options.sampling import GenerationConfigFlag, check_choice, followed, tell
+from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice, inflated_note, target_json
+from specctl.core.errors import GateError, RecipeError
+
+if TYPE_CHECKING:
+    from specctl.runtime.measure.bench import BenchReport, BenchRow, Contender
+    from specctl.runtime.sampling.sampling import Sampling
+    from specctl.runtime.target.target import Target
+
+FAMILIES = "Families"
+FAMILIES_OUT = Path("runs/families")
+DEFAULT_DRAFTS = ("prompt-lookup", "token-recycling")
+COMPARISONS = {">=": float.__ge__, "<=": float.__le__, ">": float.__gt__, "<": float.__lt__}
+
+
+def bench(
+    console: Console,
+    drafting: DraftingFlags,
+    target: TargetChoice = OWN_TARGET,
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--draft",
+            "-d",
+            help="Drafter to measure (repeatable): a package, prompt-lookup, token-recycling.",
+            rich_help_panel=DRAFTING,
+        ),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", "-f", help="Text or JSONL file; else the held-out prompts."),
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 16,
+    domain: Annotated[
+        str | None, typer.Option(help="Only the held-out prompts of this domain.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 64,
+    temperature: Annotated[
+        list[float] | None,
+        typer.Option(min=0.0, help="Repeatable; else greedy and 0.8, of --families greedy."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each; medians are shown.")] = 3,
+    batch: Annotated[int, typer.Option(min=1, max=256, help="Prompts decoded at once.")] = 1,
+    gate: Annotated[
+        list[str] | None,
+        typer.Option(help='Fail (exit 8) unless every drafter meets it, e.g. "speedup>=1.3".'),
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            "--against",
+            metavar="LIST",
+            help="More baselines, with commas: ngram (prompt-lookup), hf (transformers' generate, "
+            "plain and assisted by the same drafts); plain is always there.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="Write the result as JSON, too; the folder of --families."
+        ),
+    ] = None,
+    families: Annotated[
+        str | None,
+        typer.Option(
+            "--families",
+            metavar="all|LIST",
+            help="Train these families alike and compare them.",
+            rich_help_panel=FAMILIES,
+        ),
+    ] = None,
+    budget_steps: Annotated[
+        int | None,
+        typer.Option(
+            "--budget-steps",
+            min=1,
+            help="Training steps of every family.",
+            rich_help_panel=FAMILIES,
+        ),
+    ] = None,
+    sets: Sets = None,
+    generation_config: GenerationConfigFlag = None,
+    seed: Seed = 0,
+    compiled: Compile = False,
+) -> None:
+    """Measure tau, tokens per second and speed-up of drafters, interleaved in one process.
+
+    Ratios are to plain decoding by specctl on the same target. The repetition rate of the outputs
+    is shown, because text that loops flatters drafters that look things up.
+
+    What a round costs here is measured and kept: generate then chooses its draft lengths by it.
+
+    With --families: trains each family's recipe for target tiny on the same data for the same
+    steps in OUT/NAME (what is finished is kept), and measures all as a chain and as a tree, on the
+    target and on its --inflate.
+
+    Examples:
+
+      specctl bench --target tiny --draft runs/quickstart/package
+      specctl bench --draft runs/distill/package --against hf --dtype float32
+      specctl bench --draft prompt-lookup --inflate 300m --num-prompts 4 --temperature 0
+      specctl bench --draft runs/quickstart/package --gate "speedup>=1.2" --json
+      specctl bench --families medusa,eagle3 --budget-steps 200 --inflate 300m
+    """
+    gates = [parse_gate(text) for text in gate or ()]
+    baselines = parse_against(against or "")
+    check_choice(generation_config)
+    target = target.or_own(*(draft or ()))
+    refuse_ignored(
+        families,
+        {"--draft": draft, "--gate": gate, "how to draft": drafting != DraftingFlags() or None,
+         "--against ngram": "ngram" in baselines or None, "--generation-config": generation_config},
+        {"--budget-steps": budget_steps, "--set": sets},
+    )  # fmt: skip
+    if families is not None:
+        budget = TrainingBudget(
+            families, target, budget_steps, tuple(sets or ()), out or FAMILIES_OUT
+        )
+        check_folder(budget.out)
+        heats = tuple(temperature or (0.0,))
+        heat = Heat(
+            prompts, num_prompts, domain, max_new_tokens, heats, repeats, batch, seed, compiled,
+            "hf" in baselines,
+        )  # fmt: skip
+        bench_families(console, budget, heat)
+        return
+    check_file(out)
+    from specctl.runtime.measure.bench import bench as bench_
+    from specctl.runtime.measure.bench import engine_contender
+    from specctl.train.data.heldout import heldout_prompts
+
+    model = target.load(console, compiled)
+    samplings = [
+        replace(one, seed=seed, max_new_tokens=max_new_tokens)
+        for one in _samplings(console, model, generation_config, temperature)
+    ]
+    prompt_ids = [p.ids for p in heldout_prompts(model, num_prompts, domain, prompts)]
+    names = [*(draft or DEFAULT_DRAFTS), *(["prompt-lookup"] if "ngram" in baselines else [])]
+    drafts = [drafting.of(n).load(model) for n in dict.fromkeys(names) if n != NO_DRAFTER]
+    for loaded in drafts:
+        loaded.announce(console)
+    contenders = [engine_contender("plain", model, batch=batch)]
+    contenders += [_contender(loaded, model, batch, prompt_ids, samplings) for loaded in drafts]
+    with tempfile.TemporaryDirectory(prefix="specctl-") as folder:
+        if "hf" in baselines:
+            contenders += _transformers(console, model, drafts, Path(folder), batch)
+        report = bench_(model, contenders, prompt_ids, samplings, repeats=repeats, reporter=console)
+    _show(console, report, model)
+    result = {**report.to_json(), "target": target_json(model), "batch": batch}
+    console.result = result
+    if out is not None:
+        write_report(out, result)
+    check_gates(report.rows, gates)
+    console.done(result, next=_next(report.rows, target.name))
+
+
+def _samplings(
+    console: Console, target: Target, choice: str | None, heats: Sequence[float] | None
+) -> list[Sampling]:
+    """What is measured: each temperature that was given, else greedy and 0.8, or what the target's
+    generation_config.json asks for where that is followed."""
+    from specctl.runtime.sampling.generation_config import SETTINGS
+    from specctl.runtime.sampling.sampling import Sampling
+
+    suggested, nothing = followed(console, target, choice), dict.fromkeys(SETTINGS)
+    if suggested is None:
+        found = [Sampling(temperature=heat) for heat in heats or (0.0, 0.8)]
+    else:
+        given = [suggested.fill({**nothing, "temperature": heat}) for heat in heats or (None,)]
+        found = [Sampling(**{**one, "temperature": one["temperature"] or 0.0}) for one in given]
+    tell(console, target, choice, found)
+    return found
+
+
+def refuse_ignored(
+    families: str | None, without: Mapping[str, object], only_with: Mapping[str, object]
+) -> None:
+    """Flags that say nothing beside --families, or nothing without it."""
+    wrong, word = (only_with, "only goes with") if families is None else (without, "is ignored by")
+    for flag, value in wrong.items():
+        if value is not None:
+            raise RecipeError(
+                f"{flag} {word} --families",
+                where="the command line",
+                found=flag,
+                expected="flags that change what is measured",
+                do=f"leave {flag} out" if families else "add --families all",
+            )
+
+
+def _transformers(
+    console: Console, model: Target, drafts: Sequence[LoadedDraft], folder: Path, batch: int
+) -> list[Contender]:
+    for name in cannot_assist(drafts):
+        console.warn(f"transformers cannot draft with {name}: no row for it")
+    if batch > 1:
+        console.warn("transformers decodes one prompt at a time, specctl here several at once")
+    return list(transformers_contenders(model, drafts, folder))
+
+
+def _contender(
+    loaded: LoadedDraft,
+    model: Target,
+    batch: int,
+    prompts: Sequence[Sequence[int]],
+    samplings: Sequence[Sampling],
+) -> Contender:
+    """The drafter as it is served. Its costs are measured anew, for whoever generates later."""
+    from specctl.runtime.measure.bench import engine_contender
+
+    size = min(batch, len(prompts))
+    measured = {
+        sampled: loaded.costs(model, prompts, size, sampled=sampled, measure=True)
+        for sampled in {not one.greedy for one in samplings}
+    }
+    return engine_contender(
+        loaded.name,
+        model,
+        loaded.drafter,
+        loaded.policy,
+        rule=loaded.rule,
+        batch=batch,
+        costs=lambda one: measured[one.temperature > 0] if loaded.is_adaptive else None,
+        parallel=loaded.parallel,
+    )
+
+
+def _show(console: Console, report: BenchReport, model: Target) -> None:
+    columns = (
+        "drafter", "sampling", "tau", "tokens/s", "speed-up", "identical", "repetition", "drafting",
+    )  # fmt: skip
+    rows = [
+        (
+            row.name,
+            row.setting,
+            row.tau,
+            f"{row.tokens_per_second:.1f}",
+            row.speedup,
+            row.identical,
+            row.repetition_rate,
+            None if row.draft_share is None else f"{row.draft_share:.0%}",
+        )
+        for row in report.rows
+    ]
+    console.table(columns, rows)
+    console.out(
+        f"{report.target} {report.dtype} on {report.device}, {report.threads} threads, "
+        f"{report.num_prompts} prompts x {report.new_tokens} tokens, medians of {report.repeats}"
+    )
+    if model.inflated:
+        console.out(inflated_note(model))
+
+
+def parse_gate(text: str) -> tuple[str, str, float]:
+    """`speedup>=1.3` -> ("speedup", ">=", 1.3)."""
+    match = re.fullmatch(
+        r"\s*(speedup|tau|tokens_per_second)\s*(>=|<=|>|<)\s*(\d+(?:\.\d+)?)\s*", text
+    )
+    if match is None:
+        raise RecipeError(
+            f"the gate {text!r} cannot be read",
+            where="--gate",
+            found=text,
+            expected="speedup, tau or tokens_per_second, then >=, <=, > or <, then a number",
+            do='--gate "speedup>=1.3"',
+        )
+    return match[1], match[2], float(match[3])
+
+
+def check_gates(rows: Sequence[BenchRow], gates: Sequence[tuple[str, str, float]]) -> None:
+    """Refuse the first drafter that misses a gate; plain decoding is exempt."""
+    for row in rows:
+        for figure, sign, bound in gates:
+            value = getattr(row, figure)
+            if row.name == "plain" or value is None or COMPARISONS[sign](float(value), bound):
+                continue
+            raise GateError(
+                f"{row.name} misses the gate",
+                where=f"row {row.name}, {row.setting}",
+                found=f"{figure} {value:.3f}",
+                expected=f"{figure} {sign} {bound:g}",
+                do="train longer (specctl train-draft), try --length 3, or lower the gate",
+            )
+
+
+def _next(rows: Sequence[BenchRow], target: str) -> list[str]:
+    best = max(rows, key=lambda row: row.speedup)
+    if best.name == "plain":
+        return [f"specctl train-draft --target {target} --recipe distill"]
+    return [f'specctl generate --target {target} --draft {best.name} "..."']

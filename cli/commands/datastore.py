@@ -1,0 +1,65 @@
+"""`specctl datastore`: fill the store that a drafter retrieves from, and package it."""
+
+from __future__ import annotations
+
+import sys
+
+from specctl.cli.app.console import Console
+from specctl.cli.options.flags import Offline
+from specctl.cli.options.preflight import check_run
+from specctl.cli.options.recipe_flags import RecipeFlags
+from specctl.cli.options.target_choice import go_offline
+
+REST = RecipeFlags(recipe="rest")
+
+
+def datastore(console: Console, flags: RecipeFlags = REST, offline: Offline = False) -> None:
+    """Build the store of a drafter that learns from texts (rest, suffix-automaton, dresd, rasd,
+    hierarchy, token-recycling).
+
+    The texts are the recipe's data: as they are, or with data.regenerate=true what the target
+    answers to them. OUT/package is the drafter; it belongs to this target and tokenizer.
+
+    Examples:
+
+      specctl datastore --recipe rest --out runs/store
+      specctl datastore --recipe rest --data src/ --set data.limit_tokens=1000000 --out runs/code
+      specctl datastore --recipe rest --set data.regenerate=true --set data.prompts=200 -o runs/own
+      specctl datastore --recipe rasd --init runs/tiny-rasd/package --out runs/rasd-store
+    """
+    recipe = flags.load()
+    out = flags.folder(recipe)
+    check_run(recipe, out)
+    if offline:
+        go_offline()
+    from specctl.drafters import family
+    from specctl.export.package.folder import load_drafter, save_package
+    from specctl.runtime.target.target import load_target
+    from specctl.train.assemble import family_options
+    from specctl.train.datastore import fill
+
+    part = recipe.target
+    target = load_target(
+        part.name, revision=part.revision, dtype=part.dtype, inflate=part.inflate, offline=offline
+    )
+    if recipe.drafter.init is not None:
+        drafter = load_drafter(recipe.drafter.init, target)
+    else:
+        method = family(recipe.drafter.family)
+        drafter = method.build(family_options(method, recipe.drafter), target.spec, None)
+    num_tokens = fill(drafter, recipe, target, out, console)
+    manifest = save_package(
+        drafter,
+        target,
+        out / "package",
+        serve=recipe.serve.model_dump(mode="json"),
+        recipe_digest=recipe.digest,
+        acceptance=None,
+        command=sys.argv,
+    )
+    size = sum(record.bytes for record in manifest.files.values())
+    console.say(f"{out / 'package'}: {size:,} bytes")
+    result = {"package": str(out / "package"), "tokens": num_tokens, "bytes": size}
+    console.done(
+        result, next=[f"specctl generate --target {part.name} --draft {out / 'package'} --compare"]
+    )

@@ -1,0 +1,114 @@
+"""`specctl distill`: train an independent small language model on the target's distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import typer
+
+from specctl.cli.app.console import Console
+from specctl.cli.options.recipe_flags import RecipeFlags, TrainingFlags
+from specctl.cli.options.training import run_training
+from specctl.core.errors import RecipeError
+
+METHOD = "Method"
+INDEPENDENT = ("small-lm", "sorted")
+
+
+@dataclass(frozen=True, slots=True)
+class DistillFlags(TrainingFlags):
+    """The flags of training, and those that name a way of distillation."""
+
+    FIELDS: ClassVar[Mapping[str, str]] = {
+        **RecipeFlags.FIELDS,
+        "layers": "drafter.options.layers",
+        "width": "drafter.options.width",
+        "loss": "drafter.options.loss",
+        "on_policy": "data.on_policy",
+        "select": "train.select",
+        "reference": "train.reference",
+    }
+
+    init: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            "--init",
+            metavar="SMALL_LM",
+            help="Start from these weights: a package, a run, a Hugging Face folder, or target.",
+            rich_help_panel=METHOD,
+        ),
+    ] = None
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            "--layers", min=1, max=1_000, help="Layers of the draft.", rich_help_panel=METHOD
+        ),
+    ] = None
+    width: Annotated[
+        int | None,
+        typer.Option(
+            "--width", min=1, max=1_000_000, help="Width of the draft.", rich_help_panel=METHOD
+        ),
+    ] = None
+    loss: Annotated[
+        str | None,
+        typer.Option(
+            "--loss",
+            help="ce, kl, rkl, jsd, tv, lk_alpha or lk_hybrid; else the recipe's.",
+            rich_help_panel=METHOD,
+        ),
+    ] = None
+    on_policy: Annotated[
+        float | None,
+        typer.Option(
+            "--on-policy",
+            min=0.0,
+            max=1.0,
+            metavar="P",
+            help="Share of each batch that the draft itself writes.",
+            rich_help_panel=METHOD,
+        ),
+    ] = None
+    select: Annotated[
+        str | None,
+        typer.Option(
+            "--select",
+            help="Learn only some tokens: highest (AdaSPEC), lowest, random or none.",
+            rich_help_panel=METHOD,
+        ),
+    ] = None
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            "--reference",
+            help="What --select compares with; else it is trained first.",
+            rich_help_panel=METHOD,
+        ),
+    ] = None
+
+
+def distill(console: Console, run: DistillFlags) -> None:
+    """Train a small language model of its own on the target's distribution.
+
+    It needs nothing of the target while it runs, so it can be exported and used as
+    assistant_model in transformers. The recipe's family must be an independent model.
+
+    Examples:
+
+      specctl distill --target tiny --out runs/distill
+      specctl distill --target tiny --loss jsd --on-policy 0.5 --out runs/jsd
+      specctl distill --target qwen3-8b --from ./qwen3-0.6b --data chats.jsonl --dry-run
+    """
+    family = run.load().drafter.family
+    if family not in INDEPENDENT:
+        raise RecipeError(
+            "distill trains independent small models only",
+            where=f"{run.recipe}:drafter.family",
+            found=family,
+            expected=" or ".join(INDEPENDENT),
+            do=f"specctl train-draft --recipe {run.recipe}   (trains {family})",
+        )
+    run_training(console, run)

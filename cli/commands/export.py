@@ -1,0 +1,66 @@
+"""`specctl export`: write a drafter in another format, read back and compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specctl.cli.app.console import Console
+from specctl.cli.app.outputs import check_folder
+from specctl.cli.options.flags import Allow, Out
+from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
+from specctl.core.errors import RecipeError, nearest
+from specctl.core.plugins import declared
+
+FORMATS = tuple(declared("specctl.export.formats", "FORMAT"))
+
+
+def export(
+    console: Console,
+    draft: Annotated[
+        Path, typer.Option("--draft", "-d", help="Package folder to export, or its run.")
+    ],
+    out: Out,
+    to: Annotated[str, typer.Option("--to", help="Format: " + ", ".join(FORMATS) + ".")] = "hf",
+    allow: Allow = None,
+    target: TargetChoice = OWN_TARGET,
+) -> None:
+    """Write a package in a serving engine's format. What was written is read back by that engine's
+    rules and must draft what the drafter drafts; the commands that serve it are printed.
+
+    docs/export.md tells which format holds which family and which engine reads it.
+
+    Examples:
+
+      specctl export --draft runs/distill/package --to hf --out runs/distill-hf
+      specctl export --draft runs/eagle3/package --to speculators --out exports/my-eagle3
+    """
+    if to not in FORMATS:
+        raise RecipeError(
+            f"unknown format {to!r}",
+            where="--to",
+            found=to,
+            expected="one of " + ", ".join(FORMATS),
+            do=f"--to {nearest(to, FORMATS, 1)}",
+        )
+    check_folder(out)
+    from specctl.export.formats import export as export_
+    from specctl.export.formats import filled
+    from specctl.export.package.manifest import package_in, read_manifest
+    from specctl.recipes.targets import resolve
+
+    draft = package_in(draft)
+    read_manifest(draft)  # what is no package fails before torch is imported
+    model = target.or_own(str(draft)).load(console)
+
+    manifest = export_(draft, to, out, model, allow=tuple(allow or ()))
+    files = sorted(p.name for p in out.iterdir())
+    console.out(f"{out}: {', '.join(files)}")
+    for note in manifest.notes:
+        console.warn(note)
+    place = resolve(model.name).path
+    commands = [filled(line, out, place) for line in manifest.served_by]
+    result = {"out": str(out), "format": to, "files": files, "sha256": manifest.digest}
+    console.done({**result, "serve": commands}, next=[f"specctl show {out}", *commands])

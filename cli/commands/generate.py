@@ -1,0 +1,298 @@
+"""`specctl generate`: continue prompts with a drafter; stream, count, compare with plain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specctl.cli.app.console import Console
+from specctl.cli.commands.generated import check_forms, show_stats, tell_ends
+from specctl.cli.options.flags import Compile
+from specctl.cli.options.loading import NO_DRAFTER, DraftChoice, LoadedDraft
+from specctl.cli.options.prompts import PromptText, read_prompts
+from specctl.cli.options.sampling import GrammarFlags, SamplingFlags
+from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice, target_json
+
+if TYPE_CHECKING:
+    from specctl.runtime.generate import Generated
+    from specctl.runtime.measure.cost_table import CostTable
+    from specctl.runtime.measure.stats import Stats
+    from specctl.runtime.policies.length import LengthChooser
+    from specctl.runtime.sampling.sampling import Sampling
+    from specctl.runtime.target.target import Target
+
+
+def generate(
+    console: Console,
+    draft: DraftChoice,
+    sampling: SamplingFlags,
+    grammar: GrammarFlags,
+    target: TargetChoice = OWN_TARGET,
+    prompt: Annotated[
+        str | None, typer.Argument(help="The text to continue; - reads standard input.")
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", "-f", help="One prompt per line, or JSONL (prompt or messages)."),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Use only the first so many prompts.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Wrap each prompt in the target's chat template.")
+    ] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Decode plainly as well, and show a table.")
+    ] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Show what the run counted.")] = False,
+    batch: Annotated[int, typer.Option(min=1, max=256, help="Prompts decoded at once.")] = 1,
+    compiled: Compile = False,
+) -> None:
+    """Continue prompts. With a drafter the answers are the same, only sooner.
+
+    Text is written to stdout as it comes. The same seed gives the same answer.
+
+    Examples:
+
+      specctl generate "def main("
+      specctl generate --draft prompt-lookup --compare "import os"
+      specctl generate --draft runs/quickstart/package --temperature 0.8 --stats "class Tree:"
+      specctl generate -f prompts.txt --batch 4 --json
+      specctl generate --draft prompt-lookup --json-schema person.json "data = "
+    """
+    prompts = read_prompts(prompt, file, limit)
+    if compare and draft.draft == NO_DRAFTER:
+        draft = replace(draft, draft="prompt-lookup")
+        console.warn("--compare without --draft compares with prompt-lookup")
+    sampling.sampling()  # what cannot be is refused before the target is read
+    target = target.or_own(draft.draft)
+    model = target.load(console, compiled)
+    settings = replace(sampling.settle(console, model), grammar=grammar.load(model))
+    loaded = draft.load(model)
+    loaded.announce(console)
+    tokens = [p.tokens(model, chat) for p in prompts]
+    if loaded.parallel and batch > 1:
+        console.warn("--batch is ignored: drafting in parallel serves one prompt at a time")
+    sampled = settings.temperature > 0
+    costs = loaded.costs(model, tokens, min(batch, len(tokens)), sampled=sampled)
+    job = GenerateJob(model, loaded, settings, tokens, prompts, batch, costs)
+    if compare:
+        made, result = _compare(console, job)
+    else:
+        run = _stream(console, job)
+        if stats:
+            show_stats(console, run.made.stats)
+        run.tell(console)
+        tell_ends(console, run.made.outputs, settings, model)
+        made, result = run.made, job.to_json(run)
+    console.result = result
+    check_forms(made.outputs)
+    where = f"--target {target.name}"
+    where += f" --draft {draft.draft}" if draft.draft != NO_DRAFTER else ""
+    console.done(result, next=_next(where, draft.draft, compare))
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateJob:
+    """All that one call of generate() needs."""
+
+    target: Target
+    draft: LoadedDraft
+    sampling: Sampling
+    tokens: Sequence[Sequence[int]]
+    prompts: Sequence[PromptText]
+    batch: int
+    costs: CostTable | None = None
+
+    def run(self, draft: LoadedDraft, on_tokens: Any = None) -> GenerateRun:
+        from specctl.runtime.generate import generate as generate_
+        from specctl.runtime.measure.cost import equip, fitted_sizes
+
+        chosen = equip(draft.policy, self.costs)
+        made = generate_(
+            self.target,
+            self.tokens,
+            drafter=draft.drafter,
+            sampling=self.sampling,
+            policy=chosen.policy,
+            rule=draft.rule,
+            batch=self.batch,
+            chooser=chosen.chooser,
+            on_tokens=on_tokens,
+            parallel=draft.parallel,
+        )
+        return GenerateRun(made, chosen.chooser, fitted_sizes(draft.policy, chosen.policy))
+
+    def to_json(self, run: GenerateRun) -> dict[str, Any]:
+        outputs = [
+            {**output.to_json(), "prompt": prompt.text}
+            for output, prompt in zip(run.made.outputs, self.prompts, strict=True)
+        ]
+        return {
+            "outputs": outputs,
+            "stats": run.made.stats.to_json(),
+            "target": target_json(self.target),
+            "draft": self.draft.name,
+            "note": "" if self.draft.drafter is None else self.draft.drafter.note,
+            "adaptive": run.adaptive_json(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRun:
+    """What was generated, what chose the draft lengths (None: they were fixed), and what of the
+    policy was fitted to measured costs."""
+
+    made: Generated
+    chooser: LengthChooser | None
+    fitted: Mapping[str, Any]
+
+    def adaptive_json(self) -> dict[str, Any] | None:
+        fitted = {"fitted": dict(self.fitted)} if self.fitted else {}
+        if self.chooser is None:
+            return fitted or None
+        figures = {"rounds": self.chooser.rounds, "rounds_off": self.chooser.rounds_off}
+        return {**fitted, **figures, "acceptance": round(self.chooser.estimate(), 3)}
+
+    def tell(self, console: Console) -> None:
+        """What was fitted; where speculation was switched off, how often and why."""
+        if self.fitted:
+            sizes = ", ".join(f"{name} {_short(value)}" for name, value in self.fitted.items())
+            console.say(f"the tree was fitted to the measured costs: {sizes}")
+        if self.chooser is None or self.chooser.rounds_off == 0:
+            return
+        console.say(
+            f"speculation was off in {self.chooser.rounds_off:,} of {self.chooser.rounds:,} "
+            f"rounds: with about {self.chooser.estimate():.0%} of drafted tokens accepted, plain "
+            "decoding is faster here by the measured costs (--no-adaptive drafts all the same)"
+        )
+
+
+def _short(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _stream(console: Console, job: GenerateJob) -> GenerateRun:
+    """Generate, writing text as it comes; rows decoded together are written when all are done."""
+    from specctl.runtime.target.text_stream import TextStream, TokenDecoder
+
+    decoder = TokenDecoder.of(job.target)
+    streams = [TextStream(decoder, job.sampling.stop) for _ in job.prompts]
+    is_live = job.batch == 1 or len(job.prompts) == 1
+    current = -1
+    heard: list[list[int]] = [[] for _ in job.prompts]
+
+    def show(index: int, new: tuple[int, ...]) -> None:
+        nonlocal current
+        heard[index] += new
+        if not is_live:
+            return
+        if index != current:
+            _open_output(console, job, index, after=current >= 0)
+            current = index
+        console.write("".join(map(streams[index].add, new)))
+
+    try:
+        run = job.run(job.draft, show)
+    except KeyboardInterrupt:
+        _keep(console, job, heard, is_live)
+        raise
+    for index, (stream, output) in enumerate(zip(streams, run.made.outputs, strict=True)):
+        if index < current:
+            continue
+        if index != current:
+            _open_output(console, job, index, after=index > 0)
+        console.write(stream.end() if is_live else output.text)
+    console.out()
+    return run
+
+
+def _keep(
+    console: Console, job: GenerateJob, heard: Sequence[Sequence[int]], is_live: bool
+) -> None:
+    """What was generated until Ctrl-C: written where it is not yet, and in the answer of --json.
+    Whether a text was at its end is not known any more."""
+    outputs: list[dict[str, Any]] = []
+    for index, (prompt, ids) in enumerate(zip(job.prompts, heard, strict=True)):
+        if not ids:
+            continue
+        text = job.target.decode(ids)
+        if not is_live:
+            _open_output(console, job, index, after=bool(outputs))
+            console.write(text)
+        entry = {"prompt": prompt.text, "text": text, "token_ids": [*ids]}
+        outputs.append({**entry, "finish_reason": None})
+    console.out()
+    console.result = {"outputs": outputs}
+
+
+def _open_output(console: Console, job: GenerateJob, index: int, after: bool) -> None:
+    if len(job.prompts) > 1:
+        line = " ".join(job.prompts[index].text.split())[:70]
+        console.write(("\n" if after else "") + f"[{index + 1}/{len(job.prompts)}] {line}\n")
+
+
+def _compare(console: Console, job: GenerateJob) -> tuple[Generated, dict[str, Any]]:
+    """Plain and speculative decoding of the same prompts, side by side."""
+    plain = LoadedDraft("plain", None, None, "auto", False)
+    with console.task("compare", 4, "runs") as advance:
+        runs = []
+        for draft in (plain, job.draft):
+            job.run(draft)  # the first run of each pays for allocations and kernel choice
+            advance(1)
+            runs.append(job.run(draft))
+            speed = runs[-1].made.stats.tokens_per_second
+            advance(1, f"{draft.name} {speed:.0f} tokens/s")
+    base, fast = (run.made for run in runs)
+    same = [a.token_ids == b.token_ids for a, b in zip(base.outputs, fast.outputs, strict=True)]
+    speedup = fast.stats.tokens_per_second / max(base.stats.tokens_per_second, 1e-9)
+    identical = all(same) if job.sampling.temperature == 0 else None
+    for index, output in enumerate(fast.outputs):
+        _open_output(console, job, index, after=False)
+        console.write(output.text + "\n")
+    console.out()
+    columns = ("", "tau", "tokens/s", "speed-up", "identical", "repetition")
+    rows = [
+        _row("plain", base.stats, 1.0, None),
+        _row(job.draft.name, fast.stats, speedup, identical),
+    ]
+    console.table(columns, rows)
+    show_stats(console, fast.stats)
+    runs[1].tell(console)
+    tell_ends(console, fast.outputs, job.sampling, job.target)
+    if identical is False:
+        _explain_difference(console, job)
+    comparison = {
+        "plain": base.stats.to_json(),
+        "speculative": fast.stats.to_json(),
+        "speedup": round(speedup, 3),
+        "identical": identical,
+        "identical_outputs": sum(same) if identical is not None else None,
+    }
+    return fast, {**job.to_json(runs[1]), "comparison": comparison}
+
+
+def _row(name: str, stats: Stats, speedup: float, identical: bool | None) -> tuple[object, ...]:
+    figures = (stats.tau, stats.tokens_per_second, speedup)
+    shown = tuple(f"{figure:.2f}" for figure in figures)
+    return (name, *shown, identical, f"{stats.repetition_rate:.2f}")
+
+
+def _explain_difference(console: Console, job: GenerateJob) -> None:
+    if str(job.target.dtype) == "torch.float32":
+        console.warn("outputs differ in float32: run `specctl verify` and report the result")
+        return
+    console.warn(
+        f"outputs differ in {str(job.target.dtype).removeprefix('torch.')}: several rows at once "
+        "round differently from one row, so near-ties may flip; --dtype float32 gives identity"
+    )
+
+
+def _next(where: str, draft: str, compared: bool) -> list[str]:
+    if draft == NO_DRAFTER and not compared:
+        return [f'specctl generate {where} --draft prompt-lookup --compare "..."']
+    return [f"specctl bench {where}"]

@@ -1,0 +1,305 @@
+"""`specctl plan`: what a recipe will take, before anything is spent.
+
+`python -m specctl.cli.commands.plan RECIPE.yaml OUT SECONDS` is the process that --rehearse starts:
+it makes the small run and writes what it took to OUT/rehearsal.json.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specctl.cli.app.console import Console
+from specctl.cli.app.memory import peak_memory, size_text
+from specctl.cli.app.progress import duration
+from specctl.cli.options.flags import Offline
+from specctl.cli.options.preflight import check_out, check_run
+from specctl.cli.options.recipe_flags import RecipeFlags
+from specctl.cli.options.target_choice import TargetChoice, go_offline
+from specctl.core.errors import SpecctlError, one_of_two
+
+if TYPE_CHECKING:
+    from specctl.recipes.schema import Recipe
+    from specctl.train.planning.capacity import Lack
+    from specctl.train.planning.plan import RunPlan
+    from specctl.train.planning.rehearsal import Rehearsal
+    from specctl.train.planning.work import Part
+
+
+def plan(
+    console: Console,
+    run: RecipeFlags,
+    rehearse: Annotated[
+        bool,
+        typer.Option("--rehearse", help="Run five steps apart first, and measure instead."),
+    ] = False,
+    scaling: Annotated[
+        bool,
+        typer.Option("--scaling", help="Train the recipe's grid, and price the next 0.1 of tau."),
+    ] = False,
+    offline: Offline = False,
+) -> None:
+    """Show parameters, memory, disk and time of a training run. Nothing is loaded or written.
+
+    A plan that this machine or its GPU cannot hold ends with exit code 6. Memory and time are
+    estimates. With --rehearse the target is loaded and a small run made in a process and a folder
+    of its own, so that both are measured; after twenty steps of a run in OUT its time is measured
+    there. With --scaling a grid of small runs is trained in OUT (the same command continues it),
+    the distribution of tau against tokens and size is fitted, and what more of either would bring
+    is told.
+
+    Examples:
+
+      specctl plan --recipe eagle3 --target tiny
+      specctl plan --recipe eagle3 --target tiny --rehearse
+      specctl plan --scaling --recipe scaling --out runs/scaling
+      specctl plan --recipe medusa --set train.steps=2000 --json
+    """
+    loaded = run.load()
+    if rehearse and scaling:
+        told = "one plan is either rehearsed or fitted to a grid of runs"
+        raise one_of_two(told, "--rehearse --scaling", "leave --rehearse out")
+    if offline:
+        go_offline()
+    if scaling:
+        plan_scaling(console, loaded, run.folder(loaded))
+        return
+    check_out(run.folder(loaded))
+    check_run(loaded, run.folder(loaded), None if rehearse else console.warn)
+    result = show_plans(console, loaded, run.folder(loaded), rehearse)
+    chosen = "" if run.target is None else f" --target {run.target}"
+    console.done(result, next=[f"specctl train-draft --recipe {run.recipe}{chosen}"])
+
+
+def show_plans(
+    console: Console, recipe: Recipe, out: Path, is_rehearsed: bool = False
+) -> dict[str, Any]:
+    """The plan of a run, or of each stage of a pipeline; returns them for --json, or raises once
+    they are shown if they do not fit here."""
+    from specctl.train.assemble import trainable_family
+    from specctl.train.runs.stages import plans
+
+    trainable_family(recipe)
+    made = plans(recipe, out)
+    if is_rehearsed:
+        made = [(recipe, _rehearsed(console, recipe))]
+    return shown(console, recipe, made, out)
+
+
+def shown(
+    console: Console, recipe: Recipe, made: Sequence[tuple[Recipe, RunPlan]], out: Path
+) -> dict[str, Any]:
+    """One plan, or those of several stages and what they come to. ResourceError (exit 6), with all
+    that was shown, if memory or disk of this machine cannot hold it."""
+    from specctl.train.planning.capacity import refuse_lacks
+
+    answer, lacks = _shown(console, recipe, made), _lacks(recipe, made, out)
+    answer |= {"fits": not lacks, "lacks": [lack.to_json() for lack in lacks]}
+    console.result = answer
+    refuse_lacks(lacks, "what was planned", out)
+    return answer
+
+
+def _lacks(recipe: Recipe, made: Sequence[tuple[Recipe, RunPlan]], out: Path) -> list[Lack]:
+    """What this machine has too little of: memory for any stage, disk for all of them."""
+    from specctl.train.planning.capacity import lacking_disk, lacking_memory
+    from specctl.train.runs.finished import stage_folders
+
+    folders = [*stage_folders(recipe.stages, out).values()] or [out] * len(made)
+    lacks = lacking_disk([(f, plan.disk) for f, (_, plan) in zip(folders, made, strict=True)])
+    largest, plan = max(made, key=lambda one: one[1].memory_bytes)
+    is_spread = largest.train.parallel == "fsdp" or largest.train.shard_target
+    return [*lacking_memory(plan.memory, is_spread), *lacks]
+
+
+def _shown(
+    console: Console, recipe: Recipe, made: Sequence[tuple[Recipe, RunPlan]]
+) -> dict[str, Any]:
+    for part, plan in made:
+        show_plan(console, part, plan)
+    answer: dict[str, Any] = {"recipe": recipe.to_json(), "origin": recipe.origin}
+    if len(made) == 1:
+        return answer | {"plan": made[0][1].to_json()}
+    named = _named(made)
+    low, high = (sum(plan.seconds_range[i] for plan in named.values()) for i in (0, 1))
+    disk = sum(plan.disk_bytes for plan in named.values())
+    console.out(
+        f"all {len(made)} stages: {duration(low)} to {duration(high)}, {size_text(disk)} on disk"
+    )
+    return answer | {
+        "plans": {name: plan.to_json() for name, plan in named.items()},
+        "total": {
+            "steps": sum(plan.steps for plan in named.values()),
+            "seconds_range": [low, high],
+            "disk_bytes": disk,
+            "memory_bytes": max(plan.memory_bytes for plan in named.values()),
+        },
+    }
+
+
+def without_dry_run() -> str:
+    """The command that was given, as the one that does it."""
+    left_out = ("--dry-run", "--json", "--jsonl")
+    return shlex.join(["specctl", *(word for word in sys.argv[1:] if word not in left_out)])
+
+
+def _named(made: Sequence[tuple[Recipe, RunPlan]]) -> dict[str, RunPlan]:
+    """Plans by the name of their recipe; of one recipe several times, numbered."""
+    names = [part.name for part, _ in made]
+    if len({*names}) < len(names):
+        names = [f"{name}-{number}" for number, name in enumerate(names, 1)]
+    return dict(zip(names, (plan for _, plan in made), strict=True))
+
+
+def show_plan(console: Console, recipe: Recipe, plan: RunPlan) -> None:
+    """What a run will take, before anything is spent."""
+    low, high = plan.seconds_range
+    rows = [
+        ("recipe", f"{recipe.name} ({recipe.digest[:12]})"),
+        ("target", recipe.target.name),
+        ("family", recipe.drafter.family),
+        ("target parameters", f"{plan.target_parameters:,}"),
+        ("drafter parameters", f"{plan.parameters:,} ({plan.trainable:,} trained)"),
+        *((("THE TARGET CHANGES", _change_text(plan)),) if plan.added else ()),
+        ("steps", f"{plan.steps:,}"),
+        ("memory", _parts_text(plan.memory_bytes, plan.memory)),
+        ("disk", _parts_text(plan.disk_bytes, plan.disk)),
+        ("time", f"{duration(low)} to {duration(high)} ({plan.basis})"),
+        *((f"  {part.name}", _part_text(part)) for part in plan.parts),
+    ]
+    console.table(("what", "how much"), rows)
+
+
+def _change_text(plan: RunPlan) -> str:
+    return f"{plan.added:,} added numbers are merged into it; the drafter is for OUT/target alone"
+
+
+def _part_text(part: Part) -> str:
+    low, high = part.seconds_range
+    return f"{part.amount}: {duration(low)} to {duration(high)}"
+
+
+def _parts_text(total: int, parts: Mapping[str, int]) -> str:
+    shown = ", ".join(f"{name} {size_text(count)}" for name, count in parts.items() if count)
+    return f"{size_text(total)} ({shown})"
+
+
+# -- rehearsal ----------------------------------------------------------------------------------
+
+
+def _rehearsed(console: Console, recipe: Recipe) -> RunPlan:
+    """The plan of a run after its rehearsal."""
+    from specctl.train.planning.plan import plan
+
+    if recipe.stages:
+        raise SpecctlError(
+            "a pipeline cannot be rehearsed: its later stages start from the earlier ones",
+            found=f"{len(recipe.stages)} stages",
+            expected="a recipe of one stage",
+            do="leave --rehearse out, or plan one stage as a recipe of its own",
+        )
+    console.say("rehearsing: a small run in a process of its own, a minute or two")
+    return plan(recipe, rehearsal=rehearse(recipe))
+
+
+def rehearse(recipe: Recipe) -> Rehearsal:
+    """Run the recipe small and say what it took. Nothing of it is left behind."""
+    import yaml
+
+    from specctl.train.planning.rehearsal import read_rehearsal, small
+
+    with tempfile.TemporaryDirectory(prefix="specctl-rehearsal-") as folder:
+        given, out = Path(folder) / "recipe.yaml", Path(folder) / "run"
+        given.write_text(yaml.safe_dump(small(recipe).to_json()))
+        began = time.time()
+        command = [
+            sys.executable,
+            "-m",
+            "specctl.cli.commands.plan",
+            str(given),
+            str(out),
+            str(began),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            last = (done.stderr.strip().splitlines() or ["no word"])[-1]
+            raise SpecctlError(
+                "the rehearsal failed, and so would the run",
+                found=last[:300],
+                do=f"leave --rehearse out for an estimate, or try: specctl train-draft --recipe "
+                f"{recipe.name} --set train.steps=5",
+            )
+        return read_rehearsal(out / "rehearsal.json")
+
+
+def rehearsal_process() -> None:
+    """In the process of its own: RECIPE.yaml, OUT, seconds since the epoch when it was started."""
+    from specctl.cli.options.training import train_and_package
+    from specctl.recipes.load import load_recipe
+    from specctl.train.planning.rehearsal import Stopwatch, summary
+    from specctl.train.saving.store import write_json
+
+    given, out, began = sys.argv[1:]
+    recipe, watch = load_recipe(given), Stopwatch()
+    train_and_package(watch, recipe, Path(out))
+    gpu = peak_memory().get("gpu", 0)
+    found = summary(recipe, Path(out), watch, time.time() - float(began), gpu)
+    write_json(Path(out) / "rehearsal.json", asdict(found))
+
+
+# -- scaling ------------------------------------------------------------------------------------
+
+
+def plan_scaling(console: Console, recipe: Recipe, out: Path) -> None:
+    """Run the grid of a recipe in `out`, print the law, and write scaling.json and scaling.png."""
+    from specctl.train.planning.scaling import fit, grid, report, run_grid, save_picture
+
+    cells, part = grid(recipe, out), recipe.target
+    target = TargetChoice(part.name, part.revision, part.dtype, inflate=part.inflate).load(console)
+    points = run_grid(cells, target, console, ["specctl", *sys.argv[1:]])
+    law = fit(points)
+    found = report(points, law)
+    rows = [
+        (f"{c.layers} x {c.width}", f"{p['parameters']:,}", f"{p['tokens']:,}",
+         f"{p['tau']:.3f}", f"{p['fitted']:.3f}")
+        for c, p in zip(cells, found["points"], strict=True)
+    ]  # fmt: skip
+    console.table(("layers x width", "parameters", "tokens", "tau", "fitted"), rows)
+    error = "not defined" if law.error is None else f"{law.error:.3f}"
+    console.out(
+        f"tau = {law.intercept:.3f} {law.per_tokens:+.4f} log(tokens) {law.per_parameters:+.4f} "
+        f"log(parameters) | R2 {law.r2:.3f} | leave-one-out error {error}"
+    )
+    for line in prices(found):
+        console.out(line)
+    (out / "scaling.json").write_text(json.dumps(found, indent=1) + "\n")
+    picture = save_picture(points, law, out / "scaling.png")
+    answer = {**found, "out": str(out), "picture": None if picture is None else str(picture)}
+    console.done(answer, next=[f"specctl distill --target {part.name}"])
+
+
+def prices(found: dict[str, Any]) -> list[str]:
+    """What the next tenth of tau costs, one line per resource."""
+    lines = []
+    for name, price in found["next_tenth"].items():
+        told = f"the next 0.1 of tau by {name}: "
+        if price is None:
+            lines.append(told + "not for any amount, as far as this grid can tell")
+        else:
+            told += f"{price['factor']:,.2f} times as many ({price['total']:,.0f})"
+            lines.append(told)
+    return lines
+
+
+if __name__ == "__main__":
+    rehearsal_process()

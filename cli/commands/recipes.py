@@ -1,0 +1,192 @@
+"""`specctl recipes`: list, show, copy and check recipes. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from specctl.cli.app.command import command_group
+from specctl.cli.app.console import Console
+from specctl.cli.options.flags import Sets
+
+Name = Annotated[str, typer.Argument(help="A recipe's name, or a YAML file.")]
+
+
+def ls(console: Console) -> None:
+    """List the recipes that come with specctl."""
+    from specctl.recipes.load import list_recipes
+
+    infos = list_recipes()
+    rows = [(i.name, i.family, i.target, _first_sentence(i.summary)) for i in infos]
+    console.table(("recipe", "family", "target", "what"), rows)
+    fields = ("name", "family", "target", "summary", "paper")
+    console.done(
+        {"recipes": [{f: getattr(i, f) for f in fields} for i in infos]},
+        next=[f"specctl recipes show {infos[0].name}"],
+    )
+
+
+def show(console: Console, name: Name, set_: Sets = None) -> None:
+    """Explain a recipe: what it does, the paper, and every value with where it comes from.
+
+    Examples:
+
+      specctl recipes show eagle3
+      specctl recipes show eagle3 --set train.steps=100
+    """
+    from specctl.recipes.load import load_recipe, read_source
+    from specctl.recipes.section import flatten
+
+    recipe = load_recipe(name, set_ or ())
+    text, source = read_source(name)
+    values = flatten(recipe.to_json())
+    console.prose(f"{recipe.name}: {recipe.summary}")
+    if recipe.paper:
+        console.out(f"Paper: {recipe.paper}")
+    console.out(f"Digest: {recipe.digest}")
+    console.out()
+    prose = ("name", "summary", "paper")
+    rows = [(k, _shown(v), recipe.origin[k]) for k, v in values.items() if k not in prose]
+    console.table(("field", "value", "from"), rows)
+    result: dict[str, Any] = {
+        "recipe": recipe.to_json(),
+        "origin": recipe.origin,
+        "digest": recipe.digest,
+        "source": source,
+        "text": text,
+    }
+    console.done(result, next=[_command_of(text) or f"specctl train-draft --recipe {name}"])
+
+
+def cp(
+    console: Console,
+    name: Name,
+    dest: Annotated[Path, typer.Argument(help="File to write, or a folder.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+) -> None:
+    """Copy a recipe, to be changed and used by its path.
+
+    Example:
+
+      specctl recipes cp eagle3 my-eagle3.yaml
+    """
+    from specctl.core.errors import FileError
+    from specctl.recipes.load import read_source
+
+    text, _ = read_source(name)
+    path = dest / f"{Path(name).stem}.yaml" if dest.is_dir() else dest
+    if path.suffix not in (".yaml", ".yml"):
+        path = path.with_name(path.name + ".yaml")
+    if path.exists() and not force:
+        raise FileError(
+            f"{path} exists already",
+            where=str(path),
+            found="a file",
+            expected="a new path",
+            do=f"specctl recipes cp {name} {path} --force   (replaces it)",
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    console.out(str(path))
+    console.done({"path": str(path)}, next=[f"specctl recipes validate {path}"])
+
+
+def validate(
+    console: Console,
+    name: Annotated[str, typer.Argument(metavar="FILE", help="A YAML file, or a recipe's name.")],
+    set_: Sets = None,
+) -> None:
+    """Check a recipe: every key, every range, and the options of its family.
+
+    Example:
+
+      specctl recipes validate my-eagle3.yaml
+    """
+    from specctl.cli.options.families import check_options
+    from specctl.recipes.load import load_recipe
+
+    recipe = load_recipe(name, set_ or ())
+    check_options(recipe, name)
+    console.out(f"{name}: valid ({recipe.drafter.family} for {recipe.target.name})")
+    console.done(
+        {"valid": True, "name": recipe.name, "digest": recipe.digest},
+        next=[f"specctl plan --recipe {name}"],
+    )
+
+
+def schema(
+    console: Console,
+    field: Annotated[str | None, typer.Option(help="Only this section, e.g. train.")] = None,
+) -> None:
+    """Print the JSON schema of a recipe, for editors."""
+    import json
+
+    from specctl.core.errors import unknown
+    from specctl.recipes.schema import Recipe
+
+    whole = Recipe.model_json_schema()
+    part = whole
+    if field is not None:
+        known = whole["properties"]
+        if field not in known:
+            raise unknown("section of a recipe", field, known, "--field")
+        reference = str(known[field].get("$ref", "")).rsplit("/", 1)[-1]
+        part = whole["$defs"].get(reference, known[field])
+    console.out(json.dumps(part, indent=1))
+    console.done({"schema": part})
+
+
+def rules(console: Console) -> None:
+    """List the verification rules and the trees for which each one is lossless.
+
+    A pair that is not in the table is refused when it is configured. Relaxed acceptance is no rule:
+    it is a family of its own, marked approximate in every output.
+
+    Example:
+
+      specctl recipes rules --json
+    """
+    from specctl.core.tree import NodeKind
+    from specctl.runtime.verify import RULES, default_rule
+
+    rows, found = [], []
+    for rule in RULES.values():
+        kinds = [kind.value for kind in NodeKind if kind in rule.kinds]
+        shown = "any" if len(kinds) == len(NodeKind) else ", ".join(kinds)
+        rows.append((rule.name, "chain" if rule.chains_only else "tree", shown, rule.summary))
+        fields = {"name": rule.name, "summary": rule.summary, "paper": rule.paper, "kinds": kinds}
+        found.append({**fields, "chains_only": rule.chains_only, "lossless": True})
+    console.table(("rule", "shape", "drafts", "what"), rows)
+    auto = {
+        kind.value: {shape: default_rule(kind, shape == "chain") for shape in ("chain", "tree")}
+        for kind in NodeKind
+    }
+    console.out()
+    console.table(
+        ("drafts", "auto, chain", "auto, tree"), [(k, *a.values()) for k, a in auto.items()]
+    )
+    console.done({"rules": found, "auto": auto})
+
+
+def _first_sentence(text: str) -> str:
+    sentence = text.split(". ")[0].removesuffix(".")
+    return sentence if len(sentence) <= 88 else sentence[:85] + "..."
+
+
+def _shown(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
+def _command_of(text: str) -> str | None:
+    """The command in the first line of a recipe."""
+    first = text.splitlines()[0] if text else ""
+    return first.removeprefix("# ") if first.startswith("# specctl") else None
+
+
+app = command_group(
+    "recipes", "List, show, copy and check recipes.", (ls, show, cp, validate, rules, schema)
+)

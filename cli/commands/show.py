@@ -1,0 +1,225 @@
+"""`specctl show`: what a package, a run or a model folder contains. No torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specctl.cli.app.console import Console
+from specctl.core.errors import FileError, IntegrityError, no_folder
+
+if TYPE_CHECKING:
+    from specctl.export.package.manifest import Manifest
+
+
+def show(
+    console: Console,
+    path: Annotated[Path, typer.Argument(help="A package, a run folder or a model folder.")],
+) -> None:
+    """Show what a folder contains: kind, parameters, target, acceptance, how to use it.
+
+    Examples:
+
+      specctl show runs/quickstart/package
+      specctl show runs/quickstart --json
+    """
+    if not path.is_dir():
+        kinds = "a package, a run folder or a model folder"
+        raise no_folder(path, kinds, "specctl show runs/NAME/package")
+    from specctl.export.package.manifest import MANIFEST
+
+    if (path / MANIFEST).is_file():
+        result, following = _package(console, path)
+    elif (path / "run.yaml").is_file():
+        result, following = _run(console, path)
+    elif (path / "config.json").is_file():
+        result, following = _model(console, path)
+    else:
+        names = sorted(p.name for p in path.iterdir())[:8]
+        raise FileError(
+            f"{path} holds nothing that specctl knows",
+            where=str(path),
+            found=", ".join(names) or "an empty folder",
+            expected=f"{MANIFEST} (package), run.yaml (run) or config.json (model)",
+            do="give the folder that was printed at the end of training, or one of its parents",
+        )
+    console.done(result, next=following)
+
+
+def _package(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
+    from specctl.core.claim import meaning, stamp
+    from specctl.export.formats import filled
+    from specctl.export.package.manifest import read_manifest
+    from specctl.export.package.proof_record import read_record
+
+    manifest, record = read_manifest(path), read_record(path)
+    vocab, accepted = manifest.vocabulary, manifest.acceptance
+    mark, dtype = manifest.verification, manifest.target.dtype
+    size = sum(record.bytes for record in manifest.files.values())
+    _warn_of_damage(console, path, manifest)
+    rows: list[tuple[str, object]] = [
+        ("kind", f"package ({manifest.format}, format {manifest.format_version})"),
+        ("family", manifest.family),
+        ("parameters", f"{manifest.parameters:,} ({manifest.dtype}, {size:,} bytes)"),
+        ("target", _target_text(manifest.target)),
+        ("vocabulary", f"{vocab.draft_size:,} of {vocab.target_size:,} tokens"),
+        ("verification", f"{stamp(mark, dtype)}: {meaning(mark, dtype)}"),
+        ("proof", _proof_text(record)),
+        ("served as", _pairs(manifest.serve)),
+        ("options", _pairs(manifest.options)),
+        ("acceptance", _acceptance_text(accepted)),
+        ("recipe", manifest.recipe_digest[:16]),
+        ("digest", manifest.digest),
+        ("made by", " ".join(manifest.command)),
+    ]
+    console.table(("field", "value"), rows)
+    following = [
+        f"specctl verify {path} --target {manifest.target.name}",
+        f'specctl generate --target {manifest.target.name} --draft {path} --compare "..."',
+    ]
+    if not manifest.is_loadable:
+        following = [filled(line, path, None) for line in manifest.served_by]
+    result = {"kind": "package", "path": str(path), "manifest": manifest.to_json()}
+    return {**result, "proof": record}, following
+
+
+def _warn_of_damage(console: Console, path: Path, manifest: Manifest) -> None:
+    """What the folder shows at a glance: files that are gone or have another size."""
+    for name, record in manifest.files.items():
+        file = path / name
+        found = f"{file.stat().st_size:,} bytes" if file.is_file() else "not there"
+        if found != f"{record.bytes:,} bytes":
+            console.warn(
+                f"{name} is not as it was written ({found}, {record.bytes:,} bytes in the "
+                f"manifest): specctl verify {path} --level files"
+            )
+
+
+def _target_text(target: Any) -> str:
+    text = str(target.name)
+    if target.revision:
+        text += f"@{target.revision[:12]}"
+    if target.inflated:
+        text += f" inflated to {target.inflated}"
+    if target.changed is not None:
+        text += f", CHANGED from {target.changed.name} (KL {target.changed.kl:.4f} nats a token)"
+    return f"{text} (fingerprint {target.fingerprint[:12]})"
+
+
+def _proof_text(record: dict[str, Any] | None) -> str:
+    if record is None:
+        return "none kept (specctl verify)"
+    proof = record.get("proof", {})
+    word = "passed" if proof.get("passed") else "FAILED"
+    return f"{word}, level {record.get('level')}, {record.get('created')}"
+
+
+def _acceptance_text(accepted: Any) -> str:
+    if accepted is None:
+        return "not measured"
+    chances = " ".join(f"{share:.2f}" for share in accepted.alpha)
+    setting = "greedy" if accepted.temperature == 0 else f"T={accepted.temperature:g}"
+    return f"tau {accepted.tau:.2f} ({setting}, {accepted.data}), per position {chances}"
+
+
+def _run(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
+    from specctl.recipes.load import parse_yaml
+
+    file = path / "run.yaml"
+    run = parse_yaml(file.read_text(encoding="utf-8"), str(file))
+    run = run if isinstance(run, dict) else {}
+    recipe = run.get("recipe", run)
+    if not isinstance(recipe, dict):
+        raise FileError(
+            f"{file} is not the record of a run",
+            where=f"{file}:recipe",
+            found=repr(recipe)[:80],
+            expected="the sections of a recipe",
+            do="give another run folder; specctl recipes ls shows what can be trained anew",
+        )
+    last = last_metrics(path / "metrics.jsonl")
+    steps = sorted(p.name for p in path.rglob("step*") if p.is_dir())
+    package = path / "package"
+    rows: list[tuple[str, object]] = [
+        ("kind", "run"),
+        ("recipe", recipe.get("name")),
+        ("target", _nested(recipe, "target", "name")),
+        ("family", _nested(recipe, "drafter", "family")),
+        ("steps", f"{last.get('step', 0)} of {_nested(recipe, 'train', 'steps')}"),
+        ("last figures", _pairs({k: v for k, v in last.items() if k != "step"})),
+        ("checkpoints", ", ".join(steps) or "none"),
+        ("package", str(package) if package.is_dir() else "not written yet"),
+    ]
+    command = run.get("command")
+    text = " ".join(map(str, command)) if isinstance(command, list) else command
+    if text:
+        rows.append(("command", text))
+    console.table(("field", "value"), rows)
+    result = {
+        "kind": "run",
+        "path": str(path),
+        "run": run,
+        "last": last,
+        "checkpoints": steps,
+        "package": str(package) if package.is_dir() else None,
+    }
+    following = [f"specctl show {package}"] if package.is_dir() else [text] if text else []
+    return result, following
+
+
+def last_metrics(path: Path) -> dict[str, Any]:
+    """The newest value of every figure in a metrics.jsonl; empty if there is none."""
+    newest: dict[str, Any] = {}
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue  # the last line of a run that is being written
+        newest |= {k: v for k, v in record.items() if isinstance(v, (int, float))}
+    return newest
+
+
+def _model(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
+    from specctl.runtime.target.checkpoint_folder import read_object
+
+    try:
+        config = read_object(path / "config.json")
+    except IntegrityError as error:  # show has only looked: no rule was broken, a file is no good
+        raise FileError(
+            error.what,
+            where=error.where,
+            found=error.found,
+            expected="the config.json of a transformers model, a JSON object",
+            do="download the folder again",
+        ) from None
+    weights = sorted(p for p in path.iterdir() if p.suffix == ".safetensors")
+    size = sum(p.stat().st_size for p in weights)
+    inner = config.get("text_config")
+    inner = inner if isinstance(inner, dict) else config
+    architectures = config.get("architectures")
+    names = architectures if isinstance(architectures, list) else ["unknown"]
+    wanted = ("num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")
+    rows: list[tuple[str, object]] = [
+        ("kind", "model"),
+        ("architecture", ", ".join(map(str, names))),
+        ("model type", config.get("model_type")),
+        *((name.replace("_", " "), inner.get(name)) for name in wanted),
+        ("weights", f"{len(weights)} safetensors files, {size:,} bytes"),
+    ]
+    console.table(("field", "value"), rows)
+    result = {"kind": "model", "path": str(path), "config": config, "weight_bytes": size}
+    return result, [f'specctl generate --target {path} --draft prompt-lookup --compare "..."']
+
+
+def _nested(tree: dict[str, Any], section: str, key: str) -> Any:
+    part = tree.get(section)
+    return part.get(key) if isinstance(part, dict) else None
+
+
+def _pairs(values: dict[str, Any]) -> str:
+    shown = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in values.items()}
+    return ", ".join(f"{k} {v}" for k, v in shown.items() if v is not None) or "-"

@@ -1,0 +1,72 @@
+"""`specctl train-stop`: train a stop rule for a drafter that is already there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from specctl.cli.app.console import Console
+from specctl.cli.app.outputs import check_file
+from specctl.cli.options.loading import DraftChoice
+from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
+from specctl.core.errors import SpecctlError
+
+if TYPE_CHECKING:
+    from specctl.train.stop_rules import Learning
+
+
+def train_stop(
+    console: Console,
+    draft: Annotated[str, typer.Option("--draft", "-d", help="Package of a stepwise drafter.")],
+    rule: Annotated[
+        str, typer.Option("--stop-rule", help="A stop rule that is trained, such as disco.")
+    ] = "specdec-pp",
+    out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")] = Path(
+        "stop.safetensors"
+    ),
+    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts decoded to learn from.")] = 64,
+    length: Annotated[int, typer.Option(min=2, max=64, help="Tokens drafted while learning.")] = 8,
+    steps: Annotated[int, typer.Option(min=1, help="Updates of the small network.")] = 600,
+    target: TargetChoice = OWN_TARGET,
+) -> None:
+    """Learn when to stop drafting: SpecDec++, DISCO or AdaEAGLE.
+
+    The drafter decodes prompts with chains of full length; a small network learns from what it knew
+    at every token whether that token was accepted. The text is never changed by a stop rule.
+
+    Example:
+
+      specctl train-stop --draft runs/distill/package --stop-rule disco --out runs/disco.safetensors
+    """
+    from specctl.runtime.stops.learned import write_stop
+    from specctl.train.data.heldout import heldout_prompts
+    from specctl.train.stop_rules import collect, fit, learned_rule
+
+    wanted = learned_rule(rule)
+    check_file(out)
+    target = target.or_own(draft)
+    model = target.load(console)
+    loaded = DraftChoice(draft=draft).load(model)
+    if loaded.drafter is None:
+        raise SpecctlError(
+            "there is no drafter to learn from", where="--draft", found=draft,
+            expected="a package", do="specctl train-draft --recipe distill",
+        )  # fmt: skip
+    prompts = [prompt.ids for prompt in heldout_prompts(model, num_prompts)]
+    found = collect(model, loaded.drafter, wanted, prompts, length)
+    learning = fit(wanted, found, steps, reporter=console)
+    write_stop(out, wanted.name, learning.net, {"drafter": loaded.drafter.family})
+    _show(console, learning)
+    done = {"rule": rule, "file": str(out), **learning.to_json()}
+    where = f"--target {target.name} --draft {draft} --stop-rule {out}"
+    console.done(done, next=[f'specctl generate {where} --length 16 --stats "def main("'])
+
+
+def _show(console: Console, learning: Learning) -> None:
+    auc = "" if learning.auc is None else f", area under the ROC curve {learning.auc:.3f}"
+    console.out(
+        f"{learning.examples:,} tested tokens; on those kept back: loss {learning.loss:.3f}, "
+        f"always saying the mean {learning.constant:.3f}{auc}"
+    )

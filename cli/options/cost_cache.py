@@ -1,0 +1,126 @@
+"""Measured round costs, kept between commands: $XDG_CACHE_HOME/specctl/costs/KEY.json.
+
+A table holds for one device, dtype, target, drafter, policy and batch; all of that is the key, so a
+table is never used for anything else. Whatever cannot be read counts as not measured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specctl import __version__
+
+if TYPE_CHECKING:
+    from specctl.core.drafter import Drafter
+    from specctl.runtime.measure.cost_table import CostTable
+    from specctl.runtime.policies import Policy
+    from specctl.runtime.target.target import Target
+
+MAX_BYTES = 1 << 20
+
+
+def describe(
+    target: Target, drafter: Drafter, policy: Policy, source: str, batch: int
+) -> dict[str, Any]:
+    """All that a table depends on. `source` is the digest of a package, or a name."""
+    import torch
+
+    is_cuda = target.device.type == "cuda"
+    chip = torch.cuda.get_device_name(target.device) if is_cuda else _processor()
+    return {
+        "specctl": __version__,
+        "torch": torch.__version__,
+        "device": f"{target.device.type} {chip}",
+        "threads": torch.get_num_threads(),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "target": target.fingerprint,
+        "inflated": target.inflated,
+        "runs_as": type(target.lm).__name__,
+        "family": drafter.family,
+        "drafter": source,
+        "policy": repr(policy),
+        "batch": batch,
+    }
+
+
+def read_costs(about: dict[str, Any]) -> CostTable | None:
+    """The table that was measured for exactly this, if there is one."""
+    from specctl.runtime.measure.cost_table import CostTable
+
+    path = _path(about)
+    try:
+        if path is None:
+            return None
+        found = json.loads(_read(path))
+        if found["about"] != about:
+            return None
+        draft, verify = (
+            {int(k): float(v) for k, v in found[name].items()} for name in ("draft", "verify")
+        )
+    except (
+        OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError
+    ):  # fmt: skip
+        return None
+    if not draft or set(draft) != set(verify) or 0 not in verify:
+        return None
+    if not all(math.isfinite(cost) and cost >= 0 for cost in (*draft.values(), *verify.values())):
+        return None
+    if min(draft) < 0 or verify[0] == 0:
+        return None
+    return CostTable(draft, verify, about["device"], about["dtype"], about["batch"])
+
+
+def _read(path: Path) -> bytes:
+    """The text of a table; a pipe is not waited for, and what is too long is no table."""
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    with os.fdopen(handle, "rb") as stream:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise ValueError("not a regular file")
+        raw = stream.read(MAX_BYTES + 1)
+    if len(raw) > MAX_BYTES:
+        raise ValueError("too long for a table")
+    return raw
+
+
+def write_costs(about: dict[str, Any], costs: CostTable) -> Path | None:
+    """Where the table is kept; None where there is no place that can be written."""
+    path = _path(about)
+    if path is None:
+        return None
+    body = {"about": about, "draft": dict(costs.draft), "verify": dict(costs.verify)}
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for left in path.parent.glob(f".{path.name}.*"):
+            left.unlink()
+        partial.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError:
+        return None
+    return path
+
+
+def _path(about: dict[str, Any]) -> Path | None:
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # nobody has a home here
+        return None
+    key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+    return base / "specctl" / "costs" / f"{key[:32]}.json"
+
+
+def _processor() -> str:
+    """The processor's name, as far as the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

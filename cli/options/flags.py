@@ -1,0 +1,151 @@
+"""The options that several commands share. Commands take them one by one, or as a dataclass whose
+fields are options (`specctl.cli.app.command`)."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from specctl.cli.app.config_file import apply
+from specctl.core.plugins import declared
+
+DRAFTING = "Drafting"
+
+
+def panel(name: str) -> partial[Any]:
+    """`typer.Option` for the flags of one panel of a help screen."""
+    return partial(typer.Option, rich_help_panel=name)
+
+
+everywhere_option, drafting_option = panel("Everywhere"), panel(DRAFTING)
+sampling_option, target_option = panel("Sampling"), panel("Target")
+
+Json = Annotated[bool, everywhere_option("--json", help="One JSON object on stdout.")]
+Quiet = Annotated[bool, everywhere_option("--quiet", "-q", help="Only results.")]
+Verbose = Annotated[bool, everywhere_option("--verbose", "-v", help="Say more.")]
+JsonLines = Annotated[
+    bool,
+    everywhere_option(
+        "--jsonl", help="Events on stdout, one JSON object a line; the last is the result."
+    ),
+]
+NoColor = Annotated[bool, everywhere_option("--no-color", help="Plain text, no bars.")]
+
+Offline = Annotated[bool, target_option("--offline", help="Never ask the hub.")]
+Compile = Annotated[
+    bool,
+    target_option(
+        "--compile",
+        help="Record the target's rounds in fixed shapes (CUDA graphs; torch.compile on a CPU).",
+    ),
+]
+Draft = Annotated[
+    str,
+    drafting_option(
+        "--draft",
+        "-d",
+        help="Package folder, model folder or hub id, prompt-lookup, token-recycling, or none.",
+    ),
+]
+Allow = Annotated[
+    list[str] | None,
+    drafting_option(
+        "--allow",
+        metavar="FIELD",
+        help="Accept a mismatch of this field of the package (repeatable).",
+    ),
+]
+PolicyFlag = Annotated[
+    str | None,
+    drafting_option(
+        "--policy", help="How drafts grow: chain, direct, or a tree (docs/trees.md lists them)."
+    ),
+]
+LengthFlag = Annotated[
+    int | None, drafting_option("--length", min=1, max=64, help="Tokens drafted (depth of a tree).")
+]
+NodesFlag = Annotated[
+    int | None, drafting_option("--nodes", min=1, max=1024, help="Nodes of a tree.")
+]
+RuleFlag = Annotated[
+    str | None,
+    drafting_option(
+        "--rule",
+        help="Verification rule: auto, or one that fits the policy (specctl recipes rules).",
+    ),
+]
+TranslateFlag = Annotated[
+    str,
+    drafting_option(
+        "--translate",
+        help="A draft model of another tokenizer: tli (shared tokens), slem (strings), slrs "
+        "(strings by probability, small vocabularies), auto, or none to refuse it.",
+    ),
+]
+StopRuleFlag = Annotated[
+    str | None,
+    drafting_option(
+        "--stop-rule",
+        metavar="NAME|FILE",
+        help="End chains early: svip, confidence, heuristic, ..., or a file of train-stop.",
+    ),
+]
+ControllerFlag = Annotated[
+    str | None,
+    drafting_option(
+        "--controller",
+        help="Who drafts in a team: "
+        + ", ".join(declared("specctl.runtime.controllers", "CONTROLLER"))
+        + ".",
+    ),
+]
+ParallelFlag = Annotated[
+    bool | None,
+    drafting_option(
+        "--parallel/--no-parallel",
+        help="Draft while the target verifies (PEARL), one prompt at a time.",
+    ),
+]
+AdaptiveFlag = Annotated[
+    bool | None,
+    drafting_option(
+        "--adaptive/--no-adaptive",
+        help="Choose each round's draft length (or none) from measured costs. Left out: where "
+        "specctl bench has measured them here.",
+    ),
+]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="FIELD=VALUE", help="Change a field of the recipe, e.g. train.steps=200."
+    ),
+]
+Out = Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")]
+Seed = Annotated[
+    int,
+    sampling_option(
+        "--seed", min=0, max=2**63 - 1, metavar="INTEGER", help="Seed of every random choice."
+    ),
+]
+
+ConfigFile = Annotated[
+    Path | None,
+    everywhere_option(
+        "--config-file",
+        envvar="SPECCTL_CONFIG_FILE",
+        is_eager=True,
+        callback=apply,
+        help="YAML file of defaults for flags, by command.",
+    ),
+]
+
+GLOBAL_FLAGS = {
+    "json": Json,
+    "jsonl": JsonLines,
+    "quiet": Quiet,
+    "verbose": Verbose,
+    "no_color": NoColor,
+}

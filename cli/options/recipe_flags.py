@@ -1,0 +1,109 @@
+"""The flags that say what is trained: the recipe and its changes, where, and on what it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import typer
+
+from specctl.cli.options.flags import Offline, Sets, panel
+
+if TYPE_CHECKING:
+    from specctl.recipes.schema import Recipe
+
+run_option, hardware_option = panel("Run"), panel("Hardware")
+
+DryRun = Annotated[bool, run_option("--dry-run", help="Show the plan and stop.")]
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeFlags:
+    """Which recipe, and what the command line changes of it. `FIELDS`: option -> recipe field."""
+
+    FIELDS: ClassVar[Mapping[str, str]] = {
+        "target": "target.name", "data": "data.source", "init": "drafter.init"
+    }  # fmt: skip
+    recipe: Annotated[
+        str,
+        typer.Option("--recipe", "-r", help="A recipe's name (specctl recipes ls) or a YAML file."),
+    ] = "distill"
+    target: Annotated[
+        str | None,
+        typer.Option("--target", "-t", help="Alias, hub id or folder; else the recipe's."),
+    ] = None
+    data: Annotated[
+        str | None,
+        typer.Option("--data", help="Text, JSONL, parquet or hub data set; else the recipe's."),
+    ] = None
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Run folder; else runs/TARGET-RECIPE.")
+    ] = None
+    init: Annotated[
+        str | None,
+        typer.Option(
+            "--init",
+            help="Start from these weights: target, a package, a run or a Hugging Face folder.",
+        ),
+    ] = None
+    sets: Sets = None
+
+    def load(self) -> Recipe:
+        """The recipe with these changes, checked."""
+        from specctl.cli.options.families import check_options
+        from specctl.recipes.load import load_recipe
+
+        recipe = load_recipe(
+            self.recipe,
+            self.sets or (),
+            flags=self._fields(),
+            named={field: f"--{name.replace('_', '-')}" for name, field in self.FIELDS.items()},
+        )
+        check_options(recipe, self.recipe)
+        return recipe
+
+    def _fields(self) -> dict[str, Any]:
+        """Fields of the recipe that flags of their own set."""
+        given = {field: getattr(self, name) for name, field in self.FIELDS.items()}
+        return {field: value for field, value in given.items() if value is not None}
+
+    def folder(self, recipe: Recipe) -> Path:
+        """--out, or runs/TARGET-RECIPE."""
+        if self.out is not None:
+            return self.out
+        return Path("runs") / f"{folder_name(recipe.target.name)}-{recipe.name}"
+
+
+def folder_name(target: str) -> str:
+    """A target's name as that of a folder: steps of a path are joined, and none is hidden."""
+    steps = [step for step in target.split("/") if step not in ("", ".", "..")]
+    named = "--".join(steps).lstrip(".")
+    return named or Path(target).resolve().name or "target"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingFlags(RecipeFlags):
+    """The flags of a training command."""
+
+    gpus: Annotated[
+        int, hardware_option("--gpus", min=1, max=1024, help="GPUs, one process each.")
+    ] = 1
+    processes: Annotated[
+        int, hardware_option("--processes", min=1, max=1024, help="Processes on the CPU.")
+    ] = 1
+    resume: Annotated[
+        bool, run_option("--resume/--no-resume", help="Continue the run in OUT if there is one.")
+    ] = True
+    dry_run: DryRun = False
+    allow: Annotated[
+        list[str] | None,
+        run_option(
+            "--allow",
+            metavar="FIELD",
+            help="Continue although this changed: config, target, data, vocab, init, world-size. "
+            "restart: begin again where no checkpoint is whole.",
+        ),
+    ] = None
+    offline: Offline = False

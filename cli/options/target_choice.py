@@ -1,0 +1,116 @@
+"""From the words of a command line to a target, and how results name it; torch comes late."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from specctl.cli.app.console import Console
+from specctl.cli.options.flags import Offline, target_option
+
+if TYPE_CHECKING:
+    from specctl.runtime.target.target import Target
+
+OWN = "the package's own, or tiny"  # stands for a name that nobody gave
+
+
+@dataclass(frozen=True, slots=True)
+class TargetChoice:
+    """What the target flags say."""
+
+    name: Annotated[
+        str, target_option("--target", "-t", help="Alias (tiny, qwen3-8b), hub id, or folder.")
+    ] = "tiny"
+    revision: Annotated[
+        str | None, target_option("--revision", help="Commit of the hub repository.")
+    ] = None
+    dtype: Annotated[str, target_option("--dtype", help="auto, float32, bfloat16 or float16.")] = (
+        "auto"
+    )
+    device: Annotated[str, target_option("--device", help="auto, cpu, cuda, cuda:1.")] = "auto"
+    inflate: Annotated[
+        str | None,
+        target_option(
+            "--inflate",
+            help="Grow the target to this cost (100m, 300m, 1b, 8b) with the same answers.",
+        ),
+    ] = None
+    offline: Offline = False
+
+    def or_own(self, *drafts: str) -> TargetChoice:
+        """This choice; where none was named, the target that the first package was made for, else
+        tiny."""
+        if self.name != OWN:
+            return self
+        if self.offline:
+            go_offline()
+        from specctl.export.package.manifest import MANIFEST, package_in, read_manifest
+
+        folders = (package_in(Path(draft).expanduser()) for draft in drafts)
+        package = next((f for f in folders if (f / MANIFEST).is_file()), None)
+        if package is None:
+            return replace(self, name="tiny")
+        record = read_manifest(package).target
+        inflate = self.inflate or record.inflated
+        return replace(self, name=record.name, revision=record.revision, inflate=inflate)
+
+    def load(self, console: Console, compiled: bool = False) -> Target:
+        """The target, announced with what an alias stands for and any inflation."""
+        from specctl.recipes.targets import resolve
+
+        resolved = resolve(self.name)  # an unknown name fails before torch is imported
+        if self.offline:
+            go_offline()
+        from specctl.runtime.target.target import load_target
+
+        if self.inflate is not None:
+            from specctl.runtime.target.inflate import size_named
+
+            size_named(self.inflate)  # before the target is read
+        console.detail(f"target {self.name} = {resolved.path or resolved.repo}")
+        if self.revision is not None and resolved.path is not None:
+            console.warn(f"--revision is ignored: target {self.name} is a folder of this machine")
+        target = load_target(
+            self.name,
+            revision=self.revision,
+            dtype=self.dtype,
+            device=self.device,
+            inflate=self.inflate,
+            offline=self.offline,
+            compile=compiled,
+        )
+        if target.inflated:
+            console.warn(inflated_note(target))
+        return target
+
+
+OWN_TARGET = TargetChoice(name=OWN)
+
+
+def go_offline() -> None:
+    """Never ask the hub, in this process and those it starts: neither for models nor for data.
+    To be called before transformers or datasets is imported."""
+    os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
+
+
+def inflated_note(target: Target) -> str:
+    """What every report about an inflated target must say."""
+    return (
+        f"target {target.name} is inflated to the cost of {target.inflated} parameters: the same "
+        "answers at a larger target's price, so speed is realistic and quality is not"
+    )
+
+
+def target_json(target: Target) -> dict[str, Any]:
+    """How results name the target."""
+    return {
+        "name": target.name,
+        "revision": target.revision,
+        "fingerprint": target.fingerprint,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": str(target.device),
+        "inflated": target.inflated,
+        "note": inflated_note(target) if target.inflated else None,
+    }

@@ -1,0 +1,83 @@
+"""TrainBatch and LossOut: what a drafter trains on and what its loss returns.
+
+Letters: B rows, D hidden width, K draft vocabulary, Q picked rows, R flat rows, S sequence, V
+target vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# KL(p || q) of the rows that a loss is about to sum -> bool: the rows it shall sum (AdaSPEC).
+Select = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRows:
+    """Target logits [R, V] that are computed when rows of them are asked for: the target's last
+    states and its head. At a large vocabulary they are a hundred times smaller than the logits."""
+
+    state_RD: Tensor
+    weight_VD: Tensor
+    bias_V: Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.state_RD.shape[0], self.weight_VD.shape[0]))
+
+    @property
+    def device(self) -> torch.device:
+        return self.state_RD.device
+
+    def __len__(self) -> int:
+        return self.state_RD.shape[0]
+
+    def __getitem__(self, row_Q: Tensor) -> Tensor:
+        with torch.autocast(self.device.type, enabled=False):  # the target keeps its precision
+            return F.linear(self.state_RD[row_Q], self.weight_VD, self.bias_V)
+
+    def over(self, ids_K: Tensor) -> HeadRows:
+        """Logits [R, K] of these ids alone, for the K / V of the work."""
+        bias_K = None if self.bias_V is None else self.bias_V[ids_K]
+        return HeadRows(self.state_RD, self.weight_VD[ids_K], bias_K)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """One packed batch, all tensors on one device.
+
+    ids_BS        token ids                     loss_mask_BS  True: this token is to be predicted
+    document_BS   document number, -1 padding   position_BS   position inside the document
+    taps          hidden_states index -> [B, S, D] features of the frozen target
+    teacher_BSV   target logits (raw, before any temperature) or None
+    teacher_rows  the same as rows b * S + t, computed when asked; for `Needs.teacher_rows`
+    select        which rows the losses over this batch may sum; None: all of them
+    progress      share of the training steps that lie behind, for what changes on the way
+    """
+
+    ids_BS: Tensor
+    loss_mask_BS: Tensor
+    document_BS: Tensor
+    position_BS: Tensor
+    taps: Mapping[int, Tensor] = field(default_factory=dict)
+    teacher_BSV: Tensor | None = None
+    teacher_rows: HeadRows | None = None
+    select: Select | None = None
+    progress: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LossOut:
+    """A loss as a sum with its count; the loop divides once over all ranks and micro-batches.
+
+    `metrics` maps a name to (sum, count), reduced in the same way, never part of the gradient.
+    """
+
+    sum: Tensor
+    count: Tensor
+    metrics: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)

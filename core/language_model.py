@@ -1,0 +1,144 @@
+"""LanguageModel: one decoder-only LM behind one small interface, whatever its architecture.
+
+Both the target and an independent small-LM drafter are a LanguageModel. Two implementations:
+`fast_llama.FastLlama` (Llama-shaped architectures, our own forward, fast) and `hf_lm.HfLM` (any
+transformers causal LM; the reference of the first).
+Letters: B rows, D hidden width, L positions, S sequence, T fed tokens, V target vocabulary, X any
+axes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from specctl.core.kv_cache import KVShape, SlotKV
+from specctl.core.masks import chain_mask, document_mask, tree_mask
+from specctl.core.spec import ModelSpec
+from specctl.core.tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class LmOut:
+    """logits_BTV (None when not asked for) and taps: hidden_states index -> [B, T, D]."""
+
+    logits_BTV: Tensor | None
+    taps: Mapping[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """Attention masks of one forward, [B, 1, T, L] bool: full, and one per sliding window size."""
+
+    full: Tensor
+    windows: Mapping[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """What one forward reads and what it is asked for: taps, and logits at every fed token, at one
+    fed index per row (`only`, then [B, 1, V]), or none."""
+
+    ids_BT: Tensor
+    position_BT: Tensor
+    masks: Masks
+    taps: tuple[int, ...] = ()
+    logits: bool = True
+    only: tuple[int, ...] | None = None
+
+    def asked(self, rows_BTX: Tensor, first: int = 0) -> Tensor:
+        """The rows whose logits are wanted; `rows_BTX` begins at fed index `first`."""
+        if self.only is None:
+            return rows_BTX
+        at_B1 = torch.tensor(self.only, device=rows_BTX.device)[:, None] - first
+        return rows_BTX[torch.arange(len(self.only), device=rows_BTX.device)[:, None], at_B1]
+
+
+@dataclass(frozen=True, slots=True)
+class Borrowed:
+    """Frozen pieces of the target that a drafter may share; never saved with it."""
+
+    embedding_VD: Tensor
+    head_VD: Tensor
+    embed_scale: float = 1.0
+    head_bias_V: Tensor | None = None
+
+
+class LanguageModel(ABC):
+    """A decoder-only LM without per-request state; caches are handed in."""
+
+    spec: ModelSpec
+    module: nn.Module
+    windows: tuple[int, ...] = ()  # sliding-window sizes for which `forward` needs a mask
+
+    @abstractmethod
+    def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
+        """One forward; what an implementation provides behind `forward` and `dense`."""
+
+    @torch.no_grad()
+    def forward(
+        self,
+        ids_BT: Tensor,
+        position_BT: Tensor,
+        masks: Masks,
+        kv: SlotKV,
+        taps: tuple[int, ...] = (),
+        logits: bool = True,
+    ) -> LmOut:
+        """One forward of fed tokens against `kv`, which has been aimed with `kv.begin`."""
+        return self.run(Feed(ids_BT, position_BT, masks, taps, logits), kv)
+
+    def dense(
+        self,
+        ids_BS: Tensor,
+        position_BS: Tensor,
+        masks: Masks,
+        taps: tuple[int, ...] = (),
+        logits: bool = True,
+    ) -> LmOut:
+        """One forward of whole sequences without a cache (training, capture, prefill oracle)."""
+        return self.run(Feed(ids_BS, position_BS, masks, taps, logits), None)
+
+    @abstractmethod
+    def borrowed(self) -> Borrowed:
+        """The embedding and LM head, detached views of the model's own storage."""
+
+    def chain_masks(self, kept_len_B: Tensor, num_fed: int, span: int) -> Masks:
+        """Masks of a causal run of `num_fed` tokens behind the kept positions."""
+        windows = {w: chain_mask(kept_len_B, num_fed, span, w) for w in self.windows}
+        return Masks(chain_mask(kept_len_B, num_fed, span), windows)
+
+    def tree_masks(self, tree: DraftTree, kept_len_B: Tensor, span: int) -> Masks:
+        """Masks of a round: root and nodes, each seeing the kept positions and its ancestors."""
+        if tree.is_chain:
+            return self.chain_masks(kept_len_B, tree.num_nodes + 1, span)
+        ancestor_BTT = tree.ancestor_BTT()
+        depth_BT = ancestor_BTT.sum(-1) - 1
+        windows = {w: tree_mask(kept_len_B, ancestor_BTT, span, w, depth_BT) for w in self.windows}
+        return Masks(tree_mask(kept_len_B, ancestor_BTT, span), windows)
+
+    def document_masks(self, document_BS: Tensor) -> Masks:
+        """Masks of packed whole sequences: causal inside each document."""
+        windows = {w: document_mask(document_BS, w) for w in self.windows}
+        return Masks(document_mask(document_BS), windows)
+
+    @property
+    def kv_layers(self) -> tuple[KVShape, ...]:
+        """What each layer of the cache keeps of a token."""
+        heads, width = self.spec.num_kv_heads, self.spec.head_dim
+        return (KVShape(heads, width, heads, width),) * self.spec.num_layers
+
+    def new_kv(self, num_slots: int, max_len: int) -> SlotKV:
+        return SlotKV.of(self.kv_layers, num_slots, max_len, self.dtype, self.device)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.module.parameters()).dtype

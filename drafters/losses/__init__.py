@@ -1,0 +1,1 @@
+"""What drafters are trained with: losses, teachers, alignment. Sums with counts, always."""

@@ -1,0 +1,82 @@
+"""Alignment: which row of a packed batch predicts which token, with every mask applied.
+
+Row t holds the state after reading token t. Looking `steps` ahead, row t is to predict token t +
+steps, and the teacher's row for that token is t + steps - 1. So an ordinary LM looks 1 ahead; EAGLE
+row t, which has also read token t + 1, looks 2 ahead (its training-time-test step j: 2 + j); Medusa
+head i looks 2 + i ahead.
+Letters: A anchors, B rows, Q picked rows, R flat rows (B S), S sequence, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specctl.core.batch import HeadRows, Select, TrainBatch
+
+
+@dataclass(frozen=True, slots=True)
+class AlignedRows:
+    """The flat rows that have something to predict, and what.
+
+    row_Q          flat index b * S + t of the predicting state
+    label_Q        target id to be predicted
+    teacher_row_Q  flat index of the teacher row that holds the target's distribution for it
+    teacher_RV     raw target logits, at hand or computed by rows, or None
+    select         which of the rows a loss may sum, asked when it knows how far it is off
+    """
+
+    row_Q: Tensor
+    label_Q: Tensor
+    teacher_row_Q: Tensor
+    teacher_RV: Tensor | HeadRows | None
+    select: Select | None = None
+
+    def only(self, keep_Q: Tensor) -> AlignedRows:
+        """The rows where `keep_Q` is True."""
+        row_Q, label_Q, teacher_row_Q = (
+            x[keep_Q] for x in (self.row_Q, self.label_Q, self.teacher_row_Q)
+        )
+        return replace(self, row_Q=row_Q, label_Q=label_Q, teacher_row_Q=teacher_row_Q)
+
+
+def shifted(values_BS: Tensor, steps: int, fill: int = 0) -> Tensor:
+    """[B, S]: entry t holds values[t + steps]; `fill` where the row has ended."""
+    return F.pad(values_BS[:, steps:], (0, min(steps, values_BS.shape[1])), value=fill)
+
+
+def ahead_mask(batch: TrainBatch, steps: int) -> Tensor:
+    """Bool [B, S]: token t + steps is to be predicted and belongs to the document of row t."""
+    same_BS = shifted(batch.document_BS, steps, fill=-1) == batch.document_BS
+    wanted_BS = shifted(batch.loss_mask_BS.long(), steps) > 0
+    return same_BS & (batch.document_BS >= 0) & wanted_BS
+
+
+def aim(batch: TrainBatch, steps: int) -> AlignedRows:
+    """Everything that rows looking `steps` ahead are trained on."""
+    row_Q = ahead_mask(batch, steps).flatten().nonzero()[:, 0]
+    label_Q = batch.ids_BS.flatten()[(row_Q + steps).clamp(max=batch.ids_BS.numel() - 1)]
+    return AlignedRows(row_Q, label_Q, row_Q + steps - 1, teacher_of(batch), batch.select)
+
+
+def teacher_of(batch: TrainBatch) -> Tensor | HeadRows | None:
+    """Target logits by flat row."""
+    if batch.teacher_BSV is not None:
+        return batch.teacher_BSV.flatten(0, 1)
+    return batch.teacher_rows
+
+
+def random_anchors(batch: TrainBatch, most: int) -> Tensor:
+    """[B, A]: at most so many of a row, in random order; those with something to predict first."""
+    wanted_BS = ahead_mask(batch, 2).float()
+    chance_BS = wanted_BS + torch.rand(wanted_BS.shape, device=wanted_BS.device)
+    return chance_BS.topk(min(most, wanted_BS.shape[1]), dim=1).indices
+
+
+def behind(rows: AlignedRows, batch: TrainBatch, anchor_BA: Tensor) -> AlignedRows:
+    """Of the rows those that are anchors."""
+    stands_BS = torch.zeros_like(batch.ids_BS, dtype=torch.bool).scatter_(1, anchor_BA, True)
+    return rows.only(stands_BS.flatten()[rows.row_Q])

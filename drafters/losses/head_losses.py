@@ -1,0 +1,241 @@
+"""Losses of a draft head against the target's distribution: sums with counts, float32, in chunks of
+rows.
+
+Kinds: ce, -log q(label), the label being the text (sequence-level distillation), and the LOSS of
+each module of this folder (divergences.py). With a trimmed vocabulary a loss that is not `whole`
+skips rows whose most probable target token (for `ce`: whose label) was cut.
+Letters: D hidden width, K draft vocabulary, Q picked rows, R flat rows, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specctl.core.batch import LossOut, TrainBatch
+from specctl.core.plugins import plugins
+from specctl.core.vocab import VocabMap
+from specctl.drafters.losses.align import AlignedRows, teacher_of
+from specctl.drafters.losses.align import aim as aim_at
+from specctl.drafters.losses.divergences import (
+    Loss,
+    RowDistributions,
+    acceptance,
+    distributions,
+    kl,
+)
+from specctl.drafters.losses.teacher import TeacherLogits, wide
+from specctl.drafters.nets.heads import check_choice, check_count
+from specctl.models.sliced_head import Head, LinearHead, Rows, sum_slices
+
+__all__ = [
+    "KINDS",
+    "LinearHead",
+    "LossOptions",
+    "TeacherLogits",
+    "feature_loss",
+    "head_loss",
+    "joined",
+    "teacher_logits",
+    "weighted_sum",
+]  # fmt: skip
+
+LOSSES: dict[str, Loss] = plugins("specctl.drafters.losses", "LOSS")
+KINDS = ("ce", *LOSSES)
+CACHED, AT_ONCE = 2**20, 2**24  # logits of a slice: what a CPU's cache holds, what keeps a GPU busy
+LEAST_ROWS = 128  # of a slice: fewer, and adding up the head's gradient costs more than it saves
+
+
+@dataclass(frozen=True, slots=True)
+class LossOptions:
+    """How a head is compared with the target. `chunk`: rows per slice, None fits the vocabulary."""
+
+    kind: str = "kl"
+    temperature: float = 1.0
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("loss", self.kind, KINDS)
+        check_count("temperature", self.temperature, 0.01, 1_000)
+        if self.chunk is not None:
+            check_count("chunk", self.chunk, most=10**9)
+
+
+def fitting_chunk(width: int, device: torch.device) -> int:
+    """Rows of a slice over that many ids. V = 6,144, 2,304 rows, one core of an AVX512 machine:
+    0.32 s a loss with its gradient in slices of 128 or 256 rows, 0.42 of 1,024, 0.58 in one."""
+    elements = CACHED if device.type == "cpu" else AT_ONCE
+    return max(LEAST_ROWS, elements // width)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A draft head against the target, or against the text where there is no teacher. `ids_K` are
+    the draft's target ids (None = all), `row_V` the draft row of a target id, -1 where cut."""
+
+    options: LossOptions
+    teacher: TeacherLogits | None
+    ids_K: Tensor | None
+    row_V: Tensor | None
+
+    @classmethod
+    def of(
+        cls, options: LossOptions, teacher: TeacherLogits | None, vocab: VocabMap | None
+    ) -> Comparison:
+        if vocab is None:
+            return cls(options, teacher, None, None)
+        teacher = None if teacher is None else teacher.over(vocab.ids_K)
+        return cls(options, teacher, vocab.ids_K, vocab.to_draft())
+
+    def sums(
+        self, draft_QK: Tensor, row_Q: Tensor, label_Q: Tensor, teacher_row_Q: Tensor
+    ) -> Tensor:
+        """[4]: loss, its count, top1, alpha."""
+        del row_Q
+        first_Q = self._first(draft_QK)
+        if self.teacher is None:
+            loss, count = _label_loss(draft_QK, label_Q, self.row_V)
+            return torch.stack([loss, count, (first_Q == label_Q).sum(), torch.zeros_like(loss)])
+        distribution = self.teacher.distribution(teacher_row_Q, self.ids_K)
+        of = distributions(
+            draft_QK, distribution.log_p_QK, self.options.temperature, self.ids_K is None
+        )
+        if self.options.kind == "ce":
+            loss, count = _label_loss(draft_QK, label_Q, self.row_V)
+        else:
+            loss, count = _distribution_loss(
+                of, self._learnable(distribution.best_Q), self.options.kind
+            )
+        with torch.no_grad():
+            top1, alpha = (first_Q == distribution.best_Q).sum(), acceptance(of).sum()
+        return torch.stack([loss, count, top1, alpha])
+
+    @torch.no_grad()
+    def rows(
+        self, draft_QK: Tensor, row_Q: Tensor, label_Q: Tensor, teacher_row_Q: Tensor
+    ) -> Tensor:
+        """[4, Q], row by row: KL(p || q), whether the row can be learned, top1, alpha."""
+        del row_Q, label_Q
+        assert self.teacher is not None, "rows are selected by how far they are off the target"
+        distribution = self.teacher.distribution(teacher_row_Q, self.ids_K)
+        of = distributions(
+            draft_QK, distribution.log_p_QK, self.options.temperature, self.ids_K is None
+        )
+        top1_Q = self._first(draft_QK) == distribution.best_Q
+        return torch.stack([kl(of), self._learnable(distribution.best_Q), top1_Q, acceptance(of)])
+
+    def _learnable(self, best_Q: Tensor) -> Tensor:
+        """False where a distribution that is restricted to the draft ids has lost its best one."""
+        if self.row_V is None or (self.options.kind in LOSSES and LOSSES[self.options.kind].whole):
+            return torch.ones_like(best_Q, dtype=torch.bool)
+        return self.row_V[best_Q] >= 0
+
+    @torch.no_grad()
+    def _first(self, draft_QK: Tensor) -> Tensor:
+        best_Q = draft_QK.argmax(-1)
+        return best_Q if self.ids_K is None else self.ids_K[best_Q]
+
+
+def head_loss(
+    state_RD: Tensor,
+    head: Head,
+    aim: AlignedRows,
+    vocab: VocabMap | None,
+    options: LossOptions,
+    teacher: TeacherLogits | None = None,
+) -> LossOut:
+    """Sum of the loss over the rows of `aim`, in slices (see `sliced`). A `LinearHead` or a linear
+    module as head is smallest and fastest; any other function will do.
+
+    `teacher` may be shared by losses over the same batch. Metrics: `top1` (the draft's first choice
+    is the target's, or the label without a teacher) and, with a teacher, `alpha`; both over all
+    rows, cut or not, selected or not.
+    """
+    if teacher is None and aim.teacher_RV is not None:
+        teacher = TeacherLogits(aim.teacher_RV, options.temperature)
+    compare = Comparison.of(options, teacher, vocab)
+    size = options.chunk or fitting_chunk(_width(teacher, vocab), state_RD.device)
+    number = torch.tensor(float(aim.row_Q.numel()), device=state_RD.device)
+    if aim.select is None:
+        total_4 = sum_slices(state_RD, head, _slices(aim, size), compare.sums)
+        metrics = {"top1": (total_4[2].detach(), number), "alpha": (total_4[3].detach(), number)}
+        if teacher is None:
+            del metrics["alpha"]
+        return LossOut(total_4[0], total_4[1].detach(), metrics)
+    with torch.no_grad():
+        found = [compare.rows(head(state_RD[s[0]]), *s) for s in _slices(aim, size)]
+    kl_Q, learnable_Q, top1_Q, alpha_Q = torch.cat(found, dim=1)
+    keep_Q = learnable_Q > 0
+    keep_Q[keep_Q.clone()] = aim.select(kl_Q[keep_Q])
+    total_4 = sum_slices(state_RD, head, _slices(aim.only(keep_Q), size), compare.sums)
+    metrics = {"top1": (top1_Q.sum(), number), "alpha": (alpha_Q.sum(), number)}
+    metrics["selected"] = (keep_Q.sum(), (learnable_Q > 0).sum())
+    return LossOut(total_4[0], total_4[1].detach(), metrics)
+
+
+def _slices(aim: AlignedRows, size: int) -> list[Rows]:
+    parts = (torch.split(rows, size) for rows in (aim.row_Q, aim.label_Q, aim.teacher_row_Q))
+    return list(zip(*parts, strict=True))
+
+
+def _width(teacher: TeacherLogits | None, vocab: VocabMap | None) -> int:
+    """Columns of a slice's logits; a guess when nothing tells."""
+    if teacher is not None:
+        return teacher.logits_RV.shape[-1]
+    return 2**15 if vocab is None else vocab.size
+
+
+def teacher_logits(batch: TrainBatch, options: LossOptions) -> TeacherLogits | None:
+    """One teacher for every loss over `batch`, however far its rows look ahead."""
+    teacher = teacher_of(batch)
+    if teacher is None:
+        return None
+    size = options.chunk or fitting_chunk(teacher.shape[-1], teacher.device)
+    return TeacherLogits.of(teacher, aim_at(batch, 1).teacher_row_Q, options.temperature, size)
+
+
+def _label_loss(draft_QK: Tensor, label_Q: Tensor, row_V: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Sum and count of hard cross-entropy over the labels that were not cut."""
+    row_Q = label_Q if row_V is None else row_V[label_Q]
+    loss = F.cross_entropy(wide(draft_QK), row_Q, ignore_index=-1, reduction="sum")
+    return loss, (row_Q >= 0).sum().to(loss.dtype)
+
+
+def _distribution_loss(
+    of: RowDistributions, learnable_Q: Tensor, kind: str
+) -> tuple[Tensor, Tensor]:
+    """Sum and count of a divergence over the rows that can be learned."""
+    loss_Q = LOSSES[kind].of(of)
+    return (loss_Q * learnable_Q).sum(), learnable_Q.sum().to(loss_Q.dtype)
+
+
+def feature_loss(state_RD: Tensor, aim: AlignedRows, target_RD: Tensor) -> LossOut:
+    """SmoothL1, the mean over the width, between drafted states and the target's (EAGLE, eq. 3). A
+    target that learns, too, does not learn to be easy to hit: its side has no gradient."""
+    wanted_QD = wide(target_RD.detach()[aim.teacher_row_Q])
+    loss = F.smooth_l1_loss(wide(state_RD[aim.row_Q]), wanted_QD, reduction="sum")
+    count = torch.tensor(float(aim.row_Q.numel()), device=state_RD.device)
+    return LossOut(
+        loss / state_RD.shape[-1], count, {"feature": (loss.detach() / state_RD.shape[-1], count)}
+    )
+
+
+def joined(out: LossOut, term: LossOut, weight: float = 1.0) -> LossOut:
+    """A loss with the mean of another added to its own mean, though they count other rows."""
+    scale = weight * out.count / term.count.clamp(min=1.0)
+    return LossOut(out.sum + term.sum * scale, out.count, {**out.metrics, **term.metrics})
+
+
+def weighted_sum(parts: list[tuple[float, LossOut]]) -> LossOut:
+    """A weighted mean of several losses as one sum and count; metrics are those of the first part,
+    the others under name/step."""
+    first = parts[0][1]
+    total = torch.stack([weight * out.sum for weight, out in parts]).sum()
+    count = torch.stack([weight * out.count for weight, out in parts]).sum()
+    metrics = dict(first.metrics)
+    for step, (_, out) in enumerate(parts[1:], start=1):
+        metrics.update({f"{name}/{step}": pair for name, pair in out.metrics.items()})
+    return LossOut(total, count, metrics)

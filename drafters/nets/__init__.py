@@ -1,0 +1,1 @@
+"""The trained modules that families are built from, and the frames they share."""

@@ -1,0 +1,160 @@
+"""BlockDrafter: a whole block in one pass of a small network that reads the target's features.
+
+Position t is the newest one that the target has read, t + 1 the root. A block stands behind t:
+slot k lies at position t + 1 + k, sees the features up to t and the slots of its own block (all of
+them, or those up to k). Its output is what head k - `first_slot` predicts from, so that head i
+predicts token t + 2 + i. While training, many blocks stand behind one text (`anchors`); none sees
+another, and none sees a feature behind its anchor.
+Letters: A anchors, B rows, D hidden width, M new nodes, P path, S sequence, W window, X any axes, Y
+carry, Z slots.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from specctl.core.batch import TrainBatch
+from specctl.core.drafter import Needs, RoundView, Space
+from specctl.core.masks import chain_mask
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
+from specctl.drafters.losses.align import AlignedRows, aim, behind, random_anchors, shifted
+from specctl.drafters.nets.block_net import Block, BlockNet
+from specctl.drafters.nets.parallel_heads import ParallelHeads, first_ranks
+from specctl.drafters.nets.prefix import PrefixState
+from specctl.drafters.nets.taps import taps_of
+from specctl.drafters.states.head_state import DraftFeatures
+
+
+class BlockDrafter(ParallelHeads):
+    """What a family leaves to the frame. Its options have `num_heads` and `anchors`; its
+    module has the layers `net` and `norm`, the last norm."""
+
+    first_slot: int = 0  # the slot that head 0 reads; -1 = the newest true row itself
+    is_causal: bool = False  # slots see only those before them
+    own_taps: tuple[int, ...]
+
+    def __init__(self, options: Any, spec: ModelSpec, vocab: VocabMap | None = None) -> None:
+        super().__init__(options, spec, vocab)
+        self.tree = first_ranks(options.num_heads)
+
+    # -- what a family gives --------------------------------------------------------------------
+
+    @abstractmethod
+    def slot(self, index: int, token_X: Tensor) -> Tensor:
+        """[X, D]: what a slot starts from; `token_X` stands there in the text, which only the slots
+        that know it while drafting may look at."""
+
+    def slot_of(self, index: int, batch: TrainBatch, anchor_BA: Tensor) -> Tensor:
+        """[B, A, D]: the same behind the anchors of a text."""
+        return self.slot(index, shifted(batch.ids_BS, 1 + index).gather(1, anchor_BA))
+
+    def counts(self, num_anchors: int) -> list[int]:
+        """Blocks that have each slot while training, of so many."""
+        return [num_anchors] * self.num_slots
+
+    # -- the frame ------------------------------------------------------------------------------
+
+    @property
+    def net(self) -> BlockNet:
+        """The module's layers."""
+        return cast(BlockNet, self.module.net)
+
+    @property
+    def norm(self) -> nn.Module:
+        """In front of the LM head."""
+        return cast(nn.Module, self.module.norm)
+
+    @property
+    def num_slots(self) -> int:
+        return int(self.options.num_heads) + self.first_slot
+
+    def needs(self) -> Needs:
+        return Needs(self.own_taps, teacher=self.options.loss != "ce", borrow=True)
+
+    def gathered(self, taps: Mapping[int, Tensor]) -> Tensor:
+        return torch.cat([taps[tap].to(self.dtype) for tap in self.own_taps], dim=-1)
+
+    def prefix(self) -> BlockNet:
+        return self.net
+
+    def features(self, space: Space) -> DraftFeatures:
+        return BlockState(self, space, next(self.module.parameters()))
+
+    def ready(self, depth: int, carry_XY: Tensor) -> Tensor:
+        D = self.spec.hidden_size
+        ready_XD: Tensor = self.norm(carry_XY[..., depth * D : (depth + 1) * D])
+        return ready_XD
+
+    def anchors(self, batch: TrainBatch) -> Tensor:
+        return random_anchors(batch, self.options.anchors)
+
+    def aimed(self, index: int, batch: TrainBatch, anchor_BA: Tensor | None) -> AlignedRows:
+        rows, slot = aim(batch, 2 + index), index + self.first_slot
+        if slot < 0 or anchor_BA is None:
+            return rows
+        return behind(rows, batch, anchor_BA[:, : self.counts(anchor_BA.shape[1])[slot]])
+
+    def unroll(self, batch: TrainBatch, anchor_BA: Tensor | None = None) -> Iterator[Tensor]:
+        """[B, S, D] per head, zero where no block stands."""
+        anchor_BA = self.anchors(batch) if anchor_BA is None else anchor_BA
+        counts = self.counts(anchor_BA.shape[1])
+        block = Block.of(batch, anchor_BA, counts, self.is_causal)
+        slots = []
+        for index, count in enumerate(counts):
+            slots.append(self.slot_of(index, batch, anchor_BA[:, :count]))
+        x_BSD = self.rows(self.gathered(batch.taps), shifted(batch.ids_BS, 1))
+        known_BSD, out_BMD = self.net.spread(x_BSD, torch.cat(slots, dim=1), batch, block)
+        outs = torch.split(out_BMD, counts, dim=1)
+        for i in range(self.options.num_heads):
+            if i + self.first_slot < 0:
+                yield self.norm(known_BSD)
+                continue
+            out_BAD = self.norm(outs[i + self.first_slot])
+            at_BAD = anchor_BA[:, : out_BAD.shape[1], None].expand_as(out_BAD)
+            blank_BSD = out_BAD.new_zeros(*known_BSD.shape)
+            yield blank_BSD.scatter(1, at_BAD, out_BAD)
+
+
+class TappedBlocks(BlockDrafter):
+    """Blocks that read the depths their options name (`taps`; None: those of EAGLE-3)."""
+
+    def __init__(self, options: Any, spec: ModelSpec, vocab: VocabMap | None = None) -> None:
+        self.own_taps = taps_of(options.taps, spec)
+        super().__init__(replace(options, taps=self.own_taps), spec, vocab)
+
+
+class BlockState(PrefixState):
+    """Features of live rows in the cache, and a block behind them whenever a round begins."""
+
+    net: BlockNet
+
+    def __init__(self, drafter: BlockDrafter, space: Space, like: Tensor) -> None:
+        extra = drafter.num_slots
+        super().__init__(drafter.net, drafter.rows, drafter.gathered, space, like, extra)
+        self.drafter = drafter
+
+    def _take(self, x_BWD: Tensor, position_BW: Tensor, mask: Tensor) -> Tensor:
+        return self.net.take(x_BWD, position_BW, mask, self.kv)
+
+    @torch.no_grad()
+    def at(self, view: RoundView) -> Tensor:
+        """[B, H * D]: the states of all heads, one after another."""
+        drafter, P, kept_B = self.drafter, self.drafter.num_slots, view.kept_len_B
+        x_BPD = torch.stack([drafter.slot(k, view.root_B) for k in range(P)], dim=1)
+        position_BP = kept_B[:, None] + torch.arange(P, device=kept_B.device)
+        span = max(self.num_rows[slot] for slot in view.slots) + P
+        mask = chain_mask(kept_B, P, span)
+        if not drafter.is_causal:
+            mask = mask[:, :, -1:].expand_as(mask)
+        self.kv.begin(view.slots, view.slot_B, kept_B, P, span)
+        out_BPD: Tensor = self.net(x_BPD, position_BP, mask, self.kv)
+        if drafter.first_slot < 0:
+            out_BPD = torch.cat([self.state_ZD[view.slot_B][:, None], out_BPD], dim=1)
+        return out_BPD[:, max(drafter.first_slot, 0) :].flatten(1)

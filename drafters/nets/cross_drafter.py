@@ -1,0 +1,166 @@
+"""CrossDrafter: a small language model that looks at the target's features through cross-attention.
+
+The token at position s attends to the tokens before it and to features of the target up to t < s,
+where t is the newest position that the target had read when the draft began. Head i is the model at
+depth i of a draft: its token is t + 1 + i, it predicts t + 2 + i, and it sees no feature behind t.
+That bound is what makes training as hard as drafting (GliDe's block mask, the T-step bound of
+Mixture of Attentions). Every depth is trained behind each anchor, where the papers draw one.
+Letters: A anchors, B rows, D hidden width, E head width, I input width, M new nodes, P path, S
+sequence, T fed tokens, W window, X any axes, Y carry.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from specctl.core.batch import TrainBatch
+from specctl.core.drafter import DraftState, Space
+from specctl.core.kv_cache import SlotKV
+from specctl.core.masks import document_mask
+from specctl.drafters.losses.align import AlignedRows, aim, behind, random_anchors
+from specctl.drafters.nets.blocks import (
+    DecoderLayer,
+    LayerShape,
+    RmsNorm,
+    attend,
+    attending,
+    rotary,
+)
+from specctl.drafters.nets.head_drafter import HeadDrafter
+from specctl.drafters.nets.heads import check_count
+from specctl.drafters.nets.options import HeadOptions
+from specctl.drafters.states.path_state import Nodes, PathState
+
+
+@dataclass(frozen=True, slots=True)
+class CrossOptions(HeadOptions):
+    """Trained `num_heads` tokens deep behind `anchors` positions of each row. `strict`: False shows
+    every token all features before it while training, which no draft has (an ablation)."""
+
+    num_heads: int = 5
+    anchors: int = 64
+    strict: bool = True
+
+    def __post_init__(self) -> None:
+        HeadOptions.__post_init__(self)
+        check_count("anchors", self.anchors)
+
+
+class AttentionLayer(DecoderLayer):
+    """A decoder layer without its MLP."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__(shape)
+        del self.mlp, self.post_attention_layernorm
+
+    def finish(self, h_BTD: Tensor) -> Tensor:
+        return h_BTD
+
+
+class CrossLayer(DecoderLayer):
+    """A decoder layer whose queries are of tokens and whose keys and values are of features."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__(shape)
+        self.feature_norm = RmsNorm(shape.hidden_size, shape.norm_eps)
+
+    def seen(self, feature_BTD: Tensor, rope_BT2E: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of features."""
+        return self.self_attn.key_value(self.feature_norm(feature_BTD), rope_BT2E)
+
+    def look(
+        self, x_BTD: Tensor, rope_BT2E: Tensor, seen: tuple[Tensor, Tensor], mask: Tensor
+    ) -> Tensor:
+        """The tokens after attending to them."""
+        query = self.self_attn.query(self.input_layernorm(x_BTD), rope_BT2E)
+        return self.finish(x_BTD + self.self_attn.o_proj(attend(query, *seen, mask)))
+
+
+class CrossNet(nn.Module):
+    """A self-attention layer, a cross-attention layer, the last norm."""
+
+    def __init__(self, own: DecoderLayer, shape: LayerShape) -> None:
+        super().__init__()
+        self.own, self.cross = own, CrossLayer(shape)
+        self.norm = RmsNorm(shape.hidden_size, shape.norm_eps)
+        nn.init.normal_(self.cross.self_attn.o_proj.weight, std=0.5 * shape.hidden_size**-0.5)
+
+
+class CrossDrafter(HeadDrafter):
+    """What a family leaves to the frame. Its options have `num_heads`, `anchors` and `strict`."""
+
+    num_stores = 2
+
+    @property
+    def num_features(self) -> int:
+        return self.spec.hidden_size
+
+    @property
+    @abstractmethod
+    def net(self) -> CrossNet: ...
+
+    def summary(self, features_XI: Tensor) -> Tensor:
+        """[X, D]: what cross-attention reads of one position."""
+        return features_XI
+
+    def ready(self, depth: int, carry_XY: Tensor) -> Tensor:
+        del depth
+        ready_XD: Tensor = self.net.norm(carry_XY)
+        return ready_XD
+
+    @property
+    def shape(self) -> LayerShape:
+        return LayerShape.of(self.spec)
+
+    def rope(self, position: Tensor) -> Tensor:
+        return rotary(position, self.spec.head_dim, self.spec.rope_theta)
+
+    # -- serving --------------------------------------------------------------------------------
+
+    def open(self, space: Space) -> DraftState:
+        return PathState(self, space)
+
+    def stored(
+        self, ids_BW: Tensor, features_BWI: Tensor, position_BW: Tensor
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of known tokens, and of their features."""
+        rope, own = self.rope(position_BW), self.net.own
+        token = own.self_attn.key_value(own.input_layernorm(self.embed(ids_BW)), rope)
+        return [token, self.net.cross.seen(self.summary(features_BWI), rope)]
+
+    def grown(self, nodes: Nodes, kv: SlotKV) -> Tensor:
+        """[B, M, D]: what the LM head reads behind nodes."""
+        rope, token_BM = self.rope(nodes.place.position_BM), nodes.path_BMP[:, :, -1]
+        x_BMD = self.net.own(self.embed(token_BM), rope, attending(nodes.place.mask, kv, 0))
+        return self.ready(0, self.net.cross.look(x_BMD, rope, kv.read(1), nodes.known_mask))
+
+    # -- training -------------------------------------------------------------------------------
+
+    def anchors(self, batch: TrainBatch) -> Tensor:
+        return random_anchors(batch, self.options.anchors)
+
+    def aimed(self, index: int, batch: TrainBatch, anchor_BA: Tensor | None) -> AlignedRows:
+        rows = aim(batch, 2 + index)
+        return rows if anchor_BA is None else behind(rows, batch, anchor_BA)
+
+    def unroll(self, batch: TrainBatch, anchor_BA: Tensor | None = None) -> Iterator[Tensor]:
+        """[B, S, D] per depth of a draft, zero where none begins."""
+        anchor_BA = self.anchors(batch) if anchor_BA is None else anchor_BA
+        net, rope, last = self.net, self.rope(batch.position_BS), batch.ids_BS.shape[1] - 1
+        visible = document_mask(batch.document_BS)
+        x_BSD = net.own(self.embed(batch.ids_BS), rope, attending(visible))
+        seen = net.cross.seen(self.summary(self.gathered(batch.taps)), rope)
+        for depth in range(self.options.num_heads):
+            at_BA = (anchor_BA + 1 + depth).clamp(max=last)
+            until_BA = anchor_BA if self.options.strict else (at_BA - 1)
+            mask = visible.gather(2, until_BA[:, None, :, None].expand(-1, -1, -1, last + 1))
+            to_BAD = anchor_BA[:, :, None].expand(-1, -1, x_BSD.shape[-1])
+            query_BAD = x_BSD.gather(1, at_BA[:, :, None].expand_as(to_BAD))
+            at_rope = self.rope(batch.position_BS.gather(1, at_BA))
+            ready_BAD = self.ready(depth, net.cross.look(query_BAD, at_rope, seen, mask))
+            yield torch.zeros_like(x_BSD).to(ready_BAD).scatter(1, to_BAD, ready_BAD)

@@ -1,0 +1,62 @@
+"""Options that trained drafters share. A family's own dataclass extends one of these and overrides
+the defaults that its paper sets otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from specctl.drafters.losses.head_losses import LossOptions
+from specctl.drafters.nets.heads import check_count
+
+ADDED = {"added": True}  # metadata of an option that older packages lack: they have its default
+
+
+def read_options(kind: type[Any], given: Mapping[str, Any]) -> Any:
+    """A family's options from a recipe or a manifest. Nothing is taken for a number that is none:
+    neither true nor "1" is a count, and null only where the option may be None."""
+    return TypeAdapter(kind).validate_json(json.dumps(given, default=str), strict=True)
+
+
+@dataclass(frozen=True, slots=True)
+class CompareOptions:
+    """`loss` compares a drafter's distributions with the target's at `temperature`, `chunk` rows at
+    a time (None fits the vocabulary)."""
+
+    loss: str = "kl"
+    temperature: float = 1.0
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        self.compared()
+
+    def compared(self) -> LossOptions:
+        """How a head is compared with the target."""
+        return LossOptions(self.loss, self.temperature, self.chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class DepthOptions(CompareOptions):
+    """The same at every depth of a draft: head, step or slot i weighs decay^i."""
+
+    decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        CompareOptions.__post_init__(self)
+        check_count("decay", self.decay, 0, 10)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOptions(DepthOptions):
+    """The same for drafters that are trained `num_heads` tokens deep."""
+
+    num_heads: int = 4
+
+    def __post_init__(self) -> None:
+        DepthOptions.__post_init__(self)
+        check_count("num_heads", self.num_heads)

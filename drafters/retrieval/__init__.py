@@ -1,0 +1,1 @@
+"""Drafting by looking things up: n-gram stores, tries, suffix structures, searches over guesses."""

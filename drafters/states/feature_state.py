@@ -1,0 +1,221 @@
+"""FeatureState: the memory of a drafter that reads the target's features one token at a time.
+
+Per slot there are true rows (token t + 1 with the target's features at t) and, while a round grows,
+drafted rows behind them (a drafted token with the drafter's own output state). The newest true rows
+wait as *pending* until the next root feeds them in one ragged call; writing them overwrites what
+the last round drafted. rows written + pending = kept length, because the first token has no row.
+Letters: B rows, D hidden width, E head width, K draft vocabulary, L positions, M new nodes, N
+nodes, T fed tokens, W window, Z slots.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specctl.core.drafter import Outcome, RoundView, Space, StepState
+from specctl.core.kv_cache import SlotKV
+from specctl.drafters.nets.blocks import LayerShape
+from specctl.drafters.states.tree_layout import Place, TreeLayout, aim_cache
+
+
+@dataclass(frozen=True, slots=True)
+class Fed:
+    """True rows fed at once, right-padded: tokens, the states beside them, their rotations, the
+    position of the first in each row, and how many are real."""
+
+    ids_BT: Tensor
+    state_BTD: Tensor
+    rope_BT2E: Tensor
+    start_B: Tensor
+    counts: tuple[int, ...]
+
+
+class FeatureState(StepState):
+    """Memory of one engine. What is computed is left to `TrunkState`, `StrideState` and
+    `Eagle3State`, which append the states that they feed back to `_states`, nodes of one call at a
+    time."""
+
+    prefills_in_parts = True
+
+    def __init__(self, shape: LayerShape, num_layers: int, like: Tensor, space: Space) -> None:
+        self.shape, self.device, self.dtype = shape, like.device, like.dtype
+        self.kv = SlotKV(
+            num_layers,
+            space.num_slots,
+            shape.num_kv_heads,
+            space.max_len + space.max_nodes + 2,
+            shape.head_dim,
+            self.dtype,
+            self.device,
+        )
+        width = space.max_nodes + 2
+        self.pending_token_ZW = torch.zeros(
+            space.num_slots, width, dtype=torch.long, device=self.device
+        )
+        self.pending_ZWD = torch.zeros(
+            space.num_slots, width, shape.hidden_size, dtype=self.dtype, device=self.device
+        )
+        self.num_pending = [0] * space.num_slots
+        self.num_rows = [0] * space.num_slots
+        self._num_prefilled = [0] * space.num_slots
+        self._rope_L2E = self._rotations()
+        self._growth: TreeLayout | None = None
+        self._states: list[Tensor] = []
+        self.fuse_weights()
+        self._version = self.weights_version()
+
+    # -- what a drafter computes ------------------------------------------------------------------
+
+    @abstractmethod
+    def weights_version(self) -> int:
+        """Changes whenever a weight does."""
+
+    @abstractmethod
+    def fuse_weights(self) -> None:
+        """Prepare the weights for serving."""
+
+    @abstractmethod
+    def features(self, taps: Mapping[int, Tensor]) -> Tensor:
+        """[..., D]: what stands beside a token in a true row."""
+
+    @abstractmethod
+    def fill(self, fed: Fed) -> None:
+        """Write true rows into the cache, which is aimed at them."""
+
+    @abstractmethod
+    def newest(self, fed: Fed, kept_B: Tensor) -> Tensor:
+        """[B, 1, K]: the same, and the logits after the last real row."""
+
+    @abstractmethod
+    def nodes(self, token_BM: Tensor, parent_BM: Tensor, place: Place) -> Tensor:
+        """[B, M, K]: the logits after drafted tokens, whose place the cache is aimed at."""
+
+    def _rotations(self) -> Tensor:
+        at_L = torch.arange(self.kv.max_len, device=self.device)
+        return self.shape.rope(at_L).to(self.dtype)
+
+    def of_parents(self, stored: list[Tensor], parent_BM: Tensor, place: Place) -> Tensor:
+        """[B, M, ...]: entries of the nodes' parents."""
+        if place.is_next:
+            return stored[-1]
+        every_BND = torch.cat(stored, dim=1)
+        at_BM1 = (parent_BM + 1)[:, :, None]
+        return every_BND.gather(1, at_BM1.expand(-1, -1, every_BND.shape[-1]))
+
+    # -- rows join ------------------------------------------------------------------------------
+
+    def forget(self, slot: int) -> None:
+        """A new text begins in that slot."""
+        if self._version != self.weights_version():
+            self.fuse_weights()
+            self._version = self.weights_version()
+
+    def prefill(
+        self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor], first: int, last: int
+    ) -> None:
+        if first == 0:
+            self.forget(slot)
+        if last > first:
+            self._write_rows(slot, tokens, self.features(taps), first)
+        self._num_prefilled[slot] = last
+
+    def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
+        first, self._num_prefilled[slot] = self._num_prefilled[slot], 0
+        if first == 0:
+            self.forget(slot)
+        num_rows = self.num_rows[slot] = len(tokens) - 1
+        self.num_pending[slot] = min(num_rows, 1)
+        self.pending_token_ZW[slot, 0] = tokens[-1]
+        self.pending_ZWD[slot] = 0.0
+        if num_rows == 0:
+            return  # no features at all: the first round drafts from a zero row
+        state_TD = self.features({tap: value[first:] for tap, value in taps.items()})
+        self.pending_ZWD[slot, 0] = state_TD[-1]
+        if len(state_TD) > 1:
+            self._write_rows(slot, tokens, state_TD[:-1], first)
+
+    def _write_rows(self, slot: int, tokens: Sequence[int], state_TD: Tensor, first: int) -> None:
+        """True rows of a prompt from `first` on, for which these are the features."""
+        count, last = len(state_TD), first + len(state_TD)
+        ids_1T = torch.tensor([list(tokens[first + 1 : last + 1])], device=self.device)
+        slot_1 = torch.full((1,), slot, device=self.device)
+        start_1 = torch.full((1,), first, device=self.device)
+        self.kv.begin((slot,), slot_1, start_1, count, last, first)
+        rope_1T2E = self._rope_L2E[None, first:last]
+        self.fill(Fed(ids_1T, state_TD[None], rope_1T2E, start_1, (count,)))
+
+    # -- a round --------------------------------------------------------------------------------
+
+    def root(self, view: RoundView) -> Tensor:
+        counts, kept = self._lengths(view)
+        kept_B = view.kept_len_B.clamp(min=1)
+        fed = self._aim_pending(view, counts, kept, kept_B)
+        self._growth = TreeLayout(view, self.kv, kept, kept_B)
+        self._states = []
+        return self.newest(fed, kept_B)[:, 0]
+
+    def _lengths(self, view: RoundView) -> tuple[list[int], list[int]]:
+        """Pending rows, and true rows with them; a text without features counts its zero row."""
+        counts = [max(self.num_pending[slot], 1) for slot in view.slots]
+        return counts, [max(self.num_rows[slot], 1) for slot in view.slots]
+
+    def _aim_pending(
+        self, view: RoundView, counts: list[int], kept: list[int], kept_B: Tensor
+    ) -> Fed:
+        """Aim the cache at the pending rows and gather them."""
+        B, W = len(counts), max(counts)
+        before = [k - c for k, c in zip(kept, counts, strict=True)]
+        uniform = before[0] if min(before) == max(before) else None
+        is_even = min(counts) == W
+        start_B = kept_B - (W if is_even else torch.tensor(counts, device=self.device))
+        self._aim(view, start_B, W, max(before) + W, uniform)
+        if uniform is not None:
+            rope = self._rope_L2E[None, uniform : uniform + W]
+        else:
+            rope = self._rope_L2E[start_B[:, None] + torch.arange(W, device=self.device)]
+        if view.slots == tuple(range(B)):
+            ids_BW, state_BWD = self.pending_token_ZW[:B, :W], self.pending_ZWD[:B, :W]
+        else:
+            ids_BW = self.pending_token_ZW[view.slot_B, :W]
+            state_BWD = self.pending_ZWD[view.slot_B, :W]
+        return Fed(ids_BW, state_BWD, rope, start_B, tuple(counts))
+
+    def _aim(
+        self, view: RoundView, start_B: Tensor, num_fed: int, span: int, uniform: int | None
+    ) -> None:
+        aim_cache(self.kv, view, start_B, num_fed, span, uniform)
+        if self._rope_L2E.shape[0] < self.kv.max_len:
+            self._rope_L2E = self._rotations()
+
+    def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
+        assert self._growth is not None, "root() begins a round"
+        place = self._growth.place(parent_BM)
+        if self._rope_L2E.shape[0] < self.kv.max_len:
+            self._rope_L2E = self._rotations()
+        return self.nodes(token_BM, parent_BM, place)
+
+    def hidden(self) -> Tensor:
+        return self._states[-1][:, -1]
+
+    def observe(self, outcome: Outcome) -> None:
+        view = outcome.view
+        if self._growth is None:  # a round without drafting: nothing may pile up
+            counts, kept = self._lengths(view)
+            self.fill(self._aim_pending(view, counts, kept, view.kept_len_B.clamp(min=1)))
+        self._growth, self._states = None, []
+        W = max(len(new) for new in outcome.emitted)
+        tokens = [[*new, *(0,) * (W - len(new))] for new in outcome.emitted]
+        taps = {tap: value[:, :W] for tap, value in outcome.taps.items()}
+        at: slice | Tensor = view.slot_B
+        if view.slots == tuple(range(len(view.slots))):
+            at = slice(len(view.slots))
+        self.pending_token_ZW[at, :W] = torch.tensor(tokens, device=self.device)
+        self.pending_ZWD[at, :W] = self.features(taps)
+        for slot, new in zip(view.slots, outcome.emitted, strict=True):
+            self.num_pending[slot] = len(new)
+            self.num_rows[slot] += len(new)

@@ -1,0 +1,188 @@
+"""LmState: the memory of an independent language model that drafts, and its steps.
+
+Letters: B rows, D hidden width, M new nodes, P path, T fed tokens, V target vocabulary, W window, X
+any axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from specctl.core.drafter import Outcome, RoundView, Space, StepState
+from specctl.core.language_model import LanguageModel, Masks
+from specctl.drafters.nets.routed import RoutedHead, Router
+from specctl.drafters.states.tree_layout import TreeLayout, aim_cache, expansions
+from specctl.models.fast_llama import LlamaModel
+
+PREFILL_CHUNK = 512
+MOST_AT_ROOT = 32  # tokens behind that a root reads with itself
+
+
+class SpokenModel(Protocol):
+    """What the state needs of its drafter: a model, and the words of both vocabularies."""
+
+    @property
+    def lm(self) -> LanguageModel: ...
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def router(self) -> Router | None: ...
+
+    def readable(self, ids: Tensor) -> Tensor: ...
+
+    def draft_logits(self, logits: Tensor) -> Tensor: ...
+
+
+class LmState(StepState):
+    """Per slot: the draft's own keys and values, of which the first `num_cached` are true.
+
+    A round's root feeds every token the cache lacks (one, or two after full acceptance); nodes are
+    written behind. Of a chain the accepted nodes stay where they are, of a tree the accepted path
+    is moved up, all but its last node, which may never have been expanded.
+    """
+
+    prefills_in_parts = True
+
+    def __init__(self, drafter: SpokenModel, space: Space) -> None:
+        self.drafter, self.lm = drafter, drafter.lm
+        self.kv = self.lm.new_kv(space.num_slots, space.max_len + space.max_nodes + 2)
+        self.num_cached = [0] * space.num_slots
+        self._num_prefilled = [0] * space.num_slots
+        self._growth: TreeLayout | None = None
+        self._kept: list[int] = []
+        self._routed: RoutedHead | None = None
+        self._newest_BTD = torch.empty(0)
+        self._version = -1
+
+    def prefill(
+        self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor], first: int, last: int
+    ) -> None:
+        del taps
+        self._refresh()
+        self._fill(slot, tokens, first, last)
+        self._num_prefilled[slot] = last
+
+    def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
+        del taps
+        self._refresh()
+        self._fill(slot, tokens, self._num_prefilled[slot], len(tokens) - 1)
+        self._num_prefilled[slot], self.num_cached[slot] = 0, len(tokens) - 1
+
+    def _fill(self, slot: int, tokens: Sequence[int], begin: int, end: int) -> None:
+        """Read positions begin .. end - 1 into the cache."""
+        device = self.lm.device
+        slot_1 = torch.full((1,), slot, device=device)
+        for first in range(begin, end, PREFILL_CHUNK):
+            part = list(tokens[first : min(first + PREFILL_CHUNK, end)])
+            start_1 = torch.full((1,), first, device=device)
+            span = first + len(part)
+            self.kv.begin((slot,), slot_1, start_1, len(part), span, first)
+            self._feed(torch.tensor([part], device=device), start_1, span, logits=False)
+
+    def _refresh(self) -> None:
+        """Prepare a routed head again when its weights have changed."""
+        router, module = self.drafter.router, self.drafter.module
+        if router is None or not isinstance(module, LlamaModel):
+            return
+        version = module.head_weight._version + router.weight._version
+        if version != self._version:
+            self._version, self._routed = version, RoutedHead.of(router, module.head_weight)
+
+    def _read(self, ids: Tensor, position: Tensor, masks: Masks, logits: bool = True) -> Any:
+        """Logits of one forward; the states in front of a routed head, which
+        `_head_logits` applies."""
+        ids, position = self.drafter.readable(ids), self._within(position)
+        last, logits = self.lm.spec.num_layers, logits and self._routed is None
+        out = self.lm.forward(ids, position, masks, self.kv, (last,), logits=logits)
+        self._newest_BTD = out.taps[last]
+        return out.logits_BTV if self._routed is None else self._newest_BTD
+
+    def _head_logits(self, read: Tensor) -> Tensor:
+        return self.drafter.draft_logits(read) if self._routed is None else self._routed(read)
+
+    def _feed(self, ids_BW: Tensor, start_B: Tensor, span: int, logits: bool = True) -> Any:
+        """A causal run of tokens per row, each row from its own position on."""
+        W = ids_BW.shape[1]
+        position_BW = start_B[:, None] + torch.arange(W, device=ids_BW.device)
+        masks = self.lm.chain_masks(start_B, W, span)
+        return self._read(ids_BW, position_BW, masks, logits)
+
+    def _within(self, position: Tensor) -> Tensor:
+        last = self.lm.spec.max_positions - 1
+        return position if self.kv.max_len <= last else position.clamp(max=last)
+
+    def root(self, view: RoundView) -> Tensor:
+        return self._head_logits(self._catch_up(view, [[] for _ in view.slots])[:, 0])
+
+    def _catch_up(self, view: RoundView, guesses: Sequence[list[int]]) -> Tensor:
+        """[B, 1 + guesses, X]: what was read at each row's root and at the guesses behind it, in
+        one forward over these and the tokens that the cache lacks."""
+        missing = [
+            list(tokens[self.num_cached[slot] :])
+            for slot, tokens in zip(view.slots, view.tokens, strict=True)
+        ]
+        counts, num_guesses = [len(tokens) for tokens in missing], max(map(len, guesses))
+        W, device = max(counts) + num_guesses, view.slot_B.device
+        starts = [self.num_cached[slot] for slot in view.slots]
+        if W == 1:
+            ids_BW, start_B = view.root_B[:, None], view.kept_len_B
+        else:
+            fed = [tokens + guess for tokens, guess in zip(missing, guesses, strict=True)]
+            ids_BW = torch.tensor([row + [0] * (W - len(row)) for row in fed], device=device)
+            start_B = torch.tensor(starts, device=device)
+        uniform = starts[0] if min(starts) == max(starts) else None
+        span = max(starts) + W
+        aim_cache(self.kv, view, start_B, W, span, uniform)
+        read_BWX: Tensor = self._feed(ids_BW, start_B, span)
+        self._kept = [start + count for start, count in zip(starts, counts, strict=True)]
+        self._growth = TreeLayout(view, self.kv, self._kept, view.kept_len_B + 1)
+        if min(counts) == max(counts):
+            last = slice(W - num_guesses - 1, W)
+            self._newest_BTD = self._newest_BTD[:, last]
+            return read_BWX[:, last]
+        row_B1 = torch.arange(len(counts), device=device)[:, None]
+        at_BX = torch.tensor(counts, device=device)[:, None] + torch.arange(
+            -1, num_guesses, device=device
+        )
+        self._newest_BTD = self._newest_BTD[row_B1, at_BX]
+        return read_BWX[row_B1, at_BX]
+
+    def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
+        assert self._growth is not None, "root() begins a round"
+        place = self._growth.place(parent_BM)
+        mask = place.mask
+        if mask is None:
+            shape = (token_BM.shape[0], 1, 1, place.span)
+            mask = torch.ones(shape, dtype=torch.bool, device=token_BM.device)
+        windows = {w: mask & self._growth.near(place, w) for w in self.lm.windows}
+        return self._head_logits(self._read(token_BM, place.position_BM, Masks(mask, windows)))
+
+    def hidden(self) -> Tensor:
+        return self._newest_BTD[:, -1]
+
+    def observe(self, outcome: Outcome) -> None:
+        growth, view = self._growth, outcome.view
+        if growth is None:
+            self._read_on(view)
+            return
+        self._growth = None
+        is_chain = outcome.tree.is_chain and growth.is_chain
+        if not is_chain and outcome.path_BP.shape[1] > 2:
+            self.kv.keep(view.slot_B, growth.kept_B, expansions(outcome, growth.num_nodes))
+        for slot, kept, accepted in zip(view.slots, self._kept, outcome.num_accepted, strict=True):
+            stays = min(accepted, growth.num_nodes) if is_chain else max(accepted - 1, 0)
+            self.num_cached[slot] = kept + stays
+
+    def _read_on(self, view: RoundView) -> None:
+        """Nothing was fed. The next root catches up from the tokens, unless these are many."""
+        for slot, tokens in zip(view.slots, view.tokens, strict=True):
+            first, last = self.num_cached[slot], len(tokens) - 1
+            if last - first > MOST_AT_ROOT:
+                self._fill(slot, tokens, first, last)
+                self.num_cached[slot] = last

@@ -1,0 +1,1 @@
+"""How engines lay drafters out: names, configurations, vocabularies; used by the formats."""

@@ -1,0 +1,170 @@
+"""Reference reader of a GGUF file: what llama.cpp (b11549) computes from it, in float64.
+
+Mirrors src/llama-model.cpp and src/models/{llama,qwen3}.cpp: defaults of missing keys, the
+graph by `general.architecture` (llama rotates neighbours, qwen3 halves), an absent `output`
+read from the embedding, `rope_freqs` as divisors in the llama graph only; a tensor that the graph
+does not ask for, or lacks, stops the load. It shares nothing with the writer.
+Letters: S sequence, H query heads, K key/value heads, D head width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specctl.export.layouts.engines import gate
+from specctl.export.layouts.llama_cpp import library
+from specctl.export.layouts.llama_cpp.tokens import GgufTokens
+
+_IS_BIASED = {"llama": None, "qwen3": False}  # of the attention; None: where there is a bias
+_REQUIRED = object()
+
+
+class GgufReader:
+    """An opened file. `logits(ids_S)` and `tokens` are what llama.cpp makes of it."""
+
+    def __init__(self, path: Path) -> None:
+        gguf = library()
+        file = gguf.GGUFReader(path)
+        self._fields = {name: field.contents() for name, field in file.fields.items()}
+        self._tensors: dict[str, Tensor] = {}
+        for entry in file.tensors:
+            array = gguf.dequantize(entry.data, entry.tensor_type)
+            if array.ndim == 1 and entry.tensor_type.name != "F32":
+                raise gate(f"{entry.name} of {entry.tensor_type.name}", "vectors of F32")
+            self._tensors[entry.name] = torch.from_numpy(array.copy()).double()
+        self.arch = str(self._get("general.architecture"))
+        if self.arch not in _IS_BIASED:
+            raise gate(f"architecture {self.arch}", "llama or qwen3")
+        self._used: set[str] = set()
+        self._sizes()
+        self.tokens = self._vocabulary()
+
+    def _get(self, key: str, default: Any = _REQUIRED) -> Any:
+        found = self._fields.get(key, default)
+        if found is _REQUIRED:
+            raise gate(f"no {key}", "a key that llama.cpp demands")
+        return found
+
+    def _own(self, key: str, default: Any = _REQUIRED) -> Any:
+        return self._get(f"{self.arch}.{key}", default)
+
+    def _sizes(self) -> None:
+        self.context = int(self._own("context_length"))
+        self.width = int(self._own("embedding_length"))
+        self.num_layers = int(self._own("block_count"))
+        self.num_neurons = int(self._own("feed_forward_length"))
+        self.num_heads = int(self._own("attention.head_count"))
+        self.num_kv_heads = int(self._own("attention.head_count_kv", self.num_heads))
+        self.head_dim = int(self._own("attention.key_length", self.width // self.num_heads))
+        self.eps = float(self._own("attention.layer_norm_rms_epsilon"))
+        turned = int(self._own("rope.dimension_count", self.head_dim))
+        values = int(self._own("attention.value_length", self.width // self.num_heads))
+        if not turned == values == self.head_dim:
+            raise gate(f"widths {turned}, {values}, {self.head_dim}", "one width for all of a head")
+        self.inv_freq = self._frequencies()
+
+    def _frequencies(self) -> Tensor:
+        base = float(self._own("rope.freq_base", 10000.0))
+        kind = str(self._own("rope.scaling.type", "linear"))
+        factor = float(self._own("rope.scaling.factor", 0.0))
+        if kind not in ("none", "linear"):
+            raise gate(f"rope.scaling.type {kind}", "none or linear")
+        half = torch.arange(self.head_dim // 2, dtype=torch.float64)
+        inv_freq = base ** (-2 * half / self.head_dim)
+        if kind == "linear" and factor:
+            inv_freq = inv_freq / factor
+        if self.arch == "llama" and "rope_freqs.weight" in self._tensors:
+            inv_freq = inv_freq / self._tensor("rope_freqs.weight", self.head_dim // 2)
+        return inv_freq
+
+    def _vocabulary(self) -> GgufTokens:
+        kind = str(self._get("tokenizer.ggml.model"))
+        if kind not in ("gpt2", "llama"):
+            raise gate(f"tokenizer model {kind}", "gpt2 or llama")
+        tokens = self._get("tokenizer.ggml.tokens")
+        if self._own("vocab_size", len(tokens)) != len(tokens):
+            raise gate(f"{len(tokens)} tokens", f"{self._own('vocab_size')} tokens")
+        return GgufTokens(
+            kind=kind,
+            pre=str(self._get("tokenizer.ggml.pre", "default")),
+            tokens=tokens,
+            merges=self._get("tokenizer.ggml.merges", []),
+            scores=self._get("tokenizer.ggml.scores", []),
+            space_prefix=bool(self._get("tokenizer.ggml.add_space_prefix", kind == "llama")),
+        )
+
+    def special_id(self, name: str) -> int | None:
+        """`bos` or `eos`."""
+        found = self._get(f"tokenizer.ggml.{name}_token_id", None)
+        return None if found is None else int(found)
+
+    def _tensor(self, name: str, *shape: int) -> Tensor:
+        found = self._tensors.get(name)
+        if found is None or tuple(found.shape) != shape:
+            size = "missing" if found is None else str(tuple(found.shape))
+            raise gate(f"{name} is {size}", f"{name} of {shape}")
+        self._used.add(name)
+        return found
+
+    def _linear(self, x: Tensor, name: str, rows: int, is_biased: bool | None = False) -> Tensor:
+        weight, bias = self._tensor(f"{name}.weight", rows, x.shape[-1]), None
+        if is_biased or (is_biased is None and f"{name}.bias" in self._tensors):
+            bias = self._tensor(f"{name}.bias", rows)
+        return F.linear(x, weight, bias)
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        weight = self._tensor(f"{name}.weight", x.shape[-1])
+        return x * (x.pow(2).mean(-1, keepdim=True) + self.eps).rsqrt() * weight
+
+    def _rotated(self, x_SHD: Tensor) -> Tensor:
+        at_S = torch.arange(x_SHD.shape[0], dtype=torch.float64)
+        angle = (at_S[:, None] * self.inv_freq)[:, None]
+        cos, sin = angle.cos(), angle.sin()
+        if self.arch == "llama":
+            a, b = x_SHD[..., 0::2], x_SHD[..., 1::2]
+            return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
+        a, b = x_SHD.chunk(2, dim=-1)
+        return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+    def _attention(self, x: Tensor, own: str) -> Tensor:
+        heads, kv, width = self.num_heads, self.num_kv_heads, self.head_dim
+        has_bias, length = _IS_BIASED[self.arch], x.shape[0]
+        query = self._linear(x, f"{own}.attn_q", heads * width, has_bias).view(length, heads, width)
+        key = self._linear(x, f"{own}.attn_k", kv * width, has_bias).view(length, kv, width)
+        value = self._linear(x, f"{own}.attn_v", kv * width, has_bias).view(length, kv, width)
+        if self.arch == "qwen3":
+            query = self._norm(query, f"{own}.attn_q_norm")
+            key = self._norm(key, f"{own}.attn_k_norm")
+        query, key = self._rotated(query), self._rotated(key)
+        key, value = (t.repeat_interleave(heads // kv, dim=1) for t in (key, value))
+        score_HSS = torch.einsum("shd,thd->hst", query, key) / math.sqrt(width)
+        future = torch.ones(length, length, dtype=torch.bool).triu(1)
+        share_HSS = score_HSS.masked_fill(future, -torch.inf).softmax(-1)
+        mixed = torch.einsum("hst,thd->shd", share_HSS, value).flatten(1)
+        return self._linear(mixed, f"{own}.attn_output", self.width, has_bias)
+
+    def logits(self, ids_S: Tensor) -> Tensor:
+        """[S, V]."""
+        size = len(self.tokens.tokens)
+        embedding_VE = self._tensor("token_embd.weight", size, self.width)
+        x = embedding_VE[ids_S]
+        for layer in range(self.num_layers):
+            own = f"blk.{layer}"
+            x = x + self._attention(self._norm(x, f"{own}.attn_norm"), own)
+            flat = self._norm(x, f"{own}.ffn_norm")
+            gated = F.silu(self._linear(flat, f"{own}.ffn_gate", self.num_neurons))
+            inner = gated * self._linear(flat, f"{own}.ffn_up", self.num_neurons)
+            x = x + self._linear(inner, f"{own}.ffn_down", self.width)
+        x = self._norm(x, "output_norm")
+        if "output.weight" in self._tensors:
+            embedding_VE = self._tensor("output.weight", size, self.width)
+        unread = sorted(set(self._tensors) - self._used)
+        if unread:
+            raise gate(f"{unread[0]}, which the {self.arch} graph does not read", "no such tensor")
+        return x @ embedding_VE.T

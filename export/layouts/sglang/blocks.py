@@ -1,0 +1,112 @@
+"""DFlash and DSpark as flat checkpoints (z-lab's layout). SGLang takes embedding, mask and LM head
+from the target: the drafter must have been trained with a row of the target's embedding as its mask
+(option `mask_id`) and speak all of the target's ids.
+
+Layer ids count layers. DSpark's settings stand at the top level and inside `dflash_config`, since
+SGLang looks for some of them in the one place and for some in the other.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from specctl.core.errors import IncompatibleError
+from specctl.drafters.dspark import DSpark
+from specctl.export.formats import ExportSource
+from specctl.export.layouts.blocks import block_tensors, blocks_of, check_confidence
+from specctl.export.layouts.engines import (
+    dimensions,
+    dtype_fields,
+    layer_ids,
+    refuse_scaled_head,
+    rope_fields,
+    sglang_command,
+    special_ids,
+)
+from specctl.export.layouts.sglang.layout import Flat, FlatFolder
+from specctl.export.readers.sglang_blocks import DFLASH, DSPARK, ENGINE, SglangBlocks
+from specctl.export.readers.trial import Trial, compare, drafted_logits, embedding_of, head_of, twin
+
+
+def write(source: ExportSource) -> FlatFolder:
+    drafter = blocks_of(source)
+    _refuse(source)
+    refuse_scaled_head(source, "SGLang")
+    spec, net, options = drafter.spec, drafter.net, drafter.options
+    own: dict[str, Any] = {
+        "mask_token_id": options.mask_id,
+        "target_layer_ids": layer_ids(sorted(drafter.own_taps), spec.num_layers),
+    }
+    if isinstance(drafter, DSpark):
+        own |= {
+            "sample_from_anchor": True,
+            "markov_rank": options.rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": True,
+        }
+    top = own if isinstance(drafter, DSpark) else {}
+    config = {
+        "architectures": [_architecture(source)],
+        "model_type": "qwen3",
+        **dimensions(net.shape, source, len(net.layers)),
+        **rope_fields(net.shape, source),
+        **special_ids(source),
+        **dtype_fields(source),
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "layer_types": ["full_attention"] * len(net.layers),
+        "block_size": drafter.num_slots,
+        "num_target_layers": spec.num_layers,
+        **top,
+        "dflash_config": {**own, "causal": False},
+    }
+    return FlatFolder(config, block_tensors(source))
+
+
+def _architecture(source: ExportSource) -> str:
+    return DSPARK if isinstance(source.drafter, DSpark) else DFLASH
+
+
+def _refuse(source: ExportSource) -> None:
+    drafter = blocks_of(source)
+    if drafter.options.mask_id is None:
+        raise IncompatibleError(
+            "SGLang takes the mask of a block from the target's embedding",
+            found="a mask vector of the drafter's own (mask_id: null)",
+            expected="a drafter trained with a token's row as its mask",
+            do="--to speculators (vLLM), or train with --set drafter.options.mask_id=ID, the id of "
+            "a token that no text contains",
+        )
+    if drafter.vocab is not None and drafter.vocab.size < drafter.vocab.target_size:
+        raise IncompatibleError(
+            "SGLang drafts a block over all of the target's ids",
+            found=f"a vocabulary of {drafter.vocab.size:,} ids",
+            expected=f"all {drafter.vocab.target_size:,}",
+            do="--to speculators (vLLM), or train with --set vocab.size=null",
+        )
+
+
+def check(source: ExportSource, folder: Path) -> None:
+    """SGLang drafts the block that the drafter drafts, and is as sure of it."""
+    drafter = blocks_of(source)
+    trial = Trial.of(source, int(drafter.options.num_heads) - 1, without=drafter.options.mask_id)
+    layers, kind = drafter.spec.num_layers, _architecture(source)
+    reader = SglangBlocks(folder, kind, embedding_of(source), head_of(source), layers)
+    compare(ENGINE, reader.drafted_logits(trial), drafted_logits(twin(source, drafter), trial))
+    if isinstance(drafter, DSpark):
+        check_confidence(source, reader.confidences(trial), trial)
+
+
+def serve(source: ExportSource, folder: str, algorithm: str) -> tuple[str, ...]:
+    """SGLang takes the length of a block from config.json; said again, it is the places and the
+    root."""
+    command = sglang_command(algorithm, int(source.drafter.options.num_heads), folder)
+    words = command.split(" --speculative-num-steps")[0]
+    number = int(source.drafter.options.num_heads) + 1
+    return (f"{words} --speculative-num-draft-tokens {number}",)
+
+
+DFLASH_FLAT = Flat("DFLASH", write, check, serve)
+DSPARK_FLAT = Flat("DSPARK", write, check, serve)

@@ -1,0 +1,103 @@
+"""EAGLE-3 as a flat checkpoint: config.json and one tensor per parameter, no prefix (SafeAILab's
+layout, from which SGLang, vLLM, TensorRT-LLM and llama.cpp's converter all start).
+
+It is written for two engines at once. The list of layers stands twice: at the top it counts hidden
+states (vLLM), inside `eagle_config` it counts layers (SGLang). `norm_before_residual` is written
+because engines disagree on what its absence means.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from specctl.core.errors import IncompatibleError
+from specctl.drafters.eagle3 import Eagle3
+from specctl.export.formats import ExportSource
+from specctl.export.layouts.engines import (
+    draft_length,
+    hidden_state_ids,
+    layer_ids,
+    sglang_command,
+    vllm_command,
+)
+from specctl.export.layouts.sglang.layout import Flat, FlatFolder, llama_config
+from specctl.export.layouts.speculators.eagle3 import written_tensors
+from specctl.export.readers import vllm_eagle3
+from specctl.export.readers.sglang_eagle import ENGINE, SglangEagle3
+from specctl.export.readers.trial import (
+    Trial,
+    compare,
+    drafted_logits,
+    embedding_of,
+    twin,
+    without_router,
+)
+from specctl.export.readers.vllm_eagle3 import VllmEagle3, flat_config
+
+FED_BACK = 3
+
+
+def write(source: ExportSource) -> FlatFolder:
+    drafter = source.drafter
+    assert isinstance(drafter, Eagle3)
+    options, spec = drafter.options, drafter.spec
+    _refuse(drafter)
+    taps = sorted(options.taps or ())
+    config = {
+        **llama_config("LlamaForCausalLMEagle3", source, drafter.module.shape, 1),
+        "draft_vocab_size": source.manifest.vocabulary.draft_size,
+        "num_aux_hidden_states": len(taps),
+        "eagle_aux_hidden_state_layer_ids": hidden_state_ids(taps, spec.num_layers),
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": layer_ids(taps, spec.num_layers),
+        },
+        "fc_norm": options.fc_norm,
+        "norm_output": options.norm_output,
+        "norm_before_fc": False,
+        "norm_before_residual": False,
+    }
+    return FlatFolder(config, written_tensors(source, options.taps))
+
+
+def _refuse(drafter: Eagle3) -> None:
+    if drafter.options.qk_norm:
+        raise IncompatibleError(
+            "a flat EAGLE-3 checkpoint has no norm on queries and keys",
+            found="qk_norm: true",
+            expected="qk_norm: false",
+            do="--to speculators (vLLM), or train with --set drafter.options.qk_norm=false",
+        )
+    if drafter.options.norm_before_residual:
+        raise IncompatibleError(
+            "SGLang keeps the un-normed state as residual, whatever config.json says",
+            found="norm_before_residual: true",
+            expected="norm_before_residual: false",
+            do="--to speculators (vLLM), or train with "
+            "--set drafter.options.norm_before_residual=false",
+        )
+    if len(drafter.options.taps or ()) == 1:
+        raise IncompatibleError(
+            "SGLang takes features as wide as the drafter for the drafter's own states",
+            found=f"one tap, {list(drafter.options.taps or ())}",
+            expected="two taps or more",
+            do="--to speculators (vLLM), or train with more taps",
+        )
+
+
+def check(source: ExportSource, folder: Path) -> None:
+    """SGLang and vLLM draft what the drafter drafts: behind random features, and on its own
+    states."""
+    trial, embedding_VD = Trial.of(source, FED_BACK), embedding_of(source)
+    ours = drafted_logits(twin(source, without_router(source.drafter)), trial)
+    compare(ENGINE, SglangEagle3(folder, embedding_VD).drafted_logits(trial), ours)
+    vllm = VllmEagle3(folder, embedding_VD, flat_config)
+    compare(vllm_eagle3.ENGINE, vllm.drafted_logits(trial), ours)
+
+
+def serve(source: ExportSource, folder: str, algorithm: str) -> tuple[str, ...]:
+    length = draft_length(source)
+    return sglang_command(algorithm, length, folder), vllm_command("eagle3", length, folder)
+
+
+FLAT = Flat("EAGLE3", write, check, serve)

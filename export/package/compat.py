@@ -1,0 +1,209 @@
+"""Does a package belong to this target? Every difference is named, with what would cure it.
+
+Verification keeps the output distribution whatever the drafter proposes, so a wrong pair is not
+dangerous but slow, and silently so. That is why the default is to refuse: what would only lower
+acceptance may be let through by name, what cannot work at all may not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from specctl.core.errors import IncompatibleError, SpecctlError, nearest
+from specctl.export.package.manifest import Manifest
+
+if TYPE_CHECKING:
+    from specctl.runtime.target.target import Target
+
+# Fields of ModelSpec that say how the target computes; a drafter copies some of them.
+_SOFT_SPEC = (
+    "model_type",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "intermediate_size",
+    "norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "max_positions",
+    "bos_id",
+    "eos_ids",
+    "pad_id",
+    "embed_scale",
+)
+_SHAPE = ("num_layers", "hidden_size")
+
+ALLOWABLE = (
+    "target",
+    "tokenizer",
+    "template",
+    "eos",
+    "padding",
+    *(name.replace("_", "-") for name in (*_SHAPE, *_SOFT_SPEC)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """One difference: `allow` is the name that lets it pass, None if nothing may."""
+
+    field: str
+    found: str
+    expected: str
+    do: str
+    allow: str | None
+
+
+def check_allow(allow: Sequence[str]) -> frozenset[str]:
+    """The names in `allow`, dashes for underscores; an unknown one is refused."""
+    names = frozenset(name.removeprefix("--allow").strip(" -=").replace("_", "-") for name in allow)
+    for name in sorted(names - set(ALLOWABLE)):
+        raise SpecctlError(
+            f"there is no --allow {name}",
+            found=name,
+            expected="one of " + ", ".join(sorted(ALLOWABLE)),
+            do=f"--allow {nearest(name, ALLOWABLE, 1)}",
+        )
+    return names
+
+
+def check_compatible(manifest: Manifest, target: Target, allow: Sequence[str] = ()) -> None:
+    """Refuse a target that the package was not made for."""
+    raise_first(mismatches(manifest, target), allow, made_for(manifest))
+
+
+def raise_first(found: Sequence[Mismatch], allow: Sequence[str], origin: str) -> None:
+    """Raise for the gravest difference that is not allowed, naming the others too."""
+    allowed = check_allow(allow)
+    left = [m for m in found if m.allow not in allowed]
+    if not left:
+        return
+    first, others = left[0], ", ".join(m.field for m in left[1:])
+    cure = first.do
+    if all(m.allow for m in left):
+        flags = " ".join(f"--allow {m.allow}" for m in left)
+        cure += f"; or accept slower drafting (the output distribution stays exact) with {flags}"
+    raise IncompatibleError(
+        f"{first.field} of target and drafter differ" + (f" (and {others})" if others else ""),
+        found=first.found,
+        expected=f"{first.expected}, as in {origin}",
+        do=cure,
+        where=first.field,
+    )
+
+
+def made_for(manifest: Manifest) -> str:
+    """The target of a package in words: name, revision, inflation."""
+    target = manifest.target
+    text = target.name + (f"@{target.revision[:12]}" if target.revision else "")
+    return text + (f" inflated to {target.inflated}" if target.inflated else "")
+
+
+def mismatches(manifest: Manifest, target: Target) -> list[Mismatch]:
+    """Every difference between a package's manifest and a target, the gravest first."""
+    return [
+        *_taps(manifest, target),
+        *_shape(manifest, target),
+        *_texts(manifest, target),
+        *_spec(manifest, target),
+        *_weights(manifest, target),
+    ]
+
+
+def _load_it(manifest: Manifest) -> str:
+    return f"load the target the drafter was made for: --target {made_for(manifest)}"
+
+
+def _taps(manifest: Manifest, target: Target) -> list[Mismatch]:
+    layers = target.spec.num_layers
+    outside = [tap for tap in manifest.taps.indices if tap > layers]
+    if not outside:
+        return []
+    return [
+        Mismatch(
+            "taps",
+            f"tap {outside[0]} of a target with {layers} layers",
+            f"taps {list(manifest.taps.indices)} of {manifest.model_spec.num_layers} layers",
+            _load_it(manifest),
+            None,
+        )
+    ]
+
+
+def _shape(manifest: Manifest, target: Target) -> list[Mismatch]:
+    """Sizes that a drafter reading taps or borrowing weights is built around."""
+    spec, found = manifest.model_spec, []
+    tied = bool(manifest.taps.indices) or manifest.taps.borrow
+    for name in _SHAPE:
+        here, there = getattr(target.spec, name), getattr(spec, name)
+        if here != there:
+            allow = None if tied else name.replace("_", "-")
+            found.append(Mismatch(name, f"{here:,}", f"{there:,}", _load_it(manifest), allow))
+    here, there = target.spec.vocab_size, manifest.vocabulary.target_size
+    if here != there:
+        cure = f"{_load_it(manifest)}, or train a drafter for this one with `specctl train-draft`"
+        found.append(Mismatch("vocab_size", f"{here:,} ids", f"{there:,} ids", cure, None))
+    return found
+
+
+def _texts(manifest: Manifest, target: Target) -> list[Mismatch]:
+    found = []
+    if manifest.tokenizer != target.tokenizer_fingerprint:
+        found.append(
+            Mismatch(
+                "tokenizer",
+                _short(target.tokenizer_fingerprint),
+                _short(manifest.tokenizer),
+                f"use the tokenizer of {made_for(manifest)}, or train a drafter for this one",
+                "tokenizer",
+            )
+        )
+    if manifest.chat_template != target.template_digest:
+        found.append(
+            Mismatch(
+                "template",
+                _short(target.template_digest),
+                _short(manifest.chat_template),
+                f"use the chat template of {made_for(manifest)}, or distill on this one",
+                "template",
+            )
+        )
+    return found
+
+
+def _spec(manifest: Manifest, target: Target) -> list[Mismatch]:
+    spec = manifest.model_spec
+    return [
+        Mismatch(
+            name,
+            str(getattr(target.spec, name)),
+            str(getattr(spec, name)),
+            _load_it(manifest),
+            name.replace("_", "-"),
+        )
+        for name in _SOFT_SPEC
+        if getattr(target.spec, name) != getattr(spec, name)
+    ]
+
+
+def _weights(manifest: Manifest, target: Target) -> list[Mismatch]:
+    record = manifest.target
+    if record.fingerprint == target.fingerprint:
+        return []
+    here = target.name + (f"@{target.revision[:12]}" if target.revision else "")
+    here += f" inflated to {target.inflated}" if target.inflated else ""
+    return [
+        Mismatch(
+            "target",
+            f"{here}, weights {_short(target.fingerprint)}",
+            f"weights {_short(record.fingerprint)}",
+            _load_it(manifest),
+            "target",
+        )
+    ]
+
+
+def _short(digest: str | None) -> str:
+    return "none" if digest is None else digest[:12]

@@ -1,0 +1,209 @@
+"""What a drafter's name means: a folder, a training-free family or recipe, an alias or a hub
+repository.
+
+A plain word is a family, a recipe or an alias first; `./word` is always a folder.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from specctl.core.drafter import Drafter
+from specctl.core.errors import (
+    FileError,
+    IncompatibleError,
+    NetworkError,
+    SpecctlError,
+    did_you_mean,
+)
+from specctl.drafters import families
+from specctl.drafters.nets.options import read_options
+from specctl.export.package.files import open_folder, reading
+from specctl.export.package.manifest import (
+    LOADABLE,
+    MANIFEST,
+    package_in,
+    read_manifest,
+    refuse_export,
+)
+from specctl.recipes.load import load_recipe, recipe_names
+from specctl.recipes.schema import Recipe
+from specctl.recipes.targets import resolve
+from specctl.runtime.target.target import Target
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]+)?")
+_WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "README.md"]
+
+
+class Kind(StrEnum):
+    FAMILY = "family"
+    RECIPE = "recipe"
+    PACKAGE = "package"
+    PRETRAINED = "pretrained"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a name was resolved to: a family's name, or a folder and what lies in it."""
+
+    kind: Kind
+    name: str
+    folder: Path | None = None
+
+
+def locate(path_or_name: str | Path) -> Found:
+    """Resolve a drafter's name; an unknown one raises with the nearest known ones."""
+    name = str(path_or_name)
+    path = Path(name).expanduser()
+    plain = isinstance(path_or_name, str) and not re.search(r"[/\\]", name)
+    if not name or len(name) > 1000 or "\0" in name:
+        raise unknown(name)
+    if plain and name not in (".", "..", "~"):
+        if name in families():
+            return _family(name)
+        if free_recipe(name) is not None:
+            return Found(Kind.RECIPE, name)
+        if path.exists():
+            return _folder(path)
+        return _hub(*_alias(name))
+    if not is_hub_id(name):
+        return _folder(path)
+    repo, _, revision = name.partition("@")
+    return _hub(repo, revision or None)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether the hub is asked for that name, which no folder here has."""
+    path = Path(name).expanduser()
+    return bool(_HUB_ID.fullmatch(name)) and not (path.exists() or path.parent.is_dir())
+
+
+def load_found(
+    found: Found, target: Target, allow: Sequence[str], translate: str | None = None
+) -> Drafter:
+    """The drafter behind a resolved name; with `translate` one of another tokenizer, too."""
+    from specctl.export.package.load import load_package
+    from specctl.export.package.pretrained import load_pretrained
+
+    recipe = free_recipe(found.name) if found.kind is Kind.RECIPE else None
+    if recipe is not None:
+        family = families()[recipe.drafter.family]
+        options: Any = read_options(family.options, recipe.drafter.options)
+        return family.build(options, target.spec, None).to(target.device, target.dtype)
+    if found.folder is None:
+        family = families()[found.name]
+        return family.build(family.options(), target.spec, None).to(target.device, target.dtype)
+    with reading(found.folder):
+        foreign = None if translate is None else _foreign(found.folder, target, translate, allow)
+        if foreign is not None:
+            return foreign
+        if found.kind is Kind.PACKAGE:
+            return load_package(found.folder, target, allow)
+        return load_pretrained(found.folder, target, allow)
+
+
+def _foreign(folder: Path, target: Target, translate: str, allow: Sequence[str]) -> Drafter | None:
+    from specctl.export.package.foreign import load_foreign
+
+    return load_foreign(open_folder(folder), target, translate, allow)
+
+
+def free_recipe(name: str) -> Recipe | None:
+    """The recipe of that name if it needs no training: such a recipe is a drafter as it stands."""
+    if name not in recipe_names():
+        return None
+    recipe = load_recipe(name)
+    known = families().get(recipe.drafter.family)
+    return None if known is None or known.trainable else recipe
+
+
+def _family(name: str) -> Found:
+    if not families()[name].trainable:
+        return Found(Kind.FAMILY, name)
+    raise FileError(
+        f"{name} is a family of trained drafters, not a drafter",
+        found=name,
+        expected="a package folder, or a family that needs no training, such as prompt-lookup",
+        do=f"train one with `specctl train-draft`, then give its package; ./{name} means a folder",
+    )
+
+
+def _folder(path: Path) -> Found:
+    """A folder by its contents; the folder of a run stands for the package in it."""
+    with reading(path):
+        return _look(path)
+
+
+def _look(path: Path) -> Found:
+    folder = open_folder(package_in(path))
+    if (folder / MANIFEST).exists():
+        manifest = read_manifest(folder)
+        refuse_export(manifest, path, LOADABLE)
+        native = manifest.format == "specctl"
+        return Found(Kind.PACKAGE if native else Kind.PRETRAINED, folder.name, folder)
+    if (folder / "config.json").exists():
+        return Found(Kind.PRETRAINED, folder.name, folder)
+    raise FileError(
+        "the folder holds no drafter",
+        found=", ".join(sorted(p.name for p in folder.iterdir())[:5]) or "an empty folder",
+        expected=f"{MANIFEST} (a specctl package) or config.json (a transformers model)",
+        do="give the package folder of a run, such as runs/NAME/package",
+        where=str(path),
+    )
+
+
+def _alias(name: str) -> tuple[str, str | None]:
+    """Repository and pinned revision of an alias; unknown words are refused here."""
+    try:
+        resolved = resolve(name)
+    except SpecctlError as error:
+        raise unknown(name) from error
+    if resolved.repo is None:
+        raise IncompatibleError(
+            f"{name} is a target, not a drafter",
+            found=name,
+            expected="a smaller model, a package, or a training-free family",
+            do="train a drafter for it with `specctl train-draft`",
+        )
+    return resolved.repo, resolved.revision
+
+
+def unknown(name: str) -> FileError:
+    """The error for a word that means nothing, with what it may have meant."""
+    known = [*families(), *(str(p.parent) for p in sorted(Path("runs").glob("*/package/")))]
+    known += [p.name for p in sorted(Path().iterdir()) if (p / MANIFEST).exists()]
+    return FileError(
+        f"unknown drafter {ascii(name)[:80]}",
+        found=ascii(name)[:80],
+        expected="a package folder, a hub id owner/name, or a training-free family",
+        do=did_you_mean(name, known, "`specctl recipes ls` shows the families")
+        + " (a folder is written ./NAME)",
+    )
+
+
+def _hub(repo: str, revision: str | None) -> Found:
+    """Download a repository's JSON, text and safetensors (nothing that can run code)."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+    )
+
+    problems = (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError)
+    try:
+        path = snapshot_download(repo, revision=revision, allow_patterns=_WANTED)
+    except (*problems, HFValidationError) as error:
+        raise NetworkError(
+            f"no folder {repo} here, and the hub did not give a repository of that name",
+            found=str(error).splitlines()[0][:200] if str(error) else type(error).__name__,
+            expected="an existing folder, or a hub id that can be reached",
+            do="check the path; for the hub check the name, the network and `hf auth login`",
+        ) from error
+    return _folder(Path(path))

@@ -1,0 +1,57 @@
+"""A draft model of another tokenizer than the target's: found out here, translated by the runtime.
+
+Only a whole language model can be translated: a transformers folder with its tokenizer, or a
+package of family small-lm, whose tokenizer is that of the target it was made for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from specctl.core.drafter import Drafter
+from specctl.core.errors import SpecctlError
+from specctl.drafters.small_lm import SmallLm
+from specctl.export.package.load import read_package
+from specctl.export.package.manifest import MANIFEST, check_files
+from specctl.export.package.pretrained import inspect_folder, load_lm, load_tokenizer
+from specctl.recipes.targets import resolve
+from specctl.runtime.cross_vocab.translate import translated
+from specctl.runtime.target.target import Target, tokenizer_fingerprint
+
+
+def load_foreign(
+    folder: Path, target: Target, method: str, allow: Sequence[str] = ()
+) -> Drafter | None:
+    """The folder's model, translated for the target; None if it needs no translation, or none can
+    be made, or the caller vouches for the tokenizer (`allow`)."""
+    if target.tokenizer is None or "tokenizer" in allow:
+        return None
+    is_package = (folder / MANIFEST).is_file() and not (folder / "config.json").is_file()
+    if not is_package:
+        inspect_folder(folder)  # before transformers reads anything of it
+    tokenizer = _packaged_tokenizer(folder) if is_package else load_tokenizer(folder)
+    if tokenizer is None or tokenizer_fingerprint(tokenizer) == target.tokenizer_fingerprint:
+        return None
+    if is_package:
+        drafter = read_package(folder, None).to(target.device, target.dtype)
+        lm = drafter.language_model()
+        assert lm is not None, "only small-lm packages are asked for a tokenizer"
+    else:
+        lm = load_lm(folder, inspect_folder(folder)[1], target)
+    return translated(lm, tokenizer, tokenizer.eos_token_id, target, method)
+
+
+def _packaged_tokenizer(folder: Path) -> Any:
+    """The tokenizer that a package's drafter reads with, None where it is not at hand."""
+    manifest = check_files(folder)
+    if manifest.family != SmallLm.family:
+        return None
+    try:
+        found = resolve(manifest.target.name, manifest.target.revision).path
+    except SpecctlError:
+        return None
+    tokenizer = None if found is None else load_tokenizer(found)
+    is_same = tokenizer is not None and tokenizer_fingerprint(tokenizer) == manifest.tokenizer
+    return tokenizer if is_same else None

@@ -1,0 +1,266 @@
+"""Read a package: hashes first, then the pair, then the tensors, then the drafter itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specctl.core.drafter import Drafter, Family
+from specctl.core.errors import (
+    IncompatibleError,
+    IntegrityError,
+    SpecctlError,
+    is_out_of_memory,
+    nearest,
+    one_of,
+)
+from specctl.core.installed import pip_upgrade
+from specctl.core.vocab import VocabMap
+from specctl.drafters import families
+from specctl.drafters.nets.options import read_options
+from specctl.export.package.compat import Mismatch, check_compatible, made_for, raise_first
+from specctl.export.package.files import open_folder
+from specctl.export.package.folder import MAP_NAMES, read_tensors
+from specctl.export.package.manifest import (
+    CARD,
+    MANIFEST,
+    WEIGHTS,
+    Manifest,
+    check_files,
+    refuse_export,
+)
+from specctl.runtime.target.target import Target
+
+# Options that count modules, and how many may share a tensor.
+_STACKED = ("layers", "lstm_layers", "mlp_heads", "num_blocks", "num_heads", "prefix")
+_MODULES = 64
+
+
+def load_package(path: Path, target: Target, allow: Sequence[str] = ()) -> Drafter:
+    """The drafter of a package folder, after every check; on the target's device and dtype."""
+    return read_package(path, target, allow).to(target.device, target.dtype)
+
+
+def read_package(path: Path, target: Target | None, allow: Sequence[str] = ()) -> Drafter:
+    """The drafter of a package folder, after every check; on the CPU, in the dtype it is stored.
+    Without a target the package is read as it is, fitting or not."""
+    folder = open_folder(path)
+    manifest = check_files(folder)
+    refuse_export(manifest, path, ("specctl",))
+    if target is not None:
+        check_compatible(manifest, target, allow)
+    family = _family(manifest)
+    tensors = _tensors(manifest, folder)
+    vocab = _vocab(manifest, tensors)
+    if target is not None:
+        _check_eos(manifest, vocab, target, allow)
+    _check_modest(manifest, len(tensors))
+    options = parse_options(family, manifest.options)
+    own = {name: t for name, t in tensors.items() if name not in MAP_NAMES}
+    with _building():
+        return _built(manifest, family, options, vocab, own)
+
+
+def _built(
+    manifest: Manifest,
+    family: Family,
+    options: Any,
+    vocab: VocabMap | None,
+    own: Mapping[str, Tensor],
+) -> Drafter:
+    with torch.device("meta"):  # shapes first, so that no option can ask for memory
+        shell = family.build(options, manifest.model_spec, vocab)
+    _check_needs(manifest, shell)
+    _check_layout(shell, own)
+    drafter = family.build(options, manifest.model_spec, vocab)
+    drafter.to(torch.device("cpu"), getattr(torch, manifest.dtype))
+    drafter.load_tensors(own)
+    if drafter.module is not None:
+        drafter.module.eval()
+    return drafter
+
+
+@contextmanager
+def _building() -> Iterator[None]:
+    """Options and shape that are each possible may not go together; a package of ours never raises
+    anything else there."""
+    try:
+        yield
+    except SpecctlError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise IntegrityError(
+            "no drafter can be built from the manifest and the weights",
+            found=f"{type(error).__name__}: {ascii(str(error))[1:-1][:200]}",
+            expected="options, shape and weights of one drafter",
+            do="get the package again, or export it again from its run",
+            where=MANIFEST,
+        ) from error
+
+
+def _family(manifest: Manifest) -> Family:
+    known = families()
+    if manifest.family in known:
+        return known[manifest.family]
+    raise IncompatibleError(
+        "family: this specctl does not know the drafter's family",
+        found=ascii(manifest.family)[1:-1][:80],
+        expected=one_of(known, "specctl recipes ls"),
+        do=f"{pip_upgrade()}, or train one of "
+        + nearest(manifest.family, known)
+        + f" for {made_for(manifest)}",
+        where=f"{MANIFEST}:family",
+    )
+
+
+def parse_options(family: Family, options: Mapping[str, Any]) -> Any:
+    """The family's options from JSON: every field present, no other, of the right type. One that
+    packages once had not (ADDED) is as it was then."""
+    wanted = {field.name: field for field in fields(family.options)}
+    added = {name: f.default for name, f in wanted.items() if f.metadata.get("added")}
+    try:
+        if set(options) | set(added) != set(wanted):
+            odd = set(wanted) ^ (set(options) | set(added))
+            raise ValueError(f"missing or unknown: {', '.join(sorted(odd))}")
+        return read_options(family.options, {**added, **options})
+    except (ValueError, TypeError, ArithmeticError, SpecctlError) as error:
+        raise IncompatibleError(
+            f"options: not the options of family {family.name} in this specctl",
+            found=str(error).replace("\n", " ")[:300],
+            expected="exactly " + (", ".join(sorted(wanted)) or "none"),
+            do="install the specctl version named in the manifest, or train again",
+            where=f"{MANIFEST}:options",
+        ) from error
+
+
+def _check_modest(manifest: Manifest, num_tensors: int) -> None:
+    """No size among the options may exceed what the weights could fill, and no stack of modules the
+    tensors that are stored: even without storage each module takes its time to make."""
+    counts = [manifest.options.get(name) for name in _STACKED]
+    modules = math.prod(count for count in counts if isinstance(count, int) and count > 1)
+    if modules > _MODULES * max(1, num_tensors):
+        raise IntegrityError(
+            "options: more modules than the package has tensors for",
+            found=f"{modules:,} modules",
+            expected=f"the modules of {num_tensors:,} tensors",
+            do="get the package again",
+            where=f"{MANIFEST}:options",
+        )
+    stored = manifest.files.get(WEIGHTS)
+    limit = max(1 << 20, 0 if stored is None else stored.bytes)
+    for name, value in manifest.options.items():
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, int) and abs(number) > limit:
+                raise IntegrityError(
+                    f"options: {ascii(name)[1:-1][:60]} is larger than the package could fill",
+                    found=f"{number:,}"[:60],
+                    expected=f"at most {limit:,}",
+                    do="get the package again",
+                    where=f"{MANIFEST}:options",
+                )
+
+
+def _tensors(manifest: Manifest, folder: Path) -> dict[str, Tensor]:
+    unknown = sorted(set(manifest.files) - {WEIGHTS, CARD})
+    if unknown:
+        raise IntegrityError(
+            "the package lists files that this format does not have",
+            found=unknown[0],
+            expected=f"{WEIGHTS} and {CARD}",
+            do="get the package again",
+        )
+    if WEIGHTS not in manifest.files:
+        return {}
+    return read_tensors(folder / WEIGHTS)
+
+
+def _vocab(manifest: Manifest, tensors: Mapping[str, Tensor]) -> VocabMap | None:
+    """The vocabulary map, its two tables and the manifest agreeing with each other."""
+    record = manifest.vocabulary
+    present = [name for name in MAP_NAMES if name in tensors]
+    if record.digest is None and not present:
+        return None
+    if record.digest is None or len(present) != 2:
+        raise _bad_map("d2t", f"tables {present}", f"draft size {record.draft_size:,}")
+    d2t, t2d = tensors["d2t"], tensors["t2d"]
+    if d2t.dtype != torch.long or tuple(d2t.shape) != (record.draft_size,):
+        raise _bad_map("d2t", f"{d2t.dtype} {tuple(d2t.shape)}", f"int64 ({record.draft_size},)")
+    if t2d.dtype != torch.bool or tuple(t2d.shape) != (record.target_size,):
+        raise _bad_map("t2d", f"{t2d.dtype} {tuple(t2d.shape)}", f"bool ({record.target_size},)")
+    try:
+        vocab = VocabMap.from_d2t(d2t, record.target_size)
+    except SpecctlError as error:
+        raise _bad_map("d2t", error.found, error.expected) from error
+    if not torch.equal(vocab.t2d(), t2d):
+        raise _bad_map("t2d", f"{int(t2d.sum()):,} marked ids", f"the {vocab.size:,} ids of d2t")
+    if vocab.digest() != record.digest:
+        raise _bad_map("d2t", vocab.digest()[:12], f"vocabulary digest {record.digest[:12]}")
+    return vocab
+
+
+def _bad_map(field: str, found: str, expected: str) -> IncompatibleError:
+    return IncompatibleError(
+        f"{field}: the vocabulary map of the package contradicts itself",
+        found=found,
+        expected=expected,
+        do="rebuild it with `specctl vocab-trim`",
+        where=field,
+    )
+
+
+def _check_eos(
+    manifest: Manifest, vocab: VocabMap | None, target: Target, allow: Sequence[str]
+) -> None:
+    if vocab is None:
+        return
+    kept = set(vocab.ids_K.tolist())
+    cut = [i for i in target.eos_ids if i not in kept]
+    if cut:
+        miss = Mismatch(
+            "eos",
+            f"end-of-text id {cut[0]} was cut from the drafter's vocabulary",
+            f"all of {list(target.eos_ids)} kept",
+            "trim again with `specctl vocab-trim`, which always keeps special tokens",
+            "eos",
+        )
+        raise_first([miss], allow, made_for(manifest))
+
+
+def _check_needs(manifest: Manifest, drafter: Drafter) -> None:
+    needs, taps = drafter.needs(), manifest.taps
+    found = (list(needs.taps), needs.topk, needs.borrow)
+    expected = (list(taps.indices), taps.topk, taps.borrow)
+    if found != expected:
+        raise IncompatibleError(
+            "taps: the drafter built from the manifest wants other inputs than it was trained on",
+            found=f"taps {found[0]}, top-k {found[1]}, borrow {found[2]}",
+            expected=f"taps {expected[0]}, top-k {expected[1]}, borrow {expected[2]}",
+            do="install the specctl version named in the manifest, or train again",
+            where=f"{MANIFEST}:taps",
+        )
+
+
+def _check_layout(drafter: Drafter, tensors: Mapping[str, Tensor]) -> None:
+    """Exactly the tensors that the family stores, in their shapes (a memory checks itself)."""
+    if drafter.holds_data:
+        return
+    wanted = {name: tuple(t.shape) for name, t in drafter.tensors().items()}
+    found = {name: tuple(t.shape) for name, t in tensors.items()}
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
+            raise IntegrityError(
+                "the weights do not fit the manifest",
+                found=f"{ascii(name)[1:-1][:100]} {found.get(name, 'missing')}",
+                expected=str(wanted.get(name, "no such tensor")),
+                do="get the package again, or export it again from its run",
+                where=WEIGHTS,
+            )

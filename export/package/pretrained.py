@@ -1,0 +1,233 @@
+"""A transformers causal-LM folder as an independent drafter.
+
+The folder is inspected by our own rules before transformers sees it: no pickles, no code, no name
+that leaves the folder, headers that fit their files, a configuration that fits the headers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from specctl.core.drafter import Drafter
+from specctl.core.errors import (
+    IncompatibleError,
+    IntegrityError,
+    SpecctlError,
+    is_out_of_memory,
+)
+from specctl.core.language_model import LanguageModel
+from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
+from specctl.export.package.compat import Mismatch, check_allow, check_compatible, raise_first
+from specctl.export.package.files import (
+    PICKLE_SUFFIXES,
+    TensorEntry,
+    check_name,
+    list_files,
+    open_folder,
+    read_header,
+    read_json,
+)
+from specctl.export.package.manifest import MANIFEST, check_files
+from specctl.models.fast_llama import LlamaModel, fast_llama_from_hf
+from specctl.models.hf_lm import HfLM
+from specctl.runtime.target.checkpoint_folder import (
+    check_size,
+    from_folder,
+    misfit,
+    read_settings,
+    weight_files,
+)
+from specctl.runtime.target.target import Target, tokenizer_fingerprint
+
+CONFIG = "config.json"
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+def load_pretrained(path: Path, target: Target, allow: Sequence[str] = ()) -> Drafter:
+    """The model of a transformers folder as a small-lm drafter for `target`."""
+    folder = open_folder(path)
+    if (folder / MANIFEST).exists():
+        check_compatible(check_files(folder), target, allow)
+    config, shapes = inspect_folder(folder)
+    check_vocab(config, shapes, target, allow)
+    tokenizer = load_tokenizer(folder)
+    _check_tokenizer(tokenizer, folder, target, allow)
+    return described(SmallLm.from_lm(load_lm(folder, shapes, target), target.spec))
+
+
+def described(drafter: SmallLm) -> SmallLm:
+    """The drafter with options that say its shape, so that a trimmed one can be packaged."""
+    if isinstance(drafter.module, LlamaModel):
+        drafter.options = SmallLmOptions(**options_of(drafter.module.shape, drafter.spec))
+    return drafter
+
+
+def inspect_folder(folder: Path) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
+    """The configuration and the tensors of a folder, or a typed refusal."""
+    files = list_files(folder)
+    pickles = [name for name in files if Path(name).suffix.lower() in PICKLE_SUFFIXES]
+    if pickles:
+        raise IntegrityError(
+            "refused pickled weights: loading them can run code",
+            found=ascii(pickles[0])[1:-1],
+            expected="model.safetensors",
+            do="delete the pickle if there is a safetensors file beside it, or convert it first",
+        )
+    if CONFIG not in files:
+        raise IntegrityError("the folder has no config.json", do="give a whole model folder")
+    config = read_json(files[CONFIG])
+    read_settings(folder)
+    return config, _tensors(folder)
+
+
+def _tensors(folder: Path) -> dict[str, TensorEntry]:
+    """Every tensor that transformers would load."""
+    found: dict[str, TensorEntry] = {}
+    for path in weight_files(folder):
+        check_name(path.name)
+        found |= read_header(path)
+    return found
+
+
+def check_vocab(
+    config: Mapping[str, Any],
+    shapes: Mapping[str, TensorEntry],
+    target: Target,
+    allow: Sequence[str] = (),
+) -> None:
+    """The draft's token ids are the target's, row for row, as claimed and as stored; with padding
+    in `allow` the number of rows may differ (the tokenizers are compared on their own)."""
+    text = config.get("text_config")
+    size = (text if isinstance(text, dict) else config).get("vocab_size")
+    expected = target.spec.vocab_size
+    if isinstance(size, int) and "padding" in check_allow(allow):
+        expected = size
+    if size != expected:
+        raise IncompatibleError(
+            "vocab_size of target and drafter differ",
+            found=f"the draft has {size:,} ids" if isinstance(size, int) else "no vocab_size",
+            expected=f"{expected:,} ids, as in {target.name}",
+            do="with the same tokenizer --allow padding, or save it after "
+            f"model.resize_token_embeddings({expected}); else choose another draft",
+            where=f"{CONFIG}:vocab_size",
+        )
+    rows = {e.shape[0] for name, e in shapes.items() if name.endswith("embed_tokens.weight")}
+    if rows - {expected}:
+        raise IntegrityError(
+            "config.json and weights contradict each other",
+            found=f"an embedding of {max(rows):,} rows",
+            expected=f"{expected:,} rows, as vocab_size says",
+            do="download the model again",
+            where=f"{CONFIG}:vocab_size",
+        )
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The folder's own tokenizer, None if it has none."""
+    from transformers import AutoTokenizer
+
+    if not any((folder / name).exists() for name in _TOKENIZERS):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # a foreign file through a foreign parser: any type may come
+        raise IntegrityError(
+            "the draft's tokenizer cannot be read",
+            found=f"{type(error).__name__}: {str(error)[:150]}",
+            expected="tokenizer files that transformers can read",
+            do="copy the target's tokenizer files into the folder if the draft uses its ids",
+            where="tokenizer.json",
+        ) from error
+
+
+def _check_tokenizer(tokenizer: Any, folder: Path, target: Target, allow: Sequence[str]) -> None:
+    found = None if tokenizer is None else tokenizer_fingerprint(tokenizer)
+    if found == target.tokenizer_fingerprint:
+        return
+    shown = "the draft folder has no tokenizer"
+    if tokenizer is not None:
+        shown = f"fingerprint {str(found)[:12]}" + _difference(tokenizer, target.tokenizer)
+    miss = Mismatch(
+        "tokenizer",
+        shown,
+        f"fingerprint {str(target.tokenizer_fingerprint)[:12]}",
+        "choose a draft of the target's own model family",
+        "tokenizer",
+    )
+    raise_first([miss], allow, f"{target.name} (draft {folder.name})")
+
+
+def _difference(draft: Any, target: Any) -> str:
+    """How many ids mean other text, and the first of them."""
+    if target is None:
+        return ""
+    ours = {i: text for text, i in target.get_vocab().items()}
+    theirs = {i: text for text, i in draft.get_vocab().items()}
+    other = sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
+    if not other:
+        return ", same ids but other merges or normalisation"
+    i = other[0]
+    return (
+        f"; {len(other):,} of {len(ours):,} ids map to other text "
+        f"(first: {i:,} {theirs.get(i)!a} vs {ours.get(i)!a})"
+    )
+
+
+def load_lm(folder: Path, shapes: Mapping[str, TensorEntry], target: Target) -> LanguageModel:
+    """The folder's model on the target's device and dtype, frozen; no weight may be made up."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        check_size(config, [entry.shape for entry in shapes.values()], CONFIG)
+        with quietly():
+            model, report = from_folder(
+                AutoModelForCausalLM,
+                folder,
+                config=config,
+                dtype=target.dtype,
+                ignore_mismatched_sizes=True,  # reported below, by name
+                output_loading_info=True,
+            )
+    except SpecctlError:
+        raise
+    except Exception as error:  # a foreign file through a foreign parser: any type may come
+        if is_out_of_memory(error):
+            raise
+        raise IncompatibleError(
+            "transformers cannot load the draft as a causal LM",
+            found=f"{type(error).__name__}: {str(error)[:200]}",
+            expected="a decoder-only language model",
+            do="load it once with AutoModelForCausalLM to see what is missing",
+            where=CONFIG,
+        ) from error
+    for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        names = sorted(map(str, report.get(problem) or ()))
+        if names:
+            raise misfit(
+                f"{problem.replace('_', ' ')}: {names[0]}"
+                + (f" and {len(names) - 1} more" if len(names) > 1 else ""),
+                "every weight of the architecture, and no other",
+                CONFIG,
+            )
+    model.to(target.device).eval().requires_grad_(False)
+    return fast_llama_from_hf(model) or HfLM(model)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without the bars and reports of transformers, whose findings come back as errors."""
+    from transformers.utils import logging
+
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

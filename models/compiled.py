@@ -1,0 +1,188 @@
+"""CompiledLM: a round's forward in few fixed shapes, replayed as a CUDA graph or compiled code.
+
+A round feeds T tokens per row against a span of cache positions. Both are rounded up, so that a
+whole generation has a handful of shapes, and each shape is recorded once: as a CUDA graph on
+CUDA, by torch.compile elsewhere. The wrapped model stays the oracle and does all that is no round
+(prefills, training). Tokens of the padding see position 0 alone and are written behind the real
+ones, where the next round writes anyway.
+Letters: B rows, E head width, J key/value heads, L positions, T fed tokens, V target vocabulary, W
+window, Z slots.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+
+import torch
+from torch import Tensor
+
+from specctl.core.kv_cache import Aim, KVShape, SlotKV
+from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut, Masks
+
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+SPAN = 256
+
+
+@dataclass(frozen=True, slots=True)
+class RoundShape:
+    """What one recording serves."""
+
+    rows: int
+    width: int
+    span: int
+    is_whole: bool
+    taps: tuple[int, ...]
+
+    @classmethod
+    def of(cls, feed: Feed, aim: Aim) -> RoundShape:
+        rows, num_fed = feed.ids_BT.shape
+        width = next(width for width in WIDTHS if width >= num_fed)
+        return cls(rows, width, -(-aim.span // SPAN) * SPAN, aim.is_whole, feed.taps)
+
+
+class CompiledLM(LanguageModel):
+    """A language model whose rounds are recorded; `backend` is torch.compile's."""
+
+    def __init__(self, lm: LanguageModel, backend: str = "inductor") -> None:
+        self.lm, self.backend = lm, backend
+        self.spec, self.module, self.windows = lm.spec, lm.module, lm.windows
+        self._recorded: dict[RoundShape, Recorded] = {}
+        self._store: SlotKV | None = None
+        self._is_lent = False
+
+    @property
+    def kv_layers(self) -> tuple[KVShape, ...]:
+        return self.lm.kv_layers
+
+    @property
+    def num_shapes(self) -> int:
+        """Shapes recorded so far."""
+        return len(self._recorded)
+
+    def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
+        if kv is None or self._store is None or kv.key_ZJLE is not self._store.key_ZJLE:
+            return self.lm.run(feed, kv)
+        is_round = feed.logits and feed.only is None and feed.ids_BT.shape[1] <= WIDTHS[-1]
+        if torch.is_grad_enabled() or not is_round:
+            return self.lm.run(feed, kv)
+        shape = RoundShape.of(feed, kv.aim)
+        recorded = self._recorded.get(shape)
+        if recorded is None:
+            recorded = self._recorded[shape] = Recorded(self.lm, kv, shape, self.backend)
+        return recorded(feed, kv.aim)
+
+    def new_kv(self, num_slots: int, max_len: int) -> SlotKV:
+        """A cache with space for padding. One store at a time is recorded upon: the last engine's
+        is lent again once that engine is gone, with its recordings, if it is large enough."""
+        size = -(-(max_len + WIDTHS[-1]) // SPAN) * SPAN
+        if self._is_lent:
+            return self.lm.new_kv(num_slots, size)
+        store = self._store
+        if store is None or store.num_slots != num_slots or store.max_len < size:
+            self._recorded.clear()
+            self._store = store = self.lm.new_kv(num_slots, size)
+        lent, self._is_lent = copy.copy(store), True
+        weakref.finalize(lent, self._take_back)
+        return lent
+
+    def _take_back(self) -> None:
+        self._is_lent = False
+
+    def borrowed(self) -> Borrowed:
+        return self.lm.borrowed()
+
+
+class Recorded:
+    """One shape's forward with its own input buffers. What it returns is overwritten by the next
+    call, but for the taps, which drafters keep."""
+
+    def __init__(self, lm: LanguageModel, kv: SlotKV, shape: RoundShape, backend: str) -> None:
+        B, W, L = shape.rows, shape.width, shape.span
+        device = kv.key_ZJLE[0].device
+        with torch.inference_mode(False):
+
+            def zeros(*size: int, dtype: torch.dtype = torch.long) -> Tensor:
+                return torch.zeros(size, dtype=dtype, device=device)
+
+            masks = Masks(
+                zeros(B, 1, W, L, dtype=torch.bool),
+                {w: zeros(B, 1, W, L, dtype=torch.bool) for w in lm.windows},
+            )
+            self.feed = Feed(zeros(B, W), zeros(B, W), masks, shape.taps)
+            self.aim = Aim(zeros(B, 1), zeros(B, 1), L, shape.is_whole)
+            self.at_BW = zeros(B, W)
+            self.index_W = torch.arange(W, device=device)
+        own = kv.aimed(self.aim, self.at_BW)
+
+        def forward() -> LmOut:
+            return lm.run(self.feed, own)
+
+        assert isinstance(forward, FunctionType)
+        self.forward, self.backend = forward, backend
+        self.replay: Callable[[], LmOut] | None = None
+
+    def __call__(self, feed: Feed, aim: Aim) -> LmOut:
+        num_fed = feed.ids_BT.shape[1]
+        self._fill(feed, aim, num_fed)
+        if self.replay is None:
+            self.replay = record(self.forward, self.aim.slot_B1.device, self.backend)
+        out = self.replay()
+        assert out.logits_BTV is not None
+        taps = {tap: value[:, :num_fed].clone() for tap, value in out.taps.items()}
+        return LmOut(out.logits_BTV[:, :num_fed], taps)
+
+    def _fill(self, feed: Feed, aim: Aim, num_fed: int) -> None:
+        self.aim.slot_B1.copy_(aim.slot_B1)
+        self.aim.start_B1.copy_(aim.start_B1)
+        torch.add(aim.start_B1, self.index_W, out=self.at_BW)
+        for mine, given in (
+            (self.feed.ids_BT, feed.ids_BT),
+            (self.feed.position_BT, feed.position_BT),
+        ):
+            mine[:, :num_fed] = given
+        _pad(self.feed.masks.full, feed.masks.full)
+        for window, mask in feed.masks.windows.items():
+            _pad(self.feed.masks.windows[window], mask)
+
+
+def _pad(mine_B1WL: Tensor, mask_B1TL: Tensor) -> None:
+    """Copy a mask; the padding sees position 0, so that what it computes is finite."""
+    _, _, T, L = mask_B1TL.shape
+    mine_B1WL[:, :, :T, L:] = False
+    mine_B1WL[:, :, :T, :L] = mask_B1TL
+    mine_B1WL[:, :, T:, 1:] = False
+    mine_B1WL[:, :, T:, 0] = True
+
+
+def record(forward: FunctionType, device: torch.device, backend: str) -> Callable[[], LmOut]:
+    """A faster `forward`: its inputs are the tensors it closes over, refilled between calls. It
+    runs once before, so that fused weights and tables of positions are there."""
+    forward()
+    if device.type == "cuda":
+        return _graph(forward)
+    code = forward.__code__.replace(co_name="round")  # torch limits the compilations of one code
+    own = FunctionType(code, forward.__globals__, "round", None, forward.__closure__)
+    compiled: Callable[[], LmOut] = torch.compile(own, dynamic=False, backend=backend)
+    return compiled
+
+
+def _graph(forward: FunctionType) -> Callable[[], LmOut]:
+    """Workspaces are made by a run on a side stream, before recording."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        forward()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out: LmOut = forward()
+
+    def replay() -> LmOut:
+        graph.replay()
+        return out
+
+    return replay

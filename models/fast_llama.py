@@ -1,0 +1,217 @@
+"""FastLlama: our own forward for Llama-shaped models (Llama, Mistral, Qwen2, Qwen3).
+
+The same arithmetic as transformers' modules with a third of their operations: query, key and value
+are one product, gate and up another, rotary tables are made once in float32, keys and values are
+never repeated.
+Letters: B rows, D hidden width, E head width, H query heads, O output width, T fed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specctl.core.kv_cache import SlotKV
+from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut
+from specctl.core.spec import ModelSpec
+from specctl.models.hf_spec import spec_of
+from specctl.models.kernels import Weight, additive_mask, attend, linear, rms_norm
+from specctl.models.llama import LayerWeights, LlamaModel, LlamaShape
+
+__all__ = ["FastLlama", "LlamaModel", "LlamaShape", "fast_llama_from_hf"]
+
+
+def _project(x: Tensor, weights: tuple[Weight, ...], biases: tuple[Tensor | None, ...]) -> Tensor:
+    if len(weights) == 1:
+        return linear(x, weights[0], biases[0])
+    parts = [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    return torch.cat(parts, dim=-1)
+
+
+class FastLlama(LanguageModel):
+    """`LlamaModel` behind the LanguageModel interface."""
+
+    module: LlamaModel
+    config: Any = None  # of transformers, and how it generates, where the weights came from there
+    generation_config: Any = None
+
+    def __init__(self, module: LlamaModel, spec: ModelSpec) -> None:
+        self.module, self.spec = module, spec
+        window = module.shape.window
+        self.windows = () if window is None else (window,)
+
+    def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
+        module, shape, taps = self.module, self.module.shape, feed.taps
+        weights = module.weights()
+        x = F.embedding(feed.ids_BT, module.model.embed_tokens.weight)
+        mask = feed.masks.full if shape.window is None else feed.masks.windows[shape.window]
+        scores, rope = self._scores_and_rope(mask, feed.position_BT, x.dtype)
+        found: dict[int, Tensor] = {}
+        for index, layer in enumerate(weights.layers):
+            if index in taps:
+                found[index] = x
+            x = self._attention(x, layer, index, rope, scores, kv)
+            x = self._mlp(x, layer)
+        if feed.logits or shape.num_layers in taps:
+            x = rms_norm(x, module.model.norm.weight, shape.norm_eps)
+            if shape.num_layers in taps:
+                found[shape.num_layers] = x
+        return LmOut(linear(feed.asked(x), weights.head) if feed.logits else None, found)
+
+    def through(
+        self, x: Tensor, position_BT: Tensor, mask: Tensor, kv: SlotKV | None, layers: range
+    ) -> Tensor:
+        """The residual [B, T, D] after those layers, which touch only their own part of `kv`."""
+        weights = self.module.weights().layers
+        scores, rope = self._scores_and_rope(mask, position_BT, x.dtype)
+        for index in layers:
+            x = self._attention(x, weights[index], index, rope, scores, kv)
+            x = self._mlp(x, weights[index])
+        return x
+
+    def _scores_and_rope(
+        self, mask: Tensor, position_BT: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        shape = self.module.shape
+        scores = additive_mask(mask, shape.num_heads // shape.num_kv_heads, dtype)
+        return scores, self.module.rotary.at(position_BT, mask.shape[-1], dtype)
+
+    def lm_head(self, x: Tensor) -> Tensor:
+        """Logits of a residual: final norm and LM head."""
+        module, shape = self.module, self.module.shape
+        x = rms_norm(x, module.model.norm.weight, shape.norm_eps)
+        return linear(x, module.weights().head)
+
+    def _attention(
+        self,
+        x: Tensor,
+        layer: LayerWeights,
+        index: int,
+        rope: tuple[Tensor, Tensor],
+        scores: Tensor,
+        kv: SlotKV | None,
+    ) -> Tensor:
+        out = self._heads(x, layer, index, rope, scores, kv)
+        return x + linear(out, layer.output, layer.output_bias)
+
+    def _heads(
+        self,
+        x: Tensor,
+        layer: LayerWeights,
+        index: int,
+        rope: tuple[Tensor, Tensor],
+        scores: Tensor,
+        kv: SlotKV | None,
+    ) -> Tensor:
+        """[B, T, H * head width]: what the heads put out."""
+        shape = self.module.shape
+        B, T, _ = x.shape
+        H, K = shape.num_heads, shape.num_kv_heads
+        flat = rms_norm(x, layer.attention_norm, shape.norm_eps)
+        heads = _project(flat, layer.qkv, layer.qkv_bias).view(B, T, H + 2 * K, shape.head_dim)
+        both, value = heads[:, :, : H + K], heads[:, :, H + K :].transpose(1, 2)
+        if layer.qk_norm_HE is not None:
+            eps = shape.qk_norm_eps or shape.norm_eps
+            both = rms_norm(both, None, eps) * layer.qk_norm_HE
+        cos, sin = rope
+        both = torch.addcmul(both * cos, both.roll(shape.head_dim // 2, -1), sin).transpose(1, 2)
+        query, key = both[:, :H], both[:, H:]
+        if kv is not None:
+            key, value = kv.update(index, key, value)
+        out = attend(query, key, value, scores)
+        return out.transpose(1, 2).reshape(B, T, H * shape.head_dim)
+
+    def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
+        return x + linear(self._neurons(x, layer), layer.down)
+
+    def _neurons(self, x: Tensor, layer: LayerWeights) -> Tensor:
+        """[B, T, O]: what the neurons of the MLP put out."""
+        shape = self.module.shape
+        flat = rms_norm(x, layer.mlp_norm, shape.norm_eps)
+        gate, up = _project(flat, layer.gate_up, (None,) * len(layer.gate_up)).chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def borrowed(self) -> Borrowed:
+        return Borrowed(
+            self.module.model.embed_tokens.weight.detach(), self.module.head_weight.detach()
+        )
+
+
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+_CLASSES: Mapping[str, bool] = {
+    "LlamaForCausalLM": False,
+    "MistralForCausalLM": False,
+    "Qwen2ForCausalLM": False,
+    "Qwen3ForCausalLM": True,
+}
+
+
+def fast_llama_from_hf(model: Any, eos_ids: tuple[int, ...] = ()) -> FastLlama | None:
+    """A LeanLM over the very parameters of a transformers model; None if it has anything that the
+    lean forward does not do (other architecture, mixed layers, quantised or spread weights)."""
+    if type(model).__name__ not in _CLASSES or not _is_plain(model):
+        return None
+    spec = spec_of(model.config, eos_ids)
+    rotary = type(model.model.rotary_emb)(config=model.config)  # afresh: casts may have rounded it
+    inv_freq = rotary.inv_freq.detach().float()
+    if 2 * inv_freq.numel() != spec.head_dim:
+        return None
+    with torch.device("meta"):
+        module = LlamaModel(_shape_of(model, spec), inv_freq, float(rotary.attention_scaling))
+    theirs = dict(model.named_parameters())
+    for name, _ in list(module.named_parameters()):
+        owner, leaf = name.rsplit(".", 1)
+        setattr(module.get_submodule(owner), leaf, theirs[name])
+    lm = FastLlama(module.eval(), spec)
+    lm.config, lm.generation_config = model.config, getattr(model, "generation_config", None)
+    return lm
+
+
+def _shape_of(model: Any, spec: ModelSpec) -> LlamaShape:
+    attention = model.model.layers[0].self_attn
+    return LlamaShape(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        vocab_size=spec.vocab_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        intermediate_size=spec.intermediate_size,
+        norm_eps=spec.norm_eps,
+        rope_theta=spec.rope_theta,
+        tied=model.lm_head.weight is model.model.embed_tokens.weight,
+        qk_norm=_CLASSES[type(model).__name__],
+        attention_bias=attention.q_proj.bias is not None,
+        output_bias=attention.o_proj.bias is not None,
+        window=_window(model.config),
+    )
+
+
+def _window(config: Any) -> int | None:
+    if getattr(config, "use_sliding_window", True) is False:
+        return None
+    if "full_attention" in (getattr(config, "layer_types", None) or ()):
+        return None
+    window = getattr(config, "sliding_window", None)
+    return None if window is None else int(window)
+
+
+def _is_plain(model: Any) -> bool:
+    config = model.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = set(getattr(config, "layer_types", None) or ())
+    linears = [m for n, m in model.named_modules() if n.endswith(("_proj", "lm_head"))]
+    return (
+        getattr(config, "hidden_act", "") == "silu"
+        and not getattr(config, "mlp_bias", False)
+        and rope.get("rope_type", "default") in STATIC_ROPE
+        and len(kinds) <= 1
+        and getattr(config, "quantization_config", None) is None
+        and all(type(m) is nn.Linear for m in linears)
+        and model.model.layers[0].mlp.gate_proj.bias is None
+        and len({p.device for p in model.parameters()}) == 1
+    )

@@ -1,0 +1,271 @@
+"""HfLM: any transformers causal LM with full or sliding attention behind `LanguageModel`.
+
+transformers' module does the arithmetic. Ours are the cache (keys and values go to `SlotKV`), the
+masks (4-D bool, passed through by transformers as they are) and the attention kernel, which folds a
+group of query heads into the query axis instead of repeating keys and values.
+Letters: B rows, D hidden width, E head width, H query heads, J key/value heads, L positions, T fed
+tokens, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.masking_utils import sdpa_mask
+
+from specctl.core.errors import IncompatibleError
+from specctl.core.kv_cache import KVShape, SlotKV
+from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut, Masks
+from specctl.models.hf_probe import ask_plainly, check_rounds, narrowed
+from specctl.models.hf_spec import field_of, head_scale, refuse_stateful, spec_of
+from specctl.models.kernels import attend
+
+ATTENTION = "specctl"
+
+
+def attend_capped(
+    query_BHTE: Tensor,
+    key_BJLE: Tensor,
+    value_BJLE: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None,
+    sink_H: Tensor | None,
+) -> Tensor:
+    """`attend` written out, for scores with a soft cap (Gemma 2) or attention sinks (gpt-oss)."""
+    B, H, T, E = query_BHTE.shape
+    heads = key_BJLE.shape[1]
+    folded = query_BHTE.reshape(B, heads, -1, E)
+    score = (folded @ key_BJLE.transpose(2, 3)).float() * scale
+    if softcap is not None:
+        score = softcap * torch.tanh(score / softcap)
+    score = score.view(B, H, T, -1).masked_fill(~mask, -torch.inf)
+    if sink_H is not None:
+        sink = sink_H.float().view(1, H, 1, 1).expand(B, H, T, 1)
+        score = torch.cat([score, sink], dim=-1)
+    prob = score.softmax(-1)[..., : key_BJLE.shape[2]].to(value_BJLE.dtype)
+    out = prob.view(B, heads, -1, key_BJLE.shape[2]) @ value_BJLE
+    return out.view(B, H, T, -1)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The kernel transformers calls for the attention implementation named `ATTENTION`."""
+    assert dropout == 0.0 or not module.training, "attention dropout is not supported"
+    if kwargs.get("position_bias") is not None:
+        raise IncompatibleError(
+            f"{type(module).__name__} adds a position bias to its attention scores",
+            expected="rotary or learned positions",
+            do="choose a target with rotary positions",
+        )
+    if attention_mask.shape[1] != 1:
+        raise IncompatibleError(
+            f"{type(module).__name__} masks each head by itself",
+            expected="one mask for all heads",
+            do="choose a target with plain attention, e.g. a Llama or Qwen3",
+        )
+    softcap, sink_H = kwargs.get("softcap"), kwargs.get("s_aux")
+    if softcap is None and sink_H is None:
+        group = query.shape[1] // key.shape[1]
+        mask = attention_mask if query.shape[2] == 1 else attention_mask.repeat(1, 1, group, 1)
+        out = attend(query, key, value, mask, scaling)
+    else:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        out = attend_capped(query, key, value, attention_mask, scale, softcap, sink_H)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _explicit_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """transformers' bool mask, written out even where sdpa could do without one."""
+    mask: Tensor | None = sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+    return mask
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, _explicit_mask)
+
+
+class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer of `_SlotCache`."""
+
+    def __init__(self, kv: SlotKV, layer: int, length: int, span: int) -> None:
+        super().__init__()
+        self.kv, self.layer, self.length, self.span = kv, layer, length, span
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        return self.kv.update(self.layer, key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.span, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return self.kv.max_len
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.20
+
+
+class _SlotCache(Cache):  # type: ignore[misc]
+    """transformers' cache interface over an aimed `SlotKV`; lives for one forward."""
+
+    def __init__(self, kv: SlotKV, num_fed: int, span: int) -> None:
+        super().__init__(
+            layers=[_SlotLayer(kv, i, span - num_fed, span) for i in range(kv.num_layers)]
+        )
+
+
+class HfLM(LanguageModel):
+    """A transformers causal LM; also the oracle of the lean forward. `kv_layers`: what its cache
+    keeps, where the module has been tried before."""
+
+    module: Any
+
+    def __init__(
+        self, model: Any, eos_ids: tuple[int, ...] = (), kv_layers: tuple[KVShape, ...] = ()
+    ) -> None:
+        if not kv_layers:
+            refuse_stateful(type(model), model.config)
+        self.module = model
+        self.spec = spec_of(model.config, eos_ids)
+        text = model.config.get_text_config()
+        kinds = tuple(field_of(text, "layer_types") or ())
+        window = field_of(text, "sliding_window")
+        if window is not None and kinds and "sliding_attention" not in kinds:
+            window = None
+        if field_of(text, "use_sliding_window") is False:
+            window = None
+        if window is not None and window >= self.spec.max_positions:
+            window = None
+        self.windows = () if window is None else (int(window),)
+        self._is_mixed = len(set(kinds)) > 1 and window is not None
+        self._can_skip = "logits_to_keep" in signature(type(model).forward).parameters
+        self._layers = kv_layers
+        if kv_layers or self.embedding.is_meta:
+            self._implementation = _choose_attention(model)
+        else:
+            self._try(model)
+
+    @property
+    def embedding(self) -> Tensor:
+        """The embedding table [V, D]."""
+        weight: Tensor = self.module.get_input_embeddings().weight
+        return weight
+
+    def _try(self, model: Any) -> None:
+        """Learn the shapes of the cache, and refuse the module if rounds are not what it says."""
+        given = self.windows
+        plain = ask_plainly(model, given)
+        self._implementation = _choose_attention(model)
+        self._layers = plain.layers
+        first = plain.layers[0]
+        if set(plain.layers) == {first} and first.key_width == first.value_width:
+            self.spec = replace(self.spec, num_kv_heads=first.key_heads, head_dim=first.key_width)
+        with narrowed(model, given) as windows:
+            self.windows = windows
+            check_rounds(self, plain)
+        self.windows = given
+
+    @property
+    def kv_layers(self) -> tuple[KVShape, ...]:
+        return self._layers or super().kv_layers
+
+    def _mask(self, masks: Masks) -> Any:
+        full = self._form(masks.full)
+        if not self.windows:
+            return full
+        sliding = self._form(masks.windows[self.windows[0]])
+        if self._is_mixed:
+            return {"full_attention": full, "sliding_attention": sliding}
+        return sliding
+
+    def _form(self, mask: Tensor) -> Tensor:
+        if self._implementation != "eager":
+            return mask
+        low = torch.finfo(self.dtype).min
+        return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill(~mask, low)
+
+    def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
+        model = self.module if feed.logits else self.module.base_model
+        num_fed, span = feed.ids_BT.shape[1], feed.masks.full.shape[-1]
+        first = min(feed.only) if feed.only is not None and feed.logits and self._can_skip else 0
+        some = {"logits_to_keep": num_fed - first} if first else {}
+        out = model(
+            input_ids=feed.ids_BT,
+            attention_mask=self._mask(feed.masks),
+            position_ids=feed.position_BT,
+            past_key_values=None if kv is None else _SlotCache(kv, num_fed, span),
+            use_cache=kv is not None,
+            output_hidden_states=bool(feed.taps),
+            **some,
+        )
+        taps = self._taps(out, feed) if feed.taps else {}
+        return LmOut(feed.asked(out.logits, first) if feed.logits else None, taps)
+
+    def _taps(self, out: Any, feed: Feed) -> dict[int, Tensor]:
+        states, want = out.hidden_states, (*feed.ids_BT.shape, self.spec.hidden_size)
+        if states is None or len(states) != self.spec.num_layers + 1:
+            found = f"{0 if states is None else len(states):,} hidden states"
+            raise self._unreadable(found, f"{self.spec.num_layers + 1:,}")
+        for tap in feed.taps:
+            if states[tap].shape != want:
+                found = f"hidden state {tap} of shape {list(states[tap].shape)}"
+                raise self._unreadable(found, f"shape {list(want)}")
+        return {tap: states[tap] for tap in feed.taps}
+
+    def _unreadable(self, found: str, expected: str) -> IncompatibleError:
+        return IncompatibleError(
+            f"no drafter can read the hidden states of {type(self.module).__name__}",
+            found=found,
+            expected=f"{expected}, one vector a token as wide as the model",
+            do="choose a family that reads none, e.g. prompt-lookup or small-lm",
+        )
+
+    def borrowed(self) -> Borrowed:
+        head: Any = self.module.get_output_embeddings()
+        width = self.spec.hidden_size
+        if head is None or not head.weight.shape[1] == self.embedding.shape[1] == width:
+            raise self._unreadable(
+                f"an embedding of width {self.embedding.shape[1]:,} and "
+                + ("no head" if head is None else f"a head of width {head.weight.shape[1]:,}"),
+                f"both {width:,} wide",
+            )
+        bias = getattr(head, "bias", None)
+        scale, head_VD = head_scale(self.module.config), head.weight.detach()
+        return Borrowed(
+            self.embedding.detach(),
+            head_VD if scale == 1.0 else head_VD * scale,
+            self.spec.embed_scale,
+            None if bias is None else bias.detach(),
+        )
+
+
+def _choose_attention(model: Any) -> str:
+    """Our kernel where the architecture takes one, else sdpa, else eager; returns the choice."""
+    if getattr(model, "_supports_attention_backend", False):
+        model.set_attn_implementation(ATTENTION)
+    elif getattr(model, "_supports_sdpa", False):
+        model.set_attn_implementation("sdpa")
+    else:
+        model.set_attn_implementation("eager")
+    return str(model.config._attn_implementation)

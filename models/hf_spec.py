@@ -1,0 +1,127 @@
+"""What a transformers configuration tells about a model: its shape, its fitness as a target."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specctl.core.errors import IncompatibleError
+from specctl.core.spec import ModelSpec
+
+SCALED_ROPE = ("linear", "llama3", "yarn")
+CONTEXTS = ("max_position_embeddings", "max_target_positions", "n_positions", "max_seq_len")
+KINDS = ("full_attention", "sliding_attention")
+
+
+OTHER_KINDS = {
+    "linear_attention": "a recurrent state (linear attention or a state space)",
+    "conv": "a convolution's state",
+    "chunked_attention": "attention in chunks",
+    "indexed_attention": "attention to keys that an indexer picks",
+    "heavily_compressed_attention": "compressed keys",
+    "compressed_sparse_attention": "compressed keys",
+    "hybrid": "a recurrent state beside attention",
+    "hybrid_sliding": "a recurrent state beside attention",
+}
+ALIBI = ("bloom", "mpt")  # no switch says so in their configurations
+
+
+def field_of(config: Any, name: str, default: Any = None) -> Any:
+    """A field of a foreign configuration; the default where it is absent, or differs by layer."""
+    try:
+        return getattr(config, name, default)
+    except RuntimeError:  # transformers' word for a field that layers do not share
+        return default
+
+
+def spec_of(config: Any, eos_ids: tuple[int, ...] = ()) -> ModelSpec:
+    """The shape of a transformers configuration (of its text part, if it has several)."""
+    text = config.get_text_config()
+    rope = field_of(text, "rope_parameters") or {}
+    kinds = [rope[kind] for kind in KINDS if rope.get(kind)]  # full layers may go without
+    rope = kinds[0] if kinds else rope
+    heads = _first(text, ("decoder_attention_heads", "num_attention_heads"), None)
+    head_dim = field_of(text, "head_dim") or text.hidden_size // heads
+    intermediate = field_of(text, "intermediate_size") or 4 * text.hidden_size
+    return ModelSpec(
+        model_type=text.model_type,
+        num_layers=_first(text, ("decoder_layers", "num_hidden_layers"), None),
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+        num_heads=heads,
+        num_kv_heads=field_of(text, "num_key_value_heads") or heads,
+        head_dim=head_dim,
+        intermediate_size=intermediate if isinstance(intermediate, int) else max(intermediate),
+        norm_eps=float(
+            _first(text, ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), 1e-5)
+        ),
+        rope_theta=float(rope.get("rope_theta") or 10000.0),
+        max_positions=_positions(text, rope),
+        bos_id=_token_id(text, "bos_token_id"),
+        eos_ids=eos_ids,
+        pad_id=_token_id(text, "pad_token_id"),
+        embed_scale=_embed_scale(text),
+        rope_scaling=_rope_scaling(rope),
+    )
+
+
+def _token_id(config: Any, name: str) -> int | None:
+    found = field_of(config, name)
+    return found if isinstance(found, int) else None
+
+
+def _positions(text: Any, rope: dict[str, Any]) -> int:
+    """The context. With longrope (Phi-3) it ends where short factors do: one token further every
+    position is turned by other angles, those in the cache and of other rows of a batch as well."""
+    context = int(_first(text, CONTEXTS, 1 << 20))
+    short = rope.get("original_max_position_embeddings")
+    return min(context, int(short)) if rope.get("rope_type") == "longrope" and short else context
+
+
+def _rope_scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
+    if rope.get("rope_type") not in SCALED_ROPE:
+        return None
+    return {name: value for name, value in rope.items() if value is not None}
+
+
+def _first(config: Any, names: tuple[str, ...], default: Any) -> Any:
+    found = (field_of(config, name) for name in names)
+    return next((value for value in found if value is not None), default)
+
+
+def _embed_scale(text: Any) -> float:
+    """Factor between the embedding table and hidden_states[0]."""
+    if text.model_type.startswith(("gemma", "t5gemma")):
+        return float(text.hidden_size**0.5)
+    return float(getattr(text, "embedding_multiplier", None) or 1.0)
+
+
+def head_scale(config: Any) -> float:
+    """Factor between the product with the LM head and the logits: Granite divides by its scaling,
+    Cohere and HyperCLOVA X multiply."""
+    text = config.get_text_config()
+    scaling = getattr(text, "logits_scaling", None)
+    if scaling:
+        return float(scaling if text.model_type == "hyperclovax" else 1.0 / scaling)
+    return float(getattr(text, "logit_scale", None) or 1.0)
+
+
+def refuse_stateful(model_class: type, config: Any) -> None:
+    """Raise for architectures whose state cannot be rolled back to an accepted path."""
+    text = config.get_text_config()
+    kinds = set(field_of(text, "layer_types") or KINDS) - {*KINDS, "mlp", "moe"}
+    found = ""
+    if kinds:
+        found = "layers with " + ", ".join(sorted({OTHER_KINDS.get(kind, kind) for kind in kinds}))
+    elif getattr(model_class, "_is_stateful", False):
+        found = "a state beside its keys and values"
+    elif field_of(config, "is_encoder_decoder"):
+        found = "an encoder-decoder"
+    elif field_of(text, "use_bidirectional_attention") not in (None, False, "vision"):
+        found = "attention in both directions"
+    if found:
+        raise IncompatibleError(
+            f"{model_class.__name__} cannot be a target",
+            found=found,
+            expected="a decoder of full or sliding attention, whose cache can be rolled back",
+            do="choose a pure attention target, e.g. a Llama, Qwen3, Mistral, Gemma or GPT-NeoX",
+        )

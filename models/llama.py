@@ -1,0 +1,277 @@
+"""LlamaModel: the parameters of a Llama-shaped model and the forms in which a forward reads them.
+
+Parameter names are those of a transformers Llama folder, and the parameters may be shared with a
+transformers model.
+Letters: B rows, E head width, H query heads, T fed tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specctl.models.kernels import Weight, can_pack, pack
+
+PACK_SHARE = 0.25  # of the device's memory that copies of the weights may take
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaShape:
+    """Sizes and switches of a Llama-shaped model. `window` is the sliding window of every layer,
+    `out_size` the rows of a trimmed output head (None = the whole vocabulary)."""
+
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    norm_eps: float
+    rope_theta: float
+    tied: bool
+    qk_norm: bool = False
+    attention_bias: bool = False
+    output_bias: bool = False
+    qk_norm_eps: float | None = None
+    window: int | None = None
+    out_size: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.num_heads % self.num_kv_heads == 0, (self.num_heads, self.num_kv_heads)
+        assert self.out_size is None or not self.tied, "a trimmed head cannot be tied"
+
+
+class _Norm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+
+class _Attention(nn.Module):
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        width, inner = shape.hidden_size, shape.num_heads * shape.head_dim
+        kv = shape.num_kv_heads * shape.head_dim
+        self.q_proj = nn.Linear(width, inner, bias=shape.attention_bias)
+        self.k_proj = nn.Linear(width, kv, bias=shape.attention_bias)
+        self.v_proj = nn.Linear(width, kv, bias=shape.attention_bias)
+        self.o_proj = nn.Linear(inner, width, bias=shape.output_bias)
+        if shape.qk_norm:
+            self.q_norm, self.k_norm = _Norm(shape.head_dim), _Norm(shape.head_dim)
+
+
+class _Mlp(nn.Module):
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+
+class _Layer(nn.Module):
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.input_layernorm = _Norm(shape.hidden_size)
+        self.self_attn = _Attention(shape)
+        self.post_attention_layernorm = _Norm(shape.hidden_size)
+        self.mlp = _Mlp(shape)
+
+
+class _Body(nn.Module):
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(_Layer(shape) for _ in range(shape.num_layers))
+        self.norm = _Norm(shape.hidden_size)
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """What the forward of one layer reads; each projection is one fused weight or its parts."""
+
+    attention_norm: Tensor
+    qkv: tuple[Weight, ...]
+    qkv_bias: tuple[Tensor | None, ...]
+    qk_norm_HE: Tensor | None
+    output: Weight
+    output_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: tuple[Weight, ...]
+    down: Weight
+
+
+@dataclass(slots=True)
+class Weights:
+    layers: list[LayerWeights]
+    head: Weight
+
+
+@dataclass(slots=True)
+class _Packs:
+    """Fused copies of the weights for inference, valid while no parameter changes. One writer:
+    the LeanLlama that holds it. A copied model starts without."""
+
+    weights: Weights | None = None
+    parameters: tuple[nn.Parameter, ...] = ()
+    version: int = -1
+
+    def clear(self) -> None:
+        self.weights, self.parameters, self.version = None, (), -1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Packs:
+        return _Packs()
+
+    def __reduce__(self) -> tuple[type[_Packs], tuple[()]]:
+        return _Packs, ()
+
+
+@dataclass(slots=True)
+class Rotary:
+    """Tables of cos and signed sin, [positions, 2 E], always computed in float32 and only then
+    rounded to the model's dtype (a bfloat16 frequency would let positions drift)."""
+
+    inv_freq: Tensor
+    scale: float = 1.0
+    tables: dict[tuple[torch.device, torch.dtype], Tensor] = field(default_factory=dict)
+
+    def at(self, position_BT: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and signed sin at positions below `length`, each [B, T, 1, E]."""
+        key = (position_BT.device, dtype)
+        table = self.tables.get(key)
+        if table is None or table.shape[0] < length:
+            rows = max(256, 1 << (length - 1).bit_length())
+            table = self.tables[key] = self._table(rows, position_BT.device).to(dtype)
+        cos, sin = F.embedding(position_BT, table)[:, :, None].chunk(2, dim=-1)
+        return cos, sin
+
+    def _table(self, rows: int, device: torch.device) -> Tensor:
+        at = torch.arange(rows, device=device, dtype=torch.float32)
+        angle = at[:, None] * self.inv_freq.to(device)
+        cos, sin = angle.cos() * self.scale, angle.sin() * self.scale
+        return torch.cat([cos, cos, -sin, sin], dim=-1)
+
+
+def default_inv_freq(head_dim: int, theta: float) -> Tensor:
+    """float32 [E/2]: theta ** (-2i / D)."""
+    return 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+
+
+class LlamaModel(nn.Module):
+    """The parameters of a Llama-shaped model under their transformers names."""
+
+    def __init__(
+        self, shape: LlamaShape, inv_freq: Tensor | None = None, rope_scale: float = 1.0
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        self.model = _Body(shape)
+        if not shape.tied:
+            rows = shape.out_size or shape.vocab_size
+            self.lm_head = nn.Linear(shape.hidden_size, rows, bias=False)
+        with torch.device("cpu"):
+            frequencies = default_inv_freq(shape.head_dim, shape.rope_theta)
+        self.rotary = Rotary(frequencies if inv_freq is None else inv_freq, rope_scale)
+        self.packs = _Packs()
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Fresh weights: every layer starts as the identity (o_proj and down_proj are zero)."""
+        for name, parameter in self.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight", "bias")):
+                parameter.zero_()
+            elif parameter.dim() == 1:
+                parameter.fill_(1.0)
+            elif name.endswith(("embed_tokens.weight", "lm_head.weight")):
+                parameter.normal_(std=0.02)
+            else:
+                parameter.normal_(std=parameter.shape[1] ** -0.5)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The output head [out_size or V, D]; the embedding itself when tied."""
+        return self.model.embed_tokens.weight if self.shape.tied else self.lm_head.weight
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LlamaModel:
+        self.packs.clear()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.packs.clear()
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def weights(self) -> Weights:
+        """What a forward reads: the parameters themselves while they are being trained or the
+        forward is compiled, fused copies otherwise (rebuilt whenever a parameter has changed)."""
+        if torch.compiler.is_compiling():
+            return self._collect(is_fused=False)
+        packs = self.packs
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
+            packs.clear()
+            return self._collect(is_fused=False)
+        version = sum(p._version for p in packs.parameters)
+        if packs.weights is None or packs.version != version:
+            packs.parameters = tuple(self.parameters())
+            packs.version = sum(p._version for p in packs.parameters)
+            packs.weights = self._collect(is_fused=self._has_room())
+        return packs.weights
+
+    def _has_room(self) -> bool:
+        weight = self.head_weight
+        if weight.is_meta:
+            return False
+        size = sum(p.numel() * p.element_size() for p in self.parameters())
+        return size <= PACK_SHARE * _memory_bytes(weight.device)
+
+    def _collect(self, is_fused: bool) -> Weights:
+        def packed(weight: Tensor) -> Weight:
+            return pack(weight) if is_fused and can_pack(weight) else weight
+
+        def fuse(parts: tuple[Tensor, ...]) -> tuple[Weight, ...]:
+            return (packed(torch.cat(parts)),) if is_fused else parts
+
+        layers = [self._collect_layer(layer, fuse, packed, is_fused) for layer in self.model.layers]
+        return Weights(layers, packed(self.head_weight))
+
+    def _collect_layer(
+        self,
+        layer: Any,
+        fuse: Callable[[tuple[Tensor, ...]], tuple[Weight, ...]],
+        packed: Callable[[Tensor], Weight],
+        is_fused: bool,
+    ) -> LayerWeights:
+        attention, mlp, shape = layer.self_attn, layer.mlp, self.shape
+        parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+        biases: tuple[Tensor | None, ...] = tuple(part.bias for part in parts)
+        if is_fused and shape.attention_bias:
+            biases = (torch.cat([part.bias for part in parts]),)
+        qk_norm = None
+        if shape.qk_norm:
+            query = attention.q_norm.weight.expand(shape.num_heads, -1)
+            key = attention.k_norm.weight.expand(shape.num_kv_heads, -1)
+            qk_norm = torch.cat([query, key])
+        return LayerWeights(
+            attention_norm=layer.input_layernorm.weight,
+            qkv=fuse(tuple(part.weight for part in parts)),
+            qkv_bias=biases,
+            qk_norm_HE=qk_norm,
+            output=packed(attention.o_proj.weight),
+            output_bias=attention.o_proj.bias,
+            mlp_norm=layer.post_attention_layernorm.weight,
+            gate_up=fuse((mlp.gate_proj.weight, mlp.up_proj.weight)),
+            down=packed(mlp.down_proj.weight),
+        )
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,107 @@
+"""A figure summed over rows of a head whose logits are never all alive.
+
+Logits over a large vocabulary dwarf everything else in training. Here a slice of rows goes through
+the head, its loss is taken and, where the head is one matrix, differentiated at once: what stays is
+the gradient of states and matrix, as in fused linear cross-entropy (arXiv 2410.10989). Nothing is
+computed twice, and the order of the sums is fixed. Any other head is recomputed in the backward
+pass.
+Letters: D hidden width, F figures, K draft vocabulary, Q picked rows, R flat rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+Head = Callable[[Tensor], Tensor]
+Rows = tuple[Tensor, ...]  # row numbers first, then whatever else `Part` wants, all of one length
+Part = Callable[..., Tensor]  # (draft_QK, *rows) -> [F]: the loss first, then figures
+
+
+@dataclass(frozen=True, slots=True)
+class LinearHead:
+    """A head that is one matrix, which lets its gradient be taken slice by slice."""
+
+    weight_KD: Tensor
+    bias_K: Tensor | None = None
+
+    def __call__(self, state_QD: Tensor) -> Tensor:
+        return F.linear(state_QD, self.weight_KD, self.bias_K)
+
+
+def sum_slices(state_RD: Tensor, head: Head, slices: Sequence[Rows], part: Part) -> Tensor:
+    """[F]: the sum of `part` over the slices. Only its first entry carries a gradient."""
+    if torch.is_grad_enabled():
+        if isinstance(head, nn.Linear):
+            head = LinearHead(head.weight, head.bias)
+        if isinstance(head, LinearHead) and slices:
+            total: Tensor = _Differentiated.apply(  # type: ignore[no-untyped-call]
+                state_RD, head.weight_KD, head.bias_K, slices, part
+            )
+            return total
+    again = len(slices) > 1 and torch.is_grad_enabled()
+
+    def whole(*rows: Tensor) -> Tensor:
+        return part(head(state_RD[rows[0]]), *rows)
+
+    sums = [checkpoint(whole, *rows, use_reentrant=False) if again else whole(*rows)
+            for rows in slices]  # fmt: skip
+    return torch.stack(sums).sum(0)
+
+
+class _Differentiated(torch.autograd.Function):
+    """The sum and, while a slice's logits are alive, the gradient of its first entry."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        state_RD: Tensor,
+        weight_KD: Tensor,
+        bias_K: Tensor | None,
+        slices: Sequence[Rows],
+        part: Part,
+    ) -> Tensor:
+        inputs = (state_RD, weight_KD, bias_K)
+        wanted = [x if needed else None for x, needed in zip(inputs, ctx.needs_input_grad[:3],
+                                                             strict=True)]  # fmt: skip
+        grads = [None if x is None else torch.zeros_like(x) for x in wanted]
+        sums = []
+        for rows in slices:
+            state_QD = state_RD[rows[0]]
+            logits_QK = F.linear(state_QD, weight_KD, bias_K).requires_grad_()
+            with torch.enable_grad():
+                figures_F = part(logits_QK, *rows)
+                (grad_QK,) = torch.autograd.grad(figures_F[0], logits_QK)
+            sums.append(figures_F.detach())
+            del logits_QK, figures_F
+            _add(grads, grad_QK, rows[0], state_QD, weight_KD)
+        ctx.grads = grads
+        return torch.stack(sums).sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        grads, ctx.grads = ctx.grads, None
+        assert grads is not None, "the gradient of a sliced sum can be asked for once"
+        scaled = [None if g is None else g.mul_(outer[0][0].to(g.dtype)) for g in grads]
+        return (*scaled, None, None)
+
+
+def _add(
+    grads: list[Tensor | None], grad_QK: Tensor, row_Q: Tensor, state_QD: Tensor, weight_KD: Tensor
+) -> None:
+    """Gradients of one slice's states, matrix and bias; a row is in one slice only."""
+    into_state, into_weight, into_bias = grads
+    with torch.autocast(grad_QK.device.type, enabled=False):
+        if into_state is not None:
+            into_state[row_Q] = (grad_QK @ weight_KD.to(grad_QK.dtype)).to(into_state.dtype)
+        if into_weight is not None:
+            by = grad_QK.t().to(into_weight.dtype), state_QD.to(into_weight.dtype)
+            into_weight.addmm_(*by)
+        if into_bias is not None:
+            into_bias += grad_QK.sum(0).to(into_bias.dtype)

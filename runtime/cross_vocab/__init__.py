@@ -1,0 +1,1 @@
+"""Drafting by a language model of another tokenizer, losslessly."""

@@ -1,0 +1,182 @@
+"""The engine: one round is draft -> target forward -> verify -> keep -> commit -> learn.
+
+Batched from the first line: every row has its own length and its own acceptance, rows join and
+leave between rounds, batch 1 is the case B = 1. Nothing between the draft and the commit reads a
+tensor back to the host; the commit reads one small tensor. Plain decoding is the same round with
+an empty tree.
+
+Letters: B active rows, N drafted nodes, T = N + 1 fed tokens, P path length, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from specctl.core.drafter import Drafter, Needs, Outcome, RoundSeconds, Space
+from specctl.core.tree import DraftTree
+from specctl.runtime.batching.base import Batching
+from specctl.runtime.engine.commit import commit, outcome_of
+from specctl.runtime.engine.lazy_drafter import LazyDrafter
+from specctl.runtime.engine.request import Completion, Emission, Request, Row
+from specctl.runtime.engine.round import Round
+from specctl.runtime.engine.round_drafter import PolicyDrafter, RoundDrafter
+from specctl.runtime.engine.scheduler import RoundPlanner, Scheduler
+from specctl.runtime.engine.target_reader import TargetReader
+from specctl.runtime.policies.base import Learner, Policy, fresh
+from specctl.runtime.policies.direct import Direct
+from specctl.runtime.policies.length import LengthChooser
+from specctl.runtime.target.target import Target
+from specctl.runtime.verify import Verdict, run_rule
+from specctl.runtime.verify.choice import check_rule, rule_for, sampling_rule
+from specctl.runtime.verify.forced import with_forced
+
+
+class Engine:
+    """Generates for many rows at once. Single-threaded.
+
+    `rule` is a verification rule by name or "auto": greedy rows are verified greedily, sampled
+    rows by the rule that fits the policy's node kind. `chooser` picks the draft length of each
+    round from measured costs (None = always the policy's own length), `batching` that of every row.
+    With a `prefill_chunk` no round reads more than so many prompt tokens of joining rows.
+    `wrap_drafter` is put around what drafts, such as a `Guard`.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        policy: Policy | None = None,
+        rule: str = "auto",
+        num_slots: int = 1,
+        max_len: int | None = None,
+        chooser: LengthChooser | None = None,
+        batching: Batching | None = None,
+        prefill_chunk: int | None = None,
+        wrap_drafter: Callable[[RoundDrafter], RoundDrafter] | None = None,
+    ) -> None:
+        self.target, self.drafter, self.rule, self.batching = target, drafter, rule, batching
+        self.context, self.num_slots, self.max_len = target.spec.max_positions, num_slots, max_len
+        self.policy: Policy = fresh(policy) if policy is not None else Direct()
+        self._usual_rule = sampling_rule(rule, drafter, self.policy)
+        self.needs = drafter.needs() if drafter is not None else Needs()
+        self.reader = TargetReader(target, self.policy, self.needs.taps)
+        check_rule(rule, drafter, self.policy)
+        if drafter is not None and self.needs.borrow:
+            drafter.bind(target.borrowed())
+        inner = RoundDrafter()
+        if drafter is not None:
+            learners = [each for each in (chooser, self.policy) if isinstance(each, Learner)]
+            inner = PolicyDrafter(drafter, self.policy, learners, rule == "target-only")
+            inner = wrap_drafter(inner) if wrap_drafter is not None else inner
+        self.drafting = LazyDrafter(inner, self.policy.nodes + 1, is_lazy=not self.needs.topk)
+        who = (self.policy, chooser, batching, self.drafting)
+        planner = RoundPlanner(self.context, *who, self._usual_rule != "target-only")
+        self.scheduler = Scheduler(self.reader, planner, num_slots, prefill_chunk)
+        self.draft_seconds = self.verify_seconds = self._catch_up_seconds = 0.0
+
+    def run(
+        self,
+        requests: Sequence[Request],
+        on_round: Callable[[Row, tuple[int, ...]], None] | None = None,
+    ) -> list[Completion]:
+        """Completions in the order of the requests; `on_round(row, new)` after each round."""
+        longest = max((len(r.tokens) + r.sampling.max_new_tokens for r in requests), default=1)
+        self.open(min(longest, self.context))
+        for index, request in enumerate(requests):
+            self.submit(index, request)
+        done: dict[int, Completion] = {}
+        while self.is_busy:
+            for emission in self.step():
+                row = emission.row
+                if on_round is not None:
+                    on_round(row, emission.tokens)
+                if row.finished is not None:
+                    done[row.index] = row.completion()
+        return [done[index] for index in range(len(requests))]
+
+    def open(self, longest: int) -> None:
+        """Reserve caches for `longest` positions a row; kept when they already suffice."""
+        needed = longest + self.policy.nodes + 2
+        if self.max_len is not None and self.reader.is_open and self.max_len >= needed:
+            return
+        assert not self.rows, "caches cannot grow while rows are active"
+        self.max_len = max(needed, self.max_len or 0)
+        self.reader.open(self.num_slots, self.max_len)
+        self.scheduler.forget_prefixes()
+        size = (self.num_slots, self.max_len, self.policy.nodes, self.target.device)
+        self.drafting.open(Space(*size, self.target.dtype, self.target.identity))
+
+    def submit(self, index: int, request: Request) -> None:
+        """Put a request in the queue; `index` names it for as long as it lives."""
+        self.scheduler.submit(index, request)
+
+    @torch.inference_mode()
+    def cancel(self, index: int) -> bool:
+        """Forget a request wherever it stands, between rounds; the other rows notice nothing."""
+        return self.scheduler.cancel(index)
+
+    @property
+    def is_busy(self) -> bool:
+        return self.scheduler.is_busy
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """The active rows."""
+        return self.scheduler.rows
+
+    @property
+    def prefill_seconds(self) -> float:
+        """For prompts, and for what the drafter read of rows that it had not followed."""
+        return self.scheduler.prefill_seconds + self._catch_up_seconds
+
+    # -- the round ------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> list[Emission]:
+        """One round of every active row: what each of them emitted."""
+        round = self.scheduler.next_round()  # active rows, sampling, noise, plan
+        if round is None:
+            return []
+        tree = self.drafting.draft(round)
+        drafted = time.perf_counter()
+        tree, out = self.reader.read(round, tree)
+        assert out.logits_BTV is not None
+        logits_BTV = round.sampling.processed(out.logits_BTV, tree, round.view)
+        verdict = self._verify(round, tree, logits_BTV)
+        self.reader.keep(round, tree, verdict)
+        done = commit(round, tree, verdict, logits_BTV, self.target)
+        self.scheduler.extend_rows(done)
+        waited, verified = self.drafting.catch_up_seconds, time.perf_counter()
+        spent = RoundSeconds(drafted - round.began - waited, verified - drafted, 0.0, waited)
+        self._learn(outcome_of(round, tree, verdict, out, done, self._heard_needs()), spent)
+        return self.scheduler.retire(done)
+
+    def _verify(self, round: Round, tree: DraftTree, logits_BTV: Tensor) -> Verdict:
+        """Which drafted tokens are accepted, and the token behind them."""
+        scores_BTV = with_forced(round.sampling.distribution(logits_BTV), tree)
+        rule = rule_for(self.rule, tree, round.sampling.all_greedy, self._usual_rule)
+        noise = round.noise if tree.is_chain else round.noise.counted_over(tree.valid_BN)
+        return run_rule(rule, tree, scores_BTV, noise)
+
+    def _learn(self, outcome: Outcome, spent: RoundSeconds) -> None:
+        """Whoever drafts or plans sees what the round did; observing counts as drafting."""
+        began = time.perf_counter()
+        self.drafting.observe(outcome)
+        learned = time.perf_counter() - began
+        seconds = replace(spent, draft=spent.draft + learned, commit=learned)
+        self.drafting.learn(outcome, seconds)
+        if self.batching is not None:
+            self.batching.observe(outcome, seconds)
+        self.draft_seconds += seconds.draft
+        self.verify_seconds += seconds.verify
+        self._catch_up_seconds += seconds.wake
+
+    def _heard_needs(self) -> Needs:
+        """What the drafter wants to know, while it listens."""
+        state = self.drafting.state
+        return self.needs if state is not None and state.is_listening else Needs()

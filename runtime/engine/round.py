@@ -1,0 +1,148 @@
+"""Round: the active rows, and everything that is decided before they draft.
+
+What is decided here follows from earlier rounds only. A length that looked at this round's drafts
+would bias what is emitted (non-anticipation).
+
+Under most rules what a sampled row emits depends on its drafts. Its draft must then be the one that
+it would have alone, however much room the rows beside it have: trees are grown as deep as the
+policy goes and cut to the row's own room (a chain's beginning is the shorter chain).
+Letters: B rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from specctl.core.drafter import Budget, Outcome, RoundView
+from specctl.core.language_model import LmOut
+from specctl.core.tree import DraftTree, empty_tree
+from specctl.runtime.engine.request import Row
+from specctl.runtime.sampling.noise import RoundNoise
+from specctl.runtime.sampling.sampling import SamplingBatch
+
+
+@dataclass(frozen=True, slots=True)
+class RoundPlan:
+    """The budget of a round's trees, and the length of every row where a batch policy decides."""
+
+    budget: Budget
+    lengths: tuple[int, ...] | None = None
+
+    def drafts(self, b: int) -> bool:
+        """Whether row b drafts at all."""
+        return self.budget.depth > 0 and (self.lengths is None or self.lengths[b] > 0)
+
+    def cut(self, tree: DraftTree) -> DraftTree:
+        """The tree without what lies beyond its row's own length."""
+        if self.lengths is None:
+            return tree
+        return tree.within(torch.tensor(self.lengths, device=tree.token_BN.device))
+
+    def of_rows(self, at: Sequence[int]) -> RoundPlan:
+        """The plan of some rows only."""
+        lengths = self.lengths
+        return RoundPlan(self.budget, None if lengths is None else tuple(lengths[b] for b in at))
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """The rows, what drafter and policies see of them, their sampling settings, the random numbers
+    of this round, and how much each row may draft. `began`: when, on time.perf_counter. `roots`:
+    the logits at the roots, where the prefill has read them already."""
+
+    rows: tuple[Row, ...]
+    view: RoundView
+    sampling: SamplingBatch
+    noise: RoundNoise
+    plan: RoundPlan
+    began: float = 0.0
+    roots: LmOut | None = None
+
+    def of_rows(self, at: Sequence[int]) -> Round:
+        """The round of some rows only, as if the others were not there."""
+        if len(at) == len(self.rows):
+            return self
+        rows, device = tuple(self.rows[b] for b in at), self.view.slot_B.device
+        settings, is_mixed = [row.request.sampling for row in rows], not self.sampling.all_greedy
+        sampling = SamplingBatch(settings, self.sampling.vocab_size, device, is_mixed)
+        sampling.inherit(self.sampling)
+        return replace(
+            self,
+            rows=rows,
+            view=view_of_rows(self.view, at, torch.tensor(at, device=device)),
+            sampling=sampling,
+            noise=noise_of(rows, device),
+            plan=self.plan.of_rows(at),
+        )
+
+
+def view_of(rows: Sequence[Row], device: torch.device) -> RoundView:
+    """What drafter and policies see of these rows."""
+    slots, texts = tuple(row.slot for row in rows), tuple(row.tokens for row in rows)
+    host = [slots, [text[-1] for text in texts], [row.kept_len for row in rows]]
+    slot_B, root_B, kept_len_B = torch.tensor(host, device=device).unbind()
+    return RoundView(
+        slots, slot_B, root_B, kept_len_B, texts, tuple(row.prompt_len for row in rows)
+    )
+
+
+def noise_of(rows: Sequence[Row], device: torch.device) -> RoundNoise:
+    """The random numbers of these rows' coming round."""
+    return RoundNoise(
+        [row.request.sampling.seed for row in rows],
+        [row.num_rounds for row in rows],
+        [row.kept_len for row in rows],
+        device,
+    )
+
+
+def view_of_rows(view: RoundView, at: Sequence[int], at_B: Tensor) -> RoundView:
+    """The view of some rows only."""
+    return RoundView(
+        tuple(view.slots[b] for b in at),
+        view.slot_B[at_B],
+        view.root_B[at_B],
+        view.kept_len_B[at_B],
+        tuple(view.tokens[b] for b in at),
+        tuple(view.prompt_lens[b] for b in at) if view.prompt_lens else (),
+        view.watch,
+    )
+
+
+def outcome_of_rows(outcome: Outcome, at: Sequence[int]) -> Outcome:
+    """The outcome of some rows only."""
+    if len(at) == len(outcome.emitted):
+        return outcome
+    at_B = torch.tensor(at, device=outcome.path_BP.device)
+    topk, logp = outcome.topk_BTC, outcome.topk_logp_BTC
+    return replace(
+        outcome,
+        view=view_of_rows(outcome.view, at, at_B),
+        tree=outcome.tree.of_rows(at_B),
+        path_BP=outcome.path_BP[at_B],
+        num_accepted=tuple(outcome.num_accepted[b] for b in at),
+        next_token_B=outcome.next_token_B[at_B],
+        emitted=tuple(outcome.emitted[b] for b in at),
+        finished=tuple(outcome.finished[b] for b in at),
+        taps={tap: value[at_B] for tap, value in outcome.taps.items()},
+        topk_BTC=None if topk is None else topk[at_B],
+        topk_logp_BTC=None if logp is None else logp[at_B],
+    )
+
+
+def scatter_rows(tree: DraftTree, at: Sequence[int], num_rows: int) -> DraftTree:
+    """The tree of the rows `at` as one of all rows; the others have no node of it."""
+    if len(at) == num_rows:
+        return tree
+    device = tree.token_BN.device
+    if not tree.num_nodes:
+        return empty_tree(num_rows, device)
+    source = {b: i for i, b in enumerate(at)}
+    at_B = torch.tensor([source.get(b, 0) for b in range(num_rows)], device=device)
+    drafts_B1 = torch.tensor([b in source for b in range(num_rows)], device=device)[:, None]
+    tree = tree.of_rows(at_B)
+    return replace(tree, valid_BN=tree.valid_BN & drafts_B1)

@@ -1,0 +1,122 @@
+"""RoundDrafter: what drafts in a round, behind one interface, so that parts of it can be wrapped.
+
+The engine holds one: a PolicyDrafter (a drafter's state, grown by a policy) inside whatever wraps
+it, such as LazyDrafter and Guard. The base class drafts nothing: plain decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from specctl.core.drafter import Drafter, DraftState, Outcome, RoundSeconds, Space
+from specctl.core.tree import DraftTree, empty_tree, fitted
+from specctl.runtime.engine.request import Row
+from specctl.runtime.engine.round import Round
+from specctl.runtime.policies.base import GrowRequest, Learner, Policy
+
+
+class RoundDrafter:
+    """Drafts for the rows of a round; by itself nothing. Rows are known by their slots.
+
+    `is_lazy`: a row that drafts nothing costs nothing. `catch_up_seconds`: what the newest `draft`
+    took for reading what its rows had missed.
+    """
+
+    is_lazy: bool = False
+    catch_up_seconds: float = 0.0
+
+    @property
+    def state(self) -> DraftState | None:
+        """The drafter's memory of the rows; None while nothing can be drafted."""
+        return None
+
+    def open(self, space: Space) -> None:
+        """Reserve memory for that many rows; what was known of others is forgotten."""
+
+    def speculates(self, slot: int) -> bool:
+        """Whether the row in that slot may be drafted for."""
+        return False
+
+    def backlog(self, row: Row) -> int:
+        """Positions that the target has read and the drafter has not."""
+        return 0
+
+    def prefill(self, row: Row, taps: Mapping[int, Tensor], first: int, last: int) -> None:
+        """Read positions first .. last - 1 of a prompt; with last = 0 a new prompt begins."""
+
+    def start(self, row: Row, taps: Mapping[int, Tensor]) -> None:
+        """A row becomes active; the taps of its whole prompt."""
+
+    def catch_up(self, missed: Outcome) -> None:
+        """Read text that was emitted in rounds in which it was not drafted for."""
+
+    def draft(self, round: Round) -> DraftTree:
+        """One tree for all rows of the round; rows with nothing to draft have no valid node."""
+        return empty_tree(len(round.rows), round.view.slot_B.device)
+
+    def observe(self, outcome: Outcome) -> None:
+        """What became of the rows of a round."""
+
+    def learn(self, outcome: Outcome, seconds: RoundSeconds) -> None:
+        """A round is over, what it observed included: what adapts may adapt."""
+
+    def end(self, row: Row) -> None:
+        """A row has left its slot, started or not."""
+
+
+class PolicyDrafter(RoundDrafter):
+    """A drafter's state, grown into trees by a policy. `learners` adapt to what rounds did;
+    with `is_coupled`, drafts are drawn with the target's own noise."""
+
+    def __init__(
+        self, drafter: Drafter, policy: Policy, learners: Sequence[Learner], is_coupled: bool
+    ) -> None:
+        self.drafter, self.policy, self.learners = drafter, policy, learners
+        self.is_coupled = is_coupled
+        self._state: DraftState | None = None
+        self._started: set[int] = set()
+
+    @property
+    def state(self) -> DraftState:
+        assert self._state is not None, "open() reserves the drafter's memory"
+        return self._state
+
+    def open(self, space: Space) -> None:
+        self._state = self.drafter.open(space)
+        self._started.clear()
+
+    def speculates(self, slot: int) -> bool:
+        return True
+
+    def prefill(self, row: Row, taps: Mapping[int, Tensor], first: int, last: int) -> None:
+        self.state.prefill(row.slot, row.tokens, taps, first, last)
+
+    def start(self, row: Row, taps: Mapping[int, Tensor]) -> None:
+        self._started.add(row.slot)
+        self.state.join(row.slot, row.request.conversation)
+        self.state.start(row.slot, row.request.tokens, taps)
+
+    def catch_up(self, missed: Outcome) -> None:
+        self.state.observe(missed)
+
+    def draft(self, round: Round) -> DraftTree:
+        view, plan, sampling = round.view, round.plan, round.sampling
+        vocab, guide = self.drafter.vocab, sampling.guide(view)
+        given = (view, plan.budget, sampling, round.noise, vocab, self.is_coupled, guide)
+        tree = self.policy.grow(GrowRequest(self.state, *given))
+        assert tree.forced_BN is None or not self.drafter.lossless, "only approximate ones force"
+        return fitted(plan.cut(tree))
+
+    def observe(self, outcome: Outcome) -> None:
+        self.state.observe(outcome)
+
+    def learn(self, outcome: Outcome, seconds: RoundSeconds) -> None:
+        for learner in self.learners:
+            learner.observe(outcome, seconds)
+
+    def end(self, row: Row) -> None:
+        if row.slot in self._started:
+            self._started.remove(row.slot)
+            self.state.end(row.slot)

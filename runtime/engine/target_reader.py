@@ -1,0 +1,66 @@
+"""TargetReader: the target with the KV cache of the active rows. Letters: B rows, N drafted nodes,
+T = N + 1 fed tokens, P path length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from specctl.core.kv_cache import SlotKV
+from specctl.core.language_model import Feed, LmOut
+from specctl.core.tree import DraftTree
+from specctl.runtime.engine.early_pruning import pruning_of
+from specctl.runtime.engine.round import Round
+from specctl.runtime.policies.base import Policy
+from specctl.runtime.target.target import Target
+from specctl.runtime.verify import Verdict
+
+# One forward of a tree; the tree that comes back may have fewer valid nodes.
+TreeForward = Callable[[Feed, DraftTree, SlotKV], tuple[DraftTree, LmOut]]
+
+
+class TargetReader:
+    """Reads what a round drafted and keeps what it accepted; with the `taps` that the drafter wants
+    of every position. One writer of the cache."""
+
+    def __init__(self, target: Target, policy: Policy, taps: tuple[int, ...]) -> None:
+        self.target, self.taps = target, taps
+        pruning = pruning_of(target.lm, policy)
+        self._forward: TreeForward = pruning.forward if pruning is not None else self._whole
+        self._kv: SlotKV | None = None
+
+    def open(self, num_slots: int, max_len: int) -> None:
+        """A new cache."""
+        self._kv = self.target.new_kv(num_slots, max_len)
+
+    @property
+    def is_open(self) -> bool:
+        return self._kv is not None
+
+    @property
+    def kv(self) -> SlotKV:
+        assert self._kv is not None, "open() reserves the caches"
+        return self._kv
+
+    def read(self, round: Round, tree: DraftTree) -> tuple[DraftTree, LmOut]:
+        """Feed root and nodes: fed token i is written at kept_len + i, its position is by depth."""
+        if round.roots is not None:
+            return tree, round.roots
+        view, num_fed = round.view, tree.num_nodes + 1
+        lengths = [len(tokens) - 1 for tokens in view.tokens]
+        span, context = max(lengths) + num_fed, self.target.spec.max_positions
+        same = lengths[0] if min(lengths) == max(lengths) else None
+        self.kv.begin(view.slots, view.slot_B, view.kept_len_B, num_fed, span, same)
+        position_BT = tree.position_BT(view.kept_len_B)
+        if span > context:  # padding beyond the context: cut at commit
+            position_BT = position_BT.clamp(max=context - 1)
+        masks = self.target.lm.tree_masks(tree, view.kept_len_B, span)
+        feed = Feed(tree.fed_token_BT(view.root_B), position_BT, masks, self.taps)
+        return self._forward(feed, tree, self.kv)
+
+    def _whole(self, feed: Feed, tree: DraftTree, kv: SlotKV) -> tuple[DraftTree, LmOut]:
+        return tree, self.target.lm.run(feed, kv)
+
+    def keep(self, round: Round, tree: DraftTree, verdict: Verdict) -> None:
+        """Move the entries of accepted nodes to where they belong; those of a chain lie there."""
+        if not tree.is_chain:
+            self.kv.keep(round.view.slot_B, round.view.kept_len_B, verdict.path_BP)

@@ -1,0 +1,1 @@
+"""What is measured: acceptance, speed, the cost of a round, comparisons."""

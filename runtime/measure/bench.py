@@ -1,0 +1,272 @@
+"""Timed comparisons of ways to generate the same text, interleaved in one process.
+
+Every contender runs the same prompts under the same sampling, in turn, `repeats` times; tables
+give medians of tokens/s and ratios to specctl's own plain decoding on the same target. Each row
+states tau and the repetition rate of the outputs (loops flatter n-gram drafters).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from specctl.core.drafter import Drafter
+from specctl.runtime.generate import generate
+from specctl.runtime.measure.cost import equip
+from specctl.runtime.measure.cost_table import CostTable
+from specctl.runtime.measure.reporter import Reporter, SilentReporter
+from specctl.runtime.measure.stats import repetition_rate
+from specctl.runtime.policies.base import Policy
+from specctl.runtime.sampling.generation_config import described
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
+
+Prompts = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One timed run: tokens and seconds, and what the engine counted (None where unknown)."""
+
+    tokens: int
+    seconds: float
+    token_ids: tuple[tuple[int, ...], ...]
+    tau: float | None = None
+    draft_share: float | None = None
+    accepted_per_position: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A named way to continue prompts: `run(prompts, sampling) -> Timed`."""
+
+    name: str
+    run: Callable[[Prompts, Sampling], Timed]
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRow:
+    name: str
+    setting: str
+    tau: float | None
+    tokens_per_second: float
+    speedup: float
+    repetition_rate: float
+    identical: bool | None
+    draft_share: float | None
+    accepted_per_position: tuple[float, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "setting": self.setting,
+            "tau": None if self.tau is None else round(self.tau, 3),
+            "tokens_per_second": round(self.tokens_per_second, 2),
+            "speedup": round(self.speedup, 3),
+            "repetition_rate": round(self.repetition_rate, 3),
+            "identical_to_plain": self.identical,
+            "draft_share": None if self.draft_share is None else round(self.draft_share, 3),
+            "accepted_per_position": [round(x, 3) for x in self.accepted_per_position],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class BenchReport:
+    """Rows by setting and contender; the first contender is the baseline of every ratio."""
+
+    rows: tuple[BenchRow, ...]
+    target: str
+    inflated: str | None
+    dtype: str
+    device: str
+    threads: int
+    num_prompts: int
+    new_tokens: int
+    repeats: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "target": self.target,
+            "inflated": self.inflated,
+            "dtype": self.dtype,
+            "device": self.device,
+            "threads": self.threads,
+            "num_prompts": self.num_prompts,
+            "new_tokens": self.new_tokens,
+            "repeats": self.repeats,
+            "rows": [row.to_json() for row in self.rows],
+        }
+
+
+def engine_contender(
+    name: str,
+    target: Target,
+    drafter: Drafter | None = None,
+    policy: Policy | None = None,
+    *,
+    rule: str = "auto",
+    batch: int = 1,
+    costs: Callable[[Sampling], CostTable | None] = lambda sampling: None,
+    parallel: bool = False,
+) -> Contender:
+    """specctl's own runtime; `costs` are the prices by which lengths are chosen (None: fixed)."""
+
+    def run(prompts: Prompts, sampling: Sampling) -> Timed:
+        chosen = equip(policy, costs(sampling))
+        result = generate(
+            target,
+            prompts,
+            drafter=drafter,
+            sampling=sampling,
+            policy=chosen.policy,
+            rule=rule,
+            batch=batch,
+            chooser=chosen.chooser,
+            parallel=parallel,
+        )
+        stats = result.stats
+        return Timed(
+            stats.tokens,
+            stats.seconds,
+            tuple(o.token_ids for o in result.outputs),
+            stats.tau,
+            stats.draft_share,
+            stats.accepted_per_position,
+        )
+
+    return Contender(name, run)
+
+
+def bare_contender(name: str, target: Target) -> Contender:
+    """The shortest possible greedy loop over the same forward: no rows, no rules, no statistics.
+    The engine's plain decoding is judged against it."""
+
+    @torch.inference_mode()
+    def continue_one(prompt: Sequence[int], count: int) -> list[int]:
+        slot_B = torch.zeros(1, dtype=torch.long, device=target.device)
+        kv = target.new_kv(1, len(prompt) + count + 1)
+        ids_BT, kept, new = torch.tensor([list(prompt)], device=target.device), 0, []
+        while True:
+            T = ids_BT.shape[1]
+            start_B = torch.full_like(slot_B, kept)
+            kv.begin((0,), slot_B, start_B, T, kept + T, kept)
+            position_BT = start_B[:, None] + torch.arange(T, device=target.device)
+            masks = target.lm.chain_masks(start_B, T, kept + T)
+            out = target.lm.forward(ids_BT, position_BT, masks, kv)
+            assert out.logits_BTV is not None
+            new.append(int(out.logits_BTV[0, -1].argmax()))
+            kept += T
+            if len(new) == count:
+                return new
+            ids_BT = torch.tensor([new[-1:]], device=target.device)
+
+    def run(prompts: Prompts, sampling: Sampling) -> Timed:
+        started = time.perf_counter()
+        outputs = tuple(tuple(continue_one(p, sampling.max_new_tokens)) for p in prompts)
+        return Timed(sum(map(len, outputs)), time.perf_counter() - started, outputs)
+
+    return Contender(name, run)
+
+
+def transformers_contender(
+    name: str, model: Any, eos_ids: Sequence[int], **extra: Any
+) -> Contender:
+    """transformers' own `generate` on the same weights, one prompt at a time; `extra` goes to it
+    (`assistant_model=...`, `prompt_lookup_num_tokens=...`)."""
+
+    def run(prompts: Prompts, sampling: Sampling) -> Timed:
+        options: dict[str, Any] = {"do_sample": not sampling.greedy, **extra}
+        # All is said: what is left out would come from the checkpoint's generation_config.json.
+        options["repetition_penalty"] = sampling.repetition_penalty or 1.0
+        if not sampling.greedy:
+            options |= {"temperature": sampling.temperature, "top_k": sampling.top_k or 0}
+            options["top_p"] = sampling.top_p or 1.0
+            if sampling.min_p is not None or model.generation_config.min_p is not None:
+                options["min_p"] = sampling.min_p or 0.0
+        options["eos_token_id"] = None if sampling.ignore_eos else list(eos_ids)
+        outputs, started = [], time.perf_counter()
+        for index, prompt in enumerate(prompts):
+            torch.manual_seed(sampling.seed + index)
+            ids = torch.tensor([list(prompt)], device=model.device)
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=sampling.max_new_tokens,
+                pad_token_id=0,
+                **options,
+            )
+            outputs.append(tuple(out[0, len(prompt) :].tolist()))
+        seconds = time.perf_counter() - started
+        return Timed(sum(map(len, outputs)), seconds, tuple(outputs))
+
+    return Contender(name, run)
+
+
+def bench(
+    target: Target,
+    contenders: Sequence[Contender],
+    prompts: Prompts,
+    samplings: Sequence[Sampling],
+    *,
+    repeats: int = 3,
+    reporter: Reporter | None = None,
+) -> BenchReport:
+    """Run all contenders interleaved; the first is the baseline. One warm-up prompt each."""
+    reporter = reporter if reporter is not None else SilentReporter()
+    rows: list[BenchRow] = []
+    total = len(samplings) * repeats * len(contenders)
+    with reporter.task("bench", total, "runs") as advance:
+        for sampling in samplings:
+            for contender in contenders:
+                contender.run(prompts[:1], sampling)
+            runs: dict[str, list[Timed]] = {c.name: [] for c in contenders}
+            for _ in range(repeats):
+                for contender in contenders:
+                    runs[contender.name].append(contender.run(prompts, sampling))
+                    advance(1, contender.name)
+            rows += _rows(runs, sampling)
+    return BenchReport(
+        tuple(rows),
+        target.name,
+        target.inflated,
+        str(target.dtype).removeprefix("torch."),
+        str(target.device),
+        torch.get_num_threads(),
+        len(prompts),
+        samplings[0].max_new_tokens,
+        repeats,
+    )
+
+
+def setting_of(sampling: Sampling) -> str:
+    """The name of a sampling in the rows."""
+    return described(sampling).replace("temperature ", "T=").replace(",", "")
+
+
+def _rows(runs: dict[str, list[Timed]], sampling: Sampling) -> list[BenchRow]:
+    rates = {n: statistics.median(t.tokens / t.seconds for t in ts) for n, ts in runs.items()}
+    baseline = next(iter(runs))
+    greedy, setting = sampling.greedy, setting_of(sampling)
+    rows = []
+    for name, times in runs.items():
+        last = times[-1]
+        same = last.token_ids == runs[baseline][-1].token_ids if greedy else None
+        rows.append(
+            BenchRow(
+                name,
+                setting,
+                last.tau,
+                rates[name],
+                rates[name] / rates[baseline],
+                repetition_rate(last.token_ids),
+                same,
+                last.draft_share,
+                last.accepted_per_position,
+            )
+        )
+    return rows

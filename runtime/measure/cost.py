@@ -1,0 +1,203 @@
+"""What a round costs on this device: medians measured in the real engine, host time included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from specctl.core.drafter import (
+    Budget,
+    Drafter,
+    DraftState,
+    Needs,
+    Outcome,
+    RoundView,
+    Space,
+)
+from specctl.core.tree import DraftTree, NodeKind, chain_tree
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
+from specctl.runtime.measure.cost_table import BatchCosts, CostTable, TreeCosts
+from specctl.runtime.policies.base import Fitting, Policy
+from specctl.runtime.policies.chain import Chain
+from specctl.runtime.policies.direct import Direct
+from specctl.runtime.policies.length import FixedLength, LengthChooser
+from specctl.runtime.policies.switch import Switch
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
+
+DEFAULT_LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8)
+TREE_SIZES = (0, 1, 2, 4, 8, 16, 32, 64)
+
+
+def measure_costs(
+    target: Target,
+    drafter: Drafter,
+    policy: Policy,
+    prompts: Sequence[Sequence[int]],
+    *,
+    lengths: Sequence[int] = DEFAULT_LENGTHS,
+    batch: int = 1,
+    rounds: int = 24,
+    sampling: Sampling | None = None,
+) -> CostTable:
+    """Medians over `rounds` rounds per length in the real engine, lengths interleaved twice. Of a
+    switch, what is measured is how dear verification is: with a drafter that is never silent. Of a
+    tree that is fitted to the device, chains of its drafter: steps and nodes have their prices."""
+    if isinstance(policy, Switch):
+        size = max(policy.nodes, policy.depth)
+        drafter, policy = Repeater(drafter.options, target.spec), Direct(size, size)
+        lengths = (0, 1, 2, 4, 8, size)
+    if isinstance(policy, Fitting):
+        policy, lengths = Chain(length=min(policy.nodes, TREE_SIZES[-1])), TREE_SIZES
+    base = sampling if sampling is not None else Sampling()
+    batch = min(batch, len(prompts))
+    lengths = sorted({0, *(k for k in lengths if k <= policy.depth), policy.depth})
+    probes = {k: FixedLength(CostTable({}, {}, "", "", batch), fixed=k) for k in lengths}
+    for _ in range(2):
+        for k, probe in probes.items():
+            limit = max(4, rounds // 2) * (k + 1)
+            wanted = Sampling(
+                temperature=base.temperature, seed=base.seed, max_new_tokens=limit, ignore_eos=True
+            )
+            requests = [Request(tuple(p), wanted) for p in list(prompts)[:batch]]
+            Engine(target, drafter, policy, "auto", num_slots=batch, chooser=probe).run(requests)
+    return CostTable(
+        {k: _median(p.draft_seconds) for k, p in probes.items()},
+        {k: _median(p.verify_seconds) for k, p in probes.items()},
+        str(target.device),
+        str(target.dtype).removeprefix("torch."),
+        batch,
+    )
+
+
+def measure_batch_costs(
+    target: Target,
+    drafter: Drafter,
+    policy: Policy,
+    most: int,
+    *,
+    rounds: int = 8,
+    context: int = 32,
+    sampling: Sampling | None = None,
+) -> BatchCosts:
+    """The cost table of the pair at 1, 2, 4, ... and `most` rows, for batch policies. Lengths that
+    a drafter was too silent to reach are as dear as those of one that is never silent."""
+    sizes = batch_sizes(most)
+    repeater = Repeater(drafter.options, target.spec)
+    chain = Direct(policy.depth, policy.depth)
+
+    def measure(size: int, pair: tuple[Drafter, Policy]) -> CostTable:
+        prompts, lengths = _counting(target, size, context), (0, 1, 2, 4, 6, 8, 12, 16)
+        given = {"lengths": lengths, "batch": size, "rounds": rounds, "sampling": sampling}
+        return measure_costs(target, *pair, prompts, **given)  # type: ignore[arg-type]
+
+    tables = {size: measure(size, (drafter, policy)) for size in sizes}
+    silent = [size for size, table in tables.items() if inf in table.verify.values()]
+    loud = {size: measure(size, (repeater, chain)) for size in silent}
+    return BatchCosts({size: _filled(tables[size], loud.get(size)) for size in sizes})
+
+
+def batch_sizes(most: int) -> list[int]:
+    """1, 2, 4, ... and `most`: the batches that are measured."""
+    return sorted({*(2**i for i in range(most.bit_length()) if 2**i <= most), most})
+
+
+def _filled(table: CostTable, other: CostTable | None) -> CostTable:
+    """The table, and from the other one what is not known there."""
+    if other is None:
+        return table
+    draft = {k: other.draft[k] if v == inf else v for k, v in table.draft.items()}
+    verify = {k: other.verify[k] if v == inf else v for k, v in table.verify.items()}
+    return replace(table, draft=draft, verify=verify)
+
+
+def adaptive(
+    target: Target, drafter: Drafter, policy: Policy, *, batch: int = 1, context: int = 32
+) -> Callable[[], LengthChooser]:
+    """Measure the pair on this device once; every call then makes a fresh chooser, which picks the
+    draft length of each round and switches speculation off where it does not pay."""
+    prompts = _counting(target, batch, context)
+    costs = measure_costs(target, drafter, policy, prompts, batch=batch, rounds=16)
+    return partial(LengthChooser, costs)
+
+
+@dataclass(frozen=True, slots=True)
+class Equipped:
+    """A policy and, for policies of one drafter, what chooses its lengths."""
+
+    policy: Policy | None
+    chooser: LengthChooser | None
+
+
+def equip(policy: Policy | None, costs: CostTable | None) -> Equipped:
+    """Let measured costs decide: a switch takes them itself, trees that can be are fitted to them
+    and drafted whole or not at all, others get a chooser of lengths."""
+    if costs is None or policy is None:
+        return Equipped(policy, None)
+    if isinstance(policy, Switch):
+        return Equipped(replace(policy, costs=costs), None)
+    if isinstance(policy, Fitting):
+        prices = TreeCosts.of(costs)
+        fitted = policy.fitted(prices)
+        return Equipped(fitted, LengthChooser(whole_tree(fitted, prices, costs)))
+    return Equipped(policy, LengthChooser(costs))
+
+
+def whole_tree(policy: Policy, prices: TreeCosts, costs: CostTable) -> CostTable:
+    """The table of a choice between that tree and none."""
+    start, depth = costs.draft.get(0, 0.0), policy.depth
+    return replace(
+        costs,
+        draft={0: start, depth: start + depth * prices.step},
+        verify={0: prices.verify_seconds(0), depth: prices.verify_seconds(policy.nodes)},
+    )
+
+
+def fitted_sizes(policy: Policy | None, equipped: Policy | None) -> dict[str, Any]:
+    """The sizes, depths or thresholds of the policy that `equip` sets by measured costs, as they
+    are now; empty where it sets none."""
+    if equipped is policy or not isinstance(policy, Fitting):
+        return {}
+    names = ("nodes", "length", "threshold")
+    return {name: getattr(equipped, name) for name in names if hasattr(equipped, name)}
+
+
+class Repeater(Drafter):
+    """Drafts the newest token over and over: chains of any length for timing."""
+
+    family: ClassVar[str] = "repeater"
+
+    def needs(self) -> Needs:
+        return Needs()
+
+    def open(self, space: Space) -> DraftState:
+        del space
+        return _Repeating()
+
+
+class _Repeating(DraftState):
+    def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None: ...
+
+    def propose(self, view: RoundView, budget: Budget) -> DraftTree:
+        token_BN = view.root_B[:, None].repeat(1, min(budget.nodes, budget.depth))
+        return chain_tree(token_BN, torch.ones_like(token_BN, dtype=torch.bool), NodeKind.POINT)
+
+    def observe(self, outcome: Outcome) -> None: ...
+
+
+def _counting(target: Target, rows: int, length: int) -> list[list[int]]:
+    """Prompts that every target can read: ids counted off, by another step in each row."""
+    steps_RN = torch.arange(1, rows + 1)[:, None] * torch.arange(1, length + 1)
+    found: list[list[int]] = (steps_RN % target.spec.vocab_size).tolist()
+    return found
+
+
+def _median(values: Sequence[float]) -> float:
+    return float(torch.tensor(values, dtype=torch.float64).median()) if values else inf

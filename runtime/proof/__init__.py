@@ -1,0 +1,1 @@
+"""Proofs on a pair: exact enumeration, statistics, `verify()`."""

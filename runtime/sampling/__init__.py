@@ -1,0 +1,1 @@
+"""Logits become distributions here and nowhere else: settings, processors, noise, grammars."""

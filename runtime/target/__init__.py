@@ -1,0 +1,1 @@
+"""A target: loaded, placed, inflated, fingerprinted, saved."""

@@ -1,0 +1,270 @@
+"""Everything that reads a transformers checkpoint: what is refused, and what it loads.
+
+Refused before transformers sees the folder: code in the checkpoint (`auto_map`), weights that are
+only pickled. Refused before weights are read: architectures whose cache cannot be rolled back.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from specctl.core.errors import (
+    FileError,
+    IncompatibleError,
+    IntegrityError,
+    SpecctlError,
+    is_out_of_memory,
+)
+from specctl.core.language_model import LanguageModel
+from specctl.core.spec import check_spec
+from specctl.models.compiled import CompiledLM
+from specctl.models.fast_llama import FastLlama
+from specctl.models.hf_spec import refuse_stateful, spec_of
+from specctl.recipes.targets import ResolvedTarget
+from specctl.runtime.sampling.generation_config import Suggested, read_suggested
+from specctl.runtime.target import hub
+from specctl.runtime.target.checkpoint_folder import (
+    check_size,
+    foreign_config,
+    from_folder,
+    read_settings,
+    stored_shapes,
+    weight_files,
+)
+from specctl.runtime.target.device import check_memory, choose_dtype
+from specctl.runtime.target.multimodal import is_multimodal, load_text_side, text_config
+
+UNBUILDABLE = "transformers cannot build this configuration"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A checkpoint in memory, the commit it came from where that is known, the kind of the
+    multimodal model whose text side it is (None: it is the whole model), and the sampling that it
+    asks for."""
+
+    model: Any
+    tokenizer: Any
+    revision: str | None
+    inside_of: str | None
+    suggested: Suggested | None = None
+
+
+def load_checkpoint(
+    resolved: ResolvedTarget,
+    dtype: str = "auto",
+    device: torch.device | None = None,
+    offline: bool = False,
+) -> Loaded:
+    """Model and tokenizer of a resolved name; every failure says what to do next."""
+    folder = resolved.path or hub.download(resolved, offline, check_config)
+    config = check_folder(folder)
+    device = device or torch.device("cpu")
+    stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+    count = sum(p.stat().st_size for p in weight_files(folder)) // stored.itemsize
+    wanted = choose_dtype(dtype, device, stored, count)
+    check_memory(count * wanted.itemsize, wanted, device, f"the target {resolved.name}")
+    suggested = read_suggested(folder)
+    tokenizer = _load_tokenizer(folder, config)
+    whole = config.model_type if is_multimodal(config) else None
+    model = _load_model(folder, wanted, whole is not None).to(device)
+    commit = folder.name if resolved.path is None and folder.parent.name == "snapshots" else None
+    return Loaded(model, tokenizer, commit or resolved.revision, whole, suggested)
+
+
+def check_folder(folder: Path) -> Any:
+    """The transformers configuration of a folder that may be loaded; raises for every other."""
+    config = check_config(folder)
+    shapes = stored_shapes(weight_files(folder))
+    where = str(folder / "config.json")
+    with foreign_config(UNBUILDABLE, where):
+        check_size(text_config(config) if is_multimodal(config) else config, shapes, where)
+    return config
+
+
+def check_config(folder: Path) -> Any:
+    """The configuration of a folder whose weights need not be there yet."""
+    return _read_config(folder, read_settings(folder))
+
+
+def _read_config(folder: Path, raw: dict[str, Any]) -> Any:
+    kind, where = raw.get("model_type"), str(folder / "config.json")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds for a bad or unknown config
+        raise IncompatibleError(
+            f"transformers does not read this configuration (model_type {kind!r})",
+            found=str(error).split("\n")[0][:160],
+            expected="a model type known to the installed transformers",
+            do="pip install -U transformers, or choose another target",
+            where=where,
+        ) from error
+    with foreign_config(UNBUILDABLE, where):
+        check_causal(config, where)
+        check_spec(spec_of(config))
+    return config
+
+
+def check_causal(config: Any, where: str) -> None:
+    """Refuse what is no causal language model, or one whose cache cannot be rolled back."""
+    text = text_config(config) if is_multimodal(config) else config
+    try:
+        model_class = AutoModelForCausalLM._model_mapping[type(text)]
+    except KeyError:
+        kind = config.model_type
+        raise IncompatibleError(
+            f"{kind} is not a causal language model",
+            found=f"model_type {kind!r}",
+            expected="a decoder-only model that transformers loads with AutoModelForCausalLM",
+            do="choose a causal language model, or a multimodal one around a Llama, Qwen or Gemma",
+            where=where,
+        ) from None
+    refuse_stateful(model_class, text)
+
+
+def _load_tokenizer(folder: Path, config: Any) -> Any:
+    known = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+    if not any((folder / name).exists() for name in known):
+        raise FileError(
+            "the folder holds no tokenizer",
+            expected="tokenizer.json beside the weights",
+            do="copy tokenizer.json and tokenizer_config.json of the model into the folder",
+            where=str(folder),
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        tokenizer.decode(tokenizer.encode("a"))  # settings of a wrong kind show in use only
+    except Exception as error:  # tokenizers raises plain Exception for a damaged file
+        raise IntegrityError(
+            "the tokenizer cannot be read",
+            found=str(error).split("\n")[0][:160],
+            do="fetch the tokenizer files again",
+            where=str(folder),
+        ) from error
+    # A text longer than the context is cut or refused where it is used: no warning beside that.
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+    _check_ids(tokenizer, config.get_text_config().vocab_size, folder)
+    return tokenizer
+
+
+def _check_ids(tokenizer: Any, vocab_size: int, folder: Path) -> None:
+    """Refuse another model's tokenizer. Tokens added behind the model's own are let pass (Gemma 3's
+    image marker): the model never says them, and a text that spells one is refused or left out."""
+    added = tokenizer.added_tokens_decoder
+    top = max((i for i in tokenizer.get_vocab().values() if i not in added), default=-1)
+    if top >= vocab_size:
+        raise IncompatibleError(
+            "the tokenizer has ids that the model lacks",
+            found=f"token id {top:,}",
+            expected=f"ids below {vocab_size:,}",
+            do="use the tokenizer that belongs to these weights",
+            where=str(folder),
+        )
+
+
+def _load_model(folder: Path, dtype: torch.dtype, has_more_than_text: bool) -> Any:
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        if has_more_than_text:
+            model, info = load_text_side(folder, dtype)
+        else:
+            model, info = from_folder(
+                AutoModelForCausalLM, folder, dtype=dtype, output_loading_info=True
+            )
+    except SpecctlError:
+        raise
+    except Exception as error:  # a foreign checkpoint through a foreign reader: any type may come
+        if is_out_of_memory(error):
+            raise
+        raise IntegrityError(
+            "the weights cannot be loaded",
+            found=str(error).split("\n")[0][:160],
+            do="fetch the checkpoint again; quantised checkpoints need their own library",
+            where=str(folder),
+        ) from error
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+    _check_complete(info, folder)
+    return model
+
+
+def _check_complete(info: Any, folder: Path) -> None:
+    wrong = sorted(info["missing_keys"]) or sorted(str(m) for m in info.get("mismatched_keys", ()))
+    if wrong:
+        raise IntegrityError(
+            "the checkpoint does not hold every weight of its configuration",
+            found=f"{len(wrong)} missing or of another shape, first {wrong[0]}",
+            expected="one tensor for each parameter",
+            do="fetch the checkpoint again",
+            where=str(folder),
+        )
+
+
+def as_transformers(lm: LanguageModel) -> Any:
+    """transformers' own model over the very same parameters: the baseline of benchmarks and the
+    oracle of tests. No weight is copied."""
+    lm = lm.lm if isinstance(lm, CompiledLM) else lm
+    if not isinstance(lm, FastLlama):
+        return lm.module
+    module, config = lm.module, _config_of(lm)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=lm.dtype)
+    for name, parameter in module.named_parameters():
+        owner, leaf = name.rsplit(".", 1)
+        setattr(model.get_submodule(owner), leaf, parameter)
+    model.lm_head.weight = module.head_weight
+    rotary = type(model.model.rotary_emb)(config=config).to(lm.device)
+    rotary.inv_freq = module.rotary.inv_freq.to(lm.device)
+    rotary.attention_scaling = module.rotary.scale
+    model.model.rotary_emb = rotary
+    for name, part in model.named_modules():
+        if name.endswith(("q_norm", "k_norm")):
+            part.variance_epsilon = module.shape.qk_norm_eps or module.shape.norm_eps
+    return model.eval()
+
+
+def _config_of(lm: FastLlama) -> Any:
+    """The configuration that the weights came with, else one of their shape."""
+    if lm.config is None:
+        return _llama_config(lm)
+    config = copy.deepcopy(lm.config)
+    config.eos_token_id = list(lm.spec.eos_ids) or None
+    return config
+
+
+def _llama_config(lm: FastLlama) -> Any:
+    shape, spec = lm.module.shape, lm.spec
+    assert shape.out_size is None, "transformers has no trimmed head"
+    kind = "mistral" if shape.window is not None else "llama"
+    if shape.attention_bias and not shape.output_bias:
+        kind = "qwen2"
+    return AutoConfig.for_model(
+        "qwen3" if shape.qk_norm else kind,
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.intermediate_size,
+        rms_norm_eps=shape.norm_eps,
+        rope_theta=shape.rope_theta,
+        tie_word_embeddings=shape.tied,
+        attention_bias=shape.attention_bias,
+        max_position_embeddings=spec.max_positions,
+        bos_token_id=spec.bos_id,
+        eos_token_id=list(spec.eos_ids) or None,
+        pad_token_id=spec.pad_id,
+        **({"sliding_window": shape.window} if kind == "mistral" else {}),
+    )

@@ -1,0 +1,93 @@
+"""Where a target runs: its device, its dtype, and whether it fits there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from specctl.core.errors import ResourceError, SpecctlError, nearest
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+LARGE = 200_000_000  # parameters from which bfloat16 is the default on a CPU that has it
+
+
+def choose_dtype(
+    name: str,
+    device: torch.device,
+    stored: torch.dtype | None = None,
+    num_parameters: int = 0,
+) -> torch.dtype:
+    """The dtype called `name`. "auto": float32 on CPU, but bfloat16 from `LARGE` parameters on a
+    CPU that multiplies bfloat16; on other devices the checkpoint's."""
+    if name != "auto":
+        if name not in DTYPES:
+            raise SpecctlError(
+                f"unknown dtype {name!r}",
+                found=repr(name),
+                expected="auto, float32, bfloat16 or float16",
+                do=f"--dtype {nearest(name, DTYPES, 1)}",
+            )
+        return DTYPES[name]
+    if device.type == "cpu":
+        return torch.bfloat16 if num_parameters >= LARGE and has_fast_bf16() else torch.float32
+    return stored or torch.bfloat16
+
+
+def has_fast_bf16() -> bool:
+    checks = (getattr(torch.cpu, f"_is_{n}_supported", None) for n in ("avx512_bf16", "amx_tile"))
+    return any(check() for check in checks if check is not None)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device called `name`; "auto" is the first CUDA device, else the CPU."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise SpecctlError(
+            f"unknown device {name!r}",
+            found=repr(name),
+            expected="auto, cpu, cuda or cuda:N",
+            do="--device auto",
+        ) from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ResourceError(
+            "no CUDA device is usable here",
+            found=f"torch {torch.__version__}",
+            expected="a CUDA build of torch and a visible GPU",
+            do="use --device cpu",
+        )
+    return device
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Free memory of a device, None where it cannot be asked."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return None
+    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024
+
+
+def check_memory(need: int, dtype: torch.dtype, device: torch.device, what: str) -> None:
+    """Raise when `need` bytes of weights do not fit on the device."""
+    free = available_bytes(device)
+    if free is not None and need > free:
+        raise ResourceError(
+            f"{what} does not fit in memory",
+            found=f"{free / 1e9:.1f} GB free on {device}",
+            expected=f"{need / 1e9:.1f} GB for its weights in {str(dtype).split('.')[-1]}",
+            do="use bfloat16, a smaller target, or a machine with more memory",
+        )

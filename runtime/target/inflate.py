@@ -1,0 +1,215 @@
+"""Function-preserving inflation: a small Llama blown up to the size, and the cost, of a large one.
+
+The large model computes the same function, so a drafter trained for the small target drafts for it
+with the same acceptance, and speed can be measured at a realistic cost without a download. How:
+
+- the residual is padded with zero channels; RMSNorm over H instead of h channels is corrected by
+  weight * sqrt(h / H) and eps * h / H;
+- whole groups of heads are appended whose o_proj columns are zero;
+- MLP rows are appended whose down_proj columns are zero;
+- layers are inserted whose o_proj and down_proj are zero: identities, spread between the real ones.
+
+Everything else is random, not zero, because zeros can run faster. Only float rounding differs; a
+width of h times a power of four keeps the norm weights exact in every dtype.
+Letters: B rows, T fed tokens, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from specctl.core.errors import IncompatibleError, SpecctlError, nearest
+from specctl.core.kv_cache import SlotKV
+from specctl.core.language_model import Borrowed, Feed, LmOut
+from specctl.models.fast_llama import FastLlama, LlamaModel, LlamaShape
+from specctl.runtime.target.device import check_memory
+from specctl.runtime.target.target import Target
+
+ROUND = 32  # rows of an MLP come in multiples of this
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A nominal size: parameters, width and depth; the MLP takes up the rest."""
+
+    parameters: int
+    hidden: int
+    layers: int
+
+
+SIZES = {
+    "100m": Size(100_000_000, 1024, 10),
+    "300m": Size(300_000_000, 1024, 24),
+    "1b": Size(1_000_000_000, 4096, 10),
+    "8b": Size(8_000_000_000, 4096, 32),
+}
+
+
+class InflatedLM(FastLlama):
+    """The large model, seen in the numbering and width of the small one: `spec`, taps and borrowed
+    pieces are the base's, so every drafter of the base serves unchanged. `tap_map` gives the
+    hidden_states index of the large model for each tap of the base."""
+
+    def __init__(self, module: LlamaModel, base: FastLlama, real_layers: tuple[int, ...]) -> None:
+        super().__init__(module, base.spec)
+        self.real_layers = real_layers
+        inner = dict(enumerate(real_layers[1:], start=1))
+        self.tap_map = {0: 0, **inner, base.spec.num_layers: module.shape.num_layers}
+        weight = module.head_weight
+        borrowed = base.borrowed()
+        self._borrowed = Borrowed(
+            borrowed.embedding_VD.to(weight), borrowed.head_VD.to(weight), borrowed.embed_scale
+        )
+
+    def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
+        large = tuple(self.tap_map[k] for k in feed.taps)
+        out = super().run(replace(feed, taps=large), kv)
+        width = self.spec.hidden_size
+        found = {k: out.taps[self.tap_map[k]][..., :width].contiguous() for k in feed.taps}
+        return LmOut(out.logits_BTV, found)
+
+    def borrowed(self) -> Borrowed:
+        return self._borrowed
+
+    def new_kv(self, num_slots: int, max_len: int) -> SlotKV:
+        shape = self.module.shape
+        return SlotKV(
+            shape.num_layers,
+            num_slots,
+            shape.num_kv_heads,
+            max_len,
+            shape.head_dim,
+            self.dtype,
+            self.device,
+        )
+
+
+def size_named(name: str) -> Size:
+    """The size of that name."""
+    if name not in SIZES:
+        raise SpecctlError(
+            f"unknown size {name!r}",
+            where="--inflate",
+            found=name,
+            expected="one of " + ", ".join(SIZES),
+            do=f"--inflate {nearest(name, SIZES, 1)}",
+        )
+    return SIZES[name]
+
+
+def inflatable(target: Target, size: str, dtype: torch.dtype) -> FastLlama:
+    """The target's model, if it can be inflated to that size here; an error otherwise."""
+    need = size_named(size).parameters * dtype.itemsize
+    base = target.lm
+    if not isinstance(base, FastLlama) or isinstance(base, InflatedLM):
+        raise IncompatibleError(
+            f"target {target.name} cannot be inflated",
+            found=base.spec.model_type if target.inflated is None else f"already {target.inflated}",
+            expected="a Llama, Mistral, Qwen2 or Qwen3 as published",
+            do="inflate the embedded target: --target tiny",
+        )
+    inflated_shape(base.module.shape, SIZES[size], size)
+    check_memory(need, dtype, target.device, f"a target inflated to {size}")
+    return base
+
+
+def inflate(target: Target, size: str, dtype: torch.dtype | None = None, seed: int = 0) -> Target:
+    """`target` at a nominal size of `SIZES`, same distribution, same fingerprint."""
+    dtype = dtype or target.dtype
+    base = inflatable(target, size, dtype)
+    shape = inflated_shape(base.module.shape, SIZES[size], size)
+    lm = InflatedLM(*_inflate(base, shape, dtype, seed))
+    return replace(target, lm=lm, inflated=size)
+
+
+def count_parameters(shape: LlamaShape) -> int:
+    """Parameters of the projections, the embedding and the head."""
+    heads = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    embedding = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2)
+    per_layer = shape.hidden_size * (heads + 3 * shape.intermediate_size)
+    return embedding + shape.num_layers * per_layer
+
+
+def inflated_shape(base: LlamaShape, size: Size, name: str) -> LlamaShape:
+    """The shape of nominal `size` that contains `base`."""
+    group = base.num_heads // base.num_kv_heads
+    kv_heads = max(base.num_kv_heads, size.hidden // base.head_dim // group)
+    wide = replace(
+        base,
+        num_layers=size.layers,
+        hidden_size=size.hidden,
+        num_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        intermediate_size=0,
+        norm_eps=base.norm_eps * base.hidden_size / size.hidden,
+        qk_norm_eps=base.qk_norm_eps or base.norm_eps,
+    )
+    rest = (size.parameters - count_parameters(wide)) / (3 * size.layers * size.hidden)
+    rows = round(rest / ROUND) * ROUND
+    fits = (
+        base.num_layers <= size.layers
+        and base.hidden_size <= size.hidden
+        and base.intermediate_size <= rows
+    )
+    if not fits:
+        raise IncompatibleError(
+            f"the target does not fit into {name}",
+            found=f"{base.num_layers} layers of width {base.hidden_size} and "
+            f"{base.intermediate_size} MLP rows",
+            expected=f"at most {size.layers}, {size.hidden} and {max(rows, 0)}",
+            do="choose a larger size: " + ", ".join(SIZES),
+        )
+    return replace(wide, intermediate_size=rows)
+
+
+@torch.no_grad()
+def _inflate(
+    base: FastLlama, shape: LlamaShape, dtype: torch.dtype, seed: int
+) -> tuple[LlamaModel, FastLlama, tuple[int, ...]]:
+    small, device = base.module, base.device
+    with torch.device("meta"):
+        large = LlamaModel(shape, small.rotary.inv_freq, small.rotary.scale)
+    large = large.to(dtype).to_empty(device=device).eval().requires_grad_(False)
+    generator = torch.Generator(device).manual_seed(seed)
+    for parameter in large.parameters():
+        if parameter.dim() == 1:
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(std=parameter.shape[1] ** -0.5, generator=generator)
+    _silence(large)
+    count = small.shape.num_layers
+    real = tuple(i * shape.num_layers // count for i in range(count))
+    theirs = dict(small.named_parameters())
+    ours = dict(large.named_parameters())
+    scale = (small.shape.hidden_size / shape.hidden_size) ** 0.5
+    for name, weight in theirs.items():
+        parts = name.split(".")
+        if parts[1] == "layers":
+            parts[2] = str(real[int(parts[2])])
+        is_norm = name.endswith(("layernorm.weight", "model.norm.weight"))
+        _place(ours[".".join(parts)], weight.to(dtype=torch.float64) * (scale if is_norm else 1.0))
+    return large, base, real
+
+
+def _silence(large: LlamaModel) -> None:
+    """Zero what could reach the padded channels or leave an inserted head, row or layer."""
+    for name, parameter in large.named_parameters():
+        if name.endswith(("o_proj.weight", "o_proj.bias", "down_proj.weight", "tokens.weight")):
+            parameter.zero_()
+
+
+def _place(into: Tensor, weight: Tensor) -> None:
+    """Write `weight` into the leading corner of a larger tensor."""
+    corner = into[tuple(slice(0, length) for length in weight.shape)]
+    corner.copy_(weight)
+
+
+def describe(target: Target) -> str:
+    """One line about an inflated target, for reports."""
+    module = target.lm.module
+    count = sum(p.numel() for p in module.parameters())
+    dtype = str(target.dtype).split(".")[-1]
+    return f"{target.name} inflated to {target.inflated} ({count / 1e6:.0f}M parameters, {dtype})"

@@ -1,0 +1,273 @@
+"""Target: a frozen language model, its tokenizer, and the identity drafters are bound to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specctl.core.errors import IncompatibleError
+from specctl.core.kv_cache import SlotKV
+from specctl.core.language_model import Borrowed, LanguageModel
+from specctl.core.spec import Identity, ModelSpec
+from specctl.models.compiled import CompiledLM
+from specctl.models.fast_llama import fast_llama_from_hf
+from specctl.models.hf_lm import HfLM
+from specctl.models.hf_spec import spec_of
+from specctl.recipes.targets import resolve
+from specctl.runtime.sampling.generation_config import Suggested
+from specctl.runtime.target.checkpoint import load_checkpoint
+from specctl.runtime.target.device import LARGE, choose_device, choose_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class TargetChange:
+    """What joint training made of a target, measured on `tokens` tokens of held-out text: `name`
+    and `fingerprint` of the original, KL(original || changed) in nats per token, the share of
+    places where both find the same token most probable, the perplexity of either."""
+
+    name: str
+    fingerprint: str
+    kl: float
+    agreement: float
+    perplexity_before: float
+    perplexity: float
+    tokens: int
+
+    def text(self) -> str:
+        return (
+            f"changed from {self.name}: KL {self.kl:.4f} nats a token, the same greedy token in "
+            f"{self.agreement:.1%} of places, perplexity {self.perplexity_before:.2f} before and "
+            f"{self.perplexity:.2f} after ({self.tokens:,} tokens of held-out text)"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A model that is only ever read. `fingerprint` names its weights, whatever dtype they are
+    loaded in; `inflated` is the size it was inflated to, None for the model as published;
+    `changed` says how far it is from the target that a joint training made it of; `inside_of` is
+    the kind of multimodal model whose text side it is; `suggested` the sampling that its checkpoint
+    asks for."""
+
+    name: str
+    revision: str | None
+    lm: LanguageModel
+    tokenizer: Any
+    fingerprint: str
+    tokenizer_fingerprint: str | None
+    template_digest: str | None
+    eos_ids: tuple[int, ...]
+    inflated: str | None = None
+    changed: TargetChange | None = None
+    inside_of: str | None = None
+    suggested: Suggested | None = None
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.lm.spec
+
+    @property
+    def identity(self) -> Identity:
+        """What a memory of this target's token ids and habits is kept under."""
+        return Identity(self.tokenizer_fingerprint, self.fingerprint)
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm.dtype
+
+    def new_kv(self, num_slots: int, max_len: int) -> SlotKV:
+        """An empty cache for `num_slots` rows of at most `max_len` positions."""
+        return self.lm.new_kv(num_slots, max_len)
+
+    def borrowed(self) -> Borrowed:
+        """The frozen embedding and LM head that a drafter may share."""
+        return self.lm.borrowed()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a plain text, with the special tokens the tokenizer puts in front."""
+        return list(self._tokenizer().encode(text))
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant speaks next; control tokens that
+        are spelled in it are read as text."""
+        from jinja2 import TemplateError
+
+        from specctl.runtime.target.chat_tokens import chat_tokens
+
+        try:
+            return chat_tokens(self, messages)
+        except TemplateError as error:
+            raise IncompatibleError(
+                f"the chat template of target {self.name} does not take this conversation",
+                found=str(error)[:200],
+                expected="roles in an order that it knows",
+                do="leave the system message out, or put it in front of the first user's",
+            ) from error
+
+    def chat_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """A conversation as its template writes it, up to where the assistant speaks next."""
+        tokenizer = self._tokenizer()
+        if self.template_digest is None:
+            raise IncompatibleError(
+                f"target {self.name} has no chat template",
+                found="no template in its tokenizer",
+                expected="a chat template",
+                do="give plain prompts, or choose an instruction-tuned target",
+            )
+        return str(
+            tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=False
+            )
+        )
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids; end-of-text markers are left out."""
+        return str(
+            self._tokenizer().decode(
+                list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def _tokenizer(self) -> Any:
+        if self.tokenizer is None:
+            raise IncompatibleError(
+                f"target {self.name} has no tokenizer",
+                expected="a tokenizer beside the weights",
+                do="give token ids instead of text, or load the target from a full folder",
+            )
+        return self.tokenizer
+
+    @classmethod
+    def from_model(cls, model: Any, tokenizer: Any = None, name: str = "random") -> Target:
+        """A target around a transformers model, which is frozen and put in eval mode."""
+        model.eval().requires_grad_(False)
+        eos_ids = eos_ids_of(model, tokenizer)
+        return cls(
+            name=name,
+            revision=None,
+            lm=fast_llama_from_hf(model, eos_ids) or HfLM(model, eos_ids),
+            tokenizer=tokenizer,
+            fingerprint=fingerprint(model),
+            tokenizer_fingerprint=None if tokenizer is None else tokenizer_fingerprint(tokenizer),
+            template_digest=None if tokenizer is None else template_digest(tokenizer),
+            eos_ids=eos_ids,
+        )
+
+
+def eos_ids_of(model: Any, tokenizer: Any = None) -> tuple[int, ...]:
+    """Every id that ends a text: generation config first, then config, then tokenizer."""
+    sources = (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer)
+    for source in sources:
+        found = getattr(source, "eos_token_id", None)
+        if found is not None:
+            return tuple(found) if isinstance(found, (list, tuple)) else (int(found),)
+    return ()
+
+
+def load_target(
+    name: str,
+    *,
+    revision: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    inflate: str | None = None,
+    offline: bool = False,
+    compile: bool = False,
+) -> Target:
+    """The target called `name`: an alias such as "tiny" or "llama3-8b", a local folder, or a hub
+    id. `inflate` names a size ("100m", "300m", "1b", "8b") to which a Llama-shaped target is blown
+    up without changing its distribution, for measurements of speed. `compile`: its rounds are
+    recorded in fixed shapes and replayed (CUDA graphs, torch.compile on the CPU)."""
+    resolved = resolve(name, revision)
+    where = choose_device(device)
+    first = "float32" if inflate is not None else dtype
+    loaded = load_checkpoint(resolved, first, where, offline)
+    target = Target.from_model(loaded.model, loaded.tokenizer, name)
+    target = replace(
+        target,
+        revision=loaded.revision,
+        inside_of=loaded.inside_of,
+        suggested=loaded.suggested,
+    )
+    if inflate is not None:
+        from specctl.runtime.target.inflate import inflate as blow_up
+
+        target = blow_up(target, inflate, choose_dtype(dtype, where, num_parameters=LARGE))
+    return replace(target, lm=CompiledLM(target.lm)) if compile else target
+
+
+_CONFIG_FIELDS = (
+    "model_type",
+    "num_layers",
+    "hidden_size",
+    "vocab_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "intermediate_size",
+    "norm_eps",
+    "rope_theta",
+)
+_SLICE = 64
+_NUM_SLICES = 4
+
+
+def fingerprint(model: Any) -> str:
+    """sha256 over the shape of the model and samples of every weight, in name order.
+
+    Samples are hashed as bfloat16, so that one checkpoint has one fingerprint in every dtype.
+    """
+    spec = spec_of(model.config).to_json()
+    shape = {k: spec[k] for k in _CONFIG_FIELDS} | _rope_fields(model.config.get_text_config())
+    digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
+    for name, weight in sorted(model.named_parameters()):
+        digest.update(f"{name}:{tuple(weight.shape)}:".encode())
+        digest.update(_samples(weight))
+    return digest.hexdigest()
+
+
+def _rope_fields(text: Any) -> dict[str, Any]:
+    """Numbers that change positions or reach; default rope adds nothing."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    found = {k: rope[k] for k in names if rope.get(k) is not None}
+    window = getattr(text, "sliding_window", None)
+    return found if window is None else {**found, "sliding_window": window}
+
+
+def _samples(weight: Tensor) -> bytes:
+    flat = weight.detach().reshape(-1)
+    last = max(flat.numel() - _SLICE, 0)
+    starts = sorted({last * i // (_NUM_SLICES - 1) for i in range(_NUM_SLICES)})
+    parts = torch.cat([flat[at : at + _SLICE] for at in starts])
+    return parts.to(torch.bfloat16).cpu().view(torch.int16).numpy().astype("<i2").tobytes()
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """sha256 over all of a tokenizer that decides which ids a text becomes."""
+    body: dict[str, Any] = {"vocab": sorted(tokenizer.get_vocab().items())}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        full = json.loads(backend.to_str())
+        body["merges"] = full["model"].get("merges")
+        body |= {k: full.get(k) for k in ("added_tokens", "normalizer", "pre_tokenizer")}
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def template_digest(tokenizer: Any) -> str | None:
+    """sha256 of the chat template, None without one."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        return None
+    text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,81 @@
+"""Errors about unknown names: the near ones as a question, long lists by the command for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from specctl.core.errors import LISTED, RecipeError, SpecctlError, did_you_mean, one_of, unknown
+from specctl.core.tree import NodeKind
+from specctl.drafters import families, family
+from specctl.export.package.find import locate
+from specctl.recipes.load import load_recipe, recipe_names
+from specctl.runtime.policies import POLICIES, make_policy
+from specctl.runtime.verify import RULES, check_legal
+
+LS = "`specctl recipes ls`"
+
+
+def test_names_are_listed_while_they_are_few_and_named_by_their_command_when_many() -> None:
+    few = [f"name-{i}" for i in range(LISTED)]
+    assert one_of(few, "specctl ls") == "one of " + ", ".join(few)
+    assert one_of([*few, "more"], "specctl ls") == "one that `specctl ls` lists"
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("eagel3", "did you mean eagle3 or eagle?"),
+        ("EAGLE3", "did you mean eagle3 or eagle?"),
+        (" chian", "did you mean chain?"),
+        ("lookup", "did you mean prompt-lookup?"),
+        ("qqq", "look"),
+        ("le", "look"),
+        ("", "look"),
+    ],
+)
+def test_a_mistyped_word_is_asked_about(word: str, said: str) -> None:
+    assert did_you_mean(word, ("chain", "eagle", "eagle3", "prompt-lookup"), "look") == said
+
+
+def test_an_unknown_name_is_an_error_of_the_kind_that_is_asked_for() -> None:
+    error = unknown("rule", "gredy", ("greedy", "chain"), "serve.rule", "specctl ls")
+    assert isinstance(error, RecipeError)
+    assert error.text() == (
+        "unknown rule 'gredy' | in serve.rule | found: gredy | expected: one of greedy, chain"
+        " | do: did you mean greedy?"
+    )
+    plain = unknown("rule", "x", ("greedy",), "serve.rule", "specctl ls", SpecctlError)
+    assert not isinstance(plain, RecipeError)
+    assert "`specctl ls`" in plain.do
+
+
+LONG: dict[str, tuple[Callable[[], object], str, str]] = {
+    "recipe": (lambda: load_recipe("eagel3"), LS, "eagle3"),
+    "recipe file": (lambda: load_recipe("eagel3.yaml"), LS, "eagle3"),
+    "family": (lambda: family("medsua"), LS, "medusa"),
+    "drafter": (lambda: locate("prompt-lokup"), "training-free", "prompt-lookup"),
+    "policy": (lambda: make_policy({"policy": "squoia"}), "--field serve", "sequoia"),
+    "policy of a recipe": (
+        lambda: load_recipe("eagle3", ["serve.policy=squoia"]), "--field serve", "sequoia"
+    ),
+    "rule": (lambda: check_legal("blok", NodeKind.IID, True), "recipes rules", "block"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LONG)
+def test_no_error_lists_all_the_names_there_are(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    call, listed, near = LONG[case]
+    with pytest.raises(SpecctlError) as caught:
+        call()
+    said = caught.value.text()
+    assert listed in caught.value.expected
+    assert caught.value.do.startswith("did you mean ")
+    assert near in caught.value.do
+    every = {*recipe_names(), *families(), *POLICIES, *RULES}
+    assert sum(f" {name}" in said.replace(",", " ") for name in every) <= 4

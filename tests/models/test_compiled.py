@@ -1,0 +1,131 @@
+"""Recorded rounds: the same text as eager, in a bounded number of shapes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from specctl.drafters.small_lm import SmallLm, SmallLmOptions
+from specctl.models import compiled
+from specctl.models.compiled import SPAN, WIDTHS, CompiledLM
+from specctl.models.hf_lm import HfLM
+from specctl.runtime.generate import Generated, generate
+from specctl.runtime.policies import make_policy
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
+
+PROMPTS = ([3, 1, 4, 1, 5], [9, 2], [5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4])
+POLICIES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "chain": {"policy": "chain", "length": 4},
+    "static-tree": {"policy": "static-tree", "branch": (3, 2, 1)},
+}
+DEVICES: list[Any] = ["cpu"]
+if torch.cuda.is_available():
+    DEVICES.append(pytest.param("cuda", marks=pytest.mark.gpu))
+
+
+@pytest.fixture
+def as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recordings that call the forward itself: fixed buffers and padding without a compiler."""
+    monkeypatch.setattr(compiled, "record", lambda forward, device, backend: forward)
+
+
+@pytest.fixture(scope="module")
+def target(make_target: Callable[..., Target]) -> Target:
+    return make_target(num_layers=2, dtype=torch.float64)
+
+
+def written(target: Target, policy: str, **fields: Any) -> Generated:
+    """Continuations of the prompts, of which two rows are alive at once."""
+    drafter = None
+    if policy != "plain":
+        torch.manual_seed(1)
+        drafter = SmallLm(SmallLmOptions(layers=1), target.spec).to(target.device, target.dtype)
+    settings: dict[str, Any] = {"max_new_tokens": 11, "temperature": 0.8, "seed": 3, **fields}
+    return generate(
+        target,
+        PROMPTS,
+        drafter=drafter,
+        sampling=Sampling(**settings),
+        policy=make_policy(POLICIES[policy]) if drafter is not None else None,
+        batch=2,
+    )
+
+
+def texts(made: Generated) -> list[tuple[int, ...]]:
+    return [output.token_ids for output in made.outputs]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_padded_rounds_write_the_same_text(
+    target: Target, as_it_is: None, policy: str, temperature: float
+) -> None:
+    recorded = replace(target, lm=CompiledLM(target.lm))
+    wanted = texts(written(target, policy, temperature=temperature))
+    assert texts(written(recorded, policy, temperature=temperature)) == wanted
+    assert isinstance(recorded.lm, CompiledLM)
+    assert recorded.lm.num_shapes > 0
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "gemma2"])
+def test_windows_and_foreign_modules_are_padded_too(
+    make_target: Callable[..., Target], as_it_is: None, model_type: str
+) -> None:
+    target = make_target(model_type, num_layers=2)
+    recorded = replace(target, lm=CompiledLM(target.lm))
+    assert isinstance(target.lm, HfLM) == (model_type == "gemma2")
+    wanted = texts(written(target, "static-tree", temperature=0.0))
+    assert texts(written(recorded, "static-tree", temperature=0.0)) == wanted
+
+
+def test_the_number_of_recordings_does_not_grow_with_the_text(
+    target: Target, as_it_is: None
+) -> None:
+    lm = CompiledLM(target.lm)
+    counts = []
+    for tokens in (20, 50, 50):
+        written(replace(target, lm=lm), "chain", max_new_tokens=tokens)
+        counts.append(lm.num_shapes)
+    rows, whole_or_not, widths = 2, 2, WIDTHS.index(8) + 1
+    assert counts[1] <= rows * whole_or_not * widths  # all positions fit into one span
+    assert counts[2] == counts[1]
+
+
+def test_a_finished_engine_hands_on_its_store_and_recordings(
+    target: Target, as_it_is: None
+) -> None:
+    lm = CompiledLM(target.lm)
+    first = lm.new_kv(2, 100)
+    second = lm.new_kv(2, 100)
+    assert first.key_ZJLE is not second.key_ZJLE
+    del second
+    stores = first.key_ZJLE
+    del first
+    gc.collect()
+    assert lm.new_kv(2, 90).key_ZJLE is stores
+    gc.collect()
+    assert lm.new_kv(2, SPAN).key_ZJLE is not stores
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_recorded_forward_equals_eager(make_target: Callable[..., Target], device: str) -> None:
+    target = make_target(num_layers=1, dtype=torch.float64)
+    target.lm.module.to(device)
+    recorded = replace(target, lm=CompiledLM(target.lm, backend="eager"))
+    assert texts(written(recorded, "plain")) == texts(written(target, "plain"))
+
+
+@pytest.mark.slow
+def test_inductor_writes_the_same_text(make_target: Callable[..., Target]) -> None:
+    target = make_target(num_layers=1, dtype=torch.float64)
+    recorded = replace(target, lm=CompiledLM(target.lm))
+    sampling = Sampling(max_new_tokens=8)
+    wanted = texts(generate(target, PROMPTS[:1], sampling=sampling))
+    assert texts(generate(recorded, PROMPTS[:1], sampling=sampling)) == wanted

@@ -1,0 +1,185 @@
+"""Auto speculates where text repeats and is off where it does not."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from specctl.core.drafter import RoundView
+from specctl.core.tree import NodeKind, chain_tree
+from specctl.drafters.team import Team, TeamOptions
+from specctl.runtime.controllers.auto import Auto, Survival
+from specctl.runtime.controllers.base import OFF, Arm, Prices, Score
+from specctl.runtime.controllers.match import Matches
+from specctl.runtime.controllers.shadow import Shadows
+from specctl.runtime.generate import generate
+from specctl.runtime.measure.cost import equip, measure_costs
+from specctl.runtime.measure.cost_table import CostTable
+from specctl.runtime.policies.direct import Direct
+from specctl.runtime.policies.switch import Switch
+from specctl.runtime.sampling.sampling import Sampling
+
+DEAR = CostTable(dict.fromkeys((0, 16), 0.0), {0: 1.0, 16: 2.6}, "", "", 1)  # a tenth per node
+MEMBERS = TeamOptions(("prompt-lookup", "token-recycling"))
+ARMS = (Arm(OFF), *(Arm(f"copy {k}", 0, Direct(k, k)) for k in (1, 2, 4, 8)))
+
+
+def opened() -> Auto:
+    auto = Auto()
+    auto.open(ARMS, Prices(DEAR))
+    return auto
+
+
+@pytest.fixture(scope="module")
+def target(make_target: Any) -> Any:
+    return make_target(num_layers=2, vocab=96)
+
+
+def run(target: Any, prompts: Any, sampling: Sampling) -> Any:
+    policy = equip(Switch(controller="auto", lengths=(1, 2, 4, 8), nodes=12), DEAR).policy
+    return generate(
+        target, prompts, drafter=Team(MEMBERS, target.spec), sampling=sampling, policy=policy
+    )
+
+
+def test_random_text_switches_speculation_off(target: Any) -> None:
+    coins = random.Random(0)
+    prompts = [[coins.randrange(96) for _ in range(24)] for _ in range(2)]
+    sampling = Sampling(temperature=4.0, max_new_tokens=150, ignore_eos=True)
+    made = run(target, prompts, sampling)
+    report = made.stats.to_json()["controller"]
+    assert report["arms"][OFF]["rounds"] > 0.93 * made.stats.rounds
+    assert report["rested"] > 0.6 * report["rounds"]
+    plain = generate(target, prompts, sampling=sampling)
+    assert [o.token_ids for o in made.outputs] == [o.token_ids for o in plain.outputs], (
+        "drafts that follow the target's own draws change nothing, under sampling either"
+    )
+
+
+def test_text_that_repeats_itself_is_copied(tiny_target: Any) -> None:
+    prompt = tiny_target.encode("import os\n" * 4)
+    made = run(tiny_target, [prompt], Sampling(max_new_tokens=60, ignore_eos=True))
+    assert made.stats.repetition_rate > 0.5, "the target goes on as it was asked to"
+    assert made.stats.tau > 2.0
+
+
+def test_a_long_match_ends_a_rest_at_once() -> None:
+    auto = opened()
+    for _ in range(400):
+        assert ARMS[auto.order([0])[0]].is_off
+    assert auto.resting > 0
+    assert not auto.looks()
+    assert not auto.is_listening
+    played = [ARMS[i] for i in auto.order([4])]
+    assert not played[0].is_off
+    assert played[-1].is_off, "nothing to draft falls back to plain decoding"
+
+
+def test_looking_is_rare_where_nothing_pays() -> None:
+    auto = opened()
+    looks = 0
+    for _ in range(2000):
+        auto.order([0])
+        looks += auto.looks()
+    assert looks < 0.15 * 2000
+    late = 0
+    for _ in range(2000):
+        auto.order([0])
+        late += auto.looks()
+    assert 0 < late < looks, "it looks again, ever more rarely"
+
+
+def test_a_context_that_failed_is_left_alone_and_others_are_not() -> None:
+    auto = opened()
+    for _ in range(40):
+        auto.scored(Score(0, 0, 1, 4))
+        auto.scored(Score(0, 8, 8, 2))
+    assert [ARMS[i].length for i in auto.order([2])] == [2, 1, 0], "no credit for long drafts yet"
+    auto.reward(4, 9.0, 1.8)
+    assert ARMS[auto.order([4])[0]].is_off
+    assert ARMS[auto.order([2])[0]].name == "copy 8"
+
+
+def test_losses_are_bounded_whatever_is_expected() -> None:
+    """Drafts that are scored well and played badly: the account ends it, not the estimate."""
+    auto, lost = opened(), 0.0
+    for round_ in range(300):
+        for _ in range(3):
+            auto.scored(Score(0, 8, 8, 3))
+        played = ARMS[auto.order([3])[0]]
+        spent = 1.0 + 0.1 * played.length
+        auto.prices.observe(played.length, spent)
+        auto.reward(ARMS.index(played), 1.0, spent)
+        lost += 0.1 * played.length
+        assert lost <= 0.3 + 0.01 * (round_ + 1) + 1e-9
+    assert lost > 1.0, "it tries now and then"
+
+
+def test_survival_counts_only_depths_that_were_tested() -> None:
+    kept = Survival(prior=0.5, weight=0.0, memory=1.0)
+    for matched, known in ((2, 3), (0, 1), (1, 2), (3, 3)):
+        kept.add(matched, known)
+    assert kept.tested == [4.0, 3.0, 2.0]
+    assert kept.survived == [3.0, 2.0, 1.0]
+    assert kept.expected(3) == pytest.approx(3 / 4 + 2 / 4 + 1 / 4)
+
+
+def test_the_expected_length_is_right_for_a_coin_of_known_bias() -> None:
+    coins, kept = random.Random(1), Survival(prior=0.1, memory=1.0)
+    for _ in range(4000):
+        matched = 0
+        while matched < 6 and coins.random() < 0.7:
+            matched += 1
+        kept.add(matched, min(matched + 1, 6))
+    assert kept.expected(4) == pytest.approx(sum(0.7**d for d in range(1, 5)), abs=0.06)
+
+
+def test_shadows_are_scored_as_the_text_grows() -> None:
+    text = [1, 2, 3]
+    shadows = Shadows()
+    tree = chain_tree(torch.tensor([[4, 5, 6]]), torch.ones(1, 3, dtype=torch.bool), NodeKind.POINT)
+    for _ in range(2):
+        shadows.add(0, tree, [text], [3])
+    assert list(shadows.ripe()) == []
+    text += [4, 5]
+    assert list(shadows.ripe()) == [], "agrees so far, not decided"
+    text.append(9)
+    assert list(shadows.ripe()) == [Score(0, 2, 3, 3, 3)] * 2
+    assert shadows.waiting == []
+    shadows.add(1, tree, [text], [0])
+    text += [4, 5, 6]
+    assert list(shadows.ripe()) == [Score(1, 3, 3, 0, 3)], "all agreed: censored"
+
+
+def test_costs_of_a_team_are_those_of_verification(target: Any) -> None:
+    policy = Switch(controller="auto", length=4, nodes=6)
+    costs = measure_costs(target, Team(MEMBERS, target.spec), policy, [[1, 2, 3]], rounds=8)
+    assert {0, 1, 2, 4, 6} <= set(costs.verify)
+    assert all(0 < costs.round_seconds(k) < 10 for k in costs.verify)
+
+
+def test_being_off_costs_little_host_work_per_round() -> None:
+    """Thread time of choosing and of the look at the newest token, resting: tens of microseconds at
+    the very most, where a forward of the smallest target takes milliseconds."""
+    auto, matches = opened(), Matches()
+    coins, text = random.Random(0), [0]
+    for _ in range(200):
+        text.append(coins.randrange(5000))
+        auto.order(matches.contexts([0], [text]))
+    auto.resting = 10**6
+    began = time.thread_time()
+    for _ in range(2000):
+        text.append(coins.randrange(5000))
+        auto.order(matches.contexts([0], [text]))
+    assert (time.thread_time() - began) / 2000 < 50e-6
+
+
+def test_views_of_other_texts_in_the_same_slot_begin_anew() -> None:
+    matches = Matches()
+    view = RoundView((0,), torch.zeros(1), torch.zeros(1), torch.zeros(1), ([1, 2, 1, 2],))
+    assert matches.contexts(view.slots, view.tokens) == [2]
+    assert matches.contexts((0,), ([1, 2],)) == [0]

@@ -1,0 +1,165 @@
+"""The noise of a round: keyed by counters, uniform, independent, the same on every device."""
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from specctl.runtime.sampling.noise import RoundNoise, _codes, _gumbel, _long, _mix, _uniform
+
+CPU = torch.device("cpu")
+
+
+def gumbel_to_uniform(gumbel):
+    return torch.exp(-torch.exp(-gumbel.double())).flatten().numpy()
+
+
+def test_uniforms_lie_strictly_inside_zero_and_one():
+    lowest, highest = np.array([0], dtype=np.int64), np.array([-1], dtype=np.int64)
+    for bits in (lowest, highest):
+        u = (bits >> 24 & (1 << 40) - 1).astype(np.float32)
+        u = np.minimum((u + np.float32(0.5)) * np.float32(2.0**-40), 1 - 2.0**-24)
+        assert 0.0 < float(u[0]) < 1.0
+    u_BT = RoundNoise(range(2000), [0] * 2000, [0] * 2000).accept_BT(200)
+    assert u_BT.dtype == torch.float32
+    assert float(u_BT.min()) > 0.0
+    assert float(u_BT.max()) < 1.0
+
+
+def test_gumbel_noise_is_finite_at_both_ends_of_the_grid():
+    ends = np.array([2.0**-41, 1 - 2.0**-24], dtype=np.float32)
+    assert torch.isfinite(_gumbel(ends)).all()
+
+
+STREAMS = {
+    "accept": lambda n, i: n.accept_BT(7)[:, i],
+    "final": lambda n, i: _gumbel_as_uniform(n.final_BV(7)[:, i]),
+    "target": lambda n, i: _gumbel_as_uniform(
+        n.target_BTV(torch.arange(7).expand(len(n._round_B), 7), 3)[:, i, 1]
+    ),
+    "draft": lambda n, i: _gumbel_as_uniform(n.draft_BMK(i, 2, 3)[:, 1, 2]),
+}
+
+
+def _gumbel_as_uniform(gumbel):
+    return torch.exp(-torch.exp(-gumbel.double()))
+
+
+def by_seed(count):
+    return RoundNoise(range(count), [4] * count, [9] * count)
+
+
+def by_round(count):
+    return RoundNoise([7] * count, range(count), range(count))
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("rows", [by_seed, by_round])
+def test_every_stream_is_uniform_over_consecutive_counters(stream, rows):
+    values = STREAMS[stream](rows(20_000), 3).double().numpy()
+    assert stats.kstest(values, "uniform").pvalue > 1e-4
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_neighbouring_indices_rounds_and_seeds_are_independent(stream):
+    for rows in (by_seed, by_round):
+        noise = rows(20_000)
+        here, beside = STREAMS[stream](noise, 3).double(), STREAMS[stream](noise, 4).double()
+        assert independent(here, beside)
+        assert independent(here[:-1], here[1:])
+
+
+def test_streams_do_not_share_numbers():
+    noise = by_round(20_000)
+    values = [STREAMS[stream](noise, 3).double() for stream in STREAMS]
+    for i, first in enumerate(values):
+        for second in values[i + 1 :]:
+            assert independent(first, second)
+
+
+def independent(first, second):
+    """Chi-square over a 8 x 8 table of ranks."""
+    table, *_ = np.histogram2d(first.numpy(), second.numpy(), bins=8, range=[[0, 1], [0, 1]])
+    return stats.chisquare(table.ravel()).pvalue > 1e-5
+
+
+def test_one_large_vocabulary_row_is_uniform_and_has_no_ties_at_the_top():
+    gumbel_V = RoundNoise([1], [2], [3]).final_BV(130_000)[0]
+    assert stats.kstest(gumbel_to_uniform(gumbel_V), "uniform").pvalue > 1e-4
+    best = gumbel_V.topk(50).values
+    assert len(best.unique()) == 50
+
+
+def test_gumbel_draws_follow_the_distribution():
+    distribution_V = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    noise = RoundNoise(range(40_000), [0] * 40_000, [0] * 40_000)
+    drawn = (distribution_V.log() + noise.final_BV(4)).argmax(-1)
+    counts = torch.bincount(drawn, minlength=4).numpy()
+    assert stats.chisquare(counts, 40_000 * distribution_V.numpy()).pvalue > 1e-4
+
+
+def test_asking_twice_gives_the_same_numbers():
+    noise = RoundNoise([1, 2], [3, 4], [5, 6])
+    assert torch.equal(noise.final_BV(9), noise.final_BV(9))
+    assert torch.equal(noise.accept_BT(9), noise.accept_BT(9))
+
+
+def test_a_row_draws_the_same_whatever_batch_it_is_in():
+    together = RoundNoise([11, 12, 13], [1, 2, 3], [40, 50, 60])
+    alone = RoundNoise([12], [2], [50])
+    depth_BT = torch.tensor([[0, 1, 1], [0, 1, 2], [0, 0, 0]])
+    assert torch.equal(together.accept_BT(4)[1:2], alone.accept_BT(4))
+    assert torch.equal(together.final_BV(30)[1:2], alone.final_BV(30))
+    target_BTV = together.target_BTV(depth_BT, 30)
+    assert torch.equal(target_BTV[1:2], alone.target_BTV(depth_BT[1:2], 30))
+    assert torch.equal(together.draft_BMK(2, 3, 30)[1:2], alone.draft_BMK(2, 3, 30))
+
+
+def test_the_target_stream_depends_on_the_position_alone():
+    early = RoundNoise([5], [0], [10]).target_BTV(torch.tensor([[0, 1, 2, 3]]), 20)
+    later = RoundNoise([5], [9], [12]).target_BTV(torch.tensor([[0, 1]]), 20)
+    assert torch.equal(early[:, 2:], later)
+    assert not torch.equal(early[:, :2], later)
+
+
+def test_coupled_drafts_see_the_target_stream_on_their_own_ids():
+    noise = RoundNoise([5, 6], [0, 1], [10, 20])
+    target_BTV = noise.target_BTV(torch.tensor([[0, 1, 2], [0, 1, 2]]), 50)
+    ids_K = torch.tensor([3, 17, 49])
+    assert torch.equal(noise.coupled_BK(2, ids_K), target_BTV[:, 2, ids_K])
+    assert torch.equal(noise.coupled_BK(1, 50), target_BTV[:, 1])
+
+
+def test_draws_of_a_round_differ_by_index_and_by_node():
+    noise = RoundNoise([5], [0], [10])
+    rows = torch.cat([noise.draft_BMK(index, 3, 16)[0] for index in range(4)])
+    assert len(rows.unique(dim=0)) == 12
+
+
+def test_torch_and_numpy_hash_the_same_bits():
+    seeds = [0, 1, 2**40, 2**63 - 1]
+    key_B = _long(seeds, CPU)
+    torch_B = torch.tensor(seeds)
+    assert torch.equal(torch.from_numpy(_mix(key_B)), _mix(torch_B))
+    codes_V = _codes(100, CPU)
+    plain = torch.from_numpy(_uniform(_mix(key_B)[:, None], codes_V))
+    other = _uniform(_mix(torch_B)[:, None], torch.from_numpy(codes_V))
+    assert torch.equal(plain, other)
+
+
+def test_the_numbers_never_change_between_versions():
+    noise = RoundNoise([1234], [5], [678])
+    u = noise.accept_BT(3)[0].tolist()
+    assert u == pytest.approx(PINNED, abs=1e-7)
+
+
+PINNED = [0.90833873, 0.04921503, 0.14094122]
+
+
+def test_all_streams_run_on_the_meta_device():
+    noise = RoundNoise([1], [2], [3], "meta")
+    depth_BT = torch.zeros(1, 4, dtype=torch.long, device="meta")
+    assert noise.target_BTV(depth_BT, 6).shape == (1, 4, 6)
+    assert noise.final_BV(6).device.type == noise.accept_BT(2).device.type == "meta"
+    assert noise.draft_BMK(0, 2, 6).shape == (1, 2, 6)
+    assert noise.coupled_BK(1, torch.zeros(3, dtype=torch.long, device="meta")).shape == (1, 3)

@@ -1,0 +1,50 @@
+"""Commands found in errors and documents, taken apart the way the program does."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import Any
+
+import typer
+
+from specctl.cli.app.failures import USAGE_ERROR
+from specctl.cli.main import COMMANDS, app, load_command
+
+
+def program_words(text: str) -> list[str]:
+    """The words after `specctl` of the first command in a text; an explanation after two blanks or
+    in brackets does not belong to it."""
+    found = re.search(r"specctl (.*)", text)
+    assert found is not None, f"no command in {text!r}"
+    command = re.split(r"`|  | \(|\)$|, then|;| shows ", found[1])[0]
+    return shlex.split(command, comments=True)
+
+
+def why_not(words: list[str]) -> str | None:
+    """Why the program would refuse these words as a command line; None if it would not."""
+    while words and words[0] in ("--json", "--quiet", "-q", "-v", "--verbose", "--no-color"):
+        words = words[1:]
+    if not words or "--help" in words or words == ["--version"]:
+        words = [w for w in words if w not in ("--help", "--version")]
+        return None if not words or words[0] in COMMANDS else f"no command {words[0]}"
+    if words[0] not in COMMANDS:
+        return f"no command {words[0]}"
+    command: Any = load_command(words[0])
+    rest = words[1:]
+    parent = typer.main.get_command(app).make_context("specctl", ["recipes"])
+    if hasattr(command, "commands"):
+        if not rest or rest[0] not in command.commands:
+            return f"no command {words[:2]}"
+        command, rest = command.commands[rest[0]], rest[1:]
+    try:
+        command.make_context(words[0], list(rest), parent=parent)
+    except USAGE_ERROR as error:
+        return str(error)
+    return None
+
+
+def has_flag(command: str, flag: str) -> bool:
+    """Whether a command takes an option of that name."""
+    parameters = load_command(command).params
+    return any(flag in (*each.opts, *each.secondary_opts) for each in parameters)

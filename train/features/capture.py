@@ -1,0 +1,74 @@
+"""What a drafter learns from: one forward of the frozen target over a packed batch.
+
+Only the taps and logits that the drafter declares in `needs()` are kept. B rows, S sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from specctl.core.batch import HeadRows, TrainBatch
+from specctl.core.drafter import Needs
+from specctl.core.language_model import LanguageModel
+from specctl.models.fast_llama import FastLlama
+from specctl.models.kernels import linear
+from specctl.runtime.target.target import Target
+
+
+def capture(target: Target, batch: TrainBatch, needs: Needs) -> TrainBatch:
+    """What `read` gives, of a frozen target.
+
+    Runs under `no_grad`, not `inference_mode`: the taps enter the drafter's autograd graph, which
+    refuses inference tensors.
+    """
+    with torch.no_grad():
+        return read(target, batch, needs)
+
+
+def read(target: Target, batch: TrainBatch, needs: Needs) -> TrainBatch:
+    """The batch on the target's device, with its taps and teacher logits in the target's dtype, and
+    with a gradient where the target learns. Documents do not see each other, as in `TrainBatch`."""
+    batch = to_device(batch, target.device)
+    if not needs.taps and not needs.teacher:
+        return batch
+    last = target.spec.num_layers
+    by_rows = needs.teacher and needs.teacher_rows and has_plain_head(target.lm)
+    out = target.lm.dense(
+        batch.ids_BS,
+        batch.position_BS,
+        target.lm.document_masks(batch.document_BS),
+        tuple(sorted({*needs.taps, last} if by_rows else needs.taps)),
+        logits=needs.teacher and not by_rows,
+    )
+    rows = None
+    if by_rows:
+        head = target.borrowed()
+        rows = HeadRows(out.taps[last].flatten(0, 1), head.head_VD, head.head_bias_V)
+    taps = {tap: out.taps[tap] for tap in needs.taps}
+    return replace(batch, taps=taps, teacher_BSV=out.logits_BTV, teacher_rows=rows)
+
+
+def has_plain_head(lm: LanguageModel) -> bool:
+    """True where logits are the last state times the head, with nothing after it."""
+    return isinstance(lm, FastLlama)
+
+
+@torch.no_grad()
+def head_logits(lm: LanguageModel, state_BSD: Tensor) -> Tensor:
+    """[B, S, V]: the logits of last states, by the very product that `capture` makes."""
+    assert isinstance(lm, FastLlama), "the head of another model may not be a plain product"
+    return linear(state_BSD, lm.module.weights().head)
+
+
+def to_device(batch: TrainBatch, device: torch.device) -> TrainBatch:
+    """The batch with its token tensors on `device`."""
+    return replace(
+        batch,
+        ids_BS=batch.ids_BS.to(device),
+        loss_mask_BS=batch.loss_mask_BS.to(device),
+        document_BS=batch.document_BS.to(device),
+        position_BS=batch.position_BS.to(device),
+    )

@@ -1,0 +1,1 @@
+"""A drafter's first weights: fresh, from the target's layers, or from another drafter."""

@@ -1,0 +1,1 @@
+"""Training drafter and target together (Medusa-2)."""

@@ -1,0 +1,114 @@
+"""What joint training cannot be combined with, refused before anything is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specctl.core.drafter import Needs
+from specctl.core.errors import IncompatibleError, RecipeError
+from specctl.models.fast_llama import FastLlama
+from specctl.models.hf_lm import HfLM
+from specctl.recipes.schema import Recipe
+from specctl.runtime.target.target import Target
+from specctl.train.selective import COMPARING
+
+PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Clash:
+    """A setting beside which the target cannot learn, why, and the setting that lets it."""
+
+    where: str
+    found: str
+    why: str
+    instead: str
+
+
+def clashes(recipe: Recipe) -> Iterator[Clash]:
+    """The settings of a recipe that exclude train.joint."""
+    data, train, target = recipe.data, recipe.train, recipe.target
+    if data.features == "offline":
+        why = "features on disk are those of the target before it learns"
+        yield Clash("data.features", "offline", why, "online")
+    if data.on_policy > 0:
+        why = "a drafter of the target's states writes no text of its own"
+        yield Clash("data.on_policy", f"{data.on_policy:g}", why, "0")
+    if train.parallel == "fsdp":
+        why = "additions are made to whole weights, which fsdp spreads"
+        yield Clash("train.parallel", "fsdp", why, "ddp")
+    if train.lora is not None:
+        why = "the drafter that learns with its target learns whole, not by additions"
+        yield Clash("train.lora", f"rank {train.lora.rank}", why, "null")
+    if train.select in COMPARING:
+        why = "a reference was made for the target before it learns"
+        yield Clash("train.select", train.select, why, "none")
+    if target.inflate is not None:
+        why = "an inflated target is for measuring speed, it has no weights to publish"
+        yield Clash("target.inflate", target.inflate, why, "null")
+
+
+def check_joint(recipe: Recipe, needs: Needs) -> None:
+    """Refuse settings that exclude train.joint, and drafters that read no states of the target."""
+    if recipe.train.joint is None:
+        return
+    for clash in clashes(recipe):
+        raise RecipeError(
+            f"joint training does not go with {clash.where}: {clash.why}",
+            where=clash.where,
+            found=clash.found,
+            expected=clash.instead,
+            do=f"--set {clash.where}={clash.instead}, or --set train.joint=null",
+        )
+    if not needs.taps:
+        raise RecipeError(
+            f"a {recipe.drafter.family} drafter reads no states of the target, so that nothing "
+            "tells the target what to learn",
+            where="train.joint",
+            found=f"drafter.family: {recipe.drafter.family}",
+            expected="a family that reads the target's states, such as medusa, hydra or eagle3",
+            do="--set train.joint=null, or --set drafter.family=medusa",
+        )
+
+
+def check_stages(stages: Sequence[Recipe]) -> None:
+    """Refuse a stage after one that changes the target: it would go on with the original."""
+    for number, stage in enumerate(stages[:-1], start=1):
+        if stage.train.joint is not None:
+            raise RecipeError(
+                "a stage changes the target, and the next one starts from the original again",
+                where="train.joint",
+                found=f"stage {number} of {len(stages)}",
+                expected="joint training in the last stage alone",
+                do="set train.joint: null in every stage but the last",
+            )
+
+
+def check_target(target: Target) -> None:
+    """Refuse targets whose weights cannot be added to or written as a folder."""
+    problem = None
+    lm = target.lm
+    dtypes = {p.dtype for p in lm.module.parameters()} - {*PLAIN}
+    config = getattr(lm.module, "config", None)
+    if target.inflated is not None:
+        problem = f"inflated to {target.inflated}"
+    elif dtypes or getattr(config, "quantization_config", None) is not None:
+        kinds = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+        problem = f"quantised weights ({kinds or 'by its configuration'})"
+    elif type(lm) not in (FastLlama, HfLM) or (isinstance(lm, FastLlama) and lm.config is None):
+        problem = f"a {type(lm).__name__} that did not come from transformers"
+    elif target.inside_of is not None:
+        problem = f"the text side of a {target.inside_of}, which would be written without the rest"
+    elif target.tokenizer is None:
+        problem = "no tokenizer to write beside the weights"
+    if problem is not None:
+        raise IncompatibleError(
+            f"target {target.name} cannot learn together with a drafter",
+            found=problem,
+            expected="a whole transformers model in float32, bfloat16 or float16, with tokenizer",
+            do="choose the target as it was published, or --set train.joint=null",
+            where="train.joint",
+        )

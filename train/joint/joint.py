@@ -1,0 +1,201 @@
+"""JointModel training of drafter and target (Medusa-2, arXiv 2401.10774, section 2.2.2).
+
+The target learns, too, by low-rank additions to its hidden matrices, so that its states tell more
+of the tokens ahead: L = L_target + weight * L_drafter. What keeps the target near itself is its own
+term, KL(p || p') to the target without the additions (section 2.3.2: one set of weights is both
+models), or cross-entropy with the text. The additions learn slower than the drafter, and not at all
+while it learns alone in the beginning. The drafter's own gradient is not weighted: `weight` scales
+what crosses the border, the taps. Works for every family that reads taps of the target.
+
+`JointModel` stands in the loop in the drafter's place, so that checkpoints, resuming and the guards
+of the loop hold for the additions as for all that trains. R flat rows, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from specctl.core.batch import LossOut, TrainBatch
+from specctl.core.drafter import Drafter, DraftState, Needs, Space
+from specctl.drafters.losses.align import aim
+from specctl.drafters.losses.head_losses import LinearHead, LossOptions, head_loss
+from specctl.drafters.losses.head_losses import joined as with_term
+from specctl.drafters.losses.teacher import TeacherLogits
+from specctl.models.sliced_head import Head
+from specctl.recipes.low_rank import JointPart
+from specctl.runtime.target.target import Target
+from specctl.train.features.capture import capture, head_logits, read, to_device
+from specctl.train.lora import add, additions
+from specctl.train.optim import is_hidden_matrix
+
+OF_DRAFTER, OF_TARGET = "drafter.", "target."
+TEACHER = Needs(teacher=True, teacher_rows=True)
+
+
+class JointModel(Drafter):
+    """A drafter and the additions to its target as one thing to train. `target` is the changed one,
+    over the very weights of the original, which stays as it is."""
+
+    def __init__(self, drafter: Drafter, target: Target, part: JointPart) -> None:
+        super().__init__(drafter.options, drafter.spec, drafter.vocab)
+        self.family, self.lossless = drafter.family, drafter.lossless  # type: ignore[misc]
+        assert drafter.module is not None, "a trained family has a module"
+        self.module = nn.ModuleDict({"drafter": drafter.module})
+        self.target = changing(target, part)
+        self._drafter, self._original, self._part = drafter, target, part
+        self._additions = dict(additions(self.target.lm.module))
+        moving = {n for n, p in self.target.lm.module.named_parameters() if p.requires_grad}
+        assert len(moving) == 2 * len(self._additions), f"more than additions would move: {moving}"
+
+    def needs(self) -> Needs:
+        return self._drafter.needs()
+
+    def open(self, space: Space) -> DraftState:
+        raise AssertionError("drafting is what `whole()` does")
+
+    @contextmanager
+    def whole(self) -> Iterator[Drafter]:
+        """The drafter alone, which drafts for `target`."""
+        yield self._drafter
+
+    def slow(self) -> list[str]:
+        """What of `trainable` learns at the target's own rate."""
+        return [name for name in self.trainable() if name.startswith(OF_TARGET)]
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        own = {OF_DRAFTER + name: p for name, p in self._drafter.trainable().items()}
+        return own | self._factors()
+
+    def tensors(self) -> dict[str, Tensor]:
+        own = {OF_DRAFTER + name: tensor for name, tensor in self._drafter.tensors().items()}
+        return own | {name: factor.detach() for name, factor in self._factors().items()}
+
+    @torch.no_grad()
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        own = {
+            n.removeprefix(OF_DRAFTER): t for n, t in tensors.items() if n.startswith(OF_DRAFTER)
+        }
+        self._drafter.load_tensors(own)
+        factors = self._factors()
+        theirs = {name for name in tensors if not name.startswith(OF_DRAFTER)}
+        assert theirs == factors.keys(), f"other additions: {sorted(theirs ^ factors.keys())}"
+        for name, factor in factors.items():
+            factor.copy_(tensors[name])
+
+    def _factors(self) -> dict[str, nn.Parameter]:
+        found = {}
+        for name, addition in self._additions.items():
+            found[f"{OF_TARGET}{name}.down"] = addition.down_RI
+            found[f"{OF_TARGET}{name}.up"] = addition.up_OR
+        return found
+
+    def loss(self, batch: TrainBatch) -> LossOut:
+        """The drafter's loss on what the changed target says, and the target's own term."""
+        if batch.progress < self._part.warmup:
+            return self._drafter.loss(capture(self._original, batch, self.needs()))
+        batch = to_device(batch, self.target.device)
+        taps = tuple(sorted({*self.needs().taps, self.spec.num_layers}))
+        with torch.autocast(self.target.device.type, enabled=False):
+            seen = read(self.target, batch, replace(TEACHER, taps=taps))
+            own = self._own_term(seen)
+            shown = self._shown(seen)
+        out = self._drafter.loss(shown)
+        return out if own is None else with_term(out, own)
+
+    def _own_term(self, seen: TrainBatch) -> LossOut | None:
+        """What the target learns for itself; None if it keeps nothing."""
+        if self._part.keep == "none":
+            return None
+        teacher = None if self._part.keep == "ce" else original_distribution(self._original, seen)
+        return target_loss(self.target, seen, teacher)
+
+    def _shown(self, seen: TrainBatch) -> TrainBatch:
+        """The batch as the drafter reads it: what comes back through its taps is weighted, and its
+        teacher is the changed target as it stands."""
+        needs, weight = self.needs(), weight_at(seen.progress, self._part)
+        taps = {tap: _border(seen.taps[tap], weight) for tap in needs.taps}
+        plain = replace(seen, taps=taps, teacher_BSV=None, teacher_rows=None)
+        if not needs.teacher:
+            return plain
+        if seen.teacher_rows is None:
+            assert seen.teacher_BSV is not None
+            return replace(plain, teacher_BSV=seen.teacher_BSV.detach())
+        state_BSD = seen.taps[self.spec.num_layers].detach()
+        if needs.teacher_rows:
+            rows = replace(seen.teacher_rows, state_RD=state_BSD.flatten(0, 1))
+            return replace(plain, teacher_rows=rows)
+        return replace(plain, teacher_BSV=head_logits(self.target.lm, state_BSD))
+
+
+def changing(target: Target, part: JointPart) -> Target:
+    """The target with additions that are zero. All weights are shared with `target`, none of which
+    is ever written to."""
+    own = target.lm.module
+    lm = copy.deepcopy(target.lm, {id(t): t for t in (*own.parameters(), *own.buffers())})
+    add(lm.module, hidden_matrices(target), part, "the target", "train.joint.targets")
+    return replace(target, lm=lm)
+
+
+def hidden_matrices(target: Target) -> dict[str, nn.Parameter]:
+    """The weights that additions can be made to, by name: no embedding and no head, which drafters
+    borrow."""
+    module, sizes = target.lm.module, frozenset({target.spec.vocab_size})
+    tables = {f"{n}.weight" for n, m in module.named_modules() if isinstance(m, nn.Embedding)}
+    named = module.named_parameters()
+    return {n: p for n, p in named if n not in tables and is_hidden_matrix(p, sizes)}
+
+
+def original_distribution(target: Target, batch: TrainBatch) -> TeacherLogits:
+    """What a frozen target says of the batch."""
+    found = capture(target, batch, TEACHER)
+    if found.teacher_rows is not None:
+        return TeacherLogits(found.teacher_rows)
+    assert found.teacher_BSV is not None
+    return TeacherLogits(found.teacher_BSV.flatten(0, 1))
+
+
+def target_loss(target: Target, seen: TrainBatch, teacher: TeacherLogits | None) -> LossOut:
+    """How far the target that has read `seen` (its last state among the taps) is from a
+    distribution, or from the text: its loss per token, as target_kl or target_ce, and how often its
+    most probable token is the distribution's (target_agreement) or the text's (target_top1)."""
+    rows = aim(replace(seen, select=None, teacher_BSV=None, teacher_rows=None), 1)
+    head: Head = _as_it_is
+    if seen.teacher_rows is not None:
+        state_RX = seen.taps[target.spec.num_layers].flatten(0, 1)
+        head = LinearHead(seen.teacher_rows.weight_VD, seen.teacher_rows.bias_V)
+    else:
+        assert seen.teacher_BSV is not None
+        state_RX = seen.teacher_BSV.flatten(0, 1)
+    kind = "ce" if teacher is None else "kl"
+    out = head_loss(state_RX, head, rows, None, LossOptions(kind), teacher)
+    best = "target_top1" if teacher is None else "target_agreement"
+    found = {f"target_{kind}": (out.sum.detach(), out.count), best: out.metrics["top1"]}
+    return replace(out, metrics=found)
+
+
+def weight_at(progress: float, part: JointPart) -> float:
+    """The weight of the drafter's loss after that share of the steps: from 0 to `part.weight` as a
+    sine over the ramp (the paper's schedule for self-distillation)."""
+    passed = progress - part.warmup
+    if passed >= part.ramp:
+        return part.weight
+    return part.weight * math.sin(0.5 * math.pi * passed / part.ramp)
+
+
+def _border(tap: Tensor, weight: float) -> Tensor:
+    """The same numbers; of the gradient, `weight` times as much comes through."""
+    crossed = tap.view_as(tap)
+    if crossed.requires_grad:
+        crossed.register_hook(lambda gradient: weight * gradient)  # type: ignore[no-untyped-call]
+    return crossed
+
+
+def _as_it_is(logits_NV: Tensor) -> Tensor:
+    return logits_NV

@@ -1,0 +1,324 @@
+"""What a run will take, before it is paid for: parameters, disk, memory, time, and on what basis.
+
+Nothing is loaded: the drafter is built without storage from the target's shape. Memory and time
+are then estimates (memory within a factor of 1.5); a rehearsal measures both, and after twenty
+steps of the run itself time is measured there. Disk is counted: it needs no guess but how many
+tokens the source holds and how far the rows fill.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specctl.core.drafter import Drafter, Family, Needs
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
+from specctl.recipes.schema import Recipe, TrainPart
+from specctl.train.assemble import family_options, trainable_family
+from specctl.train.data.context import check_context
+from specctl.train.features.kept import Form
+from specctl.train.init.initial import TARGET, completed
+from specctl.train.joint.check import check_joint
+from specctl.train.lora import attach
+from specctl.train.metrics import read_log
+from specctl.train.optim import is_hidden_matrix
+from specctl.train.planning.rehearsal import Rehearsal, num_saves, small
+from specctl.train.planning.target_shape import TargetShape, shape_of, target_shape
+from specctl.train.planning.work import (
+    Part,
+    Work,
+    WorkSizes,
+    joint_memory,
+    num_added,
+    num_parameters,
+    passes,
+    work_of,
+)
+from specctl.train.prune.cut import uncuttable
+from specctl.train.selective import COMPARING, reference_stage
+
+ROW_BYTES = 13  # of a prepared token: id, document, position (4 each) and its loss mask
+ANSWER_BYTES = 3  # more for a token that the target wrote, kept as it was drawn
+SAMPLE_TOKENS = 4_700  # of a file of the corpus, on average
+FILL = 0.98  # share of a row that holds tokens
+STATE_BYTES = 20_000  # of a checkpoint beside its tensors: generators, progress, manifest
+MEASURED_STEPS = 20
+PROCESS_BYTES = 500_000_000  # python, torch, transformers and the text being read
+
+Before = Callable[[WorkSizes], Sequence[Work]]
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """Counts, bytes by purpose, and the parts of the run with the basis of their seconds."""
+
+    parameters: int
+    trainable: int
+    target_parameters: int
+    disk: Mapping[str, int]
+    memory: Mapping[str, int]
+    steps: int
+    parts: tuple[Part, ...]
+    basis: str
+    added: int = 0  # numbers that joint training adds to the target, which it changes
+
+    @property
+    def seconds_range(self) -> tuple[float, float]:
+        low, high = (sum(part.seconds_range[i] for part in self.parts) for i in (0, 1))
+        return low, high
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum(self.disk.values())
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(self.memory.values())
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "parameters": self.parameters,
+            "trainable": self.trainable,
+            "target_parameters": self.target_parameters,
+            "target_additions": self.added,
+            "disk_bytes": self.disk_bytes,
+            "disk": dict(self.disk),
+            "memory_bytes": self.memory_bytes,
+            "memory": dict(self.memory),
+            "steps": self.steps,
+            "seconds_range": list(self.seconds_range),
+            "parts": [part.to_json() for part in self.parts],
+            "basis": self.basis,
+        }
+
+
+def plan(
+    recipe: Recipe,
+    spec: ModelSpec | None = None,
+    *,
+    out: Path | None = None,
+    flops_per_second: float | None = None,
+    rehearsal: Rehearsal | None = None,
+    before: Before = lambda sizes: (),
+) -> RunPlan:
+    """The plan of a recipe for a target of shape `spec` (None: looked up by the target's name). If
+    `out` holds a run of this recipe with enough steps behind it, the time is measured; so is all
+    that a rehearsal has measured. `before`: the work between the text and the first step."""
+    shape = target_shape(recipe.target) if spec is None else shape_of(spec)
+    check_context(recipe, shape.spec)
+    if recipe.drafter.init == TARGET and (recipe.target.inflate or not shape.plain_head):
+        raise uncuttable(recipe.target.name, shape.spec.model_type, recipe.target.inflate)
+    counts = _counts(recipe, shape)
+    drafter = counts.drafter
+    check_joint(recipe, drafter.needs())
+    return RunPlan(
+        parameters=counts.parameters,
+        trainable=counts.trainable,
+        target_parameters=shape.parameters,
+        disk=_disk(recipe, shape, counts, data_tokens(recipe, rehearsal)),
+        memory=_memory(recipe, shape, drafter, 4 * counts.trainable + counts.optimizer)
+        if rehearsal is None
+        else _measured_memory(recipe, rehearsal),
+        steps=recipe.train.steps,
+        added=counts.added,
+        **_time(recipe, shape, drafter, out, flops_per_second, rehearsal, before),
+    )
+
+
+def disk_needs(recipe: Recipe, spec: ModelSpec) -> dict[str, int]:
+    """Bytes on disk by purpose, as the plan of a recipe for that target counts them."""
+    shape = shape_of(spec)
+    return _disk(recipe, shape, _counts(recipe, shape), data_tokens(recipe))
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """A drafter without storage, its numbers, those that move, and those added to the target; the
+    bytes of its optimizer's state."""
+
+    drafter: Drafter
+    parameters: int
+    trainable: int
+    added: int
+    optimizer: int
+
+    @property
+    def checkpoint(self) -> int:
+        return 4 * self.parameters + self.optimizer + 12 * self.added + STATE_BYTES
+
+
+def _counts(recipe: Recipe, shape: TargetShape) -> _Counts:
+    drafter = build_shape(trainable_family(recipe), recipe, shape.spec)
+    parameters = num_parameters(drafter)
+    if recipe.train.lora is not None:
+        with torch.device("meta"):
+            attach(drafter, recipe.train.lora)
+    moving = drafter.trainable().values()
+    return _Counts(
+        drafter,
+        parameters,
+        trainable=sum(p.numel() for p in moving),
+        added=num_added(recipe.train.joint, shape.spec),
+        optimizer=4 * sum(p.numel() * _states(recipe.train, p, drafter) for p in moving),
+    )
+
+
+def build_shape(family: Family, recipe: Recipe, spec: ModelSpec) -> Drafter:
+    """The recipe's drafter without storage. A vocabulary size of "auto" counts as untrimmed."""
+    options = family_options(family, completed(recipe, spec).drafter)
+    size = recipe.vocab.size
+    kept = min(size, spec.vocab_size) if isinstance(size, int) else None
+    with torch.device("meta"):
+        vocab = None if kept is None else VocabMap(torch.arange(kept), spec.vocab_size)
+        return family.build(options, spec, vocab)
+
+
+def _states(train: TrainPart, parameter: torch.Tensor, drafter: Drafter) -> int:
+    """Numbers that the optimizer keeps per number of a parameter."""
+    sizes = {drafter.spec.vocab_size} | ({drafter.vocab.size} if drafter.vocab else set())
+    is_muon = train.optimizer == "muon" and is_hidden_matrix(parameter, frozenset(sizes))
+    return 1 if is_muon else 2
+
+
+def data_tokens(recipe: Recipe, rehearsal: Rehearsal | None = None) -> int:
+    """Tokens of the rows. Text is read from the samples that gave the prompts; what those hold is
+    known from a rehearsal, or guessed."""
+    data = recipe.data
+    if not data.regenerate:
+        source = Path(data.source)
+        in_file = source.stat().st_size // 4 if source.is_file() else 10_000_000
+        return min(in_file, data.limit_tokens or in_file)
+    each = data.prompt_tokens + data.new_tokens
+    in_sample = float(SAMPLE_TOKENS)
+    if rehearsal is not None:
+        prompts = small(recipe).data.prompts
+        in_sample = max(0.0, rehearsal.tokens / prompts - each)
+    return data.prompts * each + min(data.text_tokens, round(data.prompts * in_sample))
+
+
+def _disk(recipe: Recipe, shape: TargetShape, counts: _Counts, tokens: int) -> dict[str, int]:
+    """Bytes at the fullest moment: while the last checkpoint is written and none is dropped yet, or
+    when the package is written. One checkpoint more where the best is an old one."""
+    data, train, drafter, checkpoint = recipe.data, recipe.train, counts.drafter, counts.checkpoint
+    package = 4 * num_parameters(drafter)
+    answers = data.prompts * data.new_tokens if data.regenerate else 0
+    saves = num_saves(train)
+    found = {
+        "data": round(tokens * ROW_BYTES / FILL) + answers * ANSWER_BYTES,
+        "checkpoints": min(saves, train.keep) * checkpoint,
+        "package": package,
+        "while saving": max(0, checkpoint - package) if saves > train.keep else 0,
+    }
+    first = reference_stage(recipe)
+    if first is not None:
+        found["reference"] = min(num_saves(first.train), train.keep) * checkpoint
+    if train.joint is not None:
+        found["changed target"] = shape.itemsize(recipe.target) * shape.parameters
+    if data.features == "offline":
+        found["features"] = _feature_bytes(recipe, shape, drafter.needs()) * tokens
+        if data.features_gb is not None:
+            found["features"] = min(found["features"], int(data.features_gb * 1e9))
+    return found
+
+
+def _feature_bytes(recipe: Recipe, shape: TargetShape, needs: Needs) -> int:
+    """Of a token on disk."""
+    spec, topk = shape.spec, recipe.data.teacher_topk or 0
+    whole = "state" if shape.plain_head else "logits"
+    teacher = ("topk" if topk else whole) if needs.teacher else "none"
+    itemsize = shape.itemsize(recipe.target)
+    dtype = recipe.data.feature_dtype
+    form = Form(needs.taps, teacher, topk, dtype, spec.hidden_size, spec.vocab_size, itemsize)
+    return form.bytes_per_token
+
+
+def _measured_memory(recipe: Recipe, rehearsal: Rehearsal) -> dict[str, int]:
+    """The rehearsal's peak, and the rows that it did without."""
+    more = max(0, data_tokens(recipe, rehearsal) - rehearsal.tokens)
+    found = {"measured in a rehearsal": rehearsal.memory, "more rows": more * ROW_BYTES}
+    return found | ({"on the GPU": rehearsal.gpu} if rehearsal.gpu else {})
+
+
+def _memory(recipe: Recipe, shape: TargetShape, drafter: Drafter, training: int) -> dict[str, int]:
+    """Bytes on one device while training; `training` = those of gradient and optimizer."""
+    spec, tokens, needs = shape.spec, recipe.train.rows * recipe.train.seq_len, drafter.needs()
+    wide = shape.itemsize(recipe.target)
+    width, parameters = spec.hidden_size, num_parameters(drafter)
+    assert drafter.module is not None
+    matrices = sum(p.numel() for p in drafter.module.parameters() if spec.vocab_size not in p.shape)
+    features = tokens * wide * (len(needs.taps) * width + 4 * width + spec.intermediate_size)
+    features += tokens * wide * spec.vocab_size if needs.teacher else 0
+    head = min(tokens, max(64, 2**24 // spec.vocab_size)) * spec.vocab_size * 4 * 6
+    body = tokens * 4 * passes(drafter) * 2 * matrices // width
+    compared = recipe.train.select in COMPARING
+    return {
+        "process": PROCESS_BYTES,
+        "target": wide * shape.parameters,
+        "drafter, gradient, optimizer": 4 * parameters + training,
+        **({"reference": 4 * parameters} if compared else {}),
+        "features of a batch": features,
+        "activations": head + body,
+        **joint_memory(recipe.train, shape, wide),
+    }
+
+
+def _time(
+    recipe: Recipe,
+    shape: TargetShape,
+    drafter: Drafter,
+    out: Path | None,
+    flops_per_second: float | None,
+    rehearsal: Rehearsal | None,
+    before: Before,
+) -> dict[str, Any]:
+    if rehearsal is not None:
+        return {
+            "parts": tuple(rehearsal.parts(recipe)),
+            "basis": f"a rehearsal: {rehearsal.step:.3g} s a step, {rehearsal.answer:.3g} s a "
+            f"prompt, {rehearsal.once:.3g} s once",
+        }
+    measured = measured_step_seconds(out) if out is not None else None
+    if measured is not None:
+        seconds, behind = measured
+        left = max(0, recipe.train.steps - behind)
+        within = (0.9 * left * seconds, 1.2 * left * seconds)
+        return {
+            "parts": (Part("training", f"{left:,} steps", within),),
+            "basis": f"measured {behind} steps in {out}, for the steps that are left",
+        }
+    speed = flops_per_second or matrix_speed()
+    sizes = WorkSizes.of(drafter, shape.active)
+    work = work_of(recipe, sizes, data_tokens(recipe), before(sizes))
+    return {
+        "parts": tuple(part.timed(speed) for part in work),
+        "basis": f"estimate from FLOPs at {speed / 1e9:,.0f} GFLOP/s measured in 1 s here",
+    }
+
+
+def measured_step_seconds(out: Path) -> tuple[float, int] | None:
+    """Seconds per step of the run in `out` and its steps so far, if it has enough of them."""
+    log = out / "metrics.jsonl"
+    lines = [line for line in read_log(log) if "seconds" in line] if log.exists() else []
+    if not lines or lines[-1]["step"] < MEASURED_STEPS:
+        return None
+    return lines[-1]["seconds"] / lines[-1]["step"], lines[-1]["step"]
+
+
+def matrix_speed(seconds: float = 1.0) -> float:
+    """Floating-point operations per second of large float32 products on this machine."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    size = 4096 if device.type == "cuda" else 768
+    left, right = (torch.randn(size, size, device=device) for _ in range(2))
+    done, began = 0, time.perf_counter()
+    while (spent := time.perf_counter() - began) < seconds or done == 0:
+        left @ right
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        done += 1
+    return done * 2.0 * size**3 / spent

@@ -1,0 +1,177 @@
+"""A rehearsal: the run itself, small, in a process of its own, timed in its parts.
+
+Same target, same batches, same measurements of tau; only fewer prompts and fewer steps. What does
+not depend on their number (imports, the target, reading the text, packaging) is taken as it is, the
+rest by the piece. Peak memory is that of the process, for everything that needs much of it is done.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specctl.recipes.schema import Recipe, TrainPart
+from specctl.runtime.measure.reporter import Advance, SilentReporter
+from specctl.train.data.rows import read_manifest
+from specctl.train.planning.work import ANSWERS, Part, num_measures
+from specctl.train.selective import reference_stage
+
+PROMPTS, STEPS = 64, 5  # one shard of answers; the first step is slower and is left out
+TRAIN = "train"
+WITHIN = (0.85, 1.15)  # of the seconds that a rehearsal promises
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What a small run took. Seconds: `once` whatever the size, `answer` a prompt, `step`, `tau` a
+    measurement, `save` a checkpoint, `write` a time that the drafter writes. Bytes at most:
+    `memory`, `gpu`. `tokens` of its rows."""
+
+    once: float
+    answer: float
+    step: float
+    tau: float
+    save: float
+    memory: int
+    gpu: int
+    tokens: int
+    write: float = 0.0
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Rehearsal:
+        return cls(**fields)
+
+    def seconds(self, recipe: Recipe) -> float:
+        """Of the whole run."""
+        return sum(seconds for _, _, seconds in self._spent(recipe))
+
+    def parts(self, recipe: Recipe) -> list[Part]:
+        """The parts of the whole run."""
+        return [
+            Part(name, amount, (WITHIN[0] * seconds, WITHIN[1] * seconds))
+            for name, amount, seconds in self._spent(recipe)
+            if seconds
+        ]
+
+    def _spent(self, recipe: Recipe) -> Iterator[tuple[str, str, float]]:
+        prompts = recipe.data.prompts if recipe.data.regenerate else 0
+        yield "start, text, package", "once", self.once
+        yield ANSWERS, f"{prompts:,} prompts", prompts * self.answer
+        first = reference_stage(recipe)
+        if first is not None:
+            for name, amount, seconds in self._training(first):
+                yield f"reference: {name}", amount, seconds
+        yield from self._training(recipe)
+
+    def _training(self, recipe: Recipe) -> Iterator[tuple[str, str, float]]:
+        train, writes = recipe.train, 0
+        if recipe.data.on_policy:
+            writes = math.ceil(train.steps / recipe.data.on_policy_every)
+        yield "the drafter writes", f"{writes:,} times", writes * self.write
+        yield "training", f"{train.steps:,} steps", train.steps * self.step
+        measures = num_measures(train)
+        yield "measuring tau", f"{measures:,} time{'s' * (measures != 1)}", measures * self.tau
+        yield "saving", f"{num_saves(train):,} times", num_saves(train) * self.save
+
+
+def num_saves(train: TrainPart) -> int:
+    """Checkpoints that a run writes, if every best one is also due."""
+    return math.ceil(train.steps / train.save_every)
+
+
+def small(recipe: Recipe) -> Recipe:
+    """The recipe of the rehearsal."""
+    train = recipe.train.model_copy(
+        update={
+            "steps": STEPS, "tau_every": STEPS, "save_every": STEPS, "log_every": 1,
+            "trackers": (), "reference_steps": None,
+        }
+    )  # fmt: skip
+    data = recipe.data.model_copy(update={"prompts": min(recipe.data.prompts, PROMPTS)})
+    return recipe.model_copy(update={"train": train, "data": data})
+
+
+@dataclass(slots=True)
+class Stopwatch(SilentReporter):
+    """A reporter that notes when what began and ended. One writer: the rehearsal."""
+
+    warnings: list[str] = field(default_factory=list)
+    began: dict[str, float] = field(default_factory=dict)
+    ended: dict[str, float] = field(default_factory=dict)
+    all_spent: dict[str, float] = field(default_factory=dict)
+    steps: list[float] = field(default_factory=list)
+    measured: float = 0.0
+
+    def say(self, text: str) -> None:
+        if "measured tau" in text:
+            self.measured = time.perf_counter()
+
+    @contextmanager
+    def task(self, label: str, total: int, unit: str) -> Iterator[Advance]:
+        del total, unit
+        self.began[label] = time.perf_counter()
+        if label == TRAIN:
+            self.steps.clear()  # those of a reference
+
+        def advance(amount: int, note: str = "") -> None:
+            del note
+            if label == TRAIN and amount:
+                self.steps.append(time.perf_counter())
+
+        yield advance
+        self.ended[label] = time.perf_counter()
+        spent = self.ended[label] - self.began[label]
+        self.all_spent[label] = self.all_spent.get(label, 0.0) + spent
+
+    def spent(self, label: str) -> float:
+        """Seconds in all tasks of that name."""
+        return self.all_spent.get(label, 0.0)
+
+
+def summary(recipe: Recipe, out: Path, watch: Stopwatch, whole: float, gpu: int) -> Rehearsal:
+    """What a finished rehearsal in `out` shows; `whole` seconds from the start of its process."""
+    ends = [watch.began[TRAIN], *watch.steps]
+    each = [after - before for before, after in itertools.pairwise(ends)]
+    answers, training = watch.spent(ANSWERS), watch.spent(TRAIN)
+    step = statistics.median(each[1:])
+    manifest = read_manifest(out / "data")
+    assert manifest is not None, "a finished run has its data"
+    return Rehearsal(
+        once=whole - answers - training,
+        answer=answers / recipe.data.prompts,
+        step=step,
+        tau=watch.measured - watch.steps[-1],
+        save=watch.ended[TRAIN] - watch.measured,
+        memory=peak_bytes(),
+        gpu=gpu,
+        tokens=manifest.tokens,
+        write=max(0.0, each[0] - step) if recipe.data.on_policy else 0.0,
+    )
+
+
+def peak_bytes() -> int:
+    """Resident bytes of this process at most. Not getrusage: what a process was before it became
+    this program counts there, too."""
+    try:
+        text = Path("/proc/self/status").read_text()
+    except OSError:
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    found = re.search(r"VmHWM:\s+(\d+) kB", text)
+    return int(found[1]) * 1024 if found else 0
+
+
+def read_rehearsal(path: Path) -> Rehearsal:
+    return Rehearsal.from_json(json.loads(path.read_text()))

@@ -1,0 +1,134 @@
+"""The shape of a target that nobody has loaded: by alias, folder or the hub's configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from specctl.core.errors import NetworkError
+from specctl.core.spec import ModelSpec
+from specctl.models.fast_llama import fast_llama_from_hf
+from specctl.models.hf_spec import spec_of
+from specctl.recipes.schema import TargetPart
+from specctl.recipes.targets import ResolvedTarget, aliases, resolve
+from specctl.runtime.target.checkpoint import UNBUILDABLE, check_config
+from specctl.runtime.target.checkpoint_folder import foreign_config
+from specctl.runtime.target.device import LARGE, choose_device, choose_dtype
+from specctl.runtime.target.multimodal import is_multimodal, text_config
+
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names in configurations
+
+
+@dataclass(frozen=True, slots=True)
+class TargetShape:
+    """What a plan needs to know of a target. A token meets `active` of its parameters: fewer than
+    all where experts share the work. `stored`: the dtype that the checkpoint is published in;
+    `plain_head`: logits are the last state times the head, with nothing after it."""
+
+    spec: ModelSpec
+    parameters: int
+    active: int
+    stored: torch.dtype | None = None
+    plain_head: bool = True
+
+    def itemsize(self, part: TargetPart) -> int:
+        """Bytes of a number of the target once it is loaded here."""
+        stored, count = self.stored, self.parameters
+        if part.inflate is not None:
+            stored, count = None, LARGE
+        return choose_dtype(part.dtype, choose_device("auto"), stored, count).itemsize
+
+
+def target_shape(part: TargetPart) -> TargetShape:
+    """The shape of a recipe's target by alias, folder or hub id; weights are not needed."""
+    resolved = resolve(part.name, part.revision)
+    if resolved.shape is not None:
+        known = resolved.shape
+        spec = ModelSpec(
+            model_type=known.model_type,
+            num_layers=known.layers,
+            hidden_size=known.hidden,
+            vocab_size=known.vocab,
+            num_heads=known.heads,
+            num_kv_heads=known.kv_heads,
+            head_dim=known.head_dim,
+            intermediate_size=known.intermediate,
+            norm_eps=1e-5,
+            rope_theta=1e4,
+            max_positions=known.positions,
+        )
+        shape = TargetShape(spec, known.parameters, known.parameters, torch.bfloat16)
+    else:
+        shape = _counted(check_config(resolved.path) if resolved.path else _hub_config(resolved))
+    if part.inflate is not None:
+        unit = 10**9 if part.inflate[-1] in "bB" else 10**6
+        count = round(float(part.inflate[:-1]) * unit)
+        shape = TargetShape(shape.spec, count, count)
+    return shape
+
+
+def shape_of(spec: ModelSpec) -> TargetShape:
+    """What a spec alone says: a gated decoder, each of whose numbers every token meets."""
+    count = parameters_of(spec)
+    return TargetShape(spec, count, count)
+
+
+def _counted(config: Any) -> TargetShape:
+    """The shape of a configuration, its parameters counted in a model without storage."""
+    text = text_config(config) if is_multimodal(config) else config
+    with foreign_config(UNBUILDABLE, "config.json"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(text)
+    named = dict(model.named_parameters())
+    count = sum(p.numel() for p in named.values())
+    experts = sum(p.numel() for name, p in named.items() if ".experts." in name)
+    inner = config.get_text_config()
+    there = next((n for name in EXPERTS if (n := getattr(inner, name, None))), 0)
+    met = getattr(inner, "num_experts_per_tok", None) or there
+    idle = round(experts * (1 - met / there)) if there else 0
+    stored = config.dtype if isinstance(config.dtype, torch.dtype) else None
+    is_plain = fast_llama_from_hf(model) is not None
+    return TargetShape(spec_of(config), count, count - idle, stored, is_plain)
+
+
+def _hub_config(resolved: ResolvedTarget) -> Any:
+    """The configuration alone, from the hub."""
+    from huggingface_hub import snapshot_download
+
+    assert resolved.repo is not None
+    try:
+        folder = snapshot_download(
+            resolved.repo, revision=resolved.revision, allow_patterns=["config.json"]
+        )
+    except (OSError, ValueError) as error:
+        raise NetworkError(
+            f"cannot read the configuration of {resolved.name}",
+            found=str(error).splitlines()[0],
+            expected="a hub repository that can be reached",
+            do="plan for an alias of the same size: specctl plan --target " + aliases()[1],
+        ) from error
+    return check_config(Path(folder))
+
+
+def parameters_of(spec: ModelSpec) -> int:
+    """Parameters of a gated decoder of that shape, embedding and head counted apart."""
+    layer = sum(rows * columns for rows, columns in layer_matrices(spec).values())
+    return spec.num_layers * layer + 2 * spec.vocab_size * spec.hidden_size
+
+
+def layer_matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """Name -> (outputs, inputs) of the matrices of one gated layer."""
+    width, inner = spec.hidden_size, spec.intermediate_size
+    query, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    return {
+        "self_attn.q_proj": (query, width),
+        "self_attn.k_proj": (keys, width),
+        "self_attn.v_proj": (keys, width),
+        "self_attn.o_proj": (width, query),
+        "mlp.gate_proj": (inner, width),
+        "mlp.up_proj": (inner, width),
+        "mlp.down_proj": (width, inner),
+    }
