@@ -203,7 +203,7 @@ def test_every_recipe_begins_with_a_command_that_is_understood() -> None:
 
 
 def test_every_shipped_recipe_is_valid() -> None:
-    from specctl.cli.options.families import check_options
+    from specctl.api.families import check_options
     from specctl.recipes.load import load_recipe, recipe_names
 
     for name in recipe_names():

@@ -17,8 +17,8 @@ from contextlib import AbstractContextManager
 from typing import Any, TextIO
 
 from specctl.cli.app.progress import EventProgress, PlainProgress, Progress, RichProgress
-from specctl.cli.app.table import format_table
 from specctl.core.errors import SpecctlError
+from specctl.core.table import format_table
 from specctl.runtime.measure.reporter import Advance, SilentReporter
 
 STOPPED = (75, 130, 143)  # exit codes of Ctrl-C and SIGTERM

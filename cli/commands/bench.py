@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from specctl.api.outputs import check_file, check_folder, write_report
 from specctl.cli.app.console import Console
-from specctl.cli.app.outputs import check_file, check_folder, write_report
 from specctl.cli.commands.against import cannot_assist, parse_against, transformers_contenders
 from specctl.cli.commands.families_bench import TrainingBudget, bench_families
 from specctl.cli.commands.families_table import Heat

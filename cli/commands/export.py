@@ -7,8 +7,8 @@ from typing import Annotated, get_args
 
 import typer
 
+from specctl.api.outputs import check_folder
 from specctl.cli.app.console import Console
-from specctl.cli.app.outputs import check_folder
 from specctl.cli.options.flags import Allow, Out
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
 from specctl.core.errors import RecipeError, nearest

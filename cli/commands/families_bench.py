@@ -14,10 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specctl.api.families import check_options, family_infos
 from specctl.cli.app.console import Console
 from specctl.cli.app.failures import as_told
 from specctl.cli.commands.families_table import Heat, Trained, measure, show_tables
-from specctl.cli.options.families import check_options, family_infos
 from specctl.cli.options.recipe_flags import RecipeFlags
 from specctl.cli.options.target_choice import TargetChoice, target_json
 from specctl.cli.options.training import train_and_package

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specctl.api.preflight import check_run
 from specctl.cli.app.console import Console
 from specctl.cli.app.memory import size_text
 from specctl.cli.app.progress import duration
 from specctl.cli.commands.scaling import plan_scaling
 from specctl.cli.options.flags import Offline
-from specctl.cli.options.preflight import check_run
 from specctl.cli.options.recipe_flags import RecipeFlags
 from specctl.cli.options.target_choice import go_offline
 from specctl.core.errors import SpecctlError

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from specctl.api.preflight import check_run
 from specctl.cli.app.console import Console
 from specctl.cli.commands.cutting import PruneJob, cut_and_heal
 from specctl.cli.commands.plan import shown, without_dry_run
 from specctl.cli.commands.shapes import SearchFlags, search_shapes
 from specctl.cli.options.flags import Offline
-from specctl.cli.options.preflight import check_run
 from specctl.cli.options.recipe_flags import DryRun, RecipeFlags
 from specctl.cli.options.target_choice import go_offline
 from specctl.core.errors import RecipeError

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specctl.api.preflight import check_run
 from specctl.cli.app.console import Console
 from specctl.cli.app.memory import peak_memory, peak_text
 from specctl.cli.app.progress import duration
 from specctl.cli.commands.quickstart_compare import compare
 from specctl.cli.options.flags import Sets
-from specctl.cli.options.preflight import check_run
 from specctl.core.errors import Exit, SpecctlError
 
 if TYPE_CHECKING:

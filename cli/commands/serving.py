@@ -200,7 +200,7 @@ def priced(target: Target, draft: LoadedDraft) -> LoadedDraft:
 
 def _costs(console: Console, target: Target, draft: LoadedDraft, max_batch: int) -> BatchCosts:
     """Round costs up to the largest batch; measured once, kept between runs."""
-    from specctl.cli.options.cost_cache import describe, read_costs, write_costs
+    from specctl.api.cost_cache import describe, read_costs, write_costs
     from specctl.runtime.batching import BatchCosts
     from specctl.runtime.measure.cost import batch_sizes, measure_batch_costs
     from specctl.runtime.sampling.sampling import Sampling

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specctl.api.outputs import check_file, write_report
 from specctl.cli.app.console import Console
-from specctl.cli.app.outputs import check_file, write_report
 from specctl.cli.options.flags import Allow, TranslateFlag
 from specctl.cli.options.loading import DraftChoice
 from specctl.cli.options.target_choice import OWN, TargetChoice, go_offline, target_json

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from specctl.api.outputs import check_folder
 from specctl.cli.app.console import Console
-from specctl.cli.app.outputs import check_folder
 from specctl.cli.commands.trimming import TrimJob, trim_and_package
 from specctl.cli.options.flags import Allow, Out
 from specctl.cli.options.loading import DraftChoice

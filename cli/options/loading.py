@@ -176,7 +176,7 @@ class LoadedDraft:
             return None
         if self.parallel:
             return None
-        from specctl.cli.options.cost_cache import describe, read_costs, write_costs
+        from specctl.api.cost_cache import describe, read_costs, write_costs
 
         about = describe(target, self.drafter, self.policy, self.source, batch)
         about["sampled"] = sampled

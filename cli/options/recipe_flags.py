@@ -54,7 +54,7 @@ class RecipeFlags:
 
     def load(self) -> Recipe:
         """The recipe with these changes, checked."""
-        from specctl.cli.options.families import check_options
+        from specctl.api.families import check_options
         from specctl.recipes.load import load_recipe
 
         recipe = load_recipe(

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from specctl.api.preflight import check_allowed, check_run
 from specctl.cli.app.console import Console
 from specctl.cli.app.launch import check_gpus, is_launched, relaunch
 from specctl.cli.app.memory import peak_memory, peak_text
 from specctl.cli.app.progress import duration
 from specctl.cli.commands.plan import show_plans, without_dry_run
-from specctl.cli.options.preflight import check_allowed, check_run
 from specctl.cli.options.recipe_flags import TrainingFlags
 from specctl.cli.options.target_choice import go_offline
 from specctl.core.errors import RecipeError, SpecctlError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specctl.cli.options.preflight import check_run
+from specctl.api.preflight import check_run
 from specctl.core.errors import FileError
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
