@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from specctl.api.against import cannot_assist, parse_against, transformers_contenders
 from specctl.api.outputs import check_file, check_folder, write_report
 from specctl.cli.app.console import Console
-from specctl.cli.commands.against import cannot_assist, parse_against, transformers_contenders
 from specctl.cli.commands.families_bench import TrainingBudget, bench_families
 from specctl.cli.commands.families_table import Heat
 from specctl.cli.options.flags import DRAFTING, Compile, Seed, Sets
-from specctl.cli.options.loading import NO_DRAFTER, DraftingFlags, LoadedDraft
+from specctl.cli.options.loading import NO_DRAFTER, DraftingFlags
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice, inflated_note, target_json
 from specctl.core.errors import GateError, RecipeError
 
 if TYPE_CHECKING:
+    from specctl.api.drafting import LoadedDraft
     from specctl.runtime.measure.bench import BenchReport, BenchRow, Contender
     from specctl.runtime.target.target import Target
 

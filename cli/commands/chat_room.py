@@ -11,7 +11,6 @@ from typing import Any
 from specctl.cli.app.console import Console
 from specctl.cli.commands.chat_input import Interrupts, Lines
 from specctl.cli.commands.chat_talk import ChatSession, ChatTurn
-from specctl.cli.commands.generated import stats_lines
 from specctl.cli.options.target_choice import target_json
 from specctl.core.errors import FileError, SpecctlError, nearest
 
@@ -165,7 +164,7 @@ class ChatRepl:
     def _stats(self, rest: str) -> None:
         del rest
         if self.talk.past or self.talk.turns:
-            self.console.say("\n".join(stats_lines(self.talk.stats())))
+            self.console.say(str(self.talk.stats()))
         else:
             self.console.say("(nothing was answered yet)")
 

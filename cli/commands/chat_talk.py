@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from specctl.cli.app.stream import TextStream
 
 if TYPE_CHECKING:
-    from specctl.cli.options.loading import LoadedDraft
+    from specctl.api.drafting import LoadedDraft
     from specctl.runtime.engine.engine import Engine
     from specctl.runtime.engine.request import Completion, Emission
     from specctl.runtime.measure.stats import Stats

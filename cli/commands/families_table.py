@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specctl.api.against import transformers_contenders
 from specctl.cli.app.console import Console
-from specctl.cli.commands.against import transformers_contenders
 from specctl.cli.options.loading import DraftingFlags
 from specctl.cli.options.target_choice import inflated_note
 
 if TYPE_CHECKING:
-    from specctl.cli.options.loading import LoadedDraft
+    from specctl.api.drafting import LoadedDraft
     from specctl.recipes.schema import Recipe
     from specctl.runtime.measure.bench import BenchRow, Contender
     from specctl.runtime.policies import Policy

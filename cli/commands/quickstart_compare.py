@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from specctl.cli.app.console import Console
 
 if TYPE_CHECKING:
-    from specctl.cli.options.loading import LoadedDraft
+    from specctl.api.drafting import LoadedDraft
     from specctl.runtime.generate import Generated
     from specctl.runtime.measure.reporter import Advance
     from specctl.runtime.policies.length import CostTable

@@ -19,11 +19,12 @@ from specctl.cli.commands.serving import (
     priced,
 )
 from specctl.cli.options.flags import Compile
-from specctl.cli.options.loading import NO_DRAFTER, DraftChoice, LoadedDraft
+from specctl.cli.options.loading import NO_DRAFTER, DraftChoice
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
 from specctl.core.errors import SpecctlError
 
 if TYPE_CHECKING:
+    from specctl.api.drafting import LoadedDraft
     from specctl.runtime.server.limits import Limits
     from specctl.runtime.server.service import Service
     from specctl.runtime.target.target import Target

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specctl.cli.app.console import Console
-from specctl.cli.options.loading import LoadedDraft
 from specctl.core.errors import SpecctlError, nearest
 
 if TYPE_CHECKING:
+    from specctl.api.drafting import LoadedDraft
     from specctl.runtime.batching import BatchCosts, Batching
     from specctl.runtime.server.auth import Door
     from specctl.runtime.server.limits import Limits

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specctl.cli.app.console import Console
-from specctl.cli.options.loading import LoadedDraft, packaged_serve
 from specctl.core.errors import SpecctlError
 
 if TYPE_CHECKING:
+    from specctl.api.drafting import LoadedDraft
     from specctl.core.drafter import Drafter
     from specctl.export.package.manifest import Manifest
     from specctl.runtime.policies import Policy
@@ -140,7 +140,8 @@ def _package(
         "prompts": len(prompts),
         "new_tokens": settings.new_tokens,
     }
-    serve = packaged_serve(job.draft.name)
+    assert job.draft.drafter is not None
+    serve = dict(job.draft.drafter.serve)
     if policy != job.draft.policy:
         serve["length"] = policy.depth
     return packaged(

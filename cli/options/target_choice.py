@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specctl.cli.app.console import Console
@@ -34,13 +33,11 @@ class TargetChoice:
             return self
         if self.offline:
             go_offline()
-        from specctl.export.package.manifest import MANIFEST, package_in, read_manifest
+        from specctl.api.targets import own_target
 
-        folders = (package_in(Path(draft).expanduser()) for draft in drafts)
-        package = next((f for f in folders if (f / MANIFEST).is_file()), None)
-        if package is None:
+        record = own_target(*drafts)
+        if record is None:
             return replace(self, name="tiny")
-        record = read_manifest(package).target
         inflate = self.inflate or record.inflated
         return replace(self, name=record.name, revision=record.revision, inflate=inflate)
 
