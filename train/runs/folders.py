@@ -1,4 +1,4 @@
-"""RunStatus folders seen from outside: found, and told how they stand. No torch; nothing is written."""
+"""Run folders seen from outside: found, and how they stand. No torch; nothing is written."""
 
 from __future__ import annotations
 

@@ -23,17 +23,17 @@ from specctl.recipes.schema import Recipe
 from specctl.recipes.stages import resolved, stages_of
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.target.target import Target
-from specctl.train.joint.joint_target import FOLDER
 from specctl.train.data.context import check_context
-from specctl.train.runs.finished import MARK, read_mark, stage_folders
 from specctl.train.init.initial import Loader
 from specctl.train.joint.check import check_stages
+from specctl.train.joint.joint_target import FOLDER
 from specctl.train.planning.plan import RunPlan, plan
+from specctl.train.planning.target_shape import target_shape
 from specctl.train.run import Packager, RunResult, train_draft
+from specctl.train.runs.finished import MARK, read_mark, stage_folders
 from specctl.train.saving.fingerprint import check_same_run, config_fields
 from specctl.train.saving.run_file import write_run_file
 from specctl.train.saving.store import write_json
-from specctl.train.planning.target_shape import target_shape
 
 
 @dataclass(frozen=True, slots=True)
