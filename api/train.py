@@ -1,88 +1,173 @@
-"""What train-draft, distill and quickstart share: run a recipe, package the best, say so."""
+"""train() and distill(): run a recipe, package the best, as the commands of these names do."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import typer
+from accelerate import PartialState
 
+from specctl.api.failures import raises_user_errors
 from specctl.api.preflight import check_allowed, check_run
-from specctl.cli.app.console import Console
-from specctl.cli.app.launch import check_gpus, is_launched, relaunch
-from specctl.cli.app.memory import peak_memory, peak_text
-from specctl.cli.app.progress import duration
-from specctl.cli.commands.plan import show_plans, without_dry_run
-from specctl.cli.options.recipe_flags import TrainingFlags
-from specctl.cli.options.target_choice import go_offline
-from specctl.core.errors import RecipeError, SpecctlError
-from specctl.recipes.stages import runs_of
-
-if TYPE_CHECKING:
-    from specctl.core.drafter import Drafter
-    from specctl.export.package.manifest import Manifest
-    from specctl.recipes.schema import Recipe
-    from specctl.runtime.measure.reporter import Reporter
-    from specctl.runtime.target.target import Target
-    from specctl.train.run import RunResult
-
+from specctl.api.progress import Progress, as_reporter, warnings_of
+from specctl.api.recipe import RecipeLike, recipe_of, refuse_dependent, run_folder
+from specctl.api.targets import TargetLike, load_target
+from specctl.core.drafter import Drafter
+from specctl.core.errors import IncompatibleError, RecipeError
+from specctl.core.table import Table, Tabled
+from specctl.export.formats import export, formats
+from specctl.export.package.check import check_package
+from specctl.export.package.compat import ALLOWABLE
+from specctl.export.package.find import Kind, load_found, locate
+from specctl.export.package.folder import save_package
+from specctl.export.package.load import read_package
+from specctl.export.package.manifest import Manifest, read_manifest
+from specctl.recipes.schema import Recipe
+from specctl.runtime.measure.reporter import Reporter
+from specctl.runtime.target.target import Target
+from specctl.train.data.heldout import heldout_prompts
+from specctl.train.metrics import read_log
+from specctl.train.run import RunResult
+from specctl.train.runs.stages import train_recipe
 
 GATE_PROMPTS = 4
 
 
-def run_training(
-    console: Console,
-    flags: TrainingFlags,
-    about: Callable[[RunResult], dict[str, Any]] = lambda result: {},
-) -> None:
-    """A whole training command, from its flags to the Next lines. `about` says more of the result
-    and returns it for --json."""
-    recipe = flags.load()
-    out = flags.folder(recipe)
-    if flags.offline:
-        go_offline()
-    check_allowed(flags.allow or ())
-    processes, is_cpu = _processes(flags, min(each.train.rows for each in runs_of(recipe)))
-    check_run(recipe, out)
-    if flags.dry_run:
-        console.done(show_plans(console, recipe, out), next=[without_dry_run()])
-        return
-    if processes > 1 and not is_launched():
-        code = relaunch(sys.argv[1:], processes, is_cpu, recipe.train.parallel)
-        console.is_answered = True  # by the first process
-        raise typer.Exit(code)
-    console.say(f"{recipe.name}: {recipe.drafter.family} for {recipe.target.name}, in {out}")
-    result = train_and_package(console, recipe, out, flags.resume, flags.allow or ())
-    finish(console, recipe, result, about(result) if console.is_main else {})
+@dataclass(frozen=True, slots=True, repr=False)
+class TrainResult(Tabled):
+    """A finished run: its recipe, what it left behind, what was warned of."""
+
+    recipe: Recipe
+    run: RunResult
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def out(self) -> Path:
+        """The run folder."""
+        return self.run.out
+
+    @property
+    def package(self) -> Path:
+        """The drafter with the best measured tau, for `drafter=` of the other functions."""
+        return self.run.package or self.run.out / "package"
+
+    @property
+    def tau(self) -> float | None:
+        return self.run.tau
+
+    @property
+    def target(self) -> Path | str:
+        """What the drafter is for: the recipe's target, or what the run made of it."""
+        return self.recipe.target.name if self.run.target is None else self.run.target
+
+    @property
+    def manifest(self) -> Manifest:
+        return read_manifest(self.package)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl."""
+        return list(read_log(self.run.out / "metrics.jsonl"))
+
+    def table(self) -> Table:
+        """What the last line of the command says."""
+        tau = "not measured" if self.tau is None else f"{self.tau:.2f}"
+        rows = [
+            ("package", str(self.package)),
+            ("tau", f"{tau} (held-out, k={self.recipe.serve.length})"),
+            ("steps", self.run.steps),
+            ("seconds", f"{self.run.seconds:.1f}"),
+            ("parameters", self.manifest.parameters),
+            ("sha256", self.manifest.digest[:12]),
+        ]
+        return Table(("run", str(self.out)), rows, [f"warning: {text}" for text in self.warnings])
+
+    def to_json(self) -> dict[str, Any]:
+        manifest = self.manifest
+        changed = {} if self.run.target is None else {"target": str(self.run.target)}
+        return {
+            "out": str(self.out),
+            "package": str(self.package),
+            "checkpoint": str(self.run.best_checkpoint or self.out),
+            "sha256": manifest.digest,
+            "tau": self.tau,
+            "steps": self.run.steps,
+            "seconds": round(self.run.seconds, 1),
+            "parameters": manifest.parameters,
+            **changed,
+            "exports": {name: str(self.out / name) for name in other_formats(self.recipe)},
+        }
 
 
-def _processes(flags: TrainingFlags, rows: int) -> tuple[int, bool]:
-    """How many processes share the `rows` of the smallest batch, and whether on the CPU."""
-    from specctl.train.job import check_rows
+@raises_user_errors
+def train(
+    target: TargetLike = None,
+    recipe: RecipeLike = "distill",
+    *,
+    out: str | Path | None = None,
+    resume: bool = True,
+    allow: Sequence[str] = (),
+    progress: Progress = None,
+    command: Sequence[str] = (),
+    **settings: Any,
+) -> TrainResult:
+    """Train a drafter for a target from a recipe (a name, a YAML file, a mapping or a Recipe), in
+    the folder `out` (runs/TARGET-RECIPE), or continue the run that is there.
 
-    if flags.gpus > 1 and flags.processes > 1:
-        raise SpecctlError(
-            "--gpus and --processes were both given",
-            where="the command line",
-            found=f"--gpus {flags.gpus} --processes {flags.processes}",
-            expected="one of the two: one process runs on each GPU",
-            do=f"--gpus {flags.gpus}",
+    `settings` change keys of the recipe: a section as a mapping, `train={"steps": 200}`; a key that
+    stands in one section only, `learning_rate=1e-3`, or an option of the family, `layers=2`;
+    `data="chats.jsonl"` is data.source. `allow` names what may differ from the run that is
+    continued. SIGINT and SIGTERM save the state and raise Interrupted; the same call continues.
+    `command` is what the run's files say made it.
+    """
+    reporter = as_reporter(progress)
+    check_allowed(allow)
+    made = recipe_of(recipe, target, settings)
+    model = None if target is None or isinstance(target, (str, Path)) else load_target(target)
+    if model is not None and model.device.type != PartialState().device.type:
+        raise IncompatibleError(
+            "the target is on another device than training",
+            where="target",
+            found=str(model.device),
+            expected=str(PartialState().device),
+            do="give the target's name, or load it on that device",
         )
-    if flags.gpus > 1 and not is_launched():
-        check_gpus(flags.gpus)
-    check_rows(rows, max(flags.gpus, flags.processes))
-    return (flags.gpus, False) if flags.gpus > 1 else (flags.processes, True)
+    folder = run_folder(made) if out is None else Path(out)
+    check_run(made, folder)
+    reporter.say(f"{made.name}: {made.drafter.family} for {made.target.name}, in {folder}")
+    words = command or ("specctl", "train-draft", "--recipe", str(folder), "--out", str(folder))
+    run = train_and_package(
+        reporter, made, folder, command=words, resume=resume, allow=allow, target=model
+    )
+    return TrainResult(made, run, warnings_of(reporter))
+
+
+@raises_user_errors
+def distill(
+    target: TargetLike = None,
+    recipe: RecipeLike = "distill",
+    *,
+    out: str | Path | None = None,
+    resume: bool = True,
+    allow: Sequence[str] = (),
+    progress: Progress = None,
+    command: Sequence[str] = (),
+    **settings: Any,
+) -> TrainResult:
+    """Train a small language model of its own on the target's distribution: `train` with a recipe
+    of such a family."""
+    made = recipe_of(recipe, target, settings)
+    refuse_dependent(made)
+    return train(
+        target, made, out=out, resume=resume, allow=allow, progress=progress, command=command
+    )
 
 
 def packaged(drafter: Drafter, target: Target, folder: Path, **about: Any) -> Manifest:
     """Write a package, then read it back and decode with it: what was trained is what is served,
     or GateError."""
-    from specctl.export.package.check import check_package
-    from specctl.export.package.folder import save_package
-    from specctl.train.data.heldout import heldout_prompts
-
     manifest = save_package(drafter, target, folder, **about)
     prompts = [prompt.ids for prompt in heldout_prompts(target, GATE_PROMPTS)]
     check_package(folder, target, reference=drafter, prompts=prompts)
@@ -90,14 +175,18 @@ def packaged(drafter: Drafter, target: Target, folder: Path, **about: Any) -> Ma
 
 
 def train_and_package(
-    console: Reporter, recipe: Recipe, out: Path, resume: bool = True, allow: Sequence[str] = ()
+    reporter: Reporter,
+    recipe: Recipe,
+    out: Path,
+    *,
+    command: Sequence[str],
+    resume: bool = True,
+    allow: Sequence[str] = (),
+    target: Target | None = None,
 ) -> RunResult:
     """Train, and write OUT/package from the checkpoint with the best measured tau; then OUT/FORMAT
     for each further format of the recipe."""
-    from specctl.train.runs.stages import train_recipe
-
     others = other_formats(recipe)
-    command = ["specctl", *sys.argv[1:]]
 
     def package(
         drafter: Drafter, target: Target, folder: Path, acceptance: Mapping[str, Any] | None
@@ -111,33 +200,28 @@ def train_and_package(
             acceptance=packaged_acceptance(acceptance, recipe, out),
             command=command,
         )
-        console.say("package: read back, every tensor equal, same acceptance as in training")
+        reporter.say("package: read back, every tensor equal, same acceptance as in training")
         for form in others:
-            from specctl.export.formats import export
-
             export(folder, form, out / form, target)
-            console.say(f"{out / form}: the drafter as {form}, loaded back and compared")
+            reporter.say(f"{out / form}: the drafter as {form}, loaded back and compared")
         return manifest
 
     return train_recipe(
         recipe,
         out,
         resume=resume,
-        reporter=console,
+        reporter=reporter,
         command=command,
         allow=allow,
         package=package,
         load=load_initial,
+        target=target,
     )
 
 
 def load_initial(name: str, target: Target) -> Drafter:
     """The drafter that drafter.init names; of a package, in the very numbers that were saved. It
     may have been made for another target of the same tokenizer: training makes it this one's."""
-    from specctl.export.package.compat import ALLOWABLE
-    from specctl.export.package.find import Kind, load_found, locate
-    from specctl.export.package.load import read_package
-
     found = locate(name)
     if found.kind is Kind.PACKAGE and found.folder is not None:
         return read_package(found.folder, target, sorted({*ALLOWABLE} - {"tokenizer"}))
@@ -147,8 +231,6 @@ def load_initial(name: str, target: Target) -> Drafter:
 def other_formats(recipe: Recipe) -> list[str]:
     """The formats of the recipe beside the package; one that cannot hold the family is refused
     before anything is trained."""
-    from specctl.export.formats import formats
-
     wanted: list[str] = [name for name in recipe.export.formats if name != "specctl"]
     family = recipe.drafter.family
     for name in wanted:
@@ -179,41 +261,3 @@ def packaged_acceptance(
         "prompts": measured["prompts"],
         "new_tokens": recipe.train.tau_tokens,
     }
-
-
-def finish(
-    console: Console, recipe: Recipe, result: RunResult, more: Mapping[str, Any] | None = None
-) -> None:
-    """The last line of a run: where it is, its hash, its acceptance, its time. `more` goes into the
-    answer of --json."""
-    from specctl.export.package.manifest import read_manifest
-
-    package = result.package if result.package is not None else result.out / "package"
-    if not console.is_main:
-        return
-    manifest = read_manifest(package)
-    tau = "not measured" if result.tau is None else f"{result.tau:.2f}"
-    checkpoint = result.best_checkpoint or result.out
-    console.out(
-        f"checkpoint {checkpoint} (sha256 {manifest.digest[:12]}) | acceptance tau {tau} "
-        f"(held-out, k={recipe.serve.length}) | {duration(result.seconds)} | {peak_text()}"
-    )
-    answer = {
-        "out": str(result.out),
-        "package": str(package),
-        "checkpoint": str(checkpoint),
-        "sha256": manifest.digest,
-        "tau": result.tau,
-        "steps": result.steps,
-        "seconds": round(result.seconds, 1),
-        "peak_bytes": peak_memory(),
-        "parameters": manifest.parameters,
-        **({} if result.target is None else {"target": str(result.target)}),
-        "exports": {name: str(result.out / name) for name in other_formats(recipe)},
-    }
-    target = recipe.target.name if result.target is None else str(result.target)
-    following = [
-        f"specctl verify {package} --target {target} --level lossless",
-        f'specctl generate --target {target} --draft {package} --compare "..."',
-    ]
-    console.done(answer | dict(more or {}), next=following)

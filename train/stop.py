@@ -28,7 +28,8 @@ class Stop:
     """Whether a signal asked the run to stop. One writer: the signal handler.
 
     Inside the loop (`is_deferred`) the first signal is only noted; before it, where every long job
-    continues from what it has written, it raises at once. The second signal ends the process.
+    continues from what it has written, it raises at once. The second signal ends the process; a
+    second Ctrl-C where Python's own handler was set (a notebook) raises KeyboardInterrupt.
     """
 
     def __init__(self, command: str) -> None:
@@ -36,14 +37,16 @@ class Stop:
         self.is_requested = False
         self.is_deferred = False
         self._has_raised = False
+        self._is_hosted = False
 
     def interrupted(self, saved: str) -> Interrupted:
         """The error to raise; `saved` says what was kept."""
         return Interrupted(f"stopped on request, {saved}", self.command)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        del frame
         if self.is_requested:
+            if self._is_hosted and number == signal.SIGINT:
+                signal.default_int_handler(number, frame)
             os.write(2, b"\n")  # a progress bar may stand on the line
             os._exit(128 + number)
         self.is_requested = True
@@ -61,6 +64,7 @@ class Stop:
             yield self
             return
         previous = {n: signal.signal(n, self._handle) for n in (signal.SIGINT, signal.SIGTERM)}
+        self._is_hosted = previous[signal.SIGINT] is signal.default_int_handler
         try:
             yield self
         except Exception as error:

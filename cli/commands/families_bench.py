@@ -20,7 +20,6 @@ from specctl.cli.app.failures import as_told
 from specctl.cli.commands.families_table import Heat, Trained, measure, show_tables
 from specctl.cli.options.recipe_flags import RecipeFlags
 from specctl.cli.options.target_choice import TargetChoice, target_json
-from specctl.cli.options.training import train_and_package
 from specctl.core.errors import Exit, GateError, RecipeError, did_you_mean
 from specctl.recipes.load import RecipeInfo, list_recipes, load_recipe
 
@@ -137,6 +136,7 @@ def train_family(
 ) -> Trained:
     """The family trained in `out`: kept if that is finished, continued if it was interrupted, begun
     on the rows of a finished one else."""
+    from specctl.api.train import train_and_package
     from specctl.export.package.manifest import read_manifest
     from specctl.train.planning.scaling import share_data
     from specctl.train.runs.stages import Stage, finished, mark_finished
@@ -145,7 +145,7 @@ def train_family(
     result = finished(stage)
     if result is None:
         share_data(done, out)
-        result = train_and_package(console, recipe, out)
+        result = train_and_package(console, recipe, out, command=["specctl", *sys.argv[1:]])
         mark_finished(stage, result)
     else:
         console.say(f"{name}: trained before, kept")

@@ -139,9 +139,9 @@ def scaled(recipe: str, target: str, minutes: float, sets: tuple[str, ...]) -> R
 
 
 def _train(console: Console, recipe: Recipe, out: Path) -> float | None:
-    from specctl.cli.options.training import train_and_package
+    from specctl.api.train import train_and_package
 
-    result = train_and_package(console, recipe, out)
+    result = train_and_package(console, recipe, out, command=["specctl", *sys.argv[1:]])
     tau = "not measured" if result.tau is None else f"{result.tau:.2f}"
     console.say(f"trained {result.steps:,} steps in {duration(result.seconds)}, tau {tau}")
     return result.tau

@@ -49,15 +49,15 @@ def rehearse(recipe: Recipe) -> Rehearsal:
 
 def main() -> None:
     """In the process of its own: RECIPE.yaml, OUT, seconds since the epoch when it was started."""
+    from specctl.api.train import train_and_package
     from specctl.cli.app.memory import peak_memory
-    from specctl.cli.options.training import train_and_package
     from specctl.recipes.load import load_recipe
     from specctl.train.planning.rehearsal import Stopwatch, summary
     from specctl.train.saving.store import write_json
 
     given, out, began = sys.argv[1:]
     recipe, watch = load_recipe(given), Stopwatch()
-    train_and_package(watch, recipe, Path(out))
+    train_and_package(watch, recipe, Path(out), command=sys.argv)
     gpu = peak_memory().get("gpu", 0)
     found = summary(recipe, Path(out), watch, time.time() - float(began), gpu)
     write_json(Path(out) / "rehearsal.json", asdict(found))

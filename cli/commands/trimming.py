@@ -118,7 +118,7 @@ def _package(
     job: TrimJob, drafter: Drafter, policy: Policy, prompts: Sequence[HeldoutPrompt], folder: Path
 ) -> Manifest:
     """Write the trimmed drafter, with tau measured once more as it will be served."""
-    from specctl.cli.options.training import packaged
+    from specctl.api.train import packaged
     from specctl.runtime.generate import generate
     from specctl.runtime.sampling.sampling import Sampling
 

@@ -73,8 +73,9 @@ class RecipeFlags:
 
     def folder(self, recipe: Recipe) -> Path:
         """--out, or runs/TARGET-RECIPE."""
-        target = recipe.target.name.strip("/").replace("/", "--")
-        return self.out if self.out is not None else Path("runs") / f"{target}-{recipe.name}"
+        from specctl.api.recipe import run_folder
+
+        return self.out if self.out is not None else run_folder(recipe)
 
 
 @dataclass(frozen=True, slots=True)

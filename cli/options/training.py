@@ -1,0 +1,96 @@
+"""What the training commands share: flags to a call of train(), its result to the last lines."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from specctl.api.preflight import check_allowed, check_run
+from specctl.cli.app.console import Console
+from specctl.cli.app.launch import check_gpus, is_launched, relaunch
+from specctl.cli.app.memory import peak_memory, peak_text
+from specctl.cli.app.progress import duration
+from specctl.cli.commands.plan import show_plans, without_dry_run
+from specctl.cli.options.recipe_flags import TrainingFlags
+from specctl.cli.options.target_choice import go_offline
+from specctl.core.errors import SpecctlError
+from specctl.recipes.stages import runs_of
+
+if TYPE_CHECKING:
+    from specctl.api.train import TrainResult
+
+
+def run_training(
+    console: Console,
+    flags: TrainingFlags,
+    about: Callable[[TrainResult], dict[str, Any]] = lambda result: {},
+) -> None:
+    """A whole training command, from its flags to the Next lines. `about` says more of the result
+    and returns it for --json."""
+    recipe = flags.load()
+    out = flags.folder(recipe)
+    if flags.offline:
+        go_offline()
+    check_allowed(flags.allow or ())
+    processes, is_cpu = _processes(flags, min(each.train.rows for each in runs_of(recipe)))
+    if flags.dry_run:
+        check_run(recipe, out)
+        console.done(show_plans(console, recipe, out), next=[without_dry_run()])
+        return
+    if processes > 1 and not is_launched():
+        check_run(recipe, out)
+        code = relaunch(sys.argv[1:], processes, is_cpu, recipe.train.parallel)
+        console.is_answered = True  # by the first process
+        raise typer.Exit(code)
+    from specctl.api.train import train
+
+    result = train(
+        None,
+        recipe,
+        out=out,
+        resume=flags.resume,
+        allow=flags.allow or (),
+        progress=console,
+        command=["specctl", *sys.argv[1:]],
+    )
+    finish(console, result, about(result) if console.is_main else {})
+
+
+def _processes(flags: TrainingFlags, rows: int) -> tuple[int, bool]:
+    """How many processes share the `rows` of the smallest batch, and whether on the CPU."""
+    from specctl.train.job import check_rows
+
+    if flags.gpus > 1 and flags.processes > 1:
+        raise SpecctlError(
+            "--gpus and --processes were both given",
+            where="the command line",
+            found=f"--gpus {flags.gpus} --processes {flags.processes}",
+            expected="one of the two: one process runs on each GPU",
+            do=f"--gpus {flags.gpus}",
+        )
+    if flags.gpus > 1 and not is_launched():
+        check_gpus(flags.gpus)
+    check_rows(rows, max(flags.gpus, flags.processes))
+    return (flags.gpus, False) if flags.gpus > 1 else (flags.processes, True)
+
+
+def finish(console: Console, result: TrainResult, more: Mapping[str, Any] | None = None) -> None:
+    """The last line of a run: where it is, its hash, its acceptance, its time. `more` goes into the
+    answer of --json."""
+    if not console.is_main:
+        return
+    answer, package = result.to_json(), result.package
+    tau = "not measured" if result.tau is None else f"{result.tau:.2f}"
+    console.out(
+        f"checkpoint {answer['checkpoint']} (sha256 {answer['sha256'][:12]}) | acceptance tau "
+        f"{tau} (held-out, k={result.recipe.serve.length}) | {duration(result.run.seconds)} | "
+        f"{peak_text()}"
+    )
+    following = [
+        f"specctl verify {package} --target {result.target} --level lossless",
+        f'specctl generate --target {result.target} --draft {package} --compare "..."',
+    ]
+    console.done({**answer, "peak_bytes": peak_memory(), **(more or {})}, next=following)
