@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c const
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 BUILD_LOG := $(VENV)/install.log
 
-.PHONY: help install dev quickstart test lint types check proof bench clean proof-training \
+.PHONY: help install dev quickstart test lint types check proof bench clean former proof-training \
   proof-kill proof-faults proof-resume proof-order proof-nan proof-damage proof-term proof-changed \
   proof-shards proof-lock proof-answers proof-joint proof-page proof-serving \
   proof-serve-fuzz proof-serve-streams proof-serve-load proof-serve-life
@@ -47,7 +47,19 @@ $(VENV)/.torch: | $(BIN)/python
 	    || $(PIP) $(TORCH); fi; fi
 	@touch $@
 
+# Our distribution once had the name of another project's. What is still installed by that name goes
+# where its command is ours; another project's stays, and `specctl doctor` names it.
+FORMER := import importlib.metadata as m; \
+  scripts = m.entry_points(group="console_scripts", name="specctl"); \
+  ours = [s.dist.name for s in scripts if s.value == "specctl.cli.main:run"]; \
+  raise SystemExit("specctl" not in ours)
+former: | $(BIN)/python
+	@if $(BIN)/python -I -c '$(FORMER)'; then \
+	  $(BIN)/python -m pip uninstall --quiet --yes specctl; fi
+	@rm -rf src/specctl.egg-info
+
 $(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/.torch
+	@$(MAKE) --no-print-directory former
 	@echo "installing specctl and its pinned dependencies"
 	@$(PIP) -e ".[plots,data,tracking]"
 	@touch $@

@@ -69,15 +69,19 @@ def assistant_model(name: str, target: Target, folder: Path, length: int) -> Any
     from transformers import AutoModelForCausalLM
 
     from specctl.export.formats import export
-    from specctl.export.package.manifest import MANIFEST
-    from specctl.export.package.pretrained import quietly
+    from specctl.export.package.find import Kind, locate
+    from specctl.export.package.pretrained import inspect_folder, quietly
+    from specctl.runtime.target.checkpoint_folder import from_folder
 
-    source = Path(name)
-    if (source / MANIFEST).is_file():
+    found = locate(name)
+    assert found.folder is not None, "a small-lm is a folder"
+    source = found.folder
+    if found.kind is Kind.PACKAGE:
         export(source, "hf", folder, target)
         source = folder
+    inspect_folder(source)
     with quietly():
-        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=target.dtype)
+        model: Any = from_folder(AutoModelForCausalLM, source, dtype=target.dtype)
     model = model.to(target.device).eval()
     model.generation_config.num_assistant_tokens = length
     model.generation_config.num_assistant_tokens_schedule = "constant"

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from specctl.runtime.policies import Policy
     from specctl.runtime.policies.length import CostTable
     from specctl.runtime.target.target import Target
+
+MAX_BYTES = 1 << 20
 
 
 def describe(
@@ -54,17 +58,35 @@ def read_costs(about: dict[str, Any]) -> CostTable | None:
     try:
         if path is None:
             return None
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(_read(path))
         if found["about"] != about:
             return None
         draft, verify = (
             {int(k): float(v) for k, v in found[name].items()} for name in ("draft", "verify")
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (
+        OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError
+    ):  # fmt: skip
         return None
     if not draft or set(draft) != set(verify) or 0 not in verify:
         return None
+    if not all(math.isfinite(cost) and cost >= 0 for cost in (*draft.values(), *verify.values())):
+        return None
+    if min(draft) < 0 or verify[0] == 0:
+        return None
     return CostTable(draft, verify, about["device"], about["dtype"], about["batch"])
+
+
+def _read(path: Path) -> bytes:
+    """The text of a table; a pipe is not waited for, and what is too long is no table."""
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    with os.fdopen(handle, "rb") as stream:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise ValueError("not a regular file")
+        raw = stream.read(MAX_BYTES + 1)
+    if len(raw) > MAX_BYTES:
+        raise ValueError("too long for a table")
+    return raw
 
 
 def write_costs(about: dict[str, Any], costs: CostTable) -> Path | None:
@@ -76,6 +98,8 @@ def write_costs(about: dict[str, Any], costs: CostTable) -> Path | None:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        for left in path.parent.glob(f".{path.name}.*"):
+            left.unlink()
         partial.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
         partial.replace(path)
     except OSError:

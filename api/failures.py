@@ -8,7 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from specctl.core.errors import FileError, NetworkError, ResourceError, SpecctlError
+from specctl.core.errors import (
+    FileError,
+    NetworkError,
+    ResourceError,
+    SpecctlError,
+    is_out_of_memory,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -45,7 +51,7 @@ def user_error(error: BaseException, command: str = "specctl") -> SpecctlError |
     """The error as a user meets it; None for a bug of ours."""
     if isinstance(error, SpecctlError):
         return error
-    if _is_out_of_memory(error):
+    if is_out_of_memory(error):
         return ResourceError(
             "not enough memory",
             found=first_line(error),
@@ -62,15 +68,6 @@ def user_error(error: BaseException, command: str = "specctl") -> SpecctlError |
             do="give a local folder with --target, or try --target tiny (needs no network)",
         )
     return None
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and (
-        "can't allocate memory" in text or "not enough memory" in text or "out of memory" in text
-    )
 
 
 def _os_error(error: OSError) -> SpecctlError | None:

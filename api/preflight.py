@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from specctl.recipes.schema import Recipe
 
 
+# What systems leave in a folder that is empty for people.
+HARMLESS = frozenset({".DS_Store", ".gitignore", ".gitkeep", "lost+found"})
+HALF = "half"  # the first run of `prune --two-step`, which is there before that of the folder
+
+
 def check_run(recipe: Recipe, out: Path, warn: Callable[[str], None] | None = None) -> None:
     """The folder, the data and the drafters that every stage of a run has yet to ask for. With
     `warn`, data that are not there yet are only warned of: a price may be asked for before they
@@ -34,6 +39,25 @@ def check_run(recipe: Recipe, out: Path, warn: Callable[[str], None] | None = No
                 _check_drafter(name)
 
 
+def check_out(out: Path) -> None:
+    """Refuse a folder in which something lies and no run has begun: what a run writes would be
+    mixed with it."""
+    from specctl.train.saving.lock import NAME
+    from specctl.train.saving.run_file import RECORD, recorded
+
+    if not out.is_dir() or any((out / part / NAME).is_file() for part in ("", HALF)):
+        return
+    foreign = sorted({path.name for path in out.iterdir()} - HARMLESS)
+    if foreign and recorded(out / RECORD) is None:
+        raise FileError(
+            f"{out} holds files that no run has written",
+            where="--out",
+            found=", ".join(foreign[:5]) + (", ..." if len(foreign) > 5 else ""),
+            expected="a new or empty folder, or one of a run",
+            do="choose another --out, or move them away yourself",
+        )
+
+
 def _check_drafter(name: str) -> None:
     """Refuse a drafter that is nowhere here, or a package that was changed; the hub is not
     asked."""
@@ -49,15 +73,17 @@ def _check_drafter(name: str) -> None:
 
 
 def check_allowed(names: Collection[str]) -> None:
-    """--allow names parts of a run that may have changed; any other word allows nothing."""
-    from specctl.train.saving.fingerprint import PARTS
+    """--allow names parts of a run that may have changed, or its restart; any other word allows
+    nothing."""
+    from specctl.train.saving.fingerprint import PARTS, RESTART
 
+    known = (*PARTS, RESTART)
     for name in names:
-        if name not in PARTS:
+        if name not in known:
             raise SpecctlError(
                 f"there is no --allow {name}",
                 where="--allow",
                 found=name,
-                expected="one of " + ", ".join(PARTS),
-                do=f"--allow {nearest(name, PARTS, 1)}",
+                expected="one of " + ", ".join(known),
+                do=f"--allow {nearest(name, known, 1)}",
             )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl.api.failures import raises_user_errors
-from specctl.api.preflight import check_run
+from specctl.api.preflight import check_out, check_run
 from specctl.api.progress import Progress, as_reporter, warnings_of
 from specctl.api.recipe import RecipeLike, recipe_of, run_folder, set_words
 from specctl.api.targets import TargetLike, load_target, target_of_recipe
@@ -213,6 +213,7 @@ def prune(
     job_cut = cut or Cut(**own | texts)
     job_cut.check(made)
     folder = run_folder(made) if out is None else Path(out)
+    check_out(folder)
     check_run(made, folder)
     job = PruneJob(made, job_cut, folder, command or _words(recipe, made, job_cut, folder))
     is_name = target is None or isinstance(target, (str, Path))
@@ -266,7 +267,6 @@ def _made(
     on_cut: OnCut,
 ) -> SmallLm:
     """The cut of this stage in FOLDER/cut: made, or the one that is already there."""
-    folder.mkdir(parents=True, exist_ok=True)
     with locked(folder, reporter):
         if not (folder / REPORT).exists():
             _refuse_other_run(folder)

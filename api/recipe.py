@@ -43,7 +43,14 @@ def set_words(recipe: Recipe) -> list[str]:
 
 def run_folder(recipe: Recipe) -> Path:
     """Where a run is written unless it is said: runs/TARGET-RECIPE."""
-    return Path("runs") / f"{recipe.target.name.strip('/').replace('/', '--')}-{recipe.name}"
+    return Path("runs") / f"{folder_name(recipe.target.name)}-{recipe.name}"
+
+
+def folder_name(target: str) -> str:
+    """A target's name as that of a folder: steps of a path are joined, and none is hidden."""
+    steps = [step for step in target.split("/") if step not in ("", ".", "..")]
+    named = "--".join(steps).lstrip(".")
+    return named or Path(target).resolve().name or "target"
 
 
 def refuse_dependent(recipe: Recipe) -> None:

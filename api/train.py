@@ -10,7 +10,7 @@ from typing import Any
 from accelerate import PartialState
 
 from specctl.api.failures import raises_user_errors
-from specctl.api.preflight import check_allowed, check_run
+from specctl.api.preflight import check_allowed, check_out, check_run
 from specctl.api.progress import Progress, as_reporter, warnings_of
 from specctl.api.recipe import RecipeLike, recipe_of, refuse_dependent, run_folder
 from specctl.api.targets import TargetLike, load_target
@@ -135,6 +135,7 @@ def train(
             do="give the target's name, or load it on that device",
         )
     folder = run_folder(made) if out is None else Path(out)
+    check_out(folder)
     check_run(made, folder)
     reporter.say(f"{made.name}: {made.drafter.family} for {made.target.name}, in {folder}")
     words = command or ("specctl", "train-draft", "--recipe", str(folder), "--out", str(folder))

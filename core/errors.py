@@ -107,6 +107,24 @@ class DivergedError(SpecctlError):
     exit = Exit.DIVERGED
 
 
+# What torch and its libraries say of an allocation that failed, where the type does not.
+_NO_MEMORY = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "could not create a primitive",  # oneDNN, whose descriptors and kernels did not fit
+    "could not create a memory object",
+    "DefaultCPUAllocator",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory ran out, on the host or on a device."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(said in str(error) for said in _NO_MEMORY)
+
+
 def nearest(word: str, known: Iterable[str], count: int = 3) -> str:
     """The known words nearest to `word`, for error messages."""
     names = list(known)

@@ -8,6 +8,7 @@ hide them, the next write covers them. So rows of different lengths need no real
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,22 @@ class Aim:
     start_B1: Tensor
     span: int
     is_whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What a layer keeps of a token. Latent attention keeps one compressed head as its keys and
+    turned positions as its values; layers that read another's cache keep nothing."""
+
+    key_heads: int
+    key_width: int
+    value_heads: int
+    value_width: int
+
+    @property
+    def size(self) -> int:
+        """Numbers kept of a token."""
+        return self.key_heads * self.key_width + self.value_heads * self.value_width
 
 
 class SlotKV:
@@ -42,10 +59,37 @@ class SlotKV:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_slots, num_kv_heads, max_len, head_dim)
-        self.key_SHLD = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.value_SHLD = [torch.zeros_like(key) for key in self.key_SHLD]
-        self.num_slots, self.max_len, self.num_layers = num_slots, max_len, num_layers
+        alike = LayerShape(num_kv_heads, head_dim, num_kv_heads, head_dim)
+        self._fill([alike] * num_layers, num_slots, max_len, dtype, device)
+
+    @classmethod
+    def of(
+        cls,
+        layers: Sequence[LayerShape],
+        num_slots: int,
+        max_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> SlotKV:
+        """A store whose layers need not be alike."""
+        kv = cls.__new__(cls)
+        kv._fill(layers, num_slots, max_len, dtype, device)
+        return kv
+
+    def _fill(
+        self,
+        layers: Sequence[LayerShape],
+        num_slots: int,
+        max_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        def zeros(heads: int, width: int) -> Tensor:
+            return torch.zeros(num_slots, heads, max_len, width, dtype=dtype, device=device)
+
+        self.key_SHLD = [zeros(each.key_heads, each.key_width) for each in layers]
+        self.value_SHLD = [zeros(each.value_heads, each.value_width) for each in layers]
+        self.num_slots, self.max_len, self.num_layers = num_slots, max_len, len(layers)
         self._slot_B1 = torch.zeros(1, 1, dtype=torch.long, device=device)
         self._start_B1 = self._at_BT = self._slot_B1
         self._span, self._whole, self._contiguous = 0, False, -1

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from specctl.core.drafter import Borrowed
-from specctl.core.kv_cache import SlotKV
+from specctl.core.kv_cache import LayerShape, SlotKV
 from specctl.core.masks import chain_mask, document_mask, tree_mask
 from specctl.core.spec import ModelSpec
 from specctl.core.tree import DraftTree
@@ -116,17 +116,14 @@ class LanguageModel(ABC):
         windows = {w: document_mask(document_BS, w) for w in self.windows}
         return Masks(document_mask(document_BS), windows)
 
+    @property
+    def kv_layers(self) -> tuple[LayerShape, ...]:
+        """What each layer of the cache keeps of a token."""
+        heads, width = self.spec.num_kv_heads, self.spec.head_dim
+        return (LayerShape(heads, width, heads, width),) * self.spec.num_layers
+
     def new_kv(self, num_slots: int, max_len: int) -> SlotKV:
-        spec, weight = self.spec, next(self.module.parameters())
-        return SlotKV(
-            spec.num_layers,
-            num_slots,
-            spec.num_kv_heads,
-            max_len,
-            spec.head_dim,
-            weight.dtype,
-            weight.device,
-        )
+        return SlotKV.of(self.kv_layers, num_slots, max_len, self.dtype, self.device)
 
     @property
     def device(self) -> torch.device:

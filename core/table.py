@@ -4,9 +4,11 @@ for notebooks."""
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+
+from specctl.core.printable import one_line, printable
 
 GAP = 2
 LEAST = 12  # a column of prose is not made narrower than this
@@ -29,7 +31,8 @@ class Table:
     def _repr_html_(self) -> str:
         """What a notebook shows."""
         head = _html_row("th", self.columns)
-        body = "".join(_html_row("td", [_cell(value) for value in row]) for row in self.rows)
+        cells = [[_cell(value, printable) for value in row] for row in self.rows]
+        body = "".join(_html_row("td", row) for row in cells)
         notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
         return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>{notes}"
 
@@ -129,14 +132,14 @@ def _wrap(text: str, width: int) -> list[str]:
     return textwrap.wrap(text, max(width, 1)) or [""]
 
 
-def _cell(value: object) -> str:
+def _cell(value: object, shown: Callable[[str], str] = one_line) -> str:
     if value is None:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.2f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{value:,}" if isinstance(value, int) else shown(str(value))
 
 
 def _looks_numeric(cells: Sequence[Sequence[str]], column: int) -> bool:

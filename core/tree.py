@@ -20,7 +20,7 @@ class NodeKind(StrEnum):
     """How the children of a node were chosen; decides which verification rules are legal."""
 
     POINT = "point"  # any deterministic function of the past (argmax, top-k, retrieval)
-    IID = "iid"  # sampled from q, duplicates kept
+    IID = "iid"  # sampled from q, duplicates kept, as many as was settled before the first
     PATHS = "iid-paths"  # whole paths from the root, each sampled alone: IID, forks only there
     WITHOUT_REPLACEMENT = "without-replacement"  # sampled from q, draw order kept
     REFILLED = "refilled"  # the same, and uniformly over what is left once q is used up

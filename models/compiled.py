@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.drafter import Borrowed
-from specctl.core.kv_cache import Aim, SlotKV
+from specctl.core.kv_cache import Aim, LayerShape, SlotKV
 from specctl.core.language_model import Feed, LanguageModel, LmOut, Masks
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
@@ -53,6 +53,10 @@ class CompiledLM(LanguageModel):
         self._recorded: dict[RoundShape, Recorded] = {}
         self._store: SlotKV | None = None
         self._is_lent = False
+
+    @property
+    def kv_layers(self) -> tuple[LayerShape, ...]:
+        return self.lm.kv_layers
 
     @property
     def num_shapes(self) -> int:

@@ -21,13 +21,13 @@ from transformers.masking_utils import sdpa_mask
 
 from specctl.core.drafter import Borrowed
 from specctl.core.errors import IncompatibleError
-from specctl.core.kv_cache import SlotKV
+from specctl.core.kv_cache import LayerShape, SlotKV
 from specctl.core.language_model import Feed, LanguageModel, LmOut, Masks
-from specctl.models.hf_spec import head_scale, refuse_stateful, spec_of
+from specctl.models.hf_probe import ask_plainly, check_rounds, narrowed
+from specctl.models.hf_spec import field_of, head_scale, refuse_stateful, spec_of
 from specctl.models.kernels import attend
 
 ATTENTION = "specctl"
-TESTED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt_neox", "phi")
 
 
 def attend_capped(
@@ -73,6 +73,12 @@ def _attention(
             expected="rotary or learned positions",
             do="choose a target with rotary positions",
         )
+    if attention_mask.shape[1] != 1:
+        raise IncompatibleError(
+            f"{type(module).__name__} masks each head by itself",
+            expected="one mask for all heads",
+            do="choose a target with plain attention, e.g. a Llama or Qwen3",
+        )
     softcap, sink_H = kwargs.get("softcap"), kwargs.get("s_aux")
     if softcap is None and sink_H is None:
         group = query.shape[1] // key.shape[1]
@@ -81,7 +87,7 @@ def _attention(
     else:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         out = attend_capped(query, key, value, attention_mask, scale, softcap, sink_H)
-    return out.transpose(1, 2), None
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _explicit_mask(*args: Any, **kwargs: Any) -> Tensor | None:
@@ -107,15 +113,6 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        want = (self.kv.key_SHLD[self.layer].shape[1], self.kv.key_SHLD[self.layer].shape[3])
-        for states in (key_states, value_states):
-            if (states.shape[1], states.shape[3]) != want:
-                raise IncompatibleError(
-                    "this target's layers do not share one key/value shape",
-                    found=f"{states.shape[1]} heads of width {states.shape[3]} in {self.layer}",
-                    expected=f"{want[0]} heads of width {want[1]} in every layer",
-                    do="choose a target whose attention layers are alike",
-                )
         return self.kv.update(self.layer, key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -140,27 +137,35 @@ class _SlotCache(Cache):  # type: ignore[misc]
 
 
 class HfLM(LanguageModel):
-    """A transformers causal LM; also the oracle of the lean forward."""
+    """A transformers causal LM; also the oracle of the lean forward. `kv_layers`: what its cache
+    keeps, where the module has been tried before."""
 
     module: Any
 
-    def __init__(self, model: Any, eos_ids: tuple[int, ...] = ()) -> None:
-        refuse_stateful(type(model), model.config)
+    def __init__(
+        self, model: Any, eos_ids: tuple[int, ...] = (), kv_layers: tuple[LayerShape, ...] = ()
+    ) -> None:
+        if not kv_layers:
+            refuse_stateful(type(model), model.config)
         self.module = model
         self.spec = spec_of(model.config, eos_ids)
         text = model.config.get_text_config()
-        kinds = tuple(getattr(text, "layer_types", None) or ())
-        window = getattr(text, "sliding_window", None)
+        kinds = tuple(field_of(text, "layer_types") or ())
+        window = field_of(text, "sliding_window")
         if window is not None and kinds and "sliding_attention" not in kinds:
             window = None
-        if getattr(text, "use_sliding_window", True) is False:
+        if field_of(text, "use_sliding_window") is False:
+            window = None
+        if window is not None and window >= self.spec.max_positions:
             window = None
         self.windows = () if window is None else (int(window),)
         self._is_mixed = len(set(kinds)) > 1 and window is not None
-        self._implementation = _choose_attention(model)
         self._can_skip = "logits_to_keep" in signature(type(model).forward).parameters
-        if self.spec.model_type not in TESTED and not self.embedding.is_meta:
-            self._probe()
+        self._layers = kv_layers
+        if kv_layers or self.embedding.is_meta:
+            self._implementation = _choose_attention(model)
+        else:
+            self._try(model)
 
     @property
     def embedding(self) -> Tensor:
@@ -168,37 +173,23 @@ class HfLM(LanguageModel):
         weight: Tensor = self.module.get_input_embeddings().weight
         return weight
 
-    @torch.no_grad()
-    def _probe(self) -> None:
-        """Try four tokens of a tree against their paths on an architecture without a test of its
-        own, and learn its key/value shape; refuse it if positions or masks are not obeyed."""
-        name, problem = type(self.module).__name__, ""
-        ids_BT = torch.tensor([[0, 1, 2, 3]], device=self.embedding.device)
-        try:
-            plain = self.module(input_ids=ids_BT[:, [0, 1, 3]], use_cache=True)
-            heads, width = (plain.past_key_values.layers[0].keys.shape[i] for i in (1, 3))
-            self.spec = replace(self.spec, num_kv_heads=heads, head_dim=width)
-            mask = torch.ones(4, 4, dtype=torch.bool, device=ids_BT.device).tril()
-            mask[3, 2] = False  # token 3 is a sibling of token 2
-            masks = Masks(mask[None, None], dict.fromkeys(self.windows, mask[None, None]))
-            position_BT = torch.tensor([[0, 1, 2, 2]], device=ids_BT.device)
-            found = self.dense(ids_BT, position_BT, masks).logits_BTV
-            assert found is not None
-            oracle = plain.logits[:, -1]
-            error = (found[:, -1] - oracle).abs().max() / oracle.abs().max().clamp(min=1e-6)
-            if not float(error) < 0.05:
-                problem = f"a tree differs from its paths by {float(error):.0%} of a logit"
-        except IncompatibleError:
-            raise
-        except Exception as error:  # whatever a foreign forward raises means the same
-            problem = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
-        if problem:
-            raise IncompatibleError(
-                f"{name} cannot be a target",
-                found=problem,
-                expected="a decoder that obeys 4-D masks and given positions",
-                do="choose a target with rotary or learned positions, e.g. a Llama or Qwen3",
-            )
+    def _try(self, model: Any) -> None:
+        """Learn the shapes of the cache, and refuse the module if rounds are not what it says."""
+        given = self.windows
+        plain = ask_plainly(model, given)
+        self._implementation = _choose_attention(model)
+        self._layers = plain.layers
+        first = plain.layers[0]
+        if set(plain.layers) == {first} and first.key_width == first.value_width:
+            self.spec = replace(self.spec, num_kv_heads=first.key_heads, head_dim=first.key_width)
+        with narrowed(model, given) as windows:
+            self.windows = windows
+            check_rounds(self, plain)
+        self.windows = given
+
+    @property
+    def kv_layers(self) -> tuple[LayerShape, ...]:
+        return self._layers or super().kv_layers
 
     def _mask(self, masks: Masks) -> Any:
         full = self._form(masks.full)
@@ -229,11 +220,37 @@ class HfLM(LanguageModel):
             output_hidden_states=bool(feed.taps),
             **some,
         )
-        taps = {tap: out.hidden_states[tap] for tap in feed.taps}
+        taps = self._taps(out, feed) if feed.taps else {}
         return LmOut(feed.asked(out.logits, first) if feed.logits else None, taps)
+
+    def _taps(self, out: Any, feed: Feed) -> dict[int, Tensor]:
+        states, want = out.hidden_states, (*feed.ids_BT.shape, self.spec.hidden_size)
+        if states is None or len(states) != self.spec.num_layers + 1:
+            found = f"{0 if states is None else len(states):,} hidden states"
+            raise self._unreadable(found, f"{self.spec.num_layers + 1:,}")
+        for tap in feed.taps:
+            if states[tap].shape != want:
+                found = f"hidden state {tap} of shape {list(states[tap].shape)}"
+                raise self._unreadable(found, f"shape {list(want)}")
+        return {tap: states[tap] for tap in feed.taps}
+
+    def _unreadable(self, found: str, expected: str) -> IncompatibleError:
+        return IncompatibleError(
+            f"no drafter can read the hidden states of {type(self.module).__name__}",
+            found=found,
+            expected=f"{expected}, one vector a token as wide as the model",
+            do="choose a family that reads none, e.g. prompt-lookup or small-lm",
+        )
 
     def borrowed(self) -> Borrowed:
         head: Any = self.module.get_output_embeddings()
+        width = self.spec.hidden_size
+        if head is None or not head.weight.shape[1] == self.embedding.shape[1] == width:
+            raise self._unreadable(
+                f"an embedding of width {self.embedding.shape[1]:,} and "
+                + ("no head" if head is None else f"a head of width {head.weight.shape[1]:,}"),
+                f"both {width:,} wide",
+            )
         bias = getattr(head, "bias", None)
         scale, head_VD = head_scale(self.module.config), head.weight.detach()
         return Borrowed(

@@ -8,24 +8,47 @@ from specctl.core.errors import IncompatibleError
 from specctl.core.spec import ModelSpec
 
 SCALED_ROPE = ("linear", "llama3", "yarn")
+CONTEXTS = ("max_position_embeddings", "max_target_positions", "n_positions", "max_seq_len")
 KINDS = ("full_attention", "sliding_attention")
+
+
+OTHER_KINDS = {
+    "linear_attention": "a recurrent state (linear attention or a state space)",
+    "conv": "a convolution's state",
+    "chunked_attention": "attention in chunks",
+    "indexed_attention": "attention to keys that an indexer picks",
+    "heavily_compressed_attention": "compressed keys",
+    "compressed_sparse_attention": "compressed keys",
+    "hybrid": "a recurrent state beside attention",
+    "hybrid_sliding": "a recurrent state beside attention",
+}
+ALIBI = ("bloom", "mpt")  # no switch says so in their configurations
+
+
+def field_of(config: Any, name: str, default: Any = None) -> Any:
+    """A field of a foreign configuration; the default where it is absent, or differs by layer."""
+    try:
+        return getattr(config, name, default)
+    except RuntimeError:  # transformers' word for a field that layers do not share
+        return default
 
 
 def spec_of(config: Any, eos_ids: tuple[int, ...] = ()) -> ModelSpec:
     """The shape of a transformers configuration (of its text part, if it has several)."""
     text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope)
-    heads = text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    intermediate = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    rope = field_of(text, "rope_parameters") or {}
+    kinds = [rope[kind] for kind in KINDS if rope.get(kind)]  # full layers may go without
+    rope = kinds[0] if kinds else rope
+    heads = _first(text, ("decoder_attention_heads", "num_attention_heads"), None)
+    head_dim = field_of(text, "head_dim") or text.hidden_size // heads
+    intermediate = field_of(text, "intermediate_size") or 4 * text.hidden_size
     return ModelSpec(
         model_type=text.model_type,
-        num_layers=text.num_hidden_layers,
+        num_layers=_first(text, ("decoder_layers", "num_hidden_layers"), None),
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
         num_heads=heads,
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        num_kv_heads=field_of(text, "num_key_value_heads") or heads,
         head_dim=head_dim,
         intermediate_size=intermediate if isinstance(intermediate, int) else max(intermediate),
         norm_eps=float(
@@ -33,18 +56,23 @@ def spec_of(config: Any, eos_ids: tuple[int, ...] = ()) -> ModelSpec:
         ),
         rope_theta=float(rope.get("rope_theta") or 10000.0),
         max_positions=_positions(text, rope),
-        bos_id=text.bos_token_id if isinstance(text.bos_token_id, int) else None,
+        bos_id=_token_id(text, "bos_token_id"),
         eos_ids=eos_ids,
-        pad_id=text.pad_token_id if isinstance(text.pad_token_id, int) else None,
+        pad_id=_token_id(text, "pad_token_id"),
         embed_scale=_embed_scale(text),
         rope_scaling=_rope_scaling(rope),
     )
 
 
+def _token_id(config: Any, name: str) -> int | None:
+    found = field_of(config, name)
+    return found if isinstance(found, int) else None
+
+
 def _positions(text: Any, rope: dict[str, Any]) -> int:
     """The context. With longrope (Phi-3) it ends where short factors do: one token further every
     position is turned by other angles, those in the cache and of other rows of a batch as well."""
-    context = int(_first(text, ("max_position_embeddings",), 1 << 20))
+    context = int(_first(text, CONTEXTS, 1 << 20))
     short = rope.get("original_max_position_embeddings")
     return min(context, int(short)) if rope.get("rope_type") == "longrope" and short else context
 
@@ -56,7 +84,7 @@ def _rope_scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _first(config: Any, names: tuple[str, ...], default: Any) -> Any:
-    found = (getattr(config, name, None) for name in names)
+    found = (field_of(config, name) for name in names)
     return next((value for value in found if value is not None), default)
 
 
@@ -80,16 +108,16 @@ def head_scale(config: Any) -> float:
 def refuse_stateful(model_class: type, config: Any) -> None:
     """Raise for architectures whose state cannot be rolled back to an accepted path."""
     text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"]) - set(KINDS)
+    kinds = set(field_of(text, "layer_types") or KINDS) - {*KINDS, "mlp", "moe"}
     found = ""
-    if getattr(model_class, "_is_stateful", False):
-        found = f"{model_class.__name__} keeps a recurrent state"
-    elif kinds:
-        found = f"{model_class.__name__} has layers of kind " + ", ".join(sorted(kinds))
-    elif getattr(config, "is_encoder_decoder", False):
-        found = f"{model_class.__name__} is an encoder-decoder"
-    elif getattr(text, "use_bidirectional_attention", None):
-        found = f"{model_class.__name__} attends in both directions"
+    if kinds:
+        found = "layers with " + ", ".join(sorted({OTHER_KINDS.get(kind, kind) for kind in kinds}))
+    elif getattr(model_class, "_is_stateful", False):
+        found = "a state beside its keys and values"
+    elif field_of(config, "is_encoder_decoder"):
+        found = "an encoder-decoder"
+    elif field_of(text, "use_bidirectional_attention") not in (None, False, "vision"):
+        found = "attention in both directions"
     if found:
         raise IncompatibleError(
             f"{model_class.__name__} cannot be a target",

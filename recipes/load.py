@@ -63,6 +63,14 @@ def parse_yaml(text: str, where: str) -> Any:
     """The value of a YAML text; a syntax error names the file and the line."""
     try:
         return yaml.load(text, Loader=RecipeYaml)
+    except RecursionError as error:
+        raise RecipeError(
+            "this YAML is nested too deep",
+            where=where,
+            found="lists or mappings in each other without end",
+            expected="sections and their values",
+            do="`specctl recipes show eagle3` prints a valid recipe",
+        ) from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{where}:{mark.line + 1}" if mark else where

@@ -6,11 +6,20 @@ has. What they do stands in runtime/policies, runtime/controllers and runtime/ve
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from itertools import accumulate
+from operator import mul
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from specctl.recipes.section import Fraction, Positive, Section
+from specctl.recipes.section import Fraction, Section
+
+T = TypeVar("T")
+MOST_NODES, MOST_LEVELS = 1024, 64
+UpTo64 = Annotated[int, Field(ge=1, le=MOST_LEVELS)]
+UpTo1024 = Annotated[int, Field(ge=1, le=MOST_NODES)]
+Levels = Annotated[tuple[T, ...], Field(max_length=MOST_LEVELS)]
 
 PolicyName = Literal[
     "chain", "static-tree", "dynamic-tree", "merged-beams", "sequoia", "rsd", "dyspec", "opt-tree",
@@ -57,37 +66,31 @@ class ServePart(Section):
     """How the drafter drafts: kept in the package as its default."""
 
     policy: PolicyName = "chain"
-    length: Annotated[int, Field(ge=1, le=64)] = Field(
-        default=5, description="drafted tokens, or depth"
-    )
-    nodes: Annotated[int, Field(ge=1, le=1024)] | None = Field(
-        default=None, description="nodes of a tree"
-    )
-    branch: tuple[Annotated[int, Field(ge=1, le=64)], ...] | None = Field(
+    length: UpTo64 = Field(default=5, description="drafted tokens, or depth")
+    nodes: UpTo1024 | None = Field(default=None, description="nodes of a tree")
+    branch: Levels[UpTo64] | None = Field(
         default=None, description="trees of constant branching: children per node by level"
     )
-    beam: Annotated[int, Field(ge=1, le=64)] | None = Field(
-        default=None, description="nodes expanded per level"
-    )
-    acceptance: tuple[Fraction, ...] | None = Field(
+    beam: UpTo64 | None = Field(default=None, description="nodes expanded per level")
+    acceptance: Levels[Fraction] | None = Field(
         default=None, description="sequoia: chances that the 1st, 2nd, ... sibling is accepted"
     )
-    profile: tuple[tuple[Fraction, ...], ...] | None = Field(
+    profile: Levels[Annotated[tuple[Fraction, ...], Field(max_length=MOST_NODES)]] | None = Field(
         default=None, description="hardware-tree: chances of the draft's ranks, by depth"
     )
-    widths: tuple[Annotated[int, Field(ge=1, le=64)], ...] | None = Field(
+    widths: Levels[UpTo64] | None = Field(
         default=None, description="cape: tokens of a position, from unsure to sure"
     )
-    early_layer: Positive | None = Field(
+    early_layer: UpTo1024 | None = Field(
         default=None, description="propd: layers of the target that prune the tree; null: none"
     )
-    early_top: Positive | None = Field(
+    early_top: UpTo1024 | None = Field(
         default=None, description="propd: best tokens there whose nodes survive"
     )
     refresh: Annotated[int, Field(ge=4, le=10**9)] | None = Field(
         default=None, description="propd: rounds between choices of the tree's size"
     )
-    check: tuple[Positive, ...] | None = Field(
+    check: Levels[UpTo64] | None = Field(
         default=None, description="ddd: depths after which it may stop; null: all"
     )
     confidence: Fraction | None = Field(
@@ -105,7 +108,7 @@ class ServePart(Section):
     controller: ControllerName | None = Field(
         default=None, description="switch: how the drafter and length of a round are chosen"
     )
-    lengths: tuple[Annotated[int, Field(ge=1, le=64)], ...] | None = Field(
+    lengths: Levels[UpTo64] | None = Field(
         default=None, description="switch: lengths of each drafter that are tried"
     )
     rule: RuleName = "auto"
@@ -116,9 +119,27 @@ class ServePart(Section):
         default=False, description="draft while the target verifies (PEARL); one prompt at a time"
     )
 
+    @field_validator("branch")
+    @classmethod
+    def _has_an_end(cls, branch: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        nodes = sum(accumulate(branch or (), mul))
+        if nodes > MOST_NODES:
+            raise ValueError(f"a tree of {nodes:,} nodes; expected {MOST_NODES:,} at most")
+        return branch
+
     @model_validator(mode="after")
     def _nothing_ignored(self) -> Self:
         for key in set(type(self).model_fields) - set(POLICY_FIELDS[self.policy]) - _ALWAYS:
             if getattr(self, key) is not None:
                 raise ValueError(f"{key} is ignored by policy {self.policy}; remove it")
         return self
+
+
+def check_serve(serve: Mapping[str, Any]) -> None:
+    """Raise ValueError unless these are settings that a recipe could have, in their own types: JSON
+    has no tuples, but else nothing is taken for what it is not ("5" or true for a count)."""
+    ServePart.model_validate({name: _as_tuple(value) for name, value in serve.items()}, strict=True)
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value

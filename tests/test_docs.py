@@ -140,7 +140,10 @@ def test_cheap_commands_run(
         import io
 
         monkeypatch.setattr(sys, "stdin", io.StringIO(shlex.split(feed)[1] + "\n"))
-    assert main(words) == 0, capfd.readouterr().err
+    fits = [0, 6] if words[0] == "plan" else [0]  # 6: this machine is too small for the target
+    code, told = main(words), capfd.readouterr().err
+    assert code in fits, told
+    assert code == 0 or "does not fit here" in told
 
 
 def test_most_kinds_of_command_really_run() -> None:

@@ -7,13 +7,14 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from specctl.core.drafter import Drafter, Family
 from specctl.core.errors import RecipeError, nearest, one_of
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters import family as family_named
+from specctl.drafters.nets.options import read_options
 from specctl.recipes.schema import Recipe
 from specctl.runtime.generate import generate
 from specctl.runtime.measure.reporter import Reporter
@@ -47,6 +48,15 @@ def trainable_family(recipe: Recipe) -> Family:
             do=f"--set serve.policy={family.policies[0]}",
             where="serve.policy",
         )
+    if recipe.serve.stop_file is not None:
+        raise RecipeError(
+            "a trained stop rule is no part of a package",
+            found=recipe.serve.stop_file,
+            expected="a policy that needs no other file",
+            do="leave serve.stop_file out, and give the file to generate, bench or serve with "
+            "--stop-rule",
+            where="serve.stop_file",
+        )
     return family
 
 
@@ -62,7 +72,7 @@ def family_options(family: Family, recipe: Recipe) -> Any:
                 where=f"drafter.options.{name}",
             )
     try:
-        return TypeAdapter(family.options).validate_python(dict(recipe.drafter.options))
+        return read_options(family.options, recipe.drafter.options)
     except ValidationError as error:
         problem = error.errors()[0]
         option, *inside = problem["loc"] or ("drafter.options",)

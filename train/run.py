@@ -3,12 +3,14 @@
 OUT/run.yaml         the resolved recipe, the origin of every value, the exact command
 OUT/data             the rows               OUT/checkpoints   states to resume from
 OUT/metrics.jsonl    what happened          OUT/package       the drafter with the best measured tau
+OUT/finished.json    what a finished run found; it is left alone from then on
 OUT/reference        the same for a first stage, where tokens are selected by comparison
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,23 +28,32 @@ from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.target.target import Target, load_target
 from specctl.train.assemble import trainable_family
-from specctl.train.data.prepare import prepare
+from specctl.train.data.prepare import prepare, rows_digest
 from specctl.train.data.rows import TokenData
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.distributed.target_shards import spread
-from specctl.train.init.initial import Loader, check_fit, initial_of, loaded
+from specctl.train.init.initial import Initial, Loader, check_fit, initial_of, loaded
 from specctl.train.job import RunInputs, make_job
 from specctl.train.joint.check import check_joint, check_target
 from specctl.train.joint.joint import JointModel
 from specctl.train.joint.joint_target import FOLDER, log_change, say_change, settled
 from specctl.train.loop import Job, TrainProgress, measure, restore, train
 from specctl.train.lora import ADAPTER, merge, save_adapter
-from specctl.train.planning.plan import RunPlan, build_shape, plan
+from specctl.train.planning.capacity import lacking_disk, refuse_lacks
+from specctl.train.planning.plan import RunPlan, build_shape, disk_needs, plan
 from specctl.train.plot import save_learning_curve
+from specctl.train.runs.finished import MARK, read_mark
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot
-from specctl.train.saving.fingerprint import check_same_run, config_fields
+from specctl.train.saving.fingerprint import (
+    RESTART,
+    check_same_run,
+    config_fields,
+    packaged_fields,
+    run_fingerprint,
+)
 from specctl.train.saving.lock import locked
-from specctl.train.saving.run_file import write_run_file
+from specctl.train.saving.run_file import RECORD, write_run_file
+from specctl.train.saving.store import write_json
 from specctl.train.selective import reference_stage
 from specctl.train.stop import Stop
 
@@ -78,14 +89,17 @@ def train_draft(
     package: Packager | None = None,
     load: Loader | None = None,
     target: Target | None = None,
+    package_folder: Path | None = None,
 ) -> RunResult:
-    """Train the recipe's drafter in the run folder `out`, or continue the run that is there.
+    """Train the recipe's drafter in the run folder `out`, or continue the run that is there; one
+    that is finished is left as it is. The package goes to `package_folder`, else to OUT/package.
 
     `load` reads the folder that drafter.init may name. `allow` names what may differ from the run
-    being continued: config, target, data, vocab, init, world-size. Raises Interrupted (exit 75)
-    after a signal, with the state saved.
+    being continued: config, target, data, vocab, init, world-size; `restart` lets one that has no
+    whole checkpoint left begin again. Raises Interrupted (exit 75) after a signal, with the state
+    saved.
     """
-    family = trainable_family(recipe)
+    trainable_family(recipe)
     if dry_run:
         return RunResult(out, None, None, 0, 0.0, plan=plan(recipe, out=out))
     stop = Stop(shlex.join(command) if command else "run the same command again")
@@ -96,19 +110,30 @@ def train_draft(
         talker = (reporter or SilentReporter()) if ranks.is_main else SilentReporter()
         with ranks.together():
             if ranks.is_main:
-                out.mkdir(parents=True, exist_ok=True)
-                held.enter_context(locked(out, talker))
+                held.enter_context(locked(out, talker, [RECORD]))
         checkpoints = Checkpoints(out / "checkpoints", talker, recipe.train.keep, ranks)
-        snapshot = _found(recipe, checkpoints, resume, allow)
-        if ranks.is_main:
-            write_run_file(recipe, out, command)
+        if not resume:
+            _refuse_second(checkpoints)
+        mark = finished_mark(recipe, out, allow)
+        if mark is not None and mark["package"] is None:
+            mark = None  # its checkpoints are all it left; there is no package to leave alone
+        snapshot = None if mark is not None else _found(recipe, checkpoints, allow)
         target = target or _load_target(recipe, accelerator.device)
         initial = initial_of(recipe, target, load)  # what it refuses, before answers are written
-        check_fit(recipe, target.spec, initial)
-        needs = build_shape(family, recipe, target.spec).needs()
-        if recipe.train.joint is not None:
-            check_target(target)
-            check_joint(recipe, needs)
+        if mark is not None:
+            if not _changes(mark, recipe, target, initial, ranks, allow):
+                talker.say(f"{finished_text(mark)}: {out} is left as it is")
+                accelerator.end_training()
+                return marked_result(mark, recipe, out)
+            snapshot = _found(recipe, checkpoints, allow)
+        _check(recipe, target, initial)
+        with ranks.together():
+            if ranks.is_main:
+                room = [(out, disk_needs(recipe, target.spec))]
+                refuse_lacks(lacking_disk(room), "what the run will write", out)
+        if ranks.is_main:
+            (out / MARK).unlink(missing_ok=True)
+            write_run_file(recipe, out, command)
         data = _data(recipe, target, out, talker, ranks)
         target = spread(recipe, target, ranks)
         made = RunInputs(target, data, initial, stop, accelerator, load)
@@ -118,32 +143,120 @@ def train_draft(
         progress = _continue(job, snapshot, allow)
         progress = train(job, progress)
         acceptance = _best(job, progress, talker)
-        written = out / "package"
+        best = None if progress.best_step is None else job.checkpoints.path(progress.best_step)
+        result = RunResult(
+            out=out,
+            best_checkpoint=best,
+            tau=None if acceptance is None else acceptance["tau"],
+            steps=progress.step,
+            seconds=progress.seconds,
+            package=None if package is None else package_folder or out / "package",
+            target=None if recipe.train.joint is None else out / FOLDER,
+        )
         with job.drafter.whole() as drafter, ranks.together():
             if ranks.is_main:
-                save_learning_curve(out / "metrics.jsonl", out / "curve.png")
-                adapted = drafter.module
-                if recipe.train.lora is not None and adapted is not None:
-                    if recipe.train.lora.keep:
-                        save_adapter(adapted, out / ADAPTER)
-                    merge(adapted)
-                if isinstance(job.drafter, JointModel):
-                    target = settled(job.drafter, target, recipe, data, out)
-                    say_change(target, out / FOLDER, talker)
-                    log_change(target, job.log, progress.step)
-                if package is not None:
-                    package(drafter, target, written, acceptance)
+                _leave(drafter, job, made, recipe, result, acceptance, package)
         accelerator.end_training()
-    best = None if progress.best_step is None else job.checkpoints.path(progress.best_step)
+    return result
+
+
+def _leave(
+    drafter: Drafter,
+    job: Job,
+    made: RunInputs,
+    recipe: Recipe,
+    result: RunResult,
+    acceptance: Mapping[str, Any] | None,
+    package: Packager | None,
+) -> None:
+    """Write what a run leaves behind: its curve, its additions, the changed target, the package,
+    and last the mark that it is finished."""
+    out, target = result.out, made.target
+    save_learning_curve(out / "metrics.jsonl", out / "curve.png")
+    adapted = drafter.module
+    if recipe.train.lora is not None and adapted is not None:
+        if recipe.train.lora.keep:
+            save_adapter(adapted, out / ADAPTER)
+        merge(adapted)
+    if isinstance(job.drafter, JointModel):
+        target = settled(job.drafter, target, recipe, made.data, out)
+        say_change(target, out / FOLDER, job.reporter)
+        log_change(target, job.log, result.steps)
+    if package is not None and result.package is not None:
+        package(drafter, target, result.package, acceptance)
+    write_mark(recipe, result, job.fingerprint)
+
+
+def write_mark(recipe: Recipe, result: RunResult, fingerprint: Mapping[str, Any]) -> None:
+    """Write down that a run is finished, and with what; folders as seen from its own."""
+    kept = {"best": result.best_checkpoint, "package": result.package}
+    fields = {
+        "config": _deciding(recipe, result.package),
+        "fingerprint": {part: value for part, value in fingerprint.items() if part != "config"},
+        **{k: None if p is None else os.path.relpath(p, result.out) for k, p in kept.items()},
+        "tau": result.tau,
+        "steps": result.steps,
+        "seconds": result.seconds,
+    }
+    write_json(result.out / MARK, fields)
+
+
+def finished_mark(
+    recipe: Recipe, folder: Path, allow: Collection[str] = ()
+) -> Mapping[str, Any] | None:
+    """What the finished run in `folder` wrote down; None if there is something left to do. One that
+    was finished under another recipe is refused, or goes on where that is allowed."""
+    mark = read_mark(folder)
+    if mark is None:
+        return None
+    now = {"config": _deciding(recipe, mark["package"])}
+    return None if check_same_run(mark, now, allow) else mark
+
+
+def _deciding(recipe: Recipe, package: Path | None) -> dict[str, Any]:
+    """The fields of a recipe that decide what a run leaves behind."""
+    return config_fields(recipe) if package is None else packaged_fields(recipe)
+
+
+def finished_text(mark: Mapping[str, Any]) -> str:
+    """What is said of a finished run."""
+    tau = "not measured" if mark["tau"] is None else f"{mark['tau']:.3f}"
+    return f"finished before, tau {tau}"
+
+
+def marked_result(mark: Mapping[str, Any], recipe: Recipe, folder: Path) -> RunResult:
+    """The result of a finished run."""
     return RunResult(
-        out=out,
-        best_checkpoint=best,
-        tau=None if acceptance is None else acceptance["tau"],
-        steps=progress.step,
-        seconds=progress.seconds,
-        package=written if package is not None else None,
-        target=None if recipe.train.joint is None else out / FOLDER,
+        folder,
+        mark["best"],
+        mark["tau"],
+        mark["steps"],
+        mark["seconds"],
+        package=mark["package"],
+        target=None if recipe.train.joint is None else folder / FOLDER,
     )
+
+
+def _changes(
+    mark: Mapping[str, Any],
+    recipe: Recipe,
+    target: Target,
+    initial: Initial | None,
+    ranks: Ranks,
+    allow: Collection[str],
+) -> list[str]:
+    """What has changed, on purpose, since the run was finished. Nothing is written to see it."""
+    saved = mark["fingerprint"]
+    now = run_fingerprint(
+        recipe,
+        target.fingerprint,
+        target.tokenizer_fingerprint,
+        rows_digest(recipe, target),
+        saved["vocab"],  # follows from the recipe and the rows
+        ranks.size,
+        None if initial is None else initial.digest,
+    )
+    return check_same_run(saved, {part: now[part] for part in now if part in saved}, allow)
 
 
 def _accelerator(recipe: Recipe, out: Path) -> Accelerator:
@@ -171,19 +284,31 @@ def _accelerator(recipe: Recipe, out: Path) -> Accelerator:
     return accelerator
 
 
-def _found(
-    recipe: Recipe, checkpoints: Checkpoints, resume: bool, allow: Collection[str]
-) -> Snapshot | None:
-    """The state to continue from. A changed recipe is refused here, before anything is written."""
-    if not resume and checkpoints.steps():
+def _check(recipe: Recipe, target: Target, initial: Initial | None) -> None:
+    """Refuse a recipe that does not fit the target or the first weights."""
+    check_fit(recipe, target.spec, initial)
+    needs = build_shape(trainable_family(recipe), recipe, target.spec).needs()
+    if recipe.train.joint is not None:
+        check_target(target)
+        check_joint(recipe, needs)
+
+
+def _refuse_second(checkpoints: Checkpoints) -> None:
+    """With --no-resume a folder holds no run yet."""
+    out = checkpoints.folder.parent
+    if checkpoints.steps() or read_mark(out) is not None:
         raise FileError(
             "the run folder already holds a run",
             found=str(checkpoints.folder),
             expected="an empty folder",
             do="choose another --out, or leave --no-resume out to continue it",
-            where=str(checkpoints.folder.parent),
+            where=str(out),
         )
-    snapshot = checkpoints.newest()
+
+
+def _found(recipe: Recipe, checkpoints: Checkpoints, allow: Collection[str]) -> Snapshot | None:
+    """The state to continue from. A changed recipe is refused here, before anything is written."""
+    snapshot = checkpoints.newest(RESTART in allow)
     if snapshot is not None:
         now = {"config": config_fields(recipe), "world-size": checkpoints.ranks.size}
         check_same_run(snapshot.fingerprint, now, allow)
@@ -231,7 +356,7 @@ def _reference(
         reporter.say(f"first the reference: {stage.train.steps:,} steps in {out}")
         places = Checkpoints(out / "checkpoints", reporter, stage.train.keep, ranks)
         job = make_job(stage, made, places, None)
-        progress = train(job, _continue(job, places.newest(), allow))
+        progress = train(job, _continue(job, places.newest(RESTART in allow), allow))
         _best(job, progress, reporter)
         reference = job.drafter
     else:

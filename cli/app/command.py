@@ -18,6 +18,7 @@ import typer
 
 from specctl.cli.app.console import Console
 from specctl.cli.options.flags import GLOBAL_FLAGS, ConfigFile
+from specctl.core.printable import guarded_streams
 
 P = ParamSpec("P")
 _BOTH, _KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
@@ -69,7 +70,8 @@ def command(
             _check_numbers(ctx, option, given[option.name])
         given |= {group.name: group.gather(given) for group in groups}
         try:
-            body(console, **given)  # type: ignore[call-arg]
+            with guarded_streams():
+                body(console, **given)  # type: ignore[call-arg]
         except BrokenPipeError as error:
             raise ClosedPipe from error  # typer would turn it into exit code 1
         except KeyboardInterrupt as error:

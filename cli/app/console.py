@@ -1,5 +1,8 @@
 """Console: the one place where commands speak. Results go to stdout, everything else to stderr.
 
+Names and messages of others are `printable` wherever they are shown. Text that was asked for
+(`write`) goes into a pipe byte for byte; on a terminal it is printable, too.
+
 With --json nothing but one object is written to stdout:
 {"schema": "specctl.<command>/1", "ok": ..., "result": ..., "warnings": [...], "next": [...]}
 With --jsonl stdout holds one object a line: what would be said on stderr as events, then that one.
@@ -18,6 +21,7 @@ from typing import Any, TextIO
 
 from specctl.cli.app.progress import EventProgress, PlainProgress, Progress, RichProgress
 from specctl.core.errors import SpecctlError
+from specctl.core.printable import one_line, printable
 from specctl.core.table import Table, format_table
 from specctl.runtime.measure.reporter import Advance, SilentReporter
 
@@ -112,18 +116,25 @@ class Console:
     # -- the result --------------------------------------------------------------------------------
 
     def write(self, text: str) -> None:
-        """A piece of the result for people, as it comes."""
+        """A piece of the text that was asked for, as it comes."""
+        self._send(printable(text) if self.stdout.isatty() else text)
+
+    def colour(self, sequence: str) -> None:
+        """A control sequence of ours, for a terminal that shows colours."""
+        self._send(sequence)
+
+    def out(self, text: str = "") -> None:
+        """A line of the result for people."""
+        self._send(printable(text) + "\n")
+
+    def _send(self, text: str) -> None:
         if self.is_main and not self.json:
             self.stdout.write(text)
             self.stdout.flush()
 
-    def out(self, text: str = "") -> None:
-        """A line of the result for people."""
-        self.write(text + "\n")
-
     def prose(self, text: str) -> None:
         """A paragraph of the result for people, wrapped between words at the terminal's edge."""
-        width = self._width(self.stdout)
+        width, text = self._width(self.stdout), printable(text)
         if width is not None:
             text = textwrap.fill(
                 text, max(20, width), break_long_words=False, break_on_hyphens=False
@@ -157,7 +168,7 @@ class Console:
             return
         self.stdout.flush()
         for line in next:
-            self.say(f"Next: {line}")
+            self.say(f"Next: {one_line(line)}")
 
     def fail(self, error: SpecctlError, code: int | None = None) -> None:
         """An error in four parts: on stderr for people, as an object with --json."""
@@ -175,7 +186,7 @@ class Console:
             answer = {"ok": False, "result": self.result, "warnings": self.warnings}
             self._object({**answer, "next": [do], "error": body})
         if self.is_main:
-            lines = [f"error[{code}]: {error.what}"]
+            lines = [f"error[{code}]: {printable(error.what)}"]
             lines += [self._part(name, parts[name]) for name in list(parts)[1:] if parts[name]]
             text = "\n".join(lines)
             if code in STOPPED and self.stderr.isatty():
@@ -187,9 +198,10 @@ class Console:
 
     def _part(self, name: str, text: str) -> str:
         """A part of an error, wrapped for a terminal; what is to be typed stays in one piece."""
+        text = printable(text)
         width = None if name == "do" else self._width(self.stderr)
         if width is None:
-            return f"  {name + ':':9} {text}"
+            return f"  {name + ':':9} " + text.replace("\n", "\n" + " " * 12)
         lines = textwrap.wrap(text, max(20, width - 13), break_long_words=False)
         return f"  {name + ':':9} " + ("\n" + " " * 12).join(lines)
 

@@ -1,22 +1,31 @@
 """Run the same command in several processes: Accelerate's launcher on GPUs, torch's on the CPU
 (Accelerate starts several CPU processes only through MPI). The configurations that Accelerate is
-given lie in recipes/accelerate, one per way of `train.parallel`."""
+given lie in recipes/accelerate, one per way of `train.parallel`.
+
+The process in front is the one that the user, the terminal and the scheduler know. It hands on the
+signals that it gets, each once, and holds a file locked while it lives: should it die without a
+word, the kernel drops that lock, and every process notices and stops as for SIGTERM, state saved.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 
 from specctl.core.errors import Exit, ResourceError
+from specctl.train.stop import HANGUP, hangup, leave_terminal
 
-EXIT_FILE = "SPECCTL_EXIT_FILE"  # where the first process leaves its exit code for the parent
+EXIT_FILE = "SPECCTL_EXIT_FILE"  # where the first process leaves its exit code for the one in front
+FRONT = "front"  # beside it, the file that the process in front holds locked
 
 
 def is_launched() -> bool:
@@ -52,16 +61,56 @@ def _free_port() -> int:
 def relaunch(arguments: Sequence[str], processes: int, is_cpu: bool, parallel: str = "ddp") -> int:
     """Run this very command again in `processes` processes; returns the first one's exit code.
 
-    SIGTERM is handed on, SIGINT reaches the processes by itself, and this one waits for them.
+    SIGINT, SIGTERM and SIGHUP are handed on, and this process waits for the others to end. They
+    are in a session of their own: the keys of the terminal reach this one alone.
     """
     with tempfile.TemporaryDirectory(prefix="specctl-") as folder:
         exit_file = Path(folder) / "exit"
-        command = launch_command(arguments, processes, is_cpu, parallel)
-        with subprocess.Popen(command, env=_environment(exit_file, processes, is_cpu)) as process:
-            signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            code = process.wait()
+        with exit_file.with_name(FRONT).open("w") as front:
+            fcntl.flock(front, fcntl.LOCK_EX)
+            command = launch_command(arguments, processes, is_cpu, parallel)
+            environment = _environment(exit_file, processes, is_cpu)
+            with subprocess.Popen(command, env=environment, start_new_session=True) as process:
+                _hand_on(process)
+                code = process.wait()
         return int(exit_file.read_text()) if exit_file.is_file() else code or int(Exit.OK)
+
+
+def _hand_on(process: subprocess.Popen[bytes]) -> None:
+    """From now on the signals that ask this process to stop ask the others. Of hang-ups the first
+    alone, as SIGTERM: those of a shell and of its terminal arrive together."""
+    heard: list[int] = []
+
+    def hand_on(number: int, frame: object) -> None:
+        del frame
+        if number != HANGUP:
+            process.send_signal(number)
+        elif not heard:
+            heard.append(number)
+            leave_terminal()
+            process.send_signal(signal.SIGTERM)
+
+    for number in (signal.SIGINT, signal.SIGTERM, *hangup()):
+        signal.signal(number, hand_on)
+
+
+def watch_front() -> None:
+    """Stop this process, as SIGTERM does, once the one in front has gone; to be called by each that
+    it launched. A launcher of the user's own is not watched."""
+    exit_file = os.environ.get(EXIT_FILE)
+    if exit_file:
+        front = Path(exit_file).with_name(FRONT)
+        threading.Thread(target=_stop_without, args=(front,), daemon=True).start()
+
+
+def _stop_without(front: Path) -> None:
+    """Sleep until the lock of that file is granted, or the file is gone, and stop this process."""
+    try:
+        with front.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH)
+    except FileNotFoundError:
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _environment(exit_file: Path, processes: int, is_cpu: bool) -> Mapping[str, str]:

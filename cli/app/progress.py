@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, TextIO
 
+from specctl.core.printable import PrintableStream, one_line, printable
 from specctl.runtime.measure.reporter import Advance, EventReporter
 
+DAY = 86_400  # seconds
 PLAIN_SECONDS = 15.0
 NARROW = 80  # columns of a terminal below which only the figures are shown
 AT_ONCE = 0.1  # what is reported this soon was done by an earlier run, and is no measure of speed
@@ -23,13 +26,17 @@ class Progress(Protocol):
 
 
 def duration(seconds: float) -> str:
-    """12.3 -> "12s", 75 -> "1m15s", 3700 -> "1h01m"."""
+    """12.3 -> "12s", 75 -> "1m15s", 3700 -> "1h01m", 100,000 -> "1d03h", 10^7 -> "115 days"."""
     whole = round(max(0.0, seconds))
     if whole < 60:
         return f"{whole}s"
     if whole < 3600:
         return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    if whole < DAY:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    if whole < 100 * DAY:
+        return f"{whole // DAY}d{whole % DAY // 3600:02d}h"
+    return f"{whole // DAY:,} days"
 
 
 def rate_text(rate: float, unit: str) -> str:
@@ -43,10 +50,11 @@ class PlainProgress:
         self.stream, self.clock = stream, clock
 
     def print(self, text: str) -> None:
-        print(text, file=self.stream, flush=True)
+        print(printable(text), file=self.stream, flush=True)
 
     @contextmanager
     def task(self, label: str, total: int, unit: str) -> Iterator[Advance]:
+        label = one_line(label)
         started = shown = self.clock()
         done = before = 0
         last_note = ""
@@ -57,7 +65,7 @@ class PlainProgress:
             if done == 0 and now - started < AT_ONCE:
                 before = amount
             done += amount
-            last_note = note or last_note
+            last_note = one_line(note) or last_note
             if now - shown >= PLAIN_SECONDS:
                 shown = now
                 rate = (done - before) / (now - started)
@@ -92,17 +100,19 @@ class RichProgress:
         self._open = 0
 
     def print(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        shown = printable(text)
+        self.console.print(shown, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     @contextmanager
     def task(self, label: str, total: int, unit: str) -> Iterator[Advance]:
         if self._bars is None:
             self._bars = _make_bars(self.console)
             self._bars.start()
+            _guard_what_bars_redirect()
             # The bars hide the cursor; left visible, no way of dying can leave it hidden.
             self.console.show_cursor(True)
         self._open += 1
-        task_id = self._bars.add_task(label, total=total, note="", rate="")
+        task_id = self._bars.add_task(one_line(label), total=total, note="", rate="")
         started = time.monotonic()
         done = before = 0
 
@@ -112,7 +122,7 @@ class RichProgress:
             if done == 0 and spent < AT_ONCE:
                 before = amount
             done += amount
-            fields = {"note": note} if note else {}
+            fields = {"note": one_line(note)} if note else {}
             rate = rate_text((done - before) / spent, unit) if spent > AT_ONCE else ""
             self._bars.update(task_id, advance=amount, rate=rate, **fields)
 
@@ -125,6 +135,16 @@ class RichProgress:
                 self._bars = None
 
 
+def _guard_what_bars_redirect() -> None:
+    """While bars are shown, rich takes what libraries print and lets styles and links through; it
+    puts back what was there before when the bars end."""
+    from rich.file_proxy import FileProxy
+
+    for name in ("stdout", "stderr"):
+        if isinstance(getattr(sys, name), FileProxy):
+            setattr(sys, name, PrintableStream(getattr(sys, name)))
+
+
 def _make_bars(console: Any) -> Any:
     from rich.progress import (
         BarColumn,
@@ -135,8 +155,9 @@ def _make_bars(console: Any) -> Any:
         TimeRemainingColumn,
     )
 
-    parts = [TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn()]
-    rate = TextColumn("{task.fields[rate]}")
+    label = TextColumn("{task.description}", markup=False)
+    parts = [label, BarColumn(bar_width=24), MofNCompleteColumn()]
+    rate = TextColumn("{task.fields[rate]}", markup=False)
     eta = [TextColumn("eta"), TimeRemainingColumn(compact=True)]
     if console.width < NARROW:
         columns = [parts[0], parts[2], *eta]

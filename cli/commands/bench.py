@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +17,7 @@ from specctl.cli.app.console import Console
 from specctl.cli.commands.families_bench import TrainingBudget, bench_families
 from specctl.cli.commands.families_table import Heat
 from specctl.cli.options.flags import DRAFTING, Compile, Seed, Sets
+from specctl.cli.options.generation_config import GenerationConfigFlag, check_choice, followed, tell
 from specctl.cli.options.loading import NO_DRAFTER, DraftingFlags
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice, inflated_note, target_json
 from specctl.core.errors import GateError, RecipeError
@@ -23,6 +25,7 @@ from specctl.core.errors import GateError, RecipeError
 if TYPE_CHECKING:
     from specctl.api.drafting import LoadedDraft
     from specctl.runtime.measure.bench import BenchReport, BenchRow, Contender
+    from specctl.runtime.sampling.sampling import Sampling
     from specctl.runtime.target.target import Target
 
 FAMILIES = "Families"
@@ -97,6 +100,7 @@ def bench(
         ),
     ] = None,
     sets: Sets = None,
+    generation_config: GenerationConfigFlag = None,
     seed: Seed = 0,
     compiled: Compile = False,
 ) -> None:
@@ -121,11 +125,12 @@ def bench(
     """
     gates = [parse_gate(text) for text in gate or ()]
     baselines = parse_against(against or "")
+    check_choice(generation_config)
     target = target.or_own(*(draft or ()))
     refuse_ignored(
         families,
         {"--draft": draft, "--gate": gate, "how to draft": drafting != DraftingFlags() or None,
-         "--against ngram": "ngram" in baselines or None},
+         "--against ngram": "ngram" in baselines or None, "--generation-config": generation_config},
         {"--budget-steps": budget_steps, "--set": sets},
     )  # fmt: skip
     if families is not None:
@@ -143,21 +148,20 @@ def bench(
     check_file(out)
     from specctl.runtime.measure.bench import bench as bench_
     from specctl.runtime.measure.bench import engine_contender
-    from specctl.runtime.sampling.sampling import Sampling
     from specctl.train.data.heldout import heldout_prompts
 
-    heats = tuple(temperature or (0.0, 0.8))
-    samplings = [
-        Sampling(temperature=heat, seed=seed, max_new_tokens=max_new_tokens) for heat in heats
-    ]
     model = target.load(console, compiled)
+    samplings = [
+        replace(one, seed=seed, max_new_tokens=max_new_tokens)
+        for one in _samplings(console, model, generation_config, temperature)
+    ]
     prompt_ids = [p.ids for p in heldout_prompts(model, num_prompts, domain, prompts)]
     names = [*(draft or DEFAULT_DRAFTS), *(["prompt-lookup"] if "ngram" in baselines else [])]
     drafts = [drafting.of(n).load(model) for n in dict.fromkeys(names) if n != NO_DRAFTER]
     for loaded in drafts:
         loaded.announce(console)
     contenders = [engine_contender("plain", model, batch=batch)]
-    contenders += [_contender(loaded, model, batch, prompt_ids, heats) for loaded in drafts]
+    contenders += [_contender(loaded, model, batch, prompt_ids, samplings) for loaded in drafts]
     with tempfile.TemporaryDirectory(prefix="specctl-") as folder:
         if "hf" in baselines:
             contenders += _transformers(console, model, drafts, Path(folder), batch)
@@ -169,6 +173,24 @@ def bench(
         write_report(out, result)
     check_gates(report.rows, gates)
     console.done(result, next=_next(report.rows, target.name))
+
+
+def _samplings(
+    console: Console, target: Target, choice: str | None, heats: Sequence[float] | None
+) -> list[Sampling]:
+    """What is measured: each temperature that was given, else greedy and 0.8, or what the target's
+    generation_config.json asks for where that is followed."""
+    from specctl.runtime.sampling.generation_config import SETTINGS
+    from specctl.runtime.sampling.sampling import Sampling
+
+    suggested, nothing = followed(console, target, choice), dict.fromkeys(SETTINGS)
+    if suggested is None:
+        found = [Sampling(temperature=heat) for heat in heats or (0.0, 0.8)]
+    else:
+        given = [suggested.fill({**nothing, "temperature": heat}) for heat in heats or (None,)]
+        found = [Sampling(**{**one, "temperature": one["temperature"] or 0.0}) for one in given]
+    tell(console, target, choice, found)
+    return found
 
 
 def refuse_ignored(
@@ -202,7 +224,7 @@ def _contender(
     model: Target,
     batch: int,
     prompts: Sequence[Sequence[int]],
-    heats: Sequence[float],
+    samplings: Sequence[Sampling],
 ) -> Contender:
     """The drafter as it is served. Its costs are measured anew, for whoever generates later."""
     from specctl.runtime.measure.bench import engine_contender
@@ -210,7 +232,7 @@ def _contender(
     size = min(batch, len(prompts))
     measured = {
         sampled: loaded.costs(model, prompts, size, sampled=sampled, measure=True)
-        for sampled in {heat > 0 for heat in heats}
+        for sampled in {not one.greedy for one in samplings}
     }
     return engine_contender(
         loaded.name,

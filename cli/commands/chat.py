@@ -46,10 +46,10 @@ def chat(
       specctl chat --target tiny --draft prompt-lookup --show-accepted --stats
       echo "write a loop" | specctl chat --max-new-tokens 32 --json
     """
-    settings = sampling.sampling()
+    sampling.sampling()  # what cannot be is refused before the target is read
     target = target.or_own(draft.draft)
     model = target.load(console, compiled)
-    settings = replace(settings, grammar=grammar.load(model))
+    settings = replace(sampling.settle(console, model), grammar=grammar.load(model))
     loaded = draft.load(model)
     loaded.announce(console)
     if loaded.parallel:

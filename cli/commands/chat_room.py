@@ -27,6 +27,7 @@ A blank before the slash sends a line that is no command."""
 ENDS = {
     "length": "the answer was cut at {limit:,} tokens (--max-new-tokens)",
     "context": "the context of the target is full: /reset begins anew",
+    "grammar": "the answer broke off: its grammar could not be followed within the limits",
     "stopped": "stopped",
 }
 
@@ -107,10 +108,10 @@ class ChatRepl:
                 for new, accepted in self.talk.answer(text, interrupts.is_stopped):
                     if self.look.colours and new and accepted != colour:
                         colour = accepted
-                        self.console.write(ACCEPTED if colour else PLAIN)
+                        self.console.colour(ACCEPTED if colour else PLAIN)
                     self.console.write(new)
             finally:
-                self.console.write(PLAIN if colour else "")
+                self.console.colour(PLAIN if colour else "")
         self.console.out()
         self._after(self.talk.turns[before])
 

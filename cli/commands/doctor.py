@@ -16,17 +16,20 @@ from typing import Annotated
 
 import typer
 
+import specctl
 from specctl.cli.app.console import Console
 from specctl.core.errors import Exit
+from specctl.core.installed import distribution_name, foreign_distributions, pip_install
 
 GREEN, YELLOW, RED = "ok", "note", "fix"
 NEEDED = ("transformers", "accelerate", "tokenizers", "safetensors", "numpy", "pydantic", "pyyaml")
-OPTIONAL = {
-    "datasets": "parquet files and hub data sets: pip install 'specctl[data]'",
-    "matplotlib": "plots: pip install 'specctl[plots]'",
-    "tensorboard": "training curves in TensorBoard: pip install 'specctl[tracking]'",
+OPTIONAL = {  # what it is for, and the extra that brings it
+    "datasets": ("parquet files and hub data sets", "data"),
+    "matplotlib": ("plots", "plots"),
+    "tensorboard": ("training curves in TensorBoard", "tracking"),
 }
 GIB = 2**30
+HERE = Path(specctl.__file__).parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ def doctor(
 
       specctl doctor --json
     """
-    checks = [*_python(), *_packages(), *_machine(), *_folders(), *_hub()]
+    checks = [*_python(), *_packages(), *_namesakes(), *_machine(), *_folders(), *_hub()]
     if not quick:
         checks += _device()
     worst = max((check.state for check in checks), key=(GREEN, YELLOW, RED).index)
@@ -82,9 +85,21 @@ def _packages() -> Iterator[Finding]:
             yield Finding(name, GREEN, importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
             yield Finding(name, RED, "not installed", f"pip install {name}")
-    for name, why in OPTIONAL.items():
+    for name, (why, extra) in OPTIONAL.items():
         if importlib.util.find_spec(name) is None:
-            yield Finding(name, YELLOW, "not installed", f"only for {why}")
+            yield Finding(name, YELLOW, "not installed", f"only for {why}: {pip_install(extra)}")
+
+
+def _namesakes() -> Iterator[Finding]:
+    """Another project of the same name: its command and its files take the place of ours."""
+    ours = distribution_name()
+    for dist in foreign_distributions():
+        files = [Path(str(dist.locate_file(file))) for file in dist.files or ()]
+        among = sum(file.is_relative_to(HERE) for file in files)
+        found = f"{dist.name} {dist.version} is another project with a command `specctl`"
+        found += f"; {among} of its files lie among ours" if among else ""
+        do = f"pip uninstall {dist.name}, then install {ours} again (its folder: pip install -e .)"
+        yield Finding("specctl", RED, found, do)
 
 
 def _machine() -> Iterator[Finding]:

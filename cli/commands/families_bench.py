@@ -1,6 +1,6 @@
 """`specctl bench --families`: every trained family under one budget, in one table and one plot.
 
-OUT/NAME            an ordinary run of family NAME; a finished one holds stage.json and is kept
+OUT/NAME            an ordinary run of family NAME; a finished one holds finished.json and is kept
 OUT/families.json   the rows        OUT/families.png   speed-ups over plain decoding
 """
 
@@ -139,15 +139,14 @@ def train_family(
     from specctl.api.train import train_and_package
     from specctl.export.package.manifest import read_manifest
     from specctl.train.planning.scaling import share_data
-    from specctl.train.runs.stages import Stage, finished, mark_finished
+    from specctl.train.run import finished_mark, marked_result
 
-    stage = Stage(name, out, recipe)
-    result = finished(stage)
-    if result is None:
+    mark = finished_mark(recipe, out)
+    if mark is None:
         share_data(done, out)
         result = train_and_package(console, recipe, out, command=["specctl", *sys.argv[1:]])
-        mark_finished(stage, result)
     else:
+        result = marked_result(mark, recipe, out)
         console.say(f"{name}: trained before, kept")
     assert result.package is not None, "a finished run has a package"
     parameters = read_manifest(result.package).parameters

@@ -180,7 +180,7 @@ def figures(entry: FamilyEntry, target: Target, found: dict[str, BenchRow]) -> d
     over = None if assisted is None else best.tokens_per_second / assisted.tokens_per_second
     return about(entry.trained, target) | {
         "setting": best.setting,
-        "alpha": [round(x, 4) for x in first.alpha_per_position],
+        "alpha": [round(x, 4) for x in first.accepted_per_position],
         "tau_chain": None if chain is None else _rounded(chain.tau),
         "tau_tree": None if tree is None else _rounded(tree.tau),
         "tree": entry.tree,

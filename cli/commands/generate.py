@@ -11,7 +11,7 @@ import typer
 
 from specctl.cli.app.console import Console
 from specctl.cli.app.stream import TextStream
-from specctl.cli.commands.generated import show_stats, tell_ends
+from specctl.cli.commands.generated import check_forms, show_stats, tell_ends
 from specctl.cli.options.flags import Compile
 from specctl.cli.options.grammar import GrammarFlags
 from specctl.cli.options.loading import NO_DRAFTER, DraftChoice
@@ -69,22 +69,24 @@ def generate(
     if compare and draft.draft == NO_DRAFTER:
         draft = replace(draft, draft="prompt-lookup")
         console.warn("--compare without --draft compares with prompt-lookup")
-    settings = sampling.sampling()
+    sampling.sampling()  # what cannot be is refused before the target is read
     target = target.or_own(draft.draft)
     model = target.load(console, compiled)
-    settings = replace(settings, grammar=grammar.load(model))
+    settings = replace(sampling.settle(console, model), grammar=grammar.load(model))
     loaded = draft.load(model)
     loaded.announce(console)
     job = GenerateJob(console, model, loaded, settings, prompts, batch, chat)
     if compare:
-        result = _compare(console, job)
+        made, result = _compare(console, job)
     else:
         run = _stream(console, job)
         if stats:
             show_stats(console, run.stats)
         _tell_lengths(console, run)
         tell_ends(console, run.outputs, settings, model)
-        result = job.to_json(run)
+        made, result = run, job.to_json(run)
+    console.result = result
+    check_forms(made.outputs)
     where = f"--target {target.name}"
     where += f" --draft {draft.draft}" if draft.draft != NO_DRAFTER else ""
     console.done(result, next=_next(where, draft.draft, compare))
@@ -195,7 +197,7 @@ def _open_output(console: Console, job: GenerateJob, index: int, after: bool) ->
         console.write(("\n" if after else "") + f"[{index + 1}/{len(job.prompts)}] {line}\n")
 
 
-def _compare(console: Console, job: GenerateJob) -> dict[str, Any]:
+def _compare(console: Console, job: GenerateJob) -> tuple[GenerateResult, dict[str, Any]]:
     """Plain and speculative decoding of the same prompts, side by side."""
     from specctl.api.drafting import PLAIN
 
@@ -213,7 +215,7 @@ def _compare(console: Console, job: GenerateJob) -> dict[str, Any]:
     identical = all(same) if job.sampling.temperature == 0 else None
     for index, output in enumerate(fast.outputs):
         _open_output(console, job, index, after=False)
-        console.out(output.text)
+        console.write(output.text + "\n")
     console.out()
     columns = ("", "tau", "tokens/s", "speed-up", "identical", "repetition")
     rows = [
@@ -233,7 +235,7 @@ def _compare(console: Console, job: GenerateJob) -> dict[str, Any]:
         "identical": identical,
         "identical_outputs": sum(same) if identical is not None else None,
     }
-    return {**job.to_json(fast), "comparison": comparison}
+    return fast, {**job.to_json(fast), "comparison": comparison}
 
 
 def _row(name: str, stats: Stats, speedup: float, identical: bool | None) -> tuple[object, ...]:

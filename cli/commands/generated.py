@@ -19,6 +19,7 @@ WORDS = {
     "stop": "a stop string",
     "length": "--max-new-tokens {limit:,}",
     "context": "the full context of {target}",
+    "grammar": "a grammar that could not be followed further",
 }
 
 
@@ -40,6 +41,21 @@ def tell_ends(
             f"{target.name} reads {target.spec.max_positions:,} tokens at most, prompt included: "
             f"after {shortest:,} of {limit:,} new tokens there was no room for more"
         )
+
+
+def check_forms(outputs: Sequence[Output]) -> None:
+    """Refuses to call a run done in which a text broke off inside its grammar."""
+    broken = sum(output.finish_reason == "grammar" for output in outputs)
+    if not broken:
+        return
+    from specctl.runtime.sampling.grammar import GrammarError
+
+    raise GrammarError(
+        f"{broken:,} of {len(outputs):,} texts broke off inside their grammar",
+        found="the grammar could not be followed further within its limits",
+        expected="a grammar that is small at every token",
+        do="make it smaller: fewer optional properties, less repetition, less ambiguity",
+    )
 
 
 def show_stats(console: Console, stats: Stats) -> None:

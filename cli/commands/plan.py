@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specctl.api.preflight import check_run
+from specctl.api.preflight import check_out, check_run
 from specctl.cli.app.console import Console
 from specctl.cli.app.memory import size_text
 from specctl.cli.app.progress import duration
@@ -22,6 +22,7 @@ from specctl.core.errors import SpecctlError
 
 if TYPE_CHECKING:
     from specctl.recipes.schema import Recipe
+    from specctl.train.planning.capacity import Lack
     from specctl.train.planning.plan import RunPlan
     from specctl.train.planning.work import Part
 
@@ -41,11 +42,12 @@ def plan(
 ) -> None:
     """Show parameters, memory, disk and time of a training run. Nothing is loaded or written.
 
-    Memory and time are estimates. With --rehearse the target is loaded and a small run made in a
-    process and a folder of its own, so that both are measured; after twenty steps of a run in OUT
-    its time is measured there. With --scaling a grid of small runs is trained in OUT (the same
-    command continues it), the distribution of tau against tokens and size is fitted, and what more
-    of either would bring is told.
+    A plan that this machine or its GPU cannot hold ends with exit code 6. Memory and time are
+    estimates. With --rehearse the target is loaded and a small run made in a process and a folder
+    of its own, so that both are measured; after twenty steps of a run in OUT its time is measured
+    there. With --scaling a grid of small runs is trained in OUT (the same command continues it),
+    the distribution of tau against tokens and size is fitted, and what more of either would bring
+    is told.
 
     Examples:
 
@@ -68,6 +70,7 @@ def plan(
     if scaling:
         plan_scaling(console, loaded, run.folder(loaded))
         return
+    check_out(run.folder(loaded))
     check_run(loaded, run.folder(loaded), None if rehearse else console.warn)
     result = show_plans(console, loaded, run.folder(loaded), rehearse)
     chosen = "" if run.target is None else f" --target {run.target}"
@@ -77,7 +80,8 @@ def plan(
 def show_plans(
     console: Console, recipe: Recipe, out: Path, is_rehearsed: bool = False
 ) -> dict[str, Any]:
-    """The plan of a run, or of each stage of a pipeline; returns them for --json."""
+    """The plan of a run, or of each stage of a pipeline; returns them for --json, or raises once
+    they are shown if they do not fit here."""
     from specctl.train.assemble import trainable_family
     from specctl.train.runs.stages import plans
 
@@ -85,13 +89,38 @@ def show_plans(
     made = plans(recipe, out)
     if is_rehearsed:
         made = [(recipe, _rehearsed(console, recipe))]
-    return shown(console, recipe, made)
+    return shown(console, recipe, made, out)
 
 
 def shown(
+    console: Console, recipe: Recipe, made: Sequence[tuple[Recipe, RunPlan]], out: Path
+) -> dict[str, Any]:
+    """One plan, or those of several stages and what they come to. ResourceError (exit 6), with all
+    that was shown, if memory or disk of this machine cannot hold it."""
+    from specctl.train.planning.capacity import refuse_lacks
+
+    answer, lacks = _shown(console, recipe, made), _lacks(recipe, made, out)
+    answer |= {"fits": not lacks, "lacks": [lack.to_json() for lack in lacks]}
+    console.result = answer
+    refuse_lacks(lacks, "what was planned", out)
+    return answer
+
+
+def _lacks(recipe: Recipe, made: Sequence[tuple[Recipe, RunPlan]], out: Path) -> list[Lack]:
+    """What this machine has too little of: memory for any stage, disk for all of them."""
+    from specctl.train.planning.capacity import lacking_disk, lacking_memory
+    from specctl.train.runs.finished import stage_folders
+
+    folders = [*stage_folders(recipe.stages, out).values()] or [out] * len(made)
+    lacks = lacking_disk([(f, plan.disk) for f, (_, plan) in zip(folders, made, strict=True)])
+    largest, plan = max(made, key=lambda one: one[1].memory_bytes)
+    is_spread = largest.train.parallel == "fsdp" or largest.train.shard_target
+    return [*lacking_memory(plan.memory, is_spread), *lacks]
+
+
+def _shown(
     console: Console, recipe: Recipe, made: Sequence[tuple[Recipe, RunPlan]]
 ) -> dict[str, Any]:
-    """One plan, or those of several stages and what they come to."""
     for part, plan in made:
         show_plan(console, part, plan)
     answer: dict[str, Any] = {"recipe": recipe.to_json(), "origin": recipe.origin}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specctl.api.preflight import check_run
+from specctl.api.preflight import check_out, check_run
 from specctl.cli.app.console import Console
 from specctl.cli.commands.plan import shown, without_dry_run
 from specctl.cli.commands.shapes import SearchFlags, recipe_target, search_shapes
@@ -98,6 +98,8 @@ def prune(
     if offline:
         go_offline()
     out = run.folder(recipe)
+    if not search.search:  # which keeps a folder of its own kind
+        check_out(out)
     check_run(recipe, out)
     if search.search:
         if dry_run:
@@ -130,7 +132,7 @@ def _show_plans(console: Console, job: PruneJob) -> None:
     recipe = job.data_recipe()
     wanted = job.cut.wanted(recipe, target_shape(recipe.target).spec)
     plans = prune_plans(recipe, wanted, job.steps, job.cut.two_step)
-    console.done(shown(console, recipe, plans), next=[without_dry_run()])
+    console.done(shown(console, recipe, plans, job.out), next=[without_dry_run()])
 
 
 def _finish_unhealed(console: Console, recipe: Recipe, result: PruneResult) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specctl.api.preflight import check_run
+from specctl.api.preflight import check_out, check_run
 from specctl.cli.app.console import Console
 from specctl.cli.app.memory import peak_memory, peak_text
 from specctl.cli.app.progress import duration
@@ -61,6 +61,7 @@ def quickstart(
     """
     started = time.monotonic()
     loaded = scaled(recipe, target, minutes, tuple(set_ or ()))
+    check_out(out)
     check_run(loaded, out)
     from specctl.cli.options.target_choice import TargetChoice
     from specctl.runtime.target.inflate import inflatable, size_named

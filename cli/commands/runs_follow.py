@@ -88,12 +88,21 @@ def _figures(line: dict[str, Any]) -> str:
     return f"step {line.get('step')}: " + ", ".join(words)
 
 
-def resume(console: Console, run: RunFolder) -> None:
-    """Continue an interrupted run as it was started, from wherever you are.
+def resume(
+    console: Console,
+    run: RunFolder,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option("--allow", metavar="FIELD", help="As the training command takes it."),
+    ] = None,
+) -> None:
+    """Continue an interrupted run as it was started, from wherever you are. A finished one is left
+    as it is.
 
-    Example:
+    Examples:
 
       specctl runs resume runs/quickstart
+      specctl runs resume runs/distill --allow restart
     """
     from specctl.cli.main import main
     from specctl.train.runs.folders import read_run
@@ -107,17 +116,25 @@ def resume(console: Console, run: RunFolder) -> None:
             expected="a run that was interrupted",
             do=f"specctl runs tail {run} --follow",
         )
-    words = resuming_words(found)
+    if found.state == "finished" and kind_of(found) in RESOLVED:
+        console.say(f"{run} is finished: left as it is")
+        console.done({"run": str(run), "state": found.state}, next=after(found))
+        return
+    words = resuming_words(found) + [word for name in allow or () for word in ("--allow", name)]
     console.say(shlex.join(["specctl", *words]))
     sys.argv = ["specctl", *words]
     raise typer.Exit(main(words, console))
 
 
+def kind_of(run: RunStatus) -> str:
+    """The command that began a run."""
+    return (shlex.split(run.command)[1:] or ["train-draft"])[0]
+
+
 def resuming_words(run: RunStatus) -> list[str]:
     """The command line that continues a run: its recipe as resolved, its folder, its processes; or,
     for commands that do more than train, the one that began it."""
-    words = shlex.split(run.command)[1:]
-    kind = words[0] if words else "train-draft"
+    words, kind = shlex.split(run.command)[1:], kind_of(run)
     if kind in RESOLVED:
         again = [kind, "--recipe", str(run.path), "--out", str(run.path)]
         return again + _kept(words, ("--gpus", "--processes"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,12 +20,15 @@ from specctl.cli.commands.serving import (
     priced,
 )
 from specctl.cli.options.flags import Compile
+from specctl.cli.options.generation_config import GenerationConfigFlag, check_choice, followed, tell
 from specctl.cli.options.loading import NO_DRAFTER, DraftChoice
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
 from specctl.core.errors import SpecctlError
+from specctl.core.installed import pip_install
 
 if TYPE_CHECKING:
     from specctl.api.drafting import LoadedDraft
+    from specctl.runtime.sampling.sampling import Sampling
     from specctl.runtime.server.limits import Limits
     from specctl.runtime.server.service import Service
     from specctl.runtime.target.target import Target
@@ -52,6 +56,7 @@ def serve(
         Path | None,
         typer.Option(help="Append prompts and answers to this JSONL, for distill and adapt."),
     ] = None,
+    generation_config: GenerationConfigFlag = None,
     compiled: Compile = False,
 ) -> None:
     """Serve a target to many users at once. With a drafter the answers are the same, only sooner.
@@ -68,6 +73,7 @@ def serve(
     """
     _check_extra()
     check_batching(batching, draft.draft != NO_DRAFTER)
+    check_choice(generation_config)
     from specctl.runtime.server.listen import Listener, bind, url_of
     from specctl.runtime.server.logs import log, send_logs
     from specctl.runtime.server.record import Recorder
@@ -78,12 +84,20 @@ def serve(
     url, called = url_of(socket), name or target.name
     recorder = Recorder(record) if record is not None else None
     model = target.load(console, compiled)
+    defaults = _defaults(console, model, generation_config)
     loaded = draft.load(model)
     loaded.announce(console)
     service, verification = _service(console, model, loaded, batching, limits)
     from specctl.runtime.server.app import create_app
 
-    app = create_app(service, called, door=door, recorder=recorder, verification=verification)
+    app = create_app(
+        service,
+        called,
+        door=door,
+        recorder=recorder,
+        verification=verification,
+        defaults=defaults,
+    )
     send_logs(console.stderr, logging.WARNING if console.quiet else logging.INFO)
 
     def ready() -> None:
@@ -109,6 +123,20 @@ def serve(
     raise typer.Exit(code)
 
 
+def _defaults(console: Console, target: Target, choice: str | None) -> Sampling:
+    """How a request is sampled that does not say it."""
+    from specctl.runtime.sampling.generation_config import SETTINGS
+    from specctl.runtime.server.generate_request import DEFAULTS
+
+    suggested, used = followed(console, target, choice), DEFAULTS
+    if suggested is not None:
+        filled = suggested.fill(dict.fromkeys(SETTINGS))
+        heat = filled.pop("temperature")
+        used = replace(used, **filled, temperature=used.temperature if heat is None else heat)
+    tell(console, target, choice, [used], ", where a request does not say it")
+    return used
+
+
 def _check_extra() -> None:
     missing = [package for package in EXTRA if importlib.util.find_spec(package) is None]
     if missing:
@@ -117,7 +145,7 @@ def _check_extra() -> None:
             where="this Python environment",
             found="no " + ", ".join(missing),
             expected=", ".join(EXTRA),
-            do="pip install 'specctl[serve]'",
+            do=pip_install("serve"),
         )
 
 

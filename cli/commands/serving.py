@@ -77,6 +77,14 @@ class LimitFlags:
             rich_help_panel=LOAD,
         ),
     ] = 30.0
+    control_tokens: Annotated[
+        bool,
+        typer.Option(
+            "--control-tokens/--no-control-tokens",
+            help="Whether prompts of /v1/completions may hold the target's control tokens.",
+            rich_help_panel=ACCESS,
+        ),
+    ] = True
 
     def limits(self) -> Limits:
         from specctl.runtime.server.limits import Limits
@@ -89,6 +97,7 @@ class LimitFlags:
             max_new_tokens=self.max_new_tokens,
             memory=None if self.memory is None else int(self.memory * (1 << 30)),
             drain=self.drain,
+            control_tokens=self.control_tokens,
         )
 
 

@@ -269,7 +269,7 @@ def _answer(latency: Latency, acceptances: Acceptances, ranked: list[Candidate])
             "coefficients": acceptances.fit.coefficient_C.tolist(),
             "alpha": {s.name: found.alpha for s, found in acceptances.measured.items()},
             "alpha_error": {s.name: r.alpha_error for s, r in acceptances.measured.items()},
-            "accepted_per_position": {
+            "reached_per_position": {
                 s.name: list(r.share_at) for s, r in acceptances.measured.items()
             },
         },

@@ -180,32 +180,16 @@ def last_metrics(path: Path) -> dict[str, Any]:
     for line in lines:
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue  # the last line of a run that is being written
         newest |= {k: v for k, v in record.items() if isinstance(v, (int, float))}
     return newest
 
 
 def _model(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
-    file = path / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise FileError(
-            f"{file} is not JSON",
-            where=str(file),
-            found=str(error),
-            expected="the config.json of a transformers model",
-            do="download the folder again",
-        ) from error
-    if not isinstance(config, dict):
-        raise FileError(
-            f"{file} is not the configuration of a model",
-            where=str(file),
-            found=type(config).__name__,
-            expected="a JSON object with model_type, hidden_size, ...",
-            do="download the folder again",
-        )
+    from specctl.runtime.target.checkpoint_folder import read_object
+
+    config = read_object(path / "config.json")
     weights = sorted(p for p in path.iterdir() if p.suffix == ".safetensors")
     size = sum(p.stat().st_size for p in weights)
     inner = config.get("text_config")

@@ -10,7 +10,7 @@ from specctl.cli.options.training import run_training
 def train_draft(console: Console, run: TrainingFlags) -> None:
     """Train a drafter: the target writes answers, the drafter learns them, the best is packaged.
 
-    Ctrl-C or SIGTERM saves the state (exit code 75); the same command continues exactly.
+    Ctrl-C, SIGTERM or SIGHUP saves the state (exit code 75); the same command continues exactly.
     The package in OUT/package is the checkpoint with the best measured tau.
 
     Examples:

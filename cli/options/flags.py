@@ -189,7 +189,10 @@ MaxNewTokens = Annotated[
     typer.Option("--max-new-tokens", min=1, help="Longest continuation.", rich_help_panel=SAMPLING),
 ]
 Temperature = Annotated[
-    float, typer.Option("--temperature", min=0.0, help="0 = greedy.", rich_help_panel=SAMPLING)
+    float | None,
+    typer.Option(
+        "--temperature", min=0.0, help="0 = greedy, as without it.", rich_help_panel=SAMPLING
+    ),
 ]
 
 ConfigFile = Annotated[

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,15 +106,18 @@ def _read_file(file: Path) -> list[PromptText]:
 
 
 def _record(line: str, where: str) -> PromptText:
+    from specctl.train.data.records import check_values, parse_line
+
     try:
-        record = json.loads(line)
+        record = parse_line(line)
+        messages = record.get("messages") if isinstance(record, dict) else None
+        check_values(messages)
     except ValueError as error:
         raise _bad_line(where, str(error)) from error
     if isinstance(record, str):
         return PromptText(record)
     if not isinstance(record, dict):
         raise _bad_line(where, type(record).__name__)
-    messages = record.get("messages")
     if isinstance(messages, list) and messages and all(_is_message(m) for m in messages):
         return PromptText(messages[-1]["content"], tuple(messages))
     text = record.get("prompt", record.get("text"))

@@ -108,7 +108,8 @@ class TrainingFlags(RecipeFlags):
         typer.Option(
             "--allow",
             metavar="FIELD",
-            help="Continue although this changed: config, target, data, vocab, init, world-size.",
+            help="Continue although this changed: config, target, data, vocab, init, world-size. "
+            "restart: begin again where no checkpoint is whole.",
             rich_help_panel=RUN,
         ),
     ] = None

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from specctl.api.preflight import check_allowed, check_run
+from specctl.api.preflight import check_allowed, check_out, check_run
 from specctl.cli.app.console import Console
-from specctl.cli.app.launch import check_gpus, is_launched, relaunch
+from specctl.cli.app.launch import check_gpus, is_launched, relaunch, watch_front
 from specctl.cli.app.memory import peak_memory, peak_text
 from specctl.cli.app.progress import duration
 from specctl.cli.commands.plan import show_plans, without_dry_run
@@ -35,7 +35,10 @@ def run_training(
     if flags.offline:
         go_offline()
     check_allowed(flags.allow or ())
+    if is_launched():
+        watch_front()
     processes, is_cpu = _processes(flags, min(each.train.rows for each in runs_of(recipe)))
+    check_out(out)
     if flags.dry_run:
         check_run(recipe, out)
         console.done(show_plans(console, recipe, out), next=[without_dry_run()])

@@ -4,12 +4,23 @@ the defaults that its paper sets otherwise.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from specctl.drafters.losses.head_losses import LossOptions
 from specctl.drafters.nets.heads import check_count
 
 ADDED = {"added": True}  # metadata of an option that older packages lack: they have its default
+
+
+def read_options(kind: type[Any], given: Mapping[str, Any]) -> Any:
+    """A family's options from a recipe or a manifest. Nothing is taken for a number that is none:
+    neither true nor "1" is a count, and null only where the option may be None."""
+    return TypeAdapter(kind).validate_json(json.dumps(given, default=str), strict=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.core.errors import ResourceError
+from specctl.core.installed import pip_install
 
 KINDS = ("hnsw", "exact")
 MIN_SCALE = 1e-6
@@ -80,7 +81,7 @@ def _graph(key_NC: Tensor) -> Any:
             "approximate search over states needs the library usearch",
             found=str(error),
             expected="the extra dense",
-            do="pip install 'specctl[dense]', or set drafter.options.index=exact (slow for "
+            do=f"{pip_install('dense')}, or set drafter.options.index=exact (slow for "
             "large stores)",
         ) from error
     graph = library.Index(ndim=key_NC.shape[1], metric="cos", dtype="f32")

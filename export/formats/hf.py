@@ -34,6 +34,7 @@ from specctl.export.package.folder import compare_tensors, write_tensors
 from specctl.export.package.manifest import WEIGHTS, check_files
 from specctl.export.package.pretrained import inspect_folder, quietly
 from specctl.models.fast_llama import FastLlama, LlamaModel, LlamaShape
+from specctl.runtime.target.checkpoint_folder import from_folder
 from specctl.runtime.target.save_target import write_tokenizer
 
 
@@ -186,9 +187,7 @@ def _their_logits(folder: Path, ids_1S: Tensor) -> Tensor:
     from transformers import AutoModelForCausalLM
 
     with quietly():
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float64, local_files_only=True, use_safetensors=True
-        )
+        model = from_folder(AutoModelForCausalLM, folder, dtype=torch.float64)
     with torch.no_grad():
         logits: Tensor = model.eval()(ids_1S).logits
     return logits

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
 from torch import Tensor
 
 from specctl.core.errors import FileError, IncompatibleError, IntegrityError
@@ -24,7 +23,7 @@ from specctl.export.package.files import (
     read_header,
     read_json,
 )
-from specctl.export.package.folder import refuse_not_finite
+from specctl.export.package.folder import read_tensors
 from specctl.export.package.manifest import MANIFEST, read_manifest
 
 CONFIG = "config.json"
@@ -111,6 +110,5 @@ def _tensors(names: Sequence[str], paths: Sequence[Path]) -> dict[str, Tensor]:
                 do="keep the files of one version of the weights",
                 where=name,
             )
-        found |= load_file(path)
-    refuse_not_finite(found)
+        found |= read_tensors(path)
     return found

@@ -13,6 +13,7 @@ import re
 import secrets
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from specctl.core.errors import FileError, ResourceError
 
 _AT_FDCWD = -100
 _EXCHANGE = 2
+IDLE = 24 * 3600  # seconds without a change after which a temporary folder has no writer
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SHORT_WRITE = re.compile(r"\d+ requested and \d+ written")  # numpy's word for it, without errno
 
@@ -133,8 +135,22 @@ def _sweep(out: Path) -> None:
     pattern = re.compile(re.escape(f".{out.name}.tmp-") + r"(\d+)-[0-9a-f]{8}")
     for path in out.parent.iterdir():
         match = pattern.fullmatch(path.name)
-        if match and int(match[1]) != os.getpid() and not _alive(int(match[1])):
+        if match and _is_left(path, int(match[1])):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_left(path: Path, pid: int) -> bool:
+    """Whether nobody writes this folder any more. Process ids come again, in a container always the
+    same: one that lives is believed for a day after the last change. What holds anything else
+    than files (a writer makes no others) is somebody's, whatever its name."""
+    try:
+        files = [path, *path.iterdir()]
+        newest = max(file.lstat().st_mtime for file in files)
+        is_ours = path.is_dir() and not path.is_symlink()
+        is_ours &= all(file.is_file() and not file.is_symlink() for file in files[1:])
+    except OSError:
+        return False
+    return is_ours and (not _alive(pid) or time.time() - newest > IDLE)
 
 
 def _alive(pid: int) -> bool:

@@ -22,7 +22,7 @@ from specctl.export.package.load import load_package
 from specctl.export.package.manifest import Manifest, check_files
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
-from specctl.runtime.measure.stats import add_counts
+from specctl.runtime.measure.stats import add_counts, shares
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
@@ -136,9 +136,12 @@ def measure(
     ]
     done = engine.run(requests)
     rounds = sum(c.stats.rounds for c in done)
-    accepted = add_counts(c.stats.accepted_at for c in done)
+    counts = (
+        add_counts(c.stats.accepted_at for c in done),
+        add_counts(c.stats.tested_at for c in done),
+    )
     return DrafterAcceptance(
         sum(c.stats.tokens for c in done) / rounds,
-        tuple(n / rounds for n in accepted),
+        shares(*counts),
         tuple(c.tokens for c in done),
     )

@@ -11,7 +11,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -259,26 +259,6 @@ def _check_cover(spans: list[tuple[tuple[int, int], str]], num_bytes: int) -> No
         at = end
     if at != num_bytes:
         raise ValueError(f"the tensors end at {at:,}, the data at {num_bytes:,}")
-
-
-def check_no_code(body: Mapping[str, Any], where: str) -> None:
-    """Refuse a transformers JSON that names code to be imported, however deep it is hidden."""
-    stack: list[object] = [body]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, dict):
-            for key in ("auto_map", "custom_pipelines", "custom_code", "trust_remote_code"):
-                if item.get(key):
-                    raise IntegrityError(
-                        "the folder asks for its own code to be run",
-                        found=f"{key}: {ascii(item[key])[:120]}",
-                        expected="an architecture that transformers knows",
-                        do=f"remove {key} if the model is a standard one, or choose another draft",
-                        where=where,
-                    )
-            stack.extend(item.values())
-        elif isinstance(item, list):
-            stack.extend(item)
 
 
 def _short(error: BaseException) -> str:

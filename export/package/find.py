@@ -13,8 +13,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from specctl.core.drafter import Drafter
 from specctl.core.errors import (
     FileError,
@@ -24,6 +22,7 @@ from specctl.core.errors import (
     did_you_mean,
 )
 from specctl.drafters import families
+from specctl.drafters.nets.options import read_options
 from specctl.export.package.files import open_folder, reading
 from specctl.export.package.manifest import (
     LOADABLE,
@@ -94,7 +93,7 @@ def load_found(
     recipe = free_recipe(found.name) if found.kind is Kind.RECIPE else None
     if recipe is not None:
         family = families()[recipe.drafter.family]
-        options: Any = TypeAdapter(family.options).validate_python(dict(recipe.drafter.options))
+        options: Any = read_options(family.options, recipe.drafter.options)
         drafter = family.build(options, target.spec, None).to(target.device, target.dtype)
         return _served(drafter, recipe.serve.model_dump(mode="json"))
     if found.folder is None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import datetime
 import errno
 import importlib.metadata
+import math
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -27,11 +28,18 @@ from torch import Tensor
 
 import specctl
 from specctl.core.drafter import Drafter
-from specctl.core.errors import GateError, IncompatibleError, IntegrityError, SpecctlError
+from specctl.core.errors import (
+    GateError,
+    IncompatibleError,
+    IntegrityError,
+    SpecctlError,
+    is_out_of_memory,
+)
 from specctl.drafters import families
 from specctl.export.package.atomic import FULL, new_folder, write_file
 from specctl.export.package.card import render_card
 from specctl.export.package.compat import check_allow
+from specctl.export.package.files import read_header
 from specctl.export.package.manifest import (
     CARD,
     FORMAT_VERSION,
@@ -233,8 +241,43 @@ def _layout(drafter: Drafter) -> tuple[Any, ...]:
     return sizes, drafter.module.shape, rotary.scale, rotary.inv_freq.tolist()
 
 
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a foreign safetensors file: the header first, then finite numbers only."""
+    for name, entry in read_header(path).items():
+        if math.prod(max(size, 1) for size in entry.shape) >= 1 << 48:  # an empty one may be vast
+            raise IntegrityError(
+                "a tensor has an absurd shape",
+                found=f"{ascii(name)[1:-1][:100]} {entry.shape}",
+                expected="sizes that a drafter could have",
+                do="get the package again",
+                where=path.name,
+            )
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except (SafetensorError, ValueError, OverflowError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise IntegrityError(
+            "the weights cannot be read",
+            found=str(error)[:200],
+            expected="a safetensors file",
+            do="get the package again",
+            where=path.name,
+        ) from error
+    refuse_not_finite(tensors)
+    return tensors
+
+
 def refuse_not_finite(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
+        if tensor.is_floating_point() and tensor.itemsize < 2:
+            raise IntegrityError(
+                "the weights are quantised, which no drafter is",
+                found=f"{str(tensor.dtype).removeprefix('torch.')} in {ascii(name)[1:-1][:100]}",
+                expected="float16, bfloat16, float32 or float64",
+                do="get the weights as they were before they were quantised",
+                where=name,
+            )
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise IntegrityError(
                 "the drafter's weights are not finite",

@@ -29,6 +29,8 @@ def load_foreign(
     if target.tokenizer is None or "tokenizer" in allow:
         return None
     is_package = (folder / MANIFEST).is_file() and not (folder / "config.json").is_file()
+    if not is_package:
+        inspect_folder(folder)  # before transformers reads anything of it
     tokenizer = _packaged_tokenizer(folder) if is_package else load_tokenizer(folder)
     if tokenizer is None or tokenizer_fingerprint(tokenizer) == target.tokenizer_fingerprint:
         return None

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from specctl.core.drafter import Drafter, Family
-from specctl.core.errors import IncompatibleError, IntegrityError, SpecctlError, nearest, one_of
+from specctl.core.errors import (
+    IncompatibleError,
+    IntegrityError,
+    SpecctlError,
+    is_out_of_memory,
+    nearest,
+    one_of,
+)
+from specctl.core.installed import pip_upgrade
 from specctl.core.vocab import VocabMap
 from specctl.drafters import families
+from specctl.drafters.nets.options import read_options
 from specctl.export.package.compat import Mismatch, check_compatible, made_for, raise_first
-from specctl.export.package.files import open_folder, read_header
-from specctl.export.package.folder import MAP_NAMES, refuse_not_finite
+from specctl.export.package.files import open_folder
+from specctl.export.package.folder import MAP_NAMES, read_tensors
 from specctl.export.package.manifest import (
     CARD,
     MANIFEST,
@@ -29,6 +37,10 @@ from specctl.export.package.manifest import (
     refuse_export,
 )
 from specctl.runtime.target.target import Target
+
+# Options that count modules, and how many may share a tensor.
+_STACKED = ("layers", "lstm_layers", "mlp_heads", "num_blocks", "num_heads", "prefix")
+_MODULES = 64
 
 
 def load_package(path: Path, target: Target, allow: Sequence[str] = ()) -> Drafter:
@@ -49,9 +61,20 @@ def read_package(path: Path, target: Target | None, allow: Sequence[str] = ()) -
     vocab = _vocab(manifest, tensors)
     if target is not None:
         _check_eos(manifest, vocab, target, allow)
-    _check_modest(manifest)
+    _check_modest(manifest, len(tensors))
     options = parse_options(family, manifest.options)
     own = {name: t for name, t in tensors.items() if name not in MAP_NAMES}
+    with _building():
+        return _built(manifest, family, options, vocab, own)
+
+
+def _built(
+    manifest: Manifest,
+    family: Family,
+    options: Any,
+    vocab: VocabMap | None,
+    own: Mapping[str, Tensor],
+) -> Drafter:
     with torch.device("meta"):  # shapes first, so that no option can ask for memory
         shell = family.build(options, manifest.model_spec, vocab)
     _check_needs(manifest, shell)
@@ -64,6 +87,26 @@ def read_package(path: Path, target: Target | None, allow: Sequence[str] = ()) -
     return drafter
 
 
+@contextmanager
+def _building() -> Iterator[None]:
+    """Options and shape that are each possible may not go together; a package of ours never raises
+    anything else there."""
+    try:
+        yield
+    except SpecctlError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise IntegrityError(
+            "no drafter can be built from the manifest and the weights",
+            found=f"{type(error).__name__}: {ascii(str(error))[1:-1][:200]}",
+            expected="options, shape and weights of one drafter",
+            do="get the package again, or export it again from its run",
+            where=MANIFEST,
+        ) from error
+
+
 def _family(manifest: Manifest) -> Family:
     known = families()
     if manifest.family in known:
@@ -72,7 +115,7 @@ def _family(manifest: Manifest) -> Family:
         "family: this specctl does not know the drafter's family",
         found=ascii(manifest.family)[1:-1][:80],
         expected=one_of(known, "specctl recipes ls"),
-        do="pip install --upgrade specctl, or train one of "
+        do=f"{pip_upgrade()}, or train one of "
         + nearest(manifest.family, known)
         + f" for {made_for(manifest)}",
         where=f"{MANIFEST}:family",
@@ -88,8 +131,8 @@ def parse_options(family: Family, options: Mapping[str, Any]) -> Any:
         if set(options) | set(added) != set(wanted):
             odd = set(wanted) ^ (set(options) | set(added))
             raise ValueError(f"missing or unknown: {', '.join(sorted(odd))}")
-        return TypeAdapter(family.options).validate_python({**added, **options})
-    except (ValueError, SpecctlError) as error:
+        return read_options(family.options, {**added, **options})
+    except (ValueError, TypeError, ArithmeticError, SpecctlError) as error:
         raise IncompatibleError(
             f"options: not the options of family {family.name} in this specctl",
             found=str(error).replace("\n", " ")[:300],
@@ -99,8 +142,19 @@ def parse_options(family: Family, options: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def _check_modest(manifest: Manifest) -> None:
-    """No size among the options may exceed what the weights could fill."""
+def _check_modest(manifest: Manifest, num_tensors: int) -> None:
+    """No size among the options may exceed what the weights could fill, and no stack of modules the
+    tensors that are stored: even without storage each module takes its time to make."""
+    counts = [manifest.options.get(name) for name in _STACKED]
+    modules = math.prod(count for count in counts if isinstance(count, int) and count > 1)
+    if modules > _MODULES * max(1, num_tensors):
+        raise IntegrityError(
+            "options: more modules than the package has tensors for",
+            found=f"{modules:,} modules",
+            expected=f"the modules of {num_tensors:,} tensors",
+            do="get the package again",
+            where=f"{MANIFEST}:options",
+        )
     stored = manifest.files.get(WEIGHTS)
     limit = max(1 << 20, 0 if stored is None else stored.bytes)
     for name, value in manifest.options.items():
@@ -126,19 +180,7 @@ def _tensors(manifest: Manifest, folder: Path) -> dict[str, Tensor]:
         )
     if WEIGHTS not in manifest.files:
         return {}
-    read_header(folder / WEIGHTS)
-    try:
-        tensors: dict[str, Tensor] = load_file(folder / WEIGHTS)
-    except (SafetensorError, ValueError, OverflowError) as error:
-        raise IntegrityError(
-            "the weights cannot be read",
-            found=str(error)[:200],
-            expected="a safetensors file",
-            do="get the package again",
-            where=WEIGHTS,
-        ) from error
-    refuse_not_finite(tensors)
-    return tensors
+    return read_tensors(folder / WEIGHTS)
 
 
 def _vocab(manifest: Manifest, tensors: Mapping[str, Tensor]) -> VocabMap | None:

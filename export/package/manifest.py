@@ -26,7 +26,8 @@ from pydantic import (
 )
 
 from specctl.core.errors import FileError, IncompatibleError, IntegrityError
-from specctl.core.spec import ModelSpec
+from specctl.core.installed import pip_upgrade
+from specctl.core.spec import ModelSpec, check_spec
 from specctl.export.package.files import (
     check_name,
     list_files,
@@ -36,6 +37,7 @@ from specctl.export.package.files import (
     reading,
     sha256_of,
 )
+from specctl.recipes.serve import check_serve
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -44,6 +46,7 @@ CARD = "README.md"
 LOADABLE = ("specctl", "hf")  # formats that specctl itself drafts with
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 Count = Annotated[int, Field(ge=0)]
 
 
@@ -131,7 +134,7 @@ class Manifest(Record):
     family: Annotated[str, Field(min_length=1)]
     options: dict[str, JsonValue]
     spec: dict[str, JsonValue]
-    dtype: str
+    dtype: Dtype
     parameters: Count
     files: dict[str, FileRecord]
     target: TargetRecord
@@ -154,8 +157,17 @@ class Manifest(Record):
         wanted = {field.name for field in dataclass_fields(ModelSpec)}
         if set(spec) != wanted:
             raise ValueError(f"missing or unknown: {', '.join(sorted(wanted ^ set(spec)))}")
-        _SPEC.validate_json(json.dumps(spec), strict=True)
+        check_spec(_SPEC.validate_json(json.dumps(spec), strict=True))
         return spec
+
+    @field_validator("serve")
+    @classmethod
+    def _serve_is_a_recipe_s(cls, serve: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        """A package has no other freedom than a recipe, and names no file outside of itself."""
+        check_serve(serve)
+        if serve.get("stop_file") is not None:
+            raise ValueError("stop_file is no part of a package; give it with --stop-rule")
+        return serve
 
     @property
     def is_loadable(self) -> bool:
@@ -240,7 +252,7 @@ def _check_version(body: Mapping[str, Any]) -> None:
             "format_version: the package was written by a newer specctl",
             found=str(version)[:40],
             expected=f"at most {FORMAT_VERSION}",
-            do="pip install --upgrade specctl",
+            do=pip_upgrade(),
             where=f"{MANIFEST}:format_version",
         )
 

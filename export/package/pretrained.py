@@ -6,16 +6,18 @@ that leaves the folder, headers that fit their files, a configuration that fits 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from specctl.core.drafter import Drafter
-from specctl.core.errors import IncompatibleError, IntegrityError, SpecctlError
+from specctl.core.errors import (
+    IncompatibleError,
+    IntegrityError,
+    SpecctlError,
+    is_out_of_memory,
+)
 from specctl.core.language_model import LanguageModel
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
 from specctl.export.package.compat import Mismatch, check_allow, check_compatible, raise_first
@@ -23,7 +25,6 @@ from specctl.export.package.files import (
     PICKLE_SUFFIXES,
     TensorEntry,
     check_name,
-    check_no_code,
     list_files,
     open_folder,
     read_header,
@@ -32,10 +33,16 @@ from specctl.export.package.files import (
 from specctl.export.package.manifest import MANIFEST, check_files
 from specctl.models.fast_llama import LlamaModel, fast_llama_from_hf
 from specctl.models.hf_lm import HfLM
+from specctl.runtime.target.checkpoint_folder import (
+    check_size,
+    from_folder,
+    misfit,
+    read_settings,
+    weight_files,
+)
 from specctl.runtime.target.target import Target, tokenizer_fingerprint
 
 CONFIG = "config.json"
-INDEX = "model.safetensors.index.json"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -69,36 +76,19 @@ def inspect_folder(folder: Path) -> tuple[dict[str, Any], dict[str, TensorEntry]
             expected="model.safetensors",
             do="delete the pickle if there is a safetensors file beside it, or convert it first",
         )
-    for name in (CONFIG, "generation_config.json", "tokenizer_config.json"):
-        if name in files:
-            check_no_code(read_json(files[name]), name)
     if CONFIG not in files:
         raise IntegrityError("the folder has no config.json", do="give a whole model folder")
-    return read_json(files[CONFIG]), _tensors(files)
+    config = read_json(files[CONFIG])
+    read_settings(folder)
+    return config, _tensors(folder)
 
 
-def _tensors(files: Mapping[str, Path]) -> dict[str, TensorEntry]:
-    """Every tensor of the folder; the index of a sharded model names only files that are here."""
-    shards = sorted(name for name in files if name.endswith(".safetensors"))
-    if INDEX in files:
-        weight_map = read_json(files[INDEX]).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise IntegrityError("the weight index has no weight_map", where=INDEX)
-        listed = sorted({str(name) for name in weight_map.values()})
-        for name in listed:
-            check_name(name)
-        shards = listed
-    missing = [name for name in shards if name not in files]
-    if missing or not shards:
-        raise IntegrityError(
-            "the folder lacks weights in safetensors",
-            found=missing[0] if missing else "no .safetensors file",
-            expected="model.safetensors, or every shard that the index names",
-            do="download the whole repository again",
-        )
+def _tensors(folder: Path) -> dict[str, TensorEntry]:
+    """Every tensor that transformers would load."""
     found: dict[str, TensorEntry] = {}
-    for name in shards:
-        found |= read_header(files[name])
+    for path in weight_files(folder):
+        check_name(path.name)
+        found |= read_header(path)
     return found
 
 
@@ -192,21 +182,21 @@ def load_lm(folder: Path, shapes: Mapping[str, TensorEntry], target: Target) -> 
 
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        _check_size(config, shapes)
+        check_size(config, [entry.shape for entry in shapes.values()], CONFIG)
         with quietly():
-            model, report = AutoModelForCausalLM.from_pretrained(
+            model, report = from_folder(
+                AutoModelForCausalLM,
                 folder,
                 config=config,
                 dtype=target.dtype,
-                trust_remote_code=False,
-                use_safetensors=True,
-                local_files_only=True,
                 ignore_mismatched_sizes=True,  # reported below, by name
                 output_loading_info=True,
             )
     except SpecctlError:
         raise
     except Exception as error:  # a foreign file through a foreign parser: any type may come
+        if is_out_of_memory(error):
+            raise
         raise IncompatibleError(
             "transformers cannot load the draft as a causal LM",
             found=f"{type(error).__name__}: {str(error)[:200]}",
@@ -217,40 +207,14 @@ def load_lm(folder: Path, shapes: Mapping[str, TensorEntry], target: Target) -> 
     for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         names = sorted(map(str, report.get(problem) or ()))
         if names:
-            raise _misfit(
+            raise misfit(
                 f"{problem.replace('_', ' ')}: {names[0]}"
                 + (f" and {len(names) - 1} more" if len(names) > 1 else ""),
                 "every weight of the architecture, and no other",
+                CONFIG,
             )
     model.to(target.device).eval().requires_grad_(False)
     return fast_llama_from_hf(model) or HfLM(model)
-
-
-def _misfit(found: str, expected: str) -> IntegrityError:
-    return IntegrityError(
-        "the weights do not fit config.json",
-        found=found,
-        expected=expected,
-        do="download the model again; a head for another method is not a whole model",
-        where=CONFIG,
-    )
-
-
-def _check_size(config: Any, shapes: Mapping[str, TensorEntry]) -> None:
-    """The configuration must not ask for a model larger than the weights that are there."""
-    from transformers import AutoModelForCausalLM
-
-    layers = config.get_text_config().num_hidden_layers
-    if layers > len(shapes):
-        raise _misfit(
-            f"num_hidden_layers {layers:,}", f"at most the {len(shapes):,} tensors stored"
-        )
-    with torch.device("meta"):
-        parts = list(AutoModelForCausalLM.from_config(config).parameters())
-    asked = sum(part.numel() for part in parts)
-    stored = sum(math.prod(entry.shape) for entry in shapes.values())
-    if asked > 2 * stored:
-        raise _misfit(f"a model of {asked:,} parameters", f"the {stored:,} that are stored")
 
 
 @contextmanager

@@ -69,6 +69,8 @@ def read_record(package: Path) -> dict[str, Any] | None:
 
 
 def _replace(path: Path, text: str) -> None:
+    for left in path.parent.glob(f".{path.name}.*"):  # of a writer that was killed
+        left.unlink(missing_ok=True)
     temp = path.with_name(f".{path.name}.{os.getpid()}")
     temp.write_text(text, encoding="utf-8")
     os.replace(temp, path)

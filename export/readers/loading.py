@@ -34,7 +34,7 @@ def read_config(folder: Path, architecture: str) -> Any:
     class's default."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if config.architectures != [architecture]:
         raise gate(f"architectures {config.architectures}", architecture)
     return config

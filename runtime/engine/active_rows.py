@@ -52,7 +52,8 @@ class ActiveRows:
             return turn
         rows, at_B = [self.rows[b] for b in at], torch.tensor(at, device=self.device)
         view = view_of_rows(turn.view, at, at_B)
-        return RoundInputs(view, self.sampling_of(rows), self.noise_of(rows))
+        is_mixed = not turn.sampling.all_greedy
+        return RoundInputs(view, self.sampling_of(rows, is_mixed), self.noise_of(rows))
 
     def view(self) -> RoundView:
         """What drafter and policies see."""
@@ -69,9 +70,9 @@ class ActiveRows:
             self._sampling, self._is_stale = self.sampling_of(self.rows), False
         return self._sampling
 
-    def sampling_of(self, rows: Sequence[Row]) -> SamplingBatch:
+    def sampling_of(self, rows: Sequence[Row], is_mixed: bool = False) -> SamplingBatch:
         settings = [row.request.sampling for row in rows]
-        made = SamplingBatch(settings, self.vocab_size, self.device)
+        made = SamplingBatch(settings, self.vocab_size, self.device, is_mixed)
         if self._sampling is not None:
             made.inherit(self._sampling)
         return made

@@ -44,7 +44,7 @@ from specctl.runtime.policies.direct import Direct
 from specctl.runtime.policies.length import LengthChooser
 from specctl.runtime.target.target import Target
 from specctl.runtime.verify import Verdict, run_rule
-from specctl.runtime.verify.choice import check_rule, rule_for
+from specctl.runtime.verify.choice import check_rule, rule_for, sampling_rule
 from specctl.runtime.verify.forced import with_forced
 
 
@@ -73,7 +73,9 @@ class Engine:
         self.chooser, self.batching = chooser, batching
         self.device, self.context = target.device, target.spec.max_positions
         self.policy: Policy = fresh(policy) if policy is not None else Direct()
-        self._planner = RoundPlanner(self.context, self.policy, chooser, batching)
+        self._usual_rule = sampling_rule(rule, drafter, self.policy)
+        follows_drafts = self._usual_rule != "target-only"
+        self._planner = RoundPlanner(self.context, self.policy, chooser, batching, follows_drafts)
         self._early = pruning_of(target.lm, self.policy)
         self._learners = [each for each in (chooser, self.policy) if isinstance(each, Learner)]
         self.needs = drafter.needs() if drafter is not None else Needs()
@@ -184,11 +186,12 @@ class Engine:
         assert out.logits_BTV is not None
         logits_BTV = sampling.processed(out.logits_BTV, tree, view)
         scores_BTV = with_forced(sampling.distribution(logits_BTV), tree)
-        rule = rule_for(self.rule, tree, sampling.all_greedy)
-        verdict = run_rule(rule, tree, scores_BTV, turn.noise)
+        rule = rule_for(self.rule, tree, sampling.all_greedy, self._usual_rule)
+        noise = turn.noise if tree.is_chain else turn.noise.counted_over(tree.valid_BN)
+        verdict = run_rule(rule, tree, scores_BTV, noise)
         if not tree.is_chain:
             self._cache().keep(view.slot_B, view.kept_len_B, verdict.path_BP)
-        done = self._commit(tree, verdict, plan)
+        done = self._commit(tree, verdict)
         logprobs = logprobs_of(logits_BTV, verdict.path_BP, self.live.rows, done.emitted)
         verified = time.perf_counter()
         self.draft_seconds += drafted - started
@@ -252,8 +255,8 @@ class Engine:
             return self._early.forward(feed, tree, self._cache())
         return tree, self.target.lm.run(feed, self._cache())
 
-    def _commit(self, tree: DraftTree, verdict: Verdict, plan: RoundPlan) -> Committed:
-        return commit(self.live.rows, tree, verdict, plan, self.target)
+    def _commit(self, tree: DraftTree, verdict: Verdict) -> Committed:
+        return commit(self.live.rows, tree, verdict, self.target)
 
     # -- pieces of a round ----------------------------------------------------------------------
 

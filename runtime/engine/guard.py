@@ -98,8 +98,8 @@ class GuardedEngine(Engine):
         token_BN = token_BN.masked_fill(bad_B1, 0)
         return replace(tree, token_BN=token_BN, valid_BN=tree.valid_BN & ~bad_B1, q=q)
 
-    def _commit(self, tree: DraftTree, verdict: Verdict, plan: RoundPlan) -> Committed:
-        made = super()._commit(tree, verdict, plan)
+    def _commit(self, tree: DraftTree, verdict: Verdict) -> Committed:
+        made = super()._commit(tree, verdict)
         if self._bad_B is not None:
             bad = [
                 self.rows[b]

@@ -2,6 +2,10 @@
 
 What is decided here follows from earlier rounds only. A length that looked at this round's drafts
 would bias what is emitted (non-anticipation).
+
+Under most rules what a sampled row emits depends on its drafts. Its draft must then be the one that
+it would have alone, however much room the rows beside it have: trees are grown as deep as the
+policy goes and cut to the row's own room (a chain's beginning is the shorter chain).
 """
 
 from __future__ import annotations
@@ -30,10 +34,6 @@ class RoundPlan:
         """Whether row b drafts at all."""
         return self.budget.depth > 0 and (self.lengths is None or self.lengths[b] > 0)
 
-    def depth(self, b: int, tree: DraftTree) -> int:
-        """How deep row b's part of the tree goes."""
-        return tree.depth if self.lengths is None else min(tree.depth, self.lengths[b])
-
     def cut(self, tree: DraftTree) -> DraftTree:
         """The tree without what lies beyond its row's own length."""
         if self.lengths is None:
@@ -48,24 +48,34 @@ class RoundPlan:
 
 @dataclass(frozen=True, slots=True)
 class RoundPlanner:
-    """Asks who may shorten drafts: the length chooser for the round, the batch policy by row."""
+    """Asks who may shorten drafts: the length chooser for the round, the batch policy by row.
+    `follows_drafts`: what sampled rows emit depends on what was drafted for them."""
 
     context: int
     policy: Policy
     chooser: LengthChooser | None
     batching: Batching | None
+    follows_drafts: bool
 
     def plan(self, rows: Sequence[Row]) -> RoundPlan:
-        """No deeper than the row with the most room can use: its last token is the bonus."""
+        """No row drafts what it has no room for: its last token is the bonus."""
         rooms = self._rooms(rows)
-        depth, lengths = min(self.policy.depth, max(rooms)), None
+        most, lengths = max(*rooms, 0), None
+        depth = self.policy.depth
         if self.chooser is not None:
             depth = min(depth, self.chooser.length(len(rows)))
         if self.batching is not None:
             lengths = self.batching.lengths(self._views(rows, rooms))
             depth = min(depth, max(lengths))
-        budget = Budget(nodes=self.policy.nodes, depth=max(depth, 0))
-        return RoundPlan(budget, lengths)
+        elif self._is_cut(rows) and min(rooms) < depth:
+            lengths = tuple(max(0, min(depth, room)) for room in rooms)
+        if most == 0 or lengths is None or self.policy.is_chain:
+            depth = min(depth, most)
+        return RoundPlan(Budget(nodes=self.policy.nodes, depth=depth), lengths)
+
+    def _is_cut(self, rows: Sequence[Row]) -> bool:
+        """Whether every row is cut to its own room."""
+        return self.follows_drafts and not all(row.request.sampling.greedy for row in rows)
 
     def would_draft(self, rows: Sequence[Row]) -> bool:
         """Whether any of these rows may be expected to draft."""

@@ -27,7 +27,8 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class Completion:
     """A finished row: `tokens` are the emitted ones (an ending EOS included), `finish_reason` is
-    "eos", "stop", "length" or "context"."""
+    "eos", "stop", "length", "context", or "grammar" where the text broke off because its grammar
+    could not be followed further."""
 
     request: Request
     tokens: tuple[int, ...]

@@ -1,5 +1,8 @@
 """Where a row ends: EOS, stop strings, its own limit and the context, applied in token order.
 
+An EOS behind a text that its grammar does not accept is no end of a text but the only token left
+where the grammar could not be followed further: the row ends with "grammar", which is a failure.
+
 The only place that decides this. A token after the first that ends the row is never emitted,
 counted or fed to anything.
 """
@@ -7,9 +10,13 @@ counted or fed to anything.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from specctl.runtime.engine.request import Row
 from specctl.runtime.target.target import Target
+
+if TYPE_CHECKING:
+    from specctl.runtime.sampling.grammar import Grammar
 
 
 def cut(row: Row, new: Sequence[int], target: Target) -> tuple[list[int], str | None]:
@@ -19,13 +26,23 @@ def cut(row: Row, new: Sequence[int], target: Target) -> tuple[list[int], str | 
     kept: list[int] = []
     for token in new:
         kept.append(token)
-        if not sampling.ignore_eos and token in target.eos_ids:
-            return kept, "eos"
+        if token in target.eos_ids:
+            if sampling.grammar is not None and not _is_accepted(row, kept, sampling.grammar):
+                return kept, "grammar"
+            if not sampling.ignore_eos:
+                return kept, "eos"
         if sampling.stop and _ends_with_stop(row, kept, sampling.stop, target):
             return kept, "stop"
         if len(kept) >= room:
             return kept, "length" if len(kept) >= row.room else "context"
     return kept, None
+
+
+def _is_accepted(row: Row, kept: Sequence[int], grammar: Grammar) -> bool:
+    """The text in front of the EOS that it ends with is one of the grammar; an EOS behind another
+    one says nothing new."""
+    *text, end = [*row.tokens[row.prompt_len :], *kept]
+    return not grammar.eos_ids.isdisjoint(text) or grammar.accepts(text, end)
 
 
 def _ends_with_stop(row: Row, kept: Sequence[int], stops: Sequence[str], target: Target) -> bool:

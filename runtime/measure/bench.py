@@ -22,6 +22,7 @@ from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.measure.stats import repetition_rate
 from specctl.runtime.policies.base import Policy
 from specctl.runtime.policies.length import CostTable
+from specctl.runtime.sampling.generation_config import described
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 
@@ -38,7 +39,6 @@ class Timed:
     tau: float | None = None
     draft_share: float | None = None
     accepted_per_position: tuple[float, ...] = ()
-    alpha_per_position: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,6 @@ class BenchRow:
     identical: bool | None
     draft_share: float | None
     accepted_per_position: tuple[float, ...]
-    alpha_per_position: tuple[float, ...]
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -73,7 +72,6 @@ class BenchRow:
             "identical_to_plain": self.identical,
             "draft_share": None if self.draft_share is None else round(self.draft_share, 3),
             "accepted_per_position": [round(x, 3) for x in self.accepted_per_position],
-            "alpha_per_position": [round(x, 3) for x in self.alpha_per_position],
         }
 
 
@@ -139,7 +137,6 @@ def engine_contender(
             stats.tau,
             stats.draft_share,
             stats.accepted_per_position,
-            stats.alpha_per_position,
         )
 
     return Contender(name, run)
@@ -183,9 +180,14 @@ def transformers_contender(
     (`assistant_model=...`, `prompt_lookup_num_tokens=...`)."""
 
     def run(prompts: Prompts, sampling: Sampling) -> Timed:
-        options: dict[str, Any] = {"do_sample": sampling.temperature > 0, **extra}
-        if sampling.temperature > 0:
-            options |= {"temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
+        options: dict[str, Any] = {"do_sample": not sampling.greedy, **extra}
+        # All is said: what is left out would come from the checkpoint's generation_config.json.
+        options["repetition_penalty"] = sampling.repetition_penalty or 1.0
+        if not sampling.greedy:
+            options |= {"temperature": sampling.temperature, "top_k": sampling.top_k or 0}
+            options["top_p"] = sampling.top_p or 1.0
+            if sampling.min_p is not None or model.generation_config.min_p is not None:
+                options["min_p"] = sampling.min_p or 0.0
         options["eos_token_id"] = None if sampling.ignore_eos else list(eos_ids)
         outputs, started = [], time.perf_counter()
         for index, prompt in enumerate(prompts):
@@ -241,11 +243,15 @@ def bench(
     )
 
 
+def setting_of(sampling: Sampling) -> str:
+    """The name of a sampling in the rows."""
+    return described(sampling).replace("temperature ", "T=").replace(",", "")
+
+
 def _rows(runs: dict[str, list[Timed]], sampling: Sampling) -> list[BenchRow]:
     rates = {n: statistics.median(t.tokens / t.seconds for t in ts) for n, ts in runs.items()}
     baseline = next(iter(runs))
-    greedy = sampling.temperature == 0
-    setting = "greedy" if greedy else f"T={sampling.temperature:g}"
+    greedy, setting = sampling.greedy, setting_of(sampling)
     rows = []
     for name, times in runs.items():
         last = times[-1]
@@ -261,7 +267,6 @@ def _rows(runs: dict[str, list[Timed]], sampling: Sampling) -> list[BenchRow]:
                 same,
                 last.draft_share,
                 last.accepted_per_position,
-                last.alpha_per_position,
             )
         )
     return rows

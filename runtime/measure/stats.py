@@ -2,7 +2,8 @@
 
 tau       tokens committed per target forward, the bonus or correction token included (plain = 1)
 accepted  drafted tokens that were committed; never counts the bonus token
-alpha     accepted / tested, where a round tests its accepted tokens and the first rejected one
+alpha     accepted / tested, where a round tests its accepted tokens and the first rejected one; per
+          position: of those tested there, so rounds without a draft that deep do not count
 MBSU      memory-bound speed-up, tau / (1 + g c): g sequential draft calls, c = bytes moved by the
           drafter / bytes moved by the target (VocabTrim, arXiv 2506.22694, in speed-up form)
 """
@@ -27,16 +28,18 @@ class RowStats:
     accepted_at: list[int] = field(default_factory=list)
     tested_at: list[int] = field(default_factory=list)
 
-    def count(self, drafted: int, depth: int, accepted: int, emitted: int) -> None:
-        """One round: nodes drafted, depth of the tree, tokens accepted and emitted."""
+    def count(self, drafted: int, accepted: int, emitted: int, is_rejected: bool) -> None:
+        """One round: nodes drafted, tokens accepted and emitted, and whether drafts that stood
+        behind the last accepted token were all rejected."""
         self.rounds += 1
         self.drafted += drafted
         self.accepted += accepted
         self.tokens += emitted
-        while len(self.tested_at) < depth:
+        tested = accepted + is_rejected
+        while len(self.tested_at) < tested:
             self.tested_at.append(0)
             self.accepted_at.append(0)
-        for position in range(min(depth, accepted + 1)):
+        for position in range(tested):
             self.tested_at[position] += 1
         for position in range(accepted):
             self.accepted_at[position] += 1
@@ -71,14 +74,8 @@ class Stats(Tabled):
 
     @property
     def accepted_per_position(self) -> tuple[float, ...]:
-        """Share of all rounds in which the draft token at this position was accepted."""
-        return tuple(n / self.rounds for n in self.accepted_at) if self.rounds else ()
-
-    @property
-    def alpha_per_position(self) -> tuple[float, ...]:
         """alpha of each position by itself: accepted / tested there."""
-        pairs = zip(self.accepted_at, self.tested_at, strict=True)
-        return tuple(accepted / tested if tested else 0.0 for accepted, tested in pairs)
+        return shares(self.accepted_at, self.tested_at)
 
     @property
     def tokens_per_second(self) -> float:
@@ -128,6 +125,12 @@ class Stats(Tabled):
             "verification": self.verification,
             **({} if self.controller is None else {"controller": dict(self.controller)}),
         }
+
+
+def shares(accepted_at: Sequence[int], tested_at: Sequence[int]) -> tuple[float, ...]:
+    """Accepted / tested of every position."""
+    pairs = zip(accepted_at, tested_at, strict=True)
+    return tuple(accepted / tested if tested else 0.0 for accepted, tested in pairs)
 
 
 def add_counts(rows: Iterable[Sequence[int]]) -> tuple[int, ...]:

@@ -258,7 +258,8 @@ class PearlRow:
         row.kept_len = len(row.tokens) - 1
         row.num_rounds += 1
         used = min(accepted, len(kept))
-        row.stats.count(len(drafted.tokens), len(candidates), used, len(kept))
+        is_rejected = used < len(candidates) and len(kept) > accepted
+        row.stats.count(len(drafted.tokens), used, len(kept), is_rejected)
         now.emitted.extend(kept)
         now.growth = drafted.growth
         now.tokens.extend(drafted.tokens)

@@ -18,7 +18,7 @@ from torch import Tensor
 from specctl.core.tree import DraftTree, NodeKind, empty_tree
 from specctl.runtime.policies.base import GrowRequest
 
-Stop = Callable[["Pool"], bool]  # after a level: is this enough?
+Stop = Callable[["Pool"], Tensor]  # bool [B] after a level: is this enough for the row?
 
 
 def grow_beam(
@@ -35,16 +35,25 @@ def grow_beam(
 def search_beam(
     growth: GrowRequest, beam: int, depth: int, stop: Stop | None = None
 ) -> Pool | None:
-    """All that a beam search has scored; None where no level may be drafted."""
+    """All that a beam search has scored; None where no level may be drafted. A row that has enough
+    scores nothing more, however deep the others go."""
     depth = min(growth.budget.depth, depth)
     if depth <= 0:
         return None
     first_BK = _log_q(growth.root())
     pool = Pool.of(first_BK, min(beam, first_BK.shape[-1]))
-    while pool.num_levels < depth and not (stop is not None and stop(pool)):
+    enough_B = torch.zeros_like(growth.view.slot_B, dtype=torch.bool)
+    while pool.num_levels < depth:
+        if stop is not None:
+            enough_B = enough_B | stop(pool)
+            if bool(enough_B.all()):
+                break
         parent_BF = pool.expansion_parent()
         logits_BFK = growth.expand(growth.target_ids(pool.frontier_row()), parent_BF)
-        pool.grow(_log_q(logits_BFK))
+        logq_BFK = _log_q(logits_BFK)
+        if stop is not None:
+            logq_BFK = logq_BFK.masked_fill(enough_B[:, None, None], -torch.inf)
+        pool.grow(logq_BFK)
     return pool
 
 

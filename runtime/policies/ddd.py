@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
+
 from specctl.core.tree import DraftTree
 from specctl.runtime.policies.base import GrowRequest, PointTree
 from specctl.runtime.policies.beam import Pool, grow_beam
@@ -19,7 +22,7 @@ from specctl.runtime.policies.hardware import TreeCosts
 @dataclass(frozen=True, slots=True)
 class DynamicDepth(PointTree):
     """`nodes` kept of a beam `beam` wide and at most `length` deep; after each depth of `check`
-    drafting ends if every row's beam holds less than `threshold`. Check () asks at every depth."""
+    a row's drafting ends if its beam holds less than `threshold`. Check () asks at every depth."""
 
     length: int = 10
     nodes: int = 20
@@ -30,10 +33,11 @@ class DynamicDepth(PointTree):
     def grow(self, growth: GrowRequest) -> DraftTree:
         return grow_beam(growth, self.beam, self.nodes, self.length, self._is_enough)
 
-    def _is_enough(self, pool: Pool) -> bool:
+    def _is_enough(self, pool: Pool) -> Tensor:
+        mass_B = pool.frontier_mass()
         if self.check and pool.num_levels not in self.check:
-            return False
-        return bool((pool.frontier_mass() < self.threshold).all())
+            return torch.zeros_like(mass_B, dtype=torch.bool)
+        return mass_B < self.threshold
 
     def fitted(self, costs: TreeCosts) -> DynamicDepth:
         """A level brings at most the beam's mass of plain target steps, and must bring its cost."""

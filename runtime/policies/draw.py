@@ -4,8 +4,11 @@ Greedy and target-only rows take the best tokens (POINT). Sampled rows draw, wit
 Gumbel top-k (the decreasing noisy scores are a draw order; REFILLED goes on uniformly over the
 untried tokens once a distribution has run out) or independently with duplicates kept.
 Whatever a policy decides about a child must follow from earlier children, never from the token that
-this child turns out to be. Letters: B rows, M expanded nodes, C children of each, N nodes of the
-tree, R distributions, K draft vocabulary.
+this child turns out to be. Of the kinds IID, PATHS and TOP_PLUS_ONE not even how many children a
+node gets may follow from those children: spectr, multi-path and top-plus-one weigh each of them by
+their number, which must be settled before the first is drawn.
+Letters: B rows, M expanded nodes, C children of each, N nodes of the tree, R distributions, K draft
+vocabulary.
 """
 
 from __future__ import annotations

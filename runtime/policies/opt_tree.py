@@ -22,8 +22,8 @@ from specctl.runtime.policies.hardware import TreeCosts
 
 @dataclass(frozen=True, slots=True)
 class OptTree(PointTree):
-    """The best `nodes` nodes; at most `length` levels, fewer where E[A] grows by no more than
-    `threshold` in every row. `beam` nodes are expanded per level (None: as many as are kept)."""
+    """The best `nodes` nodes; at most `length` levels, fewer in a row whose E[A] grows by no
+    more than `threshold`. `beam` nodes are expanded per level (None: as many as are kept)."""
 
     length: int = 8
     nodes: int = 24
@@ -46,7 +46,7 @@ class _Gain:
         self.nodes, self.threshold = nodes, threshold
         self.value_B: torch.Tensor | float = 0.0
 
-    def __call__(self, pool: Pool) -> bool:
+    def __call__(self, pool: Pool) -> torch.Tensor:
         value_B = pool.value(self.nodes)
         grown_B, self.value_B = value_B - self.value_B, value_B
-        return bool((grown_B <= self.threshold).all())
+        return grown_B <= self.threshold

@@ -4,6 +4,8 @@
 result. llguidance turns it into the set of tokens that may follow a text, at every node of a draft
 tree (`grammar_mask.py`). A grammar from a stranger is compiled in another process first
 (`grammar_worker.py`): deep nesting or a costly expression is an error there, never a crash here.
+What outgrows llguidance's limits at its first tokens is refused there, too; behind that the row
+ends with the finish reason "grammar", never as if its text were whole (`cut.py`).
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from specctl.core.errors import Exit, SpecctlError, nearest
+from specctl.core.installed import pip_install
 from specctl.runtime.sampling import grammar_worker
 from specctl.runtime.sampling.grammar_worker import make_matcher, make_tokenizer
 
@@ -122,6 +125,16 @@ class Grammar:
     def start(self) -> Any:
         """A matcher at the beginning of a text."""
         return self.matcher.deep_copy()
+
+    def accepts(self, text: Sequence[int], end: int) -> bool:
+        """The tokens of `text`, which the token `end` follows, are a text of the grammar. False as
+        well where the matcher gave up on the way: nobody knows then. Some 1 us per token."""
+        matcher = self.start()
+        if text and not matcher.consume_tokens(list(text)):
+            return False
+        if matcher.is_accepting():
+            return True
+        return bool(matcher.consume_tokens([end]) and matcher.is_accepting())  # it names the token
 
 
 def compile_grammar(spec: GrammarSpec, target: Target) -> Grammar:
@@ -240,7 +253,7 @@ def _library() -> Any:
         raise GrammarError(
             "grammars need the library llguidance",
             found="it is not installed",
-            do="pip install 'specctl[grammar]'",
+            do=pip_install("grammar"),
         ) from error
     return llguidance
 

@@ -55,31 +55,55 @@ class Walk:
 
     def mask_V(self, path: Path) -> Tensor | None:
         """Bool: what may follow the text and that path. None if the path itself is not permitted.
-        Where the text has ended or left its grammar, or the grammar gave up, it can only end."""
+        Where the text has ended or left its grammar, or the grammar gave up, it can only end (and
+        `cut.py` tells which it was)."""
         if path not in self._masks:
             self._masks[path] = self._find(path)
         return self._masks[path]
 
     def _find(self, path: Path) -> Tensor | None:
-        if path and path[-1] in self.grammar.eos_ids:
+        if path:
             above_V = self.mask_V(path[:-1])
-            return self._only_end() if above_V is not None and above_V[path[-1]] else None
-        if self._is_over:
-            return self._only_end() if not path else None
+            if above_V is None or not above_V[path[-1]]:
+                return None
+            if path[-1] in self.grammar.eos_ids:
+                return self._only_end()
+        elif self._is_over:
+            return self._only_end()
+        mask_V = self._read() if self._descend(path) else None
+        if mask_V is not None:
+            return mask_V
+        if not path:
+            self._is_over = True
+        elif self._matcher.is_error():
+            self._renew()
+        return self._only_end()
+
+    def _descend(self, path: Path) -> bool:
+        """The matcher goes to the end of a path that is permitted; False if it gives up."""
         same = 0
         while same < min(len(path), len(self._below)) and path[same] == self._below[same]:
             same += 1
         self._climb(same)
         for token in path[same:]:
             if not self._consume([token]):
-                return None
+                return False
             self._below.append(token)
+        return True
+
+    def _read(self) -> Tensor | None:
+        """What the matcher permits where it stands; None if it gives up, or knows no token."""
         packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         bits = np.unpackbits(packed, count=self.grammar.vocab_size, bitorder="little")
         if self._matcher.is_error() or not bits.any():
-            self._is_over = True
-            return self._only_end()
+            return None
         return torch.from_numpy(bits.view(np.bool_))
+
+    def _renew(self) -> None:
+        """A matcher that gave up at a drafted node never leaves that state, and the text may not
+        come there: a new one goes to the end of the text."""
+        self._matcher, self._below = self.grammar.start(), []
+        self._consume(self.text)
 
     def _climb(self, depth: int) -> None:
         """Back to the first `depth` tokens of the path."""

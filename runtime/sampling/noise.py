@@ -16,6 +16,7 @@ Letters: B rows, T fed tokens, M nodes expanded at once, K draft vocabulary, V t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -154,9 +155,35 @@ class RoundNoise:
         depth_11 = _count(1, self.device)[:, None] + depth
         return _gumbel(_uniform(self._target_key_BT(depth_11), code_K))
 
+    def counted_over(self, valid_BN: Tensor) -> Noise:
+        """The same for the rules, but a node's uniform is that of its number among the row's own
+        nodes: how a batch pads its trees is then no matter."""
+        return OwnNodes(self, valid_BN)
+
     def draft_BMK(self, index: int, num_nodes: int, num_rows: int) -> Tensor:
         """Gumbel noise for drafting, keyed (seed, round, draw index, node in the draw, row of the
         draft vocabulary). `index` counts the draws of a round."""
         node_M = (_count(num_nodes, self.device) + ((index << 24) + 1)) * _STEP
         key_BM1 = _mix(self._round_key_B1(DRAFT) + node_M)[:, :, None]
         return _gumbel(_uniform(key_BM1, _codes(num_rows, self.device)))
+
+
+@dataclass(frozen=True, slots=True)
+class OwnNodes:
+    """Noise of a round whose nodes are numbered row by row, padding left out."""
+
+    of: RoundNoise
+    valid_BN: Tensor
+
+    def accept_BT(self, num_fed: int) -> Tensor:
+        u_BT = self.of.accept_BT(num_fed)
+        if num_fed != self.valid_BN.shape[1] + 1:  # of a path through the tree, by depth
+            return u_BT
+        own_BT = torch.nn.functional.pad(self.valid_BN, (1, 0), value=True).cumsum(1) - 1
+        return u_BT.gather(1, own_BT)
+
+    def final_BV(self, vocab_size: int) -> Tensor:
+        return self.of.final_BV(vocab_size)
+
+    def target_BTV(self, depth_BT: Tensor, vocab_size: int) -> Tensor:
+        return self.of.target_BTV(depth_BT, vocab_size)

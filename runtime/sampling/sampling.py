@@ -90,14 +90,19 @@ class Sampling:
 
 class SamplingBatch:
     """The settings of the rows of one round, as tensors. Safe to keep or to rebuild: what it keeps
-    of a text (how far a grammar was followed) is found again from the text."""
+    of a text (how far a grammar was followed) is found again from the text. `is_mixed`: sampled
+    rows take part in the round beside these, so that none of it is decided greedily."""
 
     def __init__(
-        self, samplings: Sequence[Sampling], vocab_size: int, device: torch.device | str = "cpu"
+        self,
+        samplings: Sequence[Sampling],
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+        is_mixed: bool = False,
     ) -> None:
         self.samplings = tuple(samplings)
         self.vocab_size = vocab_size
-        self.all_greedy = all(one.greedy for one in self.samplings)
+        self.all_greedy = not is_mixed and all(one.greedy for one in self.samplings)
         self._history = HistoryProcessors.of(self.samplings, vocab_size, torch.device(device))
 
         def column(values: Sequence[float | None], neutral: float) -> Tensor | None:
@@ -106,10 +111,9 @@ class SamplingBatch:
             filled = [neutral if value is None else value for value in values]
             return torch.tensor(filled, device=device)[:, None, None]
 
-        sampled = [one for one in self.samplings if not one.greedy]
         greedy = [one.greedy for one in self.samplings]
         self._greedy_B11 = None
-        if sampled and any(greedy):
+        if not self.all_greedy and any(greedy):
             self._greedy_B11 = torch.tensor(greedy, device=device)[:, None, None]
         self._temperature_B11 = column([one.temperature or 1.0 for one in self.samplings], 1.0)
         self._top_k = [one.top_k for one in self.samplings]

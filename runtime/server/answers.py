@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from specctl.runtime.measure.stats import add_counts, shares
 from specctl.runtime.server.contract import Piece, Ticket
 from specctl.runtime.server.tokens import TokenTexts
 
@@ -125,15 +126,12 @@ class ApiAnswer(ABC):
         """What speculation did, in the words of `runtime/measure/stats.py`."""
         rows = [choice.ticket.stats for choice in choices]
         rounds, tokens = sum(r.rounds for r in rows), sum(r.tokens for r in rows)
-        depth = max((len(r.accepted_at) for r in rows), default=0)
-        reached = [
-            sum(r.accepted_at[i] for r in rows if len(r.accepted_at) > i) for i in range(depth)
-        ]
+        counts = (add_counts(r.accepted_at for r in rows), add_counts(r.tested_at for r in rows))
         return {
             "verification": self.verification,
             "rounds": rounds,
             "drafted": sum(r.drafted for r in rows),
             "accepted": sum(r.accepted for r in rows),
             "tau": round(tokens / rounds, 4) if rounds else None,
-            "accepted_per_position": [round(n / rounds, 4) for n in reached] if rounds else [],
+            "accepted_per_position": [round(share, 4) for share in shares(*counts)],
         }

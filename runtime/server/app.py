@@ -16,13 +16,14 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from specctl import __version__
+from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.server import errors
 from specctl.runtime.server.answers import ApiAnswer, Choice
 from specctl.runtime.server.auth import AuthMiddleware, Door, Keys
-from specctl.runtime.server.body import StrictRoute
+from specctl.runtime.server.body import BodyReader, StrictRoute
 from specctl.runtime.server.contract import Serving, Status
 from specctl.runtime.server.errors import ApiError, ErrorBody
-from specctl.runtime.server.generate_request import RequestReader
+from specctl.runtime.server.generate_request import DEFAULTS, RequestReader
 from specctl.runtime.server.logs import RequestLog
 from specctl.runtime.server.metrics import TYPE, Metrics
 from specctl.runtime.server.page import page_routes
@@ -138,9 +139,11 @@ def create_app(
     keys: Keys | None = None,
     recorder: Recorder | None = None,
     verification: str = "lossless",
+    defaults: Sampling = DEFAULTS,
 ) -> FastAPI:
     """The application. `name`: what clients call the target. `keys` (or a whole `door`): who may
-    ask; None lets everybody in. `verification`: lossless or approximate, told with every answer."""
+    ask; None lets everybody in. `verification`: lossless or approximate, told with every answer.
+    `defaults`: how a request is sampled that does not say it."""
     pages = page_routes()
     door = door if door is not None else Door(keys if keys is not None else Keys())
     door = Door(door.keys, door.hosts, frozenset(page.path for page in pages))
@@ -160,12 +163,11 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.limits = service.limits
+    app.state.bodies = BodyReader(service.limits.max_body)
     app.router.route_class = StrictRoute
     texts = TokenTexts(service.target)
-    front = Front(
-        service, name, verification, RequestReader(service), texts, recorder, int(time.time())
-    )
+    desk = RequestReader(service, defaults)
+    front = Front(service, name, verification, desk, texts, recorder, int(time.time()))
     _watch(app, service, metrics)
     _api(app, front)
     app.router.routes.extend(pages)

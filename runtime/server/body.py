@@ -1,7 +1,9 @@
-"""Reading a request's body: bounded in size, time and depth, and JSON in the strict sense.
+"""Reading a request's body: bounded in size, time, depth and count, and JSON in the strict sense.
 
 What JSON leaves open is refused here, so that nothing behind reads it in two ways: duplicate keys,
-NaN and infinities, numbers that overflow, half surrogate pairs.
+NaN and infinities, numbers that overflow, half surrogate pairs. Bodies of some size are parsed and
+validated in a thread, and so that this thread never holds the interpreter for long either, they are
+counted before they are parsed, lists before their items, and the first wrong item ends the work.
 """
 
 from __future__ import annotations
@@ -10,46 +12,75 @@ import asyncio
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
 
 from specctl.runtime.server.errors import ApiError
 
 BODY_SECONDS = 30.0  # a body that takes longer is given up
 MAX_DEPTH = 64  # of nested arrays and objects
 MAX_KEYS = 4096  # of one object; what is told about each unknown one takes time
+MAX_VALUES, MAX_STRINGS, MAX_LISTS = 1 << 18, 1 << 16, 1 << 14  # of a body; lists and objects
+MAX_ERRORS = 16  # looked at, of a body with more
+SMALL = 16 << 10  # bytes that are read in less time than a thread takes to begin
 DRAINED = 16  # bodies' worth of bytes read and dropped, so that a client hears why it was refused
 _STRING = re.compile(rb'"(?:[^"\\]+|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 _BRACKET = re.compile(rb"[\[\]{}]")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-class StrictRequest(Request):
-    """A request whose JSON was read by `load`."""
+class BodyReader:
+    """From the bytes of a request to its checked fields; the large ones one by one, in a thread."""
 
-    async def load(self, max_body: int) -> None:
-        """Read and parse; ApiError says what is wrong with it."""
-        check_content_type(self)
-        self._body = await read_body(self, max_body)
-        self._json = parse(self._body)
+    def __init__(self, max_body: int) -> None:
+        self.max_body = max_body
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="specctl-bodies")
+
+    async def read(self, request: Request, model: type[BaseModel]) -> tuple[bytes, BaseModel]:
+        """The body, as it came and as a `model`. ApiError and RequestValidationError say what is
+        wrong with it."""
+        check_content_type(request)
+        body = await read_body(request, self.max_body)
+        if len(body) <= SMALL:
+            return body, checked(body, model)
+        loop = asyncio.get_running_loop()
+        return body, await loop.run_in_executor(self._thread, checked, body, model)
 
 
 class StrictRoute(APIRoute):
-    """A route whose body is read by us, before it is validated."""
+    """A route whose body is read by the app's `BodyReader`; FastAPI gets the checked fields, and
+    lets them pass as they are."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
         if self.body_field is None:
             return handle
+        model: Any = self.body_field.field_info.annotation
 
         async def strict(request: Request) -> Response:
-            own = StrictRequest(request.scope, request.receive)
-            await own.load(request.app.state.limits.max_body)
+            own = Request(request.scope, request.receive)
+            own._body, own._json = await request.app.state.bodies.read(request, model)
             return await handle(own)
 
         return strict
+
+
+def checked(body: bytes, model: type[BaseModel]) -> BaseModel:
+    """The fields that these bytes stand for."""
+    value = parse(body)
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False, include_input=False)
+        told = [{**one, "loc": ("body", *one["loc"])} for one in found[:MAX_ERRORS]]
+        raise RequestValidationError(told, body=value) from None
 
 
 def check_content_type(request: Request) -> None:
@@ -99,7 +130,7 @@ def parse(body: bytes) -> Any:
     """The one value that these bytes stand for."""
     if not body:
         raise ApiError(400, "the body is empty; a JSON object was expected", code="invalid_json")
-    _check_depth(body)
+    _check_counts(body)
     try:
         value = json.loads(
             body.decode("utf-8"),
@@ -107,7 +138,8 @@ def parse(body: bytes) -> Any:
             parse_float=_number,
             parse_constant=_constant,
         )
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
+        if _SURROGATE.search(body):
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
         raise _invalid(f"it is not UTF-8 at byte {error.start}") from error
     except UnicodeEncodeError as error:
@@ -117,13 +149,25 @@ def parse(body: bytes) -> Any:
     return value
 
 
-def _check_depth(body: bytes) -> None:
-    """Refuse deep nesting before it is parsed; brackets in strings do not count."""
+def _check_counts(body: bytes) -> None:
+    """Refuse what would take long to parse, and deep nesting; what stands in strings does not
+    count. The first count is at least the number of strings: no string begins behind a backslash,
+    though one may end there."""
+    _check_most(body.count(b'"') - body.count(b'\\"'), 2 * MAX_STRINGS, "quotes")
+    bare = _STRING.sub(b"", body)
+    _check_most(bare.count(b","), MAX_VALUES, "values")
+    _check_most(bare.count(b"[") + bare.count(b"{"), MAX_LISTS, "lists and objects")
     depth = 0
-    for bracket in _BRACKET.finditer(_STRING.sub(b"", body)):
+    for bracket in _BRACKET.finditer(bare):
         depth += 1 if bracket[0] in b"[{" else -1
         if depth > MAX_DEPTH:
             raise _invalid(f"it is nested more than {MAX_DEPTH} deep")
+
+
+def _check_most(found: int, most: int, what: str) -> None:
+    if found > most:
+        message = f"the body has {found:,} {what}; at most {most:,} are read"
+        raise ApiError(400, message, code="body_too_complex")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -131,8 +175,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         raise ValueError(f"an object has more than {MAX_KEYS:,} keys")
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"the key {twice[:64]!a} occurs twice")
     return found
 

@@ -36,7 +36,7 @@ def room_for(
     spec = target.spec
     context = min(spec.max_positions, limits.max_len or USUAL)
     length = context + policy.nodes + 2
-    entry = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * target.dtype.itemsize
+    entry = sum(layer.size for layer in target.lm.kv_layers) * target.dtype.itemsize
     cache, kept = entry * length, 0
     if drafter is not None:
         try:

@@ -37,7 +37,7 @@ class Piece:
     stop string: the texts of all pieces joined are the text of the whole answer. `spans` is `text`
     by token ("" for a token that is held back; what is released late belongs to the later token).
     `accepted`: the token was drafted and accepted. The last piece says in `finish_reason` why it is
-    the last: "eos", "stop", "length", "context" or "error".
+    the last: "eos", "stop", "length", "context", "grammar" (which is a failure, too) or "error".
     """
 
     tokens: tuple[int, ...]

@@ -90,6 +90,13 @@ def broken() -> ApiError:
     return ApiError(500, "the server failed on this request", code="internal_error")
 
 
+def outgrown() -> ApiError:
+    """An answer broke off inside its form. What was streamed of it is not of that form."""
+    message = "the answer broke off: its grammar could not be followed within the server's limits"
+    do = "make the grammar smaller: fewer optional properties, less repetition, less ambiguity"
+    return ApiError(400, f"{message}; do: {do}", code="grammar_exceeded")
+
+
 def install(app: FastAPI, fields: Sequence[str] = ()) -> None:
     """Answer every error of `app` in that shape; `fields`: names that requests may have."""
 

@@ -12,17 +12,20 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+from specctl.runtime.sampling.generation_config import SETTINGS
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.server.chat_template import chat_pieces, encoded
+from specctl.runtime.server.chat_template import turns_of, written
 from specctl.runtime.server.contract import GenerateRequest, Serving, TooLong, Unavailable
 from specctl.runtime.server.errors import ApiError
 from specctl.runtime.server.grammar_compiler import GrammarCompiler
 from specctl.runtime.server.protocol import ChatRequest, Common, CompletionRequest
+from specctl.runtime.target.chat_tokens import chat_tokens, spelled_controls
 from specctl.runtime.target.prompt_limits import least_tokens
 
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI's API has it
 LEAST_TEMPERATURE = 1e-3  # below: greedy; logits divided by less would leave float32
 SEEDS = 1 << 63
+DEFAULTS = Sampling(temperature=1.0)  # as OpenAI's API has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +39,8 @@ class GeneratePlan:
 class RequestReader:
     """Makes plans. Stateless but for its threads."""
 
-    def __init__(self, service: Serving) -> None:
-        self.service = service
+    def __init__(self, service: Serving, defaults: Sampling = DEFAULTS) -> None:
+        self.service, self.defaults = service, defaults
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="specctl-prompts")
         self._forms = GrammarCompiler(service.target)
 
@@ -97,9 +100,10 @@ class RequestReader:
         """Token ids of every prompt; runs in the thread."""
         target = self.service.target
         if isinstance(body, ChatRequest):
-            pieces = chat_pieces(target, body.messages)
-            self._check_room("".join(pieces), "messages")
-            return [encoded(target, pieces)]
+            turns = turns_of(body.messages)
+            text = written(target, turns)
+            self._check_room(text, "messages")
+            return [chat_tokens(target, turns, text)]
         given = body.prompt
         texts = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
         for one in texts:
@@ -111,6 +115,10 @@ class RequestReader:
             if not tokens or max(tokens) >= size:
                 why = f"token ids are below {size:,}" if tokens else "it holds no token"
                 raise ApiError(400, f"prompt: {why}", param="prompt", code="invalid_value")
+            if not self.service.limits.control_tokens and spelled_controls(target, tokens):
+                message = "prompt: it holds a control token of the target, which this server "
+                message += "takes in no raw prompt; send messages to /v1/chat/completions"
+                raise ApiError(400, message, param="prompt", code="control_token")
         return found
 
     def _check_room(self, text: str, field: str) -> None:
@@ -145,13 +153,13 @@ class RequestReader:
         if bias and max(bias) >= vocab_size:
             message = f"logit_bias: token ids are below {vocab_size:,}"
             raise ApiError(400, message, param="logit_bias", code="invalid_value")
-        temperature = 1.0 if body.temperature is None else body.temperature
+        asked = {name: getattr(body, name) for name in SETTINGS}
+        asked = {n: getattr(self.defaults, n) if v is None else v for n, v in asked.items()}
+        temperature, top_k = asked.pop("temperature"), asked.pop("top_k")
         return Sampling(
+            **asked,
             temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
-            top_k=None if body.top_k is None else min(body.top_k, vocab_size),
-            top_p=body.top_p,
-            min_p=body.min_p,
-            repetition_penalty=body.repetition_penalty,
+            top_k=None if top_k is None else min(top_k, vocab_size),
             frequency_penalty=body.frequency_penalty or None,
             presence_penalty=body.presence_penalty or None,
             logit_bias=bias or None,

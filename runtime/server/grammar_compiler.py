@@ -11,17 +11,17 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from specctl.runtime.sampling.grammar import GrammarError, GrammarSpec, compile_grammar
+from specctl.runtime.sampling.grammar import Grammar, GrammarError, GrammarSpec, compile_grammar
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.server.contract import Busy
 from specctl.runtime.server.errors import ApiError
 from specctl.runtime.server.protocol import (
     Common,
-    JsonObjectFormat,
     JsonSchemaFormat,
     LarkGrammar,
     RegexGrammar,
     SchemaGrammar,
+    TextFormat,
 )
 from specctl.runtime.target.target import Target
 
@@ -42,14 +42,13 @@ class GrammarCompiler:
         is wrong with a grammar, Busy that too many are waited for."""
         field = "response_format" if body.grammar is None else "grammar"
         try:
-            spec = spec_of(body)
-            if spec is None:
+            if body.grammar is None and isinstance(body.response_format, TextFormat | None):
                 return sampling
             if self._waiting >= MOST_WAITING:
                 raise Busy(RETRY_SECONDS, "too many grammars are being compiled")
             self._waiting += 1
             loop = asyncio.get_running_loop()
-            work = loop.run_in_executor(self._thread, compile_grammar, spec, self.target)
+            work = loop.run_in_executor(self._thread, self._compile, body)
             work.add_done_callback(self._done)
             return replace(sampling, grammar=await work)
         except GrammarError as error:
@@ -57,16 +56,17 @@ class GrammarCompiler:
             message = f"{field}: {why}"
             raise ApiError(400, message, param=field, code="invalid_grammar") from error
 
+    def _compile(self, body: Common) -> Grammar:
+        return compile_grammar(spec_of(body), self.target)
+
     def _done(self, work: object) -> None:
         del work
         self._waiting -= 1
 
 
-def spec_of(body: Common) -> GrammarSpec | None:
-    """The grammar as the request writes it; None where any text will do."""
+def spec_of(body: Common) -> GrammarSpec:
+    """The grammar as the request writes it: any JSON object, unless it says more."""
     match body.grammar or body.response_format:
-        case JsonObjectFormat():
-            return GrammarSpec("json_object")
         case JsonSchemaFormat(json_schema=found):
             return GrammarSpec.of_schema(found.schema_)
         case SchemaGrammar(schema_=schema):
@@ -75,4 +75,4 @@ def spec_of(body: Common) -> GrammarSpec | None:
             return GrammarSpec("regex", pattern)
         case LarkGrammar(grammar=text):
             return GrammarSpec("lark", text)
-    return None
+    return GrammarSpec("json_object")

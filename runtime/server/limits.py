@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from specctl.core.errors import RecipeError
 
-_MAY_BE_ZERO = ("max_queue", "max_logprobs", "drain", "queue_timeout")
+_MAY_BE_ZERO = ("max_queue", "max_logprobs", "drain", "queue_timeout", "control_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,8 @@ class Limits:
     `max_batch` rows run at once and `max_queue` wait; one that waited `queue_timeout` is refused.
     `max_len` positions per row are reserved (None: the target's context, at most 4,096), within
     `memory` bytes of caches (None: what half of the free memory holds). `prefill_chunk` prompt
-    tokens of joining rows are read per round, so that live rows go on.
+    tokens of joining rows are read per round, so that live rows go on. `control_tokens`: raw
+    prompts may hold those of the target, spelled or as ids; in messages they are text anyway.
     """
 
     max_batch: int = 8
@@ -32,6 +33,7 @@ class Limits:
     max_stop_chars: int = 256
     max_logprobs: int = 20
     drain: float = 30.0
+    control_tokens: bool = True
 
     def __post_init__(self) -> None:
         for one in fields(self):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -30,6 +31,8 @@ from specctl.runtime.server.logs import log
 
 HEAD_SECONDS = 20.0  # for the head of a request; one that dribbles in is hung up on
 HEAD_BYTES = 64 << 10
+READ_BYTES = 8 << 10  # at once: a client that sends single bytes is as dear as its read is long
+MAX_CHUNKS = 1 << 14  # of a body
 KEEP_ALIVE_SECONDS = 30
 ECHO_SECONDS = 0.3  # a supervisor may send one signal to the process and to its group
 LEAVE_SECONDS = 1.0  # for the last bytes of what was cut
@@ -70,13 +73,35 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+class FewChunks(h11.Connection):
+    """Reads bodies in so many chunks at most: a chunk takes as long as some kilobytes of it."""
+
+    chunks = 0
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self.chunks = 0
+        elif isinstance(event, h11.Data):
+            self.chunks += event.chunk_start
+            if self.chunks > MAX_CHUNKS:
+                raise h11.RemoteProtocolError(f"the body has more than {MAX_CHUNKS:,} chunks")
+        return event
+
+
 class PatientProtocol(H11Protocol):
     """uvicorn's HTTP/1.1, which waits for the head of a request only so long, and whose own
     refusals have the shape of every other error."""
 
     _late: asyncio.TimerHandle | None = None
 
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.conn = FewChunks(h11.SERVER, HEAD_BYTES)
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if hasattr(transport, "max_size"):  # asyncio's own transports read that much at once
+            transport.max_size = READ_BYTES
         super().connection_made(transport)
         self._wait_for_head()
 
@@ -158,6 +183,7 @@ class Listener:
             self._server.should_exit = True
             await serving
             await asyncio.to_thread(self.service.stop)
+            gc.unfreeze()
             if not number:
                 await watching  # raises why the engine failed
         return 128 + number if was_cut else 0
@@ -182,6 +208,8 @@ class Listener:
         is_told = False
         while (state := self.service.status().state) != "failed":
             if state == "ready" and self._server.started and not is_told:
+                gc.collect()
+                gc.freeze()  # else every full collection visits all of torch: 0.2 s without a turn
                 on_ready()
                 is_told = True
             await asyncio.sleep(0.2 if is_told else 0.02)

@@ -19,8 +19,23 @@ from pydantic import (
     Tag,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from specctl.runtime.server.limits import Limits
+
+
+class Few(BeforeValidator):
+    """Refuses a list or an object with more than so many entries before it looks at one."""
+
+    def __init__(self, most: int) -> None:
+        def check(value: Any) -> Any:
+            if isinstance(value, list | dict) and len(value) > most:
+                about = {"most": most, "found": len(value)}
+                raise PydanticCustomError("too_long", "at most {most} entries, not {found}", about)
+            return value
+
+        super().__init__(check)
+
 
 CAPS = Limits()  # the widest that any server allows
 TEXT = 1 << 20
@@ -30,8 +45,8 @@ Stop = Annotated[str, Field(min_length=1, max_length=CAPS.max_stop_chars)]
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
-Nothing = Annotated[list[Any], Field(max_length=0)]
-TokenList = Annotated[list[Token], Field(min_length=1, max_length=TEXT)]
+Nothing = Annotated[list[Any], Field(max_length=0), Few(0)]
+TokenList = Annotated[list[Token], Field(min_length=1, max_length=TEXT, fail_fast=True)]
 Unused = Annotated[Any, Field(description="Accepted and not used.")]
 
 
@@ -139,12 +154,14 @@ class Common(Strict):
     presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
     frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
     repetition_penalty: float | None = Field(None, ge=0.01, le=10, allow_inf_nan=False)
-    logit_bias: dict[TokenName, Bias] | None = Field(None, max_length=1024)
+    logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=1024), Few(1024)] | None = None
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     stop: (
         Annotated[
             Annotated[Stop, Tag("one")]
-            | Annotated[list[Stop], Field(max_length=CAPS.max_stop), Tag("many")],
+            | Annotated[
+                list[Stop], Field(max_length=CAPS.max_stop), Few(CAPS.max_stop), Tag("many")
+            ],
             Discriminator(_one_or_many),
         ]
         | None
@@ -188,9 +205,16 @@ class CompletionRequest(Common):
 
     prompt: Annotated[
         Annotated[Text, Tag("one")]
-        | Annotated[list[Text], Field(min_length=1, max_length=CAPS.max_n), Tag("many")]
+        | Annotated[
+            list[Text], Field(min_length=1, max_length=CAPS.max_n), Few(CAPS.max_n), Tag("many")
+        ]
         | Annotated[TokenList, Tag("tokens")]
-        | Annotated[list[TokenList], Field(min_length=1, max_length=CAPS.max_n), Tag("lists")],
+        | Annotated[
+            list[TokenList],
+            Field(min_length=1, max_length=CAPS.max_n, fail_fast=True),
+            Few(CAPS.max_n),
+            Tag("lists"),
+        ],
         Discriminator(_kind),
     ]
     logprobs: int | None = Field(None, ge=0, le=CAPS.max_logprobs)
@@ -212,7 +236,12 @@ class Message(Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
         Annotated[Text, Tag("one")]
-        | Annotated[list[TextPart], Field(min_length=1, max_length=1024), Tag("many")],
+        | Annotated[
+            list[TextPart],
+            Field(min_length=1, max_length=1024, fail_fast=True),
+            Few(1024),
+            Tag("many"),
+        ],
         Discriminator(_one_or_many),
     ]
     name: Word | None = None
@@ -232,7 +261,9 @@ class Message(Strict):
 class ChatRequest(Common):
     """A conversation that the assistant is to continue."""
 
-    messages: list[Message] = Field(min_length=1, max_length=2048)
+    messages: Annotated[
+        list[Message], Field(min_length=1, max_length=2048, fail_fast=True), Few(2048)
+    ]
     max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=CAPS.max_logprobs)

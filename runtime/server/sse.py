@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from specctl.core.errors import SpecctlError
 from specctl.runtime.server.answers import ApiAnswer, Choice, Json
 from specctl.runtime.server.contract import Piece
-from specctl.runtime.server.errors import ApiError, api_error, broken
+from specctl.runtime.server.errors import ApiError, api_error, broken, outgrown
 
 T = TypeVar("T")
 Pieces = AsyncGenerator[tuple[Choice, Piece], None]
@@ -44,6 +44,8 @@ async def _checked(choice: Choice) -> Pieces:
         reason = piece.finish_reason
         if reason == "error":
             raise broken()
+        if reason == "grammar":
+            raise outgrown()
         yield choice, piece
     if reason is None:
         raise ApiError(503, "the server stopped before the answer was complete", code="stopped")

@@ -7,7 +7,6 @@ only pickled. Refused before weights are read: architectures whose cache cannot 
 from __future__ import annotations
 
 import copy
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,26 +19,42 @@ from specctl.core.errors import (
     FileError,
     IncompatibleError,
     IntegrityError,
+    SpecctlError,
+    is_out_of_memory,
 )
 from specctl.core.language_model import LanguageModel
+from specctl.core.spec import check_spec
 from specctl.models.compiled import CompiledLM
 from specctl.models.fast_llama import FastLlama
-from specctl.models.hf_spec import refuse_stateful
+from specctl.models.hf_spec import refuse_stateful, spec_of
 from specctl.recipes.targets import ResolvedTarget
+from specctl.runtime.sampling.generation_config import Suggested, read_suggested
 from specctl.runtime.target import hub
+from specctl.runtime.target.checkpoint_folder import (
+    check_size,
+    foreign_config,
+    from_folder,
+    read_settings,
+    stored_shapes,
+    weight_files,
+)
 from specctl.runtime.target.device import check_memory, choose_dtype
 from specctl.runtime.target.multimodal import is_multimodal, load_text_side, text_config
+
+UNBUILDABLE = "transformers cannot build this configuration"
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A checkpoint in memory, the commit it came from where that is known, and the kind of the
-    multimodal model whose text side it is (None: it is the whole model)."""
+    """A checkpoint in memory, the commit it came from where that is known, the kind of the
+    multimodal model whose text side it is (None: it is the whole model), and the sampling that it
+    asks for."""
 
     model: Any
     tokenizer: Any
     revision: str | None
     inside_of: str | None
+    suggested: Suggested | None = None
 
 
 def load_checkpoint(
@@ -53,85 +68,30 @@ def load_checkpoint(
     config = check_folder(folder)
     device = device or torch.device("cpu")
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
-    count = sum(p.stat().st_size for p in folder.glob("*.safetensors")) // stored.itemsize
+    count = sum(p.stat().st_size for p in weight_files(folder)) // stored.itemsize
     wanted = choose_dtype(dtype, device, stored, count)
     check_memory(count * wanted.itemsize, wanted, device, f"the target {resolved.name}")
+    suggested = read_suggested(folder)
     tokenizer = _load_tokenizer(folder, config)
     whole = config.model_type if is_multimodal(config) else None
     model = _load_model(folder, wanted, whole is not None).to(device)
     commit = folder.name if resolved.path is None and folder.parent.name == "snapshots" else None
-    return Loaded(model, tokenizer, commit or resolved.revision, whole)
+    return Loaded(model, tokenizer, commit or resolved.revision, whole, suggested)
 
 
 def check_folder(folder: Path) -> Any:
     """The transformers configuration of a folder that may be loaded; raises for every other."""
     config = check_config(folder)
-    _check_weights(folder)
+    shapes = stored_shapes(weight_files(folder))
+    where = str(folder / "config.json")
+    with foreign_config(UNBUILDABLE, where):
+        check_size(text_config(config) if is_multimodal(config) else config, shapes, where)
     return config
 
 
 def check_config(folder: Path) -> Any:
     """The configuration of a folder whose weights need not be there yet."""
-    raw = _read_json(folder / "config.json")
-    for name in ("config.json", "tokenizer_config.json"):
-        if (folder / name).exists() and "auto_map" in _read_json(folder / name):
-            raise IntegrityError(
-                "the checkpoint brings its own code, which specctl never runs",
-                found="auto_map",
-                expected="an architecture that transformers has built in",
-                do="choose a target without custom code",
-                where=str(folder / name),
-            )
-    return _read_config(folder, raw)
-
-
-def _check_weights(folder: Path) -> None:
-    if not list(folder.glob("*.safetensors")):
-        pickled = [p.name for p in sorted(folder.iterdir()) if p.suffix in (".bin", ".pt", ".pth")]
-        if not pickled:
-            raise FileError(
-                "the folder holds no weights",
-                found=", ".join(sorted(p.name for p in folder.iterdir())[:6]) or "an empty folder",
-                expected="*.safetensors",
-                do="fetch the checkpoint again",
-                where=str(folder),
-            )
-        raise IntegrityError(
-            "the weights are pickled, and loading a pickle can run any code",
-            found=", ".join(pickled[:3]),
-            expected="*.safetensors",
-            do="convert them where you trust the file: model.save_pretrained(FOLDER) of "
-            "transformers writes safetensors",
-            where=str(folder),
-        )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileError(
-            "the folder is not a transformers checkpoint",
-            found=f"no {path.name}",
-            expected="config.json, tokenizer and safetensors weights",
-            do="give the folder that holds config.json",
-            where=str(path.parent),
-        ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise IntegrityError(
-            f"{path.name} cannot be read",
-            found=str(error)[:120],
-            do="fetch it again",
-            where=str(path),
-        ) from None
-    if not isinstance(content, dict):
-        raise IntegrityError(
-            f"{path.name} is not a JSON object",
-            found=type(content).__name__,
-            do="fetch it again",
-            where=str(path),
-        )
-    return content
+    return _read_config(folder, read_settings(folder))
 
 
 def _read_config(folder: Path, raw: dict[str, Any]) -> Any:
@@ -146,7 +106,9 @@ def _read_config(folder: Path, raw: dict[str, Any]) -> Any:
             do="pip install -U transformers, or choose another target",
             where=where,
         ) from error
-    check_causal(config, where)
+    with foreign_config(UNBUILDABLE, where):
+        check_causal(config, where)
+        check_spec(spec_of(config))
     return config
 
 
@@ -180,6 +142,7 @@ def _load_tokenizer(folder: Path, config: Any) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
+        tokenizer.decode(tokenizer.encode("a"))  # settings of a wrong kind show in use only
     except Exception as error:  # tokenizers raises plain Exception for a damaged file
         raise IntegrityError(
             "the tokenizer cannot be read",
@@ -212,29 +175,21 @@ def _load_model(folder: Path, dtype: torch.dtype, has_more_than_text: bool) -> A
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        load = load_text_side if has_more_than_text else AutoModelForCausalLM.from_pretrained
-        model, info = load(
-            pretrained_model_name_or_path=folder,
-            dtype=dtype,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        if has_more_than_text:
+            model, info = load_text_side(folder, dtype)
+        else:
+            model, info = from_folder(
+                AutoModelForCausalLM, folder, dtype=dtype, output_loading_info=True
+            )
+    except SpecctlError:
+        raise
+    except Exception as error:  # a foreign checkpoint through a foreign reader: any type may come
+        if is_out_of_memory(error):
+            raise
         raise IntegrityError(
             "the weights cannot be loaded",
             found=str(error).split("\n")[0][:160],
             do="fetch the checkpoint again; quantised checkpoints need their own library",
-            where=str(folder),
-        ) from error
-    except Exception as error:
-        if type(error).__name__ != "SafetensorError":
-            raise
-        raise IntegrityError(
-            "a weight file is damaged",
-            found=str(error)[:160],
-            do="fetch the checkpoint again",
             where=str(folder),
         ) from error
     finally:

@@ -8,6 +8,7 @@ trained on text (a text-only draft for LLaVA: arXiv 2404.08856).
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.utils import logging
 
 from specctl.core.errors import IncompatibleError
+from specctl.runtime.target.checkpoint_folder import from_folder
 
 # Text towers without a causal model of their own, and the one that computes the same on text.
 TWINS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
@@ -80,12 +82,14 @@ def _laid_out_otherwise(full: Any, found: str) -> IncompatibleError:
     )
 
 
-def load_text_side(**given: Any) -> tuple[Any, dict[str, Any]]:
-    """`from_pretrained` of the whole model, of which only the text side is kept."""
+def load_text_side(folder: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    """The whole model of a folder, of which only the text side is kept, and what was loaded."""
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # what is said of the other towers helps nobody here
     try:
-        full, info = AutoModelForImageTextToText.from_pretrained(**given)
+        full, info = from_folder(
+            AutoModelForImageTextToText, folder, dtype=dtype, output_loading_info=True
+        )
     finally:
         logging.set_verbosity(level)
     return text_side(full), info

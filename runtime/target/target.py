@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from specctl.models.fast_llama import fast_llama_from_hf
 from specctl.models.hf_lm import HfLM
 from specctl.models.hf_spec import spec_of
 from specctl.recipes.targets import resolve
+from specctl.runtime.sampling.generation_config import Suggested
 from specctl.runtime.target.checkpoint import load_checkpoint
 from specctl.runtime.target.device import LARGE, choose_device, choose_dtype
 
@@ -52,7 +53,8 @@ class Target:
     """A model that is only ever read. `fingerprint` names its weights, whatever dtype they are
     loaded in; `inflated` is the size it was inflated to, None for the model as published;
     `changed` says how far it is from the target that a joint training made it of; `inside_of` is
-    the kind of multimodal model whose text side it is."""
+    the kind of multimodal model whose text side it is; `suggested` the sampling that its checkpoint
+    asks for."""
 
     name: str
     revision: str | None
@@ -65,6 +67,7 @@ class Target:
     inflated: str | None = None
     changed: TargetChange | None = None
     inside_of: str | None = None
+    suggested: Suggested | None = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -95,12 +98,15 @@ class Target:
         """Token ids of a plain text, with the special tokens the tokenizer puts in front."""
         return list(self._tokenizer().encode(text))
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation, up to where the assistant speaks next."""
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant speaks next; control tokens that
+        are spelled in it are read as text."""
         from jinja2 import TemplateError
 
+        from specctl.runtime.target.chat_tokens import chat_tokens
+
         try:
-            text = self.chat_text(messages)
+            return chat_tokens(self, messages)
         except TemplateError as error:
             raise IncompatibleError(
                 f"the chat template of target {self.name} does not take this conversation",
@@ -108,9 +114,8 @@ class Target:
                 expected="roles in an order that it knows",
                 do="leave the system message out, or put it in front of the first user's",
             ) from error
-        return list(self._tokenizer().encode(text, add_special_tokens=False))
 
-    def chat_text(self, messages: Sequence[dict[str, str]]) -> str:
+    def chat_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """A conversation as its template writes it, up to where the assistant speaks next."""
         tokenizer = self._tokenizer()
         if self.template_digest is None:
@@ -189,7 +194,12 @@ def load_target(
     first = "float32" if inflate is not None else dtype
     loaded = load_checkpoint(resolved, first, where, offline)
     target = Target.from_model(loaded.model, loaded.tokenizer, name)
-    target = replace(target, revision=loaded.revision, inside_of=loaded.inside_of)
+    target = replace(
+        target,
+        revision=loaded.revision,
+        inside_of=loaded.inside_of,
+        suggested=loaded.suggested,
+    )
     if inflate is not None:
         from specctl.runtime.target.inflate import inflate as blow_up
 

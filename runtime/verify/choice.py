@@ -18,12 +18,23 @@ def check_rule(rule: str, drafter: Drafter | None, policy: Policy) -> None:
     check_legal(rule, policy.kind(sampled=rule != "target-only"), policy.is_chain)
 
 
-def rule_for(rule: str, tree: DraftTree, all_greedy: bool) -> str:
-    """The rule of a round under the configured one."""
+def sampling_rule(rule: str, drafter: Drafter | None, policy: Policy) -> str:
+    """The rule that verifies what this policy drafts for sampled rows; plain decoding draws as
+    target-only does."""
+    if drafter is None:
+        return "target-only"
+    if rule not in ("auto", "greedy"):
+        return rule
+    return default_rule(policy.kind(sampled=True), policy.is_chain)
+
+
+def rule_for(rule: str, tree: DraftTree, all_greedy: bool, usual: str) -> str:
+    """The rule of a round under the configured one. Where nobody drafts it is the `usual` one of
+    the policy, so that a row without a draft is drawn alike beside rows that have one."""
     if all_greedy:
         return "greedy"
     if tree.num_nodes == 0:
-        return "target-only"
+        return usual
     return default_rule(tree.kind, tree.is_chain) if rule in ("auto", "greedy") else rule
 
 
@@ -34,9 +45,6 @@ def verification_of(
     lossless = "lossless" if drafter is None or drafter.lossless else "approximate"
     if drafter is None:
         name = "plain"
-    elif not sampled:
-        name = "greedy"
     else:
-        kind = policy.kind(sampled=rule != "target-only")
-        name = default_rule(kind, policy.is_chain) if rule in ("auto", "greedy") else rule
+        name = sampling_rule(rule, drafter, policy) if sampled else "greedy"
     return {"class": lossless, "rule": name}

@@ -48,7 +48,7 @@ def _choose(tree: DraftTree, p_BTV: Tensor) -> tuple[Tensor, Tensor]:
     distribution = DraftDistribution.of(tree, p_BTV)
     is_root_BN = tree.valid_BN & (tree.parent_BN < 0)
     num_B1 = is_root_BN.sum(1, keepdim=True)
-    most = tree.num_nodes // max(tree.depth, 1)  # the paths are of one length
+    most = tree.num_nodes - tree.depth + 1  # a bound: one path is as deep, the others have a node
     at_B = tree.token_BN.new_zeros(tree.token_BN.shape[0])
     below_B1, here_B1 = torch.zeros_like(p_BTV[:, 0, :1]), torch.ones_like(p_BTV[:, 0, :1])
     alive_BN, path_BN, feds, distributions = is_root_BN, tree.rank_BN, [at_B], []

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from specctl.core.tree import DraftTree
 from specctl.runtime.sampling.noise import Noise
-from specctl.runtime.verify.chain import bonus_only
 from specctl.runtime.verify.siblings import scaled
+from specctl.runtime.verify.target_only import target_only
 from specctl.runtime.verify.walk import (
     DraftDistribution,
     Verdict,
@@ -31,8 +31,8 @@ from specctl.runtime.verify.walk import (
 def top_plus_one(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
     """Down the tree, level by level; a row that stopped repeats its last, failed test."""
     p_BTV = scores_BTV.softmax(-1)
-    if not tree.num_nodes:
-        return bonus_only(p_BTV, noise)
+    if not tree.num_nodes:  # drawn as a row without children is drawn beside others
+        return target_only(tree, scores_BTV, noise)
     distribution = DraftDistribution.of(tree, p_BTV)
     u_BN = noise.accept_BT(tree.num_nodes + 1)[:, 1:].to(p_BTV.dtype)
     gumbel_BTV = noise.target_BTV(tree.depth_BT(), p_BTV.shape[-1]).to(p_BTV.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,69 @@ def test_a_table_is_read_back_for_the_same_pair_only(cache: Path) -> None:
     assert read_costs({**ABOUT, "target": "abd"}) is None
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"about": 1}', "\x00"])
+def spelled(**costs: str) -> str:
+    """A table of these costs as the file spells them; the others are those of TABLE."""
+    about = json.dumps(ABOUT)
+    draft = '{{"0": 0.0, "2": {}}}'.format(costs.get("draft", "0.1"))
+    verify = '{{"0": {}, "2": 1.1}}'.format(costs.get("verify", "1.0"))
+    return f'{{"about": {about}, "draft": {draft}, "verify": {verify}}}'
+
+
+ABYSS = "[" * 100_000 + "]" * 100_000
+NO_COSTS = ["NaN", "Infinity", "-Infinity", "1e999", "-0.1", '"x"', "null", "9" * 5000, ABYSS]
+DAMAGED = [
+    "",
+    "[]",
+    "{}",
+    '{"about": 1}',
+    "\x00",
+    ABYSS,
+    '{"about":' * 5000,
+    " " * (1 << 20) + "{}",
+]
+DAMAGED += [spelled(**{name: cost}) for name in ("draft", "verify") for cost in NO_COSTS]
+DAMAGED += [spelled(verify="0")]
+
+
+def test_a_table_is_spelled_as_below(cache: Path) -> None:
+    path = write_costs(ABOUT, TABLE)
+    assert path is not None
+    path.write_text(spelled())
+    assert read_costs(ABOUT) == TABLE
+
+
+@pytest.mark.parametrize("text", DAMAGED, ids=range(len(DAMAGED)))
 def test_a_damaged_table_counts_as_not_measured(text: str, cache: Path) -> None:
     path = write_costs(ABOUT, TABLE)
     assert path is not None
     path.write_text(text)
     assert read_costs(ABOUT) is None
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "loop"])
+def test_what_is_no_file_counts_as_not_measured(kind: str, cache: Path) -> None:
+    path = write_costs(ABOUT, TABLE)
+    assert path is not None
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(path)
+    assert read_costs(ABOUT) is None
+    assert (write_costs(ABOUT, TABLE) is None) == (kind == "folder")
+
+
+def test_what_a_killed_writer_left_is_swept(cache: Path) -> None:
+    path = write_costs(ABOUT, TABLE)
+    assert path is not None
+    left, other = path.with_name(f".{path.name}.99"), path.with_name(".other.json.99")
+    left.write_text("half")
+    other.write_text("half")
+    write_costs(ABOUT, TABLE)
+    assert not left.exists()
+    assert other.exists()
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(cache: Path) -> None:

@@ -3,6 +3,8 @@
 import json
 import re
 
+import pytest
+
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 6}, "ok": {"type": "boolean"}},
@@ -37,3 +39,18 @@ def test_a_wrong_grammar_and_two_grammars_are_refused(run, tmp_path):
     both = run("generate", "--grammar", path, "--json-schema", path, "x = ")
     assert both.code == 2
     assert "one of them" in both.err
+
+
+@pytest.mark.parametrize("more", [(), ("--compare",)])
+def test_a_text_that_broke_off_in_its_grammar_is_shown_and_an_error(run, tmp_path, more):
+    """Behind the first field the schema outgrows what the matcher takes on."""
+    wide = {"type": "object", "properties": {f"property_{i}": {} for i in range(250)}}
+    both = {"name": {"type": "string", "maxLength": 3}, "rest": wide}
+    path = tmp_path / "wide.json"
+    path.write_text(json.dumps({"properties": both, "type": "object", "required": [*both]}))
+    ran = run("generate", "--json-schema", path, "--max-new-tokens", 80, *more, "--json", "data = ")
+    assert ran.code == 2
+    assert "broke off inside their grammar" in ran.err
+    [output] = ran.json["result"]["outputs"]
+    assert output["finish_reason"] == "grammar"
+    assert output["text"].startswith("{")

@@ -115,6 +115,19 @@ REFUSED = {
     "slices of nothing": (("plan", "-r", "eagle3", "--set", "drafter.options.chunk=0"), 3),
     "too large a vocabulary": (("plan", "--set", "vocab.size=99999999999999999999"), 3),
     "an unknown size of target": (("plan", "--set", "target.inflate=77b"), 3),
+    "heads that are a switch": (
+        ("plan", "-r", "medusa", "--set", "drafter.options.num_heads=true"),
+        3,
+    ),
+    "heads as a word": (("plan", "-r", "medusa", "--set", "drafter.options.num_heads='2'"), 3),
+    "a tree without end": (
+        ("plan", "--set", "serve.policy=static-tree", "--set", "serve.branch=[64,64,64,64]"),
+        3,
+    ),
+    "a stop file, which no package has": (
+        ("plan", "--set", "serve.stop=disco", "--set", "serve.stop_file=x.safetensors"),
+        3,
+    ),
     # late failures, early
     "a benchmark into a folder": (("bench", "--out", "FOLDER"), 4),
     "a benchmark below a file": (("bench", "--out", "FILE/x.json"), 4),

@@ -15,6 +15,7 @@ from specctl.cli.app import failures
 from specctl.cli.commands import quickstart
 from specctl.core.errors import Exit
 from specctl.runtime.engine.engine import Engine
+from specctl.train.runs.folders import read_run
 from specctl_testing.cli.terminal import Terminal
 
 LONG = ["generate", "--max-new-tokens", "900", "--ignore-eos", "import os"]
@@ -84,6 +85,15 @@ def test_training_stops_with_75_and_a_second_ctrl_c_leaves_at_once(tmp_path: Pat
         assert terminal.wait() in ends
         assert "Traceback" not in terminal.shown
         assert terminal.cursor_is_shown
+
+
+def test_a_terminal_that_is_closed_ends_training_as_sigterm_does(tmp_path: Path) -> None:
+    words = ["distill", "--out", str(tmp_path / "run"), "--set", "train.save_every=5000"]
+    words += [word for setting in TRAINING for word in ("--set", setting)]
+    with Terminal(words) as terminal:
+        terminal.until("/5000")
+        assert terminal.hang_up() == Exit.INTERRUPTED
+    assert [save.wrong for save in read_run(tmp_path / "run", hashes=True).saves] == [None]
 
 
 def test_answers_written_before_ctrl_c_are_kept_and_the_run_goes_on_from_them(

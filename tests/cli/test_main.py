@@ -110,6 +110,8 @@ def test_an_error_has_four_parts(run: Any) -> None:
         (KeyboardInterrupt(), 130),
         (MemoryError(), 6),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), 6),
+        (RuntimeError("could not create a primitive"), 6),
+        (RuntimeError("could not create a primitive descriptor for a matmul primitive"), 6),
         (OSError(errno.ENOSPC, "No space left on device", "/x/y"), 6),
         (PermissionError(errno.EACCES, "Permission denied", "/x/y"), 4),
         (FileNotFoundError(errno.ENOENT, "No such file", "/x/y"), 4),

@@ -85,6 +85,17 @@ def test_a_quiet_console_has_no_progress() -> None:
     assert stream.getvalue() == ""
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(3.2, "3s"), (75, "1m15s"), (3720, "1h02m")])
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (3.2, "3s"),
+        (75, "1m15s"),
+        (3720, "1h02m"),
+        (86_399, "23h59m"),
+        (100_000, "1d03h"),
+        (10_000_000, "115 days"),
+        (52_235 * 3600, "2,176 days"),
+    ],
+)
 def test_durations_are_short(seconds: float, text: str) -> None:
     assert duration(seconds) == text

@@ -79,6 +79,7 @@ def test_a_cut_without_healing_is_a_package_and_a_report(run: Any, tmp_path: Pat
 
 
 def test_another_commands_run_is_left_as_it_is(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "run.lock").touch()
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "manifest.json").write_text("{}")
@@ -124,7 +125,7 @@ def test_two_steps_distil_in_between_and_go_on_where_they_stopped(run: Any, tmp_
     assert answer["prune"]["after"]["num_layers"] == 1
     assert answer["steps"] == 2
     again = run(*words(out, *flags))
-    assert again.err.count("continuing from step 2") == 2
+    assert again.err.count("is left as it is") == 2
     assert again.json["result"]["tau"] == answer["tau"]
     other = run(*words(out, "--layers", "2", "--heal-steps", "4"))
     assert other.code == 4
@@ -185,7 +186,7 @@ def test_a_search_heals_every_shape_and_ranks_by_what_it_measured(
     assert ran.code == 0, ran.err
     assert "4 of 4 shapes are healed for 1 steps" in ran.err
     found = ran.json["result"]
-    reached = found["acceptance"]["accepted_per_position"]
+    reached = found["acceptance"]["reached_per_position"]
     assert set(reached) == {"1x64", "1x128", "2x64", "2x128"}
     for row in found["ranking"]:
         share_at = reached[f"{row['layers']}x{row['width']}"]

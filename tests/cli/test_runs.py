@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from specctl.api.recipe import folder_name
 from specctl.cli.app.console import Console
 from specctl.cli.commands import runs_follow
 from specctl.cli.commands.runs_follow import resuming_words
@@ -129,6 +130,55 @@ def test_an_interrupted_run_is_continued_as_it_was_started(
         for name in ("interrupted", "finished")
     )
     assert left.read_bytes() == right.read_bytes()
+
+
+def test_a_run_that_lost_its_checkpoints_stays_damaged_until_a_restart_is_allowed(
+    run: Any, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = runs / "damaged"
+    shutil.rmtree(folder / "package")
+    log = (folder / "metrics.jsonl").read_bytes()
+    saves = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    for _ in range(2):
+        ran = run("runs", "resume", folder, "--json")
+        assert ran.code == Exit.INTEGRITY
+        assert "--allow restart" in ran.json["error"]["do"]
+        assert (folder / "metrics.jsonl").read_bytes() == log
+        assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == saves
+        assert read_run(folder).state == "damaged"
+    assert run("runs", "clean", folder, "--yes", "--json").json["result"]["deleted"] == []
+    ran = run("runs", "resume", folder, "--allow", "restart", "--json")
+    assert ran.code == 0, ran.err
+    assert read_run(folder).state == "finished"
+
+
+def test_a_finished_run_keeps_its_package_and_its_proof_whatever_is_asked(
+    run: Any, runs: Path
+) -> None:
+    folder = runs / "finished"
+    (folder / "package" / "proof.json").write_text('{"kept": true}')
+
+    def files() -> dict[Path, bytes]:
+        found = (path for path in folder.rglob("*") if path.is_file())
+        return {path: path.read_bytes() for path in found}
+
+    before, words = files(), [word for setting in SMALL for word in ("--set", setting)]
+    again = ("train-draft", "--recipe", "medusa", "--out", folder, *words, "--set",
+             "vocab.size=256", "--json")  # fmt: skip
+    for asked in (("runs", "resume", folder, "--json"), again):
+        ran = run(*asked)
+        assert ran.code == 0, ran.err
+        assert "left as it is" in ran.err
+        assert files() == before
+    assert ran.json["result"]["package"] == str(folder / "package")
+
+
+def test_a_run_that_was_killed_before_it_was_packaged_is_not_finished(run: Any, runs: Path) -> None:
+    shutil.rmtree(runs / "finished" / "package")
+    assert read_run(runs / "finished").state == "interrupted"
+    assert run("runs", "resume", runs / "finished", "--json").code == 0
+    assert read_run(runs / "finished").state == "finished"
 
 
 def test_a_running_run_is_not_resumed(run: Any, runs: Path) -> None:
@@ -259,3 +309,48 @@ def test_mistakes_are_answered_with_something_to_do(
 def test_folders_inside_a_run_are_not_runs(runs: Path) -> None:
     (runs / "finished" / "half").mkdir()
     assert [p.name for p in find_runs(runs)] == ["damaged", "finished", "interrupted"]
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        ("tiny", "tiny"),
+        ("org/model", "org--model"),
+        ("./model", "model"),
+        ("../all/./model/", "all--model"),
+        ("/models/.cache/m", "models--.cache--m"),
+        (".hidden/m", "hidden--m"),
+        ("..", None),
+    ],
+)
+def test_no_target_makes_a_hidden_run_folder(target: str, name: str | None) -> None:
+    assert folder_name(target) == (name or Path.cwd().parent.name)
+
+
+def test_a_run_in_a_hidden_folder_is_listed_and_others_are_not_looked_into(runs: Path) -> None:
+    (runs / "finished").rename(runs / ".--model-medusa")
+    shutil.copytree(runs / "damaged", runs / ".venv" / "run", symlinks=True)
+    names = [path.name for path in find_runs(runs)]
+    assert names == [".--model-medusa", "damaged", "interrupted"]
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        ("--target", "./nowhere"),
+        ("--target", "tyni"),
+        ("--data", "EMPTY"),
+        ("--set", "drafter.options.num_heads=0"),
+    ],
+)
+def test_a_mistake_leaves_no_run_behind(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: tuple[str, str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.jsonl").write_text("{}\n")
+    words = [word.replace("EMPTY", "empty.jsonl") for word in mistake]
+    sets = [word for setting in SMALL for word in ("--set", setting)]
+    ran = run("train-draft", "--recipe", "medusa", *sets, *words, "--out", "runs/new")
+    assert ran.code not in (0, 1), ran.err
+    assert not (tmp_path / "runs" / "new").exists()
+    assert run("runs", "ls", tmp_path, "--json").json["result"]["runs"] == []

@@ -92,7 +92,7 @@ def test_without_the_extra_it_says_what_to_install(
     )
     ran = run("serve")
     assert ran.code == Exit.USAGE
-    assert "pip install 'specctl[serve]'" in ran.err
+    assert "pip install 'specctl-toolkit[serve]'" in ran.err
     assert "no fastapi, uvicorn" in ran.err
 
 

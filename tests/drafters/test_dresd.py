@@ -118,7 +118,7 @@ def test_the_approximate_index_finds_nearly_all_that_the_exact_one_does() -> Non
 
 def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "usearch.index", None)
-    with pytest.raises(ResourceError, match=r"specctl\[dense\]"):
+    with pytest.raises(ResourceError, match=r"specctl-toolkit\[dense\]"):
         DenseIndex(torch.eye(4), np.arange(4), "hnsw")
 
 

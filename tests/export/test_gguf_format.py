@@ -258,6 +258,6 @@ def test_without_the_library_the_error_names_it(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(SpecctlError, match=r"pip install 'specctl\[gguf\]'"):
+    with pytest.raises(SpecctlError, match=r"pip install 'specctl-toolkit\[gguf\]'"):
         exported(shaken("small-lm", target, **SMALL), target, tmp_path / "out", "gguf")
     assert not (tmp_path / "out").exists()

@@ -20,10 +20,11 @@ from safetensors.torch import load_file, save
 
 from specctl.core.errors import FileError, IntegrityError, SpecctlError
 from specctl.drafters import families
-from specctl.export.package.files import check_name, check_no_code, list_files, read_header
+from specctl.export.package.files import check_name, list_files, read_header
 from specctl.export.package.folder import load_drafter
 from specctl.export.package.load import load_package
 from specctl.export.package.manifest import MANIFEST, WEIGHTS, check_files
+from specctl.runtime.target.checkpoint_folder import refuse_code
 from specctl.runtime.target.target import Target
 
 GOOD = save({"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4), "c": torch.ones(5).half()})
@@ -317,7 +318,7 @@ def test_files_and_archives_are_not_packages(
 )
 def test_code_named_by_a_config_is_refused(body: Any, plain_target: Target, tmp_path: Path) -> None:
     with pytest.raises(IntegrityError, match="its own code"):
-        check_no_code(body, "config.json")
+        refuse_code(body, "config.json")
     folder = tmp_path / "draft"
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(GOOD)

@@ -11,6 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -315,6 +316,27 @@ def test_leftovers_of_killed_writers_are_swept(make_toy: Any, save: Any, tmp_pat
     assert not stale.exists()
     assert alive.exists()
     assert other.exists()
+
+
+def test_leftovers_of_a_process_id_that_came_again_are_swept_by_age_and_content(
+    make_toy: Any, save: Any, tmp_path: Path
+) -> None:
+    old = time.time() - 25 * 3600
+    recycled = tmp_path / f".package.tmp-{os.getpid()}-0123abcd"
+    written = tmp_path / f".package.tmp-{os.getppid()}-1123abcd"
+    foreign = tmp_path / f".package.tmp-{os.getppid()}-2123abcd"
+    for folder in (recycled, written, foreign):
+        folder.mkdir()
+        (folder / WEIGHTS).write_bytes(b"half")
+    (foreign / ".git").mkdir()
+    for path in (recycled / WEIGHTS, foreign / WEIGHTS, foreign / ".git"):
+        os.utime(path, (old, old))
+    for path in (recycled, written, foreign):
+        os.utime(path, (old, old))
+    save(make_toy())
+    assert not recycled.exists()
+    assert written.exists(), "a file in it has just been written"
+    assert foreign.exists()
 
 
 def test_renaming_aside_is_used_where_folders_cannot_be_exchanged(

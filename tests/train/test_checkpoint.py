@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import shutil
+import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from specctl.train.loop import TrainProgress, restore, save, take_step, train
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot, read_snapshot
 from specctl.train.saving.disk import Disk, write_file
 from specctl.train.saving.fingerprint import check_same_run
-from specctl.train.saving.lock import locked
+from specctl.train.saving.lock import Holder, live_holder, locked
 from specctl.train.saving.tensorfile import DTYPES, tensor_chunks
 from specctl.train.saving.whole import damage
 from specctl_testing.train import toy
@@ -135,13 +137,33 @@ def test_a_flip_of_any_single_byte_of_the_manifest_is_found(tmp_path: Path) -> N
     assert missed == []
 
 
-def test_when_every_checkpoint_is_damaged_the_run_says_so_instead_of_starting_over(
+def test_a_run_without_a_whole_checkpoint_stays_refused_until_it_is_allowed_to_restart(
     tmp_path: Path,
 ) -> None:
     found = filled(tmp_path)
     for step in (1, 2, 3):
         (found.path(step) / "state.json").unlink()
-    with pytest.raises(IntegrityError, match=r"step000003: state.json is missing.*step000001"):
+    for _ in range(3):  # asking again changes nothing: not the answer, not the files
+        with pytest.raises(IntegrityError, match=r"step000003: state.json is missing.*step000001"):
+            found.newest()
+        assert found.steps() == [1, 2, 3]
+    assert found.newest(restart=True) is None
+    assert found.steps() == []
+    with pytest.raises(IntegrityError, match="set aside: damaged-step000001") as caught:
+        found.newest()  # nothing was saved since
+    assert "--allow restart" in caught.value.do
+    found.save(snapshot(1))
+    assert found.newest().step == 1
+
+
+def test_what_was_set_aside_is_not_forgotten_when_the_last_whole_checkpoint_goes(
+    tmp_path: Path,
+) -> None:
+    found = filled(tmp_path, (1, 2))
+    (found.path(2) / "state.json").unlink()
+    assert found.newest().step == 1
+    shutil.rmtree(found.path(1))
+    with pytest.raises(IntegrityError, match="set aside: damaged-step000002"):
         found.newest()
 
 
@@ -338,6 +360,17 @@ def test_a_second_process_on_the_folder_is_refused_and_told_who_holds_it(tmp_pat
         pass
 
 
+class Keeping(SilentReporter):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
 def test_the_lock_of_a_dead_process_is_taken_over_with_a_note(tmp_path: Path) -> None:
     ready, done = os.pipe()
     child = os.fork()
@@ -347,17 +380,46 @@ def test_the_lock_of_a_dead_process_is_taken_over_with_a_note(tmp_path: Path) ->
             os.kill(os.getpid(), 9)
     os.read(ready, 1)
     os.waitpid(child, 0)
-
-    class Keeping(SilentReporter):
-        def say(self, text: str) -> None:
-            said.append(text)
-
-    said: list[str] = []
-    with locked(tmp_path, Keeping()):
-        assert said == [f"took over the lock of process {child}, which is gone"]
+    assert live_holder(tmp_path) is None
+    keeping, here = Keeping(), socket.gethostname()
+    with locked(tmp_path, keeping):
+        assert keeping.said == [f"took over the lock of process {child} on {here}, which is gone"]
 
 
-def test_the_lock_of_another_host_is_never_overruled(tmp_path: Path) -> None:
+def test_a_restarted_container_takes_over_the_lock_that_it_left_under_another_name(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "run.lock").write_text(json.dumps({"pid": 1, "host": "elsewhere"}))
-    with pytest.raises(FileError, match="elsewhere"), locked(tmp_path, SilentReporter()):
-        pass
+    assert live_holder(tmp_path) is None
+    keeping = Keeping()
+    with locked(tmp_path, keeping):
+        assert keeping.said == ["took over the lock of process 1 on elsewhere, which is gone"]
+
+
+def test_a_lock_that_another_host_still_holds_is_refused_and_names_it(tmp_path: Path) -> None:
+    with locked(tmp_path, SilentReporter()):  # a file system that locks for all hosts
+        (tmp_path / "run.lock").write_text(json.dumps({"pid": 2**22 + 1, "host": "elsewhere"}))
+        assert live_holder(tmp_path) == Holder(2**22 + 1, "elsewhere")
+        with pytest.raises(FileError, match="elsewhere"), locked(tmp_path, SilentReporter()):
+            pass
+
+
+def test_looking_at_a_folder_never_makes_a_run_that_begins_there_leave(tmp_path: Path) -> None:
+    (tmp_path / "run.lock").write_text(json.dumps({"pid": 1, "host": "elsewhere"}))
+    ends = threading.Event()
+
+    def look() -> None:
+        while not ends.is_set():
+            live_holder(tmp_path)
+
+    watchers = [threading.Thread(target=look) for _ in range(2)]
+    for watcher in watchers:
+        watcher.start()
+    try:
+        for _ in range(200):
+            with locked(tmp_path, SilentReporter()):
+                pass
+    finally:
+        ends.set()
+        for watcher in watchers:
+            watcher.join()

@@ -313,3 +313,20 @@ def test_a_second_ctrl_c_in_a_notebook_only_interrupts_the_call() -> None:
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_hang_ups_are_one_request_however_often_they_come_and_none_under_nohup() -> None:
+    stop = Stop("again")
+    stop.is_deferred = True
+    with stop.listening():
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.is_requested
+        os.kill(os.getpid(), signal.SIGHUP)
+    unheard = Stop("again")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with unheard.listening():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert not unheard.is_requested

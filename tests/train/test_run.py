@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,15 +18,23 @@ import yaml
 
 import specctl.recipes
 from specctl.core.drafter import Drafter
-from specctl.core.errors import Exit, FileError, IncompatibleError, RecipeError
+from specctl.core.errors import (
+    Exit,
+    FileError,
+    IncompatibleError,
+    RecipeError,
+    ResourceError,
+)
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.target.target import Target
 from specctl.train.loop import TrainProgress, train
 from specctl.train.metrics import read_log
+from specctl.train.planning import capacity as room
 from specctl.train.run import RunResult, train_draft
 from specctl.train.saving.checkpoint import Checkpoints
+from specctl.train.saving.disk import Disk
 from specctl.train.saving.lock import locked
 from specctl.train.saving.state import seed_everything
 from specctl.train.stop import Interrupted
@@ -135,8 +144,70 @@ def test_a_stopped_run_resumed_by_the_same_call_gives_the_same_drafter(
     assert "continuing from step 5" in talk.said
     assert resumed.digest == whole.digest
     assert resumed.acceptance == whole.acceptance
+    (tmp_path / "cut" / "package").rmdir()
     _, again, _ = run(recipe, tmp_path / "cut", target)  # nothing is left to train
     assert again.digest == whole.digest
+
+
+def test_a_run_without_room_for_what_it_will_write_is_refused_before_it_begins(
+    tmp_path: Path, target: Target, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Small(Disk):
+        def free(self, folder: Path) -> int:
+            return 1000
+
+    monkeypatch.setattr(room, "Disk", Small)
+    with pytest.raises(ResourceError, match=r"does not fit here.*GB") as caught:
+        run(small_recipe("medusa", text), tmp_path / "run", target)
+    assert caught.value.exit == Exit.RESOURCES == 6
+    assert not (tmp_path / "run").exists()
+
+
+def files(folder: Path) -> dict[Path, tuple[int, bytes]]:
+    """Every file below a folder, with the moment of its last change."""
+    found = [path for path in folder.rglob("*") if path.is_file() and path.name != "run.lock"]
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in found}
+
+
+def test_a_finished_run_that_is_asked_for_again_is_left_alone(
+    tmp_path: Path, target: Target, text: Path
+) -> None:
+    recipe, out = small_recipe("medusa", text), tmp_path / "run"
+    first, _, _ = run(recipe, out, target)
+    shutil.rmtree(out / "data")  # to make room; what was finished does not need it
+    before = files(out)
+    often = small_recipe("medusa", text, train__log_every=1, train__save_every=2)
+    for same in (recipe, often):
+        again, package, talk = run(same, out, target)
+        assert again == first
+        assert package.digest == ""
+        assert files(out) == before
+        assert any("is left as it is" in said for said in talk.said)
+    shutil.rmtree(out / "checkpoints")
+    assert run(recipe, out, target)[0] == first
+    with pytest.raises(FileError, match="already holds a run"):
+        run(recipe, out, target, resume=False)
+
+
+def test_a_finished_run_is_not_taken_for_that_of_another_target_text_or_package(
+    tmp_path: Path, target: Target, text: Path
+) -> None:
+    out = tmp_path / "run"
+    source = tmp_path / "text.txt"
+    source.write_text(text.read_text())
+    recipe = small_recipe("medusa", source, data__regenerate="false")
+    run(recipe, out, target)
+    before = files(out)
+    with pytest.raises(IncompatibleError, match="--allow target"):
+        run(recipe, out, small_runs.random_target(seed=1))
+    with pytest.raises(IncompatibleError, match=r"serve\.length"):
+        run(small_recipe("medusa", source, data__regenerate="false", serve__length=2), out, target)
+    source.write_text(text.read_text()[200:])
+    with pytest.raises(IncompatibleError, match="--allow data"):
+        run(recipe, out, target)
+    assert files(out) == before
+    _, package, _ = run(recipe, out, target, allow=["data"])  # on purpose: packaged again
+    assert package.digest
 
 
 def test_a_run_killed_before_its_first_save_begins_its_log_anew(
@@ -190,6 +261,7 @@ def test_when_the_best_checkpoint_is_damaged_the_last_weights_are_packaged_and_m
     assert first.acceptance["step"] == 4  # a later equal tau does not replace it
     assert result.best_checkpoint is not None
     os.truncate(result.best_checkpoint / "model.safetensors", 100)
+    (tmp_path / "package").rmdir()
     _, second, talk = run(recipe, tmp_path, target)
     assert second.acceptance["step"] == 8
     assert second.digest != first.digest

@@ -92,7 +92,7 @@ def test_each_stage_starts_from_the_weights_of_the_one_before(
     assert result.steps == 6
     assert load_recipe(str(out)).to_json() == recipe.to_json()
     handed = load_file(out / "stage-1-first" / "package" / "model.safetensors")
-    best = json.loads((out / "stage-1-first" / "stage.json").read_text())["best"]
+    best = json.loads((out / "stage-1-first" / "finished.json").read_text())["best"]
     del handed["ids"]
     trained = model(out / "stage-1-first", int(Path(best).name[4:]))
     assert all(torch.equal(handed[name], trained[name]) for name in trained)
@@ -147,8 +147,8 @@ def test_a_stopped_pipeline_resumes_in_the_stage_that_was_running(
     run(recipe, whole, chat_target)
     with pytest.raises(Interrupted):
         run(recipe, out, chat_target, reporter=StopAt())
-    assert (out / "stage-1-first" / "stage.json").exists()
-    assert not (out / "stage-2-second" / "stage.json").exists()
+    assert (out / "stage-1-first" / "finished.json").exists()
+    assert not (out / "stage-2-second" / "finished.json").exists()
     _, talk = run(recipe, out, chat_target)
     assert "continuing from step 1" in talk.said
     straight, resumed = (model(o / "stage-2-second", 2) for o in (whole, out))

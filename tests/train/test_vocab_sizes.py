@@ -163,4 +163,4 @@ def test_search_without_optuna_says_how_to_get_it(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(SpecctlError) as caught:
         search_tpe(score, SPACE, min_coverage=0.0, trials=1)
-    assert "specctl[tune]" in caught.value.do
+    assert "specctl-toolkit[tune]" in caught.value.do

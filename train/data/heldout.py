@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from specctl.core.errors import FileError, SpecctlError, nearest
 from specctl.runtime.target.prompt_limits import check_room
 from specctl.runtime.target.target import Target
 from specctl.train.data.chat import conversation_prompt
-from specctl.train.data.records import sample_of
+from specctl.train.data.records import check_values, parse_line, sample_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,7 @@ def _records(file: Path) -> Iterator[tuple[str, Any]]:
             yield file.stem, line
             continue
         try:
-            record = json.loads(line)
+            record = parse_line(line)
         except ValueError as error:
             raise FileError(
                 "a line of the held-out prompts is not JSON",
@@ -113,10 +112,11 @@ def _records(file: Path) -> Iterator[tuple[str, Any]]:
 
 def _prompt(target: Target, domain: str, record: Any, file: Path) -> HeldoutPrompt:
     text = record.get("text", record.get("prompt")) if isinstance(record, dict) else record
-    if isinstance(text, str):
-        check_room(target, text)
-        return HeldoutPrompt(tuple(target.encode(text)), text, domain)
     try:
+        if isinstance(text, str):
+            check_values(text)
+            check_room(target, text)
+            return HeldoutPrompt(tuple(target.encode(text)), text, domain)
         sample = sample_of(record, str(file), domain)
         ids = tuple(conversation_prompt(target.tokenizer, sample))
     except ValueError as error:

@@ -68,6 +68,12 @@ def prepare(
     return TokenData(folder, manifest)
 
 
+def rows_digest(recipe: Recipe, target: Target) -> str:
+    """The digest of the rows that `prepare` would return; nothing is written."""
+    _, source_digest = _select(recipe.data, Defects())
+    return digest_of(_settings(recipe, target, source_digest))
+
+
 def _select(data: DataPart, defects: Defects) -> tuple[list[Sample], str]:
     """The samples to use and a digest of them. For regeneration: `prompts` of them, chosen by a
     seeded hash of their number, so that the choice needs no second reading; else all of them."""

@@ -15,6 +15,7 @@ PAIRS = (
     ("instruction", "output"),
     ("question", "answer"),
 )
+DEEPEST = 64  # lists and objects within each other in a message or a tool
 SYSTEM = ("system", "system_prompt")  # what a record may say before its first turn
 SHAREGPT_ROLES = {
     "human": "user",
@@ -46,6 +47,31 @@ class Sample:
         return hashlib.sha256(b"chat:" + body.encode()).digest()
 
 
+def parse_line(line: str | bytes) -> Any:
+    """The JSON value of a line; ValueError says why there is none."""
+    try:
+        return json.loads(line)
+    except RecursionError:
+        raise ValueError("line is nested too deep") from None
+
+
+def check_values(value: Any, owner: str = "a message", depth: int = 0) -> None:
+    """ValueError for what no template can write and no JSON can hold: values of other kinds (of
+    tables), lists and objects without end, halves of characters."""
+    if isinstance(value, str):
+        _check_unicode(value)
+    elif isinstance(value, Mapping | list | tuple):
+        if depth == DEEPEST:
+            raise ValueError(f"{owner} is nested too deep")
+        parts = [*value, *value.values()] if isinstance(value, Mapping) else value
+        if isinstance(value, Mapping) and not all(isinstance(key, str) for key in value):
+            raise ValueError(f"{owner} has a key that is no string")
+        for part in parts:
+            check_values(part, owner, depth + 1)
+    elif not (value is None or isinstance(value, int | float)):
+        raise ValueError(f"{owner} holds a value that JSON has not: {type(value).__name__}")
+
+
 def sample_of(record: Any, where: str, domain: str = "") -> Sample:
     """The sample of a JSON or table record; ValueError says what the record lacks."""
     if not isinstance(record, Mapping):
@@ -60,7 +86,8 @@ def sample_of(record: Any, where: str, domain: str = "") -> Sample:
     turns = _conversation(record) or ([] if text else _prompt_alone(record))
     if turns:
         messages = _messages(_with_system(record, turns))
-        _check_unicode(*(m.get("content", "") for m in messages))
+        check_values(messages)
+        check_values(tools, "a tool")
         return Sample(where, domain, messages=messages, tools=tuple(tools))
     if text:
         _check_unicode(text)
@@ -68,10 +95,10 @@ def sample_of(record: Any, where: str, domain: str = "") -> Sample:
     raise ValueError("record has no messages, prompt and response, or text")
 
 
-def _check_unicode(*texts: str) -> None:
+def _check_unicode(text: str) -> None:
     """JSON can spell half of a surrogate pair, which is no character."""
     try:
-        "".join(texts).encode()
+        text.encode()
     except UnicodeEncodeError:
         raise ValueError("text holds half of a surrogate pair") from None
 
@@ -158,11 +185,15 @@ def _said(content: Any) -> Any:
     return "\n".join(text for text in texts if isinstance(text, str) and text)
 
 
+def _named(role: Any) -> bool:
+    return isinstance(role, str) and bool(role)
+
+
 def _messages(turns: Any) -> tuple[Message, ...]:
     """Messages as the chat template takes them; keys that say nothing (null) are dropped."""
     messages = []
     for turn in _turns(turns):
-        if not isinstance(turn, Mapping) or not turn.get("role"):
+        if not isinstance(turn, Mapping) or not _named(turn.get("role")):
             raise ValueError("a message has no role")
         message = {key: value for key, value in turn.items() if value is not None}
         if "content" in message:

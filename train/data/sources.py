@@ -6,6 +6,7 @@ in `Defects` with its file and line and left out; if none can be used, that is a
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -13,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from specctl.core.errors import FileError, NetworkError, RecipeError, SpecctlError, nearest
+from specctl.core.installed import pip_install
 from specctl.runtime.measure.reporter import Reporter
-from specctl.train.data.records import Sample, sample_of
+from specctl.train.data.records import Sample, parse_line, sample_of
 
+LONGEST_LINE = 1 << 24  # bytes of a record; no context holds what is longer
 TEXT, JSONL, PARQUET, HUB = "text", "jsonl", "parquet", "hub"
 RECORDS = "records"  # a folder of record files, each read by its own suffix
 SUFFIXES = {
@@ -110,7 +113,7 @@ def _begins_with_record(file: Path) -> bool:
     """Whether the first line of a file without suffix is a JSON object."""
     with file.open("rb") as lines:
         try:
-            return isinstance(json.loads(lines.readline()), dict)
+            return isinstance(parse_line(lines.readline(LONGEST_LINE)), dict)
         except ValueError:
             return False
 
@@ -194,17 +197,30 @@ def _jsonl(path: Path, defects: Defects) -> Iterator[Sample]:
         return
     if path.stat().st_size == 0:
         defects.note("empty file", str(path))
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                record = json.loads(line)
-            except ValueError as error:  # a JSON error or bytes that are not UTF-8
-                defects.note(f"line is not JSON: {type(error).__name__}", where)
-                continue
+    for where, line in _lines(path, defects):
+        try:
+            record = parse_line(line)
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            defects.note(f"line is not JSON: {type(error).__name__}", where)
+        except ValueError as error:
+            defects.note(str(error), where)
+        else:
             yield from _usable(record, where, path.stem, defects)
+
+
+def _lines(path: Path, defects: Defects) -> Iterator[tuple[str, bytes]]:
+    """Place and bytes of every line that is not empty; one that is too long is never held."""
+    with path.open("rb") as file:
+        for number in itertools.count(1):
+            line, where = file.readline(LONGEST_LINE + 1), f"{path}:{number}"
+            if not line:
+                return
+            if len(line.removesuffix(b"\n")) > LONGEST_LINE:
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(LONGEST_LINE)
+                defects.note(f"line is longer than {LONGEST_LINE:,} bytes", where)
+            elif line.strip():
+                yield where, line
 
 
 def _json_list(path: Path) -> list[Any] | None:
@@ -213,7 +229,7 @@ def _json_list(path: Path) -> list[Any] | None:
         if not file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
             return None
     try:
-        found = json.loads(path.read_bytes())
+        found = parse_line(path.read_bytes())
     except ValueError:
         return None
     return found if isinstance(found, list) else None
@@ -228,7 +244,7 @@ def _parquet(path: Path, defects: Defects) -> Iterator[Sample]:
     row = 0
     try:
         for batch in parquet.ParquetFile(path).iter_batches(batch_size=1024):
-            for record in batch.to_pylist():
+            for record in _records(batch):
                 row += 1
                 yield from _usable(record, f"{path}: row {row}", path.stem, defects)
     except (OSError, ArrowException) as error:
@@ -239,6 +255,21 @@ def _parquet(path: Path, defects: Defects) -> Iterator[Sample]:
             expected="a whole parquet file",
             do="write or download the file again",
         ) from error
+
+
+def _records(batch: Any) -> Iterator[Any]:
+    """The rows of a batch; the error in place of a row with a value that Python has not, such as a
+    time beyond the last year or text that is not UTF-8."""
+    try:
+        yield from batch.to_pylist()
+        return
+    except (ValueError, OverflowError):
+        pass
+    for row in range(batch.num_rows):
+        try:
+            yield from batch.slice(row, 1).to_pylist()
+        except (ValueError, OverflowError) as error:
+            yield error
 
 
 def _hub(source: str, split: str, defects: Defects) -> Iterator[Sample]:
@@ -275,12 +306,14 @@ def _no_extra(package: str) -> SpecctlError:
     return SpecctlError(
         f"this data source needs the package {package}",
         found="not installed",
-        do="pip install 'specctl[data]'",
+        do=pip_install("data"),
     )
 
 
 def _usable(record: Any, where: str, domain: str, defects: Defects) -> Iterator[Sample]:
     try:
+        if isinstance(record, Exception):
+            raise ValueError(f"record cannot be read: {type(record).__name__}")
         yield sample_of(record, where, domain)
     except ValueError as error:
         defects.note(str(error), where)

@@ -67,7 +67,9 @@ def end_ids(tokenizer: PreTrainedTokenizerFast) -> list[int]:
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """The tokenizer saved in a folder."""
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
     return tokenizer
 

@@ -41,7 +41,7 @@ def spread(recipe: Recipe, target: Target, ranks: Ranks) -> Target:
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     for layer in _layers(model, target.spec.num_layers):
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    return replace(target, lm=HfLM(model, target.eos_ids))
+    return replace(target, lm=HfLM(model, target.eos_ids, target.lm.kv_layers))
 
 
 def _layers(model: Any, count: int) -> nn.ModuleList:

@@ -106,33 +106,58 @@ def plan(
     check_context(recipe, shape.spec)
     if recipe.drafter.init == TARGET and (recipe.target.inflate or not shape.plain_head):
         raise uncuttable(recipe.target.name, shape.spec.model_type, recipe.target.inflate)
-    family = trainable_family(recipe)
-    drafter = build_shape(family, recipe, shape.spec)
+    counts = _counts(recipe, shape)
+    drafter = counts.drafter
     check_joint(recipe, drafter.needs())
-    parameters, added = num_parameters(drafter), num_added(recipe.train.joint, shape.spec)
-    if recipe.train.lora is not None:
-        with torch.device("meta"):
-            attach(drafter, recipe.train.lora)
-    trainable = drafter.trainable()
-    optimizer = 4 * sum(p.numel() * _states(recipe, p, drafter) for p in trainable.values())
-    num_trainable = sum(p.numel() for p in trainable.values())
     return RunPlan(
-        parameters=parameters,
-        trainable=num_trainable,
+        parameters=counts.parameters,
+        trainable=counts.trainable,
         target_parameters=shape.parameters,
-        disk=_disk(
-            recipe,
-            shape,
-            drafter,
-            4 * parameters + optimizer + 12 * added + STATE_BYTES,
-            data_tokens(recipe, rehearsal),
-        ),
-        memory=_memory(recipe, shape, drafter, 4 * num_trainable + optimizer)
+        disk=_disk(recipe, shape, counts, data_tokens(recipe, rehearsal)),
+        memory=_memory(recipe, shape, drafter, 4 * counts.trainable + counts.optimizer)
         if rehearsal is None
         else _measured_memory(recipe, rehearsal),
         steps=recipe.train.steps,
-        added=added,
+        added=counts.added,
         **_time(recipe, shape, drafter, out, flops_per_second, rehearsal, before),
+    )
+
+
+def disk_needs(recipe: Recipe, spec: ModelSpec) -> dict[str, int]:
+    """Bytes on disk by purpose, as the plan of a recipe for that target counts them."""
+    shape = shape_of(spec)
+    return _disk(recipe, shape, _counts(recipe, shape), data_tokens(recipe))
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """A drafter without storage, its numbers, those that move, and those added to the target; the
+    bytes of its optimizer's state."""
+
+    drafter: Drafter
+    parameters: int
+    trainable: int
+    added: int
+    optimizer: int
+
+    @property
+    def checkpoint(self) -> int:
+        return 4 * self.parameters + self.optimizer + 12 * self.added + STATE_BYTES
+
+
+def _counts(recipe: Recipe, shape: TargetShape) -> _Counts:
+    drafter = build_shape(trainable_family(recipe), recipe, shape.spec)
+    parameters = num_parameters(drafter)
+    if recipe.train.lora is not None:
+        with torch.device("meta"):
+            attach(drafter, recipe.train.lora)
+    moving = drafter.trainable().values()
+    return _Counts(
+        drafter,
+        parameters,
+        trainable=sum(p.numel() for p in moving),
+        added=num_added(recipe.train.joint, shape.spec),
+        optimizer=4 * sum(p.numel() * _states(recipe, p, drafter) for p in moving),
     )
 
 
@@ -169,12 +194,11 @@ def data_tokens(recipe: Recipe, rehearsal: Rehearsal | None = None) -> int:
     return data.prompts * each + min(data.text_tokens, round(data.prompts * in_sample))
 
 
-def _disk(
-    recipe: Recipe, shape: TargetShape, drafter: Drafter, checkpoint: int, tokens: int
-) -> dict[str, int]:
+def _disk(recipe: Recipe, shape: TargetShape, counts: _Counts, tokens: int) -> dict[str, int]:
     """Bytes at the fullest moment: while the last checkpoint is written and none is dropped yet, or
     when the package is written. One checkpoint more where the best is an old one."""
-    data, train, package = recipe.data, recipe.train, 4 * num_parameters(drafter)
+    data, train, drafter, checkpoint = recipe.data, recipe.train, counts.drafter, counts.checkpoint
+    package = 4 * num_parameters(drafter)
     answers = data.prompts * data.new_tokens if data.regenerate else 0
     saves = num_saves(recipe)
     found = {

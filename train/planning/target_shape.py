@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from specctl.core.errors import NetworkError
 from specctl.core.spec import ModelSpec
@@ -14,7 +15,8 @@ from specctl.models.fast_llama import fast_llama_from_hf
 from specctl.models.hf_spec import spec_of
 from specctl.recipes.schema import TargetPart
 from specctl.recipes.targets import ResolvedTarget, aliases, resolve
-from specctl.runtime.target.checkpoint import check_causal, check_config
+from specctl.runtime.target.checkpoint import UNBUILDABLE, check_config
+from specctl.runtime.target.checkpoint_folder import foreign_config
 from specctl.runtime.target.device import LARGE, choose_device, choose_dtype
 from specctl.runtime.target.multimodal import is_multimodal, text_config
 
@@ -78,7 +80,7 @@ def shape_of(spec: ModelSpec) -> TargetShape:
 def _counted(config: Any) -> TargetShape:
     """The shape of a configuration, its parameters counted in a model without storage."""
     text = text_config(config) if is_multimodal(config) else config
-    with torch.device("meta"):
+    with foreign_config(UNBUILDABLE, "config.json"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(text)
     named = dict(model.named_parameters())
     count = sum(p.numel() for p in named.values())
@@ -94,8 +96,13 @@ def _counted(config: Any) -> TargetShape:
 
 def _hub_config(resolved: ResolvedTarget) -> Any:
     """The configuration alone, from the hub."""
+    from huggingface_hub import snapshot_download
+
+    assert resolved.repo is not None
     try:
-        config = AutoConfig.from_pretrained(resolved.repo, revision=resolved.revision)
+        folder = snapshot_download(
+            resolved.repo, revision=resolved.revision, allow_patterns=["config.json"]
+        )
     except (OSError, ValueError) as error:
         raise NetworkError(
             f"cannot read the configuration of {resolved.name}",
@@ -103,8 +110,7 @@ def _hub_config(resolved: ResolvedTarget) -> Any:
             expected="a hub repository that can be reached",
             do="plan for an alias of the same size: specctl plan --target " + aliases()[1],
         ) from error
-    check_causal(config, f"config.json of {resolved.repo}")
-    return config
+    return check_config(Path(folder))
 
 
 def parameters_of(spec: ModelSpec) -> int:

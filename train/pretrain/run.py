@@ -2,7 +2,8 @@
 
 Muon (https://kellerjordan.github.io/posts/muon/) moves the hidden matrices, AdamW the embedding and
 the norms; the learning rate warms up, stays, and falls linearly to zero over the last tokens.
-Schedules count tokens, never seconds. A file OUT/DECAY starts the fall at once; SIGTERM saves.
+Schedules count tokens, never seconds. A file OUT/DECAY starts the fall at once; SIGTERM saves,
+and so does SIGHUP.
 Shapes: B rows, S sequence, D width, V vocabulary, N = B * S.
 """
 
@@ -43,6 +44,7 @@ from specctl.train.pretrain.recipe import (
     learning_rate_factor,
     load_pretrain_recipe,
 )
+from specctl.train.stop import HANGUP, hangup, leave_terminal
 
 FIRST_EXPORT_SECONDS = 240.0  # the first snapshot comes early, so that others can begin with it
 
@@ -131,13 +133,21 @@ def evaluate(model: Any, ids: Ids, seq_len: int, max_tokens: int) -> Evaluation:
 
 @contextmanager
 def stop_on_sigterm() -> Iterator[list[int]]:
-    """A list that is no longer empty once SIGTERM has come."""
+    """A list that is no longer empty once SIGTERM has come, or the terminal was closed."""
     received: list[int] = []
-    previous = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+
+    def note(number: int, frame: object) -> None:
+        del frame
+        if number == HANGUP:
+            leave_terminal()
+        received.append(number)
+
+    previous = {number: signal.signal(number, note) for number in (signal.SIGTERM, *hangup())}
     try:
         yield received
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _log_step(

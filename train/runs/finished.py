@@ -1,8 +1,13 @@
-"""Which stages of a pipeline are finished, by the mark in the folder of each. No torch."""
+"""Which runs and stages are finished, by the mark in the folder of each. No torch.
+
+The mark is written last, when the package stands. A finished run is left as it is: asked for again,
+it says what it found then, and neither its package nor a proof in that is touched.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +15,7 @@ from typing import Any
 from specctl.recipes.schema import Recipe
 from specctl.recipes.stages import stages_of
 
-MARK = "stage.json"
+MARK = "finished.json"
 
 
 def stage_folders(names: Iterable[str], out: Path) -> dict[str, Path]:
@@ -19,13 +24,16 @@ def stage_folders(names: Iterable[str], out: Path) -> dict[str, Path]:
 
 
 def read_mark(folder: Path) -> Mapping[str, Any] | None:
-    """What the finished stage in `folder` left behind; None of one that has yet to be run, or runs
-    again because its package was lost."""
+    """What the finished run in `folder` left behind, its folders as paths; None of one that has yet
+    to be run, or goes on because its package was lost."""
     try:
         mark: dict[str, Any] = json.loads((folder / MARK).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    is_lost = mark["package"] is not None and not Path(mark["package"]).exists()
+    for name in ("best", "package"):
+        told = mark.get(name)
+        mark[name] = None if told is None else Path(os.path.normpath(folder / told))
+    is_lost = mark["package"] is not None and not mark["package"].exists()
     return None if is_lost else mark
 
 

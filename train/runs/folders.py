@@ -12,6 +12,8 @@ from typing import Any
 from specctl.core.errors import FileError
 from specctl.recipes.load import parse_yaml
 from specctl.train.log import read_log
+from specctl.train.runs.finished import read_mark
+from specctl.train.saving.aside import set_aside
 from specctl.train.saving.lock import Holder, live_holder
 from specctl.train.saving.whole import damage, progress, saved_steps, step_name
 
@@ -69,7 +71,8 @@ def is_run(folder: Path) -> bool:
 
 
 def find_runs(folder: Path, depth: int = 3) -> list[Path]:
-    """Run folders in `folder`, itself included, at most `depth` levels down, by path."""
+    """Run folders in `folder`, itself included, at most `depth` levels down, by path. A hidden
+    folder is seen where it is a run itself, and not looked into."""
     return sorted(_walk(folder, depth))
 
 
@@ -80,8 +83,8 @@ def _walk(folder: Path, depth: int) -> Iterator[Path]:
         return
     for path in folder.iterdir():
         is_own = path.name in (SAVES, "data", "package")
-        if path.is_dir() and not path.is_symlink() and not is_own and path.name[0] != ".":
-            yield from _walk(path, depth - 1)
+        if path.is_dir() and not path.is_symlink() and not is_own:
+            yield from _walk(path, 0 if path.name[0] == "." else depth - 1)
 
 
 def read_run(folder: Path, hashes: bool = False) -> RunStatus:
@@ -94,9 +97,10 @@ def read_run(folder: Path, hashes: bool = False) -> RunStatus:
     taus = [(line["tau"], -line["step"]) for line in lines if line.get("tau") is not None]
     tau, best = max(taus, default=(None, 0))
     newest = whole[-1].step if whole else 0
+    lost = not whole and bool(saves or set_aside(folder / SAVES))
     return RunStatus(
         path=folder,
-        state=_state(holder, saves, newest, int(record["recipe"]["train"]["steps"])),
+        state=_state(folder, holder, lost, newest >= int(record["recipe"]["train"]["steps"])),
         record=record,
         step=max([newest, *(line.get("step", 0) for line in lines)]) if holder else newest,
         tau=tau,
@@ -148,12 +152,14 @@ def best_steps(folder: Path, whole: list[int], lines: list[dict[str, Any]]) -> s
     return {step for step in found if step is not None}
 
 
-def _state(holder: Holder | None, saves: tuple[Saved, ...], newest: int, steps: int) -> str:
+def _state(folder: Path, holder: Holder | None, lost: bool, is_at_end: bool) -> str:
     if holder is not None:
         return RUNNING
-    if saves and all(save.wrong is not None for save in saves):
+    if lost:
         return DAMAGED
-    return FINISHED if newest >= steps else INTERRUPTED
+    has_package = (folder / "package").is_dir()
+    is_finished = read_mark(folder) is not None or (is_at_end and has_package)
+    return FINISHED if is_finished else INTERRUPTED
 
 
 def _age(folder: Path) -> float:
@@ -183,13 +189,14 @@ def newest_figures(lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def dispensable(run: RunStatus, keep: int = 2, is_ours: bool = False) -> list[Path]:
-    """What a run can do without: half-written leftovers, checkpoints set aside as damaged, and
-    whole ones beside the best and the newest `keep`. Nothing of a run that another process holds;
-    `is_ours`: the holder is the caller."""
+    """What a run can do without: half-written leftovers, and, where there is a whole checkpoint,
+    those set aside as damaged (else they are all that is left of the run) and whole ones beside the
+    best and the newest `keep`. Nothing of a run that another process holds; `is_ours`: the holder
+    is the caller."""
     folder = run.path / SAVES
     if (run.holder is not None and not is_ours) or not folder.is_dir():
         return []
-    left = [*folder.glob(".tmp-*"), *folder.glob("damaged-step*")]
     whole = [save for save in run.saves if save.wrong is None]
+    left = [*folder.glob(".tmp-*"), *(set_aside(folder) if whole else ())]
     surplus = [save.path for save in whole[: -max(1, keep)] if not save.is_best]
     return sorted(left) + surplus

@@ -1,7 +1,7 @@
 """A pipeline: the stages of a recipe as runs of their own, each from the weights of the one before.
 
 OUT/run.yaml            the whole recipe, its origin, the command
-OUT/stage-1-NAME        an ordinary run folder, and so on; a finished stage holds stage.json
+OUT/stage-1-NAME        an ordinary run folder, and so on; a finished one holds finished.json
 OUT/package             the last stage's drafter
 
 A stopped pipeline continues with the same command: finished stages are kept as they are, the one
@@ -11,14 +11,13 @@ text, continue on code and text, align on answers of the target.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
 
-from specctl.core.drafter import Drafter
 from specctl.recipes.schema import Recipe
 from specctl.recipes.stages import resolved, stages_of
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
@@ -26,14 +25,19 @@ from specctl.runtime.target.target import Target
 from specctl.train.data.context import check_context
 from specctl.train.init.initial import Loader
 from specctl.train.joint.check import check_stages
-from specctl.train.joint.joint_target import FOLDER
-from specctl.train.planning.plan import RunPlan, plan
+from specctl.train.planning.capacity import lacking_disk, refuse_lacks
+from specctl.train.planning.plan import RunPlan, disk_needs, plan
 from specctl.train.planning.target_shape import target_shape
-from specctl.train.run import Packager, RunResult, train_draft
-from specctl.train.runs.finished import MARK, read_mark, stage_folders
-from specctl.train.saving.fingerprint import check_same_run, config_fields
+from specctl.train.run import (
+    Packager,
+    RunResult,
+    finished_mark,
+    finished_text,
+    marked_result,
+    train_draft,
+)
+from specctl.train.runs.finished import stage_folders
 from specctl.train.saving.run_file import write_run_file
-from specctl.train.saving.store import write_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,27 +90,32 @@ def train_recipe(
         check_context(stage.recipe, spec)
     is_main = PartialState().is_main_process
     talker = (reporter or SilentReporter()) if is_main else SilentReporter()
+    left = [stage for stage in todo if finished_mark(stage.recipe, stage.folder, allow) is None]
+    if left:
+        room = [(stage.folder, disk_needs(stage.recipe, spec)) for stage in left]
+        refuse_lacks(lacking_disk(room), "what the stages will write", out)
     if is_main:
         out.mkdir(parents=True, exist_ok=True)
         write_run_file(recipe, out, command)
     results: list[RunResult] = []
     for number, stage in enumerate(todo, start=1):
         is_last = stage is todo[-1]
-        done = finished(stage, allow) if resume else None
+        mark = finished_mark(stage.recipe, stage.folder, allow) if resume else None
         title = f"stage {number} of {len(todo)}, {stage.name}"
-        if done is not None:
-            talker.say(f"{title}: finished before, tau {done.tau}")
-            results.append(done)
+        if mark is not None:
+            talker.say(f"{title}: {finished_text(mark)}")
+            results.append(marked_result(mark, stage.recipe, stage.folder))
             continue
         talker.say(title)
-        write = _into(package, out / "package") if is_last else package
         result = train_draft(
-            stage.recipe, stage.folder, reporter=reporter, package=write, target=target, **given
+            stage.recipe,
+            stage.folder,
+            reporter=reporter,
+            package=package,
+            package_folder=out / "package" if is_last else None,
+            target=target,
+            **given,
         )
-        if is_last and package is not None:
-            result = replace(result, package=out / "package")
-        if is_main:
-            mark_finished(stage, result)
         results.append(result)
     return replace(
         results[-1],
@@ -114,53 +123,3 @@ def train_recipe(
         steps=sum(result.steps for result in results),
         seconds=sum(result.seconds for result in results),
     )
-
-
-def finished(stage: Stage, allow: Collection[str] = ()) -> RunResult | None:
-    """What a finished stage left behind; None if it has yet to be run. A stage that was finished
-    under another recipe is refused."""
-    mark = read_mark(stage.folder)
-    if mark is None:
-        return None
-    check_same_run(mark, {"config": config_fields(stage.recipe)}, allow)
-    best, package = (None if mark[k] is None else Path(mark[k]) for k in ("best", "package"))
-    changed = None if stage.recipe.train.joint is None else stage.folder / FOLDER
-    return RunResult(
-        stage.folder,
-        best,
-        mark["tau"],
-        mark["steps"],
-        mark["seconds"],
-        package=package,
-        target=changed,
-    )
-
-
-def mark_finished(stage: Stage, result: RunResult) -> None:
-    """Write down that a stage is finished, and with what; `finished` reads it."""
-    best, package = result.best_checkpoint, result.package
-    write_json(
-        stage.folder / MARK,
-        {
-            "config": config_fields(stage.recipe),
-            "best": None if best is None else str(best),
-            "package": None if package is None else str(package),
-            "tau": result.tau,
-            "steps": result.steps,
-            "seconds": result.seconds,
-        },
-    )
-
-
-def _into(package: Packager | None, folder: Path) -> Packager | None:
-    """A packager that writes to `folder`, whatever it is asked."""
-    if package is None:
-        return None
-
-    def write(
-        drafter: Drafter, target: Target, asked: Path, acceptance: Mapping[str, Any] | None
-    ) -> object:
-        del asked
-        return package(drafter, target, folder, acceptance)
-
-    return write

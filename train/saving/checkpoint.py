@@ -2,9 +2,11 @@
 
 Save: check free space -> write every file into `.tmp-step...` beside its final place, fsync each ->
 manifest (sizes, sha256) last -> fsync the folder -> rename -> fsync the parent. Only then move the
-`latest` pointer and drop old checkpoints. Load: newest first, every hash verified, what is damaged
-is moved aside with the reason. No pickle: safetensors and JSON only. SIGKILL cannot lose anything
-by this order; power loss is covered only as far as the disk obeys fsync.
+`latest` pointer and drop old checkpoints. Load: newest first, every hash verified; what is damaged
+is moved aside with the reason once a whole one has been found, and else left where it lies: a run
+that has lost its state is refused, however often it is asked for, until a restart is allowed. No
+pickle: safetensors and JSON only. SIGKILL cannot lose anything by this order; power loss is covered
+only as far as the disk obeys fsync.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from torch import Tensor
 from specctl.core.errors import IntegrityError, SpecctlError
 from specctl.runtime.measure.reporter import Reporter
 from specctl.train.distributed.ranks import Ranks
+from specctl.train.saving.aside import put_aside, set_aside
 from specctl.train.saving.disk import SLACK, Disk, FileEntry, naming, write_file
+from specctl.train.saving.fingerprint import RESTART
 from specctl.train.saving.tensorfile import num_bytes, tensor_chunks
 from specctl.train.saving.whole import (
     MANIFEST,
@@ -174,42 +178,49 @@ class Checkpoints:
                 self.disk.replace(self.path(step), gone)
                 shutil.rmtree(gone, ignore_errors=True)
 
-    def newest(self) -> Snapshot | None:
-        """The newest whole checkpoint, None if the run has none. Damaged ones are moved aside."""
+    def newest(self, restart: bool = False) -> Snapshot | None:
+        """The newest whole checkpoint, None if the run has none. Damaged ones are moved aside. If
+        all are damaged it is an IntegrityError, or None where a `restart` is allowed."""
         chosen: int | None = None
         with self.ranks.together():
             if self.ranks.is_main:
-                chosen = self._choose()
+                chosen = self._choose(restart)
         chosen = self.ranks.gather(chosen)[0]
         return None if chosen is None else read_snapshot(self.path(chosen), self.ranks.rank)
 
-    def _choose(self) -> int | None:
+    def _choose(self, restart: bool) -> int | None:
         for path in self.folder.glob(".tmp-*"):
             path.unlink() if path.is_symlink() else shutil.rmtree(path)
-        reasons: list[str] = []
+        reasons: dict[Path, str] = {}
+        chosen: int | None = None
         for step in reversed(self.steps()):
-            folder = self.path(step)
-            reason = damage(folder)
+            reason = damage(self.path(step))
             if reason is None:
-                return step
-            reasons.append(f"{folder.name}: {reason}")
+                chosen = step
+                break
+            reasons[self.path(step)] = reason
+        if chosen is None and not restart:
+            self._refuse_restart(reasons)
+        for folder, reason in reasons.items():
             self.reporter.warn(f"skipped checkpoint {folder.name}: {reason}")
-            self._set_aside(folder)
-        if reasons:
+            put_aside(folder)
+        return chosen
+
+    def _refuse_restart(self, reasons: Mapping[Path, str]) -> None:
+        """Raise if the run had a state once, be it only one that was set aside."""
+        found = [f"{folder.name}: {reason}" for folder, reason in reasons.items()]
+        aside = set_aside(self.folder)
+        if aside:
+            found.append("set aside: " + ", ".join(path.name for path in aside))
+        if found:
             raise IntegrityError(
                 "none of the run's checkpoints is whole",
-                found="; ".join(reasons),
+                found="; ".join(found),
                 expected="at least one undamaged checkpoint",
-                do="start again in another --out, or restore the files",
+                do="restore the files, or choose another --out; to begin at step 0 again, give "
+                f"--allow {RESTART}, or delete that folder yourself",
                 where=str(self.folder),
             )
-        return None
-
-    def _set_aside(self, folder: Path) -> None:
-        aside = folder.with_name(f"damaged-{folder.name}")
-        if aside.exists():
-            shutil.rmtree(aside)
-        folder.rename(aside)
 
     def load(self, step: int) -> Snapshot:
         """The checkpoint of that step, verified."""

@@ -17,13 +17,21 @@ FREE = frozenset(
     }
 )  # fmt: skip
 PARTS = ("config", "target", "data", "vocab", "init", "world-size")  # of a run's fingerprint
+RESTART = "restart"  # allows a run that has lost every checkpoint to begin again
 DECIDING = ("target", "drafter", "data", "train", "vocab")
+PACKAGED = ("serve", "export")  # decide besides what is packaged of it
 
 
 def config_fields(recipe: Recipe) -> dict[str, Any]:
     """Dotted field -> value of everything in a recipe that decides what is learned."""
     tree = {name: part for name, part in recipe.to_json().items() if name in DECIDING}
     return {key: value for key, value in flatten(tree).items() if key not in FREE}
+
+
+def packaged_fields(recipe: Recipe) -> dict[str, Any]:
+    """The same of everything that decides what is packaged."""
+    tree = recipe.to_json()
+    return config_fields(recipe) | flatten({name: tree[name] for name in PACKAGED})
 
 
 def run_fingerprint(

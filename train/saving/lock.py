@@ -8,7 +8,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from specctl.core.errors import FileError
 from specctl.runtime.measure.reporter import Reporter
 
 NAME = "run.lock"
-PATIENCE = 50  # times a hundredth of a second until a new holder has written its name
+PATIENCE = 50  # times a hundredth of a second that a lock is asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,50 +27,33 @@ class Holder:
     pid: int
     host: str
 
-    @property
-    def is_here(self) -> bool:
-        return self.host == socket.gethostname()
-
-    @property
-    def is_gone(self) -> bool:
-        """True if it surely does not run; a process on another host may."""
-        if not self.is_here:
-            return False
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except (PermissionError, OverflowError):
-            return False
-        return False
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
 
 
 def live_holder(folder: Path) -> Holder | None:
-    """The process that holds the folder now, as far as can be seen from here; takes no lock that
-    a run which is just starting could miss."""
+    """The process that holds the folder now. Whether one does, the kernel says, or the server of a
+    shared file system; a name alone may be that of a container that was started again."""
     try:
         descriptor = os.open(folder / NAME, os.O_RDONLY)
     except OSError:
         return None
     try:
         named = _named(descriptor)
-        if named is None or named.is_gone:
-            return None
-        if named.is_here and _is_free(descriptor):
-            return None  # the number now belongs to another process
-        return named
+        return None if named is None or _is_free(descriptor) else named
     finally:
         os.close(descriptor)
 
 
 @contextmanager
-def locked(folder: Path, reporter: Reporter) -> Iterator[None]:
+def locked(folder: Path, reporter: Reporter, records: Collection[str] = ()) -> Iterator[None]:
     """Hold the folder; a second process raises FileError. The kernel drops the lock of a dead
-    process, so its file is taken over with a note; a holder on another host is never overruled."""
-    path = folder / NAME
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    process, so its file is taken over with a note, whatever host it names. A folder that was made
+    for this, and in which nothing but files of the names `records` was written, goes again: what a
+    mistake on the command line began is no run."""
+    path, is_new = folder / NAME, not folder.exists()
+    descriptor = _taken(path, reporter)
     try:
-        _take(descriptor, path, reporter)
         body = json.dumps(asdict(Holder(os.getpid(), socket.gethostname())))
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, body.encode(), 0)
@@ -78,39 +61,52 @@ def locked(folder: Path, reporter: Reporter) -> Iterator[None]:
             yield
         finally:
             os.ftruncate(descriptor, 0)
+            if is_new:
+                _leave_nothing(folder, {NAME, *records})
     finally:
         os.close(descriptor)
 
 
-def _take(descriptor: int, path: Path, reporter: Reporter) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            raise FileError(
-                "cannot lock the run folder",
-                found=str(error),
-                expected="a file system with locks",
-                do="choose another --out",
-                where=str(path),
-            ) from error
-        raise _held(_awaited(descriptor), path) from None
-    named = _named(descriptor)
-    if named is None:
-        return
-    if not named.is_here:
-        raise _held(named, path)
-    reporter.say(f"took over the lock of process {named.pid}, which is gone")
+def _leave_nothing(folder: Path, records: Collection[str]) -> None:
+    """Remove a folder that holds nothing but these files; the lock, which is ours, last."""
+    paths = sorted(folder.iterdir(), key=lambda path: path.name == NAME)
+    if all(path.name in records for path in paths):
+        for path in paths:
+            path.unlink()
+        folder.rmdir()
 
 
-def _awaited(descriptor: int) -> Holder | None:
-    """Who holds a lock that was refused: it may not have written its name yet."""
+def _taken(path: Path, reporter: Reporter) -> int:
+    """The lock file, open and held; made anew if whoever held it before has just removed it."""
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            left = _take(descriptor, path)
+            is_there = path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
+        except BaseException:
+            os.close(descriptor)
+            raise
+        if is_there:
+            if left is not None:
+                reporter.say(f"took over the lock of {left}, which is gone")
+            return descriptor
+        os.close(descriptor)
+
+
+def _take(descriptor: int, path: Path) -> Holder | None:
+    """Take the lock; returns the dead process that its file still names. One that is refused is
+    asked for again for half a second: somebody may only be looking, or a holder that just began
+    may not have written its name yet."""
     for _ in range(PATIENCE):
-        named = _named(descriptor)
-        if named is not None and not named.is_gone:
-            return named
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return _named(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise _unlockable(error, path) from error
         time.sleep(0.01)
-    return None
+    raise _held(_named(descriptor), path)
 
 
 def _named(descriptor: int) -> Holder | None:
@@ -133,11 +129,20 @@ def _is_free(descriptor: int) -> bool:
 
 
 def _held(holder: Holder | None, path: Path) -> FileError:
-    name = "a process" if holder is None else f"process {holder.pid} on {holder.host}"
     return FileError(
         "another process uses this run folder",
-        found=name,
+        found="a process" if holder is None else str(holder),
         expected="one process per folder",
-        do=f"wait for it, choose another --out, or, if it is surely gone, rm {path}",
+        do="wait for it, or choose another --out",
+        where=str(path),
+    )
+
+
+def _unlockable(error: OSError, path: Path) -> FileError:
+    return FileError(
+        "cannot lock the run folder",
+        found=str(error),
+        expected="a file system with locks",
+        do="choose another --out",
         where=str(path),
     )

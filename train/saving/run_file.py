@@ -12,14 +12,15 @@ import yaml
 from specctl.recipes.schema import Recipe
 from specctl.train.saving.store import write_bytes
 
+RECORD = "run.yaml"
 PACKAGES = ("specctl", "torch", "transformers", "accelerate", "safetensors")
 
 
 def write_run_file(recipe: Recipe, out: Path, command: Sequence[str]) -> None:
     """The resolved recipe, the origin of every value, the command and the versions. A run that goes
     on unchanged keeps its own: where its values came from, and the command that began it."""
-    path = out / "run.yaml"
-    if _recorded(path) == recipe.to_json():
+    path = out / RECORD
+    if recorded(path) == recipe.to_json():
         return
     described = {
         "command": shlex.join(command),
@@ -30,7 +31,7 @@ def write_run_file(recipe: Recipe, out: Path, command: Sequence[str]) -> None:
     write_bytes(path, yaml.safe_dump(described, sort_keys=False).encode())
 
 
-def _recorded(path: Path) -> object:
+def recorded(path: Path) -> object:
     """The recipe in a run file; None without one that can be read."""
     try:
         return yaml.safe_load(path.read_text())["recipe"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl.core.errors import SpecctlError
+from specctl.core.installed import pip_install
 from specctl.train.vocab.domains import DomainRow, Side
 from specctl.train.vocab.measure import MeasuredDrafter
 from specctl.train.vocab.predict import Predicted
@@ -255,7 +256,7 @@ class TrimReport:
             from matplotlib.figure import Figure
         except ImportError as error:
             raise SpecctlError(
-                "drawing the coverage curve needs matplotlib", do="pip install 'specctl[plots]'"
+                "drawing the coverage curve needs matplotlib", do=pip_install("plots")
             ) from error
         figure = Figure(figsize=(6.4, 6.4), layout="constrained")
         upper, lower = figure.subplots(2, 1, sharex=True)

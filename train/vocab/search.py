@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specctl.core.errors import SpecctlError
+from specctl.core.installed import pip_install
 
 WEIGHTS = (0.1, 10.0)
 
@@ -82,7 +83,7 @@ def search_tpe(
             where="--search",
             found="no module optuna",
             expected="optuna",
-            do="pip install 'specctl[tune]', or --search exhaustive",
+            do=f"{pip_install('tune')}, or --search exhaustive",
         ) from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     found: list[Scored] = []

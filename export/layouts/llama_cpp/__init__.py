@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from specctl.core.errors import SpecctlError
+from specctl.core.installed import pip_install
 
 
 def library() -> Any:
@@ -20,6 +21,6 @@ def library() -> Any:
             "GGUF files need the library gguf",
             found="it is not installed",
             expected="the optional dependency gguf",
-            do="pip install 'specctl[gguf]'",
+            do=pip_install("gguf"),
         ) from error
     return gguf

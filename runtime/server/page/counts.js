@@ -7,7 +7,6 @@ export class Counts {
     this.first = null; // when the first token came
     this.last = now;
     this.tokens = this.accepted = this.rounds = 0;
-    this.reached = []; // rounds in which the token at this position was accepted
     this.stats = null; // the server's word
   }
 
@@ -21,9 +20,6 @@ export class Counts {
     this.rounds += 1;
     this.tokens += accepted.length;
     this.accepted += taken;
-    for (let place = 0; place < taken; place += 1) {
-      this.reached[place] = (this.reached[place] ?? 0) + 1;
-    }
   }
 
   /** The figures to show; null where nothing is known yet. */
@@ -37,7 +33,8 @@ export class Counts {
       speed: tokens && seconds > 0 ? tokens / seconds : null,
       share: tokens ? this.accepted / tokens : null,
       firstSeconds: this.first === null ? null : (this.first - this.started) / 1000,
-      perPosition: stats?.accepted_per_position ?? this.reached.map((n) => n / rounds),
+      // what was tested and rejected is not streamed, so the shares come with the end
+      perPosition: stats?.accepted_per_position ?? [],
     };
   }
 }

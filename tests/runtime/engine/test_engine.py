@@ -185,6 +185,44 @@ def test_a_drafter_equal_to_the_target_is_always_accepted_under_sampling(target)
         assert result.stats.alpha > 0.99, policy
 
 
+class Uneven(LengthChooser):
+    """Every third round drafts nothing, the others one or four tokens."""
+
+    def length(self, batch):
+        self.rounds += 1
+        return (0, 1, 4)[self.rounds % 3]
+
+    def observe(self, outcome, seconds):
+        pass
+
+
+SHAPES = {
+    **POLICIES,
+    "stopped": {"policy": "chain", "length": 4, "confidence": 0.07},
+    "bushy": {"policy": "dynamic-tree", "length": 4, "nodes": 4, "beam": 4},
+}
+
+
+@pytest.mark.parametrize("policy", SHAPES)
+def test_a_position_is_tested_only_where_something_was_drafted_for_it(target, policy):
+    """The target drafts for itself, so that whatever is tested is accepted: neither rounds without
+    drafts, nor shorter drafts of some rows, nor the leaf of a branch count as a rejection."""
+    made = generate(
+        target,
+        PROMPTS,
+        drafter=RecomputeDrafter(target.lm),
+        sampling=Sampling(max_new_tokens=24, ignore_eos=True),
+        policy=make_policy(SHAPES[policy]),
+        batch=3,
+        chooser=Uneven(COSTS),
+    )
+    assert 1 < made.stats.tau < 4, "not every round drafts, and not every draft is deep"
+    assert set(made.stats.accepted_per_position) == {1.0}
+    assert made.stats.alpha == 1.0
+    report = made.to_json()["stats"]["accepted_per_position"]
+    assert report == [1.0] * len(made.stats.tested_at)
+
+
 def test_eos_inside_an_accepted_run_ends_the_row(target):
     text = plain_greedy(target, PROMPTS[0], 12)
     eos = text[5]

@@ -22,7 +22,7 @@ from specctl.runtime.engine.guard import GuardedEngine
 from specctl.runtime.engine.request import Completion, Request
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
-from specctl_testing.runtime.markov import MarkovDrafter, MarkovState, Pair, mixed
+from specctl_testing.runtime.markov import MarkovDrafter, MarkovState, Pair, Silent, mixed
 
 ROWS, TOKENS = 96, 80
 SERVES = {
@@ -87,6 +87,37 @@ def test_rows_of_uneven_draft_length_follow_the_distribution(pair: Pair, rule: s
     assert found < most
     drafted = [sum(c.stats.drafted for c in done[row::4]) for row in range(4)]
     assert min(drafted) > 0, "each kind of row drafted in some rounds"
+
+
+WIDE = {
+    "block": {"policy": "chain", "length": 4},
+    "traversal": {"policy": "static-tree", "branch": (3, 2, 1)},
+    "sequoia": {"policy": "sequoia", "length": 3, "nodes": 8},
+    "spectr": {"policy": "mcsd", "branch": (3, 1, 1)},
+    "multi-round": {"policy": "mcsd", "branch": (3, 1, 1)},
+    "multi-path": {"policy": "paths", "length": 3, "beam": 3},
+    "top-plus-one": {"policy": "top-plus-one", "branch": (3, 2, 1)},
+}
+
+
+@pytest.mark.parametrize("rule", WIDE)
+def test_rows_of_a_drafter_that_falls_silent_follow_the_distribution(rule: str) -> None:
+    """Behind two tokens nothing is drafted, so that paths end early and trees lose whole columns;
+    the first token of each row is what most rows draft around."""
+    pair = mixed(5, size=6, noise=1.2)
+    rows, size = 4000, 6
+    drafter, policy = Silent(pair.q_VV), make_policy(WIDE[rule])
+    engine = Engine(pair.target, drafter, policy, rule, 400)
+    asks = [Request((1,), Sampling(1.0, seed=i, max_new_tokens=4)) for i in range(rows)]
+    done = engine.run(asks)
+    counts = np.zeros((size, size))
+    for completion in done:
+        counts[completion.tokens[:2]] += 1
+    p_VV = pair.p_VV.numpy()
+    expected = rows * p_VV[1][:, None] * p_VV
+    big = expected > 5
+    found = ((counts - expected)[big] ** 2 / expected[big]).sum()
+    assert found < chi2.ppf(1 - 1e-4, int(big.sum()) - 1)
 
 
 class Broken(MarkovState):

@@ -11,17 +11,20 @@ from specctl.runtime.measure.stats import (
     expected_tau,
     memory_bound_speedup,
     repetition_rate,
+    shares,
 )
 from specctl.runtime.policies.length import CostTable
 
 
 def test_a_round_counts_accepted_without_the_bonus():
     stats = RowStats()
-    stats.count(drafted=4, depth=4, accepted=2, emitted=3)
-    stats.count(drafted=4, depth=4, accepted=4, emitted=5)
-    assert (stats.rounds, stats.accepted, stats.tokens) == (2, 6, 8)
+    stats.count(drafted=4, accepted=2, emitted=3, is_rejected=True)
+    stats.count(drafted=4, accepted=4, emitted=5, is_rejected=False)
+    stats.count(drafted=0, accepted=0, emitted=1, is_rejected=False)
+    assert (stats.rounds, stats.accepted, stats.tokens) == (3, 6, 9)
     assert stats.accepted_at == [2, 2, 1, 1]
     assert stats.tested_at == [2, 2, 2, 1]
+    assert shares(stats.accepted_at, stats.tested_at) == (1.0, 1.0, 0.5, 1.0)
 
 
 def test_counts_of_different_lengths_add_up():

@@ -234,6 +234,94 @@ def test_a_grammar_that_cannot_be_used_is_an_error(tiny_target, kind, text, says
     assert len(str(error.value)) < 600
 
 
+def wide_schema(count):
+    """An object whose matcher needs a place for every optional property at once."""
+    return {
+        "type": "object",
+        "properties": {f"property_{i}": {"type": "string"} for i in range(count)},
+    }
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        GrammarSpec.of_schema(wide_schema(250)),
+        GrammarSpec("regex", "a{100000}{100000}"),
+        GrammarSpec("regex", "x(y|z)a{100000}{100000}"),
+    ],
+)
+def test_a_grammar_whose_first_tokens_outgrow_the_limits_is_an_error(tiny_target, spec):
+    with pytest.raises(GrammarError, match=r"max is 1000|too many expressions"):
+        compile_grammar(spec, tiny_target)
+
+
+def test_a_grammar_that_fits_the_limits_is_none(tiny_target):
+    for spec in (GrammarSpec.of_schema(wide_schema(200)), GrammarSpec("regex", "(a{9}){9}|b")):
+        compile_grammar(spec, tiny_target)
+
+
+AMBIGUOUS = GrammarSpec("lark", 'start: s\ns: s s s | s s | "a" | "b"')
+
+
+@pytest.mark.parametrize("name", [None, "small-lm"])
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_text_whose_grammar_gave_up_has_not_ended(small, monkeypatch, name, ignore_eos):
+    """The only token left is the end of the text; it must not pass for one."""
+    monkeypatch.setitem(grammar_worker.LIMITS, "max_items_in_row", 60)
+    grammar = Compiler(small.tokenizer, V, (EOS,)).compile(AMBIGUOUS)
+    sampling = Sampling(
+        grammar=grammar, max_new_tokens=200, ignore_eos=ignore_eos, logit_bias={EOS: -100.0}
+    )
+    request = Request((0, 1), sampling)
+    [plain] = Engine(small).run([request])
+    assert plain.finish_reason == "grammar"
+    assert 5 < len(plain.tokens) < 100
+    if name is not None:
+        drafter = SmallLm.from_lm(small.lm, small.spec)
+        [fast] = Engine(small, drafter, make_policy({"policy": "chain", "length": 4})).run(
+            [request]
+        )
+        assert (fast.tokens, fast.finish_reason) == (plain.tokens, "grammar")
+        assert fast.stats.accepted > 0
+
+
+def test_the_end_of_a_text_is_permitted_where_its_grammar_accepts_it(grammar):
+    for length in range(5):
+        for path in product(range(EOS), repeat=length):
+            if is_reached(path):
+                assert grammar.accepts(path, EOS) == (EOS in permitted(path)), path
+    assert not grammar.accepts([2, 2], EOS)
+
+
+def test_a_grammar_may_name_the_end_itself(small):
+    spec = GrammarSpec("lark", 'start: "a"+ <eos>')
+    [made] = Engine(small).run(
+        [
+            Request(
+                (0, 1),
+                Sampling(
+                    grammar=compile_grammar(spec, small), max_new_tokens=20, logit_bias={EOS: 50.0}
+                ),
+            )
+        ]
+    )
+    assert (made.finish_reason, len(made.tokens)) == ("eos", 2)
+
+
+def test_a_matcher_that_gave_up_at_a_draft_goes_on_along_the_text(small, monkeypatch):
+    """What is only proposed does not end the text, and what follows it is not free."""
+    monkeypatch.setitem(grammar_worker.LIMITS, "max_items_in_row", 60)
+    walk = Walk(Compiler(small.tokenizer, V, (EOS,)).compile(AMBIGUOUS))
+    text: list[int] = []
+    while (mask_V := walk.mask_V((*text, 0)))[0]:
+        text.append(0)
+    assert mask_V.nonzero()[:, 0].tolist() == [EOS], "it gave up there"
+    assert walk.mask_V((*text, 0, 0)) is None
+    walk.follow(text[:3])
+    assert walk.mask_V(())[0]
+    assert walk.mask_V((0,))[0]
+
+
 def test_brackets_that_are_text_do_not_count_as_nesting(tiny_target):
     compile_grammar(GrammarSpec("regex", r"\(" * 100), tiny_target)
 
@@ -290,7 +378,7 @@ def test_a_missing_library_is_named(small, monkeypatch):
         return real(name, *args, **fields)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(GrammarError, match=r"specctl\[grammar\]"):
+    with pytest.raises(GrammarError, match=r"specctl-toolkit\[grammar\]"):
         Compiler(small.tokenizer, V, (EOS,)).compile(GrammarSpec("regex", "a"))
 
 

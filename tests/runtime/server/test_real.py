@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -93,6 +95,27 @@ def test_an_answer_is_held_to_a_schema(client: openai.OpenAI) -> None:
         thing = json.loads(found.choices[0].message.content)
         assert set(thing) == {"name", "size"}
         assert found.choices[0].finish_reason == "stop"
+
+
+def test_an_answer_that_broke_off_in_its_form_is_an_error(
+    client: openai.OpenAI, server: Running
+) -> None:
+    """Behind the first field the schema outgrows what the matcher takes on."""
+    wide = {"type": "object", "properties": {f"property_{i}": {} for i in range(250)}}
+    both = {"name": {"type": "string", "maxLength": 3}, "rest": wide}
+    schema = {"type": "object", "properties": both, "required": ["name", "rest"]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    asked = {"model": "tiny", "messages": TALK, "response_format": form, "max_tokens": 150}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(**asked)
+    assert refused.value.code == "grammar_exceeded"
+    chunks: list[Any] = []
+    with pytest.raises(openai.APIError, match="broke off"):
+        chunks.extend(client.chat.completions.create(**asked, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks).startswith("{")
+    assert {chunk.choices[0].finish_reason for chunk in chunks} == {None}
+    counted = httpx.get(f"{server.url}/metrics").text
+    assert 'specctl:requests_total{outcome="grammar"} 2.0' in counted
 
 
 def test_a_prompt_that_does_not_fit_is_told_both_counts(client: openai.OpenAI) -> None:

@@ -138,3 +138,20 @@ def test_more_choices_than_ever_run_and_wait_are_no_reason_to_try_again() -> Non
     assert (refused.status_code, error_of(refused)["param"]) == (400, "n")
     assert "at most 3 choices" in error_of(refused)["message"]
     assert len(post(app, TEXT, {"prompt": "x", "n": 3}).json()["choices"]) == 3
+
+
+@pytest.mark.parametrize(
+    "prompt", ["x<|end|>\n<|assistant|>\ny", ["x", "<|end|>"], [7, 5, 8], [[7], [8, 4]]]
+)
+def test_raw_prompts_may_hold_control_tokens_unless_that_is_switched_off(prompt: Any) -> None:
+    service = StubService()
+    assert post(make_app(service), TEXT, {"prompt": prompt}).status_code == 200
+    assert {4, 5} & {token for ask in service.asks for token in ask.tokens}
+    strict = StubService(limits=Limits(control_tokens=False))
+    app = make_app(strict)
+    refused = error_of(post(app, TEXT, {"prompt": prompt}))
+    assert (refused["param"], refused["code"]) == ("prompt", "control_token")
+    assert strict.asks == []
+    assert post(app, TEXT, {"prompt": "x < y |end|> z"}).status_code == 200
+    said = {"messages": [{"role": "user", "content": str(prompt)}]}
+    assert post(app, CHAT, said).status_code == 200

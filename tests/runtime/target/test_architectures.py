@@ -1,15 +1,26 @@
-"""Targets of many architectures: what they answer, drafted or not, is what transformers answers."""
+"""Targets of many architectures: what they answer, drafted or not, is what transformers answers.
+
+A slice of benchmarks/architectures.py, which makes the table of docs/targets.md of all of them.
+"""
 
 from __future__ import annotations
 
 import copy
+import importlib.util
+import re
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
+from specctl.core.errors import IncompatibleError
 from specctl.drafters import prompt_lookup
+from specctl.models import hf_probe
 from specctl.models.fast_llama import FastLlama
 from specctl.models.hf_lm import HfLM
 from specctl.runtime.generate import generate
@@ -17,6 +28,43 @@ from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.checkpoint import as_transformers
 from specctl.runtime.target.target import Target
 
+ROOT = Path(__file__).parents[3]
+SLICE = (
+    *(
+        "afmoe",
+        "bart",
+        "bart, saved as a decoder",
+        "beam",
+        "bert, not a decoder",
+        "blenderbot-small",
+        "bloom",
+        "codegen",
+    ),
+    *("deepseek_v3", "doge", "exaone4", "falcon", "falcon, ALiBi", "gemma2, soft caps"),
+    *("gemma3n_text", "gemma4_text, shared layers", "glm4_moe_lite", "gpt2", "gpt_neo", "gpt_oss"),
+    *(
+        "gptj",
+        "jamba",
+        "llama4_text",
+        "mamba",
+        "mimo_v2_flash",
+        "minicpm3",
+        "moshi",
+        "mpt",
+        "mvp, saved as a decoder",
+    ),
+    *("olmo3", "openai-gpt", "opt", "opt, projected embedding", "pegasus", "phimoe", "roberta"),
+    *(
+        "qwen2, window",
+        "qwen3_moe",
+        "qwen3_next",
+        "stablelm",
+        "starcoder2",
+        "whisper",
+        "whisper, saved as a decoder",
+        "xglm",
+    ),
+)
 MakeModel = Callable[..., Any]
 LONG = {
     "rope_type": "longrope",
@@ -26,25 +74,13 @@ LONG = {
     "factor": 4.0,
     "original_max_position_embeddings": 40,
 }
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied Llama": ("llama", {"tie_word_embeddings": True}),
     "Qwen2 with a window in every layer": (
         "qwen2",
         {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0},
     ),
-    "Qwen2 with a window in some layers": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
-    ),
-    "Gemma 2 with soft caps": (
-        "gemma2",
-        {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0},
-    ),
-    "OLMo 2": ("olmo2", {}),
     "Granite": ("granite", {"embedding_multiplier": 6.0, "logits_scaling": 0.25}),
-    "Qwen3 of experts": ("qwen3_moe", MOE),
-    "Mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "Phi-3 with longrope": ("phi3", {"rope_parameters": LONG}),
 }
 
@@ -99,3 +135,121 @@ def test_the_baseline_is_the_model_as_it_was_published(make_model: MakeModel, ki
     ids = torch.arange(20)[None]
     with torch.no_grad():
         torch.testing.assert_close(as_transformers(target.lm)(ids).logits, model(ids).logits)
+
+
+@pytest.fixture(scope="module")
+def matrix() -> ModuleType:
+    """benchmarks/architectures.py."""
+    found = importlib.util.spec_from_file_location(
+        "architectures", ROOT / "benchmarks/architectures.py"
+    )
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules["architectures"] = module  # dataclasses look their module up
+    found.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def documented(matrix: ModuleType) -> Any:
+    return matrix.read_table((ROOT / "docs/targets.md").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", SLICE)
+@pytest.mark.filterwarnings("ignore")
+def test_an_architecture_does_what_the_document_says(
+    matrix: ModuleType, documented: Any, name: str
+) -> None:
+    """Equal to transformers' `generate` (asserted inside), or refused with that reason."""
+    if matrix.kind_of(name) not in matrix.names():
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    found, told = matrix.find(name), documented[name]
+    assert (found.verdict, found.taps) == (told.verdict, told.taps), found.why
+    assert re.sub(r"[\d.]+%", "", found.why) == re.sub(r"[\d.]+%", "", told.why)
+
+
+def test_the_document_has_a_row_for_every_architecture(matrix: ModuleType, documented: Any) -> None:
+    text = (ROOT / "docs/targets.md").read_text(encoding="utf-8")
+    if f"transformers {transformers.__version__}:" in text:
+        assert list(documented) == matrix.names()
+    assert sum(each.verdict != "not tried" for each in documented.values()) >= 90
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["gpt_neo", "mpt", "bart", "blenderbot-small"])
+def test_a_wrong_mask_is_found_in_every_precision(
+    matrix: ModuleType, name: str, dtype: torch.dtype
+) -> None:
+    model = matrix.tiny(name).to(dtype)
+    with pytest.raises(IncompatibleError, match="a path of a tree is answered otherwise"):
+        HfLM(model)
+    assert {weight.dtype for weight in model.parameters()} == {dtype}
+
+
+@pytest.mark.parametrize("name", ["phimoe", "qwen3_moe", "gemma4_text", "deepseek_v3", "gpt_oss"])
+def test_rounding_is_no_wrong_mask(matrix: ModuleType, name: str) -> None:
+    """In bfloat16 these are up to 1.2 times the logits away from themselves: experts change."""
+    model = matrix.tiny(name).to(torch.bfloat16)
+    before = {key: (weight.data_ptr(), weight.dtype) for key, weight in model.named_parameters()}
+    lm = HfLM(model)
+    after = {key: (weight.data_ptr(), weight.dtype) for key, weight in model.named_parameters()}
+    assert after == before
+    assert lm.new_kv(1, 4).key_SHLD[0].dtype == torch.bfloat16
+
+
+def test_quantised_weights_are_tried_as_they_are(matrix: ModuleType) -> None:
+    for name, is_right in (("gemma2", True), ("bart", False)):
+        model = matrix.tiny(name).to(torch.bfloat16)
+        model.config.quantization_config = {"quant_method": "none"}
+        seen: list[torch.dtype] = []
+        model.get_input_embeddings().register_forward_hook(
+            lambda module, args, out, seen=seen: seen.append(module.weight.dtype)
+        )
+        if is_right:
+            HfLM(model)
+        else:
+            with pytest.raises(IncompatibleError, match="a path of a tree"):
+                HfLM(model)
+        assert set(seen) == {torch.bfloat16}
+
+
+def test_a_kernel_that_wants_its_own_dtype_is_tried_in_it(make_model: MakeModel) -> None:
+    model = make_model("gpt_neox", dtype=torch.bfloat16)
+
+    def demand(module: Any, args: Any) -> None:
+        assert args[0].dtype == torch.bfloat16, "a kernel of half precision"
+
+    model.get_output_embeddings().register_forward_pre_hook(demand)
+    assert HfLM(model).dtype == torch.bfloat16
+
+
+def test_a_model_is_tried_with_four_short_forwards(make_model: MakeModel) -> None:
+    model, sizes = make_model("mixtral", sliding_window=200), []
+    model.get_input_embeddings().register_forward_pre_hook(
+        lambda module, args: sizes.append(args[0].numel())
+    )
+    assert HfLM(model).windows == (200,)
+    assert model.config.sliding_window == 200
+    assert len(sizes) == 4
+    assert max(sizes) <= 56
+
+
+def test_a_window_that_the_masks_ignore_is_found(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four tokens, as few as were once tried, lie within every window."""
+    lm = HfLM(make_model("gemma2", sliding_window=200))
+    narrow = hf_probe.ask_plainly(lm.module, ())
+    monkeypatch.setattr(lm, "windows", (hf_probe.WINDOW,))
+    with pytest.raises(IncompatibleError, match="a prompt longer than its sliding window"):
+        hf_probe.check_rounds(lm, narrow)
+
+
+def test_a_cache_keeps_what_each_layer_keeps(matrix: ModuleType) -> None:
+    """Latent attention keeps one compressed head and its turned part; shared layers nothing."""
+    latent = HfLM(matrix.tiny("deepseek_v3")).new_kv(2, 5)
+    assert latent.key_SHLD[0].shape == (2, 1, 5, 16)
+    assert latent.value_SHLD[0].shape == (2, 1, 5, 8)
+    shared = HfLM(matrix.tiny("gemma3n_text")).kv_layers
+    assert [layer.size > 0 for layer in shared] == [True, True, False]

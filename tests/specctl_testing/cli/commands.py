@@ -46,4 +46,5 @@ def why_not(words: list[str]) -> str | None:
 
 def has_flag(command: str, flag: str) -> bool:
     """Whether a command takes an option of that name."""
-    return any(flag in parameter.opts for parameter in load_command(command).params)
+    parameters = load_command(command).params
+    return any(flag in (*each.opts, *each.secondary_opts) for each in parameters)

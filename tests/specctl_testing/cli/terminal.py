@@ -84,6 +84,12 @@ class Terminal:
             pass
         return self.process.returncode
 
+    def hang_up(self, seconds: float = 120.0) -> int:
+        """Closes the terminal, as a lost connection does; the exit code."""
+        os.close(self.keys)
+        self.keys = os.open(os.devnull, os.O_RDONLY)
+        return self.process.wait(seconds)
+
     def _read(self) -> bool:
         if not select.select([self.keys], [], [], 0.1)[0]:
             return False

@@ -91,6 +91,28 @@ class MarkovDrafter(Drafter):
         return self.state
 
 
+class SilentState(MarkovState):
+    """Has nothing to say behind tokens 2 and 4."""
+
+    may_be_silent = True
+
+    def root(self, view: Any) -> Tensor:
+        return self._hushed(super().root(view), view.root_B)
+
+    def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
+        return self._hushed(super().expand(token_BM, parent_BM), token_BM)
+
+    def _hushed(self, logits: Tensor, behind: Tensor) -> Tensor:
+        is_silent = (behind == 2) | (behind == 4)
+        return logits.masked_fill(is_silent[..., None], -torch.inf)
+
+
+class Silent(MarkovDrafter):
+    def open(self, space: Space) -> MarkovState:
+        self.state = SilentState(self.log_VV)
+        return self.state
+
+
 @dataclass
 class Recorder(LengthChooser):
     """As deep as the policy allows; keeps every whole round."""

@@ -35,7 +35,7 @@ def stub_target() -> Target:
     return target_around(AutoTokenizer.from_pretrained(str(files("specctl.recipes") / "tiny")))
 
 
-def target_around(tokenizer: Any) -> Target:
+def target_around(tokenizer: Any, context: int = 1024) -> Target:
     """A model that is never run, with that tokenizer."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -43,7 +43,7 @@ def target_around(tokenizer: Any) -> Target:
         intermediate_size=8,
         num_hidden_layers=1,
         num_attention_heads=1,
-        max_position_embeddings=1024,
+        max_position_embeddings=context,
     )
     return Target.from_model(LlamaForCausalLM(config), tokenizer, "stub")
 
@@ -152,7 +152,7 @@ class StubService:
 
     def _count(self, ticket: Ticket, piece: Piece) -> None:
         num = len(piece.tokens)
-        ticket.stats.count(max(num - 1, 0), max(num - 1, 0), sum(piece.accepted), num)
+        ticket.stats.count(max(num - 1, 0), sum(piece.accepted), num, is_rejected=False)
         self.counters.rounds += 1
         self.counters.steps += 1
         self.counters.tokens += num

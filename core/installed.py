@@ -1,0 +1,49 @@
+"""The distribution that this program is installed as, and the commands that install more of it.
+
+On the package index `specctl` is another project, which brings a command and an import package of
+the same name. Ours has a name of its own, and is told from others by what its command starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import Distribution, distributions, packages_distributions
+
+NAME = "specctl-toolkit"  # as in pyproject.toml: of a source tree that was never installed
+THEIRS = "specctl"  # nothing of ours is installed by this name, though ours once had it
+STARTS = "specctl.cli.main:run"
+
+
+def distribution_name() -> str:
+    """What our distribution is called here, by its metadata."""
+    ours = (dist.name for dist in distributions() if is_ours(dist) and _key(dist) != THEIRS)
+    return next(ours, NAME)
+
+
+def is_ours(dist: Distribution) -> bool:
+    """Whether the command of that distribution starts this program."""
+    scripts = dist.entry_points.select(group="console_scripts", name="specctl")
+    return any(script.value == STARTS for script in scripts)
+
+
+def foreign_distributions() -> Iterator[Distribution]:
+    """What is installed beside us by the same name, or brings a package of the same name."""
+    claim = set(packages_distributions().get("specctl", ()))
+    for dist in distributions():
+        if (_key(dist) == THEIRS or dist.name in claim) and not is_ours(dist):
+            yield dist
+
+
+def _key(dist: Distribution) -> str:
+    """The name as an index compares it; a damaged distribution may have none."""
+    return str(dist.name or "").lower()
+
+
+def pip_install(extra: str) -> str:
+    """The command that installs what the features of that extra need."""
+    return f"pip install '{distribution_name()}[{extra}]'"
+
+
+def pip_upgrade() -> str:
+    """The command that installs the newest version."""
+    return f"pip install --upgrade {distribution_name()}"

@@ -1,0 +1,319 @@
+"""What a transformers module makes of rows, windows, trees and a cache, tried before it is used.
+
+An architecture may ignore a mask, take the place in the cache for the position, or look ahead, and
+say nothing. So a module is asked through the very cache that rounds use, in the order of a round:
+two prompts of different length in one forward, longer than the sliding window; a tree; what follows
+its second path. Each token must get the logits of a plain forward of its own path, by transformers
+alone. That is one plain forward and three with a cache, of 56 tokens at most; a window of thousands
+is narrowed for the while.
+
+The distance between two rows of logits is the norm of their difference over that of the logits
+about their mean. Rounding to bfloat16 makes as much of it as some wrong masks do (0.01 to 0.05
+measured, more where it sends a token to another expert), so weights of half precision are widened
+to float32, one module at a time, and a right answer is within `BOUND`. Where they cannot be
+(quantised weights, a kernel of one dtype) the middle distance counts, within `ROUGH`.
+Letters: R paths, S tokens of a path, B rows, T fed tokens, V vocabulary, N compared tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from specctl.core.errors import IncompatibleError
+from specctl.core.kv_cache import LayerShape, SlotKV
+from specctl.core.language_model import LanguageModel
+from specctl.core.tree import DraftTree, NodeKind
+from specctl.models.hf_spec import ALIBI, field_of
+
+KEPT = (9, 5)  # prompt tokens of the two rows
+WINDOW = 4  # what a longer window is narrowed to
+PARENTS = (-1, -1, 0, 1)  # two children of the root with a child each
+PATHS = ((0, 1, 3), (0, 2, 4))  # fed indices, the root first
+TAIL = 2  # tokens behind the second path
+LENGTH = max(KEPT) + len(PATHS[0]) + TAIL
+BOUND, ROUGH = 1e-3, 0.1
+HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """What transformers alone says of the first path of both rows, then of the second, and what
+    each layer of its cache keeps; `is_exact`: computed in float32."""
+
+    ids_RS: Tensor
+    logits_RSV: Tensor
+    layers: tuple[LayerShape, ...]
+    is_exact: bool
+
+
+class _Widened:
+    """Hooks that have every module compute in float32: its own weights are widened while it runs,
+    into memory that is used again and again, and so is what comes in. Embeddings widen what they
+    look up. One writer: `widened`."""
+
+    def __init__(self, parts: list[nn.Module]) -> None:
+        self.before: dict[nn.Parameter, Tensor] = {}
+        sizes = [sum(map(Tensor.numel, _half(part))) for part in parts if not _looks_up(part)]
+        place = next((weight.device for part in parts for weight in _half(part)), None)
+        self._scratch = torch.empty(max(sizes, default=0), device=place)
+        self._used = 0
+
+    def widen(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        for weight in () if _looks_up(module) else _half(module):
+            self.before[weight] = weight.data
+            end = self._used + weight.numel()
+            room = self._scratch[self._used : end]
+            if room.numel() < weight.numel() or room.device != weight.device:
+                weight.data = weight.data.float()  # below a module with weights of its own
+                continue
+            weight.data = room.view(weight.shape).copy_(weight.data)
+            self._used = end
+        return tree_map(_wide, args), tree_map(_wide, kwargs)
+
+    def restore(self, module: nn.Module, args: Any, out: Any) -> Any:
+        for weight in module.parameters(recurse=False):
+            if weight in self.before:
+                if weight.untyped_storage().data_ptr() == self._scratch.data_ptr():
+                    self._used -= weight.numel()
+                weight.data = self.before.pop(weight)
+        return tree_map(_wide, out) if _looks_up(module) else None
+
+
+def _half(module: nn.Module) -> list[nn.Parameter]:
+    return [weight for weight in module.parameters(recurse=False) if weight.dtype in HALF]
+
+
+def _looks_up(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding)
+
+
+@contextmanager
+def widened(model: Any) -> Iterator[None]:
+    """Weights of half precision count as float32. They are the same objects, with the same values,
+    afterwards."""
+    parts = [part for part in model.modules() if _half(part)]
+    wide, precision = _Widened(parts), torch.get_float32_matmul_precision()
+    hooks = [part.register_forward_pre_hook(wide.widen, with_kwargs=True) for part in parts]
+    hooks += [part.register_forward_hook(wide.restore) for part in parts]
+    try:
+        torch.set_float32_matmul_precision("highest")
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        for hook in hooks:
+            hook.remove()
+        for weight, data in wide.before.items():
+            weight.data = data
+
+
+def _wide(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in HALF else value
+
+
+@contextmanager
+def narrowed(model: Any, windows: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Windows longer than `WINDOW` made that long in every configuration of the module."""
+    if not windows or max(windows) <= WINDOW:
+        yield windows
+        return
+    parts = [part.config for part in model.modules() if hasattr(part, "config")]
+    parts.append(model.config.get_text_config())
+    held = {id(part): part for part in parts if field_of(part, "sliding_window") in windows}
+    before = {key: part.sliding_window for key, part in held.items()}
+    try:
+        for part in held.values():
+            part.sliding_window = WINDOW
+        yield (WINDOW,)
+    finally:
+        for key, part in held.items():
+            part.sliding_window = before[key]
+
+
+@torch.no_grad()
+def ask_plainly(model: Any, windows: tuple[int, ...]) -> Plain:
+    """The answers of the module by itself: no mask, no positions, attention written out (the one
+    kernel with every soft cap and sink)."""
+    ids_RS = _ids(model)
+    is_exact = field_of(model.config, "quantization_config") is None
+    with _told(model, "a plain forward of it fails"), narrowed(model, windows):
+        model.set_attn_implementation("eager")
+        try:
+            with widened(model) if is_exact else nullcontext():
+                out = model(input_ids=ids_RS, use_cache=True)
+        except Exception:  # a module that reads another's weights, or a kernel of one dtype
+            out, is_exact = model(input_ids=ids_RS, use_cache=True), False
+    cache = getattr(out, "past_key_values", None)
+    cache = getattr(cache, "self_attention_cache", cache)
+    if cache is None or not hasattr(cache, "layers"):
+        raise refused(model, "it keeps no cache of keys and values")
+    return Plain(ids_RS, out.logits, _layers(cache), is_exact)
+
+
+def _ids(model: Any) -> Tensor:
+    """[R, S]: tokens without a meaning of their own, but for toys with hardly any."""
+    text = model.config.get_text_config()
+    named = [field_of(text, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")]
+    special = {i for each in named for i in (each if isinstance(each, list) else [each])}
+    usual = [i for i in range(text.vocab_size) if i not in special] or [0]
+    drawn = torch.randperm(len(usual), generator=torch.Generator().manual_seed(0)).tolist()
+    ids = [usual[drawn[i % len(drawn)]] for i in range((len(KEPT) + 1) * LENGTH)]
+    rows = [ids[i * LENGTH : (i + 1) * LENGTH] for i in range(len(KEPT))]
+    end = ids[-1]
+    paths = [
+        [*row[: kept + 1], fork, end, *row[kept + 3 :]]
+        for fork in ids[-3:-1]
+        for row, kept in zip(rows, KEPT, strict=True)
+    ]
+    return torch.tensor(paths, device=model.get_input_embeddings().weight.device)
+
+
+def _distance(found_NV: Tensor, wanted_NV: Tensor) -> Tensor:
+    found, wanted = found_NV.float(), wanted_NV.float()
+    size = (wanted - wanted.mean(-1, keepdim=True)).norm(dim=-1).clamp(min=1e-12)
+    away: Tensor = (found - wanted).norm(dim=-1) / size
+    return away.nan_to_num(torch.inf)
+
+
+def _layers(cache: Any) -> tuple[LayerShape, ...]:
+    """What each layer of transformers' cache keeps of a token; layers that read another's keep
+    nothing."""
+    shapes = []
+    for layer in cache.layers:
+        pair = (getattr(layer, "keys", None), getattr(layer, "values", None))
+        sizes = [0 if part is None else part.shape[i] for part in pair for i in (1, 3)]
+        shapes.append(LayerShape(*sizes))
+    return tuple(shapes)
+
+
+@torch.no_grad()
+def check_rounds(lm: LanguageModel, plain: Plain) -> None:
+    """Refuse a model that says otherwise through the cache than plainly."""
+    with widened(lm.module) if plain.is_exact else nullcontext():
+        _round(lm, plain)
+
+
+def _round(lm: LanguageModel, plain: Plain) -> None:
+    model, device, rows = lm.module, plain.ids_RS.device, range(len(KEPT))
+    dtype = torch.float32 if plain.is_exact and lm.dtype in HALF else lm.dtype
+    kv = SlotKV.of(plain.layers, len(KEPT), LENGTH + len(PARENTS), dtype, device)
+    kept_B = torch.tensor(KEPT, device=device)
+    with _told(model, "it does not read rows of different length through a cache"):
+        found = _chain(lm, kv, plain.ids_RS[: len(KEPT), : max(KEPT)], kept_B * 0)
+    prompt = "a prompt longer than its sliding window" if lm.windows else "a prompt"
+    for row, kept in enumerate(KEPT):
+        _compare(lm, plain, prompt, found[row, :kept], plain.logits_RSV[row, :kept])
+    with _told(model, "it does not read a tree through a cache"):
+        found = _tree(lm, kv, plain, kept_B)
+    for path, fed in enumerate(PATHS):
+        for row, kept in enumerate(KEPT):
+            wanted = plain.logits_RSV[path * len(KEPT) + row, kept : kept + len(fed)]
+            _compare(lm, plain, "a path of a tree", found[row, list(fed)], wanted)
+    kv.keep(
+        torch.arange(len(KEPT), device=device),
+        kept_B,
+        torch.tensor([PATHS[1] for _ in rows], device=device),
+    )
+    start_B = kept_B + len(PATHS[1])
+    at_BT = start_B[:, None] + torch.arange(TAIL, device=device)
+    second = plain.ids_RS[len(KEPT) :]
+    with _told(model, "it does not go on behind a path of a tree"):
+        found = _chain(lm, kv, second.gather(1, at_BT), start_B)
+    for row, start in enumerate(start_B.tolist()):
+        wanted = plain.logits_RSV[len(KEPT) + row, start : start + TAIL]
+        _compare(lm, plain, "what follows a path", found[row], wanted)
+
+
+def _chain(lm: LanguageModel, kv: SlotKV, ids_BT: Tensor, start_B: Tensor) -> Tensor:
+    B, T = ids_BT.shape
+    span = int(start_B.max()) + T
+    kv.begin(tuple(range(B)), torch.arange(B, device=ids_BT.device), start_B, T, span)
+    position_BT = start_B[:, None] + torch.arange(T, device=ids_BT.device)
+    out = lm.forward(ids_BT, position_BT, lm.chain_masks(start_B, T, span), kv)
+    assert out.logits_BTV is not None
+    return out.logits_BTV
+
+
+def _tree(lm: LanguageModel, kv: SlotKV, plain: Plain, kept_B: Tensor) -> Tensor:
+    B, device = len(KEPT), plain.ids_RS.device
+    row_B = torch.arange(B, device=device)
+    first, second = plain.ids_RS[:B], plain.ids_RS[B:]
+    token_BN = torch.stack(
+        [ids[row_B, kept_B + depth] for depth in (1, 2) for ids in (first, second)], dim=1
+    )
+    parent_BN = torch.tensor(PARENTS, device=device).expand(B, -1)
+    tree = DraftTree(
+        token_BN, parent_BN, parent_BN.clamp(max=0) + 1, parent_BN >= -1, NodeKind.POINT, 2
+    )
+    ids_BT = tree.fed_token_BT(first[row_B, kept_B])
+    span = max(KEPT) + ids_BT.shape[1]
+    kv.begin(tuple(range(B)), row_B, kept_B, ids_BT.shape[1], span)
+    masks = lm.tree_masks(tree, kept_B, span)
+    out = lm.forward(ids_BT, tree.position_BT(kept_B), masks, kv)
+    assert out.logits_BTV is not None
+    return out.logits_BTV
+
+
+def _compare(lm: LanguageModel, plain: Plain, what: str, found: Tensor, wanted: Tensor) -> None:
+    away_N = _distance(found, wanted)
+    away = float(away_N.max() if plain.is_exact else away_N.median())
+    if not away <= (BOUND if plain.is_exact else ROUGH):
+        what = f"{what} is answered otherwise in a batch than alone"
+        raise refused(lm.module, _looks_ahead(lm.module, plain) or what, away)
+
+
+def _looks_ahead(model: Any, plain: Plain) -> str:
+    """What is wrong, if later tokens change what the module says of earlier ones."""
+    short = min(KEPT)
+    first = model(input_ids=plain.ids_RS[:1, :short], use_cache=False).logits
+    if float(_distance(first[0], plain.logits_RSV[0, :short]).median()) <= ROUGH:
+        return ""
+    is_encoder = field_of(model.config, "is_decoder") is False
+    more = " (is_decoder is false in its configuration)" if is_encoder else ""
+    return "later tokens change what it says of earlier ones" + more
+
+
+@contextmanager
+def _told(model: Any, what: str) -> Iterator[None]:
+    """Whatever a foreign forward raises means that it cannot do this."""
+    try:
+        yield
+    except IncompatibleError as error:
+        if error.what.startswith(type(model).__name__):
+            raise
+        raise refused(model, error.what) from error
+    except Exception as error:
+        raise refused(model, what) from error
+
+
+def refused(model: Any, what: str, away: float | None = None) -> IncompatibleError:
+    """The error for a module that cannot be a target, with the cause as far as it shows."""
+    by = "" if away is None else f", by {away:.1%} of the logits"
+    cause = _cause(model)
+    return IncompatibleError(
+        f"{type(model).__name__} cannot be a target",
+        found=f"{what}{by}" + (f": {cause}" if cause else ""),
+        expected="a decoder that obeys 4-D masks and given positions",
+        do="choose a target with rotary or learned positions, e.g. a Llama or Qwen3",
+    )
+
+
+def _cause(model: Any) -> str:
+    """Why an architecture cannot read trees, where its configuration or its forward tells."""
+    config = model.config.get_text_config()
+    if field_of(config, "alibi") or config.model_type in ALIBI:
+        return "its attention is biased by places in the cache (ALiBi), not by positions"
+    if "local" in (field_of(config, "attention_layers") or ()):
+        return "its local layers mask by places in the cache, not by positions"
+    if any(hasattr(part, "create_position_ids_from_input_ids") for part in model.modules()):
+        return "it counts positions from the id of the padding token on"
+    if "position_ids" not in signature(type(model).forward).parameters:
+        return "its forward takes no positions"
+    return ""

@@ -1,0 +1,363 @@
+"""A transformers folder before transformers sees it: what may lie there, which files count as its
+weights, and what its JSON may ask for. No torch, and nothing here reads a weight.
+
+transformers follows names: an index may name a pickle or a file outside the folder, config.json
+another file of weights or code of a hub repository. Whatever such a name could lead to besides
+plain safetensors of this folder is refused before, and `from_folder` is the one door to weights.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from specctl.core.errors import (
+    FileError,
+    IncompatibleError,
+    IntegrityError,
+    SpecctlError,
+    is_out_of_memory,
+)
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+# JSON that transformers reads for a model and its tokenizer, and follows.
+SETTINGS = (
+    "config.json", "generation_config.json", "tokenizer_config.json", "processor_config.json",
+    "preprocessor_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.json",
+)  # fmt: skip
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+CODE_KEYS = ("auto_map", "custom_pipelines", "custom_code", "trust_remote_code")
+KERNEL_KEYS = (
+    "attn_implementation", "_attn_implementation", "experts_implementation",
+    "_experts_implementation",
+)  # fmt: skip
+MAX_JSON_BYTES, MAX_JSON_DEPTH = 32 << 20, 64
+# Counts of which transformers makes lists and modules one by one, and the most that they may be
+# (Llama 405B has 126 layers, Switch-C 2,048 experts).
+MOST = {
+    re.compile(r"(^|_)(layers?|depth|blocks?)$"): 1024,
+    re.compile(r"(^|_)n?(heads?|experts?)(_|$)"): 1 << 16,
+}
+LARGEST_NUMBER = 1 << 60
+MAX_BUFFERS = 1 << 29  # numbers that a model keeps beside its weights, such as masks of positions
+_OTHER_LAYOUT = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """config.json, after all that transformers would follow in it and beside it was looked at."""
+    _refuse_special_files(folder)
+    config = read_object(folder / "config.json")
+    for name in SETTINGS:
+        if (folder / name).exists():
+            body = config if name == "config.json" else read_object(folder / name)
+            refuse_code(body, str(folder / name))
+    _refuse_other_weights(folder, config)
+    _check_counts(config, str(folder / "config.json"))
+    return config
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of bounded size and depth."""
+    try:
+        with path.open("rb") as stream:
+            raw = stream.read(MAX_JSON_BYTES + 1)
+        if len(raw) > MAX_JSON_BYTES:
+            raise ValueError(f"more than {MAX_JSON_BYTES:,} bytes")
+        content = json.loads(raw.decode("utf-8"))
+        if _depth(content) > MAX_JSON_DEPTH:
+            raise ValueError(f"nested more than {MAX_JSON_DEPTH} deep")
+    except FileNotFoundError:
+        raise FileError(
+            "the folder is not a transformers checkpoint",
+            found=f"no {path.name}",
+            expected="config.json, tokenizer and safetensors weights",
+            do="give the folder that holds config.json",
+            where=str(path.parent),
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise IntegrityError(
+            f"{path.name} cannot be read",
+            found=_short(error),
+            expected="a JSON object in UTF-8",
+            do="fetch it again",
+            where=str(path),
+        ) from None
+    if not isinstance(content, dict):
+        raise IntegrityError(
+            f"{path.name} is not a JSON object",
+            found=type(content).__name__,
+            do="fetch it again",
+            where=str(path),
+        )
+    return content
+
+
+def _depth(content: object) -> int:
+    """How deep lists and objects are nested in each other."""
+    deepest, stack = 0, [(content, 1)]
+    while stack and deepest <= MAX_JSON_DEPTH:
+        item, depth = stack.pop()
+        deepest = max(deepest, depth)
+        if isinstance(item, dict):
+            stack += [(inner, depth + 1) for inner in item.values()]
+        elif isinstance(item, list):
+            stack += [(inner, depth + 1) for inner in item]
+    return deepest
+
+
+def _entries(body: object) -> Iterator[tuple[str, object]]:
+    """Every key of a JSON object and its value, however deep."""
+    stack = [body]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, dict):
+            yield from item.items()
+            stack.extend(item.values())
+        elif isinstance(item, list):
+            stack.extend(item)
+
+
+def refuse_code(body: Mapping[str, Any], where: str) -> None:
+    """Refuse a transformers JSON that names code to be imported, however deep it is hidden: of the
+    folder, or a kernel that a hub repository holds."""
+    for key, value in _entries(body):
+        is_code = key in CODE_KEYS and value
+        names = value.values() if isinstance(value, dict) else (value,)
+        is_kernel = key in KERNEL_KEYS and any("/" in str(name) for name in names)
+        if is_code or is_kernel:
+            raise IntegrityError(
+                "the folder asks for its own code to be run, which specctl never does",
+                found=f"{key}: {ascii(value)[:120]}",
+                expected="an architecture that transformers has built in",
+                do=f"remove {key} if the model is a standard one, or choose another",
+                where=where,
+            )
+
+
+def _refuse_special_files(folder: Path) -> None:
+    """A pipe or a device would be waited for."""
+    for path in sorted(folder.iterdir()):
+        if path.exists() and not (path.is_dir() or stat.S_ISREG(path.stat().st_mode)):
+            raise IntegrityError(
+                "the folder contains something that is no file",
+                found=ascii(path.name),
+                expected="regular files",
+                do="remove it, or copy the checkpoint again",
+                where=str(folder),
+            )
+
+
+def _refuse_other_weights(folder: Path, config: Mapping[str, Any]) -> None:
+    """Ways to weights besides model.safetensors and its index."""
+    names = sorted(path.name for path in folder.iterdir())
+    found = [name for name in names if _OTHER_LAYOUT.fullmatch(name)]
+    found += [name for name in names if name == "adapter_config.json"]
+    found += [key for key, value in _entries(config) if key == "transformers_weights" and value]
+    if found:
+        raise IntegrityError(
+            "the folder names other weights than model.safetensors and its index",
+            found=found[0],
+            expected="a whole model in model.safetensors, or in the shards of its index",
+            do="merge it into one model with save_pretrained of transformers, where you trust it",
+            where=str(folder),
+        )
+
+
+def _check_counts(config: Mapping[str, Any], where: str) -> None:
+    """Sizes of a model that somebody could have trained."""
+    for key, value in _entries(config):
+        if isinstance(value, bool) or not isinstance(value, int):
+            continue
+        limits = [most for name, most in MOST.items() if name.search(key)]
+        most = min(limits, default=LARGEST_NUMBER)
+        if abs(value) > most:
+            raise IntegrityError(
+                f"no model has such a {ascii(key)[1:-1][:60]}",
+                found=f"{value:,}"[:60],
+                expected=f"at most {most:,}",
+                do="fetch config.json again",
+                where=where,
+            )
+
+
+def weight_files(folder: Path) -> tuple[Path, ...]:
+    """The files that hold the weights, by transformers' own order: model.safetensors, else what its
+    index names. Each, and all that an index names, is a safetensors file of this very folder."""
+    whole = [WEIGHTS] if (folder / WEIGHTS).is_file() else []
+    named = _named_by_index(folder / INDEX) if (folder / INDEX).is_file() else []
+    if not whole and not named:
+        raise _no_weights(folder)
+    for name in (*whole, *named):
+        _check_weight_file(folder, name)
+    return tuple(folder / name for name in whole or named)
+
+
+def _named_by_index(path: Path) -> list[str]:
+    weight_map = read_object(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise IntegrityError(
+            "the weight index has no weight_map",
+            found=type(weight_map).__name__,
+            expected="a file for each tensor",
+            do="fetch the checkpoint again",
+            where=str(path),
+        )
+    return sorted({str(name) for name in weight_map.values()})
+
+
+def _check_weight_file(folder: Path, name: str) -> None:
+    is_plain = Path(name).name == name and "\\" not in name and not name.startswith(".")
+    if not is_plain or not name.endswith(".safetensors"):
+        raise IntegrityError(
+            "the weight index names a file that is no safetensors file of the folder; "
+            "loading a pickle can run any code",
+            found=ascii(name)[1:-1][:120],
+            expected="names such as model-00001-of-00002.safetensors",
+            do="fetch the checkpoint again, or choose another",
+            where=str(folder / INDEX),
+        )
+    path = folder / name
+    if not path.is_file():
+        raise IntegrityError(
+            "a file of weights is missing",
+            found=f"no {ascii(name)[1:-1][:120]}",
+            expected="every file that the index names",
+            do="fetch the checkpoint again",
+            where=str(folder),
+        )
+    if not _is_inside(path):
+        raise IntegrityError(
+            "a file of weights is a link out of the folder",
+            found=ascii(name)[1:-1][:120],
+            expected="files of the folder, or of the hub's own cache",
+            do="copy the file into the folder, or give the folder where it lies",
+            where=str(folder),
+        )
+
+
+def _is_inside(path: Path) -> bool:
+    """Whether a file lies in its folder; a snapshot of the hub's cache links into its blobs."""
+    real, folder = path.resolve(), path.parent.resolve()
+    if real.parent == folder:
+        return True
+    is_snapshot = folder.parent.name == "snapshots"
+    return is_snapshot and real.parent == (folder.parent.parent / "blobs").resolve()
+
+
+def _no_weights(folder: Path) -> SpecctlError:
+    names = sorted(path.name for path in folder.iterdir())
+    pickled = [name for name in names if Path(name).suffix in PICKLES]
+    if not pickled:
+        return FileError(
+            "the folder holds no weights",
+            found=", ".join(names[:6]) or "an empty folder",
+            expected=f"{WEIGHTS}, or {INDEX} and the files that it names",
+            do="fetch the checkpoint again",
+            where=str(folder),
+        )
+    return IntegrityError(
+        "the weights are pickled, and loading a pickle can run any code",
+        found=", ".join(pickled[:3]),
+        expected=WEIGHTS,
+        do="convert them where you trust the file: model.save_pretrained(FOLDER) of "
+        "transformers writes safetensors",
+        where=str(folder),
+    )
+
+
+def stored_shapes(files: Iterable[Path]) -> list[tuple[int, ...]]:
+    """The shape of every tensor, from the headers alone."""
+    from safetensors import SafetensorError, safe_open
+
+    shapes: list[tuple[int, ...]] = []
+    for path in files:
+        try:
+            with safe_open(path, framework="numpy") as file:
+                shapes += [tuple(file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118
+        except (SafetensorError, OSError, ValueError) as error:
+            raise IntegrityError(
+                "a weight file is damaged",
+                found=_short(error),
+                expected="a safetensors file",
+                do="fetch the checkpoint again",
+                where=str(path),
+            ) from error
+    return shapes
+
+
+def check_size(config: Any, shapes: Iterable[tuple[int, ...]], where: str) -> None:
+    """Refuse a configuration of a model larger than the weights that are there, before a number of
+    it is allocated."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    stored = list(shapes)
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if layers > len(stored):
+        expected = f"at most the {len(stored):,} tensors stored"
+        raise misfit(f"num_hidden_layers {layers:,}", expected, where)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    asked = sum(part.numel() for part in model.parameters())
+    there = sum(map(math.prod, stored))
+    # Of a quantised model one stored number may hold up to 32.
+    most = there * (32 if getattr(config, "quantization_config", None) else 2)
+    if asked > most:
+        raise misfit(f"a model of {asked:,} parameters", f"the {there:,} that are stored", where)
+    beside = sum(part.numel() for part in model.buffers())
+    if beside > max(MAX_BUFFERS, 2 * there):
+        raise misfit(f"{beside:,} numbers beside the weights", f"at most {MAX_BUFFERS:,}", where)
+
+
+def misfit(found: str, expected: str, where: str) -> IntegrityError:
+    """The error for weights that are not those of the configuration."""
+    return IntegrityError(
+        "the weights do not fit config.json",
+        found=found,
+        expected=expected,
+        do="download the model again; a head for another method is not a whole model",
+        where=where,
+    )
+
+
+@contextmanager
+def foreign_config(what: str, where: str) -> Iterator[None]:
+    """Whatever a foreign configuration makes transformers raise, as a refusal of it."""
+    try:
+        yield
+    except SpecctlError:
+        raise
+    except Exception as error:  # a foreign file through a foreign parser: any type may come
+        if is_out_of_memory(error):
+            raise
+        raise IncompatibleError(
+            what,
+            found=f"{type(error).__name__}: {_short(error)}",
+            expected="a configuration that the installed transformers can build",
+            do="pip install -U transformers, or choose another",
+            where=where,
+        ) from error
+
+
+def from_folder(kind: Any, folder: Path, **fields: Any) -> Any:
+    """`kind.from_pretrained` of a folder: plain safetensors of that folder, no code, no network."""
+    weight_files(folder)
+    return kind.from_pretrained(
+        folder,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        **fields,
+    )
+
+
+def _short(error: BaseException) -> str:
+    lines = str(error).strip().split("\n")
+    return ascii(lines[0] or type(error).__name__)[1:-1][:160]
