@@ -13,7 +13,7 @@ from specctl.api.failures import raises_user_errors
 from specctl.api.preflight import check_out, check_run
 from specctl.api.progress import Progress, as_reporter, warnings_of
 from specctl.api.recipe import RecipeLike, recipe_of, run_folder, set_words
-from specctl.api.targets import TargetLike, load_target, target_of_recipe
+from specctl.api.targets import TargetLike, in_memory, inflated_note, target_of_recipe
 from specctl.api.train import TrainResult, load_initial, train_and_package
 from specctl.core.errors import FileError, RecipeError
 from specctl.core.spec import ModelSpec
@@ -209,15 +209,17 @@ def prune(
     reporter = as_reporter(progress)
     own = {name: settings.pop(name) for name in asdict(Cut()) if name in settings}
     texts = {k: str(v) for k, v in own.items() if k in ("width", "heads") and v is not None}
-    made = recipe_of(recipe, target, settings)
+    given = in_memory(target)
+    made = recipe_of(recipe, given or target, settings)
     job_cut = cut or Cut(**own | texts)
     job_cut.check(made)
     folder = run_folder(made) if out is None else Path(out)
     check_out(folder)
     check_run(made, folder)
     job = PruneJob(made, job_cut, folder, command or _words(recipe, made, job_cut, folder))
-    is_name = target is None or isinstance(target, (str, Path))
-    model = target_of_recipe(made.target) if is_name else load_target(target)
+    model = given or target_of_recipe(made.target)
+    if model.inflated:
+        reporter.warn(inflated_note(model))
     run = _cut_and_heal(reporter, job, model, on_cut or (lambda report: None))
     warned = warnings_of(reporter)
     healed = None if run is None else TrainResult(run[0], run[1], warned)

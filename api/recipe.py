@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl.api.families import check_options, family_infos
-from specctl.api.targets import TargetLike
+from specctl.api.targets import TargetLike, load_target
 from specctl.core.errors import RecipeError, did_you_mean
 from specctl.recipes.load import build_recipe, load_recipe, with_fields
 from specctl.recipes.schema import Recipe
@@ -24,7 +24,7 @@ def recipe_of(recipe: RecipeLike, target: TargetLike, settings: Mapping[str, Any
     if isinstance(recipe, Mapping):
         recipe = build_recipe(recipe, "recipe")
     base = recipe if isinstance(recipe, Recipe) else load_recipe(str(recipe))
-    fields = {} if target is None else {"target.name": _name(target)}
+    fields = _target_fields(target)
     for name, value in settings.items():
         fields |= _fields(base, name, value)
     if not fields:
@@ -65,10 +65,19 @@ def refuse_dependent(recipe: Recipe) -> None:
         )
 
 
-def _name(target: TargetLike) -> str:
+def _target_fields(target: TargetLike) -> dict[str, Any]:
+    """The fields of the section `target`; a target in memory decides all of them."""
+    if target is None:
+        return {}
     if isinstance(target, (str, Path)):
-        return str(target)
-    return str(getattr(target, "name", None) or getattr(target, "name_or_path", "target"))
+        return {"target.name": str(target)}
+    model = load_target(target)
+    return {
+        "target.name": model.name,
+        "target.revision": model.revision,
+        "target.dtype": str(model.dtype).removeprefix("torch."),
+        "target.inflate": model.inflated,
+    }
 
 
 def _fields(recipe: Recipe, name: str, value: Any) -> dict[str, Any]:

@@ -71,6 +71,11 @@ def _tokenizer_of(model: Any) -> Any:
         return None
 
 
+def in_memory(target: TargetLike | None) -> Target | None:
+    """The target of a model or a Target; None where a name stands for one."""
+    return None if target is None or isinstance(target, (str, Path)) else load_target(target)
+
+
 def target_or_own(target: TargetLike | None, *drafters: object, dtype: str = "auto") -> Target:
     """The target; where none was named, the one that the first package was made for, else tiny."""
     record = own_target(*drafters) if target is None else None
@@ -92,3 +97,23 @@ def own_target(*drafters: object) -> TargetRecord | None:
 def target_of_recipe(part: TargetPart) -> Target:
     """The target that a recipe names."""
     return load_target(part.name, revision=part.revision, dtype=part.dtype, inflate=part.inflate)
+
+
+def inflated_note(target: Target) -> str:
+    """What every report about an inflated target must say."""
+    from specctl.runtime.target import inflate
+
+    return inflate.inflated_note(target.name, str(target.inflated))
+
+
+def target_json(target: Target) -> dict[str, Any]:
+    """How results name the target."""
+    return {
+        "name": target.name,
+        "revision": target.revision,
+        "fingerprint": target.fingerprint,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": str(target.device),
+        "inflated": target.inflated,
+        "note": inflated_note(target) if target.inflated else None,
+    }

@@ -13,7 +13,7 @@ from specctl.api.failures import raises_user_errors
 from specctl.api.preflight import check_allowed, check_out, check_run
 from specctl.api.progress import Progress, as_reporter, warnings_of
 from specctl.api.recipe import RecipeLike, recipe_of, refuse_dependent, run_folder
-from specctl.api.targets import TargetLike, load_target
+from specctl.api.targets import TargetLike, in_memory
 from specctl.core.drafter import Drafter
 from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.core.table import Table, Tabled
@@ -124,8 +124,8 @@ def train(
     """
     reporter = as_reporter(progress)
     check_allowed(allow)
-    made = recipe_of(recipe, target, settings)
-    model = None if target is None or isinstance(target, (str, Path)) else load_target(target)
+    model = in_memory(target)
+    made = recipe_of(recipe, model or target, settings)
     if model is not None and model.device.type != PartialState().device.type:
         raise IncompatibleError(
             "the target is on another device than training",
@@ -159,6 +159,7 @@ def distill(
 ) -> TrainResult:
     """Train a small language model of its own on the target's distribution: `train` with a recipe
     of such a family."""
+    target = in_memory(target) or target
     made = recipe_of(recipe, target, settings)
     refuse_dependent(made)
     return train(

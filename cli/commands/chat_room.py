@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specctl.api.targets import target_json
 from specctl.cli.app.console import Console
 from specctl.cli.commands.chat_input import Interrupts, Lines
 from specctl.cli.commands.chat_talk import ChatSession, ChatTurn
-from specctl.cli.options.target_choice import target_json
 from specctl.core.errors import FileError, SpecctlError, nearest
 
 ACCEPTED, PLAIN = "\x1b[32m", "\x1b[0m"

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specctl.api.families import check_options, family_infos
+from specctl.api.targets import target_json
 from specctl.cli.app.console import Console
 from specctl.cli.app.failures import as_told
 from specctl.cli.commands.families_table import Heat, Trained, measure, show_tables
 from specctl.cli.options.recipe_flags import RecipeFlags
-from specctl.cli.options.target_choice import TargetChoice, target_json
+from specctl.cli.options.target_choice import TargetChoice
 from specctl.core.errors import Exit, GateError, RecipeError, did_you_mean
 from specctl.recipes.load import RecipeInfo, list_recipes, load_recipe
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specctl.api.against import transformers_contenders
+from specctl.api.targets import inflated_note
 from specctl.cli.app.console import Console
 from specctl.cli.options.loading import DraftingFlags
-from specctl.cli.options.target_choice import inflated_note
 
 if TYPE_CHECKING:
     from specctl.api.drafting import LoadedDraft

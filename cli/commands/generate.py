@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specctl.api.targets import target_json
 from specctl.cli.app.console import Console
 from specctl.cli.app.stream import TextStream
 from specctl.cli.commands.generated import check_forms, show_stats, tell_ends
@@ -17,7 +18,7 @@ from specctl.cli.options.grammar import GrammarFlags
 from specctl.cli.options.loading import NO_DRAFTER, DraftChoice
 from specctl.cli.options.prompts import PromptText, read_prompts
 from specctl.cli.options.sampling import SamplingFlags
-from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice, target_json
+from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
 
 if TYPE_CHECKING:
     from specctl.api.drafting import LoadedDraft

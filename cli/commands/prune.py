@@ -11,7 +11,7 @@ import typer
 from specctl.api.preflight import check_out, check_run
 from specctl.cli.app.console import Console
 from specctl.cli.commands.plan import shown, without_dry_run
-from specctl.cli.commands.shapes import SearchFlags, recipe_target, search_shapes
+from specctl.cli.commands.shapes import SearchFlags, search_shapes
 from specctl.cli.options.flags import Offline
 from specctl.cli.options.recipe_flags import DryRun, RecipeFlags
 from specctl.cli.options.target_choice import go_offline
@@ -110,7 +110,7 @@ def prune(
         _show_plans(console, PruneJob(recipe, wanted, out))
         return
     result = prune_(
-        recipe_target(console, recipe),
+        None,
         recipe,
         out=out,
         cut=wanted,

@@ -150,7 +150,8 @@ def _train(console: Console, recipe: Recipe, out: Path) -> float | None:
 
 def _trim(console: Console, model: Target, out: Path) -> Path:
     """OUT/trimmed/package; kept when it was made from the same weights."""
-    from specctl.cli.commands.trimming import TrimJob, trim_and_package
+    from specctl.api.vocab_trim import TrimJob, trim_and_package
+    from specctl.cli.commands.vocab_trim import show_trim
     from specctl.cli.options.loading import DraftChoice
     from specctl.export.package.manifest import WEIGHTS, check_files
     from specctl.train.vocab.selectors import selector
@@ -164,8 +165,11 @@ def _trim(console: Console, model: Target, out: Path) -> Path:
         return folder / "package"
     draft = DraftChoice(str(source)).load(model)
     settings = TrimSettings(new_tokens=TRIM_TOKENS)
-    job = TrimJob(model, draft, settings, selector("vocab-trim"), num_prompts=TRIM_PROMPTS)
-    trim_and_package(console, job, folder)
+    words = ["specctl", *sys.argv[1:]]
+    job = TrimJob(
+        model, draft, settings, selector("vocab-trim"), num_prompts=TRIM_PROMPTS, command=words
+    )
+    show_trim(console, trim_and_package(console, job, folder))
     mark.write_text(json.dumps({"digest": digest}))
     return folder / "package"
 

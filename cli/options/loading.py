@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specctl.cli.options.flags import (
     AdaptiveFlag,
@@ -41,10 +41,13 @@ class DraftingFlags:
     allow: Allow = None
     translate: TranslateFlag = "auto"
 
+    def given(self) -> dict[str, Any]:
+        """The settings by name."""
+        return {field.name: getattr(self, field.name) for field in fields(DraftingFlags)}
+
     def of(self, draft: str) -> DraftChoice:
         """The same settings for the drafter of that name."""
-        given = {field.name: getattr(self, field.name) for field in fields(DraftingFlags)}
-        return DraftChoice(draft, **given)
+        return DraftChoice(draft, **self.given())
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,5 +60,4 @@ class DraftChoice(DraftingFlags):
         """The drafter with the policy and rule it is to be served by."""
         from specctl.api.drafting import load_draft
 
-        given = {field.name: getattr(self, field.name) for field in fields(DraftingFlags)}
-        return load_draft(self.draft, target, **given)
+        return load_draft(self.draft, target, **self.given())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specctl.cli.app.console import Console
 from specctl.cli.options.flags import Device, Dtype, Inflate, Offline, Revision, TargetName
@@ -67,6 +67,8 @@ class TargetChoice:
             compile=compiled,
         )
         if target.inflated:
+            from specctl.api.targets import inflated_note
+
             console.warn(inflated_note(target))
         return target
 
@@ -78,24 +80,3 @@ def go_offline() -> None:
     """Never ask the hub, in this process and those it starts: neither for models nor for data.
     To be called before transformers or datasets is imported."""
     os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
-
-
-def inflated_note(target: Target) -> str:
-    """What every report about an inflated target must say."""
-    return (
-        f"target {target.name} is inflated to the cost of {target.inflated} parameters: the same "
-        "answers at a larger target's price, so speed is realistic and quality is not"
-    )
-
-
-def target_json(target: Target) -> dict[str, Any]:
-    """How results name the target."""
-    return {
-        "name": target.name,
-        "revision": target.revision,
-        "fingerprint": target.fingerprint,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "device": str(target.device),
-        "inflated": target.inflated,
-        "note": inflated_note(target) if target.inflated else None,
-    }
