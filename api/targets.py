@@ -65,8 +65,10 @@ def _tokenizer_of(model: Any) -> Any:
     from transformers import AutoTokenizer
 
     source = getattr(model, "name_or_path", "")
+    if not source:
+        return None
     try:
-        return AutoTokenizer.from_pretrained(source, local_files_only=True) if source else None
+        return AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError):
         return None
 

@@ -159,8 +159,11 @@ def test_nothing_is_excused_that_is_not_shown(prefix: str) -> None:
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/python-api.md"])
-def test_python_examples_run(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+def test_python_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder of their own, with the embedded target where the documents say."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     scope: dict[str, object] = {}
     found = [b for b in blocks(ROOT / page) if b.language == "python"]
     assert found
