@@ -19,8 +19,8 @@ from specctl import __version__
 
 if TYPE_CHECKING:
     from specctl.core.drafter import Drafter
+    from specctl.runtime.measure.cost_table import CostTable
     from specctl.runtime.policies import Policy
-    from specctl.runtime.policies.length import CostTable
     from specctl.runtime.target.target import Target
 
 MAX_BYTES = 1 << 20
@@ -52,7 +52,7 @@ def describe(
 
 def read_costs(about: dict[str, Any]) -> CostTable | None:
     """The table that was measured for exactly this, if there is one."""
-    from specctl.runtime.policies.length import CostTable
+    from specctl.runtime.measure.cost_table import CostTable
 
     path = _path(about)
     try:

@@ -18,9 +18,9 @@ from specctl.export.package.manifest import MANIFEST, read_manifest
 from specctl.recipes.serve import POLICY_FIELDS
 from specctl.runtime.cross_vocab.translate import check_method
 from specctl.runtime.measure.cost import measure_costs
+from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.policies import Policy, make_policy, policies_of
-from specctl.runtime.policies.length import CostTable
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.stops.learned import read_stop
 from specctl.runtime.target.target import Target
@@ -212,7 +212,7 @@ def _serve(
     for key in ("nodes", "stop_rule", "controller"):
         field = "stop" if key == "stop_rule" else key
         if key in given and field not in POLICY_FIELDS[serve["policy"]]:
-            raise _ignored(field, str(given[key]), serve["policy"])
+            raise _ignored(field, str(given[key]), serve["policy"], policies)
     return serve
 
 
@@ -237,9 +237,9 @@ def _stop_settings(word: str | None) -> dict[str, Any]:
     return {"stop": read_stop(Path(word))[0], "stop_file": word}
 
 
-def _ignored(key: str, value: str, policy: str) -> RecipeError:
+def _ignored(key: str, value: str, policy: str, policies: Sequence[str]) -> RecipeError:
     flag = "--stop-rule" if key == "stop" else f"--{key}"
-    other = next(name for name, fields in POLICY_FIELDS.items() if key in fields)
+    other = next(name for name in (*policies, *POLICY_FIELDS) if key in POLICY_FIELDS[name])
     return RecipeError(
         f"{flag} is ignored by policy {policy}",
         where=flag,

@@ -14,13 +14,13 @@ from specctl.api.preflight import check_out, check_run
 from specctl.api.progress import Progress, as_reporter, warnings_of
 from specctl.api.recipe import RecipeLike, recipe_of, run_folder, set_words
 from specctl.api.targets import TargetLike, in_memory, inflated_note, target_of_recipe
-from specctl.api.train import TrainResult, load_initial, train_and_package
+from specctl.api.train import TrainResult, load_initial, packaged_acceptance, train_and_package
 from specctl.core.errors import FileError, RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.core.table import Table, Tabled
 from specctl.drafters.small_lm import SmallLm
 from specctl.export.package.check import check_package
-from specctl.export.package.folder import save_package
+from specctl.export.package.folder import redacted, save_package
 from specctl.models.llama import LlamaShape
 from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.reporter import Reporter
@@ -323,23 +323,17 @@ def _make(
 
 
 def _save(job: PruneJob, target: Target, folder: Path, made: CutDrafter) -> None:
-    measured = made.report.measured
+    command = redacted(job.command)
+    again = [*command, *([] if "--target" in command else ["--target", target.name])]
+    measured = made.report.measured.to_json()
     save_package(
         made.drafter,
         target,
         folder,
         serve=job.recipe.to_json()["serve"],
         recipe_digest=job.recipe.digest,
-        acceptance={
-            "tau": measured.tau,
-            "alpha": list(measured.accepted_per_position),
-            "command": f"specctl prune --target {target.name}",
-            "data": "held-out prompts",
-            "temperature": measured.temperature,
-            "prompts": measured.prompts,
-            "new_tokens": job.recipe.train.tau_tokens,
-        },
-        command=job.command,
+        acceptance=packaged_acceptance(measured, job.recipe, target, again),
+        command=command,
     )
     check_package(folder, target, reference=made.drafter)
 

@@ -10,6 +10,7 @@ from typing import Any
 from accelerate import PartialState
 
 from specctl.api.failures import raises_user_errors
+from specctl.api.measurement import Measurement, run_words
 from specctl.api.preflight import check_allowed, check_out, check_run
 from specctl.api.progress import Progress, as_reporter, warnings_of
 from specctl.api.recipe import RecipeLike, recipe_of, refuse_dependent, run_folder
@@ -199,7 +200,9 @@ def train_and_package(
             folder,
             serve=recipe.to_json()["serve"],
             recipe_digest=recipe.digest,
-            acceptance=packaged_acceptance(acceptance, recipe, out),
+            acceptance=packaged_acceptance(
+                acceptance, recipe, target, run_words(recipe, target, out)
+            ),
             command=command,
         )
         reporter.say("package: read back, every tensor equal, same acceptance as in training")
@@ -249,17 +252,16 @@ def other_formats(recipe: Recipe) -> list[str]:
 
 
 def packaged_acceptance(
-    measured: Mapping[str, Any] | None, recipe: Recipe, out: Path
+    measured: Mapping[str, Any] | None, recipe: Recipe, target: Target, words: Sequence[str]
 ) -> dict[str, Any] | None:
-    """What the training loop measured, as a package records it."""
+    """What the training loop measured, as a package records it; `words` run it again."""
     if measured is None:
         return None
-    return {
-        "tau": measured["tau"],
-        "alpha": measured["accepted_per_position"],
-        "command": f"specctl train-draft --recipe {recipe.name} --out {out}",
-        "data": "held-out prompts",
-        "temperature": measured["temperature"],
-        "prompts": measured["prompts"],
-        "new_tokens": recipe.train.tau_tokens,
-    }
+    found = Measurement(
+        tau=measured["tau"],
+        accepted_per_position=measured["accepted_per_position"],
+        num_prompts=measured["prompts"],
+        new_tokens=recipe.train.tau_tokens,
+        batch=measured["prompts"],
+    )
+    return found.record_of_run(recipe, target, words)

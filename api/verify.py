@@ -9,6 +9,7 @@ from typing import Any
 
 from specctl.api.drafting import DrafterLike, LoadedDraft, load_draft
 from specctl.api.failures import raises_user_errors
+from specctl.api.measurement import target_words
 from specctl.api.progress import Progress, as_reporter
 from specctl.api.prompts import Prompt, encode_prompts
 from specctl.api.targets import TargetLike, target_json, target_or_own
@@ -189,9 +190,11 @@ def _keep(result: VerifyResult, target: Target, reporter: Reporter) -> str | Non
     if result.proof is None or not (Path(result.path) / MANIFEST).is_file():
         return None
     body = {"level": result.level, "target": target_json(target), "proof": result.proof.to_json()}
-    command = ["specctl", "verify", result.path, "--level", result.proof.level]
+    level = ("--level", result.proof.level)
+    command = ["specctl", "verify", result.path, *target_words(target), *level]
+    rows = [*result.proof.rows(), ("claim", result.proof.claim)]
     try:
-        return str(write_record(Path(result.path), body, result.proof.rows(), command))
+        return str(write_record(Path(result.path), body, rows, command))
     except OSError as error:
         reporter.warn(f"the report could not be kept in the package: {error}")
         return None

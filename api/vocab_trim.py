@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from specctl.api.drafting import DrafterLike, LoadedDraft, load_draft
 from specctl.api.failures import raises_user_errors
+from specctl.api.measurement import Measurement
 from specctl.api.outputs import check_folder
 from specctl.api.progress import Progress, as_reporter
 from specctl.api.targets import TargetLike, target_or_own
@@ -30,12 +31,12 @@ from specctl.train.data.heldout import HeldoutPrompt, heldout_prompts
 from specctl.train.data.records import Sample
 from specctl.train.data.rows import TokenData
 from specctl.train.data.sources import Defects, check_source, read_samples
+from specctl.train.vocab.candidates import Material, TrimSettings
 from specctl.train.vocab.chains import write_answers
 from specctl.train.vocab.coverage import total_counts
 from specctl.train.vocab.report import TrimReport
 from specctl.train.vocab.selectors import Evidence, Selector
 from specctl.train.vocab.selectors import selector as selector_named
-from specctl.train.vocab.settings import Material, TrimSettings
 from specctl.train.vocab.trim import save_report, trim
 
 SHARES = (1, 4, 3)  # of the prompts: tau is measured, sizes are predicted, tokens are counted on
@@ -62,6 +63,7 @@ class VocabTrimResult(Tabled):
     out: Path
     report: TrimReport
     manifest: Manifest
+    warnings: tuple[str, ...] = ()
 
     @property
     def package(self) -> Path:
@@ -79,8 +81,9 @@ class VocabTrimResult(Tabled):
             ("alpha", f"{before.alpha:.3f}", f"{after.alpha:.3f}"),
             ("tokens/s", f"{before.tokens_per_second:.1f}", f"{after.tokens_per_second:.1f}"),
         ]
-        note = f"coverage {self.report.coverage:.2%}; {self.package}"
-        return Table(("vocabulary", "before", "after"), rows, [note])
+        notes = [f"coverage {self.report.coverage:.2%}; {self.package}"]
+        notes += [f"warning: {text}" for text in self.warnings]
+        return Table(("vocabulary", "before", "after"), rows, notes)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -235,9 +238,12 @@ def trim_and_package(reporter: Reporter, job: TrimJob, out: Path) -> VocabTrimRe
     reporter.say(f"counting tokens ({job.selector.name})")
     material = gathered(job)
     done = trim(drafter, policy, job.target, material, job.settings, console=reporter)
+    warned = done.report.warnings(job.settings.min_coverage)
+    for text in warned:
+        reporter.warn(text)
     manifest = _package(job, done.drafter, done.policy, material.prompts, out / "package")
     save_report(done.report, out)
-    return VocabTrimResult(out, done.report, manifest)
+    return VocabTrimResult(out, done.report, manifest, tuple(warned))
 
 
 def gathered(job: TrimJob) -> Material:
@@ -290,15 +296,13 @@ def _package(
         policy=policy,
         rule=job.draft.rule,
     )
-    acceptance = {
-        "tau": made.stats.tau,
-        "alpha": list(made.stats.accepted_per_position),
-        "command": f"specctl vocab-trim --draft {job.draft.name} --size {settings.size}",
-        "data": "held-out prompts",
-        "temperature": 0.0,
-        "prompts": len(prompts),
-        "new_tokens": settings.new_tokens,
-    }
+    measured = Measurement(
+        tau=made.stats.tau,
+        accepted_per_position=made.stats.accepted_per_position,
+        num_prompts=len(prompts),
+        new_tokens=settings.new_tokens,
+        prompts=job.prompts,
+    )
     assert job.draft.drafter is not None
     serve = dict(job.draft.drafter.serve)
     if policy != job.draft.policy:
@@ -309,7 +313,7 @@ def _package(
         folder,
         serve=serve,
         recipe_digest=_recipe_digest(job.draft.name),
-        acceptance=acceptance,
+        acceptance=measured.record(job.target),
         command=job.command,
     )
 

@@ -22,8 +22,7 @@ from specctl.runtime.generate import generate
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.policies import make_policy
 from specctl.runtime.target.target import Target
-from specctl.train.prune.search.ranking import Candidate
-from specctl.train.prune.search.shape import DraftShape
+from specctl.train.prune.shapes import Candidate, DraftShape
 
 ERRORS = 2.0  # standard errors by which two shapes must differ
 

@@ -31,11 +31,19 @@ from specctl.recipes.load import load_recipe
 from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts
 from specctl.train.prune.cut import prunable
-from specctl.train.prune.search.acceptance import Reached, fit_acceptance, measure_reached
-from specctl.train.prune.search.healing import HealingPlan, healed, plan_healing
-from specctl.train.prune.search.latency import Latency, measure_latency
-from specctl.train.prune.search.ranking import Candidate, agreement, rank, unseen
-from specctl.train.prune.search.shape import DraftShape
+from specctl.train.prune.healing import HealingPlan, healed, plan_healing
+from specctl.train.prune.shapes import (
+    Candidate,
+    DraftShape,
+    Latency,
+    Reached,
+    agreement,
+    fit_acceptance,
+    measure_latency,
+    measure_reached,
+    rank,
+    unseen,
+)
 
 Prompts = Sequence[Sequence[int]]
 

@@ -53,7 +53,7 @@ def free_recipes() -> list[str]:
 def build(recipe: Recipe, target: Target, texts: list[list[int]]) -> Drafter:
     """A fresh drafter of the recipe; one that retrieves from texts gets them."""
     found = families()[recipe.drafter.family]
-    drafter = found.build(family_options(found, recipe), target.spec, None)
+    drafter = found.build(family_options(found, recipe.drafter), target.spec, None)
     teach(drafter, target, texts)
     return drafter.to(target.device, target.dtype)
 

@@ -24,8 +24,7 @@ from specctl.runtime.measure.cost import equip, measure_costs
 from specctl.runtime.measure.stats import Stats
 from specctl.runtime.policies import TREES, make_policy
 from specctl.runtime.policies.acceptance import tally
-from specctl.runtime.policies.base import Policy
-from specctl.runtime.policies.hardware import Fitting
+from specctl.runtime.policies.base import Fitting, Policy
 from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts
 

@@ -28,13 +28,11 @@ from specctl.core.drafter import Drafter
 from specctl.runtime.policies import Policy
 from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import HeldoutPrompt
+from specctl.train.vocab.candidates import TrimSettings, predict_from_coverage
 from specctl.train.vocab.coverage import always_kept, coverage_curve, ranking
-from specctl.train.vocab.head_cost import measure_head_cost
-from specctl.train.vocab.measure import MeasuredDrafter, measure_drafter
-from specctl.train.vocab.predict import predict_from_coverage
+from specctl.train.vocab.measure import MeasuredDrafter, measure_drafter, measure_head_cost
 from specctl.train.vocab.report import MBSU_FORMULA, TrimReport, kendall
 from specctl.train.vocab.selectors import selector
-from specctl.train.vocab.settings import TrimSettings
 from specctl.train.vocab.trim import trim
 
 SHARES = (24, 12, 6, 3, 1)

@@ -15,7 +15,7 @@ from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters import family as family_named
 from specctl.drafters.nets.options import read_options
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import DataPart, DrafterPart, Recipe
 from specctl.runtime.generate import generate
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.policies import make_policy, policies_of
@@ -60,10 +60,10 @@ def trainable_family(recipe: Recipe) -> Family:
     return family
 
 
-def family_options(family: Family, recipe: Recipe) -> Any:
+def family_options(family: Family, part: DrafterPart) -> Any:
     """The recipe's options as the family's own dataclass."""
     known = [field.name for field in fields(family.options)]
-    for name in recipe.drafter.options:
+    for name in part.options:
         if name not in known:
             raise RecipeError(
                 f"{family.name} has no option {name!r}",
@@ -72,7 +72,7 @@ def family_options(family: Family, recipe: Recipe) -> Any:
                 where=f"drafter.options.{name}",
             )
     try:
-        return read_options(family.options, recipe.drafter.options)
+        return read_options(family.options, part.options)
     except ValidationError as error:
         problem = error.errors()[0]
         option, *inside = problem["loc"] or ("drafter.options",)
@@ -89,7 +89,7 @@ def family_options(family: Family, recipe: Recipe) -> Any:
 def build_drafter(recipe: Recipe, spec: ModelSpec, vocab: VocabMap | None) -> Drafter:
     """A fresh drafter on the CPU in float32; its weights follow from train.seed."""
     family = trainable_family(recipe)
-    options = family_options(family, recipe)
+    options = family_options(family, recipe.drafter)
     torch.manual_seed(recipe.train.seed)
     return family.build(options, spec, vocab)
 
@@ -114,17 +114,17 @@ def _names(named: dict[str, torch.nn.Parameter], most: int = 6) -> str:
     return ", ".join(names[:most]) + more
 
 
-def measuring_rows(recipe: Recipe, data: TokenData) -> range:
+def measuring_rows(part: DataPart, data: TokenData) -> range:
     """Rows kept out of training so that tau is measured on the user's own kind of text; the
     built-in corpus has held-out prompts of its own, so nothing is kept back there."""
-    if is_corpus(recipe.data.source) or data.num_rows < 2:
+    if is_corpus(part.source) or data.num_rows < 2:
         return range(0)
     return range(data.num_rows - max(1, data.num_rows // HELD_SHARE), data.num_rows)
 
 
 def measuring_prompts(recipe: Recipe, target: Target, data: TokenData) -> Prompts:
     """What tau is measured on: held-out prompts, or the beginnings of kept-back documents."""
-    held, count = measuring_rows(recipe, data), recipe.train.tau_prompts
+    held, count = measuring_rows(recipe.data, data), recipe.train.tau_prompts
     if not held:
         return [prompt.ids for prompt in heldout_prompts(target, count)]
     return document_prompts(data, held, count, recipe.data.prompt_tokens)

@@ -19,7 +19,7 @@ from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Drafter, Needs
 from specctl.core.errors import RecipeError
 from specctl.core.vocab import VocabMap
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import DataPart, Recipe, TrainPart
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import (
@@ -31,12 +31,10 @@ from specctl.train.assemble import (
     what_trains,
 )
 from specctl.train.data.on_policy import text_of
-from specctl.train.data.order import Order
 from specctl.train.data.rows import TokenData
-from specctl.train.data.supply import Text
+from specctl.train.data.supply import Order, Text
 from specctl.train.distributed.ranks import Ranks
-from specctl.train.distributed.sharding import Sharded
-from specctl.train.distributed.target_shards import spread_layers
+from specctl.train.distributed.sharding import Sharded, spread_layers
 from specctl.train.features.capture import capture
 from specctl.train.features.offline import BatchOf, feature_source
 from specctl.train.init.initial import Initial, Loader, completed, initialise, tensors_digest
@@ -44,7 +42,7 @@ from specctl.train.joint.joint import JointModel
 from specctl.train.loop import Job
 from specctl.train.lora import attach
 from specctl.train.metrics import MetricsLog
-from specctl.train.optim import Gradient, build_optimizers
+from specctl.train.optim import Gradient, RecipeSchedule, build_optimizers
 from specctl.train.saving.checkpoint import Checkpoints
 from specctl.train.saving.fingerprint import run_fingerprint
 from specctl.train.saving.state import Optimizers, seed_everything
@@ -73,10 +71,10 @@ def make_job(
     target, data, out = made.target, made.data, checkpoints.folder.parent
     check_rows(recipe.train.rows, ranks.size)
     drafter = _begun(recipe, made, ranks, reporter)
-    selection = selection_of(recipe, drafter, reference)
-    num_rows = data.num_rows - len(measuring_rows(recipe, data))
+    selection = selection_of(settings, drafter, reference)
+    num_rows = data.num_rows - len(measuring_rows(recipe.data, data))
     say_data(recipe, num_rows, reporter)
-    trained = _trained(recipe, drafter, target, ranks, reporter)
+    trained = _trained(settings, drafter, target, ranks, reporter)
     joint = trained if isinstance(trained, JointModel) else None
     trainable = trained.trainable()
     vocab_sizes = {target.spec.vocab_size} | ({drafter.vocab.size} if drafter.vocab else set())
@@ -90,10 +88,11 @@ def make_job(
     return Job(
         drafter=trained,
         settings=settings,
+        schedule=RecipeSchedule(settings),
         order=order,
-        batch=_batches(recipe, target, drafter.needs(), text, features, selection),
+        batch=_batches(recipe.data, target, drafter.needs(), text, features, selection),
         measure=decoder(recipe, decoding, drafter, measuring_prompts(recipe, target, data)),
-        optimizers=_optimizers(recipe, trained, frozenset(vocab_sizes)),
+        optimizers=_optimizers(settings, trained, frozenset(vocab_sizes)),
         gradient=Gradient(trainable, ranks),
         checkpoints=checkpoints,
         log=MetricsLog(out / "metrics.jsonl", ranks.is_main, reporter.warn),
@@ -111,10 +110,9 @@ def make_job(
 
 
 def _trained(
-    recipe: Recipe, drafter: Drafter, target: Target, ranks: Ranks, reporter: Reporter
+    settings: TrainPart, drafter: Drafter, target: Target, ranks: Ranks, reporter: Reporter
 ) -> Drafter:
     """What the loop moves: the drafter, its pieces, or it and additions to its target."""
-    settings = recipe.train
     if settings.parallel == "fsdp" and ranks.size > 1:
         return Sharded(drafter, ranks, spread_layers(target))
     if settings.joint is None:
@@ -132,11 +130,11 @@ def _trained(
     return joint
 
 
-def _optimizers(recipe: Recipe, trained: Drafter, vocab_sizes: frozenset[int]) -> Optimizers:
+def _optimizers(settings: TrainPart, trained: Drafter, vocab_sizes: frozenset[int]) -> Optimizers:
     """Over all that trains; additions to the target learn at their own share of the rate."""
     slow = trained.slow() if isinstance(trained, JointModel) else ()
-    share = 1.0 if recipe.train.joint is None else recipe.train.joint.rate
-    return build_optimizers(trained.trainable(), recipe.train, vocab_sizes, slow, share)
+    share = 1.0 if settings.joint is None else settings.joint.rate
+    return build_optimizers(trained.trainable(), settings, vocab_sizes, slow, share)
 
 
 def check_rows(rows: int, processes: int) -> None:
@@ -179,7 +177,7 @@ def _vocab(
 
 
 def _batches(
-    recipe: Recipe,
+    part: DataPart,
     target: Target,
     needs: Needs,
     text: Text,
@@ -189,7 +187,7 @@ def _batches(
     """Row numbers -> a batch. Rows that the drafter writes itself have no features to keep."""
 
     def batch(rows: list[int]) -> TrainBatch:
-        is_still = recipe.data.on_policy == 0.0
+        is_still = part.on_policy == 0.0
         read = features(rows) if is_still else capture(target, text.batch(rows), needs)
         return read if selection is None else selection(read, rows)
 

@@ -4,7 +4,8 @@ A step: text that changes is written anew where due -> rows -> micro-batches -> 
 and counts) -> backward -> one sum over ranks, one division by the global count -> guard against NaN
 -> clip -> update. Between steps: a short real decode measures tau now and then, the best checkpoint
 is the one with the highest measured tau (loss keeps falling after acceptance has peaked), state is
-saved, a request to stop is honoured.
+saved, a request to stop is honoured. Pretraining a target is the same loop, with its held-out loss
+in the place of tau (train/pretrain).
 Letters: N trainable numbers.
 """
 
@@ -25,11 +26,10 @@ from specctl.core.drafter import Drafter
 from specctl.core.errors import DivergedError
 from specctl.recipes.schema import TrainPart
 from specctl.runtime.measure.reporter import Advance, Reporter
-from specctl.train.data.order import Order, share
-from specctl.train.data.supply import Text
+from specctl.train.data.supply import Order, Text, share
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.metrics import (
-    MeasuredAcceptance,
+    Measurement,
     MetricsLog,
     Totals,
     Window,
@@ -38,7 +38,7 @@ from specctl.train.metrics import (
     merged,
     simulated_tau,
 )
-from specctl.train.optim import Gradient, learning_rate, set_learning_rate
+from specctl.train.optim import Gradient, Schedule, set_learning_rate
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot
 from specctl.train.saving.state import (
     Optimizers,
@@ -73,13 +73,15 @@ class TrainProgress:
 class Job:
     """Everything the loop works with. `batch` turns row numbers of `text` into a batch with the
     target's features; `measure` decodes for real, before the first step as well if
-    `measures_start`; `log_more` hands figures to trackers."""
+    `measures_start`; `log_more` hands figures to trackers; `between` does what else may be due
+    between two steps."""
 
     drafter: Drafter
     settings: TrainPart
+    schedule: Schedule
     order: Order
     batch: Callable[[list[int]], TrainBatch]
-    measure: Callable[[], MeasuredAcceptance]
+    measure: Callable[[], Measurement]
     optimizers: Optimizers
     gradient: Gradient
     checkpoints: Checkpoints
@@ -92,6 +94,7 @@ class Job:
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
     measures_start: bool = False
     log_more: Callable[[dict[str, float], int], None] = lambda figures, step: None
+    between: Callable[[TrainProgress], None] = lambda progress: None
     ranks: Ranks = field(default_factory=Ranks)
     text: Text = field(default_factory=Text)
 
@@ -99,14 +102,14 @@ class Job:
 def train(job: Job, progress: TrainProgress) -> TrainProgress:
     """Continue from `progress` to the last step. Raises Interrupted once the state is saved after a
     signal, DivergedError after too many bad steps in a row."""
-    with job.reporter.task("train", job.settings.steps, "step") as advance:
+    with job.reporter.task("train", job.schedule.steps, "step") as advance:
         advance(progress.step)
         while True:
             if job.ranks.any(job.stop.is_requested):
                 save(job, progress)
                 raise job.stop.interrupted(f"{step_name(progress.step)} is saved")
             review(job, progress)
-            if progress.step >= job.settings.steps:
+            if progress.step >= job.schedule.steps:
                 return progress
             take_step(job, progress, advance)
 
@@ -119,7 +122,7 @@ def take_step(job: Job, progress: TrainProgress, advance: Advance) -> None:
     job.gradient.zero()
     totals = Totals()
     for micro_rows in share(rows, settings.accumulate, job.ranks.rank, job.ranks.size):
-        batch = replace(job.batch(micro_rows), progress=progress.step / settings.steps)
+        batch = replace(job.batch(micro_rows), progress=progress.step / job.schedule.steps)
         with job.autocast():
             out = job.drafter.loss(batch)
         if out.sum.requires_grad:
@@ -129,7 +132,7 @@ def take_step(job: Job, progress: TrainProgress, advance: Advance) -> None:
     job.gradient.sum()
     norm = job.gradient.divide(totals.count.clamp(min=1e-9))
     figures = totals.to_floats()
-    rate = learning_rate(progress.step, settings)
+    rate = job.schedule.rate(progress.step)
     is_good = math.isfinite(norm) and math.isfinite(figures["loss"][0])
     if is_good and figures["loss"][1] > 0:
         job.gradient.clip(norm, settings.clip)
@@ -174,32 +177,34 @@ def skip(job: Job, progress: TrainProgress, bad: dict[str, Any]) -> None:
 
 
 def review(job: Job, progress: TrainProgress) -> None:
-    """What is due between two steps: measure tau, then save. Every step is reviewed exactly once,
-    also when the run was stopped before its review."""
+    """What is due between two steps: measure, then save. Every step is reviewed exactly once, also
+    when the run was stopped before its review."""
     settings, step = job.settings, progress.step
-    is_end = step == settings.steps
+    is_end = step >= job.schedule.steps
     is_start = job.measures_start and step == 0 and progress.best is None
     is_due = step > 0 and progress.tau_step != step and (is_end or step % settings.tau_every == 0)
     if is_start or is_due:
         found = measure(job)
         progress.tau_step = step
-        if progress.best is None or found.tau > progress.best["tau"]:
-            progress.best, progress.best_step = found.to_json() | {"step": step}, step
-        job.log.write(step=step, tau=found.tau, measured_alpha=list(found.accepted_per_position))
-        job.log_more({"tau": found.tau}, step)
-        best = f"best so far {progress.best['tau']:.3f} at step {progress.best_step}"
-        job.reporter.say(f"step {step}: measured tau {found.tau:.3f} ({best})")
+        key, figures = found.key, found.to_json()
+        if progress.best is None or found.beats(progress.best):
+            progress.best, progress.best_step = figures | {"step": step}, step
+        job.log.write(step=step, **found.log_line())
+        job.log_more({key: figures[key]}, step)
+        best = f"best so far {progress.best[key]:.3f} at step {progress.best_step}"
+        job.reporter.say(f"step {step}: measured {key} {figures[key]:.3f} ({best})")
     is_round = step > 0 and (is_end or step % settings.save_every == 0)
     if is_round or progress.best_step == step:
         save(job, progress)
+    job.between(progress)
 
 
-def measure(job: Job) -> MeasuredAcceptance:
-    """Decode for real on the main rank; training's random numbers do not notice."""
+def measure(job: Job) -> Measurement:
+    """Measure for real on the main rank; training's random numbers do not notice."""
     module = job.drafter.module
     assert module is not None
     module.eval()
-    found: MeasuredAcceptance | None = None
+    found: Measurement | None = None
     with job.drafter.whole(), job.ranks.together(), untouched_random_state(job.ranks.device):
         if job.ranks.is_main:
             with torch.inference_mode():
@@ -213,7 +218,7 @@ def measure(job: Job) -> MeasuredAcceptance:
 def write_log(job: Job, progress: TrainProgress, rate: float, norm: float) -> None:
     """Log the means since the last line, when a line is due."""
     step, settings = progress.step, job.settings
-    if step % settings.log_every and step != settings.steps:
+    if step % settings.log_every and step < job.schedule.steps:
         return
     figures = means(progress.window)
     alpha = alphas(figures)

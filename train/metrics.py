@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -88,16 +88,39 @@ def simulated_tau(alpha: Sequence[float], length: int) -> float | None:
     return 1.0 + sum(math.prod(chances[: k + 1]) for k in range(length))
 
 
+class Measurement(Protocol):
+    """What was measured between two steps. `key` names the figure of `to_json` that counts."""
+
+    key: ClassVar[str]
+
+    def beats(self, best: Mapping[str, Any]) -> bool:
+        """Whether this is better than what an earlier `to_json` gave."""
+        ...
+
+    def to_json(self) -> dict[str, Any]: ...
+
+    def log_line(self) -> dict[str, Any]:
+        """What the log keeps of it; `key` is part of it, and of no other line."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class MeasuredAcceptance:
     """What a short real decode through the engine measured."""
 
+    key: ClassVar[str] = "tau"
     tau: float
     alpha: float
     accepted_per_position: tuple[float, ...]
     prompts: int
     tokens: int
     temperature: float
+
+    def beats(self, best: Mapping[str, Any]) -> bool:
+        return bool(self.tau > best["tau"])
+
+    def log_line(self) -> dict[str, Any]:
+        return {"tau": self.tau, "measured_alpha": list(self.accepted_per_position)}
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -116,6 +139,8 @@ class MetricsLog:
     A line that cannot be written now is kept and written with the next one: a full disk stops a
     run at its next save, on all ranks together, and not in the middle of a step of one.
     """
+
+    measured: ClassVar[str] = MeasuredAcceptance.key  # what marks the line of a measurement
 
     def __init__(
         self, path: Path, is_main: bool = True, warn: Callable[[str], None] | None = None
@@ -158,7 +183,7 @@ class MetricsLog:
         kept = [
             line
             for line in read_log(self.path)
-            if line["step"] <= (tau_step if "tau" in line else step)
+            if line["step"] <= (tau_step if self.measured in line else step)
         ]
         write_bytes(self.path, "".join(json.dumps(line) + "\n" for line in kept).encode())
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -91,6 +93,29 @@ def _factor(step: int, settings: TrainPart) -> float:
         expected=", ".join(SCHEDULES),
         where="train.schedule",
     )
+
+
+class Schedule(Protocol):
+    """How many updates a run has, as far as it is known now, and the learning rate of each."""
+
+    @property
+    def steps(self) -> int: ...
+
+    def rate(self, step: int) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeSchedule:
+    """The schedule of a recipe, whose number of steps is fixed."""
+
+    settings: TrainPart
+
+    @property
+    def steps(self) -> int:
+        return self.settings.steps
+
+    def rate(self, step: int) -> float:
+        return learning_rate(step, self.settings)
 
 
 def set_learning_rate(optimizers: Mapping[str, torch.optim.Optimizer], rate: float) -> None:

@@ -24,14 +24,14 @@ from accelerate.utils import DistributedType
 
 from specctl.core.drafter import Drafter
 from specctl.core.errors import FileError, IntegrityError, RecipeError
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import Recipe, TargetPart, TrainPart
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.target.target import Target, load_target
 from specctl.train.assemble import trainable_family
 from specctl.train.data.prepare import prepare, rows_digest
 from specctl.train.data.rows import TokenData
 from specctl.train.distributed.ranks import Ranks
-from specctl.train.distributed.target_shards import spread
+from specctl.train.distributed.sharding import spread
 from specctl.train.init.initial import Initial, Loader, check_fit, initial_of, loaded
 from specctl.train.job import RunInputs, make_job
 from specctl.train.joint.check import check_joint, check_target
@@ -105,7 +105,7 @@ def train_draft(
     stop = Stop(shlex.join(command) if command else "run the same command again")
     with ExitStack() as held:
         held.enter_context(stop.listening())
-        accelerator = _accelerator(recipe, out)
+        accelerator = _accelerator(recipe.train, out)
         ranks = Ranks.current(accelerator.device)
         talker = (reporter or SilentReporter()) if ranks.is_main else SilentReporter()
         with ranks.together():
@@ -118,8 +118,9 @@ def train_draft(
         if mark is not None and mark["package"] is None:
             mark = None  # its checkpoints are all it left; there is no package to leave alone
         snapshot = None if mark is not None else _found(recipe, checkpoints, allow)
-        target = target or _load_target(recipe, accelerator.device)
-        initial = initial_of(recipe, target, load)  # what it refuses, before answers are written
+        target = target or _load_target(recipe.target, accelerator.device)
+        # what this refuses, before answers are written
+        initial = initial_of(recipe.drafter, target, load)
         if mark is not None:
             if not _changes(mark, recipe, target, initial, ranks, allow):
                 talker.say(f"{finished_text(mark)}: {out} is left as it is")
@@ -259,9 +260,9 @@ def _changes(
     return check_same_run(saved, {part: now[part] for part in now if part in saved}, allow)
 
 
-def _accelerator(recipe: Recipe, out: Path) -> Accelerator:
+def _accelerator(settings: TrainPart, out: Path) -> Accelerator:
     """Devices, processes and trackers. Precision is the recipe's, applied by the loop itself."""
-    trackers = list(recipe.train.trackers)
+    trackers = list(settings.trackers)
     for name in trackers:
         if importlib.util.find_spec(name) is None:
             raise RecipeError(
@@ -271,10 +272,10 @@ def _accelerator(recipe: Recipe, out: Path) -> Accelerator:
                 where="train.trackers",
             )
     accelerator = Accelerator(log_with=trackers or None, project_dir=str(out))
-    if accelerator.distributed_type == DistributedType.FSDP and recipe.train.parallel != "fsdp":
+    if accelerator.distributed_type == DistributedType.FSDP and settings.parallel != "fsdp":
         raise RecipeError(
             "Accelerate was told to shard and the recipe was not",
-            found=f"an FSDP configuration, train.parallel: {recipe.train.parallel}",
+            found=f"an FSDP configuration, train.parallel: {settings.parallel}",
             expected="the same in both",
             do="--set train.parallel=fsdp, or launch with recipes/accelerate/ddp.yaml",
             where="train.parallel",
@@ -286,7 +287,7 @@ def _accelerator(recipe: Recipe, out: Path) -> Accelerator:
 
 def _check(recipe: Recipe, target: Target, initial: Initial | None) -> None:
     """Refuse a recipe that does not fit the target or the first weights."""
-    check_fit(recipe, target.spec, initial)
+    check_fit(recipe.drafter, target.spec, initial)
     needs = build_shape(trainable_family(recipe), recipe, target.spec).needs()
     if recipe.train.joint is not None:
         check_target(target)
@@ -315,8 +316,7 @@ def _found(recipe: Recipe, checkpoints: Checkpoints, allow: Collection[str]) -> 
     return snapshot
 
 
-def _load_target(recipe: Recipe, device: torch.device) -> Target:
-    part = recipe.target
+def _load_target(part: TargetPart, device: torch.device) -> Target:
     return load_target(
         part.name,
         revision=part.revision,

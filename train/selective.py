@@ -18,7 +18,7 @@ from torch import Tensor
 from specctl.core.batch import Select, TrainBatch
 from specctl.core.drafter import Drafter
 from specctl.core.errors import IncompatibleError, RecipeError
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import Recipe, TrainPart
 
 COMPARING = ("highest", "lowest")
 
@@ -83,9 +83,8 @@ def reference_stage(recipe: Recipe) -> Recipe | None:
     return recipe.model_copy(update={"train": train.model_copy(update=plain)})
 
 
-def selection_of(recipe: Recipe, drafter: Drafter, reference: Drafter | None) -> Selection | None:
+def selection_of(train: TrainPart, drafter: Drafter, reference: Drafter | None) -> Selection | None:
     """What the recipe selects; None for every token."""
-    train = recipe.train
     if train.select == "none":
         return None
     if drafter.needs().teacher:
@@ -94,7 +93,7 @@ def selection_of(recipe: Recipe, drafter: Drafter, reference: Drafter | None) ->
         return Selection(train.select, train.select_share, train.seed, reference)
     raise RecipeError(
         "tokens are selected by how far the drafter is off the target, and this loss never asks it",
-        found=f"train.select: {recipe.train.select}, loss ce",
+        found=f"train.select: {train.select}, loss ce",
         expected="a loss that asks the target: kl, rkl, jsd, tv, lk_alpha, lk_hybrid",
         do="--set drafter.options.loss=kl",
         where="train.select",

@@ -13,11 +13,10 @@ from specctl.api.against import parse_against
 from specctl.api.outputs import check_file, check_folder, write_report
 from specctl.api.targets import target_json
 from specctl.cli.app.console import Console
-from specctl.cli.commands.families_bench import TrainingBudget, bench_families
-from specctl.cli.commands.families_table import Heat
+from specctl.cli.commands.bench_families import Heat, TrainingBudget, bench_families
 from specctl.cli.options.flags import DRAFTING, Compile, Seed, Sets
-from specctl.cli.options.generation_config import GenerationConfigFlag, check_choice, followed, tell
 from specctl.cli.options.loading import DraftingFlags
+from specctl.cli.options.sampling import GenerationConfigFlag, check_choice, followed, tell
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
 from specctl.core.errors import GateError, RecipeError
 

@@ -46,7 +46,7 @@ def datastore(console: Console, flags: RecipeFlags = REST, offline: Offline = Fa
         drafter = load_drafter(recipe.drafter.init, target)
     else:
         method = family(recipe.drafter.family)
-        drafter = method.build(family_options(method, recipe), target.spec, None)
+        drafter = method.build(family_options(method, recipe.drafter), target.spec, None)
     num_tokens = fill(drafter, recipe, target, out, console)
     manifest = save_package(
         drafter,

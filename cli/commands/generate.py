@@ -11,13 +11,11 @@ import typer
 
 from specctl.api.targets import target_json
 from specctl.cli.app.console import Console
-from specctl.cli.app.stream import TextStream
 from specctl.cli.commands.generated import check_forms, show_stats, tell_ends
 from specctl.cli.options.flags import Compile
-from specctl.cli.options.grammar import GrammarFlags
 from specctl.cli.options.loading import NO_DRAFTER, DraftChoice
 from specctl.cli.options.prompts import PromptText, read_prompts
-from specctl.cli.options.sampling import SamplingFlags
+from specctl.cli.options.sampling import GrammarFlags, SamplingFlags
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
 
 if TYPE_CHECKING:
@@ -143,7 +141,10 @@ def _short(value: object) -> str:
 
 def _stream(console: Console, job: GenerateJob) -> GenerateResult:
     """Generate, writing text as it comes; rows decoded together are written when all are done."""
-    streams = [TextStream(job.target.decode, job.sampling.stop) for _ in job.prompts]
+    from specctl.runtime.target.text_stream import TextStream, TokenDecoder
+
+    decoder = TokenDecoder.of(job.target)
+    streams = [TextStream(decoder, job.sampling.stop) for _ in job.prompts]
     is_live = job.batch == 1 or len(job.prompts) == 1
     current = -1
     heard: list[list[int]] = [[] for _ in job.prompts]
@@ -156,7 +157,7 @@ def _stream(console: Console, job: GenerateJob) -> GenerateResult:
         if index != current:
             _open_output(console, job, index, after=current >= 0)
             current = index
-        console.write(streams[index].feed(new))
+        console.write("".join(map(streams[index].add, new)))
 
     try:
         run = job.run(job.draft, show)
@@ -168,7 +169,7 @@ def _stream(console: Console, job: GenerateJob) -> GenerateResult:
             continue
         if index != current:
             _open_output(console, job, index, after=index > 0)
-        console.write(stream.finish(output.text))
+        console.write(stream.end() if is_live else output.text)
     console.out()
     return run
 

@@ -127,7 +127,7 @@ def prune(
 def _show_plans(console: Console, job: PruneJob) -> None:
     """What the cut and its healing will take; nothing is loaded."""
     from specctl.train.planning.target_shape import target_shape
-    from specctl.train.prune.plan import prune_plans
+    from specctl.train.prune.run import prune_plans
 
     recipe = job.data_recipe()
     wanted = job.cut.wanted(recipe, target_shape(recipe.target).spec)

@@ -18,11 +18,7 @@ from specctl.core.errors import FileError, RecipeError
 if TYPE_CHECKING:
     from specctl.recipes.schema import Recipe
     from specctl.runtime.target.target import Target
-    from specctl.train.prune.search.acceptance import Acceptances, Reached
-    from specctl.train.prune.search.fits import Fit
-    from specctl.train.prune.search.latency import Latency
-    from specctl.train.prune.search.ranking import Candidate
-    from specctl.train.prune.search.shape import DraftShape
+    from specctl.train.prune.shapes import Acceptances, Candidate, DraftShape, Fit, Latency, Reached
 
 SEARCH = "Search"
 REPORT = "shapes.json"
@@ -96,10 +92,7 @@ def search_shapes(
     """Heal or read acceptances, measure latency, rank; OUT/shapes.json holds all of it."""
     from specctl.train.data.heldout import heldout_prompts
     from specctl.train.prune.cut import prunable
-    from specctl.train.prune.search.acceptance import fit_acceptance
-    from specctl.train.prune.search.latency import measure_latency
-    from specctl.train.prune.search.ranking import rank
-    from specctl.train.prune.search.shape import DraftShape
+    from specctl.train.prune.shapes import DraftShape, fit_acceptance, measure_latency, rank
 
     target = recipe_target(console, recipe)
     base = prunable(target).module.shape
@@ -146,8 +139,7 @@ def _numbers(text: str, where: str, most: int) -> list[int]:
 
 
 def _read_table(file: Path) -> dict[DraftShape, Reached]:
-    from specctl.train.prune.search.acceptance import constant
-    from specctl.train.prune.search.shape import DraftShape
+    from specctl.train.prune.shapes import DraftShape, constant
 
     try:
         rows = json.loads(file.read_text(encoding="utf-8"))
@@ -180,7 +172,7 @@ def _planned(
     recipe: Recipe, target: Target, grid: list[DraftShape], out: Path, steps: int | None
 ) -> str:
     """What healing will take, before it begins."""
-    from specctl.train.prune.search.healing import plan_healing
+    from specctl.train.prune.healing import plan_healing
 
     each = steps or QUICK_STEPS
     plan = plan_healing(recipe, target, grid, out, each)
@@ -203,8 +195,8 @@ def _healed(
 ) -> dict[DraftShape, Reached]:
     """What is accepted of every shape, cut from the target and healed for a few steps in OUT/LxW,
     on more prompts than a run measures tau on: differences between shapes are small."""
-    from specctl.train.prune.search.acceptance import measure_reached
-    from specctl.train.prune.search.healing import healed, judging_prompts
+    from specctl.train.prune.healing import healed, judging_prompts
+    from specctl.train.prune.shapes import measure_reached
 
     found: dict[DraftShape, Reached] = {}
     prompts: list[Sequence[int]] = []

@@ -47,9 +47,10 @@ def verify(
 
     compat: target, tokenizer, template, taps and vocabulary fit.
 
-    lossless: greedy output is token-identical, sampled output has the target's distribution, caches
-    roll back exactly, the rules pass enumeration. full: the same with more samples, every rule and
-    every policy that may grow the drafter.
+    lossless: greedy output is that of plain decoding (token for token in float32, up to ties in
+    rounding in bfloat16), sampled output has the target's distribution, caches roll back, the rules
+    pass enumeration. full: the same with more samples, every rule and every policy that may grow
+    the drafter.
 
     A family that is approximate by design is refused; --allow approximate measures it instead.
 
@@ -101,6 +102,8 @@ def _finish(
         for line in proof.lines():
             if not line.startswith("warning:"):  # said when it was found
                 console.out(line)
+        if proof.passed:
+            console.out(proof.claim)
     if out is not None:
         write_report(out, result)
     if proof is not None and not proof.passed:

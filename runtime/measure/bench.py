@@ -19,10 +19,10 @@ from specctl.core.drafter import Drafter
 from specctl.core.table import Table, Tabled
 from specctl.runtime.generate import generate
 from specctl.runtime.measure.cost import equip
+from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.measure.stats import repetition_rate
 from specctl.runtime.policies.base import Policy
-from specctl.runtime.policies.length import CostTable
 from specctl.runtime.sampling.generation_config import described
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.inflate import inflated_note

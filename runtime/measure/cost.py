@@ -21,14 +21,13 @@ from specctl.core.drafter import (
     Space,
 )
 from specctl.core.tree import DraftTree, NodeKind, chain_tree
-from specctl.runtime.batching.costs import BatchCosts
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
-from specctl.runtime.policies.base import Policy
+from specctl.runtime.measure.cost_table import BatchCosts, CostTable, TreeCosts
+from specctl.runtime.policies.base import Fitting, Policy
 from specctl.runtime.policies.chain import Chain
 from specctl.runtime.policies.direct import Direct
-from specctl.runtime.policies.hardware import Fitting, TreeCosts
-from specctl.runtime.policies.length import CostTable, FixedLength, LengthChooser
+from specctl.runtime.policies.length import FixedLength, LengthChooser
 from specctl.runtime.policies.switch import Switch
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
@@ -138,15 +137,27 @@ class Equipped:
 
 
 def equip(policy: Policy | None, costs: CostTable | None) -> Equipped:
-    """Let measured costs decide: a switch takes them itself, trees that can be are fitted to them,
-    others get a chooser of lengths."""
+    """Let measured costs decide: a switch takes them itself, trees that can be are fitted to them
+    and drafted whole or not at all, others get a chooser of lengths."""
     if costs is None or policy is None:
         return Equipped(policy, None)
     if isinstance(policy, Switch):
         return Equipped(replace(policy, costs=costs), None)
     if isinstance(policy, Fitting):
-        return Equipped(policy.fitted(TreeCosts.of(costs)), None)
+        prices = TreeCosts.of(costs)
+        fitted = policy.fitted(prices)
+        return Equipped(fitted, LengthChooser(whole_tree(fitted, prices, costs)))
     return Equipped(policy, LengthChooser(costs))
+
+
+def whole_tree(policy: Policy, prices: TreeCosts, costs: CostTable) -> CostTable:
+    """The table of a choice between that tree and none."""
+    start, depth = costs.draft.get(0, 0.0), policy.depth
+    return replace(
+        costs,
+        draft={0: start, depth: start + depth * prices.step},
+        verify={0: prices.verify_seconds(0), depth: prices.verify_seconds(policy.nodes)},
+    )
 
 
 def fitted_sizes(policy: Policy | None, equipped: Policy | None) -> dict[str, Any]:

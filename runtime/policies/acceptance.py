@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from specctl.core.drafter import Drafter, Outcome, RoundSeconds
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
+from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.policies.hardware_tree import Profile
-from specctl.runtime.policies.length import CostTable, FixedLength
+from specctl.runtime.policies.length import FixedLength
 from specctl.runtime.policies.static_tree import StaticTree
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specctl.train.data.tokenizer import train_tokenizer
+from specctl.train.pretrain.data import train_tokenizer
 
 TEXTS = [f"def f{i}(x):\n    return x + {i}\n\nhello world, how are you {i}?\n" for i in range(120)]
 SMALL = [

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specctl.api.cost_cache import read_costs, write_costs
-from specctl.runtime.policies.length import CostTable
+from specctl.runtime.measure.cost_table import CostTable
 
 BENCH = ("bench", "--num-prompts", "1", "--max-new-tokens", "4", "--repeats", "1")
 WORDS = ("generate", "--max-new-tokens", "24", "--ignore-eos", "--dtype", "float32")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specctl.train.data.tokenizer import train_tokenizer
+from specctl.train.pretrain.data import train_tokenizer
 
 TEXTS = [f"def f{i}(x):\n    return x + {i}\n\nhello world, how are you {i}?\n" for i in range(60)]
 SMALL = (

@@ -81,7 +81,7 @@ time.sleep(60)
 """
 FRONT = """
 import sys
-from specctl.cli import launch
+from specctl.cli.app import launch
 launch.launch_command = lambda *given: [sys.executable, "-c", sys.argv[1], sys.argv[2]]
 sys.exit(launch.relaunch([], 2, is_cpu=True))
 """

@@ -127,7 +127,9 @@ def test_show_refuses_json_that_is_nested_without_end(run: Any, tmp_path: Path) 
     (tmp_path / "config.json").write_text("[" * 100_000)
     ran = run("show", tmp_path)
     assert ran.code == 4
-    assert "is not JSON" in ran.err
+    assert "config.json cannot be read" in ran.err
+    assert str(tmp_path / "config.json") in ran.err
+    assert "download the folder again" in ran.err
 
 
 def test_a_json_answer_holds_the_very_name(run: Any, tmp_path: Path) -> None:

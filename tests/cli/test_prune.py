@@ -12,8 +12,8 @@ from specctl.api.prune import parse_heads, parse_width
 from specctl.core.errors import RecipeError
 from specctl.recipes.load import load_recipe
 from specctl.runtime.target.target import load_target
-from specctl.train.prune.search.healing import plan_healing
-from specctl.train.prune.search.shape import DraftShape
+from specctl.train.prune.healing import plan_healing
+from specctl.train.prune.shapes import DraftShape
 
 SMALL = (
     "data.prompts=8", "data.new_tokens=16", "data.prompt_tokens=16", "data.text_tokens=0",

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specctl.train.data.tokenizer import train_tokenizer
+from specctl.train.pretrain.data import train_tokenizer
 
 
 def test_a_grid_ends_in_a_table_a_picture_and_a_price(

@@ -11,8 +11,8 @@ from specctl.core.drafter import Drafter
 from specctl.core.errors import RecipeError
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
+from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.policies import make_policy
-from specctl.runtime.policies.length import CostTable
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl_testing.drafters.head_cases import alphas, learned, make_heads, nearly_markov, train

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specctl.runtime.target.target import Target
-from specctl.train.data.tokenizer import EOS, train_tokenizer
+from specctl.train.pretrain.data import EOS, train_tokenizer
 
 TEXTS = [f"def f{i}(x):\n    return x + {i}\n\nhello world, how are you {i}?\n" for i in range(40)]
 

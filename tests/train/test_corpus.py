@@ -9,21 +9,23 @@ from pathlib import Path
 import pytest
 
 from specctl.train.data.corpus import (
+    CODE,
     DISTRIBUTIONS,
     HELDOUT_FROM,
     MODELS_FOLDER,
+    PROSE,
     STDLIB,
     CorpusFile,
     capped,
     collect,
     is_prose_or_code,
     read_source,
+    regions,
     split_of,
     training_texts,
     without_licence_header,
     write_listing,
 )
-from specctl.train.data.prompts import CODE, PROSE, regions
 
 SMALL = (STDLIB, "networkx", "click")
 

@@ -143,13 +143,13 @@ def test_what_cannot_be_cut_is_refused_with_the_option(
         train_draft(deep, tmp_path / "a", target=target)
     ignored = small_recipe(text, **{"drafter.options.from_layers": "[0, 1]"})
     with pytest.raises(RecipeError, match="from_layers is ignored"):
-        initial_of(ignored, target, None)
+        initial_of(ignored.drafter, target, None)
     eagle = load_recipe("eagle3", sets=["drafter.init=target"])
     with pytest.raises(RecipeError, match="family eagle3 cannot be cut"):
-        initial_of(eagle, target, None)
+        initial_of(eagle.drafter, target, None)
     recipe = small_recipe(text, drafter__init="target")
     with pytest.raises(IncompatibleError, match="GemmaForCausalLM"):
-        initial_of(recipe, make_target("gemma"), None)
+        initial_of(recipe.drafter, make_target("gemma"), None)
 
 
 class Shelf:
@@ -243,7 +243,7 @@ def test_a_run_without_a_package_gives_its_best_checkpoint(
 
 def test_a_plan_counts_the_drafter_that_will_be_cut(target: Target, text: Path) -> None:
     recipe = small_recipe(text, drafter__init="target", **{"drafter.options.tied": False})
-    made = completed(recipe, target.spec, initial_of(recipe, target, None))
+    made = completed(recipe, target.spec, initial_of(recipe.drafter, target, None))
     whole = SmallLm(SmallLmOptions(**made.drafter.options), target.spec)
     assert plan(recipe, target.spec, flops_per_second=1e9).parameters == sum(
         t.numel() for t in whole.tensors().values()
@@ -299,7 +299,7 @@ def test_weights_padded_to_another_vocabulary_size_are_cut_or_stretched_to_fit(
         shape = {**options_of(lm.module.shape, target.spec), "tied": False}
         shape = {name: value for name, value in shape.items() if value is not None}
         recipe = small_recipe(text, drafter__options=shape)
-        check_fit(recipe, target.spec, source)
+        check_fit(recipe.drafter, target.spec, source)
         drafter = build_drafter(recipe, target.spec, source.drafter.vocab)
         initialise(drafter, source, None)  # type: ignore[arg-type]
         kept = min(padded, size)

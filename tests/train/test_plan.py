@@ -87,7 +87,7 @@ def test_the_optimizer_state_in_the_plan_is_the_state_that_is_kept() -> None:
             if value.ndim
         )
         made = plan(recipe, SPEC, **SPEED)
-        held = min(num_saves(recipe), recipe.train.keep)
+        held = min(num_saves(recipe.train), recipe.train.keep)
         assert made.disk["checkpoints"] == held * (4 * made.parameters + kept + STATE_BYTES)
 
 

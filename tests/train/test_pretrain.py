@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 from collections.abc import Iterator
@@ -13,19 +14,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specctl.core.errors import FileError, RecipeError
 from specctl.train.data.corpus import STDLIB, CorpusFile, collect
 from specctl.train.pretrain.data import PretrainRows, prepare_data
-from specctl.train.pretrain.recipe import (
-    PretrainProgress,
-    begin_decay_if_due,
-    is_finished,
-    learning_rate_factor,
-    load_pretrain_recipe,
-)
-from specctl.train.pretrain.run import Evaluation, build_model, pretrain
+from specctl.train.pretrain.recipe import TokenSchedule, load_pretrain_recipe
+from specctl.train.pretrain.run import Evaluation, build_model, build_optimizers, pretrain
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny-target.yaml"
 STEP = 4 * 32
@@ -114,7 +110,7 @@ def test_a_terminated_run_resumes_bit_for_bit(
         with ignored_sigterm():
             pretrain(recipe, tmp_path / "cut")
     assert records(tmp_path / "cut")[-1]["state"] == "stopped"
-    assert records(tmp_path / "cut")[-1]["step"] == 10
+    assert records(tmp_path / "cut")[-1]["step"] == 11, "the step in hand is finished"
     pretrain(recipe, tmp_path / "cut", resume=True)
     assert losses_of(tmp_path / "cut") == losses_of(tmp_path / "whole")
     export = "export/model.safetensors"
@@ -133,19 +129,19 @@ def test_a_decay_file_starts_the_decay_at_once(tmp_path: Path) -> None:
 
 def test_schedule_warms_up_stays_and_falls_to_zero() -> None:
     recipe = load_pretrain_recipe(RECIPE).train
-    progress = PretrainProgress()
-    assert 0.0 < learning_rate_factor(progress, recipe) < 0.1
-    progress.tokens = recipe.total_tokens - recipe.decay_tokens - 1
-    assert not begin_decay_if_due(progress, recipe, asked=False)
-    assert learning_rate_factor(progress, recipe) == 1.0
-    progress.tokens += 1
-    assert begin_decay_if_due(progress, recipe, asked=False)
-    assert not begin_decay_if_due(progress, recipe, asked=True)
-    progress.tokens += recipe.decay_tokens // 2
-    assert learning_rate_factor(progress, recipe) == pytest.approx(0.5)
-    progress.tokens = recipe.total_tokens
-    assert learning_rate_factor(progress, recipe) == 0.0
-    assert is_finished(progress, recipe)
+    schedule, each = TokenSchedule(recipe), recipe.tokens_per_step
+    planned, steps = math.ceil((recipe.total_tokens - recipe.decay_tokens) / each), schedule.steps
+    assert 0.0 < schedule.rate(0) < 0.1
+    schedule.begin_decay_if_due(planned - 1, asked=False)
+    assert schedule.decay_start is None
+    assert schedule.rate(planned - 1) == 1.0
+    schedule.begin_decay_if_due(planned, asked=False)
+    schedule.begin_decay_if_due(planned + 1, asked=True)
+    assert schedule.decay_start == planned * each
+    assert schedule.steps == steps, "the end was known before the decay began"
+    assert schedule.rate((planned + steps) // 2) == pytest.approx(0.5, abs=0.01)
+    assert 0.0 < schedule.rate(steps - 1) < 0.01
+    assert schedule.rate(steps) == 0.0
 
 
 def test_rows_visit_everything_once_an_epoch(tmp_path: Path) -> None:
@@ -176,3 +172,33 @@ def test_rows_that_do_not_divide_a_batch_are_refused(tmp_path: Path) -> None:
 def test_resume_without_a_checkpoint_says_so(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="no checkpoint"):
         pretrain(small_recipe(tmp_path / "recipe.yaml"), tmp_path / "run", resume=True)
+
+
+def test_a_state_of_an_earlier_version_is_continued(tmp_path: Path) -> None:
+    """Then a run kept one file; here it is written from the state that one keeps now."""
+    recipe = small_recipe(tmp_path / "recipe.yaml", total_tokens=10 * STEP, decay_tokens=6 * STEP)
+    pretrain(recipe, tmp_path / "whole")
+    state = next(tmp_path.glob("whole/state/step*10"))
+    model, optimizer = (load_file(state / f"{n}.safetensors") for n in ("model", "optimizer"))
+    plan = load_pretrain_recipe(recipe)
+    built = build_model(plan, prepare_data(plan, tmp_path / "whole").tokenizer)
+    name_of = {parameter: name for name, parameter in built.named_parameters()}
+    numbers = [
+        [name_of[p] for group in optimizer.param_groups for p in group["params"]]
+        for optimizer in build_optimizers(built, plan.train).values()
+    ]
+    tensors = {f"model.{name}": tensor for name, tensor in model.items()}
+    for full_name, tensor in optimizer.items():
+        kind, name, key = full_name.split("/")
+        index = ("muon", "adamw").index(kind)
+        tensors[f"optimizer.{index}.{numbers[index].index(name)}.{key}"] = tensor
+    stood = {"step": 10, "tokens": 10 * STEP, "decay_start": 4 * STEP, "seconds": 1.0}
+    (tmp_path / "old").mkdir()
+    metadata = {"progress": json.dumps(stood)}
+    save_file(tensors, tmp_path / "old" / "checkpoint.safetensors", metadata)
+    pretrain(recipe, tmp_path / "old", resume=True)
+    resumed = load_file(next(tmp_path.glob("old/state/step*10")) / "optimizer.safetensors")
+    assert resumed.keys() == optimizer.keys()
+    assert all(torch.equal(resumed[name], optimizer[name]) for name in optimizer)
+    export = "export/model.safetensors"
+    assert (tmp_path / "old" / export).read_bytes() == (tmp_path / "whole" / export).read_bytes()

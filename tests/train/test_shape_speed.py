@@ -13,8 +13,7 @@ import torch
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.target.target import Target
-from specctl.train.prune.search.ranking import Candidate, agreement
-from specctl.train.prune.search.shape import DraftShape
+from specctl.train.prune.shapes import Candidate, DraftShape, agreement
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 A, B = DraftShape(1, 16), DraftShape(2, 16)

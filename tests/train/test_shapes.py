@@ -13,21 +13,26 @@ from specctl.core.vocab import VocabMap
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.models.llama import LlamaShape
 from specctl.runtime.measure.cost import measure_costs
+from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.measure.stats import expected_tau
-from specctl.runtime.policies.length import CostTable
 from specctl.runtime.target.target import Target
-from specctl.train.prune.search.acceptance import (
+from specctl.train.prune.shapes import (
     Acceptances,
+    DraftShape,
+    Latency,
     Reached,
+    agreement,
     alpha_of,
     constant,
     fit_acceptance,
+    fit_latency,
+    latency_row,
+    least_squares,
+    measure_latency,
     measure_reached,
+    rank,
+    unseen,
 )
-from specctl.train.prune.search.fits import least_squares
-from specctl.train.prune.search.latency import Latency, fit_latency, latency_row, measure_latency
-from specctl.train.prune.search.ranking import agreement, rank, unseen
-from specctl.train.prune.search.shape import DraftShape
 
 BASE = LlamaShape(8, 256, 6144, 4, 2, 64, 640, 1e-5, 1e4, tied=True)
 GRID = [DraftShape(layers, width) for layers in (1, 2, 4) for width in (128, 192, 256)]
@@ -186,7 +191,7 @@ def test_verification_is_measured_once_whatever_the_number_of_shapes(
         asked.append(tuple(lengths))
         return measure_costs(*given, lengths=lengths, **named)
 
-    monkeypatch.setattr("specctl.train.prune.search.latency.measure_costs", counted)
+    monkeypatch.setattr("specctl.train.prune.shapes.measure_costs", counted)
     target: Target = make_target(num_layers=2)
     base = target.lm.module.shape
     shapes = [DraftShape(layers, width) for layers in (1, 2) for width in (16, 32)]

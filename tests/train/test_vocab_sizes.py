@@ -11,6 +11,14 @@ from specctl.core.errors import SpecctlError
 from specctl.core.vocab import VocabMap
 from specctl.runtime.measure.stats import expected_tau
 from specctl.runtime.target.target import Target
+from specctl.train.vocab.candidates import (
+    Predictions,
+    Scored,
+    SearchSpace,
+    TrimChoice,
+    predict_from_coverage,
+    search_tpe,
+)
 from specctl.train.vocab.coverage import (
     always_kept,
     count_tokens,
@@ -18,10 +26,8 @@ from specctl.train.vocab.coverage import (
     ranking,
     vocab_map,
 )
-from specctl.train.vocab.head_cost import HeadCost, fit_cost
-from specctl.train.vocab.predict import Predictions, predict_from_coverage
+from specctl.train.vocab.measure import HeadCost, fit_cost
 from specctl.train.vocab.report import kendall
-from specctl.train.vocab.search import Scored, SearchSpace, TrimChoice, search_tpe
 from specctl_testing.train.vocab_cases import COST, counts
 
 # -- what is kept -----------------------------------------------------------------------------

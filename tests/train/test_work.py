@@ -8,7 +8,7 @@ from specctl.train.planning.plan import RunPlan, plan
 from specctl.train.planning.rehearsal import Rehearsal
 from specctl.train.planning.work import ANSWERS
 from specctl.train.prune.cut import CALIBRATION_TOKENS, Wanted
-from specctl.train.prune.plan import prune_plans
+from specctl.train.prune.run import prune_plans
 
 SPEC = ModelSpec("llama", 4, 32, 88, 4, 2, 8, 64, 1e-5, 1e4, 1024)
 SPEED = 1e10

@@ -4,6 +4,7 @@ A file is one document. Whole files are held out by a hash of their module name,
 whose text is not repeated elsewhere: the split does not depend on the versions installed.
 """
 
+import ast
 import gzip
 import hashlib
 import json
@@ -21,6 +22,7 @@ from typing import Any
 from specctl.core.errors import RecipeError, nearest
 
 STDLIB = "python"
+CODE, PROSE = "code", "docstring"  # the two domains of a file
 
 # Permissive licences only. Left out on purpose: MPL packages (hypothesis, tqdm, pathspec), and
 # carriers of copies (pip, setuptools, multiprocess), which would repeat held-out text.
@@ -255,3 +257,47 @@ def write_listing(path: Path, sources: Iterable[CorpusFile]) -> None:
         )
     content = json.dumps({"distributions": listing}, separators=(",", ":")).encode()
     path.write_bytes(gzip.compress(content, mtime=0))
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Characters begin..end of a file that belong to one domain."""
+
+    domain: str
+    begin: int
+    end: int
+
+
+def _line_starts(text: str) -> list[int]:
+    starts = [0]
+    for line in text.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    return starts
+
+
+def _docstrings(text: str) -> list[tuple[int, int]]:
+    """First and last line (0-based, last excluded) of every docstring of three lines or more."""
+    found = []
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, owners) and node.body and isinstance(node.body[0], ast.Expr):
+            value = node.body[0].value
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                found.append((value.lineno - 1, value.end_lineno or value.lineno))
+    return sorted((first, last) for first, last in found if last - first >= 3)
+
+
+def regions(text: str) -> list[Region]:
+    """The docstrings of a file (examples with >>> left out) and the code between them."""
+    starts = _line_starts(text)
+    lines = text.splitlines()
+    result, line = [], 0
+    for first, last in _docstrings(text):
+        result.append(Region(CODE, starts[line], starts[first]))
+        body = lines[first:last]
+        examples = [i for i, words in enumerate(body) if words.lstrip().startswith(">>>")]
+        stop = first + examples[0] if examples else last
+        result.append(Region(PROSE, starts[first], starts[stop]))
+        line = last
+    result.append(Region(CODE, starts[line], len(text)))
+    return result

@@ -23,7 +23,6 @@ from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import document_prompts, measuring_rows
-from specctl.train.data.order import Order
 from specctl.train.data.pack import Document, PackedRows, laid_out
 from specctl.train.data.prepare import LEAST_ANSWER
 from specctl.train.data.regenerate import (
@@ -34,7 +33,7 @@ from specctl.train.data.regenerate import (
     slots_for,
 )
 from specctl.train.data.rows import TokenData
-from specctl.train.data.supply import Mixed, Prepared, Text
+from specctl.train.data.supply import Mixed, Order, Prepared, Text
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.saving.state import untouched_random_state
 
@@ -178,7 +177,7 @@ def text_of(
         pad_id=target.spec.pad_id or 0,
         train_on_prompt=part.train_on_prompt,
     )
-    assert len(measuring_rows(recipe, data)) == data.num_rows - order.num_rows
+    assert len(measuring_rows(recipe.data, data)) == data.num_rows - order.num_rows
     return Mixed(Prepared(data), OnPolicy(drafter, target, data, writing, ranks), order.num_rows)
 
 

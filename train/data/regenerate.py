@@ -31,8 +31,8 @@ from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl.train.data.chat import conversation_prompt
 from specctl.train.data.context import LEAST_PROMPT, check_ids
+from specctl.train.data.corpus import PROSE, regions
 from specctl.train.data.pack import Document
-from specctl.train.data.prompts import PROSE, regions
 from specctl.train.data.records import Sample
 from specctl.train.data.sources import Defects
 from specctl.train.saving.store import digest_of, write_arrays

@@ -17,7 +17,7 @@ from torch import Tensor
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Needs
 from specctl.core.errors import RecipeError, ResourceError
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import DataPart, Recipe
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.target import Target
 from specctl.train.data.rows import TokenData
@@ -87,8 +87,8 @@ def feature_source(
             do="--set data.features=online",
             where="data.features",
         )
-    features = _features(recipe, target, data, needs, out, disk)
-    todo = _todo(recipe, features, out / "features", reporter, ranks)
+    features = _features(recipe.data, target, data, needs, out, disk)
+    todo = _todo(recipe.data, features, out / "features", reporter, ranks)
     group = max(1, recipe.train.rows // ranks.size)
     with ranks.together(), reporter.task("features", len(todo), "shard") as advance:
         for shard in todo[ranks.rank :: ranks.size]:
@@ -98,9 +98,9 @@ def feature_source(
 
 
 def _features(
-    recipe: Recipe, target: Target, data: TokenData, needs: Needs, out: Path, disk: Disk | None
+    part: DataPart, target: Target, data: TokenData, needs: Needs, out: Path, disk: Disk | None
 ) -> FeatureSource:
-    form = Form.of(recipe.data, target, needs)
+    form = Form.of(part, target, needs)
     layout = ShardLayout.of(data.num_rows, data.seq_len * form.bytes_per_token)
     about = {
         "data": data.digest,
@@ -114,18 +114,18 @@ def _features(
 
 
 def _todo(
-    recipe: Recipe, features: FeatureSource, root: Path, reporter: Reporter, ranks: Ranks
+    part: DataPart, features: FeatureSource, root: Path, reporter: Reporter, ranks: Ranks
 ) -> list[int]:
     """Shards that are missing and fit, in order; decided by the first rank."""
     todo: list[int] = []
     with ranks.together():
         if ranks.is_main:
             sweep(root)
-            todo = _fitting(recipe, features, root, reporter)
+            todo = _fitting(part, features, root, reporter)
     return ranks.gather(todo)[0]
 
 
-def _fitting(recipe: Recipe, features: FeatureSource, root: Path, reporter: Reporter) -> list[int]:
+def _fitting(part: DataPart, features: FeatureSource, root: Path, reporter: Reporter) -> list[int]:
     shards, form, data = features.shards, features.form, features.data
     whole = form.bytes_per_token * data.manifest.tokens
     kind = f"{len(form.taps)} taps, teacher {form.teacher}, {form.dtype}"
@@ -134,8 +134,8 @@ def _fitting(recipe: Recipe, features: FeatureSource, root: Path, reporter: Repo
     )
     sizes = _sizes(features)
     todo = [shard for shard in sizes if not shards.is_there(shard)]
-    if recipe.data.features_gb is not None:
-        cap = int(recipe.data.features_gb * 1e9)
+    if part.features_gb is not None:
+        cap = int(part.features_gb * 1e9)
         room = make_room(root, shards.folder, sum(sizes[s] for s in todo), cap)
         todo = [shard for shard in sizes if not shards.is_there(shard)]
         ends = accumulate(sizes[shard] for shard in todo)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,16 @@ from specctl.core.errors import FileError, IncompatibleError, RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters import family
+from specctl.drafters.nets.heads import fitting_rows
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
 from specctl.models.fast_llama import LlamaModel
 from specctl.recipes.load import load_recipe
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import DrafterPart, Recipe
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import build_drafter, family_options
 from specctl.train.data.prepare import prepare
 from specctl.train.data.rows import TokenData
-from specctl.train.init.fitting import check_same_shape, check_shapes, fitting_vocab
 from specctl.train.prune.cut import Wanted, check_cut, cut_like, groups_left, prunable
 from specctl.train.saving.checkpoint import Checkpoints
 from specctl.train.vocab.draft_vocab import draft_vocab
@@ -58,22 +58,22 @@ class Initial:
     digest: str
 
 
-def initial_of(recipe: Recipe, target: Target, load: Loader | None) -> Initial | None:
+def initial_of(part: DrafterPart, target: Target, load: Loader | None) -> Initial | None:
     """What `drafter.init` names, loaded; None for fresh weights."""
-    name = recipe.drafter.init
-    _refuse_ignored(recipe)
+    name = part.init
+    _refuse_ignored(part)
     if name is None:
         return None
     if name == TARGET:
-        _only_small_lm(recipe)
+        _only_small_lm(part)
         whole = SmallLm.from_lm(prunable(target), target.spec)
         return Initial(name, whole, f"target {target.fingerprint}")
     drafter = loaded(name, target, load)
-    if drafter.family != recipe.drafter.family or drafter.module is None:
+    if drafter.family != part.family or drafter.module is None:
         raise IncompatibleError(
             f"drafter.init holds a drafter of family {drafter.family}",
             found=name,
-            expected=f"trained weights of family {recipe.drafter.family}",
+            expected=f"trained weights of family {part.family}",
             do=f"--set drafter.family={drafter.family}, or give another folder",
             where="drafter.init",
         )
@@ -85,8 +85,8 @@ def completed(recipe: Recipe, spec: ModelSpec, initial: Initial | None = None) -
     itself. Without `initial` (in a plan) the switches that a ModelSpec does not know stay open."""
     if recipe.drafter.init != TARGET:
         return recipe
-    _only_small_lm(recipe)
-    family_options(family(recipe.drafter.family), recipe)  # of the right types
+    _only_small_lm(recipe.drafter)
+    family_options(family(recipe.drafter.family), recipe.drafter)  # of the right types
     sizes = {option: getattr(spec, size) for option, size in _LIKE_TARGET.items()}
     if initial is not None and isinstance(initial.drafter.module, LlamaModel):
         sizes = options_of(initial.drafter.module.shape, spec)
@@ -97,13 +97,13 @@ def completed(recipe: Recipe, spec: ModelSpec, initial: Initial | None = None) -
     options = sizes | given
     part = recipe.drafter.model_copy(update={"options": options})
     complete = recipe.model_copy(update={"drafter": part})
-    _check_sizes(complete, spec)
+    _check_sizes(part, spec)
     return complete
 
 
-def _check_sizes(recipe: Recipe, spec: ModelSpec) -> None:
+def _check_sizes(part: DrafterPart, spec: ModelSpec) -> None:
     """Refuse a drafter that is larger than the target from which it is cut."""
-    options = family_options(family(recipe.drafter.family), recipe)
+    options = family_options(family(part.family), part)
     if isinstance(options, SmallLmOptions):
         wanted = Wanted(
             layers=options.layers,
@@ -116,14 +116,14 @@ def _check_sizes(recipe: Recipe, spec: ModelSpec) -> None:
         check_cut(wanted, spec)
 
 
-def check_fit(recipe: Recipe, spec: ModelSpec, initial: Initial | None) -> None:
+def check_fit(part: DrafterPart, spec: ModelSpec, initial: Initial | None) -> None:
     """Refuse loaded weights of another shape before the target writes answers for them. The head's
     rows are left aside: which of them stay is decided by those answers."""
     if initial is None or initial.name == TARGET:
         return
-    source, kind = initial.drafter, family(recipe.drafter.family)
+    source, kind = initial.drafter, family(part.family)
     with torch.device("meta"):
-        drafter = kind.build(family_options(kind, recipe), spec, source.vocab)
+        drafter = kind.build(family_options(kind, part), spec, source.vocab)
     tensors = fitting_vocab(source, source.tensors(), spec.vocab_size)
     check_shapes(drafter, source, tensors, frozenset({"lm_head.weight"}))
 
@@ -155,22 +155,22 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     return body.hexdigest()
 
 
-def _refuse_ignored(recipe: Recipe) -> None:
-    if recipe.drafter.init != TARGET and recipe.drafter.options.get("from_layers") is not None:
+def _refuse_ignored(part: DrafterPart) -> None:
+    if part.init != TARGET and part.options.get("from_layers") is not None:
         raise RecipeError(
             "from_layers is ignored unless the drafter is cut from the target",
             where="drafter.options.from_layers",
-            found=f"drafter.init: {recipe.drafter.init}",
+            found=f"drafter.init: {part.init}",
             expected="drafter.init: target",
             do="--set drafter.init=target, or leave from_layers out",
         )
 
 
-def _only_small_lm(recipe: Recipe) -> None:
+def _only_small_lm(part: DrafterPart) -> None:
     """small-lm, or a family that is one and drafts with it in its own way."""
-    if not issubclass(family(recipe.drafter.family).options, SmallLmOptions):
+    if not issubclass(family(part.family).options, SmallLmOptions):
         raise RecipeError(
-            f"a drafter of family {recipe.drafter.family} cannot be cut from the target",
+            f"a drafter of family {part.family} cannot be cut from the target",
             where="drafter.init",
             found=TARGET,
             expected=f"family {SmallLm.family}, or one built on it",
@@ -260,3 +260,76 @@ def _same_vocab(initial: Initial, vocab: VocabMap | None) -> Drafter:
             where="drafter.init",
         )
     return source if vocab.digest() == has else source.trimmed(vocab)
+
+
+def fitting_vocab(source: Drafter, tensors: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
+    """The tensors with as many rows as the target has ids: models of one family pad one vocabulary
+    to different sizes (Qwen2.5 0.5B and 7B)."""
+    if not isinstance(source.module, LlamaModel):
+        return dict(tensors)
+    rows = {"model.embed_tokens.weight"} | ({"lm_head.weight"} if source.vocab is None else set())
+    return {name: fitting_rows(t, size) if name in rows else t for name, t in tensors.items()}
+
+
+def check_same_shape(drafter: Drafter, source: Drafter, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that do not fit, and constants that differ."""
+    check_shapes(drafter, source, tensors)
+    if _constants(drafter) != _constants(source):
+        name = "window, norm or rotary constants"
+        raise _misfit(drafter, source, name, "other constants", "those of the recipe")
+
+
+def check_shapes(
+    drafter: Drafter,
+    source: Drafter,
+    tensors: Mapping[str, Tensor],
+    aside: frozenset[str] = frozenset(),
+) -> None:
+    """Refuse tensors that do not fit, naming the first one and the options that would fit."""
+    wanted = {name: tuple(t.shape) for name, t in drafter.tensors().items()}
+    found = {name: tuple(t.shape) for name, t in tensors.items()}
+    names = sorted((wanted.keys() | found.keys()) - aside)
+    wrong = next((name for name in names if wanted.get(name) != found.get(name)), None)
+    if wrong is not None:
+        shapes = (str(each.get(wrong, "no such tensor")) for each in (found, wanted))
+        raise _misfit(drafter, source, wrong, *shapes)
+
+
+def _misfit(
+    drafter: Drafter, source: Drafter, name: str, found: str, expected: str
+) -> IncompatibleError:
+    fitting = _fitting_options(drafter, source)
+    return IncompatibleError(
+        f"the initial weights do not fit the drafter of this recipe: {name}",
+        found=found,
+        expected=expected,
+        do=" ".join(f"--set drafter.options.{k}={v}" for k, v in fitting.items())
+        or "give weights of the same shape",
+        where=f"drafter.options.{next(iter(fitting))}" if fitting else "drafter.init",
+    )
+
+
+def _constants(drafter: Drafter) -> tuple[Any, ...]:
+    """What a Llama computes with beside its tensors."""
+    if not isinstance(drafter.module, LlamaModel):
+        return ()
+    shape, rotary = drafter.module.shape, drafter.module.rotary
+    eps = shape.qk_norm_eps or shape.norm_eps
+    return shape.window, shape.norm_eps, eps, rotary.scale, rotary.inv_freq.tolist()
+
+
+def _fitting_options(drafter: Drafter, source: Drafter) -> dict[str, Any]:
+    """Options under which the drafter would have the shape of the source."""
+    ours, theirs = drafter.module, source.module
+    if isinstance(ours, LlamaModel) and isinstance(theirs, LlamaModel):
+        here = options_of(ours.shape, drafter.spec)
+        there = options_of(theirs.shape, drafter.spec)
+        if not here["tied"]:
+            del there["tied"]  # a tied head unties itself
+    else:
+        here, there = asdict(drafter.options), asdict(source.options)
+        there = {k: v for k, v in there.items() if k not in _HOW}
+    return {k: v for k, v in there.items() if here.get(k) != v}
+
+
+_HOW = ("loss", "temperature", "chunk")  # options that say how to train, not what

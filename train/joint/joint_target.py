@@ -29,7 +29,7 @@ from specctl.train.joint.joint import TEACHER, JointModel, original_distribution
 from specctl.train.lora import merge
 from specctl.train.metrics import MetricsLog, read_log
 
-FOLDER = "target"
+FOLDER, CONFIG = "target", "config.json"
 TEXTS, ROWS_AT_ONCE = 64, 8  # measured on; read at a time
 
 
@@ -55,19 +55,25 @@ def settled(
 
 
 def _write(changed: Target, folder: Path) -> None:
-    """The additions merged; an older folder of this run is replaced once the new one is whole."""
+    """The additions merged. In an older folder of this run every file is replaced, the
+    configuration last, so that a mixture cannot be loaded; what else lies there stays."""
     merge(changed.lm.module)
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     write_target(changed, partial)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(partial, folder)
+    if not folder.exists():
+        os.replace(partial, folder)
+        return
+    (folder / CONFIG).unlink(missing_ok=True)
+    for path in sorted(partial.iterdir(), key=lambda path: (path.name == CONFIG, path.name)):
+        os.replace(path, folder / path.name)
+    partial.rmdir()
 
 
 def held_out(recipe: Recipe, target: Target, data: TokenData) -> list[TrainBatch]:
     """Text that no step has read: rows kept back, or the built-in corpus' held-out prompts."""
-    rows = list(measuring_rows(recipe, data))[:TEXTS]
+    rows = list(measuring_rows(recipe.data, data))[:TEXTS]
     if rows:
         batches = [
             data.batch(rows[i : i + ROWS_AT_ONCE]) for i in range(0, len(rows), ROWS_AT_ONCE)

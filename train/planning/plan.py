@@ -19,19 +19,27 @@ import torch
 from specctl.core.drafter import Drafter, Family, Needs
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import Recipe, TrainPart
 from specctl.train.assemble import family_options, trainable_family
 from specctl.train.data.context import check_context
 from specctl.train.features.kept import Form
 from specctl.train.init.initial import TARGET, completed
 from specctl.train.joint.check import check_joint
-from specctl.train.joint.plan import joint_memory, num_added
 from specctl.train.lora import attach
 from specctl.train.metrics import read_log
 from specctl.train.optim import is_hidden_matrix
 from specctl.train.planning.rehearsal import Rehearsal, num_saves, small
 from specctl.train.planning.target_shape import TargetShape, shape_of, target_shape
-from specctl.train.planning.work import Part, Work, WorkSizes, num_parameters, passes, work_of
+from specctl.train.planning.work import (
+    Part,
+    Work,
+    WorkSizes,
+    joint_memory,
+    num_added,
+    num_parameters,
+    passes,
+    work_of,
+)
 from specctl.train.prune.cut import uncuttable
 from specctl.train.selective import COMPARING, reference_stage
 
@@ -157,13 +165,13 @@ def _counts(recipe: Recipe, shape: TargetShape) -> _Counts:
         parameters,
         trainable=sum(p.numel() for p in moving),
         added=num_added(recipe.train.joint, shape.spec),
-        optimizer=4 * sum(p.numel() * _states(recipe, p, drafter) for p in moving),
+        optimizer=4 * sum(p.numel() * _states(recipe.train, p, drafter) for p in moving),
     )
 
 
 def build_shape(family: Family, recipe: Recipe, spec: ModelSpec) -> Drafter:
     """The recipe's drafter without storage. A vocabulary size of "auto" counts as untrimmed."""
-    options = family_options(family, completed(recipe, spec))
+    options = family_options(family, completed(recipe, spec).drafter)
     size = recipe.vocab.size
     kept = min(size, spec.vocab_size) if isinstance(size, int) else None
     with torch.device("meta"):
@@ -171,10 +179,10 @@ def build_shape(family: Family, recipe: Recipe, spec: ModelSpec) -> Drafter:
         return family.build(options, spec, vocab)
 
 
-def _states(recipe: Recipe, parameter: torch.Tensor, drafter: Drafter) -> int:
+def _states(train: TrainPart, parameter: torch.Tensor, drafter: Drafter) -> int:
     """Numbers that the optimizer keeps per number of a parameter."""
     sizes = {drafter.spec.vocab_size} | ({drafter.vocab.size} if drafter.vocab else set())
-    is_muon = recipe.train.optimizer == "muon" and is_hidden_matrix(parameter, frozenset(sizes))
+    is_muon = train.optimizer == "muon" and is_hidden_matrix(parameter, frozenset(sizes))
     return 1 if is_muon else 2
 
 
@@ -200,7 +208,7 @@ def _disk(recipe: Recipe, shape: TargetShape, counts: _Counts, tokens: int) -> d
     data, train, drafter, checkpoint = recipe.data, recipe.train, counts.drafter, counts.checkpoint
     package = 4 * num_parameters(drafter)
     answers = data.prompts * data.new_tokens if data.regenerate else 0
-    saves = num_saves(recipe)
+    saves = num_saves(train)
     found = {
         "data": round(tokens * ROW_BYTES / FILL) + answers * ANSWER_BYTES,
         "checkpoints": min(saves, train.keep) * checkpoint,
@@ -209,7 +217,7 @@ def _disk(recipe: Recipe, shape: TargetShape, counts: _Counts, tokens: int) -> d
     }
     first = reference_stage(recipe)
     if first is not None:
-        found["reference"] = min(num_saves(first), train.keep) * checkpoint
+        found["reference"] = min(num_saves(first.train), train.keep) * checkpoint
     if train.joint is not None:
         found["changed target"] = shape.itemsize(recipe.target) * shape.parameters
     if data.features == "offline":
@@ -256,7 +264,7 @@ def _memory(recipe: Recipe, shape: TargetShape, drafter: Drafter, training: int)
         **({"reference": 4 * parameters} if compared else {}),
         "features of a batch": features,
         "activations": head + body,
-        **joint_memory(recipe, shape, wide),
+        **joint_memory(recipe.train, shape, wide),
     }
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import Recipe, TrainPart
 from specctl.runtime.measure.reporter import Advance, SilentReporter
 from specctl.train.data.rows import read_manifest
 from specctl.train.planning.work import ANSWERS, Part, num_measures
@@ -79,14 +79,14 @@ class Rehearsal:
             writes = math.ceil(train.steps / recipe.data.on_policy_every)
         yield "the drafter writes", f"{writes:,} times", writes * self.write
         yield "training", f"{train.steps:,} steps", train.steps * self.step
-        measures = num_measures(recipe)
+        measures = num_measures(train)
         yield "measuring tau", f"{measures:,} time{'s' * (measures != 1)}", measures * self.tau
-        yield "saving", f"{num_saves(recipe):,} times", num_saves(recipe) * self.save
+        yield "saving", f"{num_saves(train):,} times", num_saves(train) * self.save
 
 
-def num_saves(recipe: Recipe) -> int:
+def num_saves(train: TrainPart) -> int:
     """Checkpoints that a run writes, if every best one is also due."""
-    return math.ceil(recipe.train.steps / recipe.train.save_every)
+    return math.ceil(train.steps / train.save_every)
 
 
 def small(recipe: Recipe) -> Recipe:

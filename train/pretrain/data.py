@@ -1,8 +1,12 @@
-"""Token ids for pre-training: made once from the corpus, kept in OUT, cut into rows."""
+"""Text of this machine as token ids for pretraining: a tokenizer, the ids of both splits, rows.
+
+The tokenizer is a byte-level BPE over Python text, with chat markers.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,13 +14,93 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from specctl.train.data.corpus import heldout_texts, training_texts
-from specctl.train.data.tokenizer import encode_documents, load_tokenizer, train_tokenizer
+from specctl.train.data.supply import Order
 from specctl.train.pretrain.recipe import PretrainRecipe
 
 Ids = npt.NDArray[np.uint16]
+
+BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
+USER, ASSISTANT, END = "<|user|>", "<|assistant|>", "<|end|>"
+SPECIAL_TOKENS = [BOS, EOS, PAD, USER, ASSISTANT, END]
+
+# Words with their leading space or underscore, up to three digits, runs of signs, runs of spaces:
+# an indentation is one token, a newline never joins a word.
+WORDS = (
+    r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}{{ '<|assistant|>\\n' }}"
+    "{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}{{ '\\n' }}"
+    "{% else %}{{ '<|user|>\\n' + message['content'] + '<|end|>\\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+
+
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, max_length: int
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer trained on `texts`; every byte string can be written in it."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        additional_special_tokens=[USER, ASSISTANT, END],
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def end_ids(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """The ids that end a text: of a document, and of a turn in the chat template."""
+    return [int(tokenizer.convert_tokens_to_ids(token)) for token in (EOS, END)]
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer saved in a folder."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    return tokenizer
+
+
+def encode_documents(
+    tokenizer: PreTrainedTokenizerFast, texts: list[str], group: int = 256
+) -> npt.NDArray[np.uint16]:
+    """All documents as one row of ids: bos, text, eos, bos, text, eos, ..."""
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    assert len(tokenizer) <= 2**16, f"{len(tokenizer)} ids do not fit in 16 bits"
+    parts: list[npt.NDArray[np.uint16]] = []
+    for start in range(0, len(texts), group):
+        batch = tokenizer.backend_tokenizer.encode_batch(texts[start : start + group])
+        parts += [np.array([bos, *encoding.ids, eos], dtype=np.uint16) for encoding in batch]
+    return np.concatenate(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,37 +137,15 @@ def prepare_data(recipe: PretrainRecipe, out: Path) -> PretrainData:
     )
 
 
-def rows_of_phase(data: PretrainData, recipe: PretrainRecipe, is_decaying: bool) -> PretrainRows:
-    """The training rows before or during the decay; the two orders are independent."""
-    train, seed = recipe.train, recipe.data.seed
-    if is_decaying:
-        return PretrainRows(data.train, train.decay_seq_len, seed + 1)
-    return PretrainRows(data.train, train.seq_len, seed)
-
-
 class PretrainRows:
-    """Rows of seq_len + 1 neighbouring ids, in an endless order that depends on the seed alone.
-
-    Every epoch is one permutation of all rows, so that a resumed run needs only a row number.
-    """
+    """Rows of seq_len + 1 neighbouring ids, in an endless order that depends on the seed alone."""
 
     def __init__(self, ids: Ids, seq_len: int, seed: int) -> None:
-        self.num_rows = (len(ids) - 1) // seq_len
-        assert self.num_rows > 0, f"{len(ids)} ids are less than one row of {seq_len} + 1"
-        self.seq_len = seq_len
-        self._ids, self._seed = ids, seed
-        self._epoch = -1
-        self._order: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self.num_rows, self.seq_len = (len(ids) - 1) // seq_len, seq_len
+        self._ids, self._order = ids, Order(self.num_rows, seed)
 
     def take(self, first: int, count: int) -> Tensor:
         """Rows first .. first + count - 1 of the stream, int64, (count, seq_len + 1)."""
-        picked = np.array([self._row(index) for index in range(first, first + count)])
+        picked = np.array(self._order.take(first, count))
         places = picked[:, None] * self.seq_len + np.arange(self.seq_len + 1)
         return torch.from_numpy(self._ids[places].astype(np.int64))
-
-    def _row(self, index: int) -> int:
-        epoch, place = divmod(index, self.num_rows)
-        if self._epoch != epoch:
-            self._order = np.random.default_rng([self._seed, epoch]).permutation(self.num_rows)
-            self._epoch = epoch
-        return int(self._order[place])

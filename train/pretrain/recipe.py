@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -73,16 +74,6 @@ class PretrainRecipe:
     report: ReportRecipe
 
 
-@dataclass(slots=True)
-class PretrainProgress:
-    """Where a run stands; written by `pretrain` alone. `decay_start` is a token count."""
-
-    step: int = 0
-    tokens: int = 0
-    decay_start: int | None = None
-    seconds: float = 0.0
-
-
 def _section(path: Path, raw: Mapping[str, Any], name: str, kind: type[Section]) -> Section:
     given = raw[name]
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
@@ -140,31 +131,39 @@ def load_pretrain_recipe(path: Path) -> PretrainRecipe:
     )
 
 
-def begin_decay_if_due(progress: PretrainProgress, recipe: TrainRecipe, asked: bool) -> bool:
-    """Start the decay when the plan or somebody asks for it, once; True when it starts now."""
-    is_planned = progress.tokens >= recipe.total_tokens - recipe.decay_tokens
-    if progress.decay_start is not None or not (is_planned or asked):
-        return False
-    progress.decay_start = progress.tokens
-    return True
+class TokenSchedule:
+    """The rate of every step as a factor on all learning rates, and where the run ends, in tokens.
+    The decay begins where the recipe has it, or at once where somebody asks. One writer: the loop,
+    through the text that asks before every step."""
 
+    def __init__(self, recipe: TrainRecipe) -> None:
+        self.recipe = recipe
+        self.decay_start: int | None = None  # tokens
 
-def end_tokens(progress: PretrainProgress, recipe: TrainRecipe) -> int:
-    """The token count at which the run ends, as far as it is known now."""
-    if progress.decay_start is None:
-        return recipe.total_tokens
-    return progress.decay_start + recipe.decay_tokens
+    @property
+    def steps(self) -> int:
+        """All steps of the run, as far as is known now: the first that ends the decay or is
+        beyond it is the last."""
+        each, start = self.recipe.tokens_per_step, self.decay_start
+        if start is None:
+            start = max(0, math.ceil(self._planned / each)) * each
+        return math.ceil((start + self.recipe.decay_tokens) / each)
 
+    @property
+    def _planned(self) -> int:
+        return self.recipe.total_tokens - self.recipe.decay_tokens
 
-def is_finished(progress: PretrainProgress, recipe: TrainRecipe) -> bool:
-    """True once the whole decay has been spent."""
-    return progress.decay_start is not None and progress.tokens >= end_tokens(progress, recipe)
+    def begin_decay_if_due(self, step: int, asked: bool) -> None:
+        """Start the decay before this step when the plan or somebody asks for it, once."""
+        tokens = step * self.recipe.tokens_per_step
+        if self.decay_start is None and (asked or tokens >= self._planned):
+            self.decay_start = tokens
 
-
-def learning_rate_factor(progress: PretrainProgress, recipe: TrainRecipe) -> float:
-    """The factor on all learning rates for the next step, 0..1."""
-    warm = min(1.0, (progress.tokens + recipe.tokens_per_step) / max(1, recipe.warmup_tokens))
-    if progress.decay_start is None:
-        return warm
-    fallen = (progress.tokens - progress.decay_start) / max(1, recipe.decay_tokens)
-    return warm * max(0.0, 1.0 - fallen)
+    def rate(self, step: int) -> float:
+        """The factor for that step, 0..1."""
+        recipe, tokens = self.recipe, step * self.recipe.tokens_per_step
+        warm = min(1.0, (tokens + recipe.tokens_per_step) / max(1, recipe.warmup_tokens))
+        if self.decay_start is None:
+            return warm
+        fallen = (tokens - self.decay_start) / max(1, recipe.decay_tokens)
+        return warm * max(0.0, 1.0 - fallen)

@@ -1,71 +1,121 @@
-"""Pre-train a small Llama from nothing: THE loop behind the embedded target of `recipes/tiny`.
+"""Pretrain a small Llama from nothing, as the embedded target of `recipes/tiny` was.
 
 Muon (https://kellerjordan.github.io/posts/muon/) moves the hidden matrices, AdamW the embedding and
-the norms; the learning rate warms up, stays, and falls linearly to zero over the last tokens.
-Schedules count tokens, never seconds. A file OUT/DECAY starts the fall at once; SIGTERM saves,
-and so does SIGHUP.
+the norms; the learning rate warms up, stays, and falls linearly to zero over the last tokens. The
+loop is that of every training (`train.loop`); here is what it works with. Schedules count tokens,
+never seconds. A file OUT/DECAY starts the fall at once; a signal to stop saves first.
+
+OUT/run.yaml     the recipe                  OUT/state   states to resume from
+OUT/log.jsonl    what happened               OUT/export  the model, as transformers loads it
 Shapes: B rows, S sequence, D width, V vocabulary, N = B * S.
 """
 
 from __future__ import annotations
 
-import argparse
+import json
 import math
-import signal
+import os
+import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 import yaml
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specctl.core.errors import DivergedError
-from specctl.train.pretrain.data import Ids, PretrainRows, prepare_data, rows_of_phase
-from specctl.train.pretrain.files import (
-    Journal,
-    export_snapshot,
-    load_checkpoint,
-    save_checkpoint,
-)
+from specctl.core.batch import LossOut, TrainBatch
+from specctl.core.drafter import Drafter, DraftState, Needs, Space
+from specctl.core.errors import DivergedError, FileError
+from specctl.recipes.schema import TrainPart
+from specctl.runtime.measure.reporter import Reporter, SilentReporter
+from specctl.train.data.supply import Order, Text
+from specctl.train.loop import Job, TrainProgress, restore, save, train
+from specctl.train.metrics import MetricsLog
+from specctl.train.optim import Gradient
+from specctl.train.pretrain.data import Ids, PretrainData, PretrainRows, end_ids, prepare_data
 from specctl.train.pretrain.recipe import (
-    PretrainProgress,
     PretrainRecipe,
-    ReportRecipe,
+    TokenSchedule,
     TrainRecipe,
-    begin_decay_if_due,
-    end_tokens,
-    is_finished,
-    learning_rate_factor,
     load_pretrain_recipe,
 )
-from specctl.train.stop import HANGUP, hangup, leave_terminal
+from specctl.train.saving.checkpoint import Checkpoints, Snapshot
+from specctl.train.saving.state import Optimizers
+from specctl.train.saving.store import write_json
+from specctl.train.saving.whole import saved_steps
+from specctl.train.stop import Interrupted, Stop
 
+STATE, LOG, EXPORT = "state", "log.jsonl", "export"
+OLD_STATE = "checkpoint.safetensors"  # of runs that were begun before the loop was shared
 FIRST_EXPORT_SECONDS = 240.0  # the first snapshot comes early, so that others can begin with it
+NOT_A_LANGUAGE_MODEL = {
+    "id2label", "label2id", "problem_type", "return_dict", "output_hidden_states",
+    "output_attentions", "chunk_size_feed_forward", "is_encoder_decoder", "_name_or_path",
+}  # fmt: skip
+LOCAL_SETTINGS = {"is_local", "local_files_only", "backend"}
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """Held-out loss in nats and the share of next tokens that the model ranks first."""
 
+    key: ClassVar[str] = "heldout_loss"
     loss: float
     accuracy: float
     tokens: int
 
+    def beats(self, best: Mapping[str, Any]) -> bool:
+        return bool(self.loss < best[self.key])
 
-@dataclass(slots=True)
-class Meter:
-    """Sums since the last log line; written by `pretrain` alone."""
+    def to_json(self) -> dict[str, Any]:
+        return {
+            self.key: self.loss,
+            "heldout_accuracy": self.accuracy,
+            "heldout_tokens": self.tokens,
+        }
 
-    tokens: int
-    since: float
-    loss: float = 0.0
-    count: int = 0
+    log_line = to_json
+
+
+# -- the model and what moves it ------------------------------------------------------------------
+
+
+class Pretrained(Drafter):
+    """The model as what the loop trains; it drafts nothing."""
+
+    family: ClassVar[str] = "pretrain"
+    module: nn.Module
+
+    def __init__(self, model: Any, recipe: TrainRecipe) -> None:
+        self.module, self._autocast = model, recipe.autocast
+        is_compiled = recipe.compile
+        self._loss = torch.compile(loss_sum, dynamic=False) if is_compiled else loss_sum
+
+    def needs(self) -> Needs:
+        return Needs()
+
+    def open(self, space: Space) -> DraftState:
+        raise AssertionError("a model that is pretrained drafts nothing")
+
+    def loss(self, batch: TrainBatch) -> LossOut:
+        count = batch.loss_mask_BS.sum()
+        return LossOut(self._loss(self.module, batch.ids_BS, self._autocast), count)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: p.detach() for name, p in self.module.named_parameters()}
+
+    @torch.no_grad()
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.module.named_parameters():
+            parameter.copy_(tensors[name])
 
 
 def build_model(recipe: PretrainRecipe, tokenizer: Any) -> Any:
@@ -86,8 +136,9 @@ def build_model(recipe: PretrainRecipe, tokenizer: Any) -> Any:
     return model
 
 
-def build_optimizers(model: nn.Module, recipe: TrainRecipe) -> list[torch.optim.Optimizer]:
-    """Muon for the hidden matrices, AdamW for the (tied) embedding and the norms."""
+def build_optimizers(model: nn.Module, recipe: TrainRecipe) -> Optimizers:
+    """Muon for the hidden matrices, AdamW for the (tied) embedding and the norms. The `share` of a
+    group is its full learning rate, by which the loop multiplies the schedule's factor."""
     named = list(model.named_parameters())
     norms = [p for _, p in named if p.ndim == 1]
     embeddings = [p for name, p in named if p.ndim == 2 and "embed_tokens" in name]
@@ -103,16 +154,17 @@ def build_optimizers(model: nn.Module, recipe: TrainRecipe) -> list[torch.optim.
     adam = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)
     for optimizer in (muon, adam):
         for group in optimizer.param_groups:
-            group["peak_lr"] = group["lr"]
-    return [muon, adam]
+            group["share"] = group["lr"]
+    return {"muon": muon, "adamw": adam}
 
 
-def next_token_loss(model: Any, rows_BS: Tensor, autocast: bool) -> Tensor:
-    """Mean cross-entropy of the next token over rows of S + 1 ids."""
+def loss_sum(model: Any, rows_BS: Tensor, autocast: bool) -> Tensor:
+    """Summed cross-entropy of the next token over rows of S + 1 ids."""
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         hidden_BSD = model.model(input_ids=rows_BS[:, :-1], use_cache=False).last_hidden_state
         logits_BSV = model.lm_head(hidden_BSD)
-    return F.cross_entropy(logits_BSV.flatten(0, 1).float(), rows_BS[:, 1:].flatten())
+    labels_N = rows_BS[:, 1:].flatten()
+    return F.cross_entropy(logits_BSV.flatten(0, 1).float(), labels_N, reduction="sum")
 
 
 @torch.no_grad()
@@ -131,138 +183,258 @@ def evaluate(model: Any, ids: Ids, seq_len: int, max_tokens: int) -> Evaluation:
     return Evaluation(loss / count, hits / count, count)
 
 
-@contextmanager
-def stop_on_sigterm() -> Iterator[list[int]]:
-    """A list that is no longer empty once SIGTERM has come, or the terminal was closed."""
-    received: list[int] = []
-
-    def note(number: int, frame: object) -> None:
-        del frame
-        if number == HANGUP:
-            leave_terminal()
-        received.append(number)
-
-    previous = {number: signal.signal(number, note) for number in (signal.SIGTERM, *hangup())}
-    try:
-        yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+# -- what the loop reads and writes ---------------------------------------------------------------
 
 
-def _log_step(
-    journal: Journal, meter: Meter, progress: PretrainProgress, recipe: TrainRecipe, norm: Tensor
-) -> None:
-    now = time.monotonic()
-    speed = (progress.tokens - meter.tokens) / (now - meter.since)
-    journal.write(
-        step=progress.step,
-        tokens=progress.tokens,
-        loss=meter.loss / meter.count,
-        lr=learning_rate_factor(progress, recipe),
-        norm=float(norm),
-        tokens_per_second=round(speed),
-        seconds=round(progress.seconds),
-        eta_minutes=round((end_tokens(progress, recipe) - progress.tokens) / speed / 60, 1),
-    )
-    meter.tokens, meter.since, meter.loss, meter.count = progress.tokens, now, 0.0, 0
+class Places(Order):
+    """The places of the stream themselves: which rows lie there depends on the phase."""
+
+    def __init__(self) -> None:
+        super().__init__(num_rows=1, seed=0)
+
+    def take(self, position: int, count: int) -> list[int]:
+        return list(range(position, position + count))
 
 
-def _log_evaluation(
-    journal: Journal, progress: PretrainProgress, seen: Evaluation, state: str
-) -> None:
-    journal.write(
-        state=state,
-        step=progress.step,
-        tokens=progress.tokens,
-        seconds=round(progress.seconds),
-        heldout_loss=seen.loss,
-        heldout_accuracy=seen.accuracy,
-        heldout_tokens=seen.tokens,
-    )
+class PhaseText(Text):
+    """The rows before and during the decay, whose rows may be longer and fewer; the two orders are
+    independent. A place counts rows of `seq_len`."""
+
+    def __init__(
+        self, data: PretrainData, recipe: PretrainRecipe, schedule: TokenSchedule, out: Path
+    ) -> None:
+        train, seed = recipe.train, recipe.data.seed
+        self.stable = PretrainRows(data.train, train.seq_len, seed)
+        self.decaying = PretrainRows(data.train, train.decay_seq_len, seed + 1)
+        self.schedule, self.out = schedule, out
+
+    def refresh(self, step: int, position: int) -> None:
+        self.schedule.begin_decay_if_due(step, asked=(self.out / "DECAY").exists())
+
+    def batch(self, rows: Sequence[int]) -> TrainBatch:
+        phase = self.stable if self.schedule.decay_start is None else self.decaying
+        short, long = self.stable.seq_len, phase.seq_len
+        ids_BS = phase.take(rows[0] * short // long, len(rows) * short // long)
+        predicted_BS = torch.ones_like(ids_BS, dtype=torch.bool)
+        predicted_BS[:, 0] = False
+        document_BS = torch.zeros_like(ids_BS)
+        document_BS[:, -1] = -1  # only predicted, never read
+        return TrainBatch(
+            ids_BS, predicted_BS, document_BS, torch.arange(long + 1).expand_as(ids_BS)
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        start = self.schedule.decay_start
+        return {} if start is None else {"decay_start": torch.tensor(start)}
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        if tensors:
+            self.schedule.decay_start = int(tensors["decay_start"])
 
 
-def _is_due(progress: PretrainProgress, recipe: TrainRecipe, report: ReportRecipe) -> bool:
-    before = progress.tokens - recipe.tokens_per_step
-    return progress.tokens // report.eval_every_tokens > before // report.eval_every_tokens
+class Journal(MetricsLog):
+    """OUT/log.jsonl, with the tokens read and the minutes that are left."""
+
+    measured: ClassVar[str] = Evaluation.key
+
+    def __init__(self, path: Path, schedule: TokenSchedule, reporter: Reporter) -> None:
+        super().__init__(path, warn=reporter.warn)
+        self.schedule, self.seconds = schedule, 0.0
+
+    def write(self, **values: Any) -> None:
+        step, each = values.pop("step"), self.schedule.recipe.tokens_per_step
+        self.seconds = values.pop("seconds", self.seconds)
+        line: dict[str, Any] = {"step": step, "tokens": step * each, **values}
+        left = self.schedule.steps - step
+        if self.measured in values:
+            line = {"state": "running" if left > 0 else "finished", **line}
+        elif "tokens_per_second" in values:
+            speed = values["tokens_per_second"]
+            eta = round(left * each / speed / 60, 1)
+            line |= {"tokens_per_second": round(speed), "eta_minutes": eta}
+        line["seconds"] = round(self.seconds)
+        shown = {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in line.items()}
+        super().write(**shown)
 
 
-def pretrain(recipe_path: Path, out: Path, resume: bool = False) -> Evaluation:
-    """Train, log, save and export to OUT; returns the last held-out evaluation."""
-    recipe = load_pretrain_recipe(recipe_path)
+def config_of(model: Any) -> dict[str, Any]:
+    """The config of an export: nothing that says no more than the default, old spellings beside
+    the new ones, so that earlier transformers and other engines read the same values."""
+    config: Any = model.config
+    kept = {k: v for k, v in config.to_dict().items() if k not in NOT_A_LANGUAGE_MODEL}
+    return {
+        **kept,
+        "architectures": ["LlamaForCausalLM"],
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",
+    }
+
+
+def export_snapshot(folder: Path, model: Any, tokenizer: Any) -> None:
+    """A folder that AutoModelForCausalLM loads: bf16 weights, config, tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {
+        name: p.detach().to(torch.bfloat16).contiguous() for name, p in model.named_parameters()
+    }
+    partial = folder / "model.partial"
+    save_file(weights, partial, metadata={"format": "pt"})
+    write_json(folder / "config.json", config_of(model))
+    model.generation_config.eos_token_id = end_ids(tokenizer)
+    model.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    portable = {key: value for key, value in settings.items() if key not in LOCAL_SETTINGS}
+    # the names that every version of transformers knows
+    portable["tokenizer_class"] = "PreTrainedTokenizerFast"
+    portable["additional_special_tokens"] = portable.pop("extra_special_tokens", [])
+    write_json(folder / "tokenizer_config.json", portable)
+    partial.chmod(0o644)
+    os.replace(partial, folder / "model.safetensors")
+
+
+# -- the run --------------------------------------------------------------------------------------
+
+
+def pretrain(
+    recipe_path: Path, out: Path, resume: bool = False, reporter: Reporter | None = None
+) -> Evaluation:
+    """Train, log, save and export to OUT; returns the last held-out evaluation. A signal to stop is
+    no error: what was trained until then is saved, exported and evaluated."""
+    recipe, reporter = load_pretrain_recipe(recipe_path), reporter or SilentReporter()
     plan, report = recipe.train, recipe.report
     torch.set_num_threads(plan.num_threads)
     out.mkdir(parents=True, exist_ok=True)
     (out / "run.yaml").write_text(yaml.safe_dump(asdict(recipe), sort_keys=False))
     data = prepare_data(recipe, out)
     model = build_model(recipe, data.tokenizer)
-    optimizers = build_optimizers(model, plan)
-    progress = load_checkpoint(out, model, optimizers) if resume else PretrainProgress()
-    rows = rows_of_phase(data, recipe, progress.decay_start is not None)
-    loss_of = torch.compile(next_token_loss, dynamic=False) if plan.compile else next_token_loss
-    journal = Journal(out / "log.jsonl")
+    schedule, stop = TokenSchedule(plan), Stop("run the same command again")
+    seen: list[Evaluation] = []
 
-    saved = now = time.monotonic()
-    began = now - progress.seconds
-    exported = now - max(0.0, report.export_every_seconds - FIRST_EXPORT_SECONDS)
-    meter = Meter(progress.tokens, now)
-    with stop_on_sigterm() as stopped:
-        while not is_finished(progress, plan) and not stopped:
-            if begin_decay_if_due(progress, plan, asked=(out / "DECAY").exists()):
-                rows = rows_of_phase(data, recipe, is_decaying=True)
-            num_rows = plan.micro_batch * plan.seq_len // rows.seq_len
-            factor = learning_rate_factor(progress, plan)
-            for optimizer in optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = group["peak_lr"] * factor
-            for part in range(plan.accumulate):
-                first = (progress.step * plan.accumulate + part) * num_rows
-                loss = loss_of(model, rows.take(first, num_rows), plan.autocast)
-                torch.autograd.backward(loss / plan.accumulate)
-                meter.loss += float(loss.detach())
-                meter.count += 1
-            norm = nn.utils.clip_grad_norm_(model.parameters(), plan.clip)
-            if not math.isfinite(float(norm)):
-                raise DivergedError(
-                    f"gradient norm {float(norm)} at step {progress.step}",
-                    do=f"lower the learning rates and resume from {out}",
-                )
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            progress.step += 1
-            progress.tokens += plan.tokens_per_step
+    def measure() -> Evaluation:
+        is_whole = progress.step >= schedule.steps
+        num_tokens = report.final_eval_tokens if is_whole else report.eval_tokens
+        seen.append(evaluate(model, data.heldout, plan.seq_len, num_tokens))
+        return seen[-1]
 
-            now = time.monotonic()
-            progress.seconds = now - began
-            if progress.tokens - meter.tokens >= report.log_tokens:
-                _log_step(journal, meter, progress, plan, norm)
-            if _is_due(progress, plan, report):
-                seen = evaluate(model, data.heldout, plan.seq_len, report.eval_tokens)
-                _log_evaluation(journal, progress, seen, "running")
-            if now - saved >= report.save_every_seconds:
-                save_checkpoint(out, model, optimizers, progress)
-                saved = now
-            if now - exported >= report.export_every_seconds:
-                export_snapshot(out / "export", model, data.tokenizer)
-                exported = now
-        save_checkpoint(out, model, optimizers, progress)
-        export_snapshot(out / "export", model, data.tokenizer)
-    is_whole = is_finished(progress, plan)
-    num_tokens = report.final_eval_tokens if is_whole else report.eval_tokens
-    seen = evaluate(model, data.heldout, plan.seq_len, num_tokens)
-    _log_evaluation(journal, progress, seen, "finished" if is_whole else "stopped")
-    return seen
+    def export() -> None:
+        export_snapshot(out / EXPORT, model, data.tokenizer)
+
+    saving = Timer(report.save_every_seconds)
+    exporting = Timer(report.export_every_seconds, FIRST_EXPORT_SECONDS)
+
+    def between(progress: TrainProgress) -> None:
+        saving.act_if_due(lambda: save(job, progress))
+        exporting.act_if_due(export)
+
+    job = _job(recipe, out, model, PhaseText(data, recipe, schedule, out), stop, reporter)
+    job = replace(job, measure=measure, between=between)
+    progress = _begin(job, resume)
+    with stop.listening():
+        stop.is_deferred = True
+        try:
+            train(job, progress)
+        except Interrupted:
+            pass
+        except DivergedError as error:
+            do = "lower the learning rates in the recipe; the same command continues"
+            raise DivergedError(error.what, found=error.found, do=do, where=error.where) from error
+        export()
+    if progress.step < schedule.steps:
+        job.log.write(step=progress.step, state="stopped", **measure().log_line())
+    elif not seen:  # it was finished before
+        measure()
+    return seen[-1]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Pre-train a small Llama from a recipe.")
-    parser.add_argument("--recipe", type=Path, default=Path("recipes/tiny-target.yaml"))
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--resume", action="store_true")
-    options = parser.parse_args()
-    pretrain(options.recipe, options.out, options.resume)
+class Timer:
+    """Something that is due every so many seconds, the first time perhaps sooner."""
+
+    def __init__(self, every: float, first: float | None = None) -> None:
+        self.every = every
+        self._due = time.monotonic() + min(every, every if first is None else first)
+
+    def act_if_due(self, action: Callable[[], None]) -> None:
+        if time.monotonic() >= self._due:
+            action()
+            self._due = time.monotonic() + self.every
 
 
-if __name__ == "__main__":
-    main()
+def _job(
+    recipe: PretrainRecipe, out: Path, model: Any, text: PhaseText, stop: Stop, reporter: Reporter
+) -> Job:
+    """What the loop works with, but for what is measured and what else is done between steps."""
+    plan, each = recipe.train, recipe.train.tokens_per_step
+    trained = Pretrained(model, plan)
+    settings = TrainPart(
+        steps=text.schedule.steps,
+        rows=plan.micro_batch,
+        accumulate=plan.accumulate,
+        clip=plan.clip,
+        log_every=math.ceil(recipe.report.log_tokens / each),
+        tau_every=math.ceil(recipe.report.eval_every_tokens / each),
+        save_every=10**9,  # by the clock
+        nan_patience=1,
+    )
+    return Job(
+        drafter=trained,
+        settings=settings,
+        schedule=text.schedule,
+        order=Places(),
+        batch=text.batch,
+        measure=lambda: Evaluation(0.0, 0.0, 0),
+        optimizers=build_optimizers(model, plan),
+        gradient=Gradient(trained.trainable()),
+        checkpoints=Checkpoints(out / STATE, reporter),
+        log=Journal(out / LOG, text.schedule, reporter),
+        stop=stop,
+        reporter=reporter,
+        out=out,
+        draft_length=0,
+        autocast=nullcontext,  # a part of the loss, which may be compiled
+        text=text,
+    )
+
+
+def has_state(out: Path) -> bool:
+    """Whether OUT holds a run that can be continued."""
+    return (out / OLD_STATE).is_file() or bool(saved_steps(out / STATE))
+
+
+def _begin(job: Job, resume: bool) -> TrainProgress:
+    """Where the run stands: at its newest state, or at the beginning, earlier states removed."""
+    if not resume:
+        for step in job.checkpoints.steps():
+            shutil.rmtree(job.checkpoints.path(step))
+        job.log.rewind(-1, -1)
+        return TrainProgress()
+    if not has_state(job.out):
+        raise FileError(
+            f"no checkpoint in {job.out}", do="run without --resume, or name another --out"
+        )
+    return restore(job, job.checkpoints.newest() or _old_state(job))
+
+
+def _old_state(job: Job) -> Snapshot:
+    """The single file that earlier versions kept: weights, optimizer states by number, progress."""
+    names = {parameter: name for name, parameter in job.drafter.trainable().items()}
+    tensors: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "text": {}}
+    kinds = list(job.optimizers)
+    with safe_open(job.out / OLD_STATE, framework="pt") as file:
+        for name in list(file.keys()):
+            part, rest = name.split(".", 1)
+            if part == "optimizer":
+                index, number, key = rest.split(".")
+                groups = job.optimizers[kinds[int(index)]].param_groups
+                parameter = [p for group in groups for p in group["params"]][int(number)]
+                rest = f"{kinds[int(index)]}/{names[parameter]}/{key}"
+            tensors[part][rest] = file.get_tensor(name)
+        stood = json.loads(file.metadata()["progress"])
+    if stood["decay_start"] is not None:
+        tensors["text"]["decay_start"] = torch.tensor(stood["decay_start"])
+    step, settings = stood["step"], job.settings
+    progress = TrainProgress(
+        step, step * settings.rows * settings.accumulate, stood["tokens"], stood["seconds"]
+    )
+    scalars = {"progress": asdict(progress), "optimizer": {}}
+    return Snapshot(step, tensors, {}, scalars)

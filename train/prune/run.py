@@ -1,4 +1,9 @@
-"""One cut, measured: a drafter out of the target (or out of a drafter that was cut before)."""
+"""One cut, planned and measured: a drafter out of the target, or out of one that was cut before.
+
+A plan says what it will take, before anything is loaded. Each cut reads the calibration text: with
+the target once, with acceptance drop once more for each layer left out, and with what is left; then
+tau is measured, and the healing is an ordinary run.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,18 @@ from specctl.train.assemble import decoder, family_options, measuring_prompts, t
 from specctl.train.data.rows import TokenData
 from specctl.train.features.capture import capture
 from specctl.train.metrics import MeasuredAcceptance
-from specctl.train.prune.cut import Wanted, calibration, choose, fitted, prunable
+from specctl.train.planning.plan import RunPlan, build_shape, data_tokens, plan
+from specctl.train.planning.target_shape import target_shape
+from specctl.train.planning.work import ANSWERS, Work, WorkSizes, measuring, num_parameters
+from specctl.train.prune.cut import (
+    CALIBRATION_TOKENS,
+    Wanted,
+    calibration,
+    check_cut,
+    choose,
+    fitted,
+    prunable,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +83,9 @@ def cut_drafter(
     module, batches = source.lm.module, calibration(data, target.device)
     keep = choose(source.lm, wanted, batches)
     small = sliced(module.shape, module.state_dict(), keep)
-    others = asdict(family_options(trainable_family(recipe), recipe)) | {"from_layers": None}
+    others = asdict(family_options(trainable_family(recipe), recipe.drafter)) | {
+        "from_layers": None
+    }
     options = SmallLmOptions(**{**others, **options_of(small.shape, target.spec)})
     drafter = SmallLm(options, target.spec, source.vocab)
     drafter.load_tensors(fitted(drafter, small.tensors, source.vocab))
@@ -142,3 +160,62 @@ def heal_recipe(recipe: Recipe, drafter: SmallLm, folder: str, steps: int) -> Re
         ("drafter.init", *(f"drafter.options.{name}" for name in options)), "prune"
     )
     return changed.with_origin({**changed.origin, **ours})
+
+
+def prune_plans(
+    recipe: Recipe,
+    wanted: Wanted,
+    steps: int,
+    two_step: bool,
+    speed: float | None = None,
+) -> list[tuple[Recipe, RunPlan]]:
+    """The plan of each cut with its healing. The text is made once, for the first."""
+    spec = target_shape(recipe.target).spec
+    check_cut(wanted, spec)
+    if not two_step:
+        return [_planned(recipe, wanted, steps, spec, speed)]
+    first = _planned(recipe, halfway(wanted, spec), steps // 2, spec, speed)
+    second, made = _planned(recipe, wanted, steps - steps // 2, spec, speed)
+    left = tuple(part for part in made.parts if part.name != ANSWERS)
+    return [first, (second, replace(made, parts=left))]
+
+
+def _planned(
+    recipe: Recipe, wanted: Wanted, steps: int, spec: ModelSpec, speed: float | None
+) -> tuple[Recipe, RunPlan]:
+    part = recipe.drafter.model_copy(update={"options": _options(recipe, wanted, spec)})
+    train = recipe.train.model_copy(update={"steps": steps})
+    healed = recipe.model_copy(update={"drafter": part, "train": train})
+    text = min(CALIBRATION_TOKENS, data_tokens(recipe))
+    forwards = 1 + (2 * spec.num_layers if wanted.importance == "alpha" else 0)
+
+    def before(sizes: WorkSizes) -> list[Work]:
+        reading = 2.0 * text * (forwards * sizes.target + sizes.target + sizes.drafter)
+        scoring = Work("scoring what matters", f"{text:,} tokens", reading)
+        once = measuring(recipe, sizes)
+        return [scoring, replace(once, name="measuring tau of the cut")]
+
+    made = plan(healed, flops_per_second=speed, before=before)
+    disk = {**made.disk, "cut": _cut_bytes(healed, spec)}
+    return healed, replace(made, disk=disk if steps else {**disk, "package": 0})
+
+
+def _cut_bytes(recipe: Recipe, spec: ModelSpec) -> int:
+    """Of the drafter before healing, whose vocabulary is still whole."""
+    vocab = recipe.vocab.model_copy(update={"size": None})
+    whole = recipe.model_copy(update={"vocab": vocab})
+    return 4 * num_parameters(build_shape(trainable_family(whole), whole, spec))
+
+
+def _options(recipe: Recipe, wanted: Wanted, spec: ModelSpec) -> dict[str, object]:
+    """The drafter's options with the sizes that are wanted."""
+    layers = wanted.layers or len(wanted.from_layers or ()) or spec.num_layers
+    sizes = {
+        "layers": layers,
+        "width": wanted.channels,
+        "intermediate": wanted.neurons,
+        "heads": wanted.heads,
+        "kv_heads": wanted.kv_heads,
+    }
+    given = {**recipe.drafter.options, **{k: v for k, v in sizes.items() if v is not None}}
+    return {name: value for name, value in given.items() if name != "from_layers"}

@@ -11,7 +11,7 @@ from functools import partial
 
 from specctl.core.errors import RecipeError
 from specctl.core.vocab import VocabMap
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import DataPart, Recipe
 from specctl.runtime.target.target import Target
 from specctl.train.data.records import Sample
 from specctl.train.data.rows import TokenData
@@ -48,7 +48,7 @@ def draft_vocab(recipe: Recipe, target: Target, data: TokenData) -> VocabMap | N
             do="train with vocab.search=exhaustive, then: specctl vocab-trim --search tpe",
             where="vocab.search",
         )
-    evidence = Evidence(target, data=data, samples=partial(recipe_samples, recipe))
+    evidence = Evidence(target, data=data, samples=partial(recipe_samples, recipe.data))
     counts, heldout = count_tokens(chosen.count(evidence), target.spec.vocab_size)
     always = always_kept(target)
     rank, size = ranking(counts, always), part.size
@@ -59,7 +59,6 @@ def draft_vocab(recipe: Recipe, target: Target, data: TokenData) -> VocabMap | N
     return vocab_map(rank, int(size), always, target.spec.vocab_size)
 
 
-def recipe_samples(recipe: Recipe) -> Iterable[Sample]:
+def recipe_samples(part: DataPart) -> Iterable[Sample]:
     """The text of the recipe's source."""
-    part = recipe.data
     return read_samples(part.source, part.format, part.split, part.seed, Defects())

@@ -1,14 +1,26 @@
-"""What a drafter achieves, prompt by prompt, in the engine on this device; and what it moves."""
+"""What a drafter achieves, prompt by prompt, in the engine on this device; what it moves, and what
+its head costs by its rows.
+
+Drafting reads the body's weights and k rows of the LM head at every sequential call, so a round of
+g calls costs c_verify + g (c_body + c_head k / V). The parts are fitted to drafting times measured
+in the real engine with whole and with trimmed heads. Letters: V target vocabulary, k kept ids.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from specctl.core.drafter import Drafter
+from specctl.core.vocab import VocabMap
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
+from specctl.runtime.measure.cost import measure_costs
 from specctl.runtime.policies import Policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
@@ -52,6 +64,14 @@ class MeasuredDrafter:
     def domain(self, name: str) -> MeasuredDrafter:
         """The prompts of one domain."""
         return MeasuredDrafter.of([run for run in self.by_prompt if run.domain == name])
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "tau": round(self.tau, 4),
+            "alpha": round(self.alpha, 4),
+            "tokens_per_second": round(self.tokens_per_second, 2),
+            "tokens": self.tokens,
+        }
 
 
 def measure_drafter(
@@ -119,3 +139,99 @@ def target_bytes(target: Target) -> int:
     total = sum(p.numel() * p.element_size() for p in target.lm.module.parameters())
     is_tied = target.borrowed().head_VD.data_ptr() == weight.data_ptr()
     return total if is_tied else total - weight.numel() * weight.element_size()
+
+
+@dataclass(frozen=True, slots=True)
+class HeadCost:
+    """Measured seconds on this device: a plain target step, a verification of a full draft, and one
+    of the `calls` sequential draft calls, split into body and LM head at full vocabulary.
+    `verify_at` holds verification by draft length where more than one length was measured."""
+
+    plain: float
+    verify: float
+    body: float
+    head: float
+    calls: int
+    vocab_size: int
+    measured: tuple[tuple[int, float], ...] = ()  # (kept ids, drafting seconds of a round)
+    verify_at: Mapping[int, float] = field(default_factory=dict)
+    is_parallel: bool = False
+
+    def round_seconds(self, size: int) -> float:
+        return self.verify + self.calls * (self.body + self.head * size / self.vocab_size)
+
+    def speedup(self, tau: float, size: int) -> float:
+        """tau / (c_verify + g (c_body + c_head k / V)), costs in plain steps."""
+        return tau * self.plain / self.round_seconds(size)
+
+    def speedups(self, tau_N: Tensor, sizes: Sequence[int]) -> Tensor:
+        """`speedup` of many sizes."""
+        size_N = torch.tensor(sizes, dtype=torch.float64)
+        call_N = self.body + self.head * size_N / self.vocab_size
+        return tau_N * self.plain / (self.verify + self.calls * call_N)
+
+    def at_length(self, length: int) -> HeadCost:
+        """The cost of rounds that draft `length` tokens; it must have been measured."""
+        calls = 1 if self.is_parallel else length
+        return replace(self, verify=self.verify_at[length], calls=calls)
+
+    def to_json(self) -> dict[str, Any]:
+        milliseconds = {n: 1e3 * getattr(self, n) for n in ("plain", "verify", "body", "head")}
+        return {
+            **{f"{name}_ms": round(value, 4) for name, value in milliseconds.items()},
+            "calls": self.calls,
+            "measured_ms": [[size, round(1e3 * s, 4)] for size, s in self.measured],
+        }
+
+
+def fit_cost(
+    plain: float,
+    verify: float,
+    rounds: Sequence[tuple[int, float]],
+    calls: int,
+    vocab_size: int,
+) -> HeadCost:
+    """Least squares of drafting time = calls (body + head k / V), neither part below zero."""
+    size = torch.tensor([[1.0, k / vocab_size] for k, _ in rounds], dtype=torch.float64)
+    seconds = torch.tensor([[s / calls] for _, s in rounds], dtype=torch.float64)
+    body, head = torch.linalg.lstsq(size, seconds).solution[:, 0].tolist()
+    mean = float(seconds.mean())
+    if head < 0.0:
+        body, head = mean, 0.0
+    elif body < 0.0:
+        body, head = 0.0, mean / max(float(size[:, 1].mean()), 1e-9)
+    return HeadCost(plain, verify, body, head, calls, vocab_size, tuple(rounds))
+
+
+def draft_calls(drafter: Drafter, policy: Policy) -> int:
+    """g: sequential draft calls of a round."""
+    return 1 if drafter.one_call else max(policy.depth, 1)
+
+
+def measure_head_cost(
+    target: Target,
+    drafter: Drafter,
+    policy: Policy,
+    rank: Tensor,
+    prompts: Sequence[HeldoutPrompt],
+    rounds: int = 24,
+    every_length: bool = False,
+) -> HeadCost:
+    """Times drafting with all ids, a third and a twelfth of them, and fits body and head; with
+    `every_length` also verification of every draft length up to the policy's."""
+    num_ids, tables = rank.numel(), {}
+    lengths = range(1, policy.depth + 1) if every_length else (policy.depth,)
+    ids = [p.ids for p in prompts]
+    for size in sorted({max(2, num_ids // 12), max(2, num_ids // 3), num_ids}):
+        ids_K = rank[:size].sort().values.to(target.device)
+        small = drafter.trimmed(VocabMap(ids_K, target.spec.vocab_size))
+        tables[size] = measure_costs(target, small, policy, ids, lengths=lengths, rounds=rounds)
+    fitted = fit_cost(
+        plain=min(t.round_seconds(0) for t in tables.values()),
+        verify=min(t.verify[policy.depth] for t in tables.values()),
+        rounds=[(size, table.draft[policy.depth]) for size, table in tables.items()],
+        calls=draft_calls(drafter, policy),
+        vocab_size=target.spec.vocab_size,
+    )
+    verify_at = {k: min(t.verify[k] for t in tables.values()) for k in lengths}
+    return replace(fitted, verify_at=verify_at, is_parallel=drafter.one_call)

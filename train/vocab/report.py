@@ -1,4 +1,9 @@
-"""What trimming a draft vocabulary did: figures, curves by size, and how to show them."""
+"""What trimming a draft vocabulary did: to each domain, the worst first (the long tail is where a
+small head loses), and by size; how to show it.
+
+Speed-ups take measured rounds and the fitted cost of a round, which is steadier than one timed run;
+a prompt is slower when its rounds times that cost have grown. MBSU is memory-bound (VocabTrim).
+"""
 
 from __future__ import annotations
 
@@ -9,39 +14,117 @@ from typing import Any
 
 from specctl.core.errors import SpecctlError
 from specctl.core.installed import pip_install
-from specctl.train.vocab.domains import DomainRow, Side
-from specctl.train.vocab.measure import MeasuredDrafter
-from specctl.train.vocab.predict import Predicted
-from specctl.train.vocab.search import TrimChoice
+from specctl.runtime.measure.stats import memory_bound_speedup
+from specctl.train.vocab.candidates import TrimChoice, TrimTrial
+from specctl.train.vocab.measure import HeadCost, MeasuredDrafter
+
+ALL = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Sequential draft calls of a round, and draft bytes / target bytes of each."""
+
+    calls: int
+    byte_ratio: float
+
+    def mbsu(self, tau: float) -> float:
+        return memory_bound_speedup(tau, self.calls, self.byte_ratio)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A drafter as it was, or as it is now: what it achieved and what a round of it costs."""
+
+    measured: MeasuredDrafter
+    cost: HeadCost
+    size: int
+    moved: Moved
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One side of one domain."""
+
+    tau: float
+    alpha: float
+    mbsu: float
+    speedup: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class DomainRow:
+    """One domain before and after; `slower` is the share of its prompts that lost."""
+
+    domain: str
+    prompts: int
+    coverage: float | None
+    slower: float
+    before: Figures
+    after: Figures
+
+    @property
+    def gain(self) -> float:
+        """Speed-up of the trimmed over the whole drafter."""
+        return self.after.speedup / self.before.speedup
+
+    def to_json(self) -> dict[str, Any]:
+        rounded = {
+            name: {k: round(v, 4) for k, v in asdict(side).items()}
+            for name, side in (("before", self.before), ("after", self.after))
+        }
+        return {
+            "domain": self.domain,
+            "prompts": self.prompts,
+            "coverage": None if self.coverage is None else round(self.coverage, 5),
+            "slower": round(self.slower, 4),
+            "gain": round(self.gain, 4),
+            **rounded,
+        }
+
+
+def domain_rows(before: Side, after: Side, coverage: Mapping[str, float]) -> tuple[DomainRow, ...]:
+    """All prompts first, then every measured domain, the smallest gain first. `coverage` by domain,
+    `ALL` included; None where a measured domain was not counted."""
+    names = sorted({run.domain for run in before.measured.by_prompt})
+    rows = [_row(name, before, after, coverage) for name in names]
+    rows.sort(key=lambda row: row.gain)
+    return (_row(ALL, before, after, coverage), *rows) if rows else ()
+
+
+def _row(name: str, before: Side, after: Side, coverage: Mapping[str, float]) -> DomainRow:
+    pairs = [
+        (b, a)
+        for b, a in zip(before.measured.by_prompt, after.measured.by_prompt, strict=True)
+        if name in (ALL, b.domain)
+    ]
+    seconds = [side.cost.round_seconds(side.size) for side in (before, after)]
+    slower = sum(a.rounds * seconds[1] > b.rounds * seconds[0] for b, a in pairs)
+    return DomainRow(
+        name,
+        len(pairs),
+        coverage.get(name),
+        slower / len(pairs),
+        _figures(before, name),
+        _figures(after, name),
+    )
+
+
+def _figures(side: Side, name: str) -> Figures:
+    measured = side.measured if name == ALL else side.measured.domain(name)
+    return Figures(
+        measured.tau,
+        measured.alpha,
+        side.moved.mbsu(measured.tau),
+        side.cost.speedup(measured.tau, side.size),
+        measured.tokens_per_second,
+    )
+
 
 BAR = 40
 MBSU_FORMULA = "MBSU = tau / (1 + g c), g draft calls per round, c = drafter bytes / target bytes"
 SPEEDUP_FORMULA = "S(k) = tau(k) / (c_verify + g (c_body + c_head k / V))"
-
-
-@dataclass(frozen=True, slots=True)
-class TrimTrial:
-    """A choice that was tried: what was promised, what was measured. `speedup` takes the measured
-    tau and the fitted cost, which is steadier than one timed run."""
-
-    predicted: Predicted
-    measured: MeasuredDrafter
-    speedup: float
-    choice: TrimChoice
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "size": self.predicted.size,
-            "length": self.choice.length,
-            "weights": {name: round(w, 3) for name, w in self.choice.weights.items()},
-            "coverage": round(self.predicted.coverage, 5),
-            "predicted": {
-                "alpha": round(self.predicted.alpha, 4),
-                "tau": round(self.predicted.tau, 4),
-                "speedup": round(self.predicted.speedup, 4),
-            },
-            "measured": _rounded(self.measured) | {"speedup": round(self.speedup, 4)},
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +177,16 @@ class TrimReport:
         return self.size < self.size_before
 
     @property
+    def before_speedup(self) -> float:
+        """Over plain decoding, of the whole drafter: measured tau at the fitted cost."""
+        return self.before.cost.speedup(self.before.measured.tau, self.before.size)
+
+    @property
+    def after_speedup(self) -> float:
+        """The same of the trimmed one."""
+        return self.after.cost.speedup(self.after.measured.tau, self.after.size)
+
+    @property
     def agreement(self) -> float | None:
         """Kendall's tau between predicted and measured speed-ups of what was tried."""
         return kendall([(t.predicted.speedup, t.speedup) for t in self.trials])
@@ -122,8 +215,8 @@ class TrimReport:
                 "after": after.moved.mbsu(after.measured.tau),
                 "formula": MBSU_FORMULA,
             },
-            "before": _rounded(before.measured),
-            "after": _rounded(after.measured),
+            "before": before.measured.to_json(),
+            "after": after.measured.to_json(),
             "domains": [row.to_json() for row in self.domains],
             "cost": after.cost.to_json() | {"formula": SPEEDUP_FORMULA},
             "trials": [trial.to_json() for trial in self.trials],
@@ -154,7 +247,6 @@ class TrimReport:
             *self.domain_table(),
             f"tried, predicted from {self.predictor}:",
             *self.table(),
-            *self._warnings(),
         ]
 
     def _choice_note(self) -> str:
@@ -163,9 +255,23 @@ class TrimReport:
         weights = ", ".join(f"{name} {w:.2f}" for name, w in self.choice.weights.items())
         return f", drafting {self.choice.length}" + (f", weights {weights}" if weights else "")
 
-    def _warnings(self) -> list[str]:
+    def warnings(self, min_coverage: float) -> list[str]:
+        """What speaks against the trimmed drafter: measured tau at measured costs below that of the
+        whole one, over all prompts or in a domain; and less than `min_coverage` of the target's own
+        words, which `--size auto` would not have gone below."""
         found = []
-        losers = [row for row in self.domains if row.gain < 1.0]
+        if self.pays and self.after_speedup < self.before_speedup:
+            found.append(
+                f"the whole drafter is faster here: S {self.before_speedup:.2f} -> "
+                f"{self.after_speedup:.2f}, tau {self.before.measured.tau:.2f} -> "
+                f"{self.after.measured.tau:.2f}; keep it, or trim with --size auto"
+            )
+        if self.pays and self.coverage < min_coverage:
+            found.append(
+                f"{self.size:,} ids are {self.coverage:.1%} of what the target writes, less than "
+                f"the {min_coverage:.0%} that --size auto keeps: every other token ends a draft"
+            )
+        losers = [row for row in self.domains if row.gain < 1.0 and row.domain != ALL]
         if losers:
             row = min(losers, key=lambda row: row.gain)
             found.append(
@@ -290,12 +396,3 @@ def kendall(pairs: Sequence[tuple[float, float]]) -> float | None:
     if not all(split):
         return None
     return float(sum(a * b for a, b in signs) / (split[0] * split[1]) ** 0.5)
-
-
-def _rounded(measured: MeasuredDrafter) -> dict[str, Any]:
-    return {
-        "tau": round(measured.tau, 4),
-        "alpha": round(measured.alpha, 4),
-        "tokens_per_second": round(measured.tokens_per_second, 2),
-        "tokens": measured.tokens,
-    }

@@ -22,7 +22,14 @@ from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.policies import Policy
 from specctl.runtime.target.target import Target
 from specctl.train.saving.store import write_json
-from specctl.train.vocab.candidates import Measure, VocabCandidates
+from specctl.train.vocab.candidates import (
+    Material,
+    Measure,
+    TrimChoice,
+    TrimSettings,
+    TrimTrial,
+    VocabCandidates,
+)
 from specctl.train.vocab.coverage import (
     always_kept,
     coverage_curve,
@@ -30,12 +37,23 @@ from specctl.train.vocab.coverage import (
     ranking,
     size_grid,
 )
-from specctl.train.vocab.domains import ALL, Moved, Side, domain_rows
-from specctl.train.vocab.head_cost import HeadCost, draft_calls, measure_head_cost
-from specctl.train.vocab.measure import MeasuredDrafter, measure_drafter, moved_bytes, target_bytes
-from specctl.train.vocab.report import CurvePoint, TrimReport, TrimTrial
-from specctl.train.vocab.search import TrimChoice
-from specctl.train.vocab.settings import Material, TrimSettings
+from specctl.train.vocab.measure import (
+    HeadCost,
+    MeasuredDrafter,
+    draft_calls,
+    measure_drafter,
+    measure_head_cost,
+    moved_bytes,
+    target_bytes,
+)
+from specctl.train.vocab.report import (
+    ALL,
+    CurvePoint,
+    Moved,
+    Side,
+    TrimReport,
+    domain_rows,
+)
 
 
 @dataclass(frozen=True, slots=True)

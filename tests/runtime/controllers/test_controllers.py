@@ -21,10 +21,10 @@ from specctl.runtime.controllers.hedge import Hedge
 from specctl.runtime.controllers.match import SUFFIXES, MatchIndex
 from specctl.runtime.controllers.posterior import Posterior
 from specctl.runtime.generate import generate
+from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.measure.stats import expected_tau
 from specctl.runtime.policies.chain import Chain
 from specctl.runtime.policies.direct import Direct
-from specctl.runtime.policies.length import CostTable
 from specctl.runtime.policies.switch import CONTROLLERS, Switch
 from specctl.runtime.sampling.sampling import Sampling
 

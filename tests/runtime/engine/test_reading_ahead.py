@@ -14,7 +14,8 @@ from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.guard import GuardedEngine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.generate import default_policy, generate
-from specctl.runtime.policies.length import CostTable, LengthChooser
+from specctl.runtime.measure.cost_table import CostTable
+from specctl.runtime.policies.length import LengthChooser
 from specctl.runtime.sampling.sampling import Sampling
 
 # a model of its own, alone and with more beside it; features of the target, one or several layers,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specctl.runtime.engine.stopping import trim_stop
+from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.measure.stats import (
     RowStats,
     add_counts,
@@ -13,7 +14,6 @@ from specctl.runtime.measure.stats import (
     repetition_rate,
     shares,
 )
-from specctl.runtime.policies.length import CostTable
 
 
 def test_a_round_counts_accepted_without_the_bonus():

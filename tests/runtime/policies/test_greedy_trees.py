@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from specctl.core.errors import RecipeError
+from specctl.runtime.measure.cost_table import TreeCosts
 from specctl.runtime.policies import make_policy
 from specctl.runtime.policies.base import Policy
 from specctl.runtime.policies.cape import Caterpillar
 from specctl.runtime.policies.ddd import DynamicDepth
 from specctl.runtime.policies.dynamic_tree import DynamicTree
 from specctl.runtime.policies.dyspec import DySpec
-from specctl.runtime.policies.hardware import TreeCosts
 from specctl.runtime.policies.hardware_tree import HardwareTree, expected_tokens
 from specctl.runtime.policies.opt_tree import OptTree
 from specctl_testing.runtime.markov import Pair, Rounds, alike, mixed

@@ -11,9 +11,8 @@ import torch
 
 from specctl.core.errors import RecipeError
 from specctl.core.tree import NodeKind
+from specctl.runtime.measure.cost_table import CostTable, TreeCosts
 from specctl.runtime.policies import make_policy
-from specctl.runtime.policies.hardware import TreeCosts
-from specctl.runtime.policies.length import CostTable
 from specctl.runtime.policies.sequoia import Sequoia, tree_table
 from specctl_testing.runtime.markov import Pair, alike, sibling_acceptance
 

@@ -11,12 +11,12 @@ import pytest
 from specctl.core.tree import DraftTree, NodeKind
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
+from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.policies import make_policy
 from specctl.runtime.policies.base import Policy
-from specctl.runtime.policies.length import CostTable
 from specctl.runtime.proof.enumerate import Case, drafted, outcomes
-from specctl.runtime.proof.scalar import SCALAR_RULES
 from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.verify import RULES
 from specctl_testing.runtime.markov import Recorder, Silent, mixed
 
 P = np.array([0.2, 0.5, 0.3])
@@ -32,7 +32,7 @@ def distribution_of_next(rule: str, kind: NodeKind, again: tuple[int, ...]) -> n
 
     def add(case: Case, tokens: list[int], weight: float) -> None:
         for chance, (at, distribution) in outcomes(
-            SCALAR_RULES[rule], drafted(case, tokens, case.q)
+            RULES[rule].reference, drafted(case, tokens, case.q)
         ):
             found[:] += (
                 weight * chance * (np.eye(3)[tokens[at - 1]] if at else np.asarray(distribution))

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from specctl.runtime.batching import BATCHINGS, BatchCosts, make_batching
+from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.policies import make_policy
-from specctl.runtime.policies.length import CostTable
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.server.service import (
     Busy,

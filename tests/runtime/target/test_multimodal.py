@@ -19,8 +19,8 @@ from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.checkpoint import check_config
 from specctl.runtime.target.target import Target, load_target
-from specctl.train.data.tokenizer import train_tokenizer
 from specctl.train.joint.check import check_target
+from specctl.train.pretrain.data import train_tokenizer
 
 TEXT = {
     "vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -11,8 +11,9 @@ import torch
 from specctl.core.drafter import Drafter, Outcome, RoundSeconds
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Completion, Request
+from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.policies import make_policy
-from specctl.runtime.policies.length import CostTable, LengthChooser
+from specctl.runtime.policies.length import LengthChooser
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 

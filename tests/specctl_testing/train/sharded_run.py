@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specctl.core.drafter import Drafter
 from specctl.recipes.load import load_recipe
 from specctl.runtime.target.target import Target
-from specctl.train.data.tokenizer import train_tokenizer
-from specctl.train.distributed.target_shards import spread_layers
+from specctl.train.distributed.sharding import spread_layers
+from specctl.train.pretrain.data import train_tokenizer
 from specctl.train.run import train_draft
 
 

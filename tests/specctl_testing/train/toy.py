@@ -20,12 +20,12 @@ from specctl.core.drafter import Drafter, DraftState, Needs, Space
 from specctl.core.spec import ModelSpec
 from specctl.recipes.schema import TrainPart
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
-from specctl.train.data.order import Order
+from specctl.train.data.supply import Order
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.distributed.sharding import Sharded
 from specctl.train.loop import Job
 from specctl.train.metrics import MeasuredAcceptance, MetricsLog
-from specctl.train.optim import Gradient, build_optimizers
+from specctl.train.optim import Gradient, RecipeSchedule, build_optimizers
 from specctl.train.saving.checkpoint import Checkpoints
 from specctl.train.saving.disk import Disk
 from specctl.train.saving.state import seed_everything
@@ -68,10 +68,10 @@ class ToyDrafter(Drafter):
 
     def loss(self, batch: TrainBatch) -> LossOut:
         logits_NV = self.module(batch.ids_BS[:, :-1])[batch.loss_mask_BS[:, 1:]]
-        label_N = batch.ids_BS[:, 1:][batch.loss_mask_BS[:, 1:]]
-        count = torch.tensor(float(label_N.numel()))
-        hits = (logits_NV.argmax(-1) == label_N).sum()
-        total = F.cross_entropy(logits_NV, label_N, reduction="sum")
+        label_Q = batch.ids_BS[:, 1:][batch.loss_mask_BS[:, 1:]]
+        count = torch.tensor(float(label_Q.numel()))
+        hits = (logits_NV.argmax(-1) == label_Q).sum()
+        total = F.cross_entropy(logits_NV, label_Q, reduction="sum")
         return LossOut(total, count, {"top1": (hits, count), "alpha": (hits, count)})
 
 
@@ -137,6 +137,7 @@ def make_job(
     return Job(
         drafter=drafter,
         settings=part,
+        schedule=RecipeSchedule(part),
         order=Order(NUM_ROWS, part.seed),
         batch=batch,
         measure=measure,

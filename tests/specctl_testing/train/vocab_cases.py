@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from specctl.train.vocab.coverage import TokenCounts
-from specctl.train.vocab.head_cost import HeadCost
+from specctl.train.vocab.measure import HeadCost
 
 COST = HeadCost(plain=1.0, verify=1.2, body=0.02, head=0.2, calls=4, vocab_size=96)
 

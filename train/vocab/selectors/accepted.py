@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from specctl.train.vocab.counting import draft_tokens
 from specctl.train.vocab.coverage import Counted
 from specctl.train.vocab.selectors.base import Evidence, Selector
+from specctl.train.vocab.selectors.drafted import draft_tokens
 
 
 def count(evidence: Evidence) -> Iterator[Counted]:

@@ -6,10 +6,15 @@ that people wrote has another long tail than what the target writes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
 
 from specctl.core.errors import SpecctlError
-from specctl.train.vocab.counting import text_tokens
+from specctl.runtime.target.target import Target
+from specctl.train.data.prepare import encode_document
+from specctl.train.data.records import Sample
 from specctl.train.vocab.coverage import Counted
 from specctl.train.vocab.selectors.base import Evidence, Selector
 
@@ -21,6 +26,21 @@ def count(evidence: Evidence) -> Iterator[Counted]:
     if evidence.samples is None:
         raise SpecctlError("there is no text to count", do="give a text or JSONL file")
     yield from text_tokens(evidence.target, evidence.samples(), MOST_TOKENS)
+
+
+def text_tokens(
+    target: Target, samples: Iterable[Sample], limit: int | None = None
+) -> Iterator[Counted]:
+    """Raw text of a source, as the target's tokenizer cuts it, until `limit` tokens; of
+    conversations, the answers."""
+    counted = 0
+    for sample in samples:
+        with contextlib.suppress(ValueError):  # a sample that cannot be used counts nothing
+            document = encode_document(target, sample)
+            yield torch.from_numpy(document.ids[document.mask]).long(), sample.domain
+            counted += int(document.mask.sum())
+        if limit is not None and counted >= limit:
+            return
 
 
 SELECTOR = Selector(

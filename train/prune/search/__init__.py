@@ -1,1 +1,0 @@
-"""Which shape of a draft model is fastest here: latency, acceptance, and the ranking by both."""
