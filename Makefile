@@ -1,7 +1,7 @@
 # Two commands set everything up on a machine that has only Python 3.11 or newer:
 #   make quickstart   environment, then a drafter trained, proved and measured in ten minutes
 #   make test         the test suite
-# Others: check (lint, types, tests), proof (long batteries), bench (measured comparisons).
+# Others: check (lint, types, tests), proof (long batteries), bench (measured comparisons), locks (hashes anew).
 # GPU=1 takes the default build of torch instead of the CPU build.
 
 SHELL := /bin/bash
@@ -18,10 +18,12 @@ PACKAGES := $(BENCH)/distill/package,$(BENCH)/eagle3/package,$(BENCH)/medusa/pac
 TORCH := torch==2.13.0
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+# What a lock names, each file checked by its sha256, and nothing else.
+HASHED := $(BIN)/python -m pip install --disable-pip-version-check --quiet --require-hashes --no-deps
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 BUILD_LOG := $(VENV)/install.log
 
-.PHONY: help install dev quickstart test lint types check proof bench clean former proof-training \
+.PHONY: help install dev locks quickstart test lint types check proof bench clean former proof-training \
   proof-kill proof-faults proof-resume proof-order proof-nan proof-damage proof-term proof-changed \
   proof-shards proof-lock proof-answers proof-joint proof-page proof-serving \
   proof-serve-fuzz proof-serve-streams proof-serve-load proof-serve-life
@@ -37,14 +39,22 @@ $(BIN)/python:
 	echo "specctl needs Python 3.11 or newer, and none was found on PATH." >&2; \
 	echo "do: install Python 3.11+ (with its venv module) and run make again" >&2; exit 4
 
-# torch first, so that nothing else pulls a larger build of it.
-$(VENV)/.torch: | $(BIN)/python
+$(VENV)/.locked: locks/run.lock | $(BIN)/python
+	@echo "installing the pinned dependencies by their hashes"
+	@$(HASHED) -r locks/run.lock
+	@touch $@
+
+# torch before specctl, so that nothing pulls a larger build of it. The CPU build has no hash in our
+# locks: it comes from PyTorch's own index, whose page names it. The default build has one; the CUDA
+# libraries that it asks for are pinned by torch, without a hash.
+$(VENV)/.torch: | $(VENV)/.locked
 	@if ! $(BIN)/python -c 'import torch' 2>/dev/null; then \
 	  echo "installing $(TORCH) (about 200 MB, CPU build; GPU=1 for the default build)"; \
-	  if [ "$(GPU)" = 1 ]; then $(PIP) $(TORCH); else \
+	  default() { $(HASHED) -r locks/torch.lock && $(PIP) $(TORCH); }; \
+	  if [ "$(GPU)" = 1 ]; then default; else \
 	    $(PIP) "$(TORCH)+cpu" 2>$(BUILD_LOG) \
 	    || $(PIP) --index-url $(TORCH_CPU_INDEX) "$(TORCH)+cpu" 2>>$(BUILD_LOG) \
-	    || $(PIP) $(TORCH); fi; fi
+	    || default; fi; fi
 	@touch $@
 
 # Our distribution once had the name of another project's. What is still installed by that name goes
@@ -58,19 +68,29 @@ former: | $(BIN)/python
 	  $(BIN)/python -m pip uninstall --quiet --yes specctl; fi
 	@rm -rf src/specctl.egg-info
 
-$(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/.torch
+$(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/.locked $(VENV)/.torch
 	@$(MAKE) --no-print-directory former
-	@echo "installing specctl and its pinned dependencies"
-	@$(PIP) -e ".[plots,data,tracking]"
+	@echo "installing specctl"
+	@$(PIP) --no-build-isolation -e ".[plots,data,tracking]"
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.installed
+$(VENV)/.dev: locks/dev.lock $(VENV)/.installed
 	@echo "installing the test tools"
-	@$(PIP) -e ".[plots,data,tracking,tune,dev]"
+	@$(HASHED) -r locks/dev.lock
+	@$(PIP) --no-build-isolation -e ".[plots,data,tracking,tune,dev]"
 	@touch $@
 
 install: $(VENV)/.installed
 dev: $(VENV)/.dev
+
+# The hashes of every file of every version in constraints.txt; a new package is first named in a lock.
+locks: | $(BIN)/python
+	@$(PIP) uv
+	@for name in run dev torch; do \
+	  { head -1 locks/$$name.lock; sed -n 's/^\([^ #=]*\)==.*/\1/p' locks/$$name.lock | \
+	    $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-deps --no-annotate \
+	    --no-header --generate-hashes -c constraints.txt -; } > locks/$$name.new; \
+	  mv locks/$$name.new locks/$$name.lock; done
 
 quickstart: $(VENV)/.installed
 	$(BIN)/specctl quickstart --out $(OUT)

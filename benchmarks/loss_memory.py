@@ -63,16 +63,16 @@ def measure(way: str, args: argparse.Namespace) -> dict[str, Any]:
         torch.randn(args.tokens, args.target_width, dtype=torch.bfloat16),
         torch.randn(args.vocab, args.target_width, dtype=torch.bfloat16) * args.target_width**-0.5,
     )
-    row_N = torch.arange(args.tokens)
+    row_Q = torch.arange(args.tokens)
     held = memory("VmRSS")
-    teacher = source if way == "sliced, by rows" else source[row_N]
+    teacher = source if way == "sliced, by rows" else source[row_Q]
     began = time.thread_time()
     if way == "naive":
         loss = naive_kl(state_ND, weight_VD, teacher)
     else:
         linear = LinearHead(weight_VD)
         head = (lambda x: linear(x)) if way == "recomputed" else linear
-        aim = AlignedRows(row_N, row_N % args.vocab, row_N, teacher)
+        aim = AlignedRows(row_Q, row_Q % args.vocab, row_Q, teacher)
         loss = head_loss(state_ND, head, aim, None, LossOptions(args.loss)).sum
     (loss / args.tokens).backward()
     seconds = time.thread_time() - began

@@ -24,8 +24,8 @@ from serve_leave import MOMENTS, leave
 from serve_wire import Heard, heard, request_bytes
 
 from specctl.runtime.server.contract import GenerateRequest, Piece
-from specctl.runtime.server.text import AnswerText, Speech
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.text_stream import TextStream, TokenDecoder
 from specctl_testing.runtime.byte_fallback import byte_fallback_tokenizer
 from specctl_testing.runtime.serving import StubService, stub_target, target_around
 
@@ -47,7 +47,7 @@ class EchoService(StubService):
 
     def _pieces(self, ask: GenerateRequest) -> list[Piece]:
         rng = random.Random(len(ask.tokens) + ask.sampling.seed)
-        stream, pieces, rest = AnswerText(Speech(self.target)), [], list(ask.tokens)
+        stream, pieces, rest = TextStream(TokenDecoder.of(self.target)), [], list(ask.tokens)
         while rest:
             size = rng.randint(1, 5)
             part, rest = rest[:size], rest[size:]

@@ -15,7 +15,7 @@ from typing import Any
 
 from plan_accuracy import answer, planned
 
-from specctl.cli.commands.families_bench import chosen, recipes_of
+from specctl.cli.commands.bench_families import chosen, recipes_of
 from specctl.recipes.load import load_recipe
 from specctl.recipes.stages import stages_of
 

@@ -17,11 +17,10 @@ import typer
 from typer.core import TyperCommand
 
 from specctl import __version__
-from specctl.cli.app.command import command, configure, console_of, unwrap
+from specctl.cli.app.command import Command, Group, command, configure, console_of, unwrap
 from specctl.cli.app.console import Console
 from specctl.cli.app.failures import handle, leave, listen
 from specctl.cli.app.launch import leave_exit_code
-from specctl.cli.app.switches import Command, Group
 from specctl.cli.options.flags import ConfigFile, Json, JsonLines, NoColor, Quiet, Verbose
 
 START, TRAIN, USE, LOOK = "Start here", "Train and shape", "Use and measure", "Look and check"

@@ -1,6 +1,7 @@
 """TrainBatch and LossOut: what a drafter trains on and what its loss returns.
 
-Letters: B rows, S sequence, D width, V target vocabulary.
+Letters: B rows, D hidden width, K draft vocabulary, Q picked rows, R flat rows, S sequence, V
+target vocabulary.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class HeadRows:
     def __len__(self) -> int:
         return self.state_RD.shape[0]
 
-    def __getitem__(self, row_N: Tensor) -> Tensor:
+    def __getitem__(self, row_Q: Tensor) -> Tensor:
         with torch.autocast(self.device.type, enabled=False):  # the target keeps its precision
-            return F.linear(self.state_RD[row_N], self.weight_VD, self.bias_V)
+            return F.linear(self.state_RD[row_Q], self.weight_VD, self.bias_V)
 
     def over(self, ids_K: Tensor) -> HeadRows:
         """Logits [R, K] of these ids alone, for the K / V of the work."""

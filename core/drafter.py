@@ -1,34 +1,32 @@
 """The contract of a drafter: Drafter (weights and loss), DraftState (its memory of live rows).
 
 Weights and per-request memory are separate objects: one Drafter may serve several engines, each
-with its own DraftState. Letters: B rows of this round, S slots, M nodes expanded at once, N nodes,
-T = N + 1 fed tokens, P path length, D width, V target vocabulary, K draft vocabulary.
+with its own DraftState.
 
 Alignment everywhere: the row of a token at position t is the state *after reading* that token; it
 predicts position t + 1. A tap is a transformers hidden_states index (0 = embedding output, k =
 output of layer k - 1, num_layers = the state after the final norm, which feeds the LM head).
+Letters: B rows, C candidates, D hidden width, K draft vocabulary, M new nodes, P path, T fed tokens
+(N + 1).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.errors import RecipeError
+from specctl.core.language_model import Borrowed, LanguageModel
 from specctl.core.spec import Identity, ModelSpec
-from specctl.core.state_memory import slot_bytes
 from specctl.core.tree import DraftTree
 from specctl.core.vocab import VocabMap
-
-if TYPE_CHECKING:
-    from specctl.core.language_model import LanguageModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +45,8 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True)
-class Borrowed:
-    """Frozen pieces of the target that a drafter may share; never saved with it."""
-
-    embedding_VD: Tensor
-    head_VD: Tensor
-    embed_scale: float = 1.0
-    head_bias_V: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Space:
-    """How much room a DraftState must reserve: slots, context length, nodes of the widest tree; and
+    """What a DraftState must reserve: slots, context length, nodes of the widest tree; and
     which target it drafts for (None: unknown, nothing stored is shared with a known one)."""
 
     num_slots: int
@@ -79,7 +67,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class RoundView:
-    """The live rows at the start of a round. `tokens[b]` is prompt + emitted text on the host;
+    """The active rows at the start of a round. `tokens[b]` is prompt + emitted text on the host;
     its last entry equals root_B[b], whose position is kept_len_B[b]. `prompt_lens[b]` is where the
     emitted text begins (empty where nobody asks for it). `watch` is shown a drafter's logits."""
 
@@ -112,9 +100,9 @@ class RoundSeconds:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What a round did. `path_BP` holds fed indices (0 = root first, then accepted nodes, -1 pad);
-    `taps[k]` is [B, P, D] at those fed tokens; `topk_BTK` target ids at every fed token, accepted
-    or not, `topk_logp_BTK` their log-probabilities; `emitted[b]` the tokens given to the user,
-    after any cut; `finished[b]` says why row b ended, None while it lives."""
+    `taps[k]` is [B, P, D] at those fed tokens; `topk_BTC` target ids at every fed token, accepted
+    or not, `topk_logp_BTC` their log-probabilities; `emitted[b]` the tokens given to the user,
+    after any cut; `finished[b]` is the reason why row b ended, None while it is active."""
 
     view: RoundView
     tree: DraftTree
@@ -124,8 +112,8 @@ class Outcome:
     emitted: tuple[tuple[int, ...], ...]
     finished: tuple[str | None, ...]
     taps: Mapping[int, Tensor] = field(default_factory=dict)
-    topk_BTK: Tensor | None = None
-    topk_logp_BTK: Tensor | None = None
+    topk_BTC: Tensor | None = None
+    topk_logp_BTC: Tensor | None = None
     seconds: RoundSeconds = RoundSeconds(0.0, 0.0, 0.0)
 
 
@@ -171,11 +159,11 @@ class StepState(DraftState):
     """A DraftState that drafts token by token, so that a tree policy or stop rule drives growth.
 
     Logits are raw and over the draft vocabulary (`Drafter.vocab`; None = the target's). If it
-    `may_be_silent`, a row that is -inf everywhere has nothing to draft: its children are padding.
+    `may_draft_nothing`, a row that is -inf everywhere drafts nothing: its children are padding.
     Growth of one round: `root` once, then `expand` any number of times; `observe` ends it.
     """
 
-    may_be_silent: bool = False
+    may_draft_nothing: bool = False
 
     @abstractmethod
     def root(self, view: RoundView) -> Tensor:
@@ -218,6 +206,7 @@ class Drafter(ABC):
     lossless: bool = True
     policies: tuple[str, ...] = ()  # that may grow it, where they are not its family's
     note: str = ""  # what is to be said whenever it is used
+    one_call: bool = False  # one call of its LM heads gives every position of a draft
     holds_data: bool = False  # `tensors` are a memory of any length, which `load_tensors` checks
 
     def __init__(self, options: Any, spec: ModelSpec, vocab: VocabMap | None = None) -> None:
@@ -268,7 +257,7 @@ class Drafter(ABC):
         return None
 
     def trimmed(self, vocab: VocabMap) -> Drafter:
-        """The same drafter speaking only `vocab`; families without an LM head raise."""
+        """The same drafter over `vocab` only; families without an LM head raise."""
         raise AssertionError(f"{self.family} has no LM head to trim")
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Drafter:
@@ -292,3 +281,56 @@ class Family:
     build: Callable[[Any, ModelSpec, VocabMap | None], Drafter]
     trainable: bool
     policies: tuple[str, ...]
+
+
+SHORT, LONG = 64, 128  # positions of the small states
+PLAIN = (str, bytes, int, float, type(None), torch.device, torch.dtype)
+
+
+def slot_bytes(opened: Callable[[Space], object], space: Space, drafter: object) -> int:
+    """Bytes of tensors that one slot of a state of that space takes, without what the drafter
+    itself owns, measured on small states. A state of n slots and L positions holds c(L) + n (a + b
+    L) bytes: what all rows share (a head prepared for serving, rotations), what every row has, and
+    what every position of it has. Four small states give a and b exactly; c(L) cancels."""
+
+    def measured(num_slots: int, max_len: int) -> int:
+        small = replace(space, num_slots=num_slots, max_len=max_len, identity=None)
+        return tensor_bytes(opened(small), drafter)
+
+    short, long = (measured(2, length) - measured(1, length) for length in (SHORT, LONG))
+    return max(0, short + (long - short) * (space.max_len - SHORT) // (LONG - SHORT))
+
+
+def tensor_bytes(root: object, without: object = None) -> int:
+    """Bytes of all tensors that can be reached from an object, each storage once; modules, and
+    whatever is reached through `without` alone, are left out."""
+    storages: dict[int, int] = {}
+    seen, todo = {id(without)}, [root]
+    while todo:
+        one = todo.pop()
+        if id(one) in seen or isinstance(one, (*PLAIN, type, nn.Module)):
+            continue
+        seen.add(id(one))
+        if isinstance(one, Tensor):
+            if one.layout is torch.strided:
+                storage = one.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+            continue
+        todo.extend(_parts(one))
+    return sum(storages.values())
+
+
+def _parts(one: object) -> Iterator[object]:
+    """What an object holds: the entries of a container, the fields of anything else."""
+    if isinstance(one, Mapping):
+        yield from one.values()
+    elif isinstance(one, (list, tuple, Set)):
+        if not all(isinstance(first, PLAIN) for first in list(one)[:1]):  # not through whole texts
+            yield from one
+    else:
+        yield from getattr(one, "__dict__", {}).values()
+        for kind in type(one).__mro__:
+            names = kind.__dict__.get("__slots__", ())
+            for name in (names,) if isinstance(names, str) else names:
+                if hasattr(one, name):
+                    yield getattr(one, name)

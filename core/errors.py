@@ -1,10 +1,11 @@
-"""SpecctlError: every failure a user can cause says what, found, expected, and what to do."""
+"""SpecctlError: every failure a user can cause states what, found, expected, and what to do."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 from enum import IntEnum
+from pathlib import Path
 
 LISTED = 12  # names that are taken in at a glance; of more, the command that lists them is named
 
@@ -154,16 +155,44 @@ def unknown(
     name: str,
     known: Iterable[str],
     where: str,
-    listed: str,
+    listed: str = "",
     kind: type[SpecctlError] = RecipeError,
 ) -> SpecctlError:
     """The error for a name that is none of the known ones, at the key or flag `where`; `listed` is
-    the command that shows them."""
+    the command that shows them, where `where` is not a flag with few of them."""
     names = list(known)
-    return kind(
-        f"unknown {what} {name!r}",
-        where=where,
-        found=name,
-        expected=one_of(names, listed),
-        do=did_you_mean(name, names, f"`{listed}` shows what there is"),
+    expected, do = "one of " + ", ".join(names), f"{where} {nearest(name, names, 1)}"
+    if listed:
+        expected = one_of(names, listed)
+        do = did_you_mean(name, names, f"`{listed}` shows what there is")
+    what = f"unknown {what} {name!r}"
+    return kind(what, where=where, found=name, expected=expected, do=do)
+
+
+def one_of_two(what: str, found: str, do: str) -> SpecctlError:
+    """The error for flags or arguments that exclude each other."""
+    return SpecctlError(
+        what, where="the command line", found=found, expected="one of the two", do=do
     )
+
+
+def no_folder(path: Path, expected: str, do: str) -> FileError:
+    """The error for a path that should be a folder and is a file, or nothing."""
+    found = "a file" if path.exists() else "no such folder"
+    return FileError(
+        f"{path} is not a folder", where=str(path), found=found, expected=expected, do=do
+    )
+
+
+def unreadable(
+    what: str, path: Path, error: Exception, where: str, expected: str, do: str
+) -> FileError:
+    """The error for a text file that could not be read, from what Python said of it."""
+    state, found = "cannot be read", getattr(error, "strerror", None) or str(error)
+    if isinstance(error, FileNotFoundError):
+        state, found = "does not exist", "no such file"
+    elif isinstance(error, UnicodeDecodeError):
+        state, do = "is not UTF-8 text", f"{do}; if it is Latin-1: iconv -f latin1 -t utf-8 {path}"
+    elif path.is_dir():
+        found = "a folder"
+    return FileError(f"{what} {path} {state}", where=where, found=found, expected=expected, do=do)

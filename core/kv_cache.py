@@ -1,8 +1,8 @@
 """SlotKV: keys and values of live rows in fixed slots; tree nodes are written, paths are kept.
 
-Letters: S slots, H key/value heads, L context length, D head width, B rows of a forward, T fed
-tokens, P path length. Rejected entries are never erased: they lie beyond the kept length, masks
-hide them, the next write covers them. So rows of different lengths need no realignment.
+Rejected entries are never erased: they lie beyond the kept length, masks hide them, the next write
+covers them. So rows of different lengths need no realignment.
+Letters: B rows, E head width, J key/value heads, L positions, P path, T fed tokens, Z slots.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Aim:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerShape:
+class KVShape:
     """What a layer keeps of a token. Latent attention keeps one compressed head as its keys and
-    turned positions as its values; layers that read another's cache keep nothing."""
+    rotated positions as its values; layers that read another's cache keep nothing."""
 
     key_heads: int
     key_width: int
@@ -59,13 +59,13 @@ class SlotKV:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        alike = LayerShape(num_kv_heads, head_dim, num_kv_heads, head_dim)
+        alike = KVShape(num_kv_heads, head_dim, num_kv_heads, head_dim)
         self._fill([alike] * num_layers, num_slots, max_len, dtype, device)
 
     @classmethod
     def of(
         cls,
-        layers: Sequence[LayerShape],
+        layers: Sequence[KVShape],
         num_slots: int,
         max_len: int,
         dtype: torch.dtype,
@@ -78,7 +78,7 @@ class SlotKV:
 
     def _fill(
         self,
-        layers: Sequence[LayerShape],
+        layers: Sequence[KVShape],
         num_slots: int,
         max_len: int,
         dtype: torch.dtype,
@@ -87,8 +87,8 @@ class SlotKV:
         def zeros(heads: int, width: int) -> Tensor:
             return torch.zeros(num_slots, heads, max_len, width, dtype=dtype, device=device)
 
-        self.key_SHLD = [zeros(each.key_heads, each.key_width) for each in layers]
-        self.value_SHLD = [zeros(each.value_heads, each.value_width) for each in layers]
+        self.key_ZJLE = [zeros(each.key_heads, each.key_width) for each in layers]
+        self.value_ZJLE = [zeros(each.value_heads, each.value_width) for each in layers]
         self.num_slots, self.max_len, self.num_layers = num_slots, max_len, len(layers)
         self._slot_B1 = torch.zeros(1, 1, dtype=torch.long, device=device)
         self._start_B1 = self._at_BT = self._slot_B1
@@ -127,22 +127,22 @@ class SlotKV:
         fixed._span, fixed._whole, fixed._contiguous = aim.span, aim.is_whole, -1
         return fixed
 
-    def update(self, layer: int, key_BHTD: Tensor, value_BHTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Write one layer's new keys and values; return what attention reads, [B, H, span, D]."""
-        keys, values = self.key_SHLD[layer], self.value_SHLD[layer]
-        B, _, T, _ = key_BHTD.shape
+    def update(self, layer: int, key_BJTE: Tensor, value_BJTE: Tensor) -> tuple[Tensor, Tensor]:
+        """Write one layer's new keys and values; return what attention reads, [B, J, span, E]."""
+        keys, values = self.key_ZJLE[layer], self.value_ZJLE[layer]
+        B, _, T, _ = key_BJTE.shape
         if self._whole and self._contiguous >= 0:
             at = slice(self._contiguous, self._contiguous + T)
-            keys[:B, :, at] = key_BHTD
-            values[:B, :, at] = value_BHTD
+            keys[:B, :, at] = key_BJTE
+            values[:B, :, at] = value_BJTE
         else:
-            keys[self._slot_B1, :, self._at_BT] = key_BHTD.transpose(1, 2)
-            values[self._slot_B1, :, self._at_BT] = value_BHTD.transpose(1, 2)
+            keys[self._slot_B1, :, self._at_BT] = key_BJTE.transpose(1, 2)
+            values[self._slot_B1, :, self._at_BT] = value_BJTE.transpose(1, 2)
         return self.read(layer)
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """What attention reads of one layer, [B, H, span, D], where nothing is written to it."""
-        keys, values, slot_B = self.key_SHLD[layer], self.value_SHLD[layer], self._slot_B1[:, 0]
+        """What attention reads of one layer, [B, J, span, E], where nothing is written to it."""
+        keys, values, slot_B = self.key_ZJLE[layer], self.value_ZJLE[layer], self._slot_B1[:, 0]
         if self._whole:
             return keys[: len(slot_B), :, : self._span], values[: len(slot_B), :, : self._span]
         return keys[:, :, : self._span][slot_B], values[:, :, : self._span][slot_B]
@@ -154,5 +154,5 @@ class SlotKV:
         from_BP = torch.where(path_BP >= 0, kept_len_B[:, None] + path_BP, to_BP)
         to_BP, from_BP = to_BP.clamp(max=self.max_len - 1), from_BP.clamp(max=self.max_len - 1)
         slot_B1 = slot_B[:, None]
-        for store in (*self.key_SHLD, *self.value_SHLD):
+        for store in (*self.key_ZJLE, *self.value_ZJLE):
             store[slot_B1, :, to_BP] = store[slot_B1, :, from_BP]

@@ -1,9 +1,10 @@
 """LanguageModel: one decoder-only LM behind one small interface, whatever its architecture.
 
 Both the target and an independent small-LM drafter are a LanguageModel. Two implementations:
-`lean.LeanLM` (Llama-shaped architectures, our own forward, fast) and `hf_lm.HfLM` (any
-transformers causal LM; the oracle of the first). Letters: B rows, T fed tokens, S sequence,
-D width, V vocabulary, L key positions.
+`fast_llama.FastLlama` (Llama-shaped architectures, our own forward, fast) and `hf_lm.HfLM` (any
+transformers causal LM; the reference of the first).
+Letters: B rows, D hidden width, L positions, S sequence, T fed tokens, V target vocabulary, X any
+axes.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from specctl.core.drafter import Borrowed
-from specctl.core.kv_cache import LayerShape, SlotKV
+from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.masks import chain_mask, document_mask, tree_mask
 from specctl.core.spec import ModelSpec
 from specctl.core.tree import DraftTree
@@ -56,6 +56,16 @@ class Feed:
             return rows_BTX
         at_B1 = torch.tensor(self.only, device=rows_BTX.device)[:, None] - first
         return rows_BTX[torch.arange(len(self.only), device=rows_BTX.device)[:, None], at_B1]
+
+
+@dataclass(frozen=True, slots=True)
+class Borrowed:
+    """Frozen pieces of the target that a drafter may share; never saved with it."""
+
+    embedding_VD: Tensor
+    head_VD: Tensor
+    embed_scale: float = 1.0
+    head_bias_V: Tensor | None = None
 
 
 class LanguageModel(ABC):
@@ -117,10 +127,10 @@ class LanguageModel(ABC):
         return Masks(document_mask(document_BS), windows)
 
     @property
-    def kv_layers(self) -> tuple[LayerShape, ...]:
+    def kv_layers(self) -> tuple[KVShape, ...]:
         """What each layer of the cache keeps of a token."""
         heads, width = self.spec.num_kv_heads, self.spec.head_dim
-        return (LayerShape(heads, width, heads, width),) * self.spec.num_layers
+        return (KVShape(heads, width, heads, width),) * self.spec.num_layers
 
     def new_kv(self, num_slots: int, max_len: int) -> SlotKV:
         return SlotKV.of(self.kv_layers, num_slots, max_len, self.dtype, self.device)

@@ -1,6 +1,6 @@
 """Attention masks, all bool with True = may attend.
 
-Letters: B rows, T fed tokens, L key positions of the cache, S sequence.
+Letters: B rows, L positions, S sequence, T fed tokens.
 """
 
 from __future__ import annotations

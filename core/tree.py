@@ -1,8 +1,9 @@
 """DraftTree: what a drafter proposes for one round, and everything derived from its shape.
 
-Letters: B rows, N drafted nodes (padded), T = N + 1 fed tokens (root first), V target vocabulary, K
-support of a draft distribution, P path length. The root is the last emitted token; it is fed to the
-target in front of the nodes, so *fed index* = node index + 1 and fed index 0 is the root.
+The root is the last emitted token; it is fed to the target in front of the nodes, so *fed index* =
+node index + 1 and fed index 0 is the root.
+Letters: B rows, K draft vocabulary (support of q), N nodes, T fed tokens (N + 1), V target
+vocabulary.
 """
 
 from __future__ import annotations
@@ -57,16 +58,20 @@ class QRows:
 class DraftTree:
     """B padded token trees. Parents stand before their children; siblings are never re-sorted.
 
-    token_BN   target ids                        parent_BN  node index, -1 = the root rank_BN
-    draw order among siblings         valid_BN   False = padding kind       one kind for the whole
-    tree       q          distributions of sampled kinds, None for POINT estimate_BN  a policy's
-    guess of path acceptance; verification never reads it expanded_BN  expansion index of each node
-    in its StepState (-1 = a leaf never expanded);
+    token_BN     target ids
+    parent_BN    node index, -1 = the root
+    rank_BN      draw order among siblings
+    valid_BN     False = padding
+    kind         one kind for the whole tree
+    q            distributions of sampled kinds, None for POINT
+    estimate_BN  a policy's guess of path acceptance; verification never reads it
+    expanded_BN  expansion index of each node in its StepState (-1 = a leaf never expanded);
                  None = node i was expansion i, as far as expansions went
-    depth      static bound on the depth         is_chain   node i's parent is node i - 1, always
-    num_probes   so many of the last columns are probes: fed for what the target says after them,
-                 and padding to everyone else; they hang on the root, on each other or on nodes
-                 that are real in every row, down to `probe_depth`
+    depth        static bound on the depth
+    is_chain     node i's parent is node i - 1, always
+    num_probes   so many of the last columns are probes: fed for what the target predicts after
+                 them, and padding to everyone else; they hang on the root, on each other or on
+                 nodes that are real in every row, down to `probe_depth`
     forced_BN    nodes taken without asking the target, one below a parent at most; only from
                  drafters that call themselves approximate
     """

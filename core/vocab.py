@@ -1,7 +1,8 @@
-"""VocabMap: which target ids a trimmed draft head can speak, in the EAGLE-3 convention.
+"""VocabMap: which target ids a trimmed draft head covers, in the EAGLE-3 convention.
 
 `d2t` is an offset table (target id = i + d2t[i]), `t2d` a mask over the target vocabulary; rows of
 a trimmed head stand in ascending target-id order. V target vocabulary, K kept ids.
+Letters: K draft vocabulary, V target vocabulary.
 """
 
 from __future__ import annotations

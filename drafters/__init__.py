@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @cache
 def families() -> dict[str, Family]:
     """Every family by name, in alphabetical order."""
-    return plugins(__name__, __path__, "FAMILY")
+    return plugins(__name__, "FAMILY")
 
 
 def family(name: str) -> Family:

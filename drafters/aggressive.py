@@ -8,7 +8,8 @@ where the output stands, if one place alone has it; the alignment from the start
 Generalised (GAD), for outputs unlike their inputs: a block of k tokens is filled in at once, each
 without seeing the others, then verified at once. The paper trains a model for that; here the target
 itself fills in masks, fed as probes behind every token that may turn out to be the last one.
-Letters: B rows, S slots, N drafted nodes, K tokens of a block, M probes, T fed tokens, P places.
+Letters: B rows, C candidates, M new nodes (probes), N nodes, P path, R flat rows (places of the
+source), T fed tokens, W window (one block), Z slots.
 """
 
 from __future__ import annotations
@@ -80,31 +81,31 @@ class Aggressive(Drafter):
 
 @dataclass(slots=True)
 class Alignment:
-    """Where an output stands in its source. `run_P[p]` tokens of its end equal those in front of
+    """Where an output stands in its source. `run_R[p]` tokens of its end equal those in front of
     place p; place 0, the start, begins longer than any match. One writer: the row's DraftState."""
 
     source: np.ndarray
-    run_P: np.ndarray
+    run_R: np.ndarray
     num_read: int
 
     @classmethod
     def of(cls, source: Sequence[int], written: int) -> Alignment:
-        run_P = np.zeros(len(source) + 1, dtype=np.int64)
-        run_P[0] = len(source) + 1
-        return cls(np.array(source, dtype=np.int64), run_P, written)
+        run_R = np.zeros(len(source) + 1, dtype=np.int64)
+        run_R[0] = len(source) + 1
+        return cls(np.array(source, dtype=np.int64), run_R, written)
 
     def read(self, tokens: Sequence[int]) -> None:
         for token in tokens[self.num_read :]:
-            self.run_P[1:] = np.where(self.source == token, self.run_P[:-1] + 1, 0)
-            self.run_P[0] = 0
+            self.run_R[1:] = np.where(self.source == token, self.run_R[:-1] + 1, 0)
+            self.run_R[0] = 0
         self.num_read = len(tokens)
 
     def rest(self, match: int, length: int) -> list[int]:
         """What follows in the source, if a single place has the longest run."""
-        longest = int(self.run_P.max())
-        if longest < match or int((self.run_P == longest).sum()) > 1:
+        longest = int(self.run_R.max())
+        if longest < match or int((self.run_R == longest).sum()) > 1:
             return []
-        place = int(self.run_P.argmax())
+        place = int(self.run_R.argmax())
         rest: list[int] = self.source[place : place + length].tolist()
         return rest
 
@@ -121,7 +122,7 @@ class InputState(TrieState):
         source = tokens[self.options.skip : len(tokens) - self.options.tail]
         self.alignments[slot] = Alignment.of(source, len(tokens))
 
-    def sprout(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:
+    def draft_row(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:
         alignment, trie = self.alignments[slot], Trie()
         alignment.read(tokens)
         rest = alignment.rest(self.options.match, min(budget.nodes, budget.depth))
@@ -137,10 +138,10 @@ class GuessedBlocks(DraftState):
     root and behind every drafted token; the one behind the last accepted token is kept."""
 
     def __init__(self, block: int | None, blank: int, space: Space) -> None:
-        K = 1
-        while space.max_nodes >= (K + 1) * (K + 3):
-            K += 1
-        self.K, self.blank, self.device = block or K, blank, space.device
+        W = 1
+        while space.max_nodes >= (W + 1) * (W + 3):
+            W += 1
+        self.W, self.blank, self.device = block or W, blank, space.device
         if block is not None and block * (block + 2) > space.max_nodes:
             raise RecipeError(
                 "the block and its masks do not fit a round",
@@ -149,35 +150,35 @@ class GuessedBlocks(DraftState):
                 expected=f"{block * (block + 2)} nodes",
                 do=f"--nodes {block * (block + 2)}, or leave block out",
             )
-        self.guess_SK = torch.full((space.num_slots, self.K), blank, device=space.device)
+        self.guess_ZW = torch.full((space.num_slots, self.W), blank, device=space.device)
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
         del tokens, taps
-        self.guess_SK[slot] = self.blank
+        self.guess_ZW[slot] = self.blank
 
     def propose(self, view: RoundView, budget: Budget) -> DraftTree:
-        N, K = min(self.K, budget.nodes, budget.depth), self.K
+        N, W = min(self.W, budget.nodes, budget.depth), self.W
         if N <= 0:
             return empty_tree(len(view.slots), self.device)
-        token_BN = self.guess_SK[view.slot_B, :N]
+        token_BN = self.guess_ZW[view.slot_B, :N]
         tree = chain_tree(token_BN, torch.ones_like(token_BN).bool(), NodeKind.POINT)
-        if budget.nodes < N + (N + 1) * K:
+        if budget.nodes < N + (N + 1) * W:
             return tree
-        index_M = torch.arange((N + 1) * K, device=self.device)
-        parent_M = torch.where(index_M % K == 0, index_M // K - 1, index_M + N - 1)
+        index_M = torch.arange((N + 1) * W, device=self.device)
+        parent_M = torch.where(index_M % W == 0, index_M // W - 1, index_M + N - 1)
         token_BM = torch.full((len(token_BN), len(index_M)), self.blank, device=self.device)
-        return with_probes(tree, token_BM, parent_M, N + K)
+        return with_probes(tree, token_BM, parent_M, N + W)
 
     def observe(self, outcome: Outcome) -> None:
         slot_B, num_probes = outcome.view.slot_B, outcome.tree.num_probes
         if num_probes == 0:
-            self.guess_SK[slot_B] = self.blank
+            self.guess_ZW[slot_B] = self.blank
             return
-        assert outcome.topk_BTK is not None
-        best_BM = outcome.topk_BTK[:, -num_probes:, 0]
+        assert outcome.topk_BTC is not None
+        best_BM = outcome.topk_BTC[:, -num_probes:, 0]
         accepted_B1 = (outcome.path_BP >= 0).sum(1, keepdim=True) - 1
-        at_BK = accepted_B1 * self.K + torch.arange(self.K, device=self.device)
-        self.guess_SK[slot_B] = best_BM.gather(1, at_BK)
+        at_BW = accepted_B1 * self.W + torch.arange(self.W, device=self.device)
+        self.guess_ZW[slot_B] = best_BM.gather(1, at_BW)
 
 
 def build(options: AggressiveOptions, spec: ModelSpec, vocab: VocabMap | None) -> Aggressive:

@@ -6,8 +6,8 @@ of the target up to the newest known one, t, and to the drafted tokens before it
 the text. The LM head reads cat(f_t, output), twice as wide, both halves started from the target's
 rows. Training reads the text's tokens where the paper feeds its own argmax, so that a token is
 scored as while drafting.
-Letters: X any leading axes, B rows, S sequence, A anchors, M nodes, W known rows, D width, G = 3
-tokens, K draft vocabulary.
+Letters: A anchors, B rows, D hidden width, I input width, K draft vocabulary, M new nodes, P path,
+S sequence, T fed tokens, W window, X any axes.
 """
 
 from __future__ import annotations
@@ -92,14 +92,14 @@ class Chimera(BlockDrafter):
     def start_heads(self, rows_KD: Tensor) -> None:
         self.module.lm_head.weight.copy_(torch.cat([rows_KD, rows_KD], dim=1))
 
-    def encode(self, path_XG: Tensor) -> Tensor:
+    def encode(self, path_X3: Tensor) -> Tensor:
         """[X, D]: three tokens in a row, the newest last."""
-        three_XGD = self.embed(path_XG)
+        three_X3D = self.embed(path_X3)
         if not self.options.trigrams:
-            three_XGD = torch.cat(
-                [torch.zeros_like(three_XGD[..., :-1, :]), three_XGD[..., -1:, :]], dim=-2
+            three_X3D = torch.cat(
+                [torch.zeros_like(three_X3D[..., :-1, :]), three_X3D[..., -1:, :]], dim=-2
             )
-        encoded_XD: Tensor = self.module.trigram(three_XGD.flatten(-2))
+        encoded_XD: Tensor = self.module.trigram(three_X3D.flatten(-2))
         return encoded_XD
 
     def read_of(self, feature_XD: Tensor) -> Tensor:
@@ -154,8 +154,8 @@ class Chimera(BlockDrafter):
 
     def grown(self, nodes: Nodes, kv: SlotKV) -> Tensor:
         """[B, M, 2 D]: what the LM head reads behind nodes."""
-        turn = self.rope(nodes.place.position_BM)
-        x_BMD = self.layer(self.encode(nodes.path_BMG), turn, attending(nodes.place.mask, kv, 0))
+        rope = self.rope(nodes.place.position_BM)
+        x_BMD = self.layer(self.encode(nodes.path_BMP), rope, attending(nodes.place.mask, kv, 0))
         newest_BMD = nodes.newest_BI[:, None].expand_as(x_BMD)
         return torch.cat([newest_BMD, self.norm(x_BMD)], dim=-1)
 

@@ -10,7 +10,7 @@ logits = the target's LM head on o; head i predicts token t + 2 + i and all i > 
 weights. Loss: per head 10 SmoothL1(o, f_{t+1+i}) + CE to the target's distribution, weighed
 decay^i. Our own choice: W_1, W_2, the gates and the layers begin as zero and their output is added,
 where the published code norms it with weights of the target; so fresh heads are the base head.
-Letters: X any leading axes, B rows, T tokens, C carry (2 D), D width.
+Letters: B rows, D hidden width, T fed tokens, V target vocabulary, X any axes, Y carry (2 D).
 """
 
 from __future__ import annotations
@@ -102,20 +102,20 @@ class Clover(HeadDrafter):
     def begin(self, state_XD: Tensor) -> Tensor:
         return F.pad(state_XD, (0, state_XD.shape[-1]))
 
-    def read(self, depth: int, carry_XC: Tensor, ids_X: Tensor) -> Tensor:
+    def read(self, depth: int, carry_XY: Tensor, ids_X: Tensor) -> Tensor:
         """The token t + 1 has been read by `rows`."""
         if depth == 0 or not self.options.regressive or self.options.num_heads == 1:
-            return carry_XC
+            return carry_XY
         row_XD = self.head_row(ids_X)
-        state_XD = self.module.later_gate(carry_XC.chunk(2, dim=-1)[0], row_XD)
+        state_XD = self.module.later_gate(carry_XY.chunk(2, dim=-1)[0], row_XD)
         return torch.cat([state_XD, row_XD], dim=-1)
 
-    def ready(self, depth: int, carry_XC: Tensor) -> Tensor:
-        net, state_XD = self.module, carry_XC.chunk(2, dim=-1)[0]
+    def ready(self, depth: int, carry_XY: Tensor) -> Tensor:
+        net, state_XD = self.module, carry_XY.chunk(2, dim=-1)[0]
         if depth == 0 or self.options.num_heads == 1:
             added_XD: Tensor = net.first_out(state_XD)
         else:
-            added_XD = net.later_out(carry_XC if self.options.regressive else state_XD)
+            added_XD = net.later_out(carry_XY if self.options.regressive else state_XD)
         return state_XD + added_XD
 
 

@@ -15,9 +15,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from specctl.core.drafter import Budget, Drafter, Family, Needs, Space
-from specctl.core.errors import RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
+from specctl.drafters.nets.heads import check_options
 from specctl.drafters.retrieval.occurrences import Occurrences, copied
 from specctl.drafters.retrieval.trie import Trie, TrieState
 
@@ -33,14 +33,8 @@ class CopySpecOptions:
     copy: int = 10
 
     def __post_init__(self) -> None:
-        if self.gamma < 1 or self.copy < 1:
-            raise RecipeError(
-                "nothing would be copied",
-                where="drafter.options",
-                found=f"gamma {self.gamma}, copy {self.copy}",
-                expected="positive numbers",
-                do="write gamma: 3 and copy: 10",
-            )
+        is_right = self.gamma >= 1 and self.copy >= 1
+        check_options(self, is_right, ("gamma", "copy"), "positive numbers")
 
 
 class CopySpec(Drafter):
@@ -71,7 +65,7 @@ class CopySpecState(TrieState):
     def end(self, slot: int) -> None:
         self.indices[slot] = Occurrences(self.options.gamma, 1)
 
-    def sprout(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:
+    def draft_row(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:
         index, trie = self.indices[slot], Trie()
         index.read(tokens)
         places = index.of_suffix(tokens)

@@ -3,9 +3,10 @@
 Cross-step representation alignment: over the unrolled steps, states that stand for the same feature
 of the target are drawn together and others apart (InfoNCE over cosines), so that a feature looks
 alike however many drafted tokens stand before it. Routed head: a small router picks the groups of
-the LM head's rows that are multiplied at all (see parts/routed); without them the head is more than
+the LM head's rows that are multiplied at all (see nets/routed); without them the head is more than
 half of drafting at a vocabulary of 128k. The weight of the first and its temperature are our
-choice. Letters: B rows, S sequence, D width.
+choice.
+Letters: B rows, D hidden width, Q picked rows, S sequence.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Coral(Hass):
         )
 
     def whole_loss(self, out: LossOut, steps: list[Unrolled], batch: TrainBatch) -> LossOut:
-        deepest = aim(batch, 1 + len(steps)).row_N
+        deepest = aim(batch, 1 + len(steps)).row_Q
         rows = [deepest + len(steps) - 1 - step for step in range(len(steps))]
         states = [step.state_BSD.flatten(0, 1) for step in steps]
         alike = agreement_loss(states, rows, self.options.align_temperature)

@@ -5,7 +5,7 @@ attends from the block to keys and values that it makes of them itself. Slot 0 h
 other slot the same mask; inside the block attention goes both ways, and slot k predicts the token
 that stands there. One denoising step, so a draft of any length costs one pass. The embedding and
 the LM head are the target's; the mask is a learned vector, or the row of a reserved id (`mask_id`).
-Letters: X any leading axes, D width, I width of the joined features.
+Letters: B rows, D hidden width, T fed tokens, X any axes.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class InjectedNet(nn.Module):
             check_count("mask_id", options.mask_id, 0, spec.vocab_size - 1)
         self.net = BlockNet(spec, options.layers, is_injected=True, qk_norm=True)
         self.norm = RmsNorm(width, spec.norm_eps)
-        for parameter in self.net.parameters():  # no slot says anything before it has attended
+        for parameter in self.net.parameters():  # no slot proposes anything before it has attended
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
 

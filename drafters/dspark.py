@@ -6,8 +6,8 @@ right while drafting: the block is still one pass, the correction a small produc
 predicts the token behind the root (sample from anchor). A confidence head on the same states is
 trained on the analytic acceptance sum_v min(p, q), detached; the stop rule confidence-head ends a
 draft where the product of its estimates falls below a threshold.
-Letters: X any leading axes, B rows, S sequence, N rows that are learned, D width, r rank, C carry,
-E = D + r, K draft vocabulary.
+Letters: A anchors, B rows, D hidden width, K draft vocabulary, O output width (D + rank), Q picked
+rows, R flat rows, S sequence, X any axes, Y carry.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.dflash import DFlashOptions, InjectedBlocks, InjectedNet
 from specctl.drafters.losses.align import shifted
-from specctl.drafters.losses.head_losses import acceptance, distributions, joined
+from specctl.drafters.losses.divergences import acceptance, distributions
+from specctl.drafters.losses.head_losses import joined
 from specctl.drafters.nets.head_drafter import HeadLearned
 from specctl.drafters.nets.heads import check_count, draft_size
 from specctl.drafters.states.head_state import GroundedState
@@ -74,7 +75,7 @@ class DSpark(InjectedBlocks):
         return [self.module.bias]
 
     def head_weights(self) -> list[Tensor]:
-        """[K, E]: the target's rows beside the correction's."""
+        """[K, O]: the target's rows beside the correction's."""
         return [torch.cat([super().head_weights()[0], self.module.bias.weight], dim=1)]
 
     def open(self, space: Space) -> DraftState:
@@ -83,15 +84,15 @@ class DSpark(InjectedBlocks):
     def begin(self, state_XD: Tensor) -> Tensor:
         return F.pad(state_XD, (0, self.options.rank))
 
-    def read(self, depth: int, carry_XC: Tensor, ids_X: Tensor) -> Tensor:
+    def read(self, depth: int, carry_XY: Tensor, ids_X: Tensor) -> Tensor:
         del depth
-        states_XC = carry_XC[..., : carry_XC.shape[-1] - self.options.rank]
-        return torch.cat([states_XC, self.module.before(ids_X)], dim=-1)
+        states_XY = carry_XY[..., : carry_XY.shape[-1] - self.options.rank]
+        return torch.cat([states_XY, self.module.before(ids_X)], dim=-1)
 
-    def ready(self, depth: int, carry_XC: Tensor) -> Tensor:
-        before_Xr = carry_XC[..., carry_XC.shape[-1] - self.options.rank :]
+    def ready(self, depth: int, carry_XY: Tensor) -> Tensor:
+        before_Xr = carry_XY[..., carry_XY.shape[-1] - self.options.rank :]
         slot = min(depth, self.options.num_heads - 1)
-        return torch.cat([super().ready(slot, carry_XC), before_Xr], dim=-1)
+        return torch.cat([super().ready(slot, carry_XY), before_Xr], dim=-1)
 
     def unroll(self, batch: TrainBatch, anchor_BA: Tensor | None = None) -> Iterator[Tensor]:
         for index, state_BSD in enumerate(super().unroll(batch, anchor_BA)):
@@ -101,25 +102,25 @@ class DSpark(InjectedBlocks):
     def beside(self, out: LossOut, learned: HeadLearned, batch: TrainBatch) -> LossOut:
         """With the confidence head's loss, where the target's distribution is at hand."""
         del batch
-        if learned.judge is None:
+        if learned.teacher is None:
             return out
         rows, ids_K = learned.rows, None if self.vocab is None else self.vocab.ids_K
-        ready_NE = learned.ready_RE[rows.row_N].detach()
+        ready_QO = learned.ready_RO[rows.row_Q].detach()
         with torch.no_grad():
-            log_p_NK = learned.judge.distribution(rows.judge_N, ids_K).log_p_NK
-            draft_NK = learned.head(ready_NE)
+            log_p_QK = learned.teacher.distribution(rows.teacher_row_Q, ids_K).log_p_QK
+            draft_QK = learned.head(ready_QO)
             temperature = self.options.temperature
-            alpha_N = acceptance(distributions(draft_NK, log_p_NK, temperature, ids_K is None))
-        guess_N = self.module.confidence(ready_NE)[:, 0].float()
-        loss = F.binary_cross_entropy_with_logits(guess_N, alpha_N.float(), reduction="sum")
-        number = torch.tensor(float(len(alpha_N)), device=loss.device)
-        bias = (guess_N.detach().sigmoid() - alpha_N).sum()
+            alpha_Q = acceptance(distributions(draft_QK, log_p_QK, temperature, ids_K is None))
+        guess_Q = self.module.confidence(ready_QO)[:, 0].float()
+        loss = F.binary_cross_entropy_with_logits(guess_Q, alpha_Q.float(), reduction="sum")
+        number = torch.tensor(float(len(alpha_Q)), device=loss.device)
+        bias = (guess_Q.detach().sigmoid() - alpha_Q).sum()
         term = LossOut(loss, number, {"confidence_bias": (bias, number)})
         return joined(out, term, self.options.confidence_weight)
 
 
 class SparkState(GroundedState):
-    """Says how sure the drafter is of its newest place."""
+    """Estimates the acceptance of the newest node."""
 
     def confidence(self) -> Tensor:
         assert isinstance(self.drafter, DSpark)
@@ -135,9 +136,9 @@ FAMILY = Family(
     name="dspark",
     summary=(
         "DFlash's block of masked places with a small correction for the token before each of "
-        "them, so that late places do not contradict early ones, and a head that says how likely a "
-        "place is to be accepted, by which a draft is cut. Costs one pass of the layers and one "
-        "product with the LM head per token."
+        "them, so that late places do not contradict early ones, and a head that estimates how "
+        "likely a place is to be accepted, by which a draft is cut. Costs one pass of the layers "
+        "and one product with the LM head per token."
     ),
     paper="https://arxiv.org/abs/2607.05147",
     options=DSparkOptions,

@@ -5,6 +5,7 @@ the target's frozen LM head reads it. Shifting the token one ahead of the featur
 which token was drawn, which f_t alone leaves open. Uniform noise on the features while training
 stands for the errors that the drafter will feed back to itself. EAGLE-2 adds nothing that is
 trained: confident drafts decide where the tree grows (`dynamic-tree`).
+Letters: D hidden width, X any axes.
 """
 
 from __future__ import annotations

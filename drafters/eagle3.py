@@ -6,31 +6,45 @@ state in place of g; training unrolls exactly that for several steps (training-t
 `fc_norm` and `norm_output` are the two switches of EAGLE-3.1: a norm on each tap before `fc`, and
 feeding back the state after the final norm. `norm_before_residual` is speculators' switch: the
 residual stream starts at the normed state instead of the state itself.
-Letters: B rows, S sequence, D width, K draft vocabulary, V target vocabulary.
+
+`Eagle3State` serves it with fused weights.
+Letters: B rows, D hidden width, E head width, I input width, K draft vocabulary, L positions, M new
+nodes, R flat rows, S sequence, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.core.batch import LossOut, TrainBatch
-from specctl.core.drafter import Borrowed, Drafter, Family, Needs, Space
+from specctl.core.drafter import Drafter, Family, Needs, Space
+from specctl.core.language_model import Borrowed
 from specctl.core.masks import document_mask
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import aim, shifted
-from specctl.drafters.losses.head_losses import head_loss, judge_of, weighted_sum
-from specctl.drafters.nets.blocks import FeatureNet, LayerShape, attend_chains
+from specctl.drafters.losses.head_losses import head_loss, teacher_logits, weighted_sum
+from specctl.drafters.nets.blocks import FeatureNet, LayerShape, attend, attend_chains, rotate
 from specctl.drafters.nets.heads import check_choice, check_count, cut_rows, draft_size, head_rows
 from specctl.drafters.nets.options import ADDED, DepthOptions
-from specctl.drafters.nets.routed import add_router, check_routing, cut_router, with_router
+from specctl.drafters.nets.routed import (
+    RoutedHead,
+    add_router,
+    check_routing,
+    cut_router,
+    read_head,
+    with_router,
+)
 from specctl.drafters.nets.taps import taps_of
-from specctl.drafters.states.eagle3_state import Eagle3State
+from specctl.drafters.states.feature_state import FeatureState, Fed
+from specctl.drafters.states.tree_layout import Place
+from specctl.models.kernels import Weight, can_pack, linear, pack, rms_norm
 from specctl.models.rope import scaled_frequencies
 
 LM_HEADS = ("init", "frozen", "scratch")
@@ -163,12 +177,12 @@ class Eagle3(Drafter):
         values: list[Tensor] = []
         normed: list[Tensor] = []
         for step in range(steps):
-            turn = net.rope(batch.position_BS + step)
+            rope = net.rope(batch.position_BS + step)
             x = layer.mix(self.embed(shifted(batch.ids_BS, 1 + step)), state_BSD)
-            key, value = layer.self_attn.key_value(x, turn)
+            key, value = layer.self_attn.key_value(x, rope)
             keys.append(key)
             values.append(value)
-            query = layer.self_attn.query(x, turn)
+            query = layer.self_attn.query(x, rope)
             out_BSD = layer.finish(state_BSD, attend_chains(query, keys, values, mask_B1SS))
             normed.append(net.norm(out_BSD))
             state_BSD = normed[-1] if net.norm_output else out_BSD
@@ -177,14 +191,120 @@ class Eagle3(Drafter):
     def loss(self, batch: TrainBatch) -> LossOut:
         """Sum over steps of decay^j times the loss of predicting 2 + j ahead (A1)."""
         how = self.options.compared()
-        judge, head, parts = judge_of(batch, how), self.module.lm_head, []
+        teacher, head, parts = teacher_logits(batch, how), self.module.lm_head, []
         for step, normed_BSD in enumerate(self.unroll(batch, self.options.ttt_steps)):
             rows = aim(batch, 2 + step)
             state_RD = normed_BSD.flatten(0, 1)
-            out = head_loss(state_RD, head, rows, self.vocab, how, judge)
-            out = with_router(out, self.router, state_RD, rows, self.vocab, judge)
+            out = head_loss(state_RD, head, rows, self.vocab, how, teacher)
+            out = with_router(out, self.router, state_RD, rows, self.vocab, teacher)
             parts.append((self.options.decay**step, out))
         return weighted_sum(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedWeights:
+    """Inference copies: projections joined, the two input norms folded into the first one."""
+
+    fc: Weight
+    qkv: Weight
+    output: Weight
+    gate_up: Weight
+    down: Weight
+    head: Weight | RoutedHead
+
+    @classmethod
+    def of(cls, net: FeatureNet) -> FusedWeights:
+        layer, attention = net.layer, net.layer.self_attn
+
+        def packed(weight: Tensor) -> Weight:
+            return pack(weight) if can_pack(weight) else weight.detach()
+
+        scale_I = torch.cat([layer.input_layernorm.weight, layer.hidden_norm.weight]).detach()
+        parts = (attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight)
+        return cls(
+            packed(net.fc.weight),
+            packed(torch.cat([part.detach() for part in parts]) * scale_I),
+            packed(attention.o_proj.weight),
+            packed(torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]).detach()),
+            packed(layer.mlp.down_proj.weight),
+            packed(net.lm_head.weight)
+            if net.router is None
+            else RoutedHead.of(net.router, net.lm_head.weight),
+        )
+
+
+class Eagle3State(FeatureState):
+    """Memory of one engine. `embed` maps target ids to embeddings in the drafter's dtype."""
+
+    def __init__(self, net: FeatureNet, embed: Callable[[Tensor], Tensor], space: Space) -> None:
+        self.net, self.embed = net, embed
+        super().__init__(net.shape, 1, net.fc.weight, space)
+
+    def weights_version(self) -> int:
+        return sum(parameter._version for parameter in self.net.parameters())
+
+    def fuse_weights(self) -> None:
+        self._fused = FusedWeights.of(self.net)
+
+    def features(self, taps: Mapping[int, Tensor]) -> Tensor:
+        return linear(self.net.gathered(taps), self._fused.fc)
+
+    def fill(self, fed: Fed) -> None:
+        self._project(fed.ids_BT, fed.state_BTD, fed.rope_BT2E)
+
+    def newest(self, fed: Fed, kept_B: Tensor) -> Tensor:
+        query, key, value = self._project(fed.ids_BT, fed.state_BTD, fed.rope_BT2E)
+        assert self._growth is not None
+        mask = None
+        if self._growth.uniform is None:
+            at_L = torch.arange(key.shape[2], device=self.device)
+            mask = (at_L < kept_B[:, None])[:, None, None]
+        state_BTD, counts = fed.state_BTD, fed.counts
+        if min(counts) == max(counts):
+            query, state_B1D = query[:, :, -1:], state_BTD[:, -1:]
+        else:
+            row_B = torch.arange(len(counts), device=self.device)
+            at_B = torch.tensor(counts, device=self.device) - 1
+            query, state_B1D = query[row_B, :, at_B][:, :, None], state_BTD[row_B, at_B][:, None]
+        return self._finish(state_B1D, attend(query, key, value, mask))
+
+    def nodes(self, token_BM: Tensor, parent_BM: Tensor, place: Place) -> Tensor:
+        state_BMD = self.of_parents(self._states, parent_BM, place)
+        rope_BM2E = self._rope_L2E[place.position_BM]
+        query, key, value = self._project(token_BM, state_BMD, rope_BM2E)
+        return self._finish(state_BMD, attend(query, key, value, place.mask))
+
+    def _project(
+        self, ids_BT: Tensor, state_BTD: Tensor, rope_BT2E: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of the fed tokens; keys and values as attention sees them after the write."""
+        shape, attention = self.net.shape, self.net.layer.self_attn
+        B, T = ids_BT.shape
+        H, K, D = shape.num_heads, shape.num_kv_heads, shape.hidden_size
+        both_BT2D = torch.stack([self.embed(ids_BT), state_BTD], dim=2)
+        x_BTI = rms_norm(both_BT2D, None, shape.norm_eps).view(B, T, 2 * D)
+        heads = linear(x_BTI, self._fused.qkv).view(B, T, H + 2 * K, shape.head_dim)
+        heads = heads.transpose(1, 2)
+        if attention.has_qk_norm:
+            query = rotate(attention.q_norm(heads[:, :H]), rope_BT2E)
+            key = rotate(attention.k_norm(heads[:, H : H + K]), rope_BT2E)
+        else:
+            rotated = rotate(heads[:, : H + K], rope_BT2E)
+            query, key = rotated[:, :H], rotated[:, H:]
+        return query, *self.kv.update(0, key, heads[:, H + K :])
+
+    def _finish(self, state_BMD: Tensor, attended_BMI: Tensor) -> Tensor:
+        """The rest of the layer, its state remembered; logits."""
+        layer, shape, fused = self.net.layer, self.net.shape, self._fused
+        if layer.norm_before_residual:
+            state_BMD = rms_norm(state_BMD, layer.hidden_norm.weight, shape.norm_eps)
+        h = state_BMD + linear(attended_BMI, fused.output)
+        flat = rms_norm(h, layer.post_attention_layernorm.weight, shape.norm_eps)
+        gate, up = linear(flat, fused.gate_up).chunk(2, dim=-1)
+        out = h + linear(F.silu(gate) * up, fused.down)
+        normed = rms_norm(out, self.net.norm.weight, shape.norm_eps)
+        self._states.append(normed if self.net.norm_output else out)
+        return read_head(normed, fused.head)
 
 
 def build(options: Eagle3Options, spec: ModelSpec, vocab: VocabMap | None) -> Eagle3:

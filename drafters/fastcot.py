@@ -5,7 +5,8 @@ others are refreshed, and new padding enters at the far end, so that a place has
 times before the text reaches it. Drafted this way the output is the target's own. The paper goes
 further: once enough of a rationale is exact, the window's guesses are taken as they are, a trigger
 ("So the answer is") is put behind them, and the target answers from that. `answer_after` asks for
-this; the answer is then approximate, and every result says so. Letters: B rows, N nodes.
+this; the answer is then approximate, and every result says so.
+Letters: B rows, N nodes.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """FSPAD (arXiv 2408.15562): feature sampling and partial alignment distillation, on EAGLE's layer.
 
-Feature sampling: f_t does not say which token was drawn from it. In a space `expand` times wider it
-meets the token t + 1 and keeps what belongs to it, f' = f + W_down(W_up f * gate(W_e e_{t+1})),
-which goes into EAGLE's fc in place of f. Partial alignment: one vector need not be both the next
-feature and what the LM head reads. Two linear maps of the layer's output, one compared with f_{t+1}
-and fed back, the other read by the LM head.
-Our own choices, where the paper leaves them open: a sigmoid gate, the residual f, and maps added to
-the identity, so that fresh weights are EAGLE's. Letters: X any leading axes, D width.
+Feature sampling: f_t does not tell which token was drawn from it. In a space `expand` times wider
+it is combined with the token t + 1 and keeps what belongs to it, f' = f + W_down(W_up f * gate(W_e
+e_{t+1})), which goes into EAGLE's fc in place of f. Partial alignment: one vector need not be both
+the next feature and what the LM head reads. Two linear maps of the layer's output, one compared
+with f_{t+1} and fed back, the other read by the LM head. Our own choices, where the paper leaves
+them open: a sigmoid gate, the residual f, and maps added to the identity, so that fresh weights are
+EAGLE's.
+Letters: D hidden width, I input width, O output width, X any axes.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class Sampler(nn.Module):
         nn.init.zeros_(self.down.weight)
 
     def forward(self, embedding_XD: Tensor, state_XD: Tensor) -> Tensor:
-        wide_XE = self.up(state_XD) * torch.sigmoid(self.gate(embedding_XD))
-        out_XD: Tensor = state_XD + self.down(wide_XE)
+        wide_XI = self.up(state_XD) * torch.sigmoid(self.gate(embedding_XD))
+        out_XD: Tensor = state_XD + self.down(wide_XI)
         return out_XD
 
 

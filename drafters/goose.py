@@ -4,7 +4,7 @@ The spine is what followed the newest tokens when they last occurred in the text
 drafts it); the branches are the target's newest best tokens after a token (as token-recycling keeps
 them). The paper proves that where one source is accepted more often, the best tree is deep along it
 and wide along the other. Here every node has a chance, the running acceptance of its source, and
-the nodes with the largest product of chances along their path are kept (`parts/best_first.py`):
+the nodes with the largest product of chances along their path are kept (`retrieval/best_first.py`):
 that is the best tree for these chances, its spine grows with the quality of the match, and without
 a match it is the branches' tree alone. The sources, each with an acceptance of its own:
 
@@ -12,7 +12,10 @@ a match it is the branches' tree alone. The sources, each with an acceptance of 
     branch of rank r beside a spine token, and branch of rank r alone
 
 `shape: balanced` gives a node its rank's chance whatever it comes from: the isotropic tree.
-Letters: B rows, N nodes.
+
+A guess is tested when the text reaches its parent: the token that the target chose there says
+whether it was right. Guesses that the text never reached are not counted, nor is a round that was
+cut short.
 """
 
 from __future__ import annotations
@@ -35,7 +38,6 @@ from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.heads import check_choice
 from specctl.drafters.prompt_lookup import NgramIndex
 from specctl.drafters.retrieval.best_first import Guess, best_first
-from specctl.drafters.retrieval.rates import Rates, record_round
 from specctl.drafters.retrieval.store import NgramStore
 from specctl.drafters.retrieval.store_registry import Scope
 from specctl.drafters.retrieval.trie import Trie, TrieState
@@ -93,7 +95,7 @@ class GooseState(TrieState):
         self.options, self.device = drafter.options, space.device
         self.num_spine = len(self.options.spine)
         self.lengths = range(self.num_spine, 0, -1)
-        self.stores = drafter.room.rows(space.identity, space.num_slots)
+        self.stores = drafter.registry.rows(space.identity, space.num_slots)
         self.indices = [NgramIndex(self.lengths) for _ in range(space.num_slots)]
         self.rates = [self._first_rates() for _ in range(space.num_slots)]
         self._drafted = [Trie() for _ in range(space.num_slots)]
@@ -116,7 +118,7 @@ class GooseState(TrieState):
         self.stores.end(slot)
         self.indices[slot] = NgramIndex(self.lengths)
 
-    def sprout(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:
+    def draft_row(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:
         index, store = self.indices[slot], self.stores.at(slot)
         index.read(tokens)
         found = index.match(tokens)
@@ -146,7 +148,7 @@ class _Sources:
     match: int
 
     def children(self, place: Place) -> Iterable[Guess[Place]]:
-        """The spine's next token first, then the branches that say something else."""
+        """The spine's next token first, then the branches with other tokens."""
         taken, token = place
         options, num_spine = self.options, len(self.options.spine)
         guesses: list[Guess[Place]] = []
@@ -167,6 +169,36 @@ class _Sources:
                 for guess, chance in zip(guesses, options.branches, strict=False)
             ]
         return guesses
+
+
+FIRST_TESTS = 4.0  # how many tests a first guess weighs, for good: no source is given up
+FADE = 0.97  # what a test weighs against the next one
+
+
+class Rates:
+    """Running acceptance by source. One writer: the DraftState that owns it."""
+
+    def __init__(self, first: Sequence[float]) -> None:
+        self._first = tuple(first)
+        self._hits, self._tests = [0.0] * len(first), [0.0] * len(first)
+
+    def chance(self, source: int) -> float:
+        hits = self._hits[source] + FIRST_TESTS * self._first[source]
+        return hits / (self._tests[source] + FIRST_TESTS)
+
+    def record(self, source: int, is_right: bool) -> None:
+        self._hits[source] = FADE * self._hits[source] + is_right
+        self._tests[source] = FADE * self._tests[source] + 1.0
+
+
+def record_round(outcome: Outcome, drafted: Sequence[Trie], rates: Sequence[Rates]) -> None:
+    """Test every guess whose parent was reached. The tries (guesses tagged with their source) and
+    rates are by row; they are compared with the text that came out, whoever drafted it."""
+    for b, trie in enumerate(drafted):
+        if outcome.finished[b] is None:
+            for children, right in trie.walk(outcome.emitted[b]):
+                for child in children:
+                    rates[b].record(trie.tags[child], child == right)
 
 
 def build(options: GooseOptions, spec: ModelSpec, vocab: VocabMap | None) -> Goose:

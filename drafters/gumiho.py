@@ -4,10 +4,11 @@ the later ones.
 An early wrong token ends the draft, so early tokens deserve the most care: `serial` passes through
 two decoder layers in EAGLE's manner draft them. Head i then guesses the token after them from
 cat(fc(e, f)) of the last two positions, all heads at once: a linear map 2 D -> D, residual blocks,
-the target's LM head. Loss: EAGLE's, step or head j weighing decay^j.
-Our own choices: training feeds the serial outputs back as drafting does, where the published code
-reads them from true features; the heads' map starts as "pass on the newest", and no width of the
-tree is set apart for them. Letters: X any leading axes, D width, C carry (2 D).
+the target's LM head. Loss: EAGLE's, step or head j weighing decay^j. Our own choices: training
+feeds the serial outputs back as drafting does, where the published code reads them from true
+features; the heads' map starts as "pass on the newest", and no width of the tree is set apart for
+them.
+Letters: D hidden width, O output width, X any axes, Y carry (2 D).
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ class GumihoNet(TrunkNet):
         del out_XO
         return torch.cat([before_XD, x_XD], dim=-1)
 
-    def parallel(self, index: int, carry_XC: Tensor) -> Tensor:
-        out_XD: Tensor = self.heads[index](carry_XC)
+    def parallel(self, index: int, carry_XY: Tensor) -> Tensor:
+        out_XD: Tensor = self.heads[index](carry_XY)
         return out_XD
 
 

@@ -1,11 +1,12 @@
-"""HASS (arXiv 2408.15766): EAGLE's layer, trained on what it will meet when it drafts.
+"""HASS (arXiv 2408.15766): EAGLE's layer, trained on the states that it reads when it drafts.
 
 Harmonised context alignment: training is unrolled over `ttt_steps` forwards. In forward j the layer
 reads its own output of forward j - 1 (no gradient goes through it), and attends to true features
 far back but to its own outputs of forwards 1 .. j nearest by, as after j drafted tokens. Harmonised
 objective: besides the loss over the whole distribution, -sum p log q over the target's `top`
 likeliest tokens, since nothing else will be drafted. The disallowed keys are masked before the
-softmax. Letters: R flat rows, D width.
+softmax.
+Letters: D hidden width, R flat rows.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ class Hass(FeatureDrafter):
     options: HassOptions
 
     def term(
-        self, out: LossOut, ready_RD: Tensor, rows: AlignedRows, judge: TeacherLogits | None
+        self, out: LossOut, ready_RD: Tensor, rows: AlignedRows, teacher: TeacherLogits | None
     ) -> LossOut:
-        if judge is None or self.options.top_weight == 0.0:
+        if teacher is None or self.options.top_weight == 0.0:
             return out
         head = LinearHead(self.head_weight())
-        likely = topk_loss(ready_RD, head, rows, self.vocab, judge, self.options.top)
+        likely = topk_loss(ready_RD, head, rows, self.vocab, teacher, self.options.top)
         return joined(out, likely, self.options.top_weight)
 
 

@@ -11,7 +11,6 @@ path of the tree. The paper fills W with the by-products of a Jacobi window as w
 what was really written. S and L come with the drafter (`specctl datastore` or `count_spans` build
 them, a package holds them) and are not written while drafting; without an S, the answers of the
 rows are counted, as `scope` allows.
-Letters: B rows, N nodes.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ from specctl.core.drafter import (
 from specctl.core.errors import FileError, RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
-from specctl.drafters.retrieval.store import Ids, NgramStore, StoreLimits, StoreRoom
+from specctl.drafters.nets.heads import check_options
+from specctl.drafters.retrieval.store import Ids, NgramStore, NgramStores, StoreLimits
 from specctl.drafters.retrieval.store_registry import Scope
 from specctl.drafters.retrieval.trie import Trie, TrieState
 from specctl.drafters.states.ngram_distributions import learning_scope
@@ -77,14 +77,8 @@ class HierarchyOptions:
                 expected="S (answers of the target) or L (a corpus)",
                 do="write learns: L",
             )
-        if min(self.span, self.guesses, self.previous) < 1:
-            raise RecipeError(
-                "an option of hierarchy is out of range",
-                where="drafter.options",
-                found=f"span {self.span}, guesses {self.guesses}, previous {self.previous}",
-                expected="positive numbers",
-                do="leave them out to take the defaults",
-            )
+        is_right = min(self.span, self.guesses, self.previous) >= 1
+        check_options(self, is_right, ("span", "guesses", "previous"), "positive numbers")
 
 
 class Hierarchy(Drafter):
@@ -100,7 +94,7 @@ class Hierarchy(Drafter):
         self.offline: dict[str, NgramStore] = {}
         self.limits = StoreLimits(options.max_mib << 20, options.guesses)
         self.built = replace(self.limits, max_bytes=options.built_mib << 20)
-        self.room = StoreRoom(learning_scope(options.scope), self.limits)
+        self.registry = NgramStores(learning_scope(options.scope), self.limits)
 
     def needs(self) -> Needs:
         return Needs()
@@ -149,7 +143,7 @@ class HierarchyState(TrieState):
 
     def __init__(self, drafter: Hierarchy, space: Space) -> None:
         self.options, self.device, self.offline = drafter.options, space.device, drafter.offline
-        self.stores = drafter.room.rows(space.identity, space.num_slots)
+        self.stores = drafter.registry.rows(space.identity, space.num_slots)
         self.newest = StoreLimits(drafter.limits.max_bytes, drafter.limits.per_key, True)
         self.context = [NgramStore(self.newest) for _ in range(space.num_slots)]
         self.num_read = [0] * space.num_slots
@@ -170,7 +164,7 @@ class HierarchyState(TrieState):
         self.stores.end(slot)
         self.context[slot] = NgramStore(self.newest)
 
-    def sprout(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:
+    def draft_row(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:
         self._read(slot, tokens)
         trie = Trie()
         for source, span in self.spans(slot, tokens):

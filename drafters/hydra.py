@@ -4,8 +4,8 @@ Head i reads cat(f_t, e_{t+1}, ..., e_{t+1+i}) and predicts token t + 2 + i (sec
 block maps those i + 2 vectors to one, by a linear skip that begins as "take f_t" beside a branch
 that begins as zero; more blocks and an LM head of its own follow. Past the last head the newest
 embeddings are taken. Hydra++ (section 4) deepens the heads, learns from the target's distribution
-alone and puts a decoder layer over the states of the whole text in front (`prefix`). Letters: X any
-leading axes, C carry ((k + 1) D), D width, I input width of a head.
+alone and puts a decoder layer over the states of the whole text in front (`prefix`).
+Letters: D hidden width, I input width, X any axes, Y carry ((k + 1) D).
 """
 
 from __future__ import annotations
@@ -103,19 +103,19 @@ class Hydra(HeadDrafter):
     def begin(self, state_XD: Tensor) -> Tensor:
         return F.pad(state_XD, (0, self.options.num_heads * state_XD.shape[-1]))
 
-    def read(self, depth: int, carry_XC: Tensor, ids_X: Tensor) -> Tensor:
+    def read(self, depth: int, carry_XY: Tensor, ids_X: Tensor) -> Tensor:
         if not self.options.grounded:
-            return carry_XC
+            return carry_XY
         width, heads = self.spec.hidden_size, self.options.num_heads
-        vectors = list(torch.split(carry_XC, width, dim=-1))
+        vectors = list(torch.split(carry_XY, width, dim=-1))
         if depth >= heads:
             vectors = [vectors[0], *vectors[2:], vectors[1]]
         vectors[1 + min(depth, heads - 1)] = self.embed(ids_X)
         return torch.cat(vectors, dim=-1)
 
-    def ready(self, depth: int, carry_XC: Tensor) -> Tensor:
+    def ready(self, depth: int, carry_XY: Tensor) -> Tensor:
         at = min(depth, self.options.num_heads - 1)
-        x: Tensor = carry_XC[..., : (at + 2) * self.spec.hidden_size]
+        x: Tensor = carry_XY[..., : (at + 2) * self.spec.hidden_size]
         for block in list(cast(nn.Sequential, self.module.heads[at]))[:-1]:
             x = block(x)
         return x

@@ -6,7 +6,8 @@ steps suffice. Algorithm 2 (Gauss-Seidel over blocks) does this block by block, 
 behind final tokens. Algorithm 3 (hybrid) does so up to an assumed length and then goes on token by
 token, so that it need not know where the text ends. Here a step is a round: the iterate is drafted,
 verification finds the final tokens, the end of text is cut by the engine, and the fixed point is
-the target's own output. Letters: B rows, S slots, N nodes.
+the target's own output.
+Letters: B rows, N nodes, W window (guesses), Z slots.
 """
 
 from __future__ import annotations
@@ -72,20 +73,20 @@ class JacobiState(DraftState):
         is_whole = options.schedule == "jacobi"
         self.block = self.iterate.width + 1 if is_whole else options.block
         self.limit = options.assumed_length if options.schedule == "hybrid" else None
-        self.left_S = torch.full((space.num_slots,), self.block, device=space.device)
+        self.left_Z = torch.full((space.num_slots,), self.block, device=space.device)
         self.prompt_len = [0] * space.num_slots
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
         del taps
         self.iterate.reset(slot)
-        self.left_S[slot], self.prompt_len[slot] = self.block, len(tokens)
+        self.left_Z[slot], self.prompt_len[slot] = self.block, len(tokens)
 
     def propose(self, view: RoundView, budget: Budget) -> DraftTree:
         """The rest of each row's block; its first open token is what the root predicts."""
         length = min(budget.nodes, budget.depth, self.block - 1)
         if length <= 0:
             return empty_tree(len(view.slots), self.device)
-        count_B1 = self.left_S[view.slot_B, None] - 1
+        count_B1 = self.left_Z[view.slot_B, None] - 1
         if self.limit is not None:
             written = [
                 len(tokens) - self.prompt_len[slot]
@@ -98,11 +99,11 @@ class JacobiState(DraftState):
 
     def observe(self, outcome: Outcome) -> None:
         slot_B = outcome.view.slot_B
-        left_B1 = self.left_S[slot_B, None] - self.iterate.advance(outcome)
+        left_B1 = self.left_Z[slot_B, None] - self.iterate.advance(outcome)
         is_done_B1 = left_B1 <= 0
-        guess_BW = self.iterate.guess_SW[slot_B]
-        self.iterate.guess_SW[slot_B] = guess_BW.masked_fill(is_done_B1, self.iterate.blank)
-        self.left_S[slot_B] = torch.where(is_done_B1, self.block, left_B1)[:, 0]
+        guess_BW = self.iterate.guess_ZW[slot_B]
+        self.iterate.guess_ZW[slot_B] = guess_BW.masked_fill(is_done_B1, self.iterate.blank)
+        self.left_Z[slot_B] = torch.where(is_done_B1, self.block, left_B1)[:, 0]
 
 
 def build(options: JacobiOptions, spec: ModelSpec, vocab: VocabMap | None) -> Jacobi:

@@ -6,8 +6,8 @@ each, and a is the expert with the larger w:
   mixture   m = w_a X_a + w_b X_b    added to the residual stream: the next feature, as in EAGLE
   contrast  c = v_a X_a - v_b X_b    added to it, too: the feature after that one
 so where drafting ends, one pass gives two tokens. Loss: mixture + `decay` times contrast.
-After `passes` tokens the contrast speaks; drafts are best `passes` + 1 tokens deep.
-Letters: X any leading axes, B rows, T tokens, D width, O = 2 D, C carry (D), E experts.
+After `passes` tokens the contrast predicts; drafts are best `passes` + 1 tokens deep.
+Letters: B rows, D hidden width, O output width (2 D), T fed tokens, X any axes, Y carry (D).
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ class JakiroNet(TrunkNet):
         del before_XD, x_XD
         return out_XO.chunk(2, dim=-1)[1]
 
-    def parallel(self, index: int, carry_XC: Tensor) -> Tensor:
+    def parallel(self, index: int, carry_XY: Tensor) -> Tensor:
         del index
-        return carry_XC
+        return carry_XY
 
 
 class Jakiro(FeatureDrafter):

@@ -3,11 +3,11 @@
 A window of n - 1 rows (their age) and W columns (places ahead) is fed beside the draft as probes.
 Probe (r, i) stands r + i places behind the root (0, 0); it sees the oldest row up to column i and
 its own column, that is, it is a child of (r - 1, i), and (0, i) one of (0, i - 1). What the target
-says after the newest row becomes the new newest row; the oldest row is dropped, and the window
+predicts after the newest row becomes the new newest row; the oldest row is dropped, and the window
 moves on by one place. Column i with its result is an n-gram: it enters a pool under its first
 token, `guesses` of a key, the newest first. Drafted are all n-grams that begin with the root, equal
 beginnings as one path. Row 0, column 0 always is the root, a token that was really written.
-Letters: B rows, M probes, W columns.
+Letters: B rows, C candidates, M new nodes (probes), T fed tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from specctl.core.errors import RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.core.tree import DraftTree
 from specctl.core.vocab import VocabMap
-from specctl.drafters.retrieval.store import StoreLimits, StoreRoom
+from specctl.drafters.nets.heads import check_options
+from specctl.drafters.retrieval.store import NgramStores, StoreLimits
 from specctl.drafters.retrieval.store_registry import Scope
 from specctl.drafters.retrieval.trie import merged, pack
 from specctl.drafters.states.ngram_distributions import learning_scope
@@ -55,14 +56,9 @@ class LookaheadOptions:
 
     def __post_init__(self) -> None:
         window = 1 if self.window is None else self.window
-        if self.ngram < 2 or self.guesses < 1 or window < 0:
-            raise RecipeError(
-                "an option of lookahead is out of range",
-                where="drafter.options",
-                found=f"ngram {self.ngram}, guesses {self.guesses}, window {self.window}",
-                expected="ngram 2 or more, guesses 1 or more, window 0 or more",
-                do="leave them out to take the defaults",
-            )
+        is_right = self.ngram >= 2 and self.guesses >= 1 and window >= 0
+        expected = "ngram 2 or more, guesses 1 or more, window 0 or more"
+        check_options(self, is_right, ("ngram", "guesses", "window"), expected)
 
     def columns(self, nodes: int) -> int:
         """W: the window's width in rounds of so many nodes."""
@@ -71,7 +67,7 @@ class LookaheadOptions:
             return (nodes // 2 + 1) // rows
         if self.window * rows > nodes:
             raise RecipeError(
-                "the window leaves no room for a guess",
+                "the window leaves no place for a guess",
                 where="serve.nodes",
                 found=f"{nodes} nodes for {rows} rows of {self.window} columns",
                 expected=f"{(self.window + self.guesses) * rows} nodes or so",
@@ -90,7 +86,7 @@ class Lookahead(Drafter):
     ) -> None:
         super().__init__(options, spec, vocab)
         limits = StoreLimits(options.max_mib << 20, options.guesses, newest_first=True)
-        self.room = StoreRoom(learning_scope(options.scope), limits)
+        self.registry = NgramStores(learning_scope(options.scope), limits)
 
     def needs(self) -> Needs:
         return Needs(topk=1)
@@ -121,7 +117,7 @@ class LookaheadState(DraftState):
 
     def __init__(self, drafter: Lookahead, space: Space) -> None:
         self.options, self.device = drafter.options, space.device
-        self.stores = drafter.room.rows(space.identity, space.num_slots)
+        self.stores = drafter.registry.rows(space.identity, space.num_slots)
         self.num_rows = drafter.options.ngram - 1
         self.num_columns = drafter.options.columns(space.max_nodes)
         self.windows = [self._filled([0]) for _ in range(space.num_slots)]
@@ -180,8 +176,8 @@ class LookaheadState(DraftState):
         num_probes = len(self._parents())
         if self.num_columns == 0 or outcome.tree.num_probes != num_probes:
             return  # the window was not fed
-        assert outcome.topk_BTK is not None
-        fed, roots = outcome.topk_BTK[:, :, 0].tolist(), outcome.view.root_B.tolist()
+        assert outcome.topk_BTC is not None
+        fed, roots = outcome.topk_BTC[:, :, 0].tolist(), outcome.view.root_B.tolist()
         for b, slot in enumerate(outcome.view.slots):
             window = self.windows[slot]
             window.rows[0][0] = roots[b]

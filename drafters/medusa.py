@@ -2,7 +2,8 @@
 
 Head i reads f_t (the state that feeds the target's LM head) and predicts token t + 2 + i; the
 target's own head predicts t + 1. The proposal is a static sparse tree over the heads' best ranks,
-so one pass drafts everything. Letters: X any leading axes, D width.
+so one pass drafts everything.
+Letters: X any axes, Y carry.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Medusa(ParallelHeads):
     """Medusa-1: only the heads train."""
 
     family: ClassVar[str] = "medusa"
+    one_call = True
     module: nn.ModuleList
 
     def __init__(
@@ -68,12 +70,12 @@ class Medusa(ParallelHeads):
             return []
         return [cast(nn.Linear, cast(nn.Sequential, head)[-1]) for head in self.module]
 
-    def ready(self, depth: int, carry_XC: Tensor) -> Tensor:
+    def ready(self, depth: int, carry_XY: Tensor) -> Tensor:
         """The state after the residual blocks of one head."""
         head = cast(nn.Sequential, self.module[depth])
         for block in list(head)[: self.options.num_blocks]:
-            carry_XC = block(carry_XC)
-        return carry_XC
+            carry_XY = block(carry_XY)
+        return carry_XY
 
 
 def build(options: MedusaOptions, spec: ModelSpec, vocab: VocabMap | None) -> Medusa:

@@ -5,8 +5,8 @@ s_0 = f_t, the target's last state; head i reads token t + 1 + i and predicts to
 with c = w_e / w_s, w_s = 0.5^(1 / 2n), w_e = sqrt((1 - w_s^2) D / 2), so that after all n heads the
 first state still carries half of the variance. LN is a root-mean-square norm with scale and shift.
 The drafting step has no attention: it costs two small products and the LM head. Training has two
-stages (section 4): on text, then on what the target writes; recipes say so by `stages`.
-Letters: X any leading axes, D inner width, V target vocabulary, K draft vocabulary.
+stages (section 4): on text, then on what the target writes; recipes set `stages`.
+Letters: D hidden width, K draft vocabulary, X any axes, Y carry.
 """
 
 from __future__ import annotations
@@ -105,15 +105,15 @@ class MlpSpeculator(HeadDrafter):
             return state_XD
         return F.rms_norm(state_XD, state_XD.shape[-1:], None, NORM_EPS) / math.sqrt(2)
 
-    def read(self, depth: int, carry_XC: Tensor, ids_X: Tensor) -> Tensor:
+    def read(self, depth: int, carry_XY: Tensor, ids_X: Tensor) -> Tensor:
         net = self.module
-        x = _at(net.proj, depth)(carry_XC)
+        x = _at(net.proj, depth)(carry_XY)
         if self.options.read_tokens:
             x = torch.add(x, _at(net.emb, depth)(ids_X), alpha=self.token_weight)
         return F.gelu(_at(net.ln, depth)(x))
 
-    def ready(self, depth: int, carry_XC: Tensor) -> Tensor:
-        return carry_XC
+    def ready(self, depth: int, carry_XY: Tensor) -> Tensor:
+        return carry_XY
 
 
 def _at(parts: nn.ModuleList, depth: int) -> nn.Module:

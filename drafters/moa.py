@@ -6,7 +6,8 @@ to each other along the depth, in both directions, and their mean is what cross-
 engines hand out). Drafted tokens go through a causal layer over the text, then through a layer that
 attends to those summaries, of which a draft sees the ones up to its beginning (`strict`, the T-step
 bound). The last state is pulled towards the target's own and read by the target's LM head.
-Letters: X any leading axes, N rows, J taps, D width, I = J D, E head width.
+Letters: D hidden width, I input width (taps x D), L positions (one per tap), R flat rows, X any
+axes.
 """
 
 from __future__ import annotations
@@ -62,12 +63,12 @@ class Moa(CrossDrafter):
         return torch.cat([taps[tap].to(self.dtype) for tap in self.own_taps], dim=-1)
 
     def summary(self, features_XI: Tensor) -> Tensor:
-        depth_NJD = features_XI.reshape(-1, len(self.own_taps), self.spec.hidden_size)
+        depth_RLD = features_XI.reshape(-1, len(self.own_taps), self.spec.hidden_size)
         if self.module.along is not None:
-            at_J = torch.arange(len(self.own_taps), device=depth_NJD.device)
-            turn = self.rope(at_J[None]).expand(len(depth_NJD), -1, -1, -1)
-            depth_NJD = self.module.along(depth_NJD, turn, attending(None))
-        return depth_NJD.mean(1).view(*features_XI.shape[:-1], -1)
+            at_L = torch.arange(len(self.own_taps), device=depth_RLD.device)
+            rope = self.rope(at_L[None]).expand(len(depth_RLD), -1, -1, -1)
+            depth_RLD = self.module.along(depth_RLD, rope, attending(None))
+        return depth_RLD.mean(1).view(*features_XI.shape[:-1], -1)
 
     @property
     def num_features(self) -> int:

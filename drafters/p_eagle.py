@@ -7,7 +7,7 @@ rows before it in the same draft. The first layer is EAGLE-3's, whose attention 
 a pair; ordinary layers follow. Training keeps only a share of the drafts at each depth (`keep`^d,
 at least `keep_least`; a draft that has a row at depth d has all before it), so that memory grows
 with the sum of the shares and not with the depth.
-Letters: X any leading axes, B rows, T tokens, D width, I width of the features.
+Letters: B rows, D hidden width, E head width, I input width, T fed tokens, X any axes, Y carry.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class PairLayer(Eagle3Layer):
         nn.init.zeros_(self.self_attn.o_proj.weight)
         nn.init.zeros_(self.mlp.down_proj.weight)
 
-    def forward(self, pair_BT2D: Tensor, turn_BT2E: Tensor, attending: Attending) -> Tensor:
+    def forward(self, pair_BT2D: Tensor, rope_BT2E: Tensor, attending: Attending) -> Tensor:
         embedding_BTD, state_BTD = pair_BT2D.chunk(2, dim=-1)
         attention, x_BT2D = self.self_attn, self.mix(embedding_BTD, state_BTD)
-        key, value = attention.key_value(x_BT2D, turn_BT2E)
-        return self.finish(state_BTD, attending(attention.query(x_BT2D, turn_BT2E), key, value))
+        key, value = attention.key_value(x_BT2D, rope_BT2E)
+        return self.finish(state_BTD, attending(attention.query(x_BT2D, rope_BT2E), key, value))
 
 
 class PairNet(nn.Module):
@@ -116,8 +116,8 @@ class PEagle(TappedBlocks):
 
     def slot(self, index: int, token_X: Tensor) -> Tensor:
         del index
-        pair_C: Tensor = self.module(self.module.mask, self.module.mask_hidden)
-        return pair_C.expand(*token_X.shape, -1)
+        pair_Y: Tensor = self.module(self.module.mask, self.module.mask_hidden)
+        return pair_Y.expand(*token_X.shape, -1)
 
     def counts(self, num_anchors: int) -> list[int]:
         options = self.options

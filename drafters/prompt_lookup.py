@@ -26,10 +26,10 @@ from specctl.core.drafter import (
     RoundView,
     Space,
 )
-from specctl.core.errors import RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.core.tree import DraftTree, NodeKind, chain_tree, empty_tree
 from specctl.core.vocab import VocabMap
+from specctl.drafters.nets.heads import check_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,9 @@ class PromptLookupOptions:
     min_ngram: int = 1
 
     def __post_init__(self) -> None:
-        if not 1 <= self.min_ngram <= self.max_ngram:
-            raise RecipeError(
-                "the n-gram range is empty",
-                where="drafter.options",
-                found=f"min_ngram {self.min_ngram}, max_ngram {self.max_ngram}",
-                expected="1 <= min_ngram <= max_ngram",
-                do="write min_ngram: 1 and max_ngram: 4",
-            )
+        is_right = 1 <= self.min_ngram <= self.max_ngram
+        names = ("min_ngram", "max_ngram")
+        check_options(self, is_right, names, "1 <= min_ngram <= max_ngram")
 
 
 @dataclass(slots=True)

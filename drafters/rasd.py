@@ -5,7 +5,7 @@ a store of texts, are a second tree, from which every branch is cut that begins,
 node that the model has read, with a token outside the model's `keep` likeliest there. Equal
 prefixes are merged and the best nodes by estimate are verified. With `first` the model is asked
 only when retrieval finds nothing for some row (CopySpec's two stages, arXiv 2502.08923).
-Letters: B rows, M nodes, K draft vocabulary.
+Letters: B rows, C candidates, K draft vocabulary, M new nodes, P path, R flat rows.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ s_{i+1} = SiLU(W e_{t+1+i} + b + U s_i) from s_0 = 0 (section 3.1); what the LM 
 cat(f_t, s_{i+1}) after residual blocks, where f_t, the target's last state, stays the same for the
 whole draft. Embeddings are the target's. Every step uses the same weights, so a draft may be longer
 than any seen in training. The paper drafts by beam search and verifies the beams merged by their
-common prefixes (policy merged-beams). Letters: X any leading axes, C carry (2 D), D width.
+common prefixes (policy merged-beams).
+Letters: D hidden width, K draft vocabulary, X any axes, Y carry (2 D).
 """
 
 from __future__ import annotations
@@ -77,13 +78,13 @@ class Recurrent(HeadDrafter):
     def begin(self, state_XD: Tensor) -> Tensor:
         return torch.cat([state_XD, torch.zeros_like(state_XD)], dim=-1)
 
-    def read(self, depth: int, carry_XC: Tensor, ids_X: Tensor) -> Tensor:
-        state_XD, memory_XD = carry_XC.chunk(2, dim=-1)
+    def read(self, depth: int, carry_XY: Tensor, ids_X: Tensor) -> Tensor:
+        state_XD, memory_XD = carry_XY.chunk(2, dim=-1)
         return torch.cat([state_XD, self.module.cell(memory_XD, self.embed(ids_X))], dim=-1)
 
-    def ready(self, depth: int, carry_XC: Tensor) -> Tensor:
-        ready_XC: Tensor = self.module.blocks(carry_XC)
-        return ready_XC
+    def ready(self, depth: int, carry_XY: Tensor) -> Tensor:
+        ready_XY: Tensor = self.module.blocks(carry_XY)
+        return ready_XY
 
 
 def build(options: RecurrentOptions, spec: ModelSpec, vocab: VocabMap | None) -> Recurrent:

@@ -4,6 +4,7 @@ The store is a suffix array over token ids of a corpus, or of text that the targ
 longest suffix of the row's text that occurs there is looked up, its continuations are counted, and
 the most frequent prefixes among them become the tree. A package holds the texts; `specctl
 datastore` builds one. The row's own text is searched in the same way.
+Letters: R flat rows.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Rest(CorpusDrafter):
     options: RestOptions
 
     def index(self) -> None:
-        self.store = indexed(self.corpus_N, self.options.reach)
+        self.store = indexed(self.corpus_R, self.options.reach)
 
     def needs(self) -> Needs:
         return Needs()
@@ -73,7 +74,7 @@ class RestState(TrieState):
     def end(self, slot: int) -> None:
         self.retriever.end(slot)
 
-    def sprout(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:
+    def draft_row(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:
         return self.retriever.trie(slot, tokens, budget.nodes, budget.depth)
 
 

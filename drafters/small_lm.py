@@ -3,13 +3,14 @@
 An ordinary Llama of few layers over the target's tokenizer; it reads tokens only, never features,
 so it works with any target of that tokenizer and as `assistant_model` in transformers. Row t
 predicts token t + 1 (A0). Depth costs latency and width hardly does, hence few and wide layers
-(arXiv 2402.01528). Letters: B rows, S sequence, T tokens of a forward, R loss rows, D width,
-K draft vocabulary, V target vocabulary.
+(arXiv 2402.01528).
+Letters: B rows, D hidden width, K draft vocabulary, R flat rows, S sequence, T fed tokens, V target
+vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -17,19 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from specctl.core.batch import LossOut, TrainBatch
-from specctl.core.drafter import (
-    Borrowed,
-    Drafter,
-    Family,
-    Needs,
-    Space,
-)
+from specctl.core.drafter import Drafter, Family, Needs, Space
 from specctl.core.errors import IncompatibleError, RecipeError
-from specctl.core.language_model import LanguageModel
+from specctl.core.kv_cache import SlotKV
+from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import aim
-from specctl.drafters.losses.head_losses import LinearHead, head_loss, judge_of
+from specctl.drafters.losses.head_losses import LinearHead, head_loss, teacher_logits
 from specctl.drafters.nets.heads import cut_rows, fitting_rows, head_rows
 from specctl.drafters.nets.options import CompareOptions
 from specctl.drafters.nets.routed import (
@@ -38,7 +34,6 @@ from specctl.drafters.nets.routed import (
     cut_router,
     with_router,
 )
-from specctl.drafters.nets.vocab_restricted_lm import VocabRestrictedLM
 from specctl.drafters.states.lm_state import LmState
 from specctl.models.fast_llama import FastLlama, LlamaModel, LlamaShape
 from specctl.models.rope import rope_of
@@ -251,30 +246,65 @@ class SmallLm(Drafter):
         if not isinstance(module, LlamaModel):
             logits_BTV = self.lm.dense(ids_BS, batch.position_BS, masks).logits_BTV
             assert logits_BTV is not None
-            state_RK = self.spoken(logits_BTV).flatten(0, 1)
+            state_RK = self.draft_logits(logits_BTV).flatten(0, 1)
             return head_loss(state_RK, nn.Identity(), rows, self.vocab, how)
         last = self.lm.spec.num_layers
         out = self.lm.dense(ids_BS, batch.position_BS, masks, (last,), logits=False)
         head, state_RD = LinearHead(module.head_weight), out.taps[last].flatten(0, 1)
         if self.router is None:
             return head_loss(state_RD, head, rows, self.vocab, how)
-        judge = judge_of(batch, how)
-        found = head_loss(state_RD, head, rows, self.vocab, how, judge)
-        return with_router(found, self.router, state_RD, rows, self.vocab, judge)
+        teacher = teacher_logits(batch, how)
+        found = head_loss(state_RD, head, rows, self.vocab, how, teacher)
+        return with_router(found, self.router, state_RD, rows, self.vocab, teacher)
 
     def language_model(self) -> LanguageModel:
         size = self.spec.vocab_size
-        return VocabRestrictedLM(self.lm, size, self.vocab, self.readable, self.spoken)
+        return VocabRestrictedLM(self.lm, size, self.vocab, self.readable, self.draft_logits)
 
     def readable(self, ids: Tensor) -> Tensor:
         """Ids inside the draft's embedding; padding ids of a larger target are read as its last."""
         size = self.lm.spec.vocab_size
         return ids if size >= self.spec.vocab_size else ids.clamp(max=size - 1)
 
-    def spoken(self, logits: Tensor) -> Tensor:
+    def draft_logits(self, logits: Tensor) -> Tensor:
         """Logits over the draft vocabulary; surplus rows of a padded draft model are dropped."""
         size = self.spec.vocab_size if self.vocab is None else self.vocab.size
         return logits if logits.shape[-1] == size else logits[..., :size]
+
+
+class VocabRestrictedLM(LanguageModel):
+    """`readable` takes target ids into the draft's embedding, `draft_logits` cuts its logits to the
+    draft vocabulary; both are the drafter's own."""
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        num_ids: int,
+        vocab: VocabMap | None,
+        readable: Callable[[Tensor], Tensor],
+        draft_logits: Callable[[Tensor], Tensor],
+    ) -> None:
+        self.lm, self.module, self.windows = lm, lm.module, lm.windows
+        self.spec = replace(lm.spec, vocab_size=num_ids)
+        self._vocab, self._readable, self._draft_logits = vocab, readable, draft_logits
+
+    def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
+        out = self.lm.run(replace(feed, ids_BT=self._readable(feed.ids_BT)), kv)
+        if out.logits_BTV is None:
+            return out
+        logits_BTK = self._draft_logits(out.logits_BTV)
+        if self._vocab is None:
+            return LmOut(logits_BTK, out.taps)
+        shape = (*logits_BTK.shape[:-1], self.spec.vocab_size)
+        logits_BTV = logits_BTK.new_full(shape, -torch.inf)
+        logits_BTV[..., self._vocab.ids_K] = logits_BTK
+        return LmOut(logits_BTV, out.taps)
+
+    def borrowed(self) -> Borrowed:
+        return self.lm.borrowed()
+
+    def new_kv(self, num_slots: int, max_len: int) -> SlotKV:
+        return self.lm.new_kv(num_slots, max_len)
 
 
 def build(options: SmallLmOptions, spec: ModelSpec, vocab: VocabMap | None) -> SmallLm:

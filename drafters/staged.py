@@ -1,13 +1,14 @@
 """Staged speculation (arXiv 2308.04623): the draft model is itself drafted for.
 
-A cheap second drafter guesses what the draft model is about to say; one forward of the draft model
-reads the root and these guesses. Where growth then asks for a guessed token, what the draft model
-thinks after it is known already; where it asks for another one, the draft model reads that one, and
-new guesses behind it. Whatever grows the tree is given the draft model's own logits in every case,
-so that drafts, and the distributions they are drawn from, are those of the draft model alone: only
-its forwards get fewer. The second stage is an n-gram model of the draft model's own best tokens,
-newest first with back-off, as in the paper, or a look-up in the text. Letters: B rows, G guesses, M
-nodes, K draft vocabulary.
+A cheap second drafter guesses what the draft model is about to draft; one forward of the draft
+model reads the root and these guesses. Where growth then asks for a guessed token, what the draft
+model predicts after it is known already; where it asks for another one, the draft model reads that
+one, and new guesses behind it. Whatever grows the tree is given the draft model's own logits in
+every case, so that drafts, and the distributions they are drawn from, are those of the draft model
+alone: only its forwards get fewer. The second stage is an n-gram model of the draft model's own
+best tokens, newest first with back-off, as in the paper, or a look-up in the text.
+Letters: B rows, D hidden width, K draft vocabulary, M new nodes, T fed tokens, W window (guesses),
+X any axes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.heads import check_choice, check_count
 from specctl.drafters.prompt_lookup import NgramIndex
-from specctl.drafters.retrieval.store import StoreLimits, StoreRoom
+from specctl.drafters.retrieval.store import NgramStores, StoreLimits
 from specctl.drafters.retrieval.store_registry import Scope
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.drafters.states.lm_state import LmState
@@ -89,8 +90,8 @@ class OwnNgrams:
 
     def __init__(self, options: StagedOptions, space: Space) -> None:
         limits = StoreLimits(options.max_mib << 20, per_key=1, newest_first=True)
-        room = StoreRoom(learning_scope(options.scope), limits)
-        self.stores = room.rows(space.identity, space.num_slots)
+        registry = NgramStores(learning_scope(options.scope), limits)
+        self.stores = registry.rows(space.identity, space.num_slots)
         self.lengths = range(options.order, 0, -1)
 
     def join(self, slot: int, conversation: str | None) -> None:
@@ -155,7 +156,7 @@ class StagedState(LmState):
         self._is_line, self._slots = True, tuple[int, ...]()
         self._texts: list[list[int]] = []  # per row: its text and the nodes drafted so far
         self._guesses: list[list[int]] = []  # per row: those not asked for yet
-        self._ahead_BGK = self._states_BGD = torch.empty(0)
+        self._ahead_BWK = self._states_BWD = torch.empty(0)
 
     def join(self, slot: int, conversation: str | None) -> None:
         self.inner.join(slot, conversation)
@@ -187,8 +188,8 @@ class StagedState(LmState):
         growth.num_nodes += 1
         if [guess[:1] for guess in self._guesses] == [[token] for token in wanted]:
             self._guesses = [guess[1:] for guess in self._guesses]
-            self._states_BGD = self._states_BGD[:, 1:]
-            self._ahead_BGK = self._ahead_BGK[:, 1:]
+            self._states_BWD = self._states_BWD[:, 1:]
+            self._ahead_BWK = self._ahead_BWK[:, 1:]
             return self._first()[:, None]
         return self._reread(wanted)[:, None]
 
@@ -213,22 +214,24 @@ class StagedState(LmState):
             for slot, text in zip(self._slots, self._texts, strict=True)
         ]
 
-    def _known(self, read_BGX: Tensor) -> Tensor:
+    def _known(self, read_BWX: Tensor) -> Tensor:
         """Keep what a forward has read; the second stage learns from all of it."""
         self.num_forwards += 1
-        self._ahead_BGK, self._states_BGD = self._speak(read_BGX), self._newest_BTD
-        best_BG = self._ahead_BGK.argmax(-1)
-        best_BG = best_BG if self.vocab is None else self.vocab.ids_K[best_BG]
-        rows = zip(self._slots, self._texts, self._guesses, best_BG.tolist(), strict=True)
-        for slot, text, guess, said in rows:
+        self._ahead_BWK, self._states_BWD = self._head_logits(read_BWX), self._newest_BTD
+        best_BW = self._ahead_BWK.argmax(-1)
+        best_BW = best_BW if self.vocab is None else self.vocab.ids_K[best_BW]
+        rows = zip(self._slots, self._texts, self._guesses, best_BW.tolist(), strict=True)
+        for slot, text, guess, predicted in rows:
             for count in range(len(guess) + 1):
-                self.inner.learn(slot, [*text[-self.options.order :], *guess[:count]], said[count])
+                self.inner.learn(
+                    slot, [*text[-self.options.order :], *guess[:count]], predicted[count]
+                )
         return self._first()
 
     def _first(self) -> Tensor:
         self.num_asked += 1
-        self._newest_BTD = self._states_BGD[:, :1]
-        return self._ahead_BGK[:, 0]
+        self._newest_BTD = self._states_BWD[:, :1]
+        return self._ahead_BWK[:, 0]
 
 
 def build(options: StagedOptions, spec: ModelSpec, vocab: VocabMap | None) -> Staged:
@@ -239,7 +242,7 @@ FAMILY = Family(
     name="staged",
     summary=(
         "A small language model that drafts for the target and is drafted for itself: an n-gram "
-        "model of its own words, or a look-up in the text, guesses what it will say, and one of "
+        "model of its own words, or a look-up in the text, guesses what it will draft, and one of "
         "its forwards confirms several tokens. Its drafts are exactly those of small-lm, for fewer "
         "forwards; it pays where the draft model is large enough to be worth drafting for."
     ),

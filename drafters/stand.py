@@ -11,8 +11,8 @@ and the tree policies draw distinct children from it by Gumbel top-k. Under samp
 is accepted with probability sum_x min(p, q), the best single token only with p(x): that is why the
 distributions are kept and not the tokens alone. Children of a node that falls back to a shorter
 context have that context's distribution: each node hands out its own. The prompt brings no
-probabilities; its tokens are read as distributions of one token. Letters: B rows, M nodes, T fed
-tokens, V target vocabulary, K top-k.
+probabilities; its tokens are read as distributions of one token.
+Letters: B rows, M new nodes, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from specctl.core.drafter import (
     Space,
     StepState,
 )
-from specctl.core.errors import RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
+from specctl.drafters.nets.heads import check_options
 from specctl.drafters.retrieval.store import Ids
 from specctl.drafters.retrieval.store_registry import Scope
 from specctl.drafters.states.ngram_distributions import (
@@ -57,14 +57,8 @@ class StandOptions:
     max_mib: int = 32
 
     def __post_init__(self) -> None:
-        if self.max_context < 1 or self.topk < 1:
-            raise RecipeError(
-                "an option of stand is out of range",
-                where="drafter.options",
-                found=f"max_context {self.max_context}, topk {self.topk}",
-                expected="positive counts",
-                do="leave them out to take the defaults",
-            )
+        is_right = self.max_context >= 1 and self.topk >= 1
+        check_options(self, is_right, ("max_context", "topk"), "positive counts")
 
 
 class Stand(NgramDrafter):
@@ -79,12 +73,12 @@ class Stand(NgramDrafter):
 class StandState(StepState):
     """One store per row or shared, by scope, and the contexts of the nodes of this round."""
 
-    may_be_silent = True
+    may_draft_nothing = True
 
     def __init__(self, drafter: Stand, space: Space) -> None:
         self.V, self.device = drafter.spec.vocab_size, space.device
         self.lengths = range(drafter.options.max_context, 0, -1)
-        self.stores = drafter.room.rows(space.identity, space.num_slots)
+        self.stores = drafter.registry.rows(space.identity, space.num_slots)
         self._slots: tuple[int, ...] = ()
         self._contexts: list[list[Ids]] = []  # per row: the root's, then those of its expansions
 

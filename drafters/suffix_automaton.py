@@ -5,24 +5,104 @@ suffix of any length that occurred before; a second, static one over given texts
 likewise, and is believed where its match is longer by `bias` tokens. How far to copy follows the
 length of the match (SuffixDecoding, arXiv 2411.04975). Having matched m tokens, the k-th further
 one is guessed to come true with chance (m + 1) / (m + k + 1), the rule of succession.
+
+The automaton (Blumer et al. 1985) is built one token at a time. Each state stands for the
+substrings that end at the same places; `link` leads to the longest suffix that occurs in more
+places. Reading a token takes amortised constant time, and so does following the longest suffix of
+another text.
+Letters: R flat rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch import Tensor
 
 from specctl.core.drafter import Budget, Family, Needs, Space
-from specctl.core.errors import RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
+from specctl.drafters.nets.heads import check_options
 from specctl.drafters.retrieval.corpus import BREAK, CorpusDrafter
 from specctl.drafters.retrieval.occurrences import copied
-from specctl.drafters.retrieval.suffix_automaton import Match, SuffixAutomaton
 from specctl.drafters.retrieval.trie import Trie, TrieState
+
+
+@dataclass(slots=True)
+class Match:
+    """Where a text stands in an automaton: the state of its longest suffix that occurs there, and
+    that suffix's length (0: none)."""
+
+    state: int = 0
+    length: int = 0
+
+
+@dataclass(slots=True)
+class SuffixAutomaton:
+    """State 0 is the empty string. `end[s]`: where the substrings of state s ended, the newest
+    place but for those inside a longer repeat. One writer: whoever extends it."""
+
+    length: list[int] = field(default_factory=lambda: [0])
+    link: list[int] = field(default_factory=lambda: [-1])
+    end: list[int] = field(default_factory=lambda: [-1])
+    following: list[dict[int, int]] = field(default_factory=lambda: [{}])
+    last: int = 0
+    num_read: int = 0
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Read more text."""
+        for token in tokens:
+            self._read(token)
+
+    def _read(self, token: int) -> None:
+        if self.last:  # what `repeat` named until now has its newest place at the end of the text
+            self.end[self.link[self.last]] = self.num_read - 1
+        new = self._state(self.length[self.last] + 1, self.num_read, {})
+        self.num_read += 1
+        at = self.last
+        while at >= 0 and token not in self.following[at]:
+            self.following[at][token] = new
+            at = self.link[at]
+        self.link[new] = 0 if at < 0 else self._suffix(at, token)
+        self.last = new
+
+    def _state(self, length: int, end: int, following: dict[int, int]) -> int:
+        self.length.append(length)
+        self.link.append(0)
+        self.end.append(end)
+        self.following.append(following)
+        return len(self.length) - 1
+
+    def _suffix(self, at: int, token: int) -> int:
+        """The state of exactly (longest string of `at`) + token, split off where it is none yet."""
+        found = self.following[at][token]
+        if self.length[found] == self.length[at] + 1:
+            return found
+        twin = self._state(self.length[at] + 1, self.end[found], dict(self.following[found]))
+        self.link[twin], self.link[found] = self.link[found], twin
+        while at >= 0 and self.following[at].get(token) == found:
+            self.following[at][token] = twin
+            at = self.link[at]
+        return twin
+
+    def repeat(self) -> Match:
+        """The longest suffix of the text read so far that occurred in it before, there ending at
+        `end[state]`."""
+        state = max(self.link[self.last], 0)
+        return Match(state, self.length[state])
+
+    def advance(self, match: Match, token: int) -> None:
+        """Another text, whose longest known suffix is `match`, goes on with `token`."""
+        state, length = match.state, match.length
+        while state > 0 and token not in self.following[state]:
+            state = self.link[state]
+            length = self.length[state]
+        if token in self.following[state]:
+            match.state, match.length = self.following[state][token], length + 1
+        else:
+            match.state, match.length = 0, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +116,10 @@ class SuffixAutomatonOptions:
     bias: int = 5
 
     def __post_init__(self) -> None:
-        is_mute = self.factor < 0 or self.offset < 0 or self.factor + self.offset == 0
-        if self.min_match < 1 or is_mute:
-            raise RecipeError(
-                "the suffix automaton would never draft",
-                where="drafter.options",
-                found=f"min_match {self.min_match}, factor {self.factor}, offset {self.offset}",
-                expected="min_match at least 1, and factor or offset above 0",
-                do="leave them out to take the defaults",
-            )
+        is_right = min(self.factor, self.offset) >= 0 and self.factor + self.offset > 0
+        expected = "min_match at least 1, and factor or offset above 0"
+        names = ("min_match", "factor", "offset")
+        check_options(self, self.min_match >= 1 and is_right, names, expected)
 
 
 class SuffixAutomatonDrafter(CorpusDrafter):
@@ -56,7 +131,7 @@ class SuffixAutomatonDrafter(CorpusDrafter):
 
     def index(self) -> None:
         self.static = SuffixAutomaton()
-        self.static.extend(self.corpus_N.tolist())
+        self.static.extend(self.corpus_R.tolist())
 
     def needs(self) -> Needs:
         return Needs()
@@ -96,7 +171,7 @@ class SuffixAutomatonState(TrieState):
             for token in new:
                 self.drafter.static.advance(row.there, token)
 
-    def sprout(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:
+    def draft_row(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:
         self._read(slot, tokens)
         options, row, trie = self.drafter.options, self.rows[slot], Trie()
         own = row.own.repeat()
@@ -116,7 +191,7 @@ class SuffixAutomatonState(TrieState):
 
     def _static(self, match: Match, length: int) -> list[int]:
         after = self.drafter.static.end[match.state] + 1
-        ids: list[int] = self.drafter.corpus_N[after : after + length].tolist()
+        ids: list[int] = self.drafter.corpus_R[after : after + length].tolist()
         return ids[: ids.index(BREAK)] if BREAK in ids else ids
 
 

@@ -4,17 +4,17 @@ The `paths` running drafts are read as one token whose embedding is their mixtur
 
     e = sum over drafts i of w_i E[last token of draft i],    w = softmax(scores of the drafts)
 
-so that one cache and one forward serve them all. What the draft model then says belongs to all of
-them at once; n-grams say which token goes with which draft. Of its `candidates` best tokens v each
-is put behind each draft i, and the `paths` pairs with the largest
+so that one cache and one forward serve them all. What the draft model then predicts belongs to all
+of them at once; n-grams tell which token goes with which draft. Of its `candidates` best tokens v
+each is put behind each draft i, and the `paths` pairs with the largest
 
     score_i + (1 - alpha) log p_LM(v) + alpha log p_ngram(v | draft i)
 
 go on; where no n-gram of draft i knows v, the pair has score_i + log p_LM(v) - penalty instead. The
 n-grams are the distributions that the target itself has shown in this text, of contexts of one
 token up to one per weight. The mixture is an approximation, so nothing in the cache outlives the
-round; all pairs that were kept form a tree, and what the target accepts of it is exact. Letters: B
-rows, D width, K draft vocabulary, P paths, C candidates, N nodes.
+round; all pairs that were kept form a tree, and what the target accepts of it is exact.
+Letters: B rows, C candidates, D hidden width, K draft vocabulary, M new nodes, N nodes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ import torch
 from torch import Tensor
 
 from specctl.core.drafter import Budget, Family, Needs, Outcome, RoundView, Space
-from specctl.core.errors import IncompatibleError, RecipeError
+from specctl.core.errors import IncompatibleError
 from specctl.core.spec import ModelSpec
 from specctl.core.tree import DraftTree, NodeKind, empty_tree
 from specctl.core.vocab import VocabMap
-from specctl.drafters.retrieval.store import Ids, StoreLimits, StoreRoom
+from specctl.drafters.nets.heads import check_options
+from specctl.drafters.retrieval.store import Ids, NgramStores, StoreLimits
 from specctl.drafters.retrieval.store_registry import Scope
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.drafters.states.lm_state import LmState
@@ -66,20 +67,11 @@ class SuperposedOptions(SmallLmOptions):
         SmallLmOptions.__post_init__(self)
         object.__setattr__(self, "weights", tuple(float(weight) for weight in self.weights))
         sizes = min(self.paths, self.candidates, len(self.weights)) >= 1
-        if (
-            not sizes
-            or not 0.0 <= self.alpha <= 1.0
-            or min(self.weights, default=0) <= 0
-            or self.penalty < 0
-        ):
-            raise RecipeError(
-                "an option of superposed is out of range",
-                where="drafter.options",
-                found=f"paths {self.paths}, candidates {self.candidates}, alpha {self.alpha}, "
-                f"weights {list(self.weights)}, penalty {self.penalty}",
-                expected="counts of 1 or more, alpha 0 to 1, positive weights, penalty 0 or more",
-                do="leave them out to take the defaults",
-            )
+        is_right = sizes and 0.0 <= self.alpha <= 1.0 and self.penalty >= 0
+        is_right = is_right and min(self.weights, default=0) > 0
+        names = ("paths", "candidates", "alpha", "weights", "penalty")
+        expected = "counts of 1 or more, alpha 0 to 1, positive weights, penalty 0 or more"
+        check_options(self, is_right, names, expected)
 
 
 class Superposed(SmallLm):
@@ -111,11 +103,11 @@ class Superposed(SmallLm):
 @dataclass(frozen=True, slots=True)
 class BeamLevel:
     """The drafts after one step: their last tokens, which draft of the step before each goes on
-    from, and their scores, all [B, P]."""
+    from, and their scores, all [B, M]."""
 
-    token_BP: Tensor
-    from_BP: Tensor
-    score_BP: Tensor
+    token_BM: Tensor
+    from_BM: Tensor
+    score_BM: Tensor
 
 
 class SuperposedState(LmState):
@@ -130,8 +122,8 @@ class SuperposedState(LmState):
         self.vocab, self.num_forwards = drafter.vocab, 0
         self.lengths = range(len(self.options.weights), 0, -1)
         limits = StoreLimits(self.options.max_mib << 20, TOPK)
-        room = StoreRoom(learning_scope(self.options.scope), limits)
-        self.stores = room.rows(space.identity, space.num_slots)
+        registry = NgramStores(learning_scope(self.options.scope), limits)
+        self.stores = registry.rows(space.identity, space.num_slots)
 
     def join(self, slot: int, conversation: str | None) -> None:
         self.stores.join(slot, conversation)
@@ -180,17 +172,17 @@ class SuperposedState(LmState):
 
     def _first(self, logits_BK: Tensor, paths: int) -> BeamLevel:
         best = logits_BK.float().log_softmax(-1).topk(paths, dim=-1)
-        from_BP = torch.zeros_like(best.indices)
-        return BeamLevel(self._target_ids(best.indices), from_BP, best.values)
+        from_BM = torch.zeros_like(best.indices)
+        return BeamLevel(self._target_ids(best.indices), from_BM, best.values)
 
     def _mixture(self, view: RoundView, level: BeamLevel, step: int) -> Tensor:
         """[B, K]: logits after the drafts' last tokens, read as one."""
         growth, module = self._growth, self.lm.module
         assert growth is not None, "root() begins a round"
-        token_BP = self.drafter.readable(level.token_BP)
-        embedding_BPD = module.model.embed_tokens(token_BP)
-        weight_BP1 = level.score_BP.softmax(-1)[:, :, None].to(embedding_BPD.dtype)
-        mixed_B1D = (weight_BP1 * embedding_BPD).sum(1, keepdim=True)
+        token_BM = self.drafter.readable(level.token_BM)
+        embedding_BMD = module.model.embed_tokens(token_BM)
+        weight_BM1 = level.score_BM.softmax(-1)[:, :, None].to(embedding_BMD.dtype)
+        mixed_B1D = (weight_BM1 * embedding_BMD).sum(1, keepdim=True)
         start_B, span = growth.kept_B + step - 1, growth.longest + step
         uniform = None if growth.uniform is None else growth.uniform + step - 1
         aim_cache(self.kv, view, start_B, 1, span, uniform)
@@ -198,7 +190,7 @@ class SuperposedState(LmState):
         mask = masks.full if window is None else masks.windows[window]
         position_B1, layers = self._within(start_B[:, None]), range(self.lm.spec.num_layers)
         state_B1D = self.lm.through(mixed_B1D, position_B1, mask, self.kv, layers)
-        return self.drafter.spoken(self.lm.lm_head(state_B1D))[:, 0]
+        return self.drafter.draft_logits(self.lm.lm_head(state_B1D))[:, 0]
 
     def _pairs(
         self, view: RoundView, logits_BK: Tensor, level: BeamLevel, texts: list[list[Ids]]
@@ -207,16 +199,16 @@ class SuperposedState(LmState):
         logp_BK = logits_BK.float().log_softmax(-1)
         best = logp_BK.topk(min(self.options.candidates, logp_BK.shape[-1]), dim=-1)
         token_BC = self._target_ids(best.indices)
-        gram_BPC = self._ngrams(view, token_BC, texts)
+        gram_BMC = self._ngrams(view, token_BC, texts)
         logp_B1C, alpha = best.values[:, None], self.options.alpha
-        known_BPC = (1.0 - alpha) * logp_B1C + alpha * gram_BPC.clamp(min=1e-30).log()
-        gain_BPC = torch.where(gram_BPC > 0, known_BPC, logp_B1C - self.options.penalty)
-        pairs = (level.score_BP[:, :, None] + gain_BPC).flatten(1)
-        kept, C = pairs.topk(level.token_BP.shape[1], dim=-1), token_BC.shape[1]
+        known_BMC = (1.0 - alpha) * logp_B1C + alpha * gram_BMC.clamp(min=1e-30).log()
+        gain_BMC = torch.where(gram_BMC > 0, known_BMC, logp_B1C - self.options.penalty)
+        pairs = (level.score_BM[:, :, None] + gain_BMC).flatten(1)
+        kept, C = pairs.topk(level.token_BM.shape[1], dim=-1), token_BC.shape[1]
         return BeamLevel(token_BC.gather(1, kept.indices % C), kept.indices // C, kept.values)
 
     def _ngrams(self, view: RoundView, token_BC: Tensor, texts: list[list[Ids]]) -> Tensor:
-        """[B, P, C]: the weighted sum of the target's distributions after each draft; 0: none knows
+        """[B, M, C]: the weighted sum of the target's distributions after each draft; 0: none knows
         it. With alpha 0 nobody is asked."""
         if self.options.alpha == 0.0:
             return torch.ones(*token_BC.shape[:1], len(texts[0]), token_BC.shape[1])
@@ -243,7 +235,7 @@ class SuperposedState(LmState):
 
 def _followed(texts: list[list[Ids]], level: BeamLevel, length: int) -> list[list[Ids]]:
     """The ends of the drafts' texts, one token later."""
-    tokens, origins = level.token_BP.tolist(), level.from_BP.tolist()
+    tokens, origins = level.token_BM.tolist(), level.from_BM.tolist()
     return [
         [(*row[origin], token)[-length:] for token, origin in zip(*new, strict=True)]
         for row, new in zip(texts, zip(tokens, origins, strict=True), strict=True)
@@ -252,13 +244,13 @@ def _followed(texts: list[list[Ids]], level: BeamLevel, length: int) -> list[lis
 
 def _tree(levels: list[BeamLevel]) -> DraftTree:
     """Every draft of every step, level by level."""
-    B, P = levels[0].token_BP.shape
+    B, M = levels[0].token_BM.shape
     parents = [
-        level.from_BP + (depth - 1) * P if depth else torch.full_like(level.from_BP, -1)
+        level.from_BM + (depth - 1) * M if depth else torch.full_like(level.from_BM, -1)
         for depth, level in enumerate(levels)
     ]
-    token_BN = torch.cat([level.token_BP for level in levels], 1)
-    rank_BN = torch.arange(P, device=token_BN.device).repeat(len(levels)).expand(B, -1)
+    token_BN = torch.cat([level.token_BM for level in levels], 1)
+    rank_BN = torch.arange(M, device=token_BN.device).repeat(len(levels)).expand(B, -1)
     return DraftTree(
         token_BN,
         torch.cat(parents, 1),
@@ -266,7 +258,7 @@ def _tree(levels: list[BeamLevel]) -> DraftTree:
         torch.ones_like(token_BN, dtype=torch.bool),
         NodeKind.POINT,
         len(levels),
-        is_chain=P == 1,
+        is_chain=M == 1,
     )
 
 
@@ -277,10 +269,10 @@ def build(options: SuperposedOptions, spec: ModelSpec, vocab: VocabMap | None) -
 FAMILY = Family(
     name="superposed",
     summary=(
-        "A small language model that reads several drafts as one mixture of tokens, so that a tree "
-        "of drafts costs the forwards of a single one; n-grams of what the target has said decide "
-        "which token belongs to which draft. Trained like small-lm. For draft models whose "
-        "forwards are not cheap and texts that repeat their own phrases."
+        "A small language model that reads several drafts as one mixture of tokens, so that a "
+        "tree of drafts costs the forwards of a single one; n-grams of what the target has "
+        "written decide which token belongs to which draft. Trained like small-lm. For draft "
+        "models whose forwards are not cheap and texts that repeat their own phrases."
     ),
     paper="https://arxiv.org/abs/2405.18400",
     options=SuperposedOptions,

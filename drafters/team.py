@@ -2,9 +2,9 @@
 
 Every member sees every prompt and every outcome, so that any of them can draft at any time; who
 does is for the policy to say (`switch`, runtime/controllers). Alone, the team is a cascade: of each
-row the first member that has something to say speaks. Members whose only input is the target's
+row the first member that has a draft proposes it. Members whose only input is the target's
 top-k may sleep: they then cost nothing and learn nothing.
-Letters: B rows, N nodes.
+Letters: B rows, C candidates, N nodes, T fed tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specctl.core.drafter import (
-    Borrowed,
     Budget,
     Drafter,
     DraftState,
@@ -30,6 +29,7 @@ from specctl.core.drafter import (
     StepState,
 )
 from specctl.core.errors import RecipeError
+from specctl.core.language_model import Borrowed
 from specctl.core.spec import ModelSpec
 from specctl.core.tree import DraftTree, NodeKind
 from specctl.core.vocab import VocabMap
@@ -146,11 +146,11 @@ class TeamState(DraftState):
 
 def _narrowed(outcome: Outcome, topk: int) -> Outcome:
     """The outcome with as many ranks as a member asked for."""
-    found, logp = outcome.topk_BTK, outcome.topk_logp_BTK
+    found, logp = outcome.topk_BTC, outcome.topk_logp_BTC
     if found is None or topk in (0, found.shape[-1]):
         return outcome
     logp = None if logp is None else logp[..., :topk]
-    return replace(outcome, topk_BTK=found[..., :topk], topk_logp_BTK=logp)
+    return replace(outcome, topk_BTC=found[..., :topk], topk_logp_BTC=logp)
 
 
 def first_of(trees: Sequence[DraftTree]) -> DraftTree:
@@ -205,7 +205,7 @@ FAMILY = Family(
     name="team",
     summary=(
         "Several training-free drafters at once. Each round one of them drafts: the first that has "
-        "something to say, or, under the policy switch, the one that a controller expects most of "
+        "a draft, or, under the policy switch, the one that a controller expects most of "
         "by what was measured. The way to serve text whose kind is not known beforehand."
     ),
     paper="https://arxiv.org/abs/2510.20064",

@@ -5,7 +5,12 @@ the target, accepted or not, refreshes its row; the draft reads the matrix bread
 fixed template of ranks. The paper's matrix is one for all requests, so that one's text warms the
 next: that is scope process. By default each request has its own; rows that share one otherwise
 (a conversation) read what those before them had learned when they ended.
-Letters: B rows, N nodes, T fed tokens, V target vocabulary, R ranks per token.
+
+While a row lives, its matrix is a page of `Pages`, read and written in a few tensor operations for
+all rows at once. Between rows it is a `RecycledStore`, which holds only the tokens that came up and
+is shared as the scope allows.
+Letters: B rows, C candidates (ranks per token), M new nodes, N nodes, R flat rows, T fed tokens, V
+target vocabulary, Z slots.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,8 +39,7 @@ from specctl.core.spec import ModelSpec
 from specctl.core.tree import DraftTree, empty_tree, fitted
 from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.heads import check_choice, check_count
-from specctl.drafters.retrieval.recycled import Pages, RecycledStore, followers
-from specctl.drafters.retrieval.store_registry import Scope, StoreRegistry
+from specctl.drafters.retrieval.store_registry import Guarded, Scope, StoreRegistry
 from specctl.drafters.states.template import Template, compile_template, greedy_paths
 
 TEMPLATE_NODES = 80
@@ -68,7 +73,7 @@ class TokenRecyclingOptions:
 
 
 class TokenRecycling(Drafter):
-    """No weights; `matrix_VR` is an optional warm start, the one tensor a package may hold."""
+    """No weights; `matrix_VC` is an optional warm start, the one tensor a package may hold."""
 
     family: ClassVar[str] = "token-recycling"
     holds_data = True
@@ -77,19 +82,19 @@ class TokenRecycling(Drafter):
         self, options: TokenRecyclingOptions, spec: ModelSpec, vocab: VocabMap | None = None
     ) -> None:
         super().__init__(options, spec, vocab)
-        self.matrix_VR: Tensor | None = None
+        self.matrix_VC: Tensor | None = None
         new = partial(RecycledStore, self.needs().topk, options.max_mib << 20)
-        self.room = StoreRegistry(Scope(options.scope), new)
+        self.registry = StoreRegistry(Scope(options.scope), new)
 
     @property
     def is_frozen(self) -> bool:
-        return self.options.freeze or self.room.scope is Scope.DISK
+        return self.options.freeze or self.registry.scope is Scope.DISK
 
     def needs(self) -> Needs:
         return Needs(topk=min(len(self.options.chances), self.spec.vocab_size))
 
     def open(self, space: Space) -> TokenRecyclingState:
-        if self.is_frozen and self.matrix_VR is None:
+        if self.is_frozen and self.matrix_VC is None:
             raise RecipeError(
                 "a frozen token-recycling drafter knows nothing yet",
                 where="drafter.options." + ("freeze" if self.options.freeze else "scope"),
@@ -103,56 +108,56 @@ class TokenRecycling(Drafter):
     ) -> None:
         """Start from what followed each token in these texts, the commonest first."""
         del taps
-        matrix_VR = followers(texts, self.spec.vocab_size, self.needs().topk)
-        self.load_tensors({"matrix": matrix_VR})
+        matrix_VC = followers(texts, self.spec.vocab_size, self.needs().topk)
+        self.load_tensors({"matrix": matrix_VC})
 
     def tensors(self) -> dict[str, Tensor]:
-        return {} if self.matrix_VR is None else {"matrix": self.matrix_VR}
+        return {} if self.matrix_VC is None else {"matrix": self.matrix_VC}
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        V, R = self.spec.vocab_size, self.needs().topk
+        V, C = self.spec.vocab_size, self.needs().topk
         for name, tensor in tensors.items():
-            if name != "matrix" or tuple(tensor.shape) != (V, R):
+            if name != "matrix" or tuple(tensor.shape) != (V, C):
                 raise FileError(
                     "this is no token-recycling matrix",
                     found=f"{name} {tuple(tensor.shape)}",
-                    expected=f"matrix {(V, R)}",
+                    expected=f"matrix {(V, C)}",
                     do="use a package made for this target",
                 )
-            self.matrix_VR = tensor.to(torch.int32)
-            self.room.disk = RecycledStore.of(self.matrix_VR)
+            self.matrix_VC = tensor.to(torch.int32)
+            self.registry.disk = RecycledStore.of(self.matrix_VC)
 
 
 class TokenRecyclingState(DraftState):
     """The matrices of one engine's rows: a page each, or one for all where the scope says so."""
 
     def __init__(self, drafter: TokenRecycling, space: Space) -> None:
-        self.options, self.device, self.room = drafter.options, space.device, drafter.room
+        self.options, self.device, self.registry = drafter.options, space.device, drafter.registry
         self.is_frozen = drafter.is_frozen
-        self.is_one = self.is_frozen or self.room.scope is Scope.PROCESS
-        self.keeps = not self.is_frozen and self.room.scope is not Scope.REQUEST
-        self.V, self.R = drafter.spec.vocab_size, drafter.needs().topk
+        self.is_one = self.is_frozen or self.registry.scope is Scope.PROCESS
+        self.keeps = not self.is_frozen and self.registry.scope is not Scope.REQUEST
+        self.V, self.C = drafter.spec.vocab_size, drafter.needs().topk
         num_pages = 1 if self.is_one else space.num_slots
-        self.pages = Pages(num_pages, self.V, self.R, space.device)
-        page_S = torch.arange(space.num_slots, device=space.device) % num_pages
-        self.first_S1 = (page_S * self.pages.W)[:, None]  # a slot's first cell
-        self.first_rank_S1 = self.first_S1 * self.R
-        self.stores = self.room.rows(space.identity, space.num_slots)
+        self.pages = Pages(num_pages, self.V, self.C, space.device)
+        page_Z = torch.arange(space.num_slots, device=space.device) % num_pages
+        self.first_Z1 = (page_Z * (self.V + 1))[:, None]  # a slot's first cell
+        self.first_rank_Z1 = self.first_Z1 * self.C
+        self.stores = self.registry.rows(space.identity, space.num_slots)
         self._live: set[int] = set()
-        chances = [self.options.chances[: self.R]] * self.options.max_depth
+        chances = [self.options.chances[: self.C]] * self.options.max_depth
         self.paths = greedy_paths(chances, max(TEMPLATE_NODES, space.max_nodes))
         self._templates: dict[tuple[int, int], Template] = {}
 
     def snapshot(self, slot: int = 0) -> Tensor:
-        """[V, R] int32: what a slot's matrix holds, to be handed to a drafter of this target."""
-        return self.pages.best_PWR[self._page(slot), : self.V].clone()
+        """[V, C] int32: what a slot's matrix holds, to be handed to a drafter of this target."""
+        return self.pages.best_ZVC[self._page(slot), : self.V].clone()
 
     def _page(self, slot: int) -> int:
         return 0 if self.is_one else slot
 
     def _known(self, slot: int) -> list[RecycledStore]:
-        """What the slot's row is told of: the warm matrix, and what its scope has learned."""
-        store, warm = self.stores.at(slot), self.room.disk
+        """What the slot's row may read: the warm matrix, and what its scope has learned."""
+        store, warm = self.stores.at(slot), self.registry.disk
         return [store] if warm is None or warm is store else [warm, store]
 
     def join(self, slot: int, conversation: str | None) -> None:
@@ -175,15 +180,15 @@ class TokenRecyclingState(DraftState):
         template = self._template(budget)
         if not template.levels:
             return empty_tree(len(view.slots), self.device)
-        flat = self.pages.best_PWR.view(-1)
-        rank_BN = template.rank_N + self.first_rank_S1[view.slot_B]
+        flat = self.pages.best_ZVC.view(-1)
+        rank_BN = template.rank_N + self.first_rank_Z1[view.slot_B]
         parent_BM = view.root_B[:, None]
         levels: list[Tensor] = []
         for first, last in template.levels:
             if levels:
                 before = template.levels[len(levels) - 1][0]
                 parent_BM = levels[-1][:, template.parent_N[first:last] - before]
-            levels.append(flat[parent_BM * self.R + rank_BN[:, first:last]].long())
+            levels.append(flat[parent_BM * self.C + rank_BN[:, first:last]].long())
         token_BN = torch.cat(levels, dim=1)
         valid_BN = token_BN < self.V
         return fitted(template.point_tree(token_BN.masked_fill(~valid_BN, 0), valid_BN))
@@ -195,14 +200,112 @@ class TokenRecyclingState(DraftState):
         return self._templates[key]
 
     def observe(self, outcome: Outcome) -> None:
-        if self.is_frozen or outcome.topk_BTK is None:
+        if self.is_frozen or outcome.topk_BTC is None:
             return
         tree = outcome.tree
         fed_BT = tree.fed_token_BT(outcome.view.root_B)
         if tree.num_nodes:
             fed_BT = fed_BT.masked_fill(~tree.fed_valid_BT(), self.V)
-        cell_BT = fed_BT + self.first_S1[outcome.view.slot_B]
-        self.pages.write(cell_BT.flatten(), outcome.topk_BTK.flatten(0, 1))
+        cell_BT = fed_BT + self.first_Z1[outcome.view.slot_B]
+        self.pages.write(cell_BT.flatten(), outcome.topk_BTC.flatten(0, 1))
+
+
+ID_BYTES, RANK_BYTES = 8, 4
+UNWRITTEN = -1
+
+
+class RecycledStore(Guarded):
+    """The best `num_ranks` continuations of the tokens that came up, the least recently written
+    first; above `max_bytes` those are dropped. Writers of several threads take turns."""
+
+    def __init__(self, num_ranks: int, max_bytes: int) -> None:
+        self.token_R = torch.zeros(0, dtype=torch.long)
+        self.best_RC = torch.zeros(0, num_ranks, dtype=torch.int32)
+        self.most = max(max_bytes // (ID_BYTES + RANK_BYTES * num_ranks), 1)
+        self.is_frozen = False
+        super().__init__()
+
+    @classmethod
+    def of(cls, best_VC: Tensor) -> RecycledStore:
+        """A store of a whole matrix."""
+        store = cls(best_VC.shape[1], best_VC.shape[0] * (ID_BYTES + RANK_BYTES * best_VC.shape[1]))
+        store.update(torch.arange(len(best_VC)), best_VC)
+        return store
+
+    def __len__(self) -> int:
+        return len(self.token_R)
+
+    def update(self, token_R: Tensor, best_RC: Tensor) -> None:
+        """These tokens' continuations are now those; a frozen store ignores it."""
+        if self.is_frozen:
+            return
+        token_R, best_RC = token_R.cpu(), best_RC.cpu()
+        with self._lock:
+            stays_R = ~torch.isin(self.token_R, token_R)
+            self.token_R = torch.cat([self.token_R[stays_R], token_R])[-self.most :]
+            self.best_RC = torch.cat([self.best_RC[stays_R], best_RC])[-self.most :]
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Tokens [R] and their continuations [R, C], of one moment."""
+        with self._lock:
+            return self.token_R, self.best_RC
+
+    def freeze(self) -> None:
+        """From now on nothing is learned."""
+        self.is_frozen = True
+
+
+class Pages:
+    """Matrices of the live rows, [Z, V + 1, C] int32. Unwritten entries hold the number V, which is
+    also the index of an extra row that stays unwritten: so missing tokens have missing children.
+    A cell is a row of all pages end to end. One writer: the DraftState that owns it."""
+
+    def __init__(self, num_pages: int, vocab_size: int, ranks: int, device: torch.device) -> None:
+        self.V, self.C = vocab_size, ranks
+        shape = (num_pages, vocab_size + 1, ranks)
+        self.best_ZVC = torch.full(shape, self.V, dtype=torch.int32, device=device)
+        self._newest_ZV = torch.full((num_pages, vocab_size + 1), UNWRITTEN, device=device)
+
+    def begin(self, page: int, known: Iterable[RecycledStore]) -> None:
+        """Forget the page, then read those stores into it, the later over the earlier."""
+        best_VC = self.best_ZVC[page]
+        best_VC.fill_(self.V)
+        for store in known:
+            token_R, best_RC = (x.to(best_VC.device) for x in store.read())
+            best_VC[token_R] = best_RC
+        self._newest_ZV[page] = UNWRITTEN
+
+    def learned(self, page: int) -> tuple[Tensor, Tensor]:
+        """Tokens written since the page began or was last asked this, and their continuations."""
+        newest_V = self._newest_ZV[page, : self.V]
+        token_R = (newest_V != UNWRITTEN).nonzero()[:, 0]
+        newest_V.fill_(UNWRITTEN)
+        return token_R, self.best_ZVC[page, token_R]
+
+    def write(self, cell_R: Tensor, best_RC: Tensor) -> None:
+        """Overwrite cells; of equal ones the last wins, and row V of a page stays unwritten."""
+        order_R = torch.arange(cell_R.numel(), device=cell_R.device)
+        newest_R = self._newest_ZV.view(-1)
+        newest_R.scatter_reduce_(0, cell_R, order_R, "amax", include_self=False)
+        newest_RC = best_RC[newest_R[cell_R]].to(torch.int32)
+        self.best_ZVC.view(-1, self.C)[cell_R] = newest_RC
+        self.best_ZVC[:, self.V] = self.V
+
+
+def followers(texts: Iterable[Sequence[int]], vocab_size: int, ranks: int) -> Tensor:
+    """[V, C] int32: what followed each token in those texts, the commonest first."""
+    pairs = [np.asarray(t[:-1]) * vocab_size + np.asarray(t[1:]) for t in texts if len(t) > 1]
+    best_VC = torch.full((vocab_size, ranks), vocab_size, dtype=torch.int32)
+    if not pairs:
+        return best_VC
+    code_R, count_R = np.unique(np.concatenate(pairs), return_counts=True)
+    code_R = code_R[np.lexsort((-count_R, code_R // vocab_size))]
+    token_R, next_R = np.divmod(code_R, vocab_size)
+    rank_R = np.arange(len(token_R)) - np.searchsorted(token_R, token_R)
+    is_kept_R = rank_R < ranks
+    at = torch.from_numpy(token_R[is_kept_R]), torch.from_numpy(rank_R[is_kept_R])
+    best_VC[at] = torch.from_numpy(next_R[is_kept_R].astype(np.int32))
+    return best_VC
 
 
 def build(

@@ -1,11 +1,12 @@
 """CompiledLM: a round's forward in few fixed shapes, replayed as a CUDA graph or compiled code.
 
 A round feeds T tokens per row against a span of cache positions. Both are rounded up, so that a
-whole generation meets a handful of shapes, and each shape is recorded once: as a CUDA graph on
+whole generation has a handful of shapes, and each shape is recorded once: as a CUDA graph on
 CUDA, by torch.compile elsewhere. The wrapped model stays the oracle and does all that is no round
 (prefills, training). Tokens of the padding see position 0 alone and are written behind the real
-ones, where the next round writes anyway. Letters: B rows, T fed tokens, W padded tokens, L cache
-positions.
+ones, where the next round writes anyway.
+Letters: B rows, E head width, J key/value heads, L positions, T fed tokens, V target vocabulary, W
+window, Z slots.
 """
 
 from __future__ import annotations
@@ -19,9 +20,8 @@ from types import FunctionType
 import torch
 from torch import Tensor
 
-from specctl.core.drafter import Borrowed
-from specctl.core.kv_cache import Aim, LayerShape, SlotKV
-from specctl.core.language_model import Feed, LanguageModel, LmOut, Masks
+from specctl.core.kv_cache import Aim, KVShape, SlotKV
+from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut, Masks
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 SPAN = 256
@@ -55,7 +55,7 @@ class CompiledLM(LanguageModel):
         self._is_lent = False
 
     @property
-    def kv_layers(self) -> tuple[LayerShape, ...]:
+    def kv_layers(self) -> tuple[KVShape, ...]:
         return self.lm.kv_layers
 
     @property
@@ -64,7 +64,7 @@ class CompiledLM(LanguageModel):
         return len(self._recorded)
 
     def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
-        if kv is None or self._store is None or kv.key_SHLD is not self._store.key_SHLD:
+        if kv is None or self._store is None or kv.key_ZJLE is not self._store.key_ZJLE:
             return self.lm.run(feed, kv)
         is_round = feed.logits and feed.only is None and feed.ids_BT.shape[1] <= WIDTHS[-1]
         if torch.is_grad_enabled() or not is_round:
@@ -76,7 +76,7 @@ class CompiledLM(LanguageModel):
         return recorded(feed, kv.aim)
 
     def new_kv(self, num_slots: int, max_len: int) -> SlotKV:
-        """A cache with room for padding. One store at a time is recorded upon: the last engine's
+        """A cache with space for padding. One store at a time is recorded upon: the last engine's
         is lent again once that engine is gone, with its recordings, if it is large enough."""
         size = -(-(max_len + WIDTHS[-1]) // SPAN) * SPAN
         if self._is_lent:
@@ -102,7 +102,7 @@ class Recorded:
 
     def __init__(self, lm: LanguageModel, kv: SlotKV, shape: RoundShape, backend: str) -> None:
         B, W, L = shape.rows, shape.width, shape.span
-        device = kv.key_SHLD[0].device
+        device = kv.key_ZJLE[0].device
         with torch.inference_mode(False):
 
             def zeros(*size: int, dtype: torch.dtype = torch.long) -> Tensor:

@@ -2,8 +2,8 @@
 
 The same arithmetic as transformers' modules with a third of their operations: query, key and value
 are one product, gate and up another, rotary tables are made once in float32, keys and values are
-never repeated. Letters: B rows, T fed tokens, L key positions, H query heads, K key/value heads,
-D width, V vocabulary.
+never repeated.
+Letters: B rows, D hidden width, E head width, H query heads, O output width, T fed tokens.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specctl.core.drafter import Borrowed
 from specctl.core.kv_cache import SlotKV
-from specctl.core.language_model import Feed, LanguageModel, LmOut
+from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut
 from specctl.core.spec import ModelSpec
 from specctl.models.hf_spec import spec_of
 from specctl.models.kernels import Weight, additive_mask, attend, linear, rms_norm
@@ -115,9 +114,9 @@ class FastLlama(LanguageModel):
         flat = rms_norm(x, layer.attention_norm, shape.norm_eps)
         heads = _project(flat, layer.qkv, layer.qkv_bias).view(B, T, H + 2 * K, shape.head_dim)
         both, value = heads[:, :, : H + K], heads[:, :, H + K :].transpose(1, 2)
-        if layer.qk_norm_HD is not None:
+        if layer.qk_norm_HE is not None:
             eps = shape.qk_norm_eps or shape.norm_eps
-            both = rms_norm(both, None, eps) * layer.qk_norm_HD
+            both = rms_norm(both, None, eps) * layer.qk_norm_HE
         cos, sin = rope
         both = torch.addcmul(both * cos, both.roll(shape.head_dim // 2, -1), sin).transpose(1, 2)
         query, key = both[:, :H], both[:, H:]
@@ -130,7 +129,7 @@ class FastLlama(LanguageModel):
         return x + linear(self._neurons(x, layer), layer.down)
 
     def _neurons(self, x: Tensor, layer: LayerWeights) -> Tensor:
-        """[B, T, N]: what the neurons of the MLP put out."""
+        """[B, T, O]: what the neurons of the MLP put out."""
         shape = self.module.shape
         flat = rms_norm(x, layer.mlp_norm, shape.norm_eps)
         gate, up = _project(flat, layer.gate_up, (None,) * len(layer.gate_up)).chunk(2, dim=-1)

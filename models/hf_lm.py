@@ -3,8 +3,8 @@
 transformers' module does the arithmetic. Ours are the cache (keys and values go to `SlotKV`), the
 masks (4-D bool, passed through by transformers as they are) and the attention kernel, which folds a
 group of query heads into the query axis instead of repeating keys and values.
-Letters: B rows, T fed tokens, L key positions, H heads, G query heads per key/value head, D width,
-V vocabulary.
+Letters: B rows, D hidden width, E head width, H query heads, J key/value heads, L positions, T fed
+tokens, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import sdpa_mask
 
-from specctl.core.drafter import Borrowed
 from specctl.core.errors import IncompatibleError
-from specctl.core.kv_cache import LayerShape, SlotKV
-from specctl.core.language_model import Feed, LanguageModel, LmOut, Masks
+from specctl.core.kv_cache import KVShape, SlotKV
+from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut, Masks
 from specctl.models.hf_probe import ask_plainly, check_rounds, narrowed
 from specctl.models.hf_spec import field_of, head_scale, refuse_stateful, spec_of
 from specctl.models.kernels import attend
@@ -31,27 +30,27 @@ ATTENTION = "specctl"
 
 
 def attend_capped(
-    query_BHTD: Tensor,
-    key_BHLD: Tensor,
-    value_BHLD: Tensor,
+    query_BHTE: Tensor,
+    key_BJLE: Tensor,
+    value_BJLE: Tensor,
     mask: Tensor,
     scale: float,
     softcap: float | None,
     sink_H: Tensor | None,
 ) -> Tensor:
     """`attend` written out, for scores with a soft cap (Gemma 2) or attention sinks (gpt-oss)."""
-    B, H, T, D = query_BHTD.shape
-    heads = key_BHLD.shape[1]
-    folded = query_BHTD.reshape(B, heads, -1, D)
-    score = (folded @ key_BHLD.transpose(2, 3)).float() * scale
+    B, H, T, E = query_BHTE.shape
+    heads = key_BJLE.shape[1]
+    folded = query_BHTE.reshape(B, heads, -1, E)
+    score = (folded @ key_BJLE.transpose(2, 3)).float() * scale
     if softcap is not None:
         score = softcap * torch.tanh(score / softcap)
     score = score.view(B, H, T, -1).masked_fill(~mask, -torch.inf)
     if sink_H is not None:
         sink = sink_H.float().view(1, H, 1, 1).expand(B, H, T, 1)
         score = torch.cat([score, sink], dim=-1)
-    prob = score.softmax(-1)[..., : key_BHLD.shape[2]].to(value_BHLD.dtype)
-    out = prob.view(B, heads, -1, key_BHLD.shape[2]) @ value_BHLD
+    prob = score.softmax(-1)[..., : key_BJLE.shape[2]].to(value_BJLE.dtype)
+    out = prob.view(B, heads, -1, key_BJLE.shape[2]) @ value_BJLE
     return out.view(B, H, T, -1)
 
 
@@ -143,7 +142,7 @@ class HfLM(LanguageModel):
     module: Any
 
     def __init__(
-        self, model: Any, eos_ids: tuple[int, ...] = (), kv_layers: tuple[LayerShape, ...] = ()
+        self, model: Any, eos_ids: tuple[int, ...] = (), kv_layers: tuple[KVShape, ...] = ()
     ) -> None:
         if not kv_layers:
             refuse_stateful(type(model), model.config)
@@ -188,7 +187,7 @@ class HfLM(LanguageModel):
         self.windows = given
 
     @property
-    def kv_layers(self) -> tuple[LayerShape, ...]:
+    def kv_layers(self) -> tuple[KVShape, ...]:
         return self._layers or super().kv_layers
 
     def _mask(self, masks: Masks) -> Any:

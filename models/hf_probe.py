@@ -12,7 +12,7 @@ about their mean. Rounding to bfloat16 makes as much of it as some wrong masks d
 measured, more where it sends a token to another expert), so weights of half precision are widened
 to float32, one module at a time, and a right answer is within `BOUND`. Where they cannot be
 (quantised weights, a kernel of one dtype) the middle distance counts, within `ROUGH`.
-Letters: R paths, S tokens of a path, B rows, T fed tokens, V vocabulary, N compared tokens.
+Letters: B rows, N nodes, R flat rows, S sequence, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from specctl.core.errors import IncompatibleError
-from specctl.core.kv_cache import LayerShape, SlotKV
+from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.language_model import LanguageModel
 from specctl.core.tree import DraftTree, NodeKind
 from specctl.models.hf_spec import ALIBI, field_of
@@ -50,7 +50,7 @@ class Plain:
 
     ids_RS: Tensor
     logits_RSV: Tensor
-    layers: tuple[LayerShape, ...]
+    layers: tuple[KVShape, ...]
     is_exact: bool
 
 
@@ -182,14 +182,14 @@ def _distance(found_NV: Tensor, wanted_NV: Tensor) -> Tensor:
     return away.nan_to_num(torch.inf)
 
 
-def _layers(cache: Any) -> tuple[LayerShape, ...]:
+def _layers(cache: Any) -> tuple[KVShape, ...]:
     """What each layer of transformers' cache keeps of a token; layers that read another's keep
     nothing."""
     shapes = []
     for layer in cache.layers:
         pair = (getattr(layer, "keys", None), getattr(layer, "values", None))
         sizes = [0 if part is None else part.shape[i] for part in pair for i in (1, 3)]
-        shapes.append(LayerShape(*sizes))
+        shapes.append(KVShape(*sizes))
     return tuple(shapes)
 
 

@@ -1,4 +1,4 @@
-"""What a transformers configuration says about a model: its shape, its fitness as a target."""
+"""What a transformers configuration tells about a model: its shape, its fitness as a target."""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ packed weight is a copy. Where there is none, two or three float32 rows go throu
 which costs there what one row costs.
 
 `attend`: a group of query heads becomes extra query positions, so that keys and values are never
-repeated. Letters: B rows, T fed tokens, L key positions, H heads, D width.
+repeated.
+Letters: B rows, E head width, H query heads, J key/value heads, L positions, T fed tokens.
 """
 
 from __future__ import annotations
@@ -110,19 +111,19 @@ def additive_mask(mask: Tensor, group: int, dtype: torch.dtype) -> Tensor:
 
 
 def attend(
-    query_BHTD: Tensor,
-    key_BHLD: Tensor,
-    value_BHLD: Tensor,
+    query_BHTE: Tensor,
+    key_BJLE: Tensor,
+    value_BJLE: Tensor,
     folded_mask: Tensor,
     scale: float | None = None,
 ) -> Tensor:
-    """[B, H, T, D]: softmax attention; `folded_mask` is [B, 1, group * T, L] (or T = 1, broadcast),
+    """[B, H, T, E]: softmax attention; `folded_mask` is [B, 1, group * T, L] (or T = 1, broadcast),
     bool or additive."""
-    B, H, T, D = query_BHTD.shape
-    heads = key_BHLD.shape[1]
+    B, H, T, E = query_BHTE.shape
+    heads = key_BJLE.shape[1]
     if heads != H:
-        query_BHTD = query_BHTD.reshape(B, heads, H // heads * T, D)
+        query_BHTE = query_BHTE.reshape(B, heads, H // heads * T, E)
     out = F.scaled_dot_product_attention(
-        query_BHTD, key_BHLD, value_BHLD, attn_mask=folded_mask, scale=scale
+        query_BHTE, key_BJLE, value_BJLE, attn_mask=folded_mask, scale=scale
     )
     return out if heads == H else out.view(B, H, T, -1)

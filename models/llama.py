@@ -1,8 +1,8 @@
 """LlamaModel: the parameters of a Llama-shaped model and the forms in which a forward reads them.
 
 Parameter names are those of a transformers Llama folder, and the parameters may be shared with a
-transformers model. Letters: B rows, T fed tokens, H query heads, D head width (or width of the
-residual where no head is meant), V vocabulary.
+transformers model.
+Letters: B rows, E head width, H query heads, T fed tokens.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class LayerWeights:
     attention_norm: Tensor
     qkv: tuple[Weight, ...]
     qkv_bias: tuple[Tensor | None, ...]
-    qk_norm_HD: Tensor | None
+    qk_norm_HE: Tensor | None
     output: Weight
     output_bias: Tensor | None
     mlp_norm: Tensor
@@ -134,7 +134,7 @@ class _Packs:
 
 @dataclass(slots=True)
 class Rotary:
-    """Tables of cos and signed sin, [positions, 2 D], always computed in float32 and only then
+    """Tables of cos and signed sin, [positions, 2 E], always computed in float32 and only then
     rounded to the model's dtype (a bfloat16 frequency would let positions drift)."""
 
     inv_freq: Tensor
@@ -142,7 +142,7 @@ class Rotary:
     tables: dict[tuple[torch.device, torch.dtype], Tensor] = field(default_factory=dict)
 
     def at(self, position_BT: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and signed sin at positions below `length`, each [B, T, 1, D]."""
+        """cos and signed sin at positions below `length`, each [B, T, 1, E]."""
         key = (position_BT.device, dtype)
         table = self.tables.get(key)
         if table is None or table.shape[0] < length:
@@ -159,7 +159,7 @@ class Rotary:
 
 
 def default_inv_freq(head_dim: int, theta: float) -> Tensor:
-    """float32 [D/2]: theta ** (-2i / D)."""
+    """float32 [E/2]: theta ** (-2i / D)."""
     return 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
 
 
@@ -232,20 +232,20 @@ class LlamaModel(nn.Module):
         return size <= PACK_SHARE * _memory_bytes(weight.device)
 
     def _collect(self, is_fused: bool) -> Weights:
-        def lay(weight: Tensor) -> Weight:
+        def packed(weight: Tensor) -> Weight:
             return pack(weight) if is_fused and can_pack(weight) else weight
 
         def fuse(parts: tuple[Tensor, ...]) -> tuple[Weight, ...]:
-            return (lay(torch.cat(parts)),) if is_fused else parts
+            return (packed(torch.cat(parts)),) if is_fused else parts
 
-        layers = [self._collect_layer(layer, fuse, lay, is_fused) for layer in self.model.layers]
-        return Weights(layers, lay(self.head_weight))
+        layers = [self._collect_layer(layer, fuse, packed, is_fused) for layer in self.model.layers]
+        return Weights(layers, packed(self.head_weight))
 
     def _collect_layer(
         self,
         layer: Any,
         fuse: Callable[[tuple[Tensor, ...]], tuple[Weight, ...]],
-        lay: Callable[[Tensor], Weight],
+        packed: Callable[[Tensor], Weight],
         is_fused: bool,
     ) -> LayerWeights:
         attention, mlp, shape = layer.self_attn, layer.mlp, self.shape
@@ -262,12 +262,12 @@ class LlamaModel(nn.Module):
             attention_norm=layer.input_layernorm.weight,
             qkv=fuse(tuple(part.weight for part in parts)),
             qkv_bias=biases,
-            qk_norm_HD=qk_norm,
-            output=lay(attention.o_proj.weight),
+            qk_norm_HE=qk_norm,
+            output=packed(attention.o_proj.weight),
             output_bias=attention.o_proj.bias,
             mlp_norm=layer.post_attention_layernorm.weight,
             gate_up=fuse((mlp.gate_proj.weight, mlp.up_proj.weight)),
-            down=lay(mlp.down_proj.weight),
+            down=packed(mlp.down_proj.weight),
         )
 
 

@@ -5,7 +5,6 @@ copied. Cutting what contributes nothing (zero columns of o_proj and down_proj, 
 always zero) therefore leaves the function as it was. RMSNorm(x) over d of D channels that hold the
 share e of |x|^2 divides by sqrt(e |x|^2 / d) instead of sqrt(|x|^2 / D), so the norm's weight is
 multiplied by sqrt(e D / d) (epsilon, far smaller than |x|^2 / D, is left alone).
-Letters: D channels of the residual, H query heads, K key/value heads, N neurons of an MLP.
 """
 
 from __future__ import annotations

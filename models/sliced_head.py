@@ -4,7 +4,8 @@ Logits over a large vocabulary dwarf everything else in training. Here a slice o
 the head, its loss is taken and, where the head is one matrix, differentiated at once: what stays is
 the gradient of states and matrix, as in fused linear cross-entropy (arXiv 2410.10989). Nothing is
 computed twice, and the order of the sums is fixed. Any other head is recomputed in the backward
-pass. Letters: R rows, N rows of a slice, D width, K draft vocabulary, F figures.
+pass.
+Letters: D hidden width, F figures, K draft vocabulary, Q picked rows, R flat rows.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 Head = Callable[[Tensor], Tensor]
 Rows = tuple[Tensor, ...]  # row numbers first, then whatever else `Part` wants, all of one length
-Part = Callable[..., Tensor]  # (draft_NK, *rows) -> [F]: the loss first, then figures
+Part = Callable[..., Tensor]  # (draft_QK, *rows) -> [F]: the loss first, then figures
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,8 @@ class LinearHead:
     weight_KD: Tensor
     bias_K: Tensor | None = None
 
-    def __call__(self, state_ND: Tensor) -> Tensor:
-        return F.linear(state_ND, self.weight_KD, self.bias_K)
+    def __call__(self, state_QD: Tensor) -> Tensor:
+        return F.linear(state_QD, self.weight_KD, self.bias_K)
 
 
 def sum_slices(state_RD: Tensor, head: Head, slices: Sequence[Rows], part: Part) -> Tensor:
@@ -72,14 +73,14 @@ class _Differentiated(torch.autograd.Function):
         grads = [None if x is None else torch.zeros_like(x) for x in wanted]
         sums = []
         for rows in slices:
-            state_ND = state_RD[rows[0]]
-            logits_NK = F.linear(state_ND, weight_KD, bias_K).requires_grad_()
+            state_QD = state_RD[rows[0]]
+            logits_QK = F.linear(state_QD, weight_KD, bias_K).requires_grad_()
             with torch.enable_grad():
-                figures_F = part(logits_NK, *rows)
-                (grad_NK,) = torch.autograd.grad(figures_F[0], logits_NK)
+                figures_F = part(logits_QK, *rows)
+                (grad_QK,) = torch.autograd.grad(figures_F[0], logits_QK)
             sums.append(figures_F.detach())
-            del logits_NK, figures_F
-            _add(grads, grad_NK, rows[0], state_ND, weight_KD)
+            del logits_QK, figures_F
+            _add(grads, grad_QK, rows[0], state_QD, weight_KD)
         ctx.grads = grads
         return torch.stack(sums).sum(0)
 
@@ -92,15 +93,15 @@ class _Differentiated(torch.autograd.Function):
 
 
 def _add(
-    grads: list[Tensor | None], grad_NK: Tensor, row_N: Tensor, state_ND: Tensor, weight_KD: Tensor
+    grads: list[Tensor | None], grad_QK: Tensor, row_Q: Tensor, state_QD: Tensor, weight_KD: Tensor
 ) -> None:
     """Gradients of one slice's states, matrix and bias; a row is in one slice only."""
     into_state, into_weight, into_bias = grads
-    with torch.autocast(grad_NK.device.type, enabled=False):
+    with torch.autocast(grad_QK.device.type, enabled=False):
         if into_state is not None:
-            into_state[row_N] = (grad_NK @ weight_KD.to(grad_NK.dtype)).to(into_state.dtype)
+            into_state[row_Q] = (grad_QK @ weight_KD.to(grad_QK.dtype)).to(into_state.dtype)
         if into_weight is not None:
-            by = grad_NK.t().to(into_weight.dtype), state_ND.to(into_weight.dtype)
+            by = grad_QK.t().to(into_weight.dtype), state_QD.to(into_weight.dtype)
             into_weight.addmm_(*by)
         if into_bias is not None:
-            into_bias += grad_NK.sum(0).to(into_bias.dtype)
+            into_bias += grad_QK.sum(0).to(into_bias.dtype)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import Field, PrivateAttr, model_validator
 
 from specctl.recipes.low_rank import JointPart, LoraPart
-from specctl.recipes.section import Fraction, Positive, Section, SeedNumber, Tokens, flatten
+from specctl.recipes.section import Fraction, NameOf, Positive, Section, SeedNumber, Tokens, flatten
 from specctl.recipes.serve import ServePart
 
 LARGEST_OPTION = 10**12  # of a drafter's options; what fits each is the family's to say
@@ -236,22 +236,10 @@ class ScalingPart(Section):
     steps: tuple[Positive, ...] = Field(default=(60, 120, 240), description="token budgets")
 
 
-Exported = Literal[
-    "gguf",
-    "hf",
-    "medusa",
-    "mlp-speculator",
-    "sglang",
-    "specctl",
-    "speculators",
-    "vllm-medusa",
-]
-
-
 class ExportPart(Section):
     """Which formats are written after training."""
 
-    formats: tuple[Exported, ...] = ("specctl",)
+    formats: tuple[Annotated[str, NameOf("specctl.export.formats", "FORMAT")], ...] = ("specctl",)
 
 
 class Recipe(Section):

@@ -1,16 +1,34 @@
-"""What every part of a recipe is made of: the frozen base class and the kinds of numbers."""
+"""What every part of a recipe is made of: the frozen base class, kinds of numbers, names."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import CoreSchema, core_schema
+
+from specctl.core.plugins import declared
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[int, Field(ge=1, le=10**9)]
 Tokens = Annotated[int, Field(ge=1, le=10**13)]
 SeedNumber = Annotated[int, Field(ge=0, lt=2**32)]
+
+
+@dataclass(frozen=True, slots=True)
+class NameOf:
+    """Annotates the name of a plug-in of that package (core/plugins.py), or another word `also`, as
+    Literal would if all were known beforehand."""
+
+    package: str
+    attribute: str
+    also: tuple[str, ...] = ()
+
+    def __get_pydantic_core_schema__(self, *_: Any) -> CoreSchema:
+        known = declared(self.package, self.attribute)
+        return core_schema.literal_schema([*self.also, *known])
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -35,7 +53,9 @@ class Section(BaseModel):
         """A yes or no would otherwise count as 1 or 0."""
         for key, value in given.items() if isinstance(given, Mapping) else ():
             field = cls.model_fields.get(str(key))
-            if isinstance(value, bool) and field is not None and field.annotation is not bool:
+            if field is None or not isinstance(value, bool):
+                continue
+            if bool not in (field.annotation, *get_args(field.annotation)):
                 shown = field.get_default(call_default_factory=True)
                 raise ValueError(f"{key} is no switch; write a value such as {key}: {shown}")
         return given

@@ -1,19 +1,29 @@
 """How a drafter drafts and is verified: the section `serve` of a recipe and of a package.
 
-Policies, stop rules, controllers and verification rules by name, and which settings each policy
-has. What they do stands in runtime/policies, runtime/controllers and runtime/verify.
+Policies, stop rules, controllers and verification rules are known by the entries that their modules
+declare, and a policy's settings by the fields of its class. What is set here of the most usual ones
+is their range and what they are for; a policy may bring others of its own.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from itertools import accumulate
 from operator import mul
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    create_model,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
-from specctl.recipes.section import Fraction, Section
+from specctl.core.plugins import declared
+from specctl.recipes.section import Fraction, NameOf, Section
 
 T = TypeVar("T")
 MOST_NODES, MOST_LEVELS = 1024, 64
@@ -21,43 +31,27 @@ UpTo64 = Annotated[int, Field(ge=1, le=MOST_LEVELS)]
 UpTo1024 = Annotated[int, Field(ge=1, le=MOST_NODES)]
 Levels = Annotated[tuple[T, ...], Field(max_length=MOST_LEVELS)]
 
-PolicyName = Literal[
-    "chain", "static-tree", "dynamic-tree", "merged-beams", "sequoia", "rsd", "dyspec", "opt-tree",
-    "ddd", "cape", "mcsd", "top-plus-one", "paths", "hardware-tree", "propd", "fused", "direct",
-    "switch",
-]  # fmt: skip
-StopName = Literal[
-    "confidence", "confidence-head", "roc", "svip", "specdec-pp", "disco", "ada-eagle",
-    "draft-verify", "heuristic", "thompson",
-]  # fmt: skip
-ControllerName = Literal["auto", "ucb", "exp3", "thompson", "hedge", "cascade"]
-RuleName = Literal[
-    "auto", "greedy", "target-only", "one-hot", "chain", "block", "multi-round", "spectr",
-    "recursive", "sequoia", "top-plus-one", "traversal", "multi-path",
-]  # fmt: skip
+PolicyName = Annotated[str, NameOf("specctl.runtime.policies", "POLICY")]
+StopName = Annotated[str, NameOf("specctl.runtime.stops", "STOP")]
+ControllerName = Annotated[str, NameOf("specctl.runtime.controllers", "CONTROLLER")]
+RuleName = Annotated[str, NameOf("specctl.runtime.verify", "RULE", ("auto",))]
+
+_PLAIN = {kind.__name__: kind for kind in (bool, float, int, str, tuple)}
 
 
-# Which settings of `serve` each policy has; any other that is set would be ignored.
-POLICY_FIELDS: dict[PolicyName, tuple[str, ...]] = {
-    "chain": ("length", "confidence", "stop", "threshold", "stop_file"),
-    "static-tree": ("branch",),
-    "dynamic-tree": ("length", "nodes", "beam"),
-    "merged-beams": ("length", "beam"),
-    "fused": ("length", "nodes", "beam"),
-    "sequoia": ("length", "nodes", "acceptance"),
-    "rsd": ("length", "beam"),
-    "dyspec": ("length", "nodes", "beam", "threshold"),
-    "opt-tree": ("length", "nodes", "beam", "threshold"),
-    "ddd": ("length", "nodes", "beam", "threshold", "check"),
-    "cape": ("length", "widths"),
-    "mcsd": ("branch", "confidence"),
-    "top-plus-one": ("branch",),
-    "paths": ("length", "beam"),
-    "hardware-tree": ("length", "nodes", "profile"),
-    "propd": ("length", "nodes", "early_layer", "early_top", "refresh"),
-    "direct": ("length", "nodes"),
-    "switch": ("length", "nodes", "lengths", "controller"),
+def _settings(fields: dict[str, str]) -> dict[str, Any]:
+    """The fields of a policy's class that a recipe can write down, with their types."""
+    plain = {*_PLAIN, "None"}
+    found = {name: kind for name, kind in fields.items() if set(re.findall(r"\w+", kind)) <= plain}
+    return {name: eval(kind, dict(_PLAIN)) for name, kind in found.items()}
+
+
+_SETTINGS = {
+    name: _settings(policy.fields())
+    for name, policy in declared("specctl.runtime.policies", "POLICY").items()
 }
+# Which settings of `serve` each policy has; any other that is set would be ignored.
+POLICY_FIELDS = {name: tuple(settings) for name, settings in _SETTINGS.items()}
 # length has a default and is never refused
 _ALWAYS = {"policy", "length", "rule", "adaptive", "parallel"}
 
@@ -133,6 +127,23 @@ class ServePart(Section):
             if getattr(self, key) is not None:
                 raise ValueError(f"{key} is ignored by policy {self.policy}; remove it")
         return self
+
+    @model_serializer(mode="wrap")
+    def _own_if_set(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A policy's own settings are written where they are set: a recipe without them is the one
+        that it was before that policy came, and has its digest."""
+        return {k: v for k, v in dump(self).items() if v is not None or k not in _OWN}
+
+
+_OWN: dict[str, Any] = {
+    setting: (kind | None, Field(default=None, description=f"{name}: a setting of its own"))
+    for name, settings in _SETTINGS.items()
+    for setting, kind in settings.items()
+    if setting not in ServePart.model_fields
+}
+if not TYPE_CHECKING:
+    about = {"__module__": __name__, "__doc__": ServePart.__doc__}
+    ServePart = create_model("ServePart", __base__=ServePart, **about, **_OWN)
 
 
 def check_serve(serve: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,17 @@ COMMANDS = (
 )  # fmt: skip
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "numpy"}
 LONGEST_FILE = 500
+# Where module docstrings name their shape letters in the words of docs/glossary.md.
+LETTERED = (
+    "core", "models", "drafters", "runtime/policies", "runtime/verify", "runtime/sampling",
+    "runtime/cross_vocab", "runtime/proof",
+)  # fmt: skip
+OTHER_LETTERS = {"count_OT"}  # stored under this name: orders by slots of a table
+# Where no module imports one that imports it.
+WITHOUT_CIRCLES = (
+    "core", "models", "drafters", "recipes", "train", "runtime/policies", "runtime/verify",
+    "runtime/sampling", "runtime/cross_vocab", "runtime/proof", "runtime/stops", "runtime/measure",
+)  # fmt: skip
 
 
 def sources(*rooms: str) -> list[Path]:
@@ -62,6 +74,75 @@ def test_a_wrong_arrow_would_be_seen(tmp_path: Path) -> None:
         "def f():\n    from specctl.train.loop import train\n    import specctl.cli.main\n"
     )
     assert imported_rooms(path) == {"train", "cli"}
+
+
+def modules(folder: str) -> dict[str, Path]:
+    """Name -> file of the modules below a folder."""
+    names = {p: p.relative_to(ROOT).with_suffix("").as_posix() for p in sources(folder)}
+    return {"specctl." + n.removesuffix("/__init__").replace("/", "."): p for p, n in names.items()}
+
+
+def imported_modules(path: Path, known: dict[str, Path]) -> set[str]:
+    """Those of the known modules that a file imports, lazily or for types, too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            deeper = {f"{node.module}.{alias.name}" for alias in node.names} & set(known)
+            found |= deeper or {node.module or ""} & set(known)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names} & set(known)
+    return found
+
+
+def circle(edges: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle; empty if there is none."""
+    left = dict(edges)
+    while free := [name for name, below in left.items() if not below & set(left) - {name}]:
+        for name in free:
+            del left[name]
+    return sorted(left)
+
+
+@pytest.mark.parametrize("folder", WITHOUT_CIRCLES)
+def test_modules_of_a_room_do_not_import_in_circles(folder: str) -> None:
+    known = modules(folder)
+    found = circle({name: imported_modules(path, known) for name, path in known.items()})
+    assert not found, f"these lie on a circle of imports or above one: {found}"
+
+
+def test_a_circle_would_be_seen() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+    assert circle({"a": {"b"}, "b": {"a"}, "c": set()}) == ["a", "b"]
+
+
+def axes() -> dict[str, str]:
+    """Letter of a shape suffix -> its one meaning, from the glossary."""
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    return dict(re.findall(r"^\| ([A-Z]) \| ([^|]+?) \|", text, re.M))
+
+
+def used_letters(tree: ast.Module) -> set[str]:
+    """Letters in the shape suffixes of a module's names."""
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    suffixes = [re.fullmatch(r"_*[a-z]\w*_([A-Z0-9]{1,6})", name) for name in names - OTHER_LETTERS]
+    return {letter for found in suffixes if found for letter in found[1] if letter.isalpha()}
+
+
+@pytest.mark.parametrize("folder", LETTERED)
+def test_shape_letters_mean_what_the_glossary_says(folder: str) -> None:
+    known = axes()
+    for path in sources(folder):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        docstring = " ".join((ast.get_docstring(tree) or "").split())
+        line = re.search(r"Letters: (.*)\.$", re.sub(r"\([^)]*\)", "", docstring))
+        entries = [entry.split(maxsplit=1) for entry in line[1].split(", ")] if line else []
+        named = {letter: meaning.strip() for letter, meaning in entries}
+        name = path.relative_to(ROOT)
+        wrong = {letter: text for letter, text in named.items() if known.get(letter) != text}
+        assert not wrong, f"{name}: docs/glossary.md says otherwise than {wrong}"
+        assert not used_letters(tree) - set(named), f"{name} names letters it does not explain"
 
 
 @pytest.mark.parametrize("room", ROOMS)

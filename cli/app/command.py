@@ -10,11 +10,12 @@ import functools
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, Concatenate, ParamSpec, get_type_hints
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from specctl.cli.app.console import Console
 from specctl.cli.app.printable import guarded_streams
@@ -83,6 +84,47 @@ def command(
     run.__doc__ = unwrap(body.__doc__ or "")
     del run.__wrapped__
     return run
+
+
+class Command(TyperCommand):
+    """A command whose help names no type beside a switch, which takes no value."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _untyped(super().get_params(ctx))
+
+
+class Group(TyperGroup):
+    """The same for a group of commands."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _untyped(super().get_params(ctx))
+
+
+def _untyped(params: list[Any]) -> list[Any]:
+    for parameter in params:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    return params
+
+
+def command_group(name: str, help: str, bodies: Sequence[Callable[..., None]]) -> typer.Typer:
+    """`specctl NAME BODY` for each of these functions."""
+    app = typer.Typer(
+        cls=Group,
+        name=name,
+        help=help,
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode="rich",
+    )
+
+    def group(console: Console) -> None:
+        del console
+
+    app.callback()(command(group, name))
+    for body in bodies:
+        app.command(body.__name__, cls=Command)(command(body, f"{name}-{body.__name__}"))
+    return app
 
 
 def _check_numbers(ctx: typer.Context, option: inspect.Parameter, value: Any) -> None:

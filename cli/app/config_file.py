@@ -16,7 +16,7 @@ from typing import Any
 
 import typer
 
-from specctl.core.errors import FileError, RecipeError, nearest
+from specctl.core.errors import RecipeError, nearest, unreadable
 
 META = "specctl.config_file"  # where the contexts of one command line keep the file
 
@@ -42,13 +42,9 @@ def read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise FileError(
-            f"the configuration {path} cannot be read",
-            where="--config-file",
-            found=getattr(error, "strerror", None) or str(error),
-            expected="a YAML file of defaults for flags",
-            do="give an existing file, or leave --config-file out",
-        ) from error
+        flag, expected = "--config-file", "a YAML file of defaults for flags"
+        do = "give an existing file, or leave --config-file out"
+        raise unreadable("the configuration", path, error, flag, expected, do) from error
     tree = _mapping(parse_yaml(text, str(path)) or {}, str(path))
     for key, value in tree.items():
         if isinstance(value, dict) and key not in COMMANDS:

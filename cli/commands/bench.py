@@ -14,11 +14,10 @@ import typer
 from specctl.cli.app.console import Console
 from specctl.cli.app.outputs import check_file, check_folder, write_report
 from specctl.cli.commands.against import cannot_assist, parse_against, transformers_contenders
-from specctl.cli.commands.families_bench import TrainingBudget, bench_families
-from specctl.cli.commands.families_table import Heat
+from specctl.cli.commands.bench_families import Heat, TrainingBudget, bench_families
 from specctl.cli.options.flags import DRAFTING, Compile, Seed, Sets
-from specctl.cli.options.generation_config import GenerationConfigFlag, check_choice, followed, tell
 from specctl.cli.options.loading import NO_DRAFTER, DraftingFlags, LoadedDraft
+from specctl.cli.options.sampling import GenerationConfigFlag, check_choice, followed, tell
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice, inflated_note, target_json
 from specctl.core.errors import GateError, RecipeError
 

@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specctl.cli.app.console import Console
-from specctl.cli.options.training import finish, load_initial, train_and_package
+from specctl.cli.options.training import (
+    finish,
+    load_initial,
+    packaged_acceptance,
+    train_and_package,
+)
 from specctl.core.errors import FileError
 
 if TYPE_CHECKING:
@@ -146,25 +151,19 @@ def _make(
 
 def _save(job: PruneJob, target: Target, folder: Path, made: CutDrafter) -> None:
     from specctl.export.package.check import check_package
-    from specctl.export.package.folder import save_package
+    from specctl.export.package.folder import redacted, save_package
 
-    measured = made.report.measured
+    command = redacted(["specctl", *sys.argv[1:]])
+    again = [*command, *([] if "--target" in command else ["--target", target.name])]
+    measured = made.report.measured.to_json()
     save_package(
         made.drafter,
         target,
         folder,
         serve=job.recipe.to_json()["serve"],
         recipe_digest=job.recipe.digest,
-        acceptance={
-            "tau": measured.tau,
-            "alpha": list(measured.accepted_per_position),
-            "command": f"specctl prune --target {target.name}",
-            "data": "held-out prompts",
-            "temperature": measured.temperature,
-            "prompts": measured.prompts,
-            "new_tokens": job.recipe.train.tau_tokens,
-        },
-        command=["specctl", *sys.argv[1:]],
+        acceptance=packaged_acceptance(measured, job.recipe, target, again),
+        command=command,
     )
     check_package(folder, target, reference=made.drafter)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated
 
 import typer
 
@@ -12,9 +12,9 @@ from specctl.cli.app.outputs import check_folder
 from specctl.cli.options.flags import Allow, Out
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
 from specctl.core.errors import RecipeError, nearest
-from specctl.recipes.schema import Exported
+from specctl.core.plugins import declared
 
-FORMATS: tuple[str, ...] = get_args(Exported)
+FORMATS = tuple(declared("specctl.export.formats", "FORMAT"))
 
 
 def export(

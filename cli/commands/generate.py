@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specctl.cli.app.console import Console
-from specctl.cli.app.stream import TextStream
 from specctl.cli.commands.generated import check_forms, show_stats, tell_ends
 from specctl.cli.options.flags import Compile
-from specctl.cli.options.grammar import GrammarFlags
 from specctl.cli.options.loading import NO_DRAFTER, DraftChoice, LoadedDraft
 from specctl.cli.options.prompts import PromptText, read_prompts
-from specctl.cli.options.sampling import SamplingFlags
+from specctl.cli.options.sampling import GrammarFlags, SamplingFlags
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice, target_json
 
 if TYPE_CHECKING:
@@ -179,7 +177,10 @@ def _short(value: object) -> str:
 
 def _stream(console: Console, job: GenerateJob) -> GenerateRun:
     """Generate, writing text as it comes; rows decoded together are written when all are done."""
-    streams = [TextStream(job.target.decode, job.sampling.stop) for _ in job.prompts]
+    from specctl.runtime.target.text_stream import TextStream, TokenDecoder
+
+    decoder = TokenDecoder.of(job.target)
+    streams = [TextStream(decoder, job.sampling.stop) for _ in job.prompts]
     is_live = job.batch == 1 or len(job.prompts) == 1
     current = -1
     heard: list[list[int]] = [[] for _ in job.prompts]
@@ -192,7 +193,7 @@ def _stream(console: Console, job: GenerateJob) -> GenerateRun:
         if index != current:
             _open_output(console, job, index, after=current >= 0)
             current = index
-        console.write(streams[index].feed(new))
+        console.write("".join(map(streams[index].add, new)))
 
     try:
         run = job.run(job.draft, show)
@@ -204,7 +205,7 @@ def _stream(console: Console, job: GenerateJob) -> GenerateRun:
             continue
         if index != current:
             _open_output(console, job, index, after=index > 0)
-        console.write(stream.finish(output.text))
+        console.write(stream.end() if is_live else output.text)
     console.out()
     return run
 

@@ -1,29 +1,38 @@
-"""`specctl plan`: what a recipe will take, before anything is spent."""
+"""`specctl plan`: what a recipe will take, before anything is spent.
+
+`python -m specctl.cli.commands.plan RECIPE.yaml OUT SECONDS` is the process that --rehearse starts:
+it makes the small run and writes what it took to OUT/rehearsal.json.
+"""
 
 from __future__ import annotations
 
+import json
 import shlex
+import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specctl.cli.app.console import Console
-from specctl.cli.app.memory import size_text
+from specctl.cli.app.memory import peak_memory, size_text
 from specctl.cli.app.progress import duration
-from specctl.cli.commands.scaling import plan_scaling
 from specctl.cli.options.flags import Offline
 from specctl.cli.options.preflight import check_out, check_run
 from specctl.cli.options.recipe_flags import RecipeFlags
-from specctl.cli.options.target_choice import go_offline
-from specctl.core.errors import SpecctlError
+from specctl.cli.options.target_choice import TargetChoice, go_offline
+from specctl.core.errors import SpecctlError, one_of_two
 
 if TYPE_CHECKING:
     from specctl.recipes.schema import Recipe
     from specctl.train.planning.capacity import Lack
     from specctl.train.planning.plan import RunPlan
+    from specctl.train.planning.rehearsal import Rehearsal
     from specctl.train.planning.work import Part
 
 
@@ -58,13 +67,8 @@ def plan(
     """
     loaded = run.load()
     if rehearse and scaling:
-        raise SpecctlError(
-            "one plan is either rehearsed or fitted to a grid of runs",
-            where="the command line",
-            found="--rehearse --scaling",
-            expected="one of the two",
-            do="leave --rehearse out",
-        )
+        told = "one plan is either rehearsed or fitted to a grid of runs"
+        raise one_of_two(told, "--rehearse --scaling", "leave --rehearse out")
     if offline:
         go_offline()
     if scaling:
@@ -157,22 +161,6 @@ def _named(made: Sequence[tuple[Recipe, RunPlan]]) -> dict[str, RunPlan]:
     return dict(zip(names, (plan for _, plan in made), strict=True))
 
 
-def _rehearsed(console: Console, recipe: Recipe) -> RunPlan:
-    """The plan of a run after its rehearsal."""
-    from specctl.cli.commands.rehearse import rehearse
-    from specctl.train.planning.plan import plan
-
-    if recipe.stages:
-        raise SpecctlError(
-            "a pipeline cannot be rehearsed: its later stages start from the earlier ones",
-            found=f"{len(recipe.stages)} stages",
-            expected="a recipe of one stage",
-            do="leave --rehearse out, or plan one stage as a recipe of its own",
-        )
-    console.say("rehearsing: a small run in a process of its own, a minute or two")
-    return plan(recipe, rehearsal=rehearse(recipe))
-
-
 def show_plan(console: Console, recipe: Recipe, plan: RunPlan) -> None:
     """What a run will take, before anything is spent."""
     low, high = plan.seconds_range
@@ -204,3 +192,114 @@ def _part_text(part: Part) -> str:
 def _parts_text(total: int, parts: Mapping[str, int]) -> str:
     shown = ", ".join(f"{name} {size_text(count)}" for name, count in parts.items() if count)
     return f"{size_text(total)} ({shown})"
+
+
+# -- rehearsal ----------------------------------------------------------------------------------
+
+
+def _rehearsed(console: Console, recipe: Recipe) -> RunPlan:
+    """The plan of a run after its rehearsal."""
+    from specctl.train.planning.plan import plan
+
+    if recipe.stages:
+        raise SpecctlError(
+            "a pipeline cannot be rehearsed: its later stages start from the earlier ones",
+            found=f"{len(recipe.stages)} stages",
+            expected="a recipe of one stage",
+            do="leave --rehearse out, or plan one stage as a recipe of its own",
+        )
+    console.say("rehearsing: a small run in a process of its own, a minute or two")
+    return plan(recipe, rehearsal=rehearse(recipe))
+
+
+def rehearse(recipe: Recipe) -> Rehearsal:
+    """Run the recipe small and say what it took. Nothing of it is left behind."""
+    import yaml
+
+    from specctl.train.planning.rehearsal import read_rehearsal, small
+
+    with tempfile.TemporaryDirectory(prefix="specctl-rehearsal-") as folder:
+        given, out = Path(folder) / "recipe.yaml", Path(folder) / "run"
+        given.write_text(yaml.safe_dump(small(recipe).to_json()))
+        began = time.time()
+        command = [
+            sys.executable,
+            "-m",
+            "specctl.cli.commands.plan",
+            str(given),
+            str(out),
+            str(began),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            last = (done.stderr.strip().splitlines() or ["no word"])[-1]
+            raise SpecctlError(
+                "the rehearsal failed, and so would the run",
+                found=last[:300],
+                do=f"leave --rehearse out for an estimate, or try: specctl train-draft --recipe "
+                f"{recipe.name} --set train.steps=5",
+            )
+        return read_rehearsal(out / "rehearsal.json")
+
+
+def rehearsal_process() -> None:
+    """In the process of its own: RECIPE.yaml, OUT, seconds since the epoch when it was started."""
+    from specctl.cli.options.training import train_and_package
+    from specctl.recipes.load import load_recipe
+    from specctl.train.planning.rehearsal import Stopwatch, summary
+    from specctl.train.saving.store import write_json
+
+    given, out, began = sys.argv[1:]
+    recipe, watch = load_recipe(given), Stopwatch()
+    train_and_package(watch, recipe, Path(out))
+    gpu = peak_memory().get("gpu", 0)
+    found = summary(recipe, Path(out), watch, time.time() - float(began), gpu)
+    write_json(Path(out) / "rehearsal.json", asdict(found))
+
+
+# -- scaling ------------------------------------------------------------------------------------
+
+
+def plan_scaling(console: Console, recipe: Recipe, out: Path) -> None:
+    """Run the grid of a recipe in `out`, print the law, and write scaling.json and scaling.png."""
+    from specctl.train.planning.scaling import fit, grid, report, run_grid, save_picture
+
+    cells, part = grid(recipe, out), recipe.target
+    target = TargetChoice(part.name, part.revision, part.dtype, inflate=part.inflate).load(console)
+    points = run_grid(cells, target, console, ["specctl", *sys.argv[1:]])
+    law = fit(points)
+    found = report(points, law)
+    rows = [
+        (f"{c.layers} x {c.width}", f"{p['parameters']:,}", f"{p['tokens']:,}",
+         f"{p['tau']:.3f}", f"{p['fitted']:.3f}")
+        for c, p in zip(cells, found["points"], strict=True)
+    ]  # fmt: skip
+    console.table(("layers x width", "parameters", "tokens", "tau", "fitted"), rows)
+    error = "not defined" if law.error is None else f"{law.error:.3f}"
+    console.out(
+        f"tau = {law.intercept:.3f} {law.per_tokens:+.4f} log(tokens) {law.per_parameters:+.4f} "
+        f"log(parameters) | R2 {law.r2:.3f} | leave-one-out error {error}"
+    )
+    for line in prices(found):
+        console.out(line)
+    (out / "scaling.json").write_text(json.dumps(found, indent=1) + "\n")
+    picture = save_picture(points, law, out / "scaling.png")
+    answer = {**found, "out": str(out), "picture": None if picture is None else str(picture)}
+    console.done(answer, next=[f"specctl distill --target {part.name}"])
+
+
+def prices(found: dict[str, Any]) -> list[str]:
+    """What the next tenth of tau costs, one line per resource."""
+    lines = []
+    for name, price in found["next_tenth"].items():
+        told = f"the next 0.1 of tau by {name}: "
+        if price is None:
+            lines.append(told + "not for any amount, as far as this grid can tell")
+        else:
+            told += f"{price['factor']:,.2f} times as many ({price['total']:,.0f})"
+            lines.append(told)
+    return lines
+
+
+if __name__ == "__main__":
+    rehearsal_process()

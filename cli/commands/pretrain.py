@@ -56,27 +56,15 @@ def recipe_path(name: str) -> Path:
     """The file of a pre-training recipe: a path, or the one that comes with specctl."""
     from importlib import resources
 
-    from specctl.core.errors import FileError
+    from specctl.core.errors import unreadable
 
     path = Path(name)
     if name == "tiny-target":
         path = Path(str(resources.files("specctl.recipes") / "tiny-target.yaml"))
-    if not path.is_file():
-        raise FileError(
-            f"the pre-training recipe {name} does not exist",
-            where="--recipe",
-            found="no such file",
-            expected="tiny-target, or a YAML file of the same form",
-            do="--recipe tiny-target",
-        )
     try:
         path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise FileError(
-            f"the pre-training recipe {name} is not text",
-            where=str(path),
-            found=str(error),
-            expected="a YAML file in UTF-8",
-            do="--recipe tiny-target",
-        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        flag, expected = "--recipe", "tiny-target, or a YAML file of the same form"
+        do = "--recipe tiny-target"
+        raise unreadable("the pre-training recipe", path, error, flag, expected, do) from error
     return path

@@ -6,8 +6,9 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,18 +17,24 @@ import typer
 from specctl.cli.app.console import Console
 from specctl.cli.app.memory import peak_memory, peak_text
 from specctl.cli.app.progress import duration
-from specctl.cli.commands.quickstart_compare import compare
 from specctl.cli.options.flags import Sets
 from specctl.cli.options.preflight import check_out, check_run
 from specctl.core.errors import Exit, SpecctlError
 
 if TYPE_CHECKING:
+    from specctl.cli.options.loading import LoadedDraft
     from specctl.recipes.schema import Recipe
+    from specctl.runtime.generate import Generated
+    from specctl.runtime.measure.cost_table import CostTable
+    from specctl.runtime.measure.reporter import Advance
+    from specctl.runtime.sampling.sampling import Sampling
     from specctl.runtime.target.target import Target
 
 FULL_MINUTES = 10.0  # the budget for which the recipe's own sizes are meant, on two CPU cores
 LEAST = {"data.prompts": 32, "train.steps": 40}
 TRIM_PROMPTS, TRIM_TOKENS = 12, 48
+COMPARE_PROMPTS, COMPARE_TOKENS = 12, 64
+RATE_REPEATS = 5
 
 
 def quickstart(
@@ -83,7 +90,7 @@ def quickstart(
     run = _train(console, loaded, out)
     with continued(out):
         console.heading("3/5 vocabulary trimmed")
-        package = _trim(console, model, out)
+        package = _faster(console, model, out, _trim(console, model, out))
         console.heading("4/5 lossless?")
         _prove(console, model, package)
         console.heading("5/5 plain against speculative")
@@ -149,7 +156,7 @@ def _train(console: Console, recipe: Recipe, out: Path) -> float | None:
 
 
 def _trim(console: Console, model: Target, out: Path) -> Path:
-    """OUT/trimmed/package; kept when it was made from the same weights."""
+    """OUT/trimmed; kept when it was made from the same weights."""
     from specctl.cli.commands.trimming import TrimJob, trim_and_package
     from specctl.cli.options.loading import DraftChoice
     from specctl.export.package.manifest import WEIGHTS, check_files
@@ -161,13 +168,31 @@ def _trim(console: Console, model: Target, out: Path) -> Path:
     digest = check_files(source).files[WEIGHTS].sha256
     if mark.is_file() and json.loads(mark.read_text()).get("digest") == digest:
         console.say("trimmed before; kept")
-        return folder / "package"
+        return folder
     draft = DraftChoice(str(source)).load(model)
     settings = TrimSettings(new_tokens=TRIM_TOKENS)
     job = TrimJob(model, draft, settings, selector("vocab-trim"), num_prompts=TRIM_PROMPTS)
     trim_and_package(console, job, folder)
     mark.write_text(json.dumps({"digest": digest}))
-    return folder / "package"
+    return folder
+
+
+def _faster(console: Console, model: Target, out: Path, trimmed: Path) -> Path:
+    """The package to go on with, whole or trimmed: what cut words cost in acceptance is not always
+    won back by the smaller head. Measured once, and kept beside the trimmed one."""
+    mark, packages = trimmed / "of.json", {"whole": out / "package", "trimmed": trimmed / "package"}
+    kept = json.loads(mark.read_text())
+    if "tokens_per_second" not in kept:
+        console.say("measuring it against the whole draft")
+        kept["tokens_per_second"] = _rates(model, packages)
+        mark.write_text(json.dumps(kept))
+    found = kept["tokens_per_second"]
+    faster = max(packages, key=lambda name: float(found[name]))
+    console.say(
+        f"{found['whole']:.0f} tokens/s with the whole draft, {found['trimmed']:.0f} with the "
+        f"trimmed one: the {faster} one goes on"
+    )
+    return packages[faster]
 
 
 def _prove(console: Console, model: Target, package: Path) -> None:
@@ -189,3 +214,147 @@ def _prove(console: Console, model: Target, package: Path) -> None:
             expected="every check passed",
             do=f"report it with the output of `specctl verify {package} --json`",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The same prompts decoded plainly and with the drafter."""
+
+    setting: str
+    target: str
+    plain: Generated
+    fast: Generated
+
+    @property
+    def speedup(self) -> float:
+        return self.fast.stats.tokens_per_second / max(self.plain.stats.tokens_per_second, 1e-9)
+
+    @property
+    def identical(self) -> bool | None:
+        if self.setting != "greedy":
+            return None
+        pairs = zip(self.plain.outputs, self.fast.outputs, strict=True)
+        return all(a.token_ids == b.token_ids for a, b in pairs)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "setting": self.setting,
+            "target": self.target,
+            "plain": self.plain.stats.to_json(),
+            "speculative": self.fast.stats.to_json(),
+            "speedup": round(self.speedup, 3),
+            "identical": self.identical,
+        }
+
+
+def compare(console: Console, model: Target, package: Path, inflate: str | None) -> dict[str, Any]:
+    """Held-out prompts, greedy and at T = 0.8, plain and speculative; and at a larger cost."""
+    targets: list[tuple[Target, int, tuple[float, ...]]] = [(model, COMPARE_PROMPTS, (0.0, 0.8))]
+    if inflate is not None:
+        from specctl.cli.options.target_choice import TargetChoice
+
+        console.say(f"and the same target at the cost of {inflate} parameters")
+        large = TargetChoice(model.name, inflate=inflate).load(console)
+        targets.append((large, max(1, COMPARE_PROMPTS // 3), (0.0,)))
+    pairs: list[Pair] = []
+    with console.task("compare", 2 * sum(len(heats) for *_, heats in targets), "runs") as advance:
+        for target, count, heats in targets:
+            pairs += _pairs(target, package, count, heats, advance)
+    _show(console, pairs)
+    dtypes = {str(t.dtype).removeprefix("torch.") for t, *_ in targets if t.inflated}
+    if "bfloat16" in dtypes and any(p.identical is False for p in pairs):
+        console.out("in bfloat16 near-ties may flip; --dtype float32 gives token identity")
+    console.out("lossless check passed")
+    return {"lossless": True, "comparisons": [pair.to_json() for pair in pairs]}
+
+
+def _rates(target: Target, packages: Mapping[str, Path]) -> dict[str, float]:
+    """Tokens per second of each draft on the same held-out prompts, greedy, at its own length:
+    medians of runs in turn, so that other work on the machine slows all of them."""
+    from specctl.cli.options.loading import DraftChoice
+    from specctl.runtime.measure.bench import bench, engine_contender
+    from specctl.runtime.sampling.sampling import Sampling
+    from specctl.train.data.heldout import heldout_prompts
+
+    drafts = {name: DraftChoice(str(package)).load(target) for name, package in packages.items()}
+    ways = [
+        engine_contender(name, target, draft.drafter, draft.policy, rule=draft.rule)
+        for name, draft in drafts.items()
+    ]
+    prompts = [p.ids for p in heldout_prompts(target, COMPARE_PROMPTS // 2)]
+    sampling = Sampling(max_new_tokens=COMPARE_TOKENS)
+    report = bench(target, ways, prompts, [sampling], repeats=RATE_REPEATS)
+    return {row.name: round(row.tokens_per_second, 2) for row in report.rows}
+
+
+def _pairs(
+    target: Target,
+    package: Path,
+    count: int,
+    heats: tuple[float, ...],
+    advance: Advance,
+) -> Iterator[Pair]:
+    from specctl.cli.options.loading import DraftChoice
+    from specctl.runtime.generate import generate
+    from specctl.runtime.sampling.sampling import Sampling
+    from specctl.train.data.heldout import heldout_prompts
+
+    draft = DraftChoice(str(package)).load(target)
+    prompts = [p.ids for p in heldout_prompts(target, count)]
+    name = target.name + (f" as {target.inflated}" if target.inflated else "")
+    for heat in heats:
+        setting = f"T={heat:g}" if heat else "greedy"
+        costs = draft.costs(target, prompts, sampled=heat > 0, measure=True)
+        sampling = Sampling(temperature=heat, max_new_tokens=COMPARE_TOKENS)
+        generate(target, prompts[:1], sampling=sampling)  # pays for allocations
+        plain = generate(target, prompts, sampling=sampling)
+        advance(1, f"{name} {setting} plain")
+        _speculate(target, draft, prompts[:1], sampling, costs)
+        fast = _speculate(target, draft, prompts, sampling, costs)
+        advance(1, f"{name} {setting} speculative")
+        yield Pair(setting, name, plain, fast)
+
+
+def _speculate(
+    target: Target,
+    draft: LoadedDraft,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    costs: CostTable | None,
+) -> Generated:
+    """With the drafter, its lengths chosen by what a round was measured to cost."""
+    from specctl.runtime.generate import generate
+    from specctl.runtime.measure.cost import equip
+
+    chosen = equip(draft.policy, costs)
+    return generate(
+        target,
+        prompts,
+        drafter=draft.drafter,
+        sampling=sampling,
+        policy=chosen.policy,
+        rule=draft.rule,
+        chooser=chosen.chooser,
+    )
+
+
+def _show(console: Console, pairs: list[Pair]) -> None:
+    columns = (
+        "target", "sampling", "tau", "accepted per position", "plain tok/s", "specctl tok/s",
+        "speed-up", "identical", "repetition",
+    )  # fmt: skip
+    rows = [
+        (
+            pair.target,
+            pair.setting,
+            f"{pair.fast.stats.tau:.2f}",
+            " ".join(f"{share:.2f}" for share in pair.fast.stats.accepted_per_position),
+            f"{pair.plain.stats.tokens_per_second:.0f}",
+            f"{pair.fast.stats.tokens_per_second:.0f}",
+            f"{pair.speedup:.2f}",
+            pair.identical,
+            f"{pair.fast.stats.repetition_rate:.2f}",
+        )
+        for pair in pairs
+    ]
+    console.table(columns, rows)

@@ -7,19 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from specctl.cli.app.command import command
+from specctl.cli.app.command import command_group
 from specctl.cli.app.console import Console
-from specctl.cli.app.switches import Command, Group
 from specctl.cli.options.flags import Sets
-
-app = typer.Typer(
-    cls=Group,
-    name="recipes",
-    help="List, show, copy and check recipes.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-)
 
 Name = Annotated[str, typer.Argument(help="A recipe's name, or a YAML file.")]
 
@@ -133,7 +123,7 @@ def schema(
     """Print the JSON schema of a recipe, for editors."""
     import json
 
-    from specctl.core.errors import RecipeError, nearest
+    from specctl.core.errors import unknown
     from specctl.recipes.schema import Recipe
 
     whole = Recipe.model_json_schema()
@@ -141,13 +131,7 @@ def schema(
     if field is not None:
         known = whole["properties"]
         if field not in known:
-            raise RecipeError(
-                f"a recipe has no section {field!r}",
-                where="--field",
-                found=field,
-                expected="one of " + ", ".join(known),
-                do=f"--field {nearest(field, known, 1)}",
-            )
+            raise unknown("section of a recipe", field, known, "--field")
         reference = str(known[field].get("$ref", "")).rsplit("/", 1)[-1]
         part = whole["$defs"].get(reference, known[field])
     console.out(json.dumps(part, indent=1))
@@ -186,20 +170,6 @@ def rules(console: Console) -> None:
     console.done({"rules": found, "auto": auto})
 
 
-def _everywhere(console: Console) -> None:
-    """List, show, copy and check recipes."""
-    del console
-
-
-app.callback()(command(_everywhere, "recipes"))
-app.command("ls", cls=Command)(command(ls, "recipes-ls"))
-app.command("show", cls=Command)(command(show, "recipes-show"))
-app.command("cp", cls=Command)(command(cp, "recipes-cp"))
-app.command("validate", cls=Command)(command(validate, "recipes-validate"))
-app.command("rules", cls=Command)(command(rules, "recipes-rules"))
-app.command("schema", cls=Command)(command(schema, "recipes-schema"))
-
-
 def _first_sentence(text: str) -> str:
     sentence = text.split(". ")[0].removesuffix(".")
     return sentence if len(sentence) <= 88 else sentence[:85] + "..."
@@ -215,3 +185,8 @@ def _command_of(text: str) -> str | None:
     """The command in the first line of a recipe."""
     first = text.splitlines()[0] if text else ""
     return first.removeprefix("# ") if first.startswith("# specctl") else None
+
+
+app = command_group(
+    "recipes", "List, show, copy and check recipes.", (ls, show, cp, validate, rules, schema)
+)

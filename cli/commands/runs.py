@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specctl.cli.app.command import command
+from specctl.cli.app.command import command_group
 from specctl.cli.app.console import Console
 from specctl.cli.app.memory import size_text
 from specctl.cli.app.progress import duration
-from specctl.cli.app.switches import Command, Group
-from specctl.cli.commands.runs_clean import clean
-from specctl.cli.commands.runs_common import RunFolder, after
-from specctl.cli.commands.runs_follow import resume, tail
-from specctl.core.errors import FileError, SpecctlError
+from specctl.core.errors import FileError, SpecctlError, no_folder, one_of_two
 
 if TYPE_CHECKING:
     from specctl.train.runs.folders import RunStatus
 
 RUNS = Path("runs")
+POLL = 0.5  # seconds between two looks at a log that is followed
+RESOLVED = ("train-draft", "distill")  # commands that run.yaml alone can continue
 
-app = typer.Typer(
-    cls=Group,
-    name="runs",
-    help="List, show, follow, resume, compare and clean run folders.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-)
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+Keep = Annotated[
+    int, typer.Option("--keep", min=1, help="Newest checkpoints kept beside the best.")
+]
 
 
 def ls(
@@ -46,13 +44,7 @@ def ls(
 
     is_new = folder == RUNS and not folder.exists()  # nothing was trained here yet
     if not folder.is_dir() and not is_new:
-        raise FileError(
-            f"{folder} is not a folder",
-            where=str(folder),
-            found="a file" if folder.exists() else "no such folder",
-            expected="a folder with run folders in it",
-            do="specctl runs ls .",
-        )
+        raise no_folder(folder, "a folder with run folders in it", "specctl runs ls .")
     runs = [] if is_new else [read_run(path) for path in find_runs(folder)]
     columns = ("run", "state", "step", "of", "tau", "family", "target", "age", "size")
     if runs:
@@ -100,6 +92,142 @@ def show(
     ]
     console.table(("checkpoint", "size", "", "state"), saves)
     console.done(to_json(found) | {"record": found.record}, next=after(found))
+
+
+def tail(
+    console: Console,
+    run: RunFolder,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Lines shown at first.")] = 10,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on until the run has finished, or Ctrl-C.")
+    ] = False,
+) -> None:
+    """Show the newest figures of a run, and those to come.
+
+    Example:
+
+      specctl runs tail runs/quickstart -n 5
+    """
+    from specctl.train.runs.folders import LOG, read_run
+
+    read_run(run)
+    if follow and console.json and not console.jsonl:
+        told = "--follow shows figures as they come, --json one object at the end"
+        raise one_of_two(told, "--follow --json", f"specctl runs tail {run} --json")
+    shown: list[dict[str, Any]] = []
+    try:
+        for number, new in enumerate(_new_lines(run / LOG)):
+            if number == 0:
+                new = new[-lines:] if lines else []
+            shown += new
+            for line in new:
+                console.out(_figures(line))
+            state = read_run(run).state
+            if not follow or (number and state == "finished" and not new):
+                break
+            time.sleep(POLL)
+    except KeyboardInterrupt:
+        console.say("stopped following; the run goes on")
+    found = read_run(run)
+    console.done({"run": str(run), "state": found.state, "lines": shown}, next=after(found))
+
+
+def _new_lines(path: Path) -> Iterator[list[dict[str, Any]]]:
+    """What each look at a log finds that was not there before. A run that resumes rewrites its log
+    up to where it goes on; of that, only what is new is given."""
+    from specctl.train.log import parse_lines
+
+    known: list[str] = []
+    while True:
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        whole = text[: text.rfind("\n") + 1].splitlines()  # the last line may be half-written
+        same = 0
+        while same < min(len(known), len(whole)) and known[same] == whole[same]:
+            same += 1
+        known = whole
+        yield parse_lines("\n".join(whole[same:]))
+
+
+def _figures(line: dict[str, Any]) -> str:
+    """A line of the log for people."""
+    values = {k: v for k, v in line.items() if isinstance(v, (int, float)) and k != "step"}
+    words = [f"{k} {v}" if isinstance(v, bool) else f"{k} {v:.4g}" for k, v in values.items()]
+    return f"step {line.get('step')}: " + ", ".join(words)
+
+
+def resume(
+    console: Console,
+    run: RunFolder,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option("--allow", metavar="FIELD", help="As the training command takes it."),
+    ] = None,
+) -> None:
+    """Continue an interrupted run as it was started, from wherever you are. A finished one is left
+    as it is.
+
+    Examples:
+
+      specctl runs resume runs/quickstart
+      specctl runs resume runs/distill --allow restart
+    """
+    from specctl.cli.main import main
+    from specctl.train.runs.folders import read_run
+
+    found = read_run(run)
+    if found.holder is not None:
+        raise FileError(
+            "the run is running",
+            where=str(run),
+            found=f"process {found.holder.pid} on {found.holder.host}",
+            expected="a run that was interrupted",
+            do=f"specctl runs tail {run} --follow",
+        )
+    if found.state == "finished" and kind_of(found) in RESOLVED:
+        console.say(f"{run} is finished: left as it is")
+        console.done({"run": str(run), "state": found.state}, next=after(found))
+        return
+    words = resuming_words(found) + [word for name in allow or () for word in ("--allow", name)]
+    console.say(shlex.join(["specctl", *words]))
+    sys.argv = ["specctl", *words]
+    raise typer.Exit(main(words, console))
+
+
+def kind_of(run: RunStatus) -> str:
+    """The command that began a run."""
+    return (shlex.split(run.command)[1:] or ["train-draft"])[0]
+
+
+def resuming_words(run: RunStatus) -> list[str]:
+    """The command line that continues a run: its recipe as resolved, its folder, its processes; or,
+    for commands that do more than train, the one that began it."""
+    words, kind = shlex.split(run.command)[1:], kind_of(run)
+    if kind in RESOLVED:
+        again = [kind, "--recipe", str(run.path), "--out", str(run.path)]
+        return again + _kept(words, ("--gpus", "--processes"))
+    out = _kept(words, ("--out", "-o"))
+    folder = Path(out[1]) if len(out) == 2 else None
+    if folder is None or not (
+        folder.is_dir() and run.path.resolve().is_relative_to(folder.resolve())
+    ):
+        raise SpecctlError(
+            "this run was started by a command that names another folder from here",
+            where=str(run.path),
+            found=run.command,
+            expected="to stand in the folder where it was started",
+            do=run.command,
+        )
+    return words
+
+
+def _kept(words: list[str], options: tuple[str, ...]) -> list[str]:
+    """Those of the options that are among the words, each with its value."""
+    kept: list[str] = []
+    for word, value in zip(words, [*words[1:], ""], strict=True):
+        name, equals, inline = word.partition("=")
+        if name in options:
+            kept += [name, inline if equals else value]
+    return kept
 
 
 def compare(
@@ -217,11 +345,99 @@ def _value(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _everywhere(console: Console) -> None:
-    """List, show, follow, resume, compare and clean run folders."""
-    del console
+def after(run: RunStatus) -> list[str]:
+    """What to do next with a run."""
+    if run.state == "running":
+        return [f"specctl runs tail {run.path} --follow"]
+    if run.state == "finished":
+        return [f"specctl show {run.path}/package"]
+    if run.state == "damaged":
+        return [f"specctl runs show {run.path} --hashes"]
+    return [f"specctl runs resume {run.path}"]
 
 
-app.callback()(command(_everywhere, "runs"))
-for _body in (ls, show, tail, resume, compare, clean):
-    app.command(_body.__name__, cls=Command)(command(_body, f"runs-{_body.__name__}"))
+def clean(
+    console: Console,
+    folders: Annotated[
+        list[Path] | None, typer.Argument(metavar="[FOLDER]...", help="Runs, or where they lie.")
+    ] = None,
+    keep: Keep = 2,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
+) -> None:
+    """Delete what runs can do without: leftovers, damaged and superseded checkpoints.
+
+    Never the best checkpoint, never the newest ones, nothing of a run that is running.
+
+    Example:
+
+      specctl runs clean runs
+    """
+    from specctl.train.runs.folders import dispensable, find_runs, read_run, size_of
+
+    looked = [path for folder in folders or [Path("runs")] for path in _runs_in(folder, find_runs)]
+    found = [read_run(path) for path in looked]
+    for run in found:
+        if run.holder is not None:
+            console.say(f"{run.path} is running: left alone")
+    going = [(run, path) for run in found for path in dispensable(run, keep)]
+    sizes = [size_of(path) for _, path in going]
+    rows = [(path, size_text(size)) for (_, path), size in zip(going, sizes, strict=True)]
+    if rows:
+        console.table(("would go", "size"), rows)
+    else:
+        console.say(f"nothing to delete in {len(found)} runs")
+    is_agreed = bool(going) and (yes or _asked(console, len(going), sum(sizes)))
+    deleted = [path for run in found for path in _delete(console, run, keep)] if is_agreed else []
+    freed = sum(size for (_, path), size in zip(going, sizes, strict=True) if path in deleted)
+    if deleted:
+        console.out(f"deleted {len(deleted)}, {size_text(freed)}")
+    answer = {
+        "found": [{"path": str(p), "bytes": s} for (_, p), s in zip(going, sizes, strict=True)],
+        "deleted": [str(path) for path in deleted],
+        "bytes": freed,
+    }
+    words = shlex.join(["specctl", "runs", "clean", *map(str, folders or [Path("runs")]), "--yes"])
+    console.done(answer, next=[] if deleted or not going else [words])
+
+
+def _runs_in(folder: Path, find: Any) -> list[Path]:
+    if not folder.is_dir():
+        raise no_folder(folder, "a run folder, or a folder with runs in it", "specctl runs ls")
+    found: list[Path] = find(folder)
+    return found
+
+
+def _asked(console: Console, count: int, size: int) -> bool:
+    """What a person at a terminal answers; nobody else is asked."""
+    if console.json or console.quiet or not (sys.stdin.isatty() and console.stderr.isatty()):
+        return False
+    return typer.confirm(f"delete these {count} ({size_text(size)})?", default=False, err=True)
+
+
+def _delete(console: Console, run: RunStatus, keep: int) -> list[Path]:
+    """Delete what the run can do without, holding its folder; a checkpoint is renamed first, so
+    that no half-deleted one ever looks like one."""
+    from specctl.train.runs.folders import dispensable, read_run
+    from specctl.train.saving.lock import locked
+    from specctl.train.saving.whole import drop
+
+    if run.holder is not None:
+        return []
+    gone: list[Path] = []
+    with locked(run.path, console):
+        # as it stands now, our own hold on it left aside
+        for path in dispensable(read_run(run.path), keep, is_ours=True):
+            doomed = path.with_name(f".tmp-clean-{path.name.lstrip('.')}")
+            path.rename(doomed)
+            kept = drop(doomed)
+            if kept is not None:
+                console.say(f"what else lay in {path} is kept in {kept}")
+            gone.append(path)
+    return gone
+
+
+app = command_group(
+    "runs",
+    "List, show, follow, resume, compare and clean run folders.",
+    (ls, show, tail, resume, compare, clean),
+)

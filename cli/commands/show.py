@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specctl.cli.app.console import Console
-from specctl.core.errors import FileError
+from specctl.core.errors import FileError, no_folder
 
 if TYPE_CHECKING:
     from specctl.export.package.manifest import Manifest
@@ -27,13 +27,8 @@ def show(
       specctl show runs/quickstart --json
     """
     if not path.is_dir():
-        raise FileError(
-            f"{path} is not a folder",
-            where=str(path),
-            found="a file" if path.exists() else "no such path",
-            expected="a package, a run folder or a model folder",
-            do="specctl show runs/NAME/package",
-        )
+        kinds = "a package, a run folder or a model folder"
+        raise no_folder(path, kinds, "specctl show runs/NAME/package")
     from specctl.export.package.manifest import MANIFEST
 
     if (path / MANIFEST).is_file():
@@ -55,12 +50,14 @@ def show(
 
 
 def _package(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
+    from specctl.core.claim import meaning, stamp
     from specctl.export.formats import filled
     from specctl.export.package.manifest import read_manifest
     from specctl.export.package.proof_record import read_record
 
     manifest, record = read_manifest(path), read_record(path)
     vocab, accepted = manifest.vocabulary, manifest.acceptance
+    mark, dtype = manifest.verification, manifest.target.dtype
     size = sum(record.bytes for record in manifest.files.values())
     _warn_of_damage(console, path, manifest)
     rows: list[tuple[str, object]] = [
@@ -69,7 +66,7 @@ def _package(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
         ("parameters", f"{manifest.parameters:,} ({manifest.dtype}, {size:,} bytes)"),
         ("target", _target_text(manifest.target)),
         ("vocabulary", f"{vocab.draft_size:,} of {vocab.target_size:,} tokens"),
-        ("verification", manifest.verification),
+        ("verification", f"{stamp(mark, dtype)}: {meaning(mark, dtype)}"),
         ("proof", _proof_text(record)),
         ("served as", _pairs(manifest.serve)),
         ("options", _pairs(manifest.options)),

@@ -21,7 +21,7 @@ def train_stop(
     console: Console,
     draft: Annotated[str, typer.Option("--draft", "-d", help="Package of a stepwise drafter.")],
     rule: Annotated[
-        str, typer.Option("--stop-rule", help="specdec-pp, disco or ada-eagle.")
+        str, typer.Option("--stop-rule", help="A stop rule that is trained, such as disco.")
     ] = "specdec-pp",
     out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")] = Path(
         "stop.safetensors"

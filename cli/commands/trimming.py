@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from specctl.cli.app.console import Console
 from specctl.cli.options.loading import LoadedDraft, packaged_serve
+from specctl.cli.options.measurement import Measurement
 from specctl.core.errors import SpecctlError
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ def trim_and_package(console: Console, job: TrimJob, out: Path) -> tuple[TrimRep
     for line in done.report.lines():
         console.out(line)
     console.out(done.report.plot())
+    for text in done.report.warnings(job.settings.min_coverage):
+        console.warn(text)
     manifest = _package(job, done.drafter, done.policy, material.prompts, out / "package")
     save_report(done.report, out)
     return done.report, manifest
@@ -131,15 +134,13 @@ def _package(
         policy=policy,
         rule=job.draft.rule,
     )
-    acceptance = {
-        "tau": made.stats.tau,
-        "alpha": list(made.stats.accepted_per_position),
-        "command": f"specctl vocab-trim --draft {job.draft.name} --size {settings.size}",
-        "data": "held-out prompts",
-        "temperature": 0.0,
-        "prompts": len(prompts),
-        "new_tokens": settings.new_tokens,
-    }
+    measured = Measurement(
+        tau=made.stats.tau,
+        accepted_per_position=made.stats.accepted_per_position,
+        num_prompts=len(prompts),
+        new_tokens=settings.new_tokens,
+        prompts=job.prompts,
+    )
     serve = packaged_serve(job.draft.name)
     if policy != job.draft.policy:
         serve["length"] = policy.depth
@@ -149,7 +150,7 @@ def _package(
         folder,
         serve=serve,
         recipe_digest=_recipe_digest(job.draft.name),
-        acceptance=acceptance,
+        acceptance=measured.record(job.target),
         command=["specctl", *sys.argv[1:]],
     )
 

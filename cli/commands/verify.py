@@ -11,11 +11,13 @@ from specctl.cli.app.console import Console
 from specctl.cli.app.outputs import check_file, write_report
 from specctl.cli.options.flags import Allow, TranslateFlag
 from specctl.cli.options.loading import DraftChoice
+from specctl.cli.options.measurement import target_words
 from specctl.cli.options.target_choice import OWN, TargetChoice, go_offline, target_json
 from specctl.core.errors import GateError, RecipeError, nearest
 
 if TYPE_CHECKING:
     from specctl.runtime.proof.proof_report import Proof
+    from specctl.runtime.target.target import Target
 
 OWN_TARGET = TargetChoice(name=OWN, dtype="float32")  # no name: what the package was made for
 APPROXIMATE = "approximate"
@@ -46,9 +48,10 @@ def verify(
 
     compat: target, tokenizer, template, taps and vocabulary fit.
 
-    lossless: greedy output is token-identical, sampled output has the target's distribution, caches
-    roll back exactly, the rules pass enumeration. full: the same with more samples, every rule and
-    every policy that may grow the drafter.
+    lossless: greedy output is that of plain decoding (token for token in float32, up to ties in
+    rounding in bfloat16), sampled output has the target's distribution, caches roll back, the rules
+    pass enumeration. full: the same with more samples, every rule and every policy that may grow
+    the drafter.
 
     A family that is approximate by design is refused; --allow approximate measures it instead.
 
@@ -92,7 +95,7 @@ def verify(
                 approximate=APPROXIMATE in (allow or ()),
             )
             result["proof"] = proof.to_json()
-            result["kept"] = _keep(console, draft, result, proof)
+            result["kept"] = _keep(console, draft, result, proof, model)
     _finish(console, result, proof, out)
 
 
@@ -100,7 +103,9 @@ def _is_package(draft: str) -> bool:
     return Path(draft).is_dir()
 
 
-def _keep(console: Console, draft: str, result: dict[str, Any], proof: Proof) -> str | None:
+def _keep(
+    console: Console, draft: str, result: dict[str, Any], proof: Proof, target: Target
+) -> str | None:
     """Record the proof inside the package; a package that cannot be written stays as it is."""
     from specctl.export.package.manifest import MANIFEST
 
@@ -109,9 +114,10 @@ def _keep(console: Console, draft: str, result: dict[str, Any], proof: Proof) ->
     from specctl.export.package.proof_record import write_record
 
     body = {name: result[name] for name in ("level", "target", "proof")}
-    command = ["specctl", "verify", draft, "--level", proof.level]
+    command = ["specctl", "verify", draft, *target_words(target), "--level", proof.level]
+    rows = [*proof.rows(), ("claim", proof.claim)]
     try:
-        return str(write_record(Path(draft), body, proof.rows(), command))
+        return str(write_record(Path(draft), body, rows, command))
     except OSError as error:
         console.warn(f"the report could not be kept in the package: {error}")
         return None
@@ -146,6 +152,8 @@ def _finish(
         for line in proof.lines():
             if not line.startswith("warning:"):  # said when it was found
                 console.out(line)
+        if proof.passed:
+            console.out(proof.claim)
     if out is not None:
         write_report(out, result)
     if proof is not None and not proof.passed:

@@ -113,7 +113,7 @@ class DraftChoice(DraftingFlags):
         given = {"nodes": self.nodes, "stop": self.stop_rule, "controller": self.controller}
         for key, value in given.items():
             if value is not None and key not in POLICY_FIELDS[serve["policy"]]:
-                raise _ignored(key, str(value), serve["policy"])
+                raise _ignored(key, str(value), serve["policy"], policies)
         return serve
 
     def _refuse_settings(self) -> None:
@@ -207,11 +207,11 @@ def _stop_settings(word: str | None) -> dict[str, Any]:
     return {"stop": read_stop(Path(word))[0], "stop_file": word}
 
 
-def _ignored(key: str, value: str, policy: str) -> RecipeError:
+def _ignored(key: str, value: str, policy: str, policies: Sequence[str]) -> RecipeError:
     from specctl.recipes.serve import POLICY_FIELDS
 
     flag = "--stop-rule" if key == "stop" else f"--{key}"
-    other = next(name for name, fields in POLICY_FIELDS.items() if key in fields)
+    other = next(name for name in (*policies, *POLICY_FIELDS) if key in POLICY_FIELDS[name])
     return RecipeError(
         f"{flag} is ignored by policy {policy}",
         where=flag,

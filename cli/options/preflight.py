@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specctl.cli.app.outputs import check_folder
-from specctl.core.errors import FileError, SpecctlError, nearest
+from specctl.core.errors import FileError, SpecctlError, unknown
 from specctl.recipes.stages import PREFIX
 
 if TYPE_CHECKING:
@@ -80,10 +80,4 @@ def check_allowed(names: Collection[str]) -> None:
     known = (*PARTS, RESTART)
     for name in names:
         if name not in known:
-            raise SpecctlError(
-                f"there is no --allow {name}",
-                where="--allow",
-                found=name,
-                expected="one of " + ", ".join(known),
-                do=f"--allow {nearest(name, known, 1)}",
-            )
+            raise unknown("part of a run", name, known, "--allow", kind=SpecctlError)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specctl.core.errors import FileError, SpecctlError
+from specctl.core.errors import FileError, SpecctlError, one_of_two, unreadable
 
 if TYPE_CHECKING:
     from specctl.runtime.target.target import Target
@@ -35,12 +35,10 @@ class PromptText:
 def read_prompts(prompt: str | None, file: Path | None, limit: int | None) -> list[PromptText]:
     """The prompts of a command line: an argument, - for standard input, or a file."""
     if prompt is not None and file is not None:
-        raise SpecctlError(
+        raise one_of_two(
             "a prompt and a file of prompts were given",
-            where="the command line",
-            found=f"{prompt[:40]!r} and --file {file}",
-            expected="one of the two",
-            do='specctl generate -f prompts.txt   or   specctl generate "def main("',
+            f"{prompt[:40]!r} and --file {file}",
+            'specctl generate -f prompts.txt   or   specctl generate "def main("',
         )
     if file is not None:
         found = _read_file(file)
@@ -90,30 +88,10 @@ def check_text(text: str, file: Path | None) -> None:
 def _read_file(file: Path) -> list[PromptText]:
     try:
         text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8-sig")
-    except FileNotFoundError as error:
-        raise FileError(
-            f"the file of prompts {file} does not exist",
-            where="--file",
-            found="no such file",
-            expected="a text file (one prompt per line) or JSONL",
-            do="give an existing file, or the prompt itself as an argument",
-        ) from error
-    except OSError as error:
-        raise FileError(
-            f"the file of prompts {file} cannot be read",
-            where="--file",
-            found="a folder" if file.is_dir() else error.strerror or str(error),
-            expected="a text file (one prompt per line) or JSONL that you may read",
-            do="give another file, or the prompt itself as an argument",
-        ) from error
-    except UnicodeDecodeError as error:
-        raise FileError(
-            f"the file of prompts {file} is not UTF-8 text",
-            where="--file",
-            found=str(error),
-            expected="UTF-8",
-            do=f"if it is Latin-1: iconv -f latin1 -t utf-8 {file} > prompts.txt",
-        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        expected = "a text file (one prompt per line) or JSONL that you may read"
+        do = "give an existing file, or the prompt itself as an argument"
+        raise unreadable("the file of prompts", file, error, "--file", expected, do) from error
     lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
     if file.suffix.lower() not in (".jsonl", ".json"):
         return [PromptText(line) for _, line in lines]

@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from specctl.cli.options.flags import Offline, Sets
+from specctl.cli.options.flags import Offline, Sets, panel
 
 if TYPE_CHECKING:
     from specctl.recipes.schema import Recipe
 
-RUN, HARDWARE = "Run", "Hardware"
+run_option, hardware_option = panel("Run"), panel("Hardware")
 
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Show the plan and stop.", rich_help_panel=RUN)
-]
+DryRun = Annotated[bool, run_option("--dry-run", help="Show the plan and stop.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,34 +88,22 @@ class TrainingFlags(RecipeFlags):
     """The flags of a training command."""
 
     gpus: Annotated[
-        int,
-        typer.Option(
-            "--gpus", min=1, max=1024, help="GPUs, one process each.", rich_help_panel=HARDWARE
-        ),
+        int, hardware_option("--gpus", min=1, max=1024, help="GPUs, one process each.")
     ] = 1
     processes: Annotated[
-        int,
-        typer.Option(
-            "--processes", min=1, max=1024, help="Processes on the CPU.", rich_help_panel=HARDWARE
-        ),
+        int, hardware_option("--processes", min=1, max=1024, help="Processes on the CPU.")
     ] = 1
     resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume/--no-resume",
-            help="Continue the run in OUT if there is one.",
-            rich_help_panel=RUN,
-        ),
+        bool, run_option("--resume/--no-resume", help="Continue the run in OUT if there is one.")
     ] = True
     dry_run: DryRun = False
     allow: Annotated[
         list[str] | None,
-        typer.Option(
+        run_option(
             "--allow",
             metavar="FIELD",
             help="Continue although this changed: config, target, data, vocab, init, world-size. "
             "restart: begin again where no checkpoint is whole.",
-            rich_help_panel=RUN,
         ),
     ] = None
     offline: Offline = False

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from specctl.cli.app.console import Console
-from specctl.cli.options.flags import Device, Dtype, Inflate, Offline, Revision, TargetName
+from specctl.cli.options.flags import Offline, target_option
 
 if TYPE_CHECKING:
     from specctl.runtime.target.target import Target
@@ -20,11 +20,23 @@ OWN = "the package's own, or tiny"  # stands for a name that nobody gave
 class TargetChoice:
     """What the target flags say."""
 
-    name: TargetName = "tiny"
-    revision: Revision = None
-    dtype: Dtype = "auto"
-    device: Device = "auto"
-    inflate: Inflate = None
+    name: Annotated[
+        str, target_option("--target", "-t", help="Alias (tiny, qwen3-8b), hub id, or folder.")
+    ] = "tiny"
+    revision: Annotated[
+        str | None, target_option("--revision", help="Commit of the hub repository.")
+    ] = None
+    dtype: Annotated[str, target_option("--dtype", help="auto, float32, bfloat16 or float16.")] = (
+        "auto"
+    )
+    device: Annotated[str, target_option("--device", help="auto, cpu, cuda, cuda:1.")] = "auto"
+    inflate: Annotated[
+        str | None,
+        target_option(
+            "--inflate",
+            help="Grow the target to this cost (100m, 300m, 1b, 8b) with the same answers.",
+        ),
+    ] = None
     offline: Offline = False
 
     def or_own(self, *drafts: str) -> TargetChoice:

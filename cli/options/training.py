@@ -14,6 +14,7 @@ from specctl.cli.app.launch import check_gpus, is_launched, relaunch, watch_fron
 from specctl.cli.app.memory import peak_memory, peak_text
 from specctl.cli.app.progress import duration
 from specctl.cli.commands.plan import show_plans, without_dry_run
+from specctl.cli.options.measurement import Measurement, run_words
 from specctl.cli.options.preflight import check_allowed, check_out, check_run
 from specctl.cli.options.recipe_flags import TrainingFlags
 from specctl.cli.options.target_choice import go_offline
@@ -111,7 +112,9 @@ def train_and_package(
             folder,
             serve=recipe.to_json()["serve"],
             recipe_digest=recipe.digest,
-            acceptance=packaged_acceptance(acceptance, recipe, out),
+            acceptance=packaged_acceptance(
+                acceptance, recipe, target, run_words(recipe, target, out)
+            ),
             command=command,
         )
         console.say("package: read back, every tensor equal, same acceptance as in training")
@@ -168,20 +171,19 @@ def other_formats(recipe: Recipe) -> list[str]:
 
 
 def packaged_acceptance(
-    measured: Mapping[str, Any] | None, recipe: Recipe, out: Path
+    measured: Mapping[str, Any] | None, recipe: Recipe, target: Target, words: Sequence[str]
 ) -> dict[str, Any] | None:
-    """What the training loop measured, as a package records it."""
+    """What the training loop measured, as a package records it; `words` run it again."""
     if measured is None:
         return None
-    return {
-        "tau": measured["tau"],
-        "alpha": measured["accepted_per_position"],
-        "command": f"specctl train-draft --recipe {recipe.name} --out {out}",
-        "data": "held-out prompts",
-        "temperature": measured["temperature"],
-        "prompts": measured["prompts"],
-        "new_tokens": recipe.train.tau_tokens,
-    }
+    found = Measurement(
+        tau=measured["tau"],
+        accepted_per_position=measured["accepted_per_position"],
+        num_prompts=measured["prompts"],
+        new_tokens=recipe.train.tau_tokens,
+        batch=measured["prompts"],
+    )
+    return found.record_of_run(recipe, target, words)
 
 
 def finish(

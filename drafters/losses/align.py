@@ -1,16 +1,17 @@
 """Alignment: which row of a packed batch predicts which token, with every mask applied.
 
-Row t holds the state after reading token t. Looking `steps` ahead, row t is to predict token
-t + steps, and the teacher's row for that token is t + steps - 1. So an ordinary LM looks 1 ahead;
-EAGLE row t, which has also read token t + 1, looks 2 ahead (its training-time-test step j: 2 + j);
-Medusa head i looks 2 + i ahead. Letters: B rows, S sequence, V target vocabulary, N chosen rows,
-R = B * S flat rows.
+Row t holds the state after reading token t. Looking `steps` ahead, row t is to predict token t +
+steps, and the teacher's row for that token is t + steps - 1. So an ordinary LM looks 1 ahead; EAGLE
+row t, which has also read token t + 1, looks 2 ahead (its training-time-test step j: 2 + j); Medusa
+head i looks 2 + i ahead.
+Letters: A anchors, B rows, Q picked rows, R flat rows (B S), S sequence, V target vocabulary.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -21,23 +22,25 @@ from specctl.core.batch import HeadRows, Select, TrainBatch
 class AlignedRows:
     """The flat rows that have something to predict, and what.
 
-    row_N      flat index b * S + t of the predicting state
-    label_N    target id to be predicted
-    judge_N    flat index of the teacher row that holds the target's distribution for that token
-    teacher_RV raw target logits, at hand or computed by rows, or None
-    select     which of the rows a loss may sum, asked when it knows how far it is off
+    row_Q          flat index b * S + t of the predicting state
+    label_Q        target id to be predicted
+    teacher_row_Q  flat index of the teacher row that holds the target's distribution for it
+    teacher_RV     raw target logits, at hand or computed by rows, or None
+    select         which of the rows a loss may sum, asked when it knows how far it is off
     """
 
-    row_N: Tensor
-    label_N: Tensor
-    judge_N: Tensor
+    row_Q: Tensor
+    label_Q: Tensor
+    teacher_row_Q: Tensor
     teacher_RV: Tensor | HeadRows | None
     select: Select | None = None
 
-    def only(self, keep_N: Tensor) -> AlignedRows:
-        """The rows where `keep_N` is True."""
-        row_N, label_N, judge_N = (x[keep_N] for x in (self.row_N, self.label_N, self.judge_N))
-        return replace(self, row_N=row_N, label_N=label_N, judge_N=judge_N)
+    def only(self, keep_Q: Tensor) -> AlignedRows:
+        """The rows where `keep_Q` is True."""
+        row_Q, label_Q, teacher_row_Q = (
+            x[keep_Q] for x in (self.row_Q, self.label_Q, self.teacher_row_Q)
+        )
+        return replace(self, row_Q=row_Q, label_Q=label_Q, teacher_row_Q=teacher_row_Q)
 
 
 def shifted(values_BS: Tensor, steps: int, fill: int = 0) -> Tensor:
@@ -54,9 +57,9 @@ def ahead_mask(batch: TrainBatch, steps: int) -> Tensor:
 
 def aim(batch: TrainBatch, steps: int) -> AlignedRows:
     """Everything that rows looking `steps` ahead are trained on."""
-    row_N = ahead_mask(batch, steps).flatten().nonzero()[:, 0]
-    label_N = batch.ids_BS.flatten()[(row_N + steps).clamp(max=batch.ids_BS.numel() - 1)]
-    return AlignedRows(row_N, label_N, row_N + steps - 1, teacher_of(batch), batch.select)
+    row_Q = ahead_mask(batch, steps).flatten().nonzero()[:, 0]
+    label_Q = batch.ids_BS.flatten()[(row_Q + steps).clamp(max=batch.ids_BS.numel() - 1)]
+    return AlignedRows(row_Q, label_Q, row_Q + steps - 1, teacher_of(batch), batch.select)
 
 
 def teacher_of(batch: TrainBatch) -> Tensor | HeadRows | None:
@@ -64,3 +67,16 @@ def teacher_of(batch: TrainBatch) -> Tensor | HeadRows | None:
     if batch.teacher_BSV is not None:
         return batch.teacher_BSV.flatten(0, 1)
     return batch.teacher_rows
+
+
+def random_anchors(batch: TrainBatch, most: int) -> Tensor:
+    """[B, A]: at most so many of a row, in random order; those with something to predict first."""
+    wanted_BS = ahead_mask(batch, 2).float()
+    chance_BS = wanted_BS + torch.rand(wanted_BS.shape, device=wanted_BS.device)
+    return chance_BS.topk(min(most, wanted_BS.shape[1]), dim=1).indices
+
+
+def behind(rows: AlignedRows, batch: TrainBatch, anchor_BA: Tensor) -> AlignedRows:
+    """Of the rows those that are anchors."""
+    stands_BS = torch.zeros_like(batch.ids_BS, dtype=torch.bool).scatter_(1, anchor_BA, True)
+    return rows.only(stands_BS.flatten()[rows.row_Q])

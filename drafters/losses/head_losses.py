@@ -1,25 +1,14 @@
 """Losses of a draft head against the target's distribution: sums with counts, float32, in chunks of
 rows.
 
-p is the target's distribution, q the draft's, both at one temperature; alpha = sum_v min(p, q) is
-the chance that a token drawn from q passes rejection sampling. Kinds:
-
-ce         -log q(label), the label being the text (sequence-level distillation)
-kl         KL(p || q)              rkl   KL(q || p)
-jsd        Jensen-Shannon          tv    1 - alpha           (DistillSpec, arXiv 2310.08461, eq. 2)
-lk_alpha   -log alpha              lk_hybrid  w KL + (1 - w) TV with w = exp(-3 alpha), w detached
-           (LK losses, arXiv 2602.23881)
-
-Trimmed vocabulary: `tv` and `lk_alpha` compare with the full p, whose cut ids simply cannot be
-drafted. The others compare with p restricted to the kept ids and renormalised, and skip rows whose
-most probable target token (for `ce`: whose label) was cut. Letters: N rows, V target vocabulary,
-K draft vocabulary, D width.
+Kinds: ce, -log q(label), the label being the text (sequence-level distillation), and the LOSS of
+each module of this folder (divergences.py). With a trimmed vocabulary a loss that is not `whole`
+skips rows whose most probable target token (for `ce`: whose label) was cut. Letters: N rows,
+V target vocabulary, K draft vocabulary, D width.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -27,9 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.core.batch import LossOut, TrainBatch
+from specctl.core.plugins import plugins
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import AlignedRows, teacher_of
 from specctl.drafters.losses.align import aim as aim_at
+from specctl.drafters.losses.divergences import (
+    Loss,
+    RowDistributions,
+    acceptance,
+    distributions,
+    kl,
+)
 from specctl.drafters.losses.teacher import TeacherLogits, wide
 from specctl.drafters.nets.heads import check_choice, check_count
 from specctl.models.sliced_head import Head, LinearHead, Rows, sum_slices
@@ -39,17 +36,15 @@ __all__ = [
     "LinearHead",
     "LossOptions",
     "TeacherLogits",
-    "acceptance",
-    "distributions",
     "feature_loss",
     "head_loss",
     "joined",
-    "judge_of",
+    "teacher_logits",
     "weighted_sum",
 ]  # fmt: skip
 
-KINDS = ("ce", "kl", "rkl", "jsd", "tv", "lk_alpha", "lk_hybrid")
-HYBRID_RATE = 3.0
+LOSSES: dict[str, Loss] = plugins("specctl.drafters.losses", "LOSS")
+KINDS = ("ce", *LOSSES)
 CACHED, AT_ONCE = 2**20, 2**24  # logits of a slice: what a CPU's cache holds, what keeps a GPU busy
 LEAST_ROWS = 128  # of a slice: fewer, and adding up the head's gradient costs more than it saves
 
@@ -77,133 +72,71 @@ def fitting_chunk(width: int, device: torch.device) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class RowDistributions:
-    """One slice of rows over the draft ids: log p, log p renormalised there, log q."""
-
-    log_p_NK: Tensor
-    log_r_NK: Tensor
-    log_q_NK: Tensor
-
-
-def distributions(
-    draft_NK: Tensor, log_p_NK: Tensor, temperature: float, is_whole: bool
-) -> RowDistributions:
-    """Distributions of raw draft logits and of the target, both at the temperature; `is_whole`: the
-    draft ids are all ids, so that p needs no renormalising."""
-    scores_NK = wide(draft_NK)
-    scores_NK = scores_NK if temperature == 1.0 else scores_NK / temperature
-    log_q_NK = F.log_softmax(scores_NK, dim=-1)
-    if is_whole:
-        return RowDistributions(log_p_NK, log_p_NK, log_q_NK)
-    return RowDistributions(log_p_NK, log_p_NK - log_p_NK.logsumexp(-1, keepdim=True), log_q_NK)
-
-
-def _kl(of: RowDistributions) -> Tensor:
-    return (of.log_r_NK.exp() * (of.log_r_NK - of.log_q_NK)).sum(-1)
-
-
-def _rkl(of: RowDistributions) -> Tensor:
-    return (of.log_q_NK.exp() * (of.log_q_NK - of.log_r_NK)).sum(-1)
-
-
-def _jsd(of: RowDistributions) -> Tensor:
-    p, q = of.log_r_NK.exp(), of.log_q_NK.exp()
-    log_m = torch.logaddexp(of.log_r_NK, of.log_q_NK) - math.log(2.0)
-    return 0.5 * (p * (of.log_r_NK - log_m) + q * (of.log_q_NK - log_m)).sum(-1)
-
-
-def acceptance(of: RowDistributions) -> Tensor:
-    """[N]: alpha = sum_v min(p, q)."""
-    return torch.minimum(of.log_p_NK, of.log_q_NK).exp().sum(-1)
-
-
-def _tv(of: RowDistributions) -> Tensor:
-    return 1.0 - acceptance(of)
-
-
-def _lk_alpha(of: RowDistributions) -> Tensor:
-    return -torch.minimum(of.log_p_NK, of.log_q_NK).logsumexp(-1)
-
-
-def _lk_hybrid(of: RowDistributions) -> Tensor:
-    alpha_N = acceptance(of)
-    weight_N = torch.exp(-HYBRID_RATE * alpha_N.detach())
-    return weight_N * _kl(of) + (1.0 - weight_N) * (1.0 - alpha_N)
-
-
-_DIVERGENCES: Mapping[str, Callable[[RowDistributions], Tensor]] = {
-    "kl": _kl,
-    "rkl": _rkl,
-    "jsd": _jsd,
-    "tv": _tv,
-    "lk_alpha": _lk_alpha,
-    "lk_hybrid": _lk_hybrid,
-}
-_NEEDS_NO_RENORMALISING = frozenset({"tv", "lk_alpha"})
-
-
-@dataclass(frozen=True, slots=True)
 class Comparison:
-    """A draft head against the target, or against the text where there is no judge. `ids_K` are
+    """A draft head against the target, or against the text where there is no teacher. `ids_K` are
     the draft's target ids (None = all), `row_V` the draft row of a target id, -1 where cut."""
 
     options: LossOptions
-    judge: TeacherLogits | None
+    teacher: TeacherLogits | None
     ids_K: Tensor | None
     row_V: Tensor | None
 
     @classmethod
     def of(
-        cls, options: LossOptions, judge: TeacherLogits | None, vocab: VocabMap | None
+        cls, options: LossOptions, teacher: TeacherLogits | None, vocab: VocabMap | None
     ) -> Comparison:
         if vocab is None:
-            return cls(options, judge, None, None)
-        judge = None if judge is None else judge.over(vocab.ids_K)
-        return cls(options, judge, vocab.ids_K, vocab.to_draft())
+            return cls(options, teacher, None, None)
+        teacher = None if teacher is None else teacher.over(vocab.ids_K)
+        return cls(options, teacher, vocab.ids_K, vocab.to_draft())
 
-    def sums(self, draft_NK: Tensor, row_N: Tensor, label_N: Tensor, judge_N: Tensor) -> Tensor:
+    def sums(
+        self, draft_QK: Tensor, row_Q: Tensor, label_Q: Tensor, teacher_row_Q: Tensor
+    ) -> Tensor:
         """[4]: loss, its count, top1, alpha."""
-        del row_N
-        first_N = self._first(draft_NK)
-        if self.judge is None:
-            loss, count = _label_loss(draft_NK, label_N, self.row_V)
-            return torch.stack([loss, count, (first_N == label_N).sum(), torch.zeros_like(loss)])
-        distribution = self.judge.distribution(judge_N, self.ids_K)
+        del row_Q
+        first_Q = self._first(draft_QK)
+        if self.teacher is None:
+            loss, count = _label_loss(draft_QK, label_Q, self.row_V)
+            return torch.stack([loss, count, (first_Q == label_Q).sum(), torch.zeros_like(loss)])
+        distribution = self.teacher.distribution(teacher_row_Q, self.ids_K)
         of = distributions(
-            draft_NK, distribution.log_p_NK, self.options.temperature, self.ids_K is None
+            draft_QK, distribution.log_p_QK, self.options.temperature, self.ids_K is None
         )
         if self.options.kind == "ce":
-            loss, count = _label_loss(draft_NK, label_N, self.row_V)
+            loss, count = _label_loss(draft_QK, label_Q, self.row_V)
         else:
             loss, count = _distribution_loss(
-                of, self._learnable(distribution.best_N), self.options.kind
+                of, self._learnable(distribution.best_Q), self.options.kind
             )
         with torch.no_grad():
-            top1, alpha = (first_N == distribution.best_N).sum(), acceptance(of).sum()
+            top1, alpha = (first_Q == distribution.best_Q).sum(), acceptance(of).sum()
         return torch.stack([loss, count, top1, alpha])
 
     @torch.no_grad()
-    def rows(self, draft_NK: Tensor, row_N: Tensor, label_N: Tensor, judge_N: Tensor) -> Tensor:
-        """[4, N], row by row: KL(p || q), whether the row can be learned, top1, alpha."""
-        del row_N, label_N
-        assert self.judge is not None, "rows are told apart by how far they are off the target"
-        distribution = self.judge.distribution(judge_N, self.ids_K)
+    def rows(
+        self, draft_QK: Tensor, row_Q: Tensor, label_Q: Tensor, teacher_row_Q: Tensor
+    ) -> Tensor:
+        """[4, Q], row by row: KL(p || q), whether the row can be learned, top1, alpha."""
+        del row_Q, label_Q
+        assert self.teacher is not None, "rows are selected by how far they are off the target"
+        distribution = self.teacher.distribution(teacher_row_Q, self.ids_K)
         of = distributions(
-            draft_NK, distribution.log_p_NK, self.options.temperature, self.ids_K is None
+            draft_QK, distribution.log_p_QK, self.options.temperature, self.ids_K is None
         )
-        top1_N = self._first(draft_NK) == distribution.best_N
-        return torch.stack([_kl(of), self._learnable(distribution.best_N), top1_N, acceptance(of)])
+        top1_Q = self._first(draft_QK) == distribution.best_Q
+        return torch.stack([kl(of), self._learnable(distribution.best_Q), top1_Q, acceptance(of)])
 
-    def _learnable(self, best_N: Tensor) -> Tensor:
+    def _learnable(self, best_Q: Tensor) -> Tensor:
         """False where a distribution that is restricted to the draft ids has lost its best one."""
-        if self.row_V is None or self.options.kind in _NEEDS_NO_RENORMALISING:
-            return torch.ones_like(best_N, dtype=torch.bool)
-        return self.row_V[best_N] >= 0
+        if self.row_V is None or (self.options.kind in LOSSES and LOSSES[self.options.kind].whole):
+            return torch.ones_like(best_Q, dtype=torch.bool)
+        return self.row_V[best_Q] >= 0
 
     @torch.no_grad()
-    def _first(self, draft_NK: Tensor) -> Tensor:
-        best_N = draft_NK.argmax(-1)
-        return best_N if self.ids_K is None else self.ids_K[best_N]
+    def _first(self, draft_QK: Tensor) -> Tensor:
+        best_Q = draft_QK.argmax(-1)
+        return best_Q if self.ids_K is None else self.ids_K[best_Q]
 
 
 def head_loss(
@@ -212,79 +145,79 @@ def head_loss(
     aim: AlignedRows,
     vocab: VocabMap | None,
     options: LossOptions,
-    judge: TeacherLogits | None = None,
+    teacher: TeacherLogits | None = None,
 ) -> LossOut:
     """Sum of the loss over the rows of `aim`, in slices (see `sliced`). A `LinearHead` or a linear
     module as head is smallest and fastest; any other function will do.
 
-    `judge` may be shared by losses over the same batch. Metrics: `top1` (the draft's first choice
+    `teacher` may be shared by losses over the same batch. Metrics: `top1` (the draft's first choice
     is the target's, or the label without a teacher) and, with a teacher, `alpha`; both over all
     rows, cut or not, selected or not.
     """
-    if judge is None and aim.teacher_RV is not None:
-        judge = TeacherLogits(aim.teacher_RV, options.temperature)
-    compare = Comparison.of(options, judge, vocab)
-    size = options.chunk or fitting_chunk(_width(judge, vocab), state_RD.device)
-    number = torch.tensor(float(aim.row_N.numel()), device=state_RD.device)
+    if teacher is None and aim.teacher_RV is not None:
+        teacher = TeacherLogits(aim.teacher_RV, options.temperature)
+    compare = Comparison.of(options, teacher, vocab)
+    size = options.chunk or fitting_chunk(_width(teacher, vocab), state_RD.device)
+    number = torch.tensor(float(aim.row_Q.numel()), device=state_RD.device)
     if aim.select is None:
         total_4 = sum_slices(state_RD, head, _slices(aim, size), compare.sums)
         metrics = {"top1": (total_4[2].detach(), number), "alpha": (total_4[3].detach(), number)}
-        if judge is None:
+        if teacher is None:
             del metrics["alpha"]
         return LossOut(total_4[0], total_4[1].detach(), metrics)
     with torch.no_grad():
         found = [compare.rows(head(state_RD[s[0]]), *s) for s in _slices(aim, size)]
-    kl_N, learnable_N, top1_N, alpha_N = torch.cat(found, dim=1)
-    keep_N = learnable_N > 0
-    keep_N[keep_N.clone()] = aim.select(kl_N[keep_N])
-    total_4 = sum_slices(state_RD, head, _slices(aim.only(keep_N), size), compare.sums)
-    metrics = {"top1": (top1_N.sum(), number), "alpha": (alpha_N.sum(), number)}
-    metrics["selected"] = (keep_N.sum(), (learnable_N > 0).sum())
+    kl_Q, learnable_Q, top1_Q, alpha_Q = torch.cat(found, dim=1)
+    keep_Q = learnable_Q > 0
+    keep_Q[keep_Q.clone()] = aim.select(kl_Q[keep_Q])
+    total_4 = sum_slices(state_RD, head, _slices(aim.only(keep_Q), size), compare.sums)
+    metrics = {"top1": (top1_Q.sum(), number), "alpha": (alpha_Q.sum(), number)}
+    metrics["selected"] = (keep_Q.sum(), (learnable_Q > 0).sum())
     return LossOut(total_4[0], total_4[1].detach(), metrics)
 
 
 def _slices(aim: AlignedRows, size: int) -> list[Rows]:
-    parts = (torch.split(rows, size) for rows in (aim.row_N, aim.label_N, aim.judge_N))
+    parts = (torch.split(rows, size) for rows in (aim.row_Q, aim.label_Q, aim.teacher_row_Q))
     return list(zip(*parts, strict=True))
 
 
-def _width(judge: TeacherLogits | None, vocab: VocabMap | None) -> int:
+def _width(teacher: TeacherLogits | None, vocab: VocabMap | None) -> int:
     """Columns of a slice's logits; a guess when nothing tells."""
-    if judge is not None:
-        return judge.logits_RV.shape[-1]
+    if teacher is not None:
+        return teacher.logits_RV.shape[-1]
     return 2**15 if vocab is None else vocab.size
 
 
-def judge_of(batch: TrainBatch, options: LossOptions) -> TeacherLogits | None:
-    """One judge for every loss over `batch`, however far its rows look ahead."""
+def teacher_logits(batch: TrainBatch, options: LossOptions) -> TeacherLogits | None:
+    """One teacher for every loss over `batch`, however far its rows look ahead."""
     teacher = teacher_of(batch)
     if teacher is None:
         return None
     size = options.chunk or fitting_chunk(teacher.shape[-1], teacher.device)
-    return TeacherLogits.of(teacher, aim_at(batch, 1).judge_N, options.temperature, size)
+    return TeacherLogits.of(teacher, aim_at(batch, 1).teacher_row_Q, options.temperature, size)
 
 
-def _label_loss(draft_NK: Tensor, label_N: Tensor, row_V: Tensor | None) -> tuple[Tensor, Tensor]:
+def _label_loss(draft_QK: Tensor, label_Q: Tensor, row_V: Tensor | None) -> tuple[Tensor, Tensor]:
     """Sum and count of hard cross-entropy over the labels that were not cut."""
-    row_N = label_N if row_V is None else row_V[label_N]
-    loss = F.cross_entropy(wide(draft_NK), row_N, ignore_index=-1, reduction="sum")
-    return loss, (row_N >= 0).sum().to(loss.dtype)
+    row_Q = label_Q if row_V is None else row_V[label_Q]
+    loss = F.cross_entropy(wide(draft_QK), row_Q, ignore_index=-1, reduction="sum")
+    return loss, (row_Q >= 0).sum().to(loss.dtype)
 
 
 def _distribution_loss(
-    of: RowDistributions, learnable_N: Tensor, kind: str
+    of: RowDistributions, learnable_Q: Tensor, kind: str
 ) -> tuple[Tensor, Tensor]:
     """Sum and count of a divergence over the rows that can be learned."""
-    loss_N = _DIVERGENCES[kind](of)
-    return (loss_N * learnable_N).sum(), learnable_N.sum().to(loss_N.dtype)
+    loss_Q = LOSSES[kind].of(of)
+    return (loss_Q * learnable_Q).sum(), learnable_Q.sum().to(loss_Q.dtype)
 
 
 def feature_loss(state_RD: Tensor, aim: AlignedRows, target_RD: Tensor) -> LossOut:
     """SmoothL1, the mean over the width, between drafted states and the target's (EAGLE, eq. 3). A
     target that learns, too, does not learn to be easy to hit: its side has no gradient."""
-    wanted_ND = wide(target_RD.detach()[aim.judge_N])
-    loss = F.smooth_l1_loss(wide(state_RD[aim.row_N]), wanted_ND, reduction="sum")
-    count = torch.tensor(float(aim.row_N.numel()), device=state_RD.device)
+    wanted_QD = wide(target_RD.detach()[aim.teacher_row_Q])
+    loss = F.smooth_l1_loss(wide(state_RD[aim.row_Q]), wanted_QD, reduction="sum")
+    count = torch.tensor(float(aim.row_Q.numel()), device=state_RD.device)
     return LossOut(
         loss / state_RD.shape[-1], count, {"feature": (loss.detach() / state_RD.shape[-1], count)}
     )

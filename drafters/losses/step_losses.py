@@ -1,8 +1,6 @@
 """Losses of feature drafters beside those against the target's distribution: the target's likeliest
 tokens, and agreement between the steps of an unrolled drafter.
-
-Letters: R flat rows, N rows of a slice, K draft vocabulary or tokens chosen, D width, V target
-vocabulary.
+Letters: C candidates, D hidden width, K draft vocabulary, Q picked rows, R flat rows.
 """
 
 from __future__ import annotations
@@ -29,25 +27,27 @@ def topk_loss(
     head: Head,
     aim: AlignedRows,
     vocab: VocabMap | None,
-    judge: TeacherLogits,
+    teacher: TeacherLogits,
     top: int,
 ) -> LossOut:
     """-sum over the target's `top` likeliest draft tokens of p log q, p as it is (HASS, eq. 2)."""
     ids_K = None if vocab is None else vocab.ids_K
 
-    def part(row_N: Tensor, judge_N: Tensor) -> Tensor:
-        log_q_NK = F.log_softmax(wide(head(ready_RD[row_N])) / judge.temperature, dim=-1)
+    def part(row_Q: Tensor, teacher_row_Q: Tensor) -> Tensor:
+        log_q_QK = F.log_softmax(wide(head(ready_RD[row_Q])) / teacher.temperature, dim=-1)
         with torch.no_grad():
-            log_p_NK = judge.distribution(judge_N, ids_K).log_p_NK
-            best_NK, at_NK = log_p_NK.topk(min(top, log_p_NK.shape[-1]), dim=-1)
-        return -(best_NK.exp() * log_q_NK.gather(1, at_NK)).sum()
+            log_p_QK = teacher.distribution(teacher_row_Q, ids_K).log_p_QK
+            best_QC, at_QC = log_p_QK.topk(min(top, log_p_QK.shape[-1]), dim=-1)
+        return -(best_QC.exp() * log_q_QK.gather(1, at_QC)).sum()
 
     loss = wide(ready_RD).new_zeros(())
-    for row_N, judge_N in zip(
-        torch.split(aim.row_N, ROWS_AT_ONCE), torch.split(aim.judge_N, ROWS_AT_ONCE), strict=True
+    for row_Q, teacher_row_Q in zip(
+        torch.split(aim.row_Q, ROWS_AT_ONCE),
+        torch.split(aim.teacher_row_Q, ROWS_AT_ONCE),
+        strict=True,
     ):
-        loss = loss + checkpoint(part, row_N, judge_N, use_reentrant=False)
-    count = torch.tensor(float(aim.row_N.numel()), device=ready_RD.device)
+        loss = loss + checkpoint(part, row_Q, teacher_row_Q, use_reentrant=False)
+    count = torch.tensor(float(aim.row_Q.numel()), device=ready_RD.device)
     return LossOut(loss, count, {"topk": (loss.detach(), count)})
 
 
@@ -61,10 +61,10 @@ def agreement_loss(steps: Sequence[Tensor], rows: Sequence[Tensor], temperature:
     alike = total.detach()
     for slices in zip(*(torch.split(r, NEGATIVES) for r in rows), strict=True):
         unit = [F.normalize(wide(s[r]), dim=-1) for s, r in zip(steps, slices, strict=True)]
-        own_N = torch.arange(len(slices[0]), device=total.device)
+        own_Q = torch.arange(len(slices[0]), device=total.device)
         for a, b in pairs:
-            near_NN = unit[a] @ unit[b].t()
-            total = total + F.cross_entropy(near_NN / temperature, own_N, reduction="sum")
-            alike = alike + near_NN.detach().diagonal().sum()
+            near_QQ = unit[a] @ unit[b].t()
+            total = total + F.cross_entropy(near_QQ / temperature, own_Q, reduction="sum")
+            alike = alike + near_QQ.detach().diagonal().sum()
     number = max(1, len(pairs))
     return LossOut(total / number, count, {"agreement": (alike / number, count)})

@@ -1,7 +1,6 @@
 """The target's distributions as a loss asks for them: log p at the draft's ids, and the most
 probable id.
-
-Letters: R flat rows, N chosen rows, V target vocabulary, K draft vocabulary.
+Letters: K draft vocabulary, Q picked rows, R flat rows, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from specctl.core.batch import HeadRows
 
 @dataclass(frozen=True, slots=True)
 class TeacherRows:
-    """`log_p_NK` over the draft ids, not renormalised there; `best_N` most probable target ids."""
+    """`log_p_QK` over the draft ids, not renormalised there; `best_Q` most probable target ids."""
 
-    log_p_NK: Tensor
-    best_N: Tensor
+    log_p_QK: Tensor
+    best_Q: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,48 +37,48 @@ class TeacherLogits:
     @classmethod
     @torch.no_grad()
     def of(
-        cls, logits_RV: Tensor | HeadRows, row_N: Tensor, temperature: float, chunk: int
+        cls, logits_RV: Tensor | HeadRows, row_Q: Tensor, temperature: float, chunk: int
     ) -> TeacherLogits:
-        """Reads the whole vocabulary once per row of `row_N`, `chunk` rows at a time."""
-        judge = cls(logits_RV, temperature)
+        """Reads the whole vocabulary once per row of `row_Q`, `chunk` rows at a time."""
+        teacher = cls(logits_RV, temperature)
         best_R = torch.zeros(len(logits_RV), dtype=torch.long, device=logits_RV.device)
         log_z_R: Tensor | None = None
-        for rows in torch.split(row_N, chunk):
-            part_NV = judge._scores(rows)
+        for rows in torch.split(row_Q, chunk):
+            part_QV = teacher._scores(rows)
             if log_z_R is None:
-                log_z_R = part_NV.new_zeros(len(logits_RV))
-            log_z_R[rows], best_R[rows] = part_NV.logsumexp(-1), part_NV.argmax(-1)
+                log_z_R = part_QV.new_zeros(len(logits_RV))
+            log_z_R[rows], best_R[rows] = part_QV.logsumexp(-1), part_QV.argmax(-1)
         return cls(logits_RV, temperature, log_z_R, best_R)
 
     def over(self, ids_K: Tensor) -> TeacherLogits:
-        """This judge for distributions at these draft ids: what is already known of the whole
+        """This teacher for distributions at these draft ids: what is already known of the whole
         vocabulary need not be computed again."""
         if self.log_z_R is None or isinstance(self.logits_RV, Tensor):
             return self
         return replace(self, logits_RK=self.logits_RV.over(ids_K))
 
     @torch.no_grad()
-    def distribution(self, row_N: Tensor, ids_K: Tensor | None) -> TeacherRows:
+    def distribution(self, row_Q: Tensor, ids_K: Tensor | None) -> TeacherRows:
         """The distribution of rows at the draft ids (None = all)."""
         if self.log_z_R is None or self.best_R is None:
-            scores_NV = self._scores(row_N)
-            log_z_N, best_N = scores_NV.logsumexp(-1), scores_NV.argmax(-1)
-            scores_NK = scores_NV if ids_K is None else scores_NV[:, ids_K]
+            scores_QV = self._scores(row_Q)
+            log_z_Q, best_Q = scores_QV.logsumexp(-1), scores_QV.argmax(-1)
+            scores_QK = scores_QV if ids_K is None else scores_QV[:, ids_K]
         else:
-            log_z_N, best_N = self.log_z_R[row_N], self.best_R[row_N]
-            scores_NK = self._scores(row_N, ids_K)
-        return TeacherRows(scores_NK.sub_(log_z_N[:, None]), best_N)
+            log_z_Q, best_Q = self.log_z_R[row_Q], self.best_R[row_Q]
+            scores_QK = self._scores(row_Q, ids_K)
+        return TeacherRows(scores_QK.sub_(log_z_Q[:, None]), best_Q)
 
-    def _scores(self, row_N: Tensor, ids_K: Tensor | None = None) -> Tensor:
+    def _scores(self, row_Q: Tensor, ids_K: Tensor | None = None) -> Tensor:
         """A copy of raw logits, in float32 or better, over the temperature."""
         if ids_K is None:
-            picked = self.logits_RV[row_N]
+            picked = self.logits_RV[row_Q]
         elif self.logits_RK is not None:
-            picked = self.logits_RK[row_N]
+            picked = self.logits_RK[row_Q]
         elif isinstance(self.logits_RV, Tensor):
-            picked = self.logits_RV[row_N[:, None], ids_K]
+            picked = self.logits_RV[row_Q[:, None], ids_K]
         else:
-            picked = self.logits_RV[row_N][:, ids_K]
+            picked = self.logits_RV[row_Q][:, ids_K]
         picked = wide(picked)
         return picked if self.temperature == 1.0 else picked / self.temperature
 

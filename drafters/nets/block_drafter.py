@@ -5,8 +5,8 @@ slot k lies at position t + 1 + k, sees the features up to t and the slots of it
 them, or those up to k). Its output is what head k - `first_slot` predicts from, so that head i
 predicts token t + 2 + i. While training, many blocks stand behind one text (`anchors`); none sees
 another, and none sees a feature behind its anchor.
-Letters: X any leading axes, B rows, S sequence, A anchors, N slots, M block rows, D width, I width
-of what is read of the target.
+Letters: A anchors, B rows, D hidden width, M new nodes, P path, S sequence, W window, X any axes, Y
+carry, Z slots.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from specctl.core.drafter import Needs, RoundView, Space
 from specctl.core.masks import chain_mask
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
-from specctl.drafters.losses.align import AlignedRows, aim, shifted
-from specctl.drafters.losses.anchors import behind, random_anchors
+from specctl.drafters.losses.align import AlignedRows, aim, behind, random_anchors, shifted
 from specctl.drafters.nets.block_net import Block, BlockNet
 from specctl.drafters.nets.parallel_heads import ParallelHeads, first_ranks
 from specctl.drafters.nets.prefix import PrefixState
 from specctl.drafters.nets.taps import taps_of
-from specctl.drafters.states.last_state import DraftFeatures
+from specctl.drafters.states.head_state import DraftFeatures
 
 
 class BlockDrafter(ParallelHeads):
@@ -45,7 +44,7 @@ class BlockDrafter(ParallelHeads):
         super().__init__(options, spec, vocab)
         self.tree = first_ranks(options.num_heads)
 
-    # -- what a family says ---------------------------------------------------------------------
+    # -- what a family gives --------------------------------------------------------------------
 
     @abstractmethod
     def slot(self, index: int, token_X: Tensor) -> Tensor:
@@ -88,9 +87,9 @@ class BlockDrafter(ParallelHeads):
     def features(self, space: Space) -> DraftFeatures:
         return BlockState(self, space, next(self.module.parameters()))
 
-    def ready(self, depth: int, carry_XC: Tensor) -> Tensor:
+    def ready(self, depth: int, carry_XY: Tensor) -> Tensor:
         D = self.spec.hidden_size
-        ready_XD: Tensor = self.norm(carry_XC[..., depth * D : (depth + 1) * D])
+        ready_XD: Tensor = self.norm(carry_XY[..., depth * D : (depth + 1) * D])
         return ready_XD
 
     def anchors(self, batch: TrainBatch) -> Tensor:
@@ -137,8 +136,8 @@ class BlockState(PrefixState):
     net: BlockNet
 
     def __init__(self, drafter: BlockDrafter, space: Space, like: Tensor) -> None:
-        room = drafter.num_slots
-        super().__init__(drafter.net, drafter.rows, drafter.gathered, space, like, room)
+        extra = drafter.num_slots
+        super().__init__(drafter.net, drafter.rows, drafter.gathered, space, like, extra)
         self.drafter = drafter
 
     def _take(self, x_BWD: Tensor, position_BW: Tensor, mask: Tensor) -> Tensor:
@@ -147,15 +146,15 @@ class BlockState(PrefixState):
     @torch.no_grad()
     def at(self, view: RoundView) -> Tensor:
         """[B, H * D]: the states of all heads, one after another."""
-        drafter, N, kept_B = self.drafter, self.drafter.num_slots, view.kept_len_B
-        x_BND = torch.stack([drafter.slot(k, view.root_B) for k in range(N)], dim=1)
-        position_BN = kept_B[:, None] + torch.arange(N, device=kept_B.device)
-        span = max(self.num_rows[slot] for slot in view.slots) + N
-        mask = chain_mask(kept_B, N, span)
+        drafter, P, kept_B = self.drafter, self.drafter.num_slots, view.kept_len_B
+        x_BPD = torch.stack([drafter.slot(k, view.root_B) for k in range(P)], dim=1)
+        position_BP = kept_B[:, None] + torch.arange(P, device=kept_B.device)
+        span = max(self.num_rows[slot] for slot in view.slots) + P
+        mask = chain_mask(kept_B, P, span)
         if not drafter.is_causal:
             mask = mask[:, :, -1:].expand_as(mask)
-        self.kv.begin(view.slots, view.slot_B, kept_B, N, span)
-        out_BND: Tensor = self.net(x_BND, position_BN, mask, self.kv)
+        self.kv.begin(view.slots, view.slot_B, kept_B, P, span)
+        out_BPD: Tensor = self.net(x_BPD, position_BP, mask, self.kv)
         if drafter.first_slot < 0:
-            out_BND = torch.cat([self.state_SD[view.slot_B][:, None], out_BND], dim=1)
-        return out_BND[:, max(drafter.first_slot, 0) :].flatten(1)
+            out_BPD = torch.cat([self.state_ZD[view.slot_B][:, None], out_BPD], dim=1)
+        return out_BPD[:, max(drafter.first_slot, 0) :].flatten(1)

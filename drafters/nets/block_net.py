@@ -3,7 +3,8 @@
 The features enter in one of two ways. Injected (DFlash): in every layer, keys and values of the
 features themselves stand before those of the block, and the features stay as they are. Otherwise
 (P-EAGLE) they are rows like the others, one causal text, which the layers change.
-Letters: B rows, S sequence, A anchors, M block rows, T rows, D width.
+Letters: A anchors, B rows, D hidden width, E head width, M new nodes (of all blocks), S sequence, T
+fed tokens.
 """
 
 from __future__ import annotations
@@ -68,10 +69,10 @@ class BlockNet(PrefixNet):
         if not self.is_injected:
             out_BTD: Tensor = self(x_BTD, position_BT, mask, kv)
             return out_BTD
-        turn_BT2E = rotary(position_BT, self.shape.head_dim, self.shape.rope_theta)
+        rope_BT2E = rotary(position_BT, self.shape.head_dim, self.shape.rope_theta)
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
-            kv.update(index, *layer.self_attn.key_value(x_BTD, turn_BT2E))
+            kv.update(index, *layer.self_attn.key_value(x_BTD, rope_BT2E))
         return x_BTD
 
     def spread(
@@ -95,11 +96,11 @@ class BlockNet(PrefixNet):
     ) -> Tensor:
         shape = self.shape
         known_BS2E = rotary(at_BS, shape.head_dim, shape.rope_theta)
-        turn_BM2E = rotary(at_BM, shape.head_dim, shape.rope_theta)
+        rope_BM2E = rotary(at_BM, shape.head_dim, shape.rope_theta)
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
             known = layer.self_attn.key_value(x_BSD, known_BS2E)
-            z_BMD = layer(z_BMD, turn_BM2E, _behind(*known, mask))
+            z_BMD = layer(z_BMD, rope_BM2E, _behind(*known, mask))
         return z_BMD
 
 

@@ -3,8 +3,8 @@
 `Eagle3Layer` is the EAGLE-3 layer: its attention reads cat(norm(embedding), norm(state)), twice as
 wide as the model, and the un-normed state is the residual stream (a switch makes it the normed).
 Rotary positions follow the half-rotation convention of transformers' Llama.
-Letters: B rows, T tokens, L key positions, S sequence, H heads, G query heads per key/value head,
-D width, E width of one head.
+Letters: B rows, D hidden width, E head width, H query heads, I input width, L positions, S
+sequence, T fed tokens.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ def rotary(
     return torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], dim=-2)
 
 
-def rotate(x_BHTE: Tensor, turn_BT2E: Tensor) -> Tensor:
+def rotate(x_BHTE: Tensor, rope_BT2E: Tensor) -> Tensor:
     """Rotate queries or keys by `rotary` of their positions."""
-    cos, sin = turn_BT2E[:, None, :, 0].to(x_BHTE.dtype), turn_BT2E[:, None, :, 1].to(x_BHTE.dtype)
+    cos, sin = rope_BT2E[:, None, :, 0].to(x_BHTE.dtype), rope_BT2E[:, None, :, 1].to(x_BHTE.dtype)
     E = x_BHTE.shape[-1]
     swapped = torch.cat([x_BHTE[..., E // 2 :], x_BHTE[..., : E // 2]], dim=-1)
     return torch.addcmul(x_BHTE * cos, swapped, sin)
@@ -154,11 +154,11 @@ class Eagle3Attention(nn.Module):
         self.q_norm = RmsNorm(shape.head_dim, shape.norm_eps) if qk_norm else nn.Identity()
         self.k_norm = RmsNorm(shape.head_dim, shape.norm_eps) if qk_norm else nn.Identity()
 
-    def query(self, x_BTI: Tensor, turn_BT2E: Tensor) -> Tensor:
-        return rotate(self.q_norm(self._heads(self.q_proj(x_BTI))), turn_BT2E)
+    def query(self, x_BTI: Tensor, rope_BT2E: Tensor) -> Tensor:
+        return rotate(self.q_norm(self._heads(self.q_proj(x_BTI))), rope_BT2E)
 
-    def key_value(self, x_BTI: Tensor, turn_BT2E: Tensor) -> tuple[Tensor, Tensor]:
-        key = rotate(self.k_norm(self._heads(self.k_proj(x_BTI))), turn_BT2E)
+    def key_value(self, x_BTI: Tensor, rope_BT2E: Tensor) -> tuple[Tensor, Tensor]:
+        key = rotate(self.k_norm(self._heads(self.k_proj(x_BTI))), rope_BT2E)
         return key, self._heads(self.v_proj(x_BTI))
 
     def _heads(self, x_BTI: Tensor) -> Tensor:
@@ -218,11 +218,11 @@ class DecoderLayer(nn.Module):
         nn.init.zeros_(self.self_attn.o_proj.weight)
         nn.init.zeros_(self.mlp.down_proj.weight)
 
-    def forward(self, x_BTD: Tensor, turn_BT2E: Tensor, attending: Attending) -> Tensor:
+    def forward(self, x_BTD: Tensor, rope_BT2E: Tensor, attending: Attending) -> Tensor:
         """`attending` decides what these tokens attend to: each other, or a cache as well."""
         attention, normed = self.self_attn, self.input_layernorm(x_BTD)
-        key, value = attention.key_value(normed, turn_BT2E)
-        attended = attending(attention.query(normed, turn_BT2E), key, value)
+        key, value = attention.key_value(normed, rope_BT2E)
+        attended = attending(attention.query(normed, rope_BT2E), key, value)
         return self.finish(x_BTD + attention.o_proj(attended))
 
     def finish(self, h_BTD: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Recurrent cells: how a token that was just drafted enters what a head remembers.
 
-Letters: X leading axes, D width, H heads, E width of a head.
+Letters: D hidden width, E head width, H query heads, X any axes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SumCell(nn.Module):
 class CosineCell(nn.Module):
     """s' = s + the token's values, each head's weighed by the cosine of query and key (Clover).
 
-    Attention to a single key, where softmax would always say one: the gate is how far state and
+    Attention to a single key, where softmax would always be one: the gate is how far state and
     token agree. Queries and keys begin as the inputs themselves, values as zero, so that a fresh
     cell hands the state through.
     """

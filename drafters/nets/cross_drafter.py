@@ -5,7 +5,8 @@ where t is the newest position that the target had read when the draft began. He
 depth i of a draft: its token is t + 1 + i, it predicts t + 2 + i, and it sees no feature behind t.
 That bound is what makes training as hard as drafting (GliDe's block mask, the T-step bound of
 Mixture of Attentions). Every depth is trained behind each anchor, where the papers draw one.
-Letters: B rows, S sequence, A anchors, M nodes, W known rows, D width, I width of the features.
+Letters: A anchors, B rows, D hidden width, E head width, I input width, M new nodes, P path, S
+sequence, T fed tokens, W window, X any axes, Y carry.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ from specctl.core.batch import TrainBatch
 from specctl.core.drafter import DraftState, Space
 from specctl.core.kv_cache import SlotKV
 from specctl.core.masks import document_mask
-from specctl.drafters.losses.align import AlignedRows, aim
-from specctl.drafters.losses.anchors import behind, random_anchors
+from specctl.drafters.losses.align import AlignedRows, aim, behind, random_anchors
 from specctl.drafters.nets.blocks import (
     DecoderLayer,
     LayerShape,
@@ -69,15 +69,15 @@ class CrossLayer(DecoderLayer):
         super().__init__(shape)
         self.feature_norm = RmsNorm(shape.hidden_size, shape.norm_eps)
 
-    def seen(self, feature_BTD: Tensor, turn_BT2E: Tensor) -> tuple[Tensor, Tensor]:
+    def seen(self, feature_BTD: Tensor, rope_BT2E: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of features."""
-        return self.self_attn.key_value(self.feature_norm(feature_BTD), turn_BT2E)
+        return self.self_attn.key_value(self.feature_norm(feature_BTD), rope_BT2E)
 
     def look(
-        self, x_BTD: Tensor, turn_BT2E: Tensor, seen: tuple[Tensor, Tensor], mask: Tensor
+        self, x_BTD: Tensor, rope_BT2E: Tensor, seen: tuple[Tensor, Tensor], mask: Tensor
     ) -> Tensor:
         """The tokens after attending to them."""
-        query = self.self_attn.query(self.input_layernorm(x_BTD), turn_BT2E)
+        query = self.self_attn.query(self.input_layernorm(x_BTD), rope_BT2E)
         return self.finish(x_BTD + self.self_attn.o_proj(attend(query, *seen, mask)))
 
 
@@ -108,9 +108,9 @@ class CrossDrafter(HeadDrafter):
         """[X, D]: what cross-attention reads of one position."""
         return features_XI
 
-    def ready(self, depth: int, carry_XC: Tensor) -> Tensor:
+    def ready(self, depth: int, carry_XY: Tensor) -> Tensor:
         del depth
-        ready_XD: Tensor = self.net.norm(carry_XC)
+        ready_XD: Tensor = self.net.norm(carry_XY)
         return ready_XD
 
     @property
@@ -129,15 +129,15 @@ class CrossDrafter(HeadDrafter):
         self, ids_BW: Tensor, features_BWI: Tensor, position_BW: Tensor
     ) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of known tokens, and of their features."""
-        turn, own = self.rope(position_BW), self.net.own
-        token = own.self_attn.key_value(own.input_layernorm(self.embed(ids_BW)), turn)
-        return [token, self.net.cross.seen(self.summary(features_BWI), turn)]
+        rope, own = self.rope(position_BW), self.net.own
+        token = own.self_attn.key_value(own.input_layernorm(self.embed(ids_BW)), rope)
+        return [token, self.net.cross.seen(self.summary(features_BWI), rope)]
 
     def grown(self, nodes: Nodes, kv: SlotKV) -> Tensor:
         """[B, M, D]: what the LM head reads behind nodes."""
-        turn, token_BM = self.rope(nodes.place.position_BM), nodes.path_BMG[:, :, -1]
-        x_BMD = self.net.own(self.embed(token_BM), turn, attending(nodes.place.mask, kv, 0))
-        return self.ready(0, self.net.cross.look(x_BMD, turn, kv.read(1), nodes.known_mask))
+        rope, token_BM = self.rope(nodes.place.position_BM), nodes.path_BMP[:, :, -1]
+        x_BMD = self.net.own(self.embed(token_BM), rope, attending(nodes.place.mask, kv, 0))
+        return self.ready(0, self.net.cross.look(x_BMD, rope, kv.read(1), nodes.known_mask))
 
     # -- training -------------------------------------------------------------------------------
 
@@ -151,16 +151,16 @@ class CrossDrafter(HeadDrafter):
     def unroll(self, batch: TrainBatch, anchor_BA: Tensor | None = None) -> Iterator[Tensor]:
         """[B, S, D] per depth of a draft, zero where none begins."""
         anchor_BA = self.anchors(batch) if anchor_BA is None else anchor_BA
-        net, turn, last = self.net, self.rope(batch.position_BS), batch.ids_BS.shape[1] - 1
+        net, rope, last = self.net, self.rope(batch.position_BS), batch.ids_BS.shape[1] - 1
         visible = document_mask(batch.document_BS)
-        x_BSD = net.own(self.embed(batch.ids_BS), turn, attending(visible))
-        seen = net.cross.seen(self.summary(self.gathered(batch.taps)), turn)
+        x_BSD = net.own(self.embed(batch.ids_BS), rope, attending(visible))
+        seen = net.cross.seen(self.summary(self.gathered(batch.taps)), rope)
         for depth in range(self.options.num_heads):
             at_BA = (anchor_BA + 1 + depth).clamp(max=last)
             until_BA = anchor_BA if self.options.strict else (at_BA - 1)
             mask = visible.gather(2, until_BA[:, None, :, None].expand(-1, -1, -1, last + 1))
             to_BAD = anchor_BA[:, :, None].expand(-1, -1, x_BSD.shape[-1])
             query_BAD = x_BSD.gather(1, at_BA[:, :, None].expand_as(to_BAD))
-            at_turn = self.rope(batch.position_BS.gather(1, at_BA))
-            ready_BAD = self.ready(depth, net.cross.look(query_BAD, at_turn, seen, mask))
+            at_rope = self.rope(batch.position_BS.gather(1, at_BA))
+            ready_BAD = self.ready(depth, net.cross.look(query_BAD, at_rope, seen, mask))
             yield torch.zeros_like(x_BSD).to(ready_BAD).scatter(1, to_BAD, ready_BAD)

@@ -5,12 +5,17 @@ the target's own LM head, predicts token t + 2. The loss is that of the head aga
 distribution plus `feature_weight` times SmoothL1 between output and f_{t+1} (EAGLE, arXiv
 2401.15077, eq. 3: 10 to 1). It may be unrolled: step j feeds the output back and reads token t + 2
 + j, exactly as a chain is drafted. What a family adds is a net (see `trunk`), or terms of the loss.
-Letters: X any leading axes, B rows, S sequence, R flat rows, D width, K draft vocabulary.
+
+`TrunkState` serves it. A node less than `passes` tokens deep goes through the layers; a deeper one
+carries on what its ancestor handed to the parallel heads, and costs an LM head only.
+Letters: B rows, D hidden width, E head width, K draft vocabulary, L positions, M new nodes, O
+output width, Q picked rows, R flat rows, S sequence, T fed tokens, V target vocabulary, X any axes,
+Y carry.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -19,8 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.core.batch import LossOut, TrainBatch
-from specctl.core.drafter import Borrowed, Drafter, Needs, Space
-from specctl.core.masks import document_mask
+from specctl.core.drafter import Drafter, Needs, Space
+from specctl.core.language_model import Borrowed
+from specctl.core.masks import chain_mask, document_mask
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import AlignedRows, aim, shifted
@@ -29,17 +35,18 @@ from specctl.drafters.losses.head_losses import (
     feature_loss,
     head_loss,
     joined,
-    judge_of,
+    teacher_logits,
     weighted_sum,
 )
 from specctl.drafters.losses.teacher import TeacherLogits
-from specctl.drafters.nets.blocks import LayerShape
+from specctl.drafters.nets.blocks import Attending, LayerShape, attending
 from specctl.drafters.nets.heads import check_count, cut_rows, head_rows
 from specctl.drafters.nets.options import DepthOptions
-from specctl.drafters.nets.routed import Router, cut_router, with_router
+from specctl.drafters.nets.routed import RoutedHead, Router, cut_router, read_head, with_router
 from specctl.drafters.nets.trunk import Chains, TrunkNet
-from specctl.drafters.states.feature_state import FeatureState
-from specctl.drafters.states.trunk_state import TrunkState
+from specctl.drafters.states.feature_state import FeatureState, Fed
+from specctl.drafters.states.tree_layout import Place
+from specctl.models.kernels import Weight, can_pack, pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +96,10 @@ class FeatureDrafter(Drafter):
         return TrunkNet(shape)
 
     def term(
-        self, out: LossOut, ready_RD: Tensor, rows: AlignedRows, judge: TeacherLogits | None
+        self, out: LossOut, ready_RD: Tensor, rows: AlignedRows, teacher: TeacherLogits | None
     ) -> LossOut:
         """The loss of a step with what the family adds to it."""
-        del ready_RD, rows, judge
+        del ready_RD, rows, teacher
         return out
 
     def whole_loss(self, out: LossOut, steps: list[Unrolled], batch: TrainBatch) -> LossOut:
@@ -101,10 +108,6 @@ class FeatureDrafter(Drafter):
         return out
 
     # -- the frame ------------------------------------------------------------------------------
-
-    @property
-    def net(self) -> TrunkNet:
-        return self.module
 
     @property
     def tap(self) -> int:
@@ -172,15 +175,15 @@ class FeatureDrafter(Drafter):
             x_BSD = net.mix(self.embed(shifted(batch.ids_BS, 1 + ahead)), state_BSD)
             if ahead == self.options.ttt_steps:
                 break
-            turn = net.rope(batch.position_BS + ahead)
-            out_BSO = net.through(x_BSD, turn, lambda layer: chains[layer].attending)
+            rope = net.rope(batch.position_BS + ahead)
+            out_BSO = net.through(x_BSD, rope, lambda layer: chains[layer].attending)
             steps.append(Unrolled(net.ready(out_BSO), net.fed_back(out_BSO)))
             state_BSD = steps[-1].state_BSD.detach() if self.detach else steps[-1].state_BSD
             before_BSD, ahead = x_BSD, ahead + 1
         if net.num_parallel:
-            carry_BSC = net.handed(before_BSD, x_BSD, out_BSO)
+            carry_BSY = net.handed(before_BSD, x_BSD, out_BSO)
             for index in range(net.num_parallel):
-                guess_BSD = net.parallel(index, carry_BSC)
+                guess_BSD = net.parallel(index, carry_BSY)
                 steps.append(Unrolled(guess_BSD, guess_BSD))
         return steps
 
@@ -188,17 +191,134 @@ class FeatureDrafter(Drafter):
         """Sum over steps of decay^j times the loss of predicting 2 + j ahead (A1)."""
         options = self.options
         how = options.compared()
-        judge, head, parts = judge_of(batch, how), LinearHead(self.head_weight()), []
+        teacher, head, parts = teacher_logits(batch, how), LinearHead(self.head_weight()), []
         steps, feature_RD = self.unroll(batch), batch.taps[self.tap].flatten(0, 1)
         for step, unrolled in enumerate(steps):
             rows, ready_RD = aim(batch, 2 + step), unrolled.ready_BSD.flatten(0, 1)
             if unrolled.known_BS is not None:
-                rows = rows.only(~unrolled.known_BS.flatten()[rows.row_N])
-            out = head_loss(ready_RD, head, rows, self.vocab, how, judge)
+                rows = rows.only(~unrolled.known_BS.flatten()[rows.row_Q])
+            out = head_loss(ready_RD, head, rows, self.vocab, how, teacher)
             if options.feature_weight > 0:
                 near = feature_loss(unrolled.state_BSD.flatten(0, 1), rows, feature_RD)
                 out = joined(out, near, options.feature_weight)
-            out = self.term(out, ready_RD, rows, judge)
-            out = with_router(out, self.router, ready_RD, rows, self.vocab, judge)
+            out = self.term(out, ready_RD, rows, teacher)
+            out = with_router(out, self.router, ready_RD, rows, self.vocab, teacher)
             parts.append((options.decay**step, out))
         return self.whole_loss(weighted_sum(parts), steps, batch)
+
+
+class TrunkState(FeatureState):
+    """Memory of one engine. Of the nodes of a round it keeps, by call: what was mixed, what the
+    layers made of it, what was handed to parallel heads, and how deep they stand."""
+
+    def __init__(self, drafter: FeatureDrafter, space: Space) -> None:
+        self.drafter, self.net = drafter, drafter.module
+        self._mixed: list[Tensor] = []
+        self._outs: list[Tensor] = []
+        self._carries: list[Tensor] = []
+        self._depths: list[Tensor] = []
+        super().__init__(self.net.shape, len(self.net.layers), self.net.fc.weight, space)
+
+    def weights_version(self) -> int:
+        return self.drafter.version()
+
+    def fuse_weights(self) -> None:
+        weight, router = self.drafter.head_weight(), self.drafter.router
+        self._head: Weight | RoutedHead
+        if router is not None:
+            self._head = RoutedHead.of(router, weight)
+        else:
+            self._head = pack(weight) if can_pack(weight) else weight.detach()
+
+    def features(self, taps: Mapping[int, Tensor]) -> Tensor:
+        return taps[self.drafter.tap].to(self.dtype)
+
+    # -- true rows ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def fill(self, fed: Fed) -> None:
+        self._true_rows(fed)
+
+    def _true_rows(self, fed: Fed) -> tuple[Tensor, Tensor]:
+        """What was mixed, and the layers' output, of every row."""
+        x_BTD = self.net.mix(self.drafter.embed(fed.ids_BT), fed.state_BTD)
+        mask = chain_mask(fed.start_B, fed.ids_BT.shape[1], self.kv.aim.span)
+        return x_BTD, self.net.through(x_BTD, fed.rope_BT2E, self._attending(mask))
+
+    def _attending(self, mask: Tensor | None) -> Callable[[int], Attending]:
+        return lambda layer: attending(mask, self.kv, layer)
+
+    @torch.no_grad()
+    def newest(self, fed: Fed, kept_B: Tensor) -> Tensor:
+        counts, (x_BTD, out_BTO) = fed.counts, self._true_rows(fed)
+        if min(counts) == max(counts):
+            x_B1D, out_B1O = x_BTD[:, -1:], out_BTO[:, -1:]
+        else:
+            row_B = torch.arange(len(counts), device=self.device)
+            at_B = torch.tensor(counts, device=self.device) - 1
+            x_B1D, out_B1O = x_BTD[row_B, at_B][:, None], out_BTO[row_B, at_B][:, None]
+        if self.net.passes is not None:
+            self._mixed, self._outs = [x_B1D], [out_B1O]
+            self._carries = [self.net.handed(x_B1D, x_B1D, out_B1O)]  # for its shape only
+            self._depths = [torch.zeros(len(counts), 1, dtype=torch.long, device=self.device)]
+        return self._head_logits(out_B1O)
+
+    def _head_logits(self, out_BMO: Tensor) -> Tensor:
+        self._states.append(self.net.fed_back(out_BMO))
+        return read_head(self.net.ready(out_BMO), self._head)
+
+    # -- nodes ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def nodes(self, token_BM: Tensor, parent_BM: Tensor, place: Place) -> Tensor:
+        state_BMD = self.of_parents(self._states, parent_BM, place)
+        x_BMD = self.net.mix(self.drafter.embed(token_BM), state_BMD)
+        passes = self.net.passes
+        if passes is None:
+            return self._head_logits(self._pass(x_BMD, place))
+        depth_BM = torch.cat(self._depths, dim=1).gather(1, parent_BM + 1) + 1
+        depths = sorted(set(depth_BM.flatten().tolist()))  # heads are chosen by the host
+        out_BMO = self.of_parents(self._outs, parent_BM, place)
+        handed_BMY = self.net.handed(self.of_parents(self._mixed, parent_BM, place), x_BMD, out_BMO)
+        carry_BMY = torch.where(
+            (depth_BM <= passes)[:, :, None],
+            handed_BMY,
+            self.of_parents(self._carries, parent_BM, place),
+        )
+        if depths[0] < passes:  # else nothing will look at these entries of the cache
+            out_BMO = self._pass(x_BMD, place)
+        for stored, new in (
+            (self._mixed, x_BMD),
+            (self._outs, out_BMO),
+            (self._carries, carry_BMY),
+            (self._depths, depth_BM),
+        ):
+            stored.append(new)
+        return self._by_depth(out_BMO, carry_BMY, depth_BM, depths)
+
+    def _pass(self, x_BMD: Tensor, place: Place) -> Tensor:
+        rope_BM2E = self._rope_L2E[place.position_BM]
+        return self.net.through(x_BMD, rope_BM2E, self._attending(place.mask))
+
+    def _by_depth(
+        self, out_BMO: Tensor, carry_BMY: Tensor, depth_BM: Tensor, depths: list[int]
+    ) -> Tensor:
+        """[B, M, K]: each node's logits by the head of its depth, the last one serving the rest."""
+        assert self.net.passes is not None
+        logits_BMK = None if depths[0] >= self.net.passes else self._head_logits(out_BMO)
+        for index in range(self.net.num_parallel):
+            here = [
+                d for d in depths if min(d - self.net.passes, self.net.num_parallel - 1) == index
+            ]
+            if not here:
+                continue
+            there_BMD = self.net.parallel(index, carry_BMY)
+            there_BMK = read_head(there_BMD, self._head)
+            if logits_BMK is None:
+                self._states.append(there_BMD)
+                logits_BMK = there_BMK
+            else:
+                is_here_BM1 = (depth_BM >= here[0])[:, :, None]
+                logits_BMK = torch.where(is_here_BM1, there_BMK, logits_BMK)
+        assert logits_BMK is not None
+        return logits_BMK

@@ -5,8 +5,8 @@ t + 2 + i. From f_t a family makes a *carry* (`begin`), takes the tokens t + 1, 
 one by one (`read`), and makes of it the state that an LM head reads (`ready`). Heads that do not
 look at drafted tokens (Medusa, blockwise) leave the carry as it is. Training runs the same
 functions over whole rows of text, so that both score a token alike.
-Letters: X any leading axes, B rows, S sequence, R flat rows, C carry, D width, E width in front of
-the LM head, K draft vocabulary.
+Letters: A anchors, B rows, D hidden width, I input width, K draft vocabulary, O output width, R
+flat rows, S sequence, T fed tokens, V target vocabulary, X any axes, Y carry.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specctl.core.batch import LossOut, TrainBatch
-from specctl.core.drafter import Borrowed, Drafter, DraftState, Needs, Space
+from specctl.core.drafter import Drafter, DraftState, Needs, Space
+from specctl.core.language_model import Borrowed
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import AlignedRows, aim, shifted
@@ -31,13 +32,12 @@ from specctl.drafters.losses.head_losses import (
     feature_loss,
     head_loss,
     joined,
-    judge_of,
+    teacher_logits,
     weighted_sum,
 )
 from specctl.drafters.nets.heads import cut_rows, head_rows
 from specctl.drafters.nets.prefix import PrefixNet, PrefixState
-from specctl.drafters.states.head_state import GroundedState
-from specctl.drafters.states.last_state import DraftFeatures, LastState
+from specctl.drafters.states.head_state import DraftFeatures, GroundedState, LastState
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,10 @@ class HeadLearned:
     """What a head has just learned from: the states its LM head read, which rows of them, the LM
     head, and the target's distributions (None: it learned from the text)."""
 
-    ready_RE: Tensor
+    ready_RO: Tensor
     rows: AlignedRows
     head: LinearHead
-    judge: TeacherLogits | None
+    teacher: TeacherLogits | None
 
 
 class HeadDrafter(Drafter):
@@ -64,7 +64,7 @@ class HeadDrafter(Drafter):
         self._shared_KD: Tensor | None = None
         self._is_fresh = True
 
-    # -- what a family says ---------------------------------------------------------------------
+    # -- what a family gives --------------------------------------------------------------------
 
     @abstractmethod
     def own_heads(self) -> list[nn.Linear]:
@@ -75,17 +75,17 @@ class HeadDrafter(Drafter):
         return self.own_heads()
 
     @abstractmethod
-    def ready(self, depth: int, carry_XC: Tensor) -> Tensor:
-        """[X, E]: what the LM head of head `depth` reads."""
+    def ready(self, depth: int, carry_XY: Tensor) -> Tensor:
+        """[X, O]: what the LM head of head `depth` reads."""
 
     def begin(self, state_XD: Tensor) -> Tensor:
-        """[X, C]: the carry that has read no token yet."""
+        """[X, Y]: the carry that has read no token yet."""
         return state_XD
 
-    def read(self, depth: int, carry_XC: Tensor, ids_X: Tensor) -> Tensor:
-        """[X, C]: the carry after token t + 1 + depth."""
+    def read(self, depth: int, carry_XY: Tensor, ids_X: Tensor) -> Tensor:
+        """[X, Y]: the carry after token t + 1 + depth."""
         del depth, ids_X
-        return carry_XC
+        return carry_XY
 
     @property
     def num_stages(self) -> int:
@@ -106,7 +106,7 @@ class HeadDrafter(Drafter):
         if self.feature_weight == 0:
             return out
         state_RD = batch.taps[self.spec.num_layers].flatten(0, 1)
-        term = feature_loss(learned.ready_RE, learned.rows, state_RD)
+        term = feature_loss(learned.ready_RO, learned.rows, state_RD)
         return joined(out, term, self.feature_weight)
 
     def rows(self, state_BTD: Tensor, next_ids_BT: Tensor) -> Tensor:
@@ -194,7 +194,7 @@ class HeadDrafter(Drafter):
         return (rows_XD if scale == 1.0 else rows_XD * scale).to(self.dtype)
 
     def head_weights(self) -> list[Tensor]:
-        """[K, E] LM heads: those of its own, or the one of the target."""
+        """[K, O] LM heads: those of its own, or the one of the target."""
         own = self.own_heads()
         if own:
             return [head.weight for head in own]
@@ -206,27 +206,27 @@ class HeadDrafter(Drafter):
         return sum(parameter._version for parameter in self.module.parameters())
 
     def unroll(self, batch: TrainBatch, anchor_BA: Tensor | None = None) -> Iterator[Tensor]:
-        """[B, S, E] per head: what its LM head reads, at every position (or the anchors)."""
+        """[B, S, O] per head: what its LM head reads, at every position (or the anchors)."""
         del anchor_BA
-        carry_BSC = self.begin(self.context(batch))
+        carry_BSY = self.begin(self.context(batch))
         for i in range(self.options.num_heads):
-            carry_BSC = self.read(i, carry_BSC, shifted(batch.ids_BS, 1 + i))
-            yield self.ready(i, carry_BSC)
+            carry_BSY = self.read(i, carry_BSY, shifted(batch.ids_BS, 1 + i))
+            yield self.ready(i, carry_BSY)
 
     def loss(self, batch: TrainBatch) -> LossOut:
         """Sum over heads of decay^i times the loss of predicting 2 + i ahead."""
         options = self.options
         how = options.compared()
-        judge, weights, now = judge_of(batch, how), self.head_weights(), self.heads_now()
+        teacher, weights, now = teacher_logits(batch, how), self.head_weights(), self.heads_now()
         anchor_BA, parts = self.anchors(batch), []
-        for i, ready_BSE in enumerate(self.unroll(batch, anchor_BA)):
+        for i, ready_BSO in enumerate(self.unroll(batch, anchor_BA)):
             if i not in now:
                 continue
             rows = self.aimed(i, batch, anchor_BA)
             head = LinearHead(weights[min(i, len(weights) - 1)])
-            ready_RE = ready_BSE.flatten(0, 1)
-            out = head_loss(ready_RE, head, rows, self.vocab, how, judge)
-            out = self.beside(out, HeadLearned(ready_RE, rows, head, judge), batch)
+            ready_RO = ready_BSO.flatten(0, 1)
+            out = head_loss(ready_RO, head, rows, self.vocab, how, teacher)
+            out = self.beside(out, HeadLearned(ready_RO, rows, head, teacher), batch)
             parts.append((options.decay**i, out))
         total = weighted_sum(parts)
         return total if len(parts) == options.num_heads else replace(total, metrics={})

@@ -1,6 +1,6 @@
 """Heads: residual blocks on a target state, and rows of an LM head under a draft vocabulary.
 
-Letters: D width, V target vocabulary, K draft vocabulary.
+Letters: D hidden width, K draft vocabulary, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specctl.core.drafter import Borrowed
 from specctl.core.errors import IncompatibleError, RecipeError, nearest
+from specctl.core.language_model import Borrowed
 from specctl.core.vocab import VocabMap
 
 
@@ -53,6 +53,18 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
         )
 
 
+def check_options(options: object, is_right: bool, names: Sequence[str], expected: str) -> None:
+    """Options that have no such check of their own are in range, by themselves and together."""
+    if not is_right:
+        raise RecipeError(
+            "options are out of range",
+            where="drafter.options",
+            found=", ".join(f"{name} {getattr(options, name)}" for name in names),
+            expected=expected,
+            do="leave them out to take the defaults",
+        )
+
+
 def draft_size(vocab: VocabMap | None, target_size: int) -> int:
     return target_size if vocab is None else vocab.size
 
@@ -64,15 +76,15 @@ def head_rows(borrowed: Borrowed, vocab: VocabMap | None) -> Tensor:
     return borrowed.head_VD[vocab.ids_K.to(borrowed.head_VD.device)]
 
 
-def fitting_rows(embedding_ED: Tensor, size: int) -> Tensor:
+def fitting_rows(embedding_VD: Tensor, size: int) -> Tensor:
     """An embedding of exactly `size` rows, for a vocabulary padded otherwise than the target's:
     surplus rows are never read; missing ones are read as the last."""
-    rows = embedding_ED.shape[0]
+    rows = embedding_VD.shape[0]
     if rows == size:
-        return embedding_ED
+        return embedding_VD
     if rows > size:
-        return embedding_ED[:size].clone()
-    return torch.cat([embedding_ED, embedding_ED[-1:].expand(size - rows, -1)])
+        return embedding_VD[:size].clone()
+    return torch.cat([embedding_VD, embedding_VD[-1:].expand(size - rows, -1)])
 
 
 def cut_rows(weight_KD: Tensor, old: VocabMap | None, new: VocabMap) -> Tensor:

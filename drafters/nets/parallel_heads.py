@@ -1,10 +1,11 @@
-"""Heads that do not see each other's choices: all of them speak at once, and a tree of their ranks
-is proposed in one go.
+"""Heads that do not see each other's choices: all of them predict at once, and a tree of their
+ranks is proposed in one go.
 
 They can also be grown step by step by a tree policy: then the logits after a node at depth d are
 those of head d, whatever the node's token, unless a rescorer puts them in the light of the tokens
 before (`rescore`).
-Letters: B rows, M nodes, N tree nodes, H heads, K draft vocabulary, R ranks, C context.
+Letters: B rows, D hidden width, K draft vocabulary, M new nodes, N nodes, O output width, P path
+(one per head), X any axes, Y carry.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ class ParallelHeads(HeadDrafter):
         return ParallelState(self, space)
 
     def head_logits(self, index: int, state_XD: Tensor) -> Tensor:
-        """[X, K]: what head `index` says about token t + 2 + index."""
+        """[X, K]: what head `index` predicts for token t + 2 + index."""
         weights = self.head_weights()
-        ready_XE = self.ready(index, self.begin(state_XD))
-        return F.linear(ready_XE, weights[min(index, len(weights) - 1)])
+        ready_XO = self.ready(index, self.begin(state_XD))
+        return F.linear(ready_XO, weights[min(index, len(weights) - 1)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class ParallelState(HeadState):
         super().__init__(drafter, drafter.features(space))
         self.heads, self.device = drafter, space.device
         self._templates: dict[tuple[int, int], Template] = {}
-        self._logits_BHK: Tensor | None = None
+        self._logits_BPK: Tensor | None = None
         self._depths: list[Tensor] = []
         self._contexts: list[Tensor] = []
 
@@ -114,17 +115,17 @@ class ParallelState(HeadState):
         """Draft rows of the template's nodes. Heads alone are asked at once; where drafts are
         rescored, level after level."""
         if self.heads.rescoring is None:
-            logits_BHK = view.shown(self._logits(view, len(template.levels)))
-            return _ranked(logits_BHK, template.depth_N, template.rank_N)
+            logits_BPK = view.shown(self._logits(view, len(template.levels)))
+            return _ranked(logits_BPK, template.depth_N, template.rank_N)
         logits_BMK, start, levels = self.root(view)[:, None], -1, list[Best]()
         for first, last in template.levels:
-            parent_J = template.parent_N[first:last]
-            from_J, rank_J = parent_J - start, template.rank_N[first:last]
-            levels.append(_ranked(view.shown(logits_BMK), from_J, rank_J))
-            token_BJ, start = levels[-1].indices, first
+            parent_M = template.parent_N[first:last]
+            from_M, rank_M = parent_M - start, template.rank_N[first:last]
+            levels.append(_ranked(view.shown(logits_BMK), from_M, rank_M))
+            token_BM, start = levels[-1].indices, first
             if self.heads.vocab is not None:
-                token_BJ = self.heads.vocab.ids_K[token_BJ]
-            logits_BMK = self.expand(token_BJ, parent_J.expand_as(token_BJ))
+                token_BM = self.heads.vocab.ids_K[token_BM]
+            logits_BMK = self.expand(token_BM, parent_M.expand_as(token_BM))
         values, indices = zip(*((best.values, best.indices) for best in levels), strict=True)
         return Best(torch.cat(values, 1), torch.cat(indices, 1))
 
@@ -136,31 +137,31 @@ class ParallelState(HeadState):
 
     def _logits(self, view: RoundView, num_heads: int) -> Tensor:
         """[B, num_heads, K]."""
-        carry_BC = self.heads.begin(self.features.at(view))
-        states = [self.heads.ready(i, carry_BC) for i in range(num_heads)]
-        if len(self._laid) == 1:  # shared (or a single head): one product
-            return linear(torch.stack(states, dim=1), self._laid[0])
-        pairs = zip(states, self._laid[:num_heads], strict=True)
+        carry_BY = self.heads.begin(self.features.at(view))
+        states = [self.heads.ready(i, carry_BY) for i in range(num_heads)]
+        if len(self._packed) == 1:  # shared (or a single head): one product
+            return linear(torch.stack(states, dim=1), self._packed[0])
+        pairs = zip(states, self._packed[:num_heads], strict=True)
         return torch.stack([linear(state, head) for state, head in pairs], dim=1)
 
     # -- grown by a policy ----------------------------------------------------------------------
 
     def root(self, view: RoundView) -> Tensor:
-        self._logits_BHK = self._logits(view, self.heads.options.num_heads)
+        self._logits_BPK = self._logits(view, self.heads.options.num_heads)
         self._depths = [torch.zeros_like(view.slot_B[:, None])]
         rescoring = self.heads.rescoring
         if rescoring is None:
-            return self._logits_BHK[:, 0]
+            return self._logits_BPK[:, 0]
         self._contexts = [last_tokens(view, rescoring.rescorer.reach)[:, None]]
-        return rescoring(self._logits_BHK[:, :1], self._contexts[0])[:, 0]
+        return rescoring(self._logits_BPK[:, :1], self._contexts[0])[:, 0]
 
     def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
         """Logits after a node at depth d come from head d; past the last head, from the last."""
-        assert self._logits_BHK is not None, "root() begins a round"
+        assert self._logits_BPK is not None, "root() begins a round"
         depth_BM = torch.cat(self._depths, dim=1).gather(1, parent_BM + 1) + 1
         self._depths.append(depth_BM)
-        head_BM1 = depth_BM.clamp(max=self._logits_BHK.shape[1] - 1)[:, :, None]
-        logits_BMK = self._logits_BHK.gather(1, head_BM1.expand(-1, -1, self._logits_BHK.shape[-1]))
+        head_BM1 = depth_BM.clamp(max=self._logits_BPK.shape[1] - 1)[:, :, None]
+        logits_BMK = self._logits_BPK.gather(1, head_BM1.expand(-1, -1, self._logits_BPK.shape[-1]))
         rescoring = self.heads.rescoring
         if rescoring is None:
             return logits_BMK

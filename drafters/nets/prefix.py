@@ -3,7 +3,7 @@ layers of the drafter's own, of the last states of the whole text (Hydra++, Clov
 
 Row t reads what the family makes of f_t and of token t + 1, which is known one step ahead of its
 state. The layers run over true rows only, once per round; drafted tokens are the heads' business.
-Letters: B rows, S sequence or slots, T tokens, W new rows, P path, D width, E head width.
+Letters: B rows, D hidden width, E head width, S sequence, T fed tokens, W window, Z slots.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class PrefixNet(nn.Module):
         self, x_BTD: Tensor, position_BT: Tensor, mask: Tensor, kv: SlotKV | None = None
     ) -> Tensor:
         """[B, T, D]: the rows after all layers, against the aimed cache or among themselves."""
-        turn_BT2E = rotary(position_BT, self.shape.head_dim, self.shape.rope_theta)
+        rope_BT2E = rotary(position_BT, self.shape.head_dim, self.shape.rope_theta)
         for index, layer in enumerate(self.layers):
-            x_BTD = layer(x_BTD, turn_BT2E, attending(mask, kv, index))
+            x_BTD = layer(x_BTD, rope_BT2E, attending(mask, kv, index))
         return x_BTD
 
     def over(self, x_BSD: Tensor, position_BS: Tensor, document_BS: Tensor) -> Tensor:
@@ -49,22 +49,22 @@ class PrefixNet(nn.Module):
 class PrefixState:
     """Features of live rows: the output of the newest true row, and the cache of those before it.
     One writer: the DraftState that owns it. Rows cached = kept length, as the newest token has no
-    state of the target yet; `room` more fit behind them."""
+    state of the target yet; `extra` more fit behind them."""
 
     def __init__(
-        self, net: PrefixNet, rows: Rows, gather: Gather, space: Space, like: Tensor, room: int = 0
+        self, net: PrefixNet, rows: Rows, gather: Gather, space: Space, like: Tensor, extra: int = 0
     ) -> None:
         self.net, self.rows, self.gather = net, rows, gather
         self.kv = SlotKV(
             len(net.layers),
             space.num_slots,
             net.shape.num_kv_heads,
-            space.max_len + max(space.max_nodes, room) + 2,
+            space.max_len + max(space.max_nodes, extra) + 2,
             net.shape.head_dim,
             like.dtype,
             like.device,
         )
-        self.state_SD = torch.zeros(
+        self.state_ZD = torch.zeros(
             space.num_slots, net.shape.hidden_size, dtype=like.dtype, device=like.device
         )
         self.is_known = [False] * space.num_slots
@@ -73,13 +73,13 @@ class PrefixState:
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
         count = self.num_rows[slot] = len(tokens) - 1
         self.is_known[slot] = count > 0
-        self.state_SD[slot] = 0.0
+        self.state_ZD[slot] = 0.0
         if count > 0:
-            slot_1 = torch.full((1,), slot, device=self.state_SD.device)
-            ids_1T = torch.tensor([list(tokens[1:])], device=self.state_SD.device)
+            slot_1 = torch.full((1,), slot, device=self.state_ZD.device)
+            ids_1T = torch.tensor([list(tokens[1:])], device=self.state_ZD.device)
             self.kv.begin((slot,), slot_1, slot_1 * 0, count, count, 0)
             out_1TD = self._run(self.gather(taps)[None], ids_1T, slot_1 * 0, count)
-            self.state_SD[slot] = out_1TD[0, -1]
+            self.state_ZD[slot] = out_1TD[0, -1]
 
     def observe(self, outcome: Outcome) -> None:
         """Rows of the accepted path: its states, and the tokens emitted after each."""
@@ -87,20 +87,20 @@ class PrefixState:
         counts = [len(new) for new in outcome.emitted]
         W = max(1, *counts)
         ids = [[*new, *(0,) * (W - len(new))] for new in outcome.emitted]
-        ids_BW = torch.tensor(ids, device=self.state_SD.device)
+        ids_BW = torch.tensor(ids, device=self.state_ZD.device)
         span = max(self.num_rows[slot] for slot in view.slots) + W
         self.kv.begin(view.slots, view.slot_B, view.kept_len_B, W, span)
         out_BWD = self._run(self.gather(outcome.taps)[:, :W], ids_BW, view.kept_len_B, span)
         row_B = torch.arange(len(counts), device=ids_BW.device)
         at_B = torch.tensor(counts, device=ids_BW.device) - 1
-        self.state_SD[view.slot_B] = out_BWD[row_B, at_B]
+        self.state_ZD[view.slot_B] = out_BWD[row_B, at_B]
         for slot, count in zip(view.slots, counts, strict=True):
             self.is_known[slot] = True
             self.num_rows[slot] += count
 
     def _run(self, state_BWD: Tensor, ids_BW: Tensor, start_B: Tensor, span: int) -> Tensor:
         W = ids_BW.shape[1]
-        x_BWD = self.rows(state_BWD.to(self.state_SD.dtype), ids_BW)
+        x_BWD = self.rows(state_BWD.to(self.state_ZD.dtype), ids_BW)
         position_BW = start_B[:, None] + torch.arange(W, device=start_B.device)
         return self._take(x_BWD, position_BW, chain_mask(start_B, W, span))
 
@@ -110,4 +110,4 @@ class PrefixState:
         return out_BWD
 
     def at(self, view: RoundView) -> Tensor:
-        return self.state_SD[view.slot_B]
+        return self.state_ZD[view.slot_B]

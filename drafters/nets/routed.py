@@ -12,7 +12,9 @@ where that node's groups end; supports may differ from node to node without a un
 
 Rows are grouped by balanced k-means over the target's LM-head rows, so that likely alternatives
 stand together. The router learns the target's mass of each group, from states that it does not
-move. Letters: N rows of states, D width, K draft vocabulary, G groups, R rows of a group.
+move.
+Letters: B rows, C candidates, D hidden width, G groups, K draft vocabulary, Q picked rows, R flat
+rows, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -117,16 +119,16 @@ def balanced_groups(head_KD: Tensor, groups: int) -> Tensor:
 
 
 def _seated(near_KG: Tensor) -> Tensor:
-    """Each row in the nearest group that has room."""
+    """Each row in the nearest group that is not full."""
     K, G = near_KG.shape
     order_KG = near_KG.argsort(dim=1, descending=True)
     best_K2 = near_KG.topk(min(2, G), dim=1).values
     first = (best_K2[:, 0] - best_K2[:, -1]).argsort(descending=True).tolist()
-    room = [K // G + (g < K % G) for g in range(G)]
+    vacant = [K // G + (g < K % G) for g in range(G)]
     wanted, seat = order_KG.tolist(), [0] * K
     for row in first:
-        group = next(g for g in wanted[row] if room[g])
-        room[group] -= 1
+        group = next(g for g in wanted[row] if vacant[g])
+        vacant[group] -= 1
         seat[row] = group
     return torch.tensor(seat)
 
@@ -166,31 +168,33 @@ def with_router(
     state_RD: Tensor,
     aim: AlignedRows,
     vocab: VocabMap | None,
-    judge: TeacherLogits | None,
+    teacher: TeacherLogits | None,
 ) -> LossOut:
     """`out` and the router's cross-entropy against the target's mass of each group (the label's
     group without a teacher). Metric `routed`: that mass inside the picked groups."""
-    if router is None or aim.row_N.numel() == 0:
+    if router is None or aim.row_Q.numel() == 0:
         return out
     ids_K = None if vocab is None else vocab.ids_K
     row_V = None if vocab is None else vocab.to_draft()
     loss, caught = out.sum, torch.zeros_like(out.count)
-    parts = (torch.split(rows, ROWS_AT_ONCE) for rows in (aim.row_N, aim.label_N, aim.judge_N))
-    for row_N, label_N, judge_N in zip(*parts, strict=True):
-        score_NG = router(state_RD[row_N].detach().to(router.weight.dtype)).float()
+    parts = (
+        torch.split(rows, ROWS_AT_ONCE) for rows in (aim.row_Q, aim.label_Q, aim.teacher_row_Q)
+    )
+    for row_Q, label_Q, teacher_row_Q in zip(*parts, strict=True):
+        score_QG = router(state_RD[row_Q].detach().to(router.weight.dtype)).float()
         with torch.no_grad():
-            mass_NG = torch.zeros_like(score_NG)
-            if judge is not None:
-                p_NK = judge.distribution(judge_N, ids_K).log_p_NK.exp().to(mass_NG.dtype)
-                mass_NG.index_add_(1, router.group_K, p_NK)
+            mass_QG = torch.zeros_like(score_QG)
+            if teacher is not None:
+                p_QK = teacher.distribution(teacher_row_Q, ids_K).log_p_QK.exp().to(mass_QG.dtype)
+                mass_QG.index_add_(1, router.group_K, p_QK)
             else:
-                at_N = label_N if row_V is None else row_V[label_N]
-                group_N1 = router.group_K[at_N.clamp(min=0)][:, None]
-                mass_NG.scatter_(1, group_N1, (at_N >= 0).to(mass_NG.dtype)[:, None])
-            best_NT = score_NG.topk(min(router.top, router.num_groups), dim=-1).indices
-            caught = caught + mass_NG.gather(1, best_NT).sum()
-        loss = loss - (mass_NG * score_NG.log_softmax(-1)).sum()
-    number = torch.tensor(float(aim.row_N.numel()), device=state_RD.device)
+                at_Q = label_Q if row_V is None else row_V[label_Q]
+                group_Q1 = router.group_K[at_Q.clamp(min=0)][:, None]
+                mass_QG.scatter_(1, group_Q1, (at_Q >= 0).to(mass_QG.dtype)[:, None])
+            best_QC = score_QG.topk(min(router.top, router.num_groups), dim=-1).indices
+            caught = caught + mass_QG.gather(1, best_QC).sum()
+        loss = loss - (mass_QG * score_QG.log_softmax(-1)).sum()
+    number = torch.tensor(float(aim.row_Q.numel()), device=state_RD.device)
     return LossOut(loss, out.count, {**out.metrics, "routed": (caught.detach(), number)})
 
 
@@ -200,14 +204,14 @@ def with_router(
 @dataclass(frozen=True, slots=True)
 class RoutedHead:
     """Inference copies: the router, each group's rows laid out for the kernels, and where they go.
-    `row_GR` holds draft rows by group, short groups padded with their own first row."""
+    `row_GK` holds draft rows by group, short groups padded with their own first row."""
 
     router_GD: Tensor
     top: int
     heads: tuple[Weight, ...]
-    row_GR: Tensor
+    row_GK: Tensor
     counts: tuple[int, ...]
-    weight_GRD: Tensor | None
+    weight_GKD: Tensor | None
     size: int
 
     @classmethod
@@ -223,48 +227,48 @@ class RoutedHead:
                 do="get the package again, or train again",
                 where=f"{PREFIX}group_K",
             )
-        R = max(counts)
-        row_GR = torch.stack([torch.cat([m, m[:1].expand(R - m.numel())]) for m in members])
+        longest = max(counts)
+        row_GK = torch.stack([torch.cat([m, m[:1].expand(longest - m.numel())]) for m in members])
         on_cpu = head_KD.device.type == "cpu"
-        heads = tuple(_laid(head_KD[m]) for m in members) if on_cpu else ()
-        weight_GRD = None if on_cpu else head_KD[row_GR]
+        heads = tuple(_packed(head_KD[m]) for m in members) if on_cpu else ()
+        weight_GKD = None if on_cpu else head_KD[row_GK]
         weight_GD = router.weight.detach().to(head_KD.dtype)
-        return cls(weight_GD, router.top, heads, row_GR, counts, weight_GRD, head_KD.shape[0])
+        return cls(weight_GD, router.top, heads, row_GK, counts, weight_GKD, head_KD.shape[0])
 
     def __call__(self, state: Tensor) -> Tensor:
         """[..., K] logits, -inf outside the picked groups."""
-        state_ND = state.reshape(-1, state.shape[-1])
+        state_QD = state.reshape(-1, state.shape[-1])
         top = min(self.top, self.router_GD.shape[0])
-        group_NT = F.linear(state_ND, self.router_GD).topk(top, dim=-1).indices
-        if self.weight_GRD is None:
-            logits_NK = self._by_group(state_ND, group_NT)
+        group_QC = F.linear(state_QD, self.router_GD).topk(top, dim=-1).indices
+        if self.weight_GKD is None:
+            logits_QK = self._by_group(state_QD, group_QC)
         else:
-            logits_NK = self._gathered(state_ND, group_NT, self.weight_GRD)
-        return logits_NK.view(*state.shape[:-1], self.size)
+            logits_QK = self._gathered(state_QD, group_QC, self.weight_GKD)
+        return logits_QK.view(*state.shape[:-1], self.size)
 
-    def _by_group(self, state_ND: Tensor, group_NT: Tensor) -> Tensor:
+    def _by_group(self, state_QD: Tensor, group_QC: Tensor) -> Tensor:
         """On a CPU: only groups that some row picked, one product each."""
-        logits_NK = state_ND.new_full((state_ND.shape[0], self.size), -torch.inf)
-        if state_ND.shape[0] == 1:
-            for g in group_NT[0].tolist():
-                at_R = self.row_GR[g, : self.counts[g]]
-                logits_NK[:, at_R] = linear(state_ND, self.heads[g])
-            return logits_NK
-        for g in torch.unique(group_NT).tolist():
-            at_n = (group_NT == g).any(1).nonzero()[:, 0]
-            at_R = self.row_GR[g, : self.counts[g]]
-            logits_NK[at_n[:, None], at_R] = linear(state_ND[at_n], self.heads[g])
-        return logits_NK
+        logits_QK = state_QD.new_full((state_QD.shape[0], self.size), -torch.inf)
+        if state_QD.shape[0] == 1:
+            for g in group_QC[0].tolist():
+                at_K = self.row_GK[g, : self.counts[g]]
+                logits_QK[:, at_K] = linear(state_QD, self.heads[g])
+            return logits_QK
+        for g in torch.unique(group_QC).tolist():
+            at_n = (group_QC == g).any(1).nonzero()[:, 0]
+            at_K = self.row_GK[g, : self.counts[g]]
+            logits_QK[at_n[:, None], at_K] = linear(state_QD[at_n], self.heads[g])
+        return logits_QK
 
-    def _gathered(self, state_ND: Tensor, group_NT: Tensor, weight_GRD: Tensor) -> Tensor:
+    def _gathered(self, state_QD: Tensor, group_QC: Tensor, weight_GKD: Tensor) -> Tensor:
         """Without reading anything back to the host: the picked rows are gathered."""
-        N = len(state_ND)
-        part_NTR = torch.einsum("nd,ntrd->ntr", state_ND, weight_GRD[group_NT])
-        logits_NK = state_ND.new_full((N, self.size), -torch.inf)
-        return logits_NK.scatter_(1, self.row_GR[group_NT].view(N, -1), part_NTR.view(N, -1))
+        Q = len(state_QD)
+        part_QCK = torch.einsum("nd,ntrd->ntr", state_QD, weight_GKD[group_QC])
+        logits_QK = state_QD.new_full((Q, self.size), -torch.inf)
+        return logits_QK.scatter_(1, self.row_GK[group_QC].view(Q, -1), part_QCK.view(Q, -1))
 
 
-def _laid(weight: Tensor) -> Weight:
+def _packed(weight: Tensor) -> Weight:
     return pack(weight) if can_pack(weight) else weight
 
 

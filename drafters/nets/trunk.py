@@ -5,8 +5,8 @@ input norm; their output stands for f_{t+1} and is fed back in its place when dr
 f are states after the target's final norm, so its own LM head reads them. A family may change what
 is mixed, what is fed back and what the LM head reads; and after some passes through the layers it
 may hand over to *parallel* heads, which guess further tokens without another pass.
-Letters: X any leading axes, B rows, T tokens, S sequence, D width, O width of the layers' output,
-C carry of the parallel heads, E head width.
+Letters: B rows, D hidden width, E head width, O output width, S sequence, T fed tokens, X any axes,
+Y carry.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class TrunkNet(nn.Module):
         return out_XD
 
     def through(
-        self, x_BTD: Tensor, turn_BT2E: Tensor, attending: Callable[[int], Attending]
+        self, x_BTD: Tensor, rope_BT2E: Tensor, attending: Callable[[int], Attending]
     ) -> Tensor:
-        """[B, T, O]: what the layers make of it; `attending` says by layer what they look at."""
+        """[B, T, O]: what the layers make of it; `attending` gives by layer what they attend to."""
         for index, layer in enumerate(self.layers):
-            x_BTD = layer(x_BTD, turn_BT2E, attending(index))
+            x_BTD = layer(x_BTD, rope_BT2E, attending(index))
         return x_BTD
 
     def fed_back(self, out_XO: Tensor) -> Tensor:
@@ -69,11 +69,11 @@ class TrunkNet(nn.Module):
         return out_XO
 
     def handed(self, before_XD: Tensor, x_XD: Tensor, out_XO: Tensor) -> Tensor:
-        """[X, C]: what the parallel heads read behind a token that went through no layer: what was
+        """[X, Y]: what the parallel heads read behind a token that went through no layer: what was
         mixed one token before, what is mixed now, and the layers' output between."""
         raise AssertionError(f"{type(self).__name__} has no parallel heads")
 
-    def parallel(self, index: int, carry_XC: Tensor) -> Tensor:
+    def parallel(self, index: int, carry_XY: Tensor) -> Tensor:
         """[X, D]: what the LM head reads of parallel head `index`."""
         raise AssertionError(f"{type(self).__name__} has no parallel heads")
 

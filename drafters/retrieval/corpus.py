@@ -1,7 +1,8 @@
 """Corpus: texts that a drafter retrieves from, end to end, and the drafters that hold one.
 
 A package stores the corpus as a tensor beside its manifest, which names tokenizer and target: so it
-is written whole or not at all, hashed, and refused by any other pair. Letters: N token ids.
+is written whole or not at all, hashed, and refused by any other pair.
+Letters: R flat rows.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ class CorpusDrafter(Drafter):
 
     def __init__(self, options: Any, spec: ModelSpec, vocab: VocabMap | None = None) -> None:
         super().__init__(options, spec, vocab)
-        self.corpus_N: Ids32 = joined([])
+        self.corpus_R: Ids32 = joined([])
         self.index()
 
     def index(self) -> None:
-        """Make ready to be searched what `corpus_N` holds."""
+        """Make ready to be searched what `corpus_R` holds."""
 
     def learn(
         self, texts: Iterable[Sequence[int]], taps: Iterable[Mapping[int, Tensor]] = ()
@@ -50,7 +51,7 @@ class CorpusDrafter(Drafter):
         self.load_tensors({"corpus": torch.from_numpy(joined(texts))})
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"corpus": torch.from_numpy(self.corpus_N)} if len(self.corpus_N) else {}
+        return {"corpus": torch.from_numpy(self.corpus_R)} if len(self.corpus_R) else {}
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         if not tensors:
@@ -58,19 +59,19 @@ class CorpusDrafter(Drafter):
         corpus = tensors.get("corpus")
         if corpus is None or len(tensors) > 1 or corpus.dtype != torch.int32 or corpus.dim() != 1:
             raise _damaged(", ".join(sorted(tensors)), "one int32 vector, corpus")
-        ids_N = corpus.cpu().numpy()
-        if len(ids_N) and not BREAK <= ids_N.min() <= ids_N.max() < self.spec.vocab_size:
+        ids_R = corpus.cpu().numpy()
+        if len(ids_R) and not BREAK <= ids_R.min() <= ids_R.max() < self.spec.vocab_size:
             raise _damaged(
-                f"ids {ids_N.min()} to {ids_N.max()}", f"0 to {self.spec.vocab_size - 1}"
+                f"ids {ids_R.min()} to {ids_R.max()}", f"0 to {self.spec.vocab_size - 1}"
             )
-        if len(ids_N) > self.max_tokens:
+        if len(ids_R) > self.max_tokens:
             raise RecipeError(
                 f"the texts are too long for family {self.family}",
-                found=f"{len(ids_N):,} tokens",
+                found=f"{len(ids_R):,} tokens",
                 expected=f"at most {self.max_tokens:,}",
                 do="take fewer texts, or family rest, which searches large stores",
             )
-        self.corpus_N = ids_N
+        self.corpus_R = ids_R
         self.index()
 
 

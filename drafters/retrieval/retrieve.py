@@ -3,6 +3,7 @@
 Both answer the longest match of the newest tokens only (He et al., REST, arXiv 2311.08252): what
 followed its places is counted into a trie, whose estimates are the shares of those continuations.
 A match of m tokens is trusted to m / (m + 1), the rule of succession.
+Letters: R flat rows.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ class Reach:
         return self.lengths.stop - 1
 
 
-def indexed(corpus_N: Ids32, reach: Reach) -> SuffixArray | None:
+def indexed(corpus_R: Ids32, reach: Reach) -> SuffixArray | None:
     """A corpus ready for that retrieval; None of an empty one."""
-    return SuffixArray(corpus_N, reach.longest + reach.span) if len(corpus_N) else None
+    return SuffixArray(corpus_R, reach.longest + reach.span) if len(corpus_R) else None
 
 
 class Retriever:

@@ -2,7 +2,7 @@
 
 `NgramStore` maps a key (token ids) to continuations (token ids) with weights: counts, probabilities
 or nothing but recency. It is capped in bytes and per key, may be frozen, and is written as plain
-tensors. Who may read it is said by its room (`parts/room.py`).
+tensors. `store_registry` says which rows share one.
 """
 
 from __future__ import annotations
@@ -181,8 +181,8 @@ def _runs(ids: np.ndarray, end: np.ndarray) -> list[Ids]:
     return [tuple(flat[a:b]) for a, b in itertools.pairwise(ends)]
 
 
-class StoreRoom(StoreRegistry[NgramStore]):
-    """A room of n-gram stores."""
+class NgramStores(StoreRegistry[NgramStore]):
+    """A registry of n-gram stores."""
 
     def __init__(
         self, scope: Scope, limits: StoreLimits | None = None, disk: NgramStore | None = None

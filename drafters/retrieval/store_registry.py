@@ -1,4 +1,4 @@
-"""Rooms: whose text may help whom, for any kind of store.
+"""StoreRegistry: which rows share a store.
 
 A `StoreRegistry` belongs to a Drafter; its `Scope` says who shares a store:
 
@@ -49,7 +49,7 @@ class Guarded:
 
 
 class Store(Protocol):
-    """What a room keeps."""
+    """What a registry keeps."""
 
     def freeze(self) -> None: ...
 
@@ -101,8 +101,10 @@ class StoreRegistry(Guarded, Generic[S]):
 class RowStores(Generic[S]):
     """Which store each slot reads and writes. One writer: the DraftState that owns it."""
 
-    def __init__(self, room: StoreRegistry[S], identity: Identity | None, num_slots: int) -> None:
-        self.room, self.identity = room, identity
+    def __init__(
+        self, registry: StoreRegistry[S], identity: Identity | None, num_slots: int
+    ) -> None:
+        self.registry, self.identity = registry, identity
         self._conversation: list[str | None] = [None] * num_slots
         self._store: list[S | None] = [None] * num_slots
 
@@ -112,7 +114,7 @@ class RowStores(Generic[S]):
 
     def start(self, slot: int) -> S:
         """A row starts: its store, which is a new one unless the scope shares it."""
-        store = self.room.store(self.identity, self._conversation[slot])
+        store = self.registry.store(self.identity, self._conversation[slot])
         self._store[slot], self._conversation[slot] = store, None
         return store
 

@@ -3,7 +3,8 @@
 Suffixes are sorted by their first `reach` tokens, which is all that retrieval reads, so prefix
 doubling (Manber and Myers 1990) stops after log2(reach) sorts. The suffixes that begin with a
 pattern stand side by side and in order, so that continuations are counted without a loop over
-them. Letters: N corpus tokens, R continuations, L tokens of each.
+them.
+Letters: C candidates, P path, R flat rows.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from specctl.drafters.retrieval.trie import Trie
 _BYTES = 4  # of one id
 
 
-def suffix_order(ids_N: Ids32, reach: int) -> Ids32:
+def suffix_order(ids_R: Ids32, reach: int) -> Ids32:
     """Places of the corpus, sorted by the `reach` tokens that begin there (breaks last)."""
-    size = len(ids_N)
-    rank_N = np.unique(ids_N.view(np.uint32), return_inverse=True)[1].astype(np.int64) + 1
-    order_N, width = np.argsort(rank_N, kind="stable"), 1
+    size = len(ids_R)
+    rank_R = np.unique(ids_R.view(np.uint32), return_inverse=True)[1].astype(np.int64) + 1
+    order_R, width = np.argsort(rank_R, kind="stable"), 1
     while width < reach and size:
-        behind_N = np.zeros(size, dtype=np.int64)
-        behind_N[:-width] = rank_N[width:] if width < size else 0
-        key_N = rank_N * (size + 1) + behind_N
-        order_N = np.argsort(key_N, kind="stable")
-        sorted_N = key_N[order_N]
-        rank_N = np.empty(size, dtype=np.int64)
-        rank_N[order_N] = np.concatenate([[1], 1 + np.cumsum(sorted_N[1:] != sorted_N[:-1])])
+        behind_R = np.zeros(size, dtype=np.int64)
+        behind_R[:-width] = rank_R[width:] if width < size else 0
+        key_R = rank_R * (size + 1) + behind_R
+        order_R = np.argsort(key_R, kind="stable")
+        sorted_R = key_R[order_R]
+        rank_R = np.empty(size, dtype=np.int64)
+        rank_R[order_R] = np.concatenate([[1], 1 + np.cumsum(sorted_R[1:] != sorted_R[:-1])])
         width *= 2
-    return order_N.astype(np.int32)
+    return order_R.astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +51,10 @@ class Places:
 class SuffixArray:
     """Read only. Patterns and continuations together may be `reach` tokens long."""
 
-    def __init__(self, ids_N: Ids32, reach: int) -> None:
-        self.ids_N, self.reach = ids_N, reach
-        self.order_N = suffix_order(ids_N, reach)
-        self._bytes = ids_N.view(np.uint32).astype(">u4").tobytes()
+    def __init__(self, ids_R: Ids32, reach: int) -> None:
+        self.ids_R, self.reach = ids_R, reach
+        self.order_R = suffix_order(ids_R, reach)
+        self._bytes = ids_R.view(np.uint32).astype(">u4").tobytes()
 
     def find(self, pattern: Sequence[int]) -> Places:
         """All places of these tokens; first == last where there are none."""
@@ -62,8 +63,8 @@ class SuffixArray:
         def begins(place: int) -> bytes:
             return self._bytes[_BYTES * place : _BYTES * place + len(wanted)]
 
-        first = bisect_left(self.order_N, wanted, key=begins)
-        return Places(first, bisect_right(self.order_N, wanted, lo=first, key=begins), len(pattern))
+        first = bisect_left(self.order_R, wanted, key=begins)
+        return Places(first, bisect_right(self.order_R, wanted, lo=first, key=begins), len(pattern))
 
     def longest(self, tokens: Sequence[int], lengths: range) -> Places | None:
         """The places of the longest suffix of `tokens` (of these ascending lengths) that occurs.
@@ -83,37 +84,37 @@ class SuffixArray:
         """The `nodes` most frequent prefixes of what followed, up to `span` tokens; estimates are
         shares. Of more than `most` places, so many evenly spaced ones are counted."""
         count = min(most, places.last - places.first)
-        pick_R = np.linspace(places.first, places.last - 1, count).astype(np.int64)
-        at_RL = self.order_N[pick_R, None].astype(np.int64) + places.length + np.arange(span)
-        ids_RL = np.where(
-            at_RL < len(self.ids_N), self.ids_N[np.minimum(at_RL, len(self.ids_N) - 1)], BREAK
+        pick_C = np.linspace(places.first, places.last - 1, count).astype(np.int64)
+        at_CP = self.order_R[pick_C, None].astype(np.int64) + places.length + np.arange(span)
+        ids_CP = np.where(
+            at_CP < len(self.ids_R), self.ids_R[np.minimum(at_CP, len(self.ids_R) - 1)], BREAK
         )
-        return _frequent(ids_RL, nodes)
+        return _frequent(ids_CP, nodes)
 
 
-def _frequent(ids_RL: npt.NDArray[np.int32], nodes: int) -> Trie:
+def _frequent(ids_CP: npt.NDArray[np.int32], nodes: int) -> Trie:
     """The most frequent prefixes of rows that are in order; nothing goes on behind a break."""
-    R, span = ids_RL.shape
-    is_new_RL = np.ones((R, span), dtype=bool)
-    is_new_RL[1:] = np.logical_or.accumulate(ids_RL[1:] != ids_RL[:-1], axis=1)
-    is_text_RL = np.logical_and.accumulate(ids_RL != BREAK, axis=1)
+    C, span = ids_CP.shape
+    is_new_CP = np.ones((C, span), dtype=bool)
+    is_new_CP[1:] = np.logical_or.accumulate(ids_CP[1:] != ids_CP[:-1], axis=1)
+    is_text_CP = np.logical_and.accumulate(ids_CP != BREAK, axis=1)
     table = []
     for depth in range(span):
-        first = np.flatnonzero(is_new_RL[:, depth])
-        size = np.diff(np.append(first, R))
-        fits = is_text_RL[first, depth]
+        first = np.flatnonzero(is_new_CP[:, depth])
+        size = np.diff(np.append(first, C))
+        fits = is_text_CP[first, depth]
         level = np.full(int(fits.sum()), depth)
         table.append(np.stack([level, first[fits], size[fits]]))
-    level_M, first_M, size_M = np.concatenate(table, axis=1)
-    best = np.lexsort((first_M, level_M, -size_M))[:nodes]
+    level_R, first_R, size_R = np.concatenate(table, axis=1)
+    best = np.lexsort((first_R, level_R, -size_R))[:nodes]
     trie = Trie()
     at: dict[tuple[int, int], int] = {}
     for depth, first, size in zip(
-        level_M[best].tolist(), first_M[best].tolist(), size_M[best].tolist(), strict=True
+        level_R[best].tolist(), first_R[best].tolist(), size_R[best].tolist(), strict=True
     ):
         parent = -1
         if depth:  # the row that its parent's run begins with
-            above = np.flatnonzero(is_new_RL[: first + 1, depth - 1])[-1]
+            above = np.flatnonzero(is_new_CP[: first + 1, depth - 1])[-1]
             parent = at[depth - 1, int(above)]
-        at[depth, first] = trie.add(parent, int(ids_RL[first, depth]), size / R)
+        at[depth, first] = trie.add(parent, int(ids_CP[first, depth]), size / C)
     return trie

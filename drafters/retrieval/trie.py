@@ -163,12 +163,14 @@ class TrieState(DraftState):
     device: torch.device
 
     @abstractmethod
-    def sprout(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:
+    def draft_row(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:
         """Candidates of one row, whose text is `tokens`; the budget takes the best of them."""
 
     def propose(self, view: RoundView, budget: Budget) -> DraftTree:
         rows = zip(view.slots, view.tokens, strict=True)
-        return pack([self.sprout(slot, text, budget) for slot, text in rows], budget, self.device)
+        return pack(
+            [self.draft_row(slot, text, budget) for slot, text in rows], budget, self.device
+        )
 
     def observe(self, outcome: Outcome) -> None:
         del outcome  # new tokens are read from the next view

@@ -4,8 +4,8 @@ Per slot there are true rows (token t + 1 with the target's features at t) and, 
 drafted rows behind them (a drafted token with the drafter's own output state). The newest true rows
 wait as *pending* until the next root feeds them in one ragged call; writing them overwrites what
 the last round drafted. rows written + pending = kept length, because the first token has no row.
-Letters: B rows, S slots, W pending rows, P path or positions, M nodes, T tokens, D width, E head
-width, K draft vocabulary.
+Letters: B rows, D hidden width, E head width, K draft vocabulary, L positions, M new nodes, N
+nodes, T fed tokens, W window, Z slots.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ class Fed:
 
     ids_BT: Tensor
     state_BTD: Tensor
-    turn_BT2E: Tensor
+    rope_BT2E: Tensor
     start_B: Tensor
     counts: tuple[int, ...]
 
 
 class FeatureState(StepState):
-    """Memory of one engine. What is computed is left to `trunk_state` and `wide_state`, which
-    append the states that they feed back to `_states`, nodes of one call at a time."""
+    """Memory of one engine. What is computed is left to `TrunkState`, `StrideState` and
+    `Eagle3State`, which append the states that they feed back to `_states`, nodes of one call at a
+    time."""
 
     reads_ahead = True
 
@@ -53,16 +54,16 @@ class FeatureState(StepState):
             self.device,
         )
         width = space.max_nodes + 2
-        self.pending_token_SW = torch.zeros(
+        self.pending_token_ZW = torch.zeros(
             space.num_slots, width, dtype=torch.long, device=self.device
         )
-        self.pending_SWD = torch.zeros(
+        self.pending_ZWD = torch.zeros(
             space.num_slots, width, shape.hidden_size, dtype=self.dtype, device=self.device
         )
         self.num_pending = [0] * space.num_slots
         self.num_rows = [0] * space.num_slots
         self._num_ahead = [0] * space.num_slots
-        self._turn_P2E = self._turns()
+        self._rope_L2E = self._rotations()
         self._growth: TreeLayout | None = None
         self._states: list[Tensor] = []
         self.fuse_weights()
@@ -76,7 +77,7 @@ class FeatureState(StepState):
 
     @abstractmethod
     def fuse_weights(self) -> None:
-        """Lay the weights out for serving."""
+        """Prepare the weights for serving."""
 
     @abstractmethod
     def features(self, taps: Mapping[int, Tensor]) -> Tensor:
@@ -94,9 +95,9 @@ class FeatureState(StepState):
     def nodes(self, token_BM: Tensor, parent_BM: Tensor, place: Place) -> Tensor:
         """[B, M, K]: the logits after drafted tokens, whose place the cache is aimed at."""
 
-    def _turns(self) -> Tensor:
-        at_P = torch.arange(self.kv.max_len, device=self.device)
-        return self.shape.rope(at_P).to(self.dtype)
+    def _rotations(self) -> Tensor:
+        at_L = torch.arange(self.kv.max_len, device=self.device)
+        return self.shape.rope(at_L).to(self.dtype)
 
     def of_parents(self, stored: list[Tensor], parent_BM: Tensor, place: Place) -> Tensor:
         """[B, M, ...]: entries of the nodes' parents."""
@@ -129,12 +130,12 @@ class FeatureState(StepState):
             self.forget(slot)
         num_rows = self.num_rows[slot] = len(tokens) - 1
         self.num_pending[slot] = min(num_rows, 1)
-        self.pending_token_SW[slot, 0] = tokens[-1]
-        self.pending_SWD[slot] = 0.0
+        self.pending_token_ZW[slot, 0] = tokens[-1]
+        self.pending_ZWD[slot] = 0.0
         if num_rows == 0:
             return  # no features at all: the first round drafts from a zero row
         state_TD = self.features({tap: value[first:] for tap, value in taps.items()})
-        self.pending_SWD[slot, 0] = state_TD[-1]
+        self.pending_ZWD[slot, 0] = state_TD[-1]
         if len(state_TD) > 1:
             self._write_rows(slot, tokens, state_TD[:-1], first)
 
@@ -145,8 +146,8 @@ class FeatureState(StepState):
         slot_1 = torch.full((1,), slot, device=self.device)
         start_1 = torch.full((1,), first, device=self.device)
         self.kv.begin((slot,), slot_1, start_1, count, last, first)
-        turn_1T2E = self._turn_P2E[None, first:last]
-        self.fill(Fed(ids_1T, state_TD[None], turn_1T2E, start_1, (count,)))
+        rope_1T2E = self._rope_L2E[None, first:last]
+        self.fill(Fed(ids_1T, state_TD[None], rope_1T2E, start_1, (count,)))
 
     # -- a round --------------------------------------------------------------------------------
 
@@ -174,28 +175,28 @@ class FeatureState(StepState):
         start_B = kept_B - (W if is_even else torch.tensor(counts, device=self.device))
         self._aim(view, start_B, W, max(before) + W, uniform)
         if uniform is not None:
-            turn = self._turn_P2E[None, uniform : uniform + W]
+            rope = self._rope_L2E[None, uniform : uniform + W]
         else:
-            turn = self._turn_P2E[start_B[:, None] + torch.arange(W, device=self.device)]
+            rope = self._rope_L2E[start_B[:, None] + torch.arange(W, device=self.device)]
         if view.slots == tuple(range(B)):
-            ids_BW, state_BWD = self.pending_token_SW[:B, :W], self.pending_SWD[:B, :W]
+            ids_BW, state_BWD = self.pending_token_ZW[:B, :W], self.pending_ZWD[:B, :W]
         else:
-            ids_BW = self.pending_token_SW[view.slot_B, :W]
-            state_BWD = self.pending_SWD[view.slot_B, :W]
-        return Fed(ids_BW, state_BWD, turn, start_B, tuple(counts))
+            ids_BW = self.pending_token_ZW[view.slot_B, :W]
+            state_BWD = self.pending_ZWD[view.slot_B, :W]
+        return Fed(ids_BW, state_BWD, rope, start_B, tuple(counts))
 
     def _aim(
         self, view: RoundView, start_B: Tensor, num_fed: int, span: int, uniform: int | None
     ) -> None:
         aim_cache(self.kv, view, start_B, num_fed, span, uniform)
-        if self._turn_P2E.shape[0] < self.kv.max_len:
-            self._turn_P2E = self._turns()
+        if self._rope_L2E.shape[0] < self.kv.max_len:
+            self._rope_L2E = self._rotations()
 
     def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
         assert self._growth is not None, "root() begins a round"
         place = self._growth.place(parent_BM)
-        if self._turn_P2E.shape[0] < self.kv.max_len:
-            self._turn_P2E = self._turns()
+        if self._rope_L2E.shape[0] < self.kv.max_len:
+            self._rope_L2E = self._rotations()
         return self.nodes(token_BM, parent_BM, place)
 
     def hidden(self) -> Tensor:
@@ -213,8 +214,8 @@ class FeatureState(StepState):
         at: slice | Tensor = view.slot_B
         if view.slots == tuple(range(len(view.slots))):
             at = slice(len(view.slots))
-        self.pending_token_SW[at, :W] = torch.tensor(tokens, device=self.device)
-        self.pending_SWD[at, :W] = self.features(taps)
+        self.pending_token_ZW[at, :W] = torch.tensor(tokens, device=self.device)
+        self.pending_ZWD[at, :W] = self.features(taps)
         for slot, new in zip(view.slots, outcome.emitted, strict=True):
             self.num_pending[slot] = len(new)
             self.num_rows[slot] += len(new)

@@ -1,7 +1,7 @@
 """LmState: the memory of an independent language model that drafts, and its steps.
 
-Letters: B rows, M nodes, W catch-up tokens, G guesses, T tokens of a forward, P path, D width,
-K draft vocabulary, V target vocabulary.
+Letters: B rows, D hidden width, M new nodes, P path, T fed tokens, V target vocabulary, W window, X
+any axes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SpokenModel(Protocol):
 
     def readable(self, ids: Tensor) -> Tensor: ...
 
-    def spoken(self, logits: Tensor) -> Tensor: ...
+    def draft_logits(self, logits: Tensor) -> Tensor: ...
 
 
 class LmState(StepState):
@@ -86,7 +86,7 @@ class LmState(StepState):
             self._feed(torch.tensor([part], device=device), start_1, span, logits=False)
 
     def _refresh(self) -> None:
-        """Lay out a routed head again when its weights have changed."""
+        """Prepare a routed head again when its weights have changed."""
         router, module = self.drafter.router, self.drafter.module
         if router is None or not isinstance(module, LlamaModel):
             return
@@ -95,15 +95,16 @@ class LmState(StepState):
             self._version, self._routed = version, RoutedHead.of(router, module.head_weight)
 
     def _read(self, ids: Tensor, position: Tensor, masks: Masks, logits: bool = True) -> Any:
-        """Logits of one forward; the states in front of a routed head, which `_speak` applies."""
+        """Logits of one forward; the states in front of a routed head, which
+        `_head_logits` applies."""
         ids, position = self.drafter.readable(ids), self._within(position)
         last, logits = self.lm.spec.num_layers, logits and self._routed is None
         out = self.lm.forward(ids, position, masks, self.kv, (last,), logits=logits)
         self._newest_BTD = out.taps[last]
         return out.logits_BTV if self._routed is None else self._newest_BTD
 
-    def _speak(self, read: Tensor) -> Tensor:
-        return self.drafter.spoken(read) if self._routed is None else self._routed(read)
+    def _head_logits(self, read: Tensor) -> Tensor:
+        return self.drafter.draft_logits(read) if self._routed is None else self._routed(read)
 
     def _feed(self, ids_BW: Tensor, start_B: Tensor, span: int, logits: bool = True) -> Any:
         """A causal run of tokens per row, each row from its own position on."""
@@ -117,17 +118,17 @@ class LmState(StepState):
         return position if self.kv.max_len <= last else position.clamp(max=last)
 
     def root(self, view: RoundView) -> Tensor:
-        return self._speak(self._catch_up(view, [[] for _ in view.slots])[:, 0])
+        return self._head_logits(self._catch_up(view, [[] for _ in view.slots])[:, 0])
 
     def _catch_up(self, view: RoundView, guesses: Sequence[list[int]]) -> Tensor:
-        """[B, 1 + G, X]: what was read at each row's root and at up to G guesses behind it, in one
-        forward over these and the tokens that the cache lacks."""
+        """[B, 1 + guesses, X]: what was read at each row's root and at the guesses behind it, in
+        one forward over these and the tokens that the cache lacks."""
         missing = [
             list(tokens[self.num_cached[slot] :])
             for slot, tokens in zip(view.slots, view.tokens, strict=True)
         ]
-        counts, G = [len(tokens) for tokens in missing], max(map(len, guesses))
-        W, device = max(counts) + G, view.slot_B.device
+        counts, num_guesses = [len(tokens) for tokens in missing], max(map(len, guesses))
+        W, device = max(counts) + num_guesses, view.slot_B.device
         starts = [self.num_cached[slot] for slot in view.slots]
         if W == 1:
             ids_BW, start_B = view.root_B[:, None], view.kept_len_B
@@ -142,13 +143,15 @@ class LmState(StepState):
         self._kept = [start + count for start, count in zip(starts, counts, strict=True)]
         self._growth = TreeLayout(view, self.kv, self._kept, view.kept_len_B + 1)
         if min(counts) == max(counts):
-            last = slice(W - G - 1, W)
+            last = slice(W - num_guesses - 1, W)
             self._newest_BTD = self._newest_BTD[:, last]
             return read_BWX[:, last]
         row_B1 = torch.arange(len(counts), device=device)[:, None]
-        at_BG = torch.tensor(counts, device=device)[:, None] + torch.arange(-1, G, device=device)
-        self._newest_BTD = self._newest_BTD[row_B1, at_BG]
-        return read_BWX[row_B1, at_BG]
+        at_BX = torch.tensor(counts, device=device)[:, None] + torch.arange(
+            -1, num_guesses, device=device
+        )
+        self._newest_BTD = self._newest_BTD[row_B1, at_BX]
+        return read_BWX[row_B1, at_BX]
 
     def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
         assert self._growth is not None, "root() begins a round"
@@ -158,7 +161,7 @@ class LmState(StepState):
             shape = (token_BM.shape[0], 1, 1, place.span)
             mask = torch.ones(shape, dtype=torch.bool, device=token_BM.device)
         windows = {w: mask & self._growth.near(place, w) for w in self.lm.windows}
-        return self._speak(self._read(token_BM, place.position_BM, Masks(mask, windows)))
+        return self._head_logits(self._read(token_BM, place.position_BM, Masks(mask, windows)))
 
     def hidden(self) -> Tensor:
         return self._newest_BTD[:, -1]

@@ -1,4 +1,4 @@
-"""What the target thinks after the last few tokens, remembered in an `NgramStore`.
+"""The target's distributions after the last few tokens, remembered in an `NgramStore`.
 
 The key is a context (the last tokens in front of a place), the continuations are single tokens with
 weights. Every token that the target is fed, accepted or not, teaches the contexts that end with it:
@@ -7,8 +7,7 @@ weights. Every token that the target is fed, accepted or not, teaches the contex
     fading   weight(token) := keep weight(token) + (1 - keep) p(token), and p for a new context: a
              probability, newest evidence first. With keep = 0 and contexts of one token it is the
              matrix of Token Recycling (arXiv 2408.08696)
-
-Letters: B rows, T fed tokens.
+Letters: B rows, C candidates, T fed tokens.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from specctl.core.drafter import Drafter, Needs, Outcome
-from specctl.core.errors import RecipeError, nearest
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
-from specctl.drafters.retrieval.store import Ids, NgramStore, StoreLimits, StoreRoom
+from specctl.drafters.nets.heads import check_choice
+from specctl.drafters.retrieval.store import Ids, NgramStore, NgramStores, StoreLimits
 from specctl.drafters.retrieval.store_registry import RowStores, Scope
 
 LEARNING = tuple(str(scope) for scope in Scope if scope is not Scope.DISK)
@@ -28,25 +27,18 @@ LEARNING = tuple(str(scope) for scope in Scope if scope is not Scope.DISK)
 
 def learning_scope(name: str) -> Scope:
     """The scope of that name; one that cannot learn is refused."""
-    if name not in LEARNING:
-        raise RecipeError(
-            "a memory that learns needs a scope that is written",
-            where="drafter.options.scope",
-            found=str(name),
-            expected="one of " + ", ".join(LEARNING),
-            do=f"write scope: {nearest(name, LEARNING, 1)}",
-        )
+    check_choice("scope", name, LEARNING)
     return Scope(name)
 
 
 class NgramDrafter(Drafter):
-    """A drafter without weights whose memory is what the target thought. Its options have `scope`
+    """A drafter without weights that remembers the target's distributions. Its options have `scope`
     and `max_mib`; `num_kept` tokens of each distribution are kept."""
 
     def __init__(self, options: Any, spec: ModelSpec, vocab: VocabMap | None = None) -> None:
         super().__init__(options, spec, vocab)
         limits = StoreLimits(options.max_mib << 20, self.num_kept)
-        self.room = StoreRoom(learning_scope(options.scope), limits)
+        self.registry = NgramStores(learning_scope(options.scope), limits)
 
     @property
     def num_kept(self) -> int:
@@ -114,9 +106,9 @@ def learn_round(
 ) -> None:
     """What the target thought at every token it was fed, accepted or not; nothing, where the round
     brought no top-k."""
-    if outcome.topk_BTK is None or outcome.topk_logp_BTK is None:
+    if outcome.topk_BTC is None or outcome.topk_logp_BTC is None:
         return
-    best, chances = outcome.topk_BTK.tolist(), outcome.topk_logp_BTK.exp().tolist()
+    best, chances = outcome.topk_BTC.tolist(), outcome.topk_logp_BTC.exp().tolist()
     for b, row in enumerate(fed_contexts(outcome, lengths.start)):
         store = stores.at(outcome.view.slots[b])
         for t, context in enumerate(row):

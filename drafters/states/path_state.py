@@ -6,8 +6,8 @@ it. The newest token, the root, is not known in this sense; it is the first node
 write into store 0 only, behind the known rows; other stores are read as they stand. As every row of
 a store depends on its own token and features alone, the rows of accepted tokens are written anew
 from the target's features, and what was drafted is forgotten.
-Letters: B rows, S slots, W known rows fed at once, M nodes, L positions of a store, I width of the
-features, G newest tokens of a path.
+Letters: B rows, D hidden width, E head width, I input width, J key/value heads, K draft vocabulary,
+L positions, M new nodes, N nodes, P path, W window, Z slots.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Nodes:
     text repeats its first), where they stand, which rows of the stores are known, and the
     features of the newest token that the target has read (zero: none)."""
 
-    path_BMG: Tensor
+    path_BMP: Tensor
     place: Place
     known_mask: Tensor
     newest_BI: Tensor
@@ -83,32 +83,32 @@ class PathState(StepState):
             space.device,
         )
         self.num_rows = [0] * space.num_slots
-        self._version, self._head = drafter.version(), self._lay()
+        self._version, self._head = drafter.version(), self._pack_heads()
         self._growth: TreeLayout | None = None
         self._ready_BMD = torch.empty(0)
         self._paths: list[Tensor] = []
         width = drafter.num_features
-        self.newest_SI = torch.zeros(space.num_slots, width, dtype=drafter.dtype).to(space.device)
+        self.newest_ZI = torch.zeros(space.num_slots, width, dtype=drafter.dtype).to(space.device)
 
-    def _lay(self) -> Weight:
+    def _pack_heads(self) -> Weight:
         weight = self.drafter.head_weights()[0]
         return pack(weight) if can_pack(weight) else weight.detach()
 
     @torch.no_grad()
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
         if self._version != self.drafter.version():
-            self._version, self._head = self.drafter.version(), self._lay()
+            self._version, self._head = self.drafter.version(), self._pack_heads()
         count = self.num_rows[slot] = len(tokens) - 1
-        for store in (*self.kv.key_SHLD, *self.kv.value_SHLD):
+        for store in (*self.kv.key_ZJLE, *self.kv.value_ZJLE):
             store[slot, :, 0] = 0.0  # what a text of one token attends to
-        self.newest_SI[slot] = 0.0
+        self.newest_ZI[slot] = 0.0
         if count:
-            slot_1 = torch.full((1,), slot, device=self.kv.key_SHLD[0].device)
+            slot_1 = torch.full((1,), slot, device=self.kv.key_ZJLE[0].device)
             ids_1W = torch.tensor([list(tokens[:-1])], device=slot_1.device)
             features = self.drafter.gathered(taps)[None]
             self.kv.begin((slot,), slot_1, slot_1 * 0, count, count, 0)
             self._learn(ids_1W, features, slot_1 * 0)
-            self.newest_SI[slot] = features[0, -1]
+            self.newest_ZI[slot] = features[0, -1]
 
     @torch.no_grad()
     def observe(self, outcome: Outcome) -> None:
@@ -124,7 +124,7 @@ class PathState(StepState):
         features = self.drafter.gathered(outcome.taps)[:, :W]
         self._learn(ids_BW, features, view.kept_len_B)
         at_B = torch.tensor([len(row) - 1 for row in read], device=ids_BW.device)
-        self.newest_SI[view.slot_B] = features[torch.arange(len(read)), at_B]
+        self.newest_ZI[view.slot_B] = features[torch.arange(len(read)), at_B]
         for slot, row in zip(view.slots, read, strict=True):
             self.num_rows[slot] += len(row)
 
@@ -144,20 +144,20 @@ class PathState(StepState):
 
     @torch.no_grad()
     def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
-        every_BNG, at_BM1 = torch.cat(self._paths, dim=1), (parent_BM + 1)[:, :, None]
-        before_BMG = every_BNG.gather(1, at_BM1.expand(-1, -1, REACH))
-        self._paths.append(torch.cat([before_BMG[:, :, 1:], token_BM[:, :, None]], dim=2))
+        every_BNP, at_BM1 = torch.cat(self._paths, dim=1), (parent_BM + 1)[:, :, None]
+        before_BMP = every_BNP.gather(1, at_BM1.expand(-1, -1, REACH))
+        self._paths.append(torch.cat([before_BMP[:, :, 1:], token_BM[:, :, None]], dim=2))
         return self._nodes(self._paths[-1], parent_BM + 1)
 
-    def _nodes(self, path_BMG: Tensor, parent_BM: Tensor) -> Tensor:
+    def _nodes(self, path_BMP: Tensor, parent_BM: Tensor) -> Tensor:
         """[B, M, K]: logits after nodes, of which the root is the first."""
         assert self._growth is not None, "root() begins a round"
         place = self._growth.place(parent_BM)
-        at_L = torch.arange(place.span, device=path_BMG.device)
+        at_L = torch.arange(place.span, device=path_BMP.device)
         known_BL = at_L < self._growth.kept_B[:, None].clamp(min=1)
-        known_mask = known_BL[:, None, None].expand(-1, -1, path_BMG.shape[1], -1)
-        newest_BI = self.newest_SI[self._growth.view.slot_B]
-        nodes = Nodes(path_BMG, place, known_mask, newest_BI)
+        known_mask = known_BL[:, None, None].expand(-1, -1, path_BMP.shape[1], -1)
+        newest_BI = self.newest_ZI[self._growth.view.slot_B]
+        nodes = Nodes(path_BMP, place, known_mask, newest_BI)
         self._ready_BMD = self.drafter.grown(nodes, self.kv)
         return linear(self._ready_BMD, self._head)
 

@@ -1,6 +1,6 @@
-"""Probes: tokens fed beside a draft for what the target says after them, never to be accepted.
+"""Probes: tokens fed beside a draft for what the target predicts after them, never to be accepted.
 
-Letters: B rows, N drafted nodes, M probes.
+Letters: B rows, M new nodes (probes), N nodes.
 """
 
 from __future__ import annotations

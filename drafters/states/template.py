@@ -2,7 +2,8 @@
 
 A path (0, 2) is the node reached by the best token after the root, then the third best after it.
 Paths are chosen greedily by the product of per-depth rank acceptances, so every prefix of a chosen
-path is chosen too. Letters: N nodes.
+path is chosen too.
+Letters: B rows, N nodes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 Node i (in order of expansion) is written at kept + i, after the rows that are true for good; its
 position is kept + depth - 1. A chain is recognised and needs no ancestor table, and with one common
-length no mask either. Letters: B rows, M nodes of one call, N nodes so far, L key positions.
+length no mask either.
+Letters: B rows, E head width, J key/value heads, L positions, M new nodes, N nodes, P path, W
+window, Z slots.
 """
 
 from __future__ import annotations
@@ -150,7 +152,7 @@ def aim_cache(
     """Aim `kv` at the coming forward, growing it when a policy expands more than was announced."""
     if span > kv.max_len:
         extra = span - kv.max_len + 64
-        kv.key_SHLD = [F.pad(key, (0, 0, 0, extra)) for key in kv.key_SHLD]
-        kv.value_SHLD = [F.pad(value, (0, 0, 0, extra)) for value in kv.value_SHLD]
+        kv.key_ZJLE = [F.pad(key, (0, 0, 0, extra)) for key in kv.key_ZJLE]
+        kv.value_ZJLE = [F.pad(value, (0, 0, 0, extra)) for value in kv.value_ZJLE]
         kv.max_len += extra
     kv.begin(view.slots, view.slot_B, at_B, num_fed, span, uniform)

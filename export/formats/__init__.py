@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from specctl.core.errors import FileError, IncompatibleError, SpecctlError, nearest
 from specctl.core.plugins import plugins
-from specctl.export.package.manifest import CARD, MANIFEST, Manifest, is_package
+from specctl.export.package.manifest import CARD, MANIFEST, Manifest
 
 if TYPE_CHECKING:
     from specctl.core.drafter import Drafter
@@ -63,7 +63,7 @@ class Format:
 @cache
 def formats() -> dict[str, Format]:
     """Every format by name, in alphabetical order."""
-    return plugins(__name__, __path__, "FORMAT")
+    return plugins(__name__, "FORMAT")
 
 
 def find_format(name: str, family: str) -> Format:
@@ -97,7 +97,7 @@ def export(
     """
     from specctl.export.package.atomic import new_folder
     from specctl.export.package.files import open_folder
-    from specctl.export.package.folder import seal_folder, versions
+    from specctl.export.package.folder import own_files, seal_folder, versions
     from specctl.export.package.load import read_package
     from specctl.export.package.manifest import package_in, read_manifest
 
@@ -107,7 +107,7 @@ def export(
     form = find_format(to, manifest.family)
     drafter = read_package(folder, target, allow).to(target.device)  # in its own dtype
     source = ExportSource(folder, _beside(manifest, target), drafter, target, tuple(allow))
-    with new_folder(out, is_package) as temp:
+    with new_folder(out, own_files) as temp:
         form.write(source, temp)
         written = [path.name for path in temp.iterdir()]
         assert not {CARD, MANIFEST} & set(written), f"format {to} wrote {written}"

@@ -34,8 +34,8 @@ def check(source: ExportSource, folder: Path) -> None:
 
 
 def serve(source: ExportSource, folder: str) -> tuple[str, ...]:
-    words = ["specctl", "serve", "--target", given_target(source.manifest), "--draft", folder]
-    return (shlex.join(words),)
+    target = given_target(source.manifest.target)
+    return (shlex.join(["specctl", "serve", "--target", target, "--draft", folder]),)
 
 
 FORMAT = Format(

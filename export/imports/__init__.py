@@ -60,7 +60,7 @@ class Report:
 @cache
 def importers() -> dict[str, Importer]:
     """Every importer by name, in alphabetical order."""
-    return plugins(__name__, __path__, "IMPORTER")
+    return plugins(__name__, "IMPORTER")
 
 
 def find_importer(config: Mapping[str, Any]) -> Importer:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import shlex
 
-from specctl.export.package.manifest import Acceptance, Manifest
+from specctl.core.claim import EXACT, meaning, stamp
+from specctl.export.package.manifest import LOADABLE, Acceptance, Manifest, TargetRecord
 
 _SECRET = re.compile(r"(hf_|sk-|ghp_|glpat-|xox[bp]-|AKIA)[A-Za-z0-9_-]{8,}")
 
@@ -17,7 +18,7 @@ _TITLES = {
 
 def render_card(manifest: Manifest) -> str:
     """The whole card; machine paths are cut to their last part and secrets never appear."""
-    parts = [_front(manifest), _summary(manifest), _acceptance(manifest.acceptance)]
+    parts = [_front(manifest), _summary(manifest), _acceptance(manifest)]
     parts += [_load(manifest), *manifest.notes, _identity(manifest), _licence(manifest)]
     return scrub("\n\n".join(parts)) + "\n"
 
@@ -32,9 +33,8 @@ def shown_target(manifest: Manifest) -> str:
     return manifest.target.repo or _last(manifest.target.name)
 
 
-def given_target(manifest: Manifest) -> str:
+def given_target(record: TargetRecord) -> str:
     """What a command line takes as --target; a local folder is for the reader to fill in."""
-    record = manifest.target
     return record.repo or (record.name if _last(record.name) == record.name else "TARGET_FOLDER")
 
 
@@ -70,10 +70,7 @@ def _summary(manifest: Manifest) -> str:
         f"speculative decoding, as a {title}. "
     )
     if manifest.verification == "lossless":
-        text += (
-            "Verification is lossless: the output distribution is the target's own, whatever is "
-            "drafted."
-        )
+        text += _lossless(manifest.target.dtype)
     else:
         text += (
             "Verification is **approximate**: the output distribution differs from the target's."
@@ -96,6 +93,15 @@ def _summary(manifest: Manifest) -> str:
     return text
 
 
+def _lossless(dtype: str | None) -> str:
+    """What is kept of the target in the arithmetic of the package, and in float32."""
+    mark, words = stamp("lossless", dtype), meaning("lossless", dtype)
+    text = f"Verification is {mark}, whatever is drafted: {words}."
+    if dtype is None or dtype in EXACT:
+        return text
+    return f"{text} In float32 it is {meaning('lossless', 'float32')}."
+
+
 def _count(number: int) -> str:
     for limit, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if number >= limit:
@@ -103,7 +109,8 @@ def _count(number: int) -> str:
     return str(number)
 
 
-def _acceptance(measured: Acceptance | None) -> str:
+def _acceptance(manifest: Manifest) -> str:
+    measured = manifest.acceptance
     if measured is None:
         return "## Acceptance\n\nNot measured. Measure it on your own prompts with `specctl bench`."
     rates = ", ".join(f"{rate:.3f}" for rate in measured.alpha) or "-"
@@ -118,12 +125,20 @@ def _acceptance(measured: Acceptance | None) -> str:
     ]
     if measured.prompts:
         lines.append(f"| prompts x new tokens | {measured.prompts} x {measured.new_tokens} |")
-    words = tuple(measured.command.split())
-    return "\n".join([*lines, "", "Measured by:", "", f"    {shown_command(words)}"])
+    is_served = manifest.format in LOADABLE
+    what = "Measured by:" if is_served else "Measured, with the package it was exported from, by:"
+    return "\n".join([*lines, "", what, "", f"    {shown_command(_words(measured))}"])
+
+
+def _words(measured: Acceptance) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(measured.command))
+    except ValueError:  # what an earlier version joined with blanks
+        return tuple(measured.command.split())
 
 
 def _load(manifest: Manifest) -> str:
-    target = given_target(manifest)
+    target = given_target(manifest.target)
     inflate = f" --inflate {manifest.target.inflated}" if manifest.target.inflated else ""
     if manifest.format == "hf":
         folder = manifest.target.repo or "TARGET_FOLDER"

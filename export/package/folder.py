@@ -39,7 +39,7 @@ from specctl.drafters import families
 from specctl.export.package.atomic import FULL, new_folder, write_file
 from specctl.export.package.card import render_card
 from specctl.export.package.compat import check_allow
-from specctl.export.package.files import read_header
+from specctl.export.package.files import check_name, read_header
 from specctl.export.package.manifest import (
     CARD,
     FORMAT_VERSION,
@@ -47,8 +47,9 @@ from specctl.export.package.manifest import (
     WEIGHTS,
     Manifest,
     file_records,
-    is_package,
+    read_manifest,
 )
+from specctl.export.package.proof_record import RECORDS
 from specctl.models.fast_llama import LlamaModel
 from specctl.recipes.targets import resolve
 from specctl.runtime.target.target import Target
@@ -79,11 +80,25 @@ def save_package(
         "acceptance": None if acceptance is None else dict(acceptance),
         "command": redacted(command),
     }
-    with new_folder(Path(out), is_package) as folder:
+    with new_folder(Path(out), own_files) as folder:
         if tensors:
             write_tensors(tensors, folder / WEIGHTS)
             compare_tensors(tensors, load_file(folder / WEIGHTS))
         return seal_folder(folder, about)
+
+
+def own_files(folder: Path) -> tuple[str, ...] | None:
+    """The files of a package that specctl wrote, the manifest last, so that a deletion that was
+    cut short can be finished; None for any other folder. What cannot be read is a FileError."""
+    if not (folder / MANIFEST).is_file():
+        return None
+    try:
+        names = read_manifest(folder).files
+        for name in names:
+            check_name(name)
+    except (IntegrityError, IncompatibleError):
+        return None
+    return (*RECORDS, *names, MANIFEST)
 
 
 def seal_folder(folder: Path, about: Mapping[str, Any]) -> Manifest:
@@ -151,6 +166,7 @@ def target_record(target: Target) -> dict[str, Any]:
         "revision": target.revision,
         "fingerprint": target.fingerprint,
         "inflated": target.inflated,
+        "dtype": str(target.dtype).removeprefix("torch."),
         **({} if target.changed is None else {"changed": asdict(target.changed)}),
     }
 

@@ -75,14 +75,16 @@ class ChangeRecord(Record):
 
 
 class TargetRecord(Record):
-    """The model the drafter was made for. `inflated` is the size it was grown to, or null;
-    `changed` stands only where joint training made that model."""
+    """The model the drafter was made for. `inflated` is the size it was grown to, or null; `dtype`
+    is what it computed in then (packages of before do not say); `changed` stands only where joint
+    training made that model."""
 
     name: str
     repo: str | None
     revision: str | None
     fingerprint: str
     inflated: str | None
+    dtype: str | None = None
     changed: ChangeRecord | None = None
 
 
@@ -181,8 +183,9 @@ class Manifest(Record):
 
     def to_json(self) -> dict[str, Any]:
         body = self.model_dump(mode="json")
-        if self.target.changed is None:
-            del body["target"]["changed"]
+        for name in ("dtype", "changed"):
+            if body["target"][name] is None:
+                del body["target"][name]
         for name in ("served_by", "notes"):
             if not body[name]:
                 del body[name]
@@ -338,12 +341,3 @@ def _fault(what: str, found: str, expected: str) -> IntegrityError:
         expected=expected,
         do="get the package again, or export it again from its run",
     )
-
-
-def is_package(folder: Path) -> bool:
-    """True if specctl wrote this folder and nobody added to it, so that it may be replaced."""
-    try:
-        manifest = read_manifest(folder)
-        return set(list_files(folder)) == {*manifest.files, MANIFEST}
-    except (FileError, IntegrityError, IncompatibleError):
-        return False

@@ -22,6 +22,7 @@ from specctl.export.package.files import parse_json, read_bounded
 from specctl.export.package.manifest import read_manifest
 
 FOLDER, REPORT, PROSE = ".verification", "report.json", "report.md"
+RECORDS = (f"{FOLDER}/{REPORT}", f"{FOLDER}/{PROSE}")
 
 
 def write_record(

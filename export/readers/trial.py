@@ -15,7 +15,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from specctl.core.drafter import Borrowed, Drafter, RoundView, Space, StepState
+from specctl.core.drafter import Drafter, RoundView, Space, StepState
+from specctl.core.language_model import Borrowed
 from specctl.drafters import families
 from specctl.drafters.nets.routed import PREFIX
 from specctl.export.formats import ExportSource

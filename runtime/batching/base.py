@@ -8,7 +8,7 @@ shorter rows are padded to it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -48,3 +48,16 @@ class Batching(Protocol):
 
     def to_json(self) -> Mapping[str, Any]:
         """Its name, settings and what it has learned, for reports."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchingEntry:
+    """What the module of a batch policy defines as BATCHING. `make(depth, costs)` gives a fresh
+    one, and may take one `setting` more, by name; it `reads_costs` unless that is given."""
+
+    name: str
+    summary: str
+    paper: str
+    make: Callable[..., Batching]
+    setting: str = ""
+    reads_costs: bool = False

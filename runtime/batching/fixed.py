@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specctl.core.drafter import Outcome, RoundSeconds
-from specctl.runtime.batching.base import RowView
+from specctl.runtime.batching.base import BatchingEntry, RowView
 
 FIRST, STEP, MOST = 7, 2, 32  # of BASS
 
@@ -67,3 +67,20 @@ class Bass:
 
     def to_json(self) -> Mapping[str, Any]:
         return {"batching": "bass", "length": self.length}
+
+
+BATCHING = (
+    BatchingEntry(
+        "fixed",
+        "one length for all, always",
+        "",
+        lambda depth, costs, length=None: Fixed(depth if length is None else min(length, depth)),
+        setting="length",
+    ),
+    BatchingEntry(
+        "bass",
+        "one length for all, from what the best row accepted",
+        "https://arxiv.org/abs/2404.15778",
+        lambda depth, costs: Bass(most=depth),
+    ),
+)

@@ -8,8 +8,10 @@ from typing import Any, Self
 
 from specctl.core.drafter import Outcome, RoundSeconds
 from specctl.core.errors import RecipeError
-from specctl.runtime.batching.base import RowView
+from specctl.runtime.batching.base import BatchingEntry, RowView
 from specctl.runtime.measure.cost_table import BatchCosts
+
+ALPHA = 0.6  # for a table that is made before anything was drafted
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +51,14 @@ class BySize:
 
     def to_json(self) -> Mapping[str, Any]:
         return {"batching": "table", "table": dict(self.table)}
+
+
+def _make(depth: int, costs: BatchCosts, table: Mapping[int, int] | None = None) -> BySize:
+    if table is None:
+        return BySize.measured(costs, ALPHA, depth)
+    return BySize({int(size): min(int(k), depth) for size, k in table.items()})
+
+
+BATCHING = BatchingEntry(
+    "table", "a length by batch size", "", _make, setting="table", reads_costs=True
+)

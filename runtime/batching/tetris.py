@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specctl.core.drafter import Outcome, RoundSeconds
-from specctl.runtime.batching.base import RowView
+from specctl.runtime.batching.base import BatchingEntry, RowView
 from specctl.runtime.batching.history import History
 
 
@@ -56,3 +56,12 @@ def shares(alphas: Sequence[float], rooms: Sequence[int], capacity: int) -> list
         if found[r] < rooms[r]:
             heapq.heappush(heap, (chance * alphas[r], r))
     return found
+
+
+BATCHING = BatchingEntry(
+    "tetris",
+    "so many drafted tokens a round, where they are of most use",
+    "https://arxiv.org/abs/2502.15197",
+    lambda depth, costs, **given: Tetris(longest=depth, **given),
+    setting="capacity",
+)

@@ -6,9 +6,9 @@ so E[min(L, k)] of every length k is known without playing it. The arm with the 
 per second by measured prices is played; if that is plain decoding, nothing is.
 
 Estimates can be wrong, so losses are bounded as well. Each round played is booked at its measured
-cost (trees are dearer than the table of chains says) against the tokens it brought; an arm that
-could bring the account further down than a small part of the time spent is not played, whatever
-is expected of it.
+cost against the tokens it brought; an arm that could bring the account further down than a small
+part of the time spent is not played, whatever is expected of it. Looking has an account of its own.
+Prices follow what rounds cost in this run, plain ones included (`runtime/measure/live_costs.py`).
 
 While plain decoding wins, members go on drafting for a while without being verified (which costs
 host time only). When nothing came of a whole such window, all of it rests, members that live on the
@@ -22,8 +22,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from specctl.core.plugins import Plugin
 from specctl.runtime.controllers.base import Arm, Controller, Prices, Score
 from specctl.runtime.controllers.match import SUFFIXES
+from specctl.runtime.measure.live_costs import Account
 
 PRIOR = (0.03, 0.1, 0.25, 0.5, 0.8)  # chance that a first token survives, by context
 GOING_ON = 0.7  # chance that a further one does
@@ -78,9 +80,9 @@ class Auto(Controller):
     overdraft: float = 0.01
     allowance: float = 0.3
     most_credit: float = 8.0
-    credit: float = field(default=0.0, init=False)
-    plain: float = field(default=0.0, init=False)
-    found: dict[int, float] = field(default_factory=dict, init=False)
+    account: Account = field(init=False)
+    looking: Account = field(init=False)  # of drafts that nobody plays
+    look_cost: float = field(default=0.0, init=False)
     survival: dict[tuple[int, int], Survival] = field(default_factory=dict, init=False)
     round: int = field(default=0, init=False)
     idle: int = field(default=0, init=False)
@@ -94,12 +96,15 @@ class Auto(Controller):
     def open(self, arms: Sequence[Arm], prices: Prices) -> None:
         super().open(arms, prices)
         self.next_rest = self.rest
+        self.account = Account(self.allowance, self.overdraft, self.most_credit)
+        self.looking = Account(1.0, 0.5 * self.overdraft)
         members = {arm.member for arm in arms if arm.member is not None}
         contexts = range(len(SUFFIXES) + 1)
         self.survival = {(m, c): Survival(PRIOR[c]) for m in members for c in contexts}
 
     def order(self, contexts: Sequence[int]) -> Sequence[int]:
         self.round += 1
+        self.account.rounds = self.looking.rounds = self.round
         if self.resting > 0:
             if max(contexts, default=0) < len(SUFFIXES):
                 self.resting -= 1
@@ -110,15 +115,16 @@ class Auto(Controller):
         self.is_listening = True
         playable = self._worth(contexts)
         self._watch(bool(playable))
+        if playable and self.prices.ratios.wants_plain(self.account.is_full):
+            return (self.off,)
         return [*playable, self.off]
 
     def _worth(self, contexts: Sequence[int]) -> list[int]:
         """Arms that promise more than plain decoding, best first."""
-        affordable = self.credit + self.allowance + self.overdraft * self.round
-        rates = {}
+        plain, rates = self.prices.seconds(0), {}
         for i, arm in enumerate(self.arms):
-            cost = self._cost(i)
-            if arm.member is None or cost - 1.0 > affordable:
+            cost = self.prices.of(arm) / plain
+            if arm.member is None or not self.account.affords(cost - 1.0):
                 continue
             tokens = 1.0 + self._mean(arm.member, contexts, arm.length)
             rate = tokens / cost
@@ -144,25 +150,24 @@ class Auto(Controller):
             self.is_listening = False
 
     def looks(self) -> bool:
-        return self.is_looking
+        return self.is_looking and self.looking.affords(self.look_cost)
 
     def reward(self, arm: int, tokens: float, seconds: float) -> None:
-        if arm == self.off:
-            self.plain = seconds if self.plain == 0.0 else 0.9 * self.plain + 0.1 * seconds
-            return
-        priced = self.prices.of(self.arms[arm]) / self.prices.seconds(0)
-        found = seconds / (self.plain or self.prices.seconds(0))
-        found = min(max(found, priced), 3.0 * priced)  # one slow moment of the machine is no price
-        self.found[arm] = 0.8 * self.found.get(arm, found) + 0.2 * found
-        self.credit = min(self.credit + tokens - found, self.most_credit)
+        if arm != self.off:
+            usual = self.prices.of(self.arms[arm])  # one slow moment of the machine is no price
+            self.account.book(tokens, min(seconds, 3.0 * usual) / self.prices.seconds(0))
 
-    def _cost(self, index: int) -> float:
-        """Plain rounds that a round with that arm costs: by the table, or what was seen if more."""
-        priced = self.prices.of(self.arms[index]) / self.prices.seconds(0)
-        return max(priced, self.found.get(index, 0.0))
+    def lost(self, seconds: float) -> None:
+        cost = min(seconds / self.prices.seconds(0), 3.0)
+        self.looking.book(0.0, cost)
+        if self.is_looking:
+            self.look_cost += 0.2 * (cost - self.look_cost)
 
     def scored(self, score: Score) -> None:
         self.survival[score.member, score.context].add(score.matched, score.known)
 
     def to_json(self) -> Mapping[str, Any]:
         return {"rounds": self.round, "rested": self.rested}
+
+
+CONTROLLER = Plugin("auto", "the best training-free cascade, none where none pays", "", Auto)

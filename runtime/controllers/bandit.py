@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from specctl.core.plugins import Plugin
 from specctl.runtime.controllers.base import Arm, Controller, Prices, first
 
 
@@ -131,3 +132,11 @@ class Exp3(Controller):
 
     def to_json(self) -> Mapping[str, Any]:
         return {"chances": [round(chance, 4) for chance in self.chances()]}
+
+
+CONTROLLER = (
+    Plugin("ucb", "speed plus a bonus for rare arms", "https://arxiv.org/abs/2505.15141", Ucb),
+    Plugin(
+        "exp3", "weights by speed, for text that drifts", "https://arxiv.org/abs/2505.15141", Exp3
+    ),
+)

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from specctl.runtime.measure.live_costs import Ratios
+
 if TYPE_CHECKING:
     from specctl.runtime.measure.cost_table import CostTable
     from specctl.runtime.policies.base import Policy
@@ -73,15 +75,15 @@ class ArmCount:
 
 @dataclass(slots=True)
 class Prices:
-    """Seconds of a round by nodes drafted: measured beforehand (`table`), else from the rounds as
-    they come (moving averages; unknown sizes are guessed `slope` dearer per node). `branching` are
-    the members that were seen to draft trees, which have more nodes than levels."""
+    """Seconds of a round by nodes drafted: measured beforehand (`table`), else guessed, `slope`
+    dearer per node; both corrected by the rounds as they come. `branching` are the members that
+    were seen to draft trees, which have more nodes than levels."""
 
     table: CostTable | None = None
     slope: float = 0.08
-    memory: float = 0.9
-    seen: dict[int, float] = field(default_factory=dict)
+    ratios: Ratios = field(default_factory=Ratios)
     branching: set[int] = field(default_factory=set)
+    _known: dict[int, float] = field(default_factory=dict, init=False)
 
     def of(self, arm: Arm, depth: int | None = None) -> float:
         """Of a round with that arm; a chain may come out shorter than its length."""
@@ -92,24 +94,26 @@ class Prices:
         return self.seconds(arm.length if depth is None else min(arm.length, max(depth, 1)))
 
     def observe(self, nodes: int, seconds: float) -> None:
-        before = self.seen.get(nodes)
-        kept = seconds if before is None else self.memory * before
-        self.seen[nodes] = kept if before is None else kept + (1 - self.memory) * seconds
+        self.ratios.observe(nodes, seconds / self._expected(nodes))
 
     def seconds(self, nodes: int) -> float:
-        """Of a round with so many drafted nodes per row."""
-        if self.table is not None:
-            longest = max(self.table.verify)
-            if nodes <= longest:
-                return self.table.seconds(nodes)
-            # beyond the table: as dear per node as its longest draft on average
-            return self.table.round_seconds(longest) * nodes / max(longest, 1)
-        if nodes in self.seen:
-            return self.seen[nodes]
-        if not self.seen:
+        """Of a round with so many drafted nodes per row, as rounds go now."""
+        return self.ratios.of(nodes) * self._expected(nodes)
+
+    def _expected(self, nodes: int) -> float:
+        if self.table is None:
             return 1.0 + self.slope * nodes
-        near = min(self.seen, key=lambda known: abs(known - nodes))
-        return self.seen[near] * (1.0 + self.slope * nodes) / (1.0 + self.slope * near)
+        if nodes not in self._known:
+            self._known[nodes] = self._from_table(self.table, nodes)
+        return self._known[nodes]
+
+    @staticmethod
+    def _from_table(table: CostTable, nodes: int) -> float:
+        longest = max(table.verify)
+        if nodes <= longest:
+            return table.seconds(nodes)
+        # beyond the table: as dear per node as its longest draft on average
+        return table.round_seconds(longest) * nodes / max(longest, 1)
 
 
 class Controller(ABC):
@@ -134,6 +138,10 @@ class Controller(ABC):
     def reward(self, arm: int, tokens: float, seconds: float) -> None:
         """The arm played emitted so many tokens per row in that time."""
         del arm, tokens, seconds
+
+    def lost(self, seconds: float) -> None:
+        """So long was spent on drafts that were not played: looked at, or empty."""
+        del seconds
 
     def scored(self, score: Score) -> None:
         """A draft was held against the text."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from specctl.core.plugins import Plugin
 from specctl.runtime.controllers.base import Arm, Controller, Prices
 
 
@@ -41,3 +42,6 @@ class Cascade(Controller):
         if self.rest:
             found += [each[0] for each in others]
         return [*found, self.off]
+
+
+CONTROLLER = Plugin("cascade", "the first member where text repeats, then the others", "", Cascade)

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from specctl.core.plugins import Plugin
 from specctl.runtime.controllers.base import Arm, Controller, Prices, Score
 
 
@@ -67,3 +68,8 @@ class Hedge(Controller):
 
     def to_json(self) -> Mapping[str, Any]:
         return {"weights": [round(weight, 4) for weight in self.weights()]}
+
+
+CONTROLLER = Plugin(
+    "hedge", "weights, every drafter scored", "https://arxiv.org/abs/2510.20064", Hedge
+)

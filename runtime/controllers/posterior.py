@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from specctl.core.plugins import Plugin
 from specctl.runtime.controllers.base import Arm, Controller, Prices, Score, first
 from specctl.runtime.measure.stats import expected_tau
 
@@ -49,3 +50,8 @@ class Posterior(Controller):
 
     def to_json(self) -> Mapping[str, Any]:
         return {"acceptance": {m: round(a / (a + b), 3) for m, (a, b) in self.beta.items()}}
+
+
+CONTROLLER = Plugin(
+    "thompson", "acceptance drawn from its posterior", "https://arxiv.org/abs/2406.03853", Posterior
+)

@@ -8,7 +8,7 @@ be shared; where much is shared, TLI (`translate`) accepts more under sampling.
 The continuation is read together with the newest text, because tokens may merge across the seam;
 its last token is left out, because it may merge with what the draft would have written next. What
 the target accepted of the draft's own tokens stays in the draft's cache.
-Letters: B rows, N nodes, U draft vocabulary.
+Letters: B rows, M new nodes, N nodes, U foreign vocabulary.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from specctl.core.drafter import Budget, DraftState, Outcome, RoundView, Space
 from specctl.core.tree import DraftTree, NodeKind, chain_tree, empty_tree
 from specctl.runtime.cross_vocab.token_bytes import Reader
-from specctl.runtime.cross_vocab.translate import Texts, Translated
+from specctl.runtime.cross_vocab.translated import Texts, Translated
 
 CONTEXT = 8  # target tokens read again with every draft
 
@@ -68,8 +68,8 @@ class StringMatchState(DraftState):
         return chain_tree(token_BN, at_N < filled_B1, NodeKind.POINT)
 
     def _read(self, slot: int, tokens: Sequence[int]) -> None:
-        """Take what was committed; the draft's own tokens where they say the same, since those are
-        in its cache already."""
+        """Take what was committed; the draft's own tokens where they are the same text, since those
+        are in its cache already."""
         texts, target = self.texts, self.reader.target
         new, written = tokens[texts.num_read[slot] :], self.written[slot]
         if not written or any(token in target.marker_of for token in new):

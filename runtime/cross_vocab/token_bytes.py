@@ -2,7 +2,7 @@
 
 Byte-level tokenizers write bytes in a printable alphabet, others write a space as U+2581 and bytes
 as <0x0A>; both are undone here. Special tokens are markers: they stand for themselves, never for
-the characters of their name. Letters: K tokens that two vocabularies share.
+the characters of their name.
 """
 
 from __future__ import annotations

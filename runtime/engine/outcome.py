@@ -45,11 +45,11 @@ def with_topk(outcome: Outcome, needs: Needs, logits_BTV: Tensor) -> Outcome:
     """The same with the target's top-k at every fed token, where the drafter wants it."""
     if not needs.topk:
         return outcome
-    logits_BTK, topk_BTK = logits_BTV.topk(needs.topk, dim=-1)
+    logits_BTK, topk_BTC = logits_BTV.topk(needs.topk, dim=-1)
     if not needs.topk_logp:
-        return replace(outcome, topk_BTK=topk_BTK)
+        return replace(outcome, topk_BTC=topk_BTC)
     logp_BTK = logits_BTK.float() - logits_BTV.float().logsumexp(-1, keepdim=True)
-    return replace(outcome, topk_BTK=topk_BTK, topk_logp_BTK=logp_BTK)
+    return replace(outcome, topk_BTC=topk_BTC, topk_logp_BTC=logp_BTK)
 
 
 def _along(value_BTD: Tensor, path_BP: Tensor, tree: DraftTree) -> Tensor:
@@ -66,7 +66,7 @@ def of_rows(outcome: Outcome, at: Sequence[int], device: torch.device) -> Outcom
         return outcome
     at_B = torch.tensor(at, device=device)
     view = view_of_rows(outcome.view, at, at_B)
-    topk, logp = outcome.topk_BTK, outcome.topk_logp_BTK
+    topk, logp = outcome.topk_BTC, outcome.topk_logp_BTC
     return replace(
         outcome,
         view=view,
@@ -77,8 +77,8 @@ def of_rows(outcome: Outcome, at: Sequence[int], device: torch.device) -> Outcom
         emitted=tuple(outcome.emitted[b] for b in at),
         finished=tuple(outcome.finished[b] for b in at),
         taps={tap: value[at_B] for tap, value in outcome.taps.items()},
-        topk_BTK=None if topk is None else topk[at_B],
-        topk_logp_BTK=None if logp is None else logp[at_B],
+        topk_BTC=None if topk is None else topk[at_B],
+        topk_logp_BTC=None if logp is None else logp[at_B],
     )
 
 

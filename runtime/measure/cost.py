@@ -137,15 +137,27 @@ class Equipped:
 
 
 def equip(policy: Policy | None, costs: CostTable | None) -> Equipped:
-    """Let measured costs decide: a switch takes them itself, trees that can be are fitted to them,
-    others get a chooser of lengths."""
+    """Let measured costs decide: a switch takes them itself, trees that can be are fitted to them
+    and drafted whole or not at all, others get a chooser of lengths."""
     if costs is None or policy is None:
         return Equipped(policy, None)
     if isinstance(policy, Switch):
         return Equipped(replace(policy, costs=costs), None)
     if isinstance(policy, Fitting):
-        return Equipped(policy.fitted(TreeCosts.of(costs)), None)
+        prices = TreeCosts.of(costs)
+        fitted = policy.fitted(prices)
+        return Equipped(fitted, LengthChooser(whole_tree(fitted, prices, costs)))
     return Equipped(policy, LengthChooser(costs))
+
+
+def whole_tree(policy: Policy, prices: TreeCosts, costs: CostTable) -> CostTable:
+    """The table of a choice between that tree and none."""
+    start, depth = costs.draft.get(0, 0.0), policy.depth
+    return replace(
+        costs,
+        draft={0: start, depth: start + depth * prices.step},
+        verify={0: prices.verify_seconds(0), depth: prices.verify_seconds(policy.nodes)},
+    )
 
 
 def fitted_sizes(policy: Policy | None, equipped: Policy | None) -> dict[str, Any]:

@@ -7,53 +7,18 @@ from typing import Any
 
 from specctl.core.drafter import Family
 from specctl.core.errors import unknown
-from specctl.runtime.policies.base import GrowRequest, Policy
-from specctl.runtime.policies.cape import Caterpillar
-from specctl.runtime.policies.chain import Chain
-from specctl.runtime.policies.ddd import DynamicDepth
-from specctl.runtime.policies.direct import Direct
-from specctl.runtime.policies.dynamic_tree import DynamicTree
-from specctl.runtime.policies.dyspec import DySpec
-from specctl.runtime.policies.fused import Fused
-from specctl.runtime.policies.hardware_tree import HardwareTree
-from specctl.runtime.policies.mcsd import Candidates
-from specctl.runtime.policies.merged_beams import MergedBeams
-from specctl.runtime.policies.opt_tree import OptTree
-from specctl.runtime.policies.paths import Paths
-from specctl.runtime.policies.propd import Progressive
-from specctl.runtime.policies.rsd import StochasticBeam
-from specctl.runtime.policies.sequoia import Sequoia
-from specctl.runtime.policies.static_tree import StaticTree
-from specctl.runtime.policies.switch import Switch
-from specctl.runtime.policies.top_plus_one import TopPlusOne
+from specctl.core.plugins import plugins
+from specctl.runtime.policies.base import GrowRequest, Policy, PolicyEntry
 
-POLICIES: Mapping[str, type[Any]] = {
-    "chain": Chain,
-    "static-tree": StaticTree,
-    "dynamic-tree": DynamicTree,
-    "merged-beams": MergedBeams,
-    "sequoia": Sequoia,
-    "rsd": StochasticBeam,
-    "dyspec": DySpec,
-    "opt-tree": OptTree,
-    "ddd": DynamicDepth,
-    "cape": Caterpillar,
-    "mcsd": Candidates,
-    "top-plus-one": TopPlusOne,
-    "paths": Paths,
-    "hardware-tree": HardwareTree,
-    "propd": Progressive,
-    "fused": Fused,
-    "direct": Direct,
-    "switch": Switch,
-}
-TREES = tuple(name for name in POLICIES if name not in ("chain", "fused", "direct", "switch"))
+_ENTRIES: Mapping[str, PolicyEntry] = plugins(__name__, "POLICY")
+POLICIES: Mapping[str, type[Any]] = {name: entry.make for name, entry in _ENTRIES.items()}
+TREES = tuple(name for name, entry in _ENTRIES.items() if entry.is_tree)
 
 
 def policies_of(family: Family) -> tuple[str, ...]:
     """The policies that may grow a family: its own first, and every tree policy if any is."""
     branches = not set(family.policies).isdisjoint(TREES)
-    more = [name for name in POLICIES if name in TREES and name not in family.policies]
+    more = [name for name in TREES if name not in family.policies]
     return (*family.policies, *more) if branches else family.policies
 
 

@@ -1,4 +1,7 @@
-"""What a tree policy is, and what it is given to grow with."""
+"""What a tree policy is, and what it is given to grow with.
+
+Letters: B rows, K draft vocabulary, M new nodes.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from specctl.core.drafter import (
     RoundView,
     StepState,
 )
+from specctl.core.plugins import Plugin
 from specctl.core.tree import DraftTree, NodeKind
 from specctl.core.vocab import VocabMap
 from specctl.runtime.measure.cost_table import TreeCosts
@@ -58,9 +62,9 @@ class GrowRequest:
         return self.guide.expand(token_BM, parent_BM, logits_BMK)
 
     @property
-    def may_be_silent(self) -> bool:
+    def may_draft_nothing(self) -> bool:
         """Rows may have nothing to draft: logits that are -inf everywhere."""
-        return self.steps.may_be_silent or self.guide is not None
+        return self.steps.may_draft_nothing or self.guide is not None
 
     @property
     def steps(self) -> StepState:
@@ -94,6 +98,15 @@ class Policy(Protocol):
         """The node kind of the trees it grows, so that rules are checked when configured."""
 
     def grow(self, growth: GrowRequest) -> DraftTree: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyEntry(Plugin):
+    """What the module of a policy defines as POLICY. The settings of a policy are those fields of
+    its class that are plain values. A tree grows every drafter that takes trees; any other policy
+    grows the families that name it."""
+
+    is_tree: bool = True
 
 
 @runtime_checkable

@@ -4,8 +4,7 @@ A node's score is the sum of log q on its path, a guess of the chance that the p
 Level by level the best nodes are expanded; after the last level the best of everything scored are
 kept. Scores fall along a path, so the kept set is a connected tree. Nodes are top-k choices, never
 samples: kind POINT under every sampling setting.
-
-Letters: B rows, F frontier, C candidates of all levels, N kept nodes, K draft vocabulary.
+Letters: B rows, C candidates (of all levels), K draft vocabulary, M new nodes (frontier), N nodes.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ def search_beam(
             enough_B = enough_B | stop(pool)
             if bool(enough_B.all()):
                 break
-        parent_BF = pool.expansion_parent()
-        logits_BFK = growth.expand(growth.target_ids(pool.frontier_row()), parent_BF)
-        logq_BFK = _log_q(logits_BFK)
+        parent_BM = pool.expansion_parent()
+        logits_BMK = growth.expand(growth.target_ids(pool.frontier_row()), parent_BM)
+        logq_BMK = _log_q(logits_BMK)
         if stop is not None:
-            logq_BFK = logq_BFK.masked_fill(enough_B[:, None, None], -torch.inf)
-        pool.grow(logq_BFK)
+            logq_BMK = logq_BMK.masked_fill(enough_B[:, None, None], -torch.inf)
+        pool.grow(logq_BMK)
     return pool
 
 
@@ -72,7 +71,7 @@ class Pool:
         self.parent_BC = torch.full_like(row_BC, -1)
         self.expanded_BC = torch.full_like(row_BC, -1)
         self.rank_BC = torch.arange(row_BC.shape[1], device=row_BC.device).expand_as(row_BC)
-        self.frontier_BF = self.rank_BC
+        self.frontier_BM = self.rank_BC
 
     @classmethod
     def of(cls, first_BK: Tensor, beam: int) -> Pool:
@@ -80,38 +79,38 @@ class Pool:
         return cls(best.indices, best.values, beam)
 
     def frontier_row(self) -> Tensor:
-        return self.row_BC.gather(1, self.frontier_BF)
+        return self.row_BC.gather(1, self.frontier_BM)
 
     def expansion_parent(self) -> Tensor:
         """Expansion index of each frontier node's parent, -1 = the root."""
-        parent_BF = self.parent_BC.gather(1, self.frontier_BF)
-        index_BF = self.expanded_BC.gather(1, parent_BF.clamp(min=0))
-        return torch.where(parent_BF >= 0, index_BF, parent_BF)
+        parent_BM = self.parent_BC.gather(1, self.frontier_BM)
+        index_BM = self.expanded_BC.gather(1, parent_BM.clamp(min=0))
+        return torch.where(parent_BM >= 0, index_BM, parent_BM)
 
-    def grow(self, logp_BFK: Tensor) -> None:
+    def grow(self, logp_BMK: Tensor) -> None:
         """Score the children of the frontier, which becomes expanded, and choose the next one."""
-        B, F, _ = logp_BFK.shape
-        at_F = torch.arange(self.num_expanded, self.num_expanded + F, device=logp_BFK.device)
-        self.num_levels, self.num_expanded = self.num_levels + 1, self.num_expanded + F
-        self.expanded_BC = self.expanded_BC.scatter(1, self.frontier_BF, at_F.expand(B, F))
-        best = logp_BFK.topk(self.beam, dim=-1)
-        base_BF1 = self.score_BC.gather(1, self.frontier_BF)[:, :, None]
-        score_BC = (best.values + base_BF1).reshape(B, F * self.beam)
+        B, M, _ = logp_BMK.shape
+        at_M = torch.arange(self.num_expanded, self.num_expanded + M, device=logp_BMK.device)
+        self.num_levels, self.num_expanded = self.num_levels + 1, self.num_expanded + M
+        self.expanded_BC = self.expanded_BC.scatter(1, self.frontier_BM, at_M.expand(B, M))
+        best = logp_BMK.topk(self.beam, dim=-1)
+        base_BM1 = self.score_BC.gather(1, self.frontier_BM)[:, :, None]
+        score_BC = (best.values + base_BM1).reshape(B, M * self.beam)
         offset = self.row_BC.shape[1]
-        rank_C = torch.arange(self.beam, device=logp_BFK.device).repeat(F)
+        rank_C = torch.arange(self.beam, device=logp_BMK.device).repeat(M)
         self.row_BC = torch.cat([self.row_BC, best.indices.reshape(B, -1)], 1)
         self.parent_BC = torch.cat(
-            [self.parent_BC, self.frontier_BF.repeat_interleave(self.beam, 1)], 1
+            [self.parent_BC, self.frontier_BM.repeat_interleave(self.beam, 1)], 1
         )
         self.rank_BC = torch.cat([self.rank_BC, rank_C.expand(B, -1)], 1)
         self.expanded_BC = torch.cat([self.expanded_BC, torch.full_like(score_BC, -1).long()], 1)
         self.score_BC = torch.cat([self.score_BC, score_BC], 1)
         width = min(self.beam, score_BC.shape[1])
-        self.frontier_BF = score_BC.topk(width, dim=-1).indices.sort(-1).values + offset
+        self.frontier_BM = score_BC.topk(width, dim=-1).indices.sort(-1).values + offset
 
     def frontier_mass(self) -> Tensor:
         """[B]: summed path probabilities of the nodes to be expanded next."""
-        return self.score_BC.gather(1, self.frontier_BF).exp().sum(1)
+        return self.score_BC.gather(1, self.frontier_BM).exp().sum(1)
 
     def value(self, nodes: int) -> Tensor:
         """[B]: summed path probabilities of the `nodes` best, the expected accepted tokens."""
@@ -120,7 +119,7 @@ class Pool:
     def on_beams(self) -> Tensor:
         """Bool [B, C]: candidates on the path to a node of the last frontier."""
         on_BC = torch.zeros_like(self.row_BC, dtype=torch.bool)
-        on_BC = on_BC.scatter(1, self.frontier_BF, torch.ones_like(self.frontier_BF).bool())
+        on_BC = on_BC.scatter(1, self.frontier_BM, torch.ones_like(self.frontier_BM).bool())
         for _ in range(self.num_levels - 1):
             parent_BC = torch.where(on_BC, self.parent_BC + 1, 0)  # 0: no candidate
             above_BC = torch.zeros_like(on_BC[:, :1]).expand(-1, on_BC.shape[1] + 1)

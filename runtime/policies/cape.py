@@ -4,7 +4,8 @@ arXiv 2402.02082).
 Most rejections happen where the drafter is unsure, and one rejected position ends the round. Each
 position proposes its best tokens, `widths[i]` of them when the largest probability lies in the i-th
 of equal bins of [0, 1]; only the best is extended. Nothing is drafted for it: the siblings come
-from the same row. Letters: B rows, W siblings of a position, K draft vocabulary.
+from the same row.
+Letters: B rows, C candidates, K draft vocabulary, N nodes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from specctl.core.errors import RecipeError
 from specctl.core.tree import DraftTree, NodeKind, empty_tree
-from specctl.runtime.policies.base import GrowRequest, PointTree
+from specctl.runtime.policies.base import GrowRequest, PointTree, PolicyEntry
 from specctl.runtime.policies.draw import log_guess
 
 PAPER_WIDTHS = (8, 8, 8, 6, 6, 6, 4, 4, 2, 2)
@@ -58,11 +59,11 @@ class Caterpillar(PointTree):
         alive_B1 = torch.ones(B, 1, dtype=torch.bool, device=device)
         for step in range(depth):
             best, width_B = self._position(logp_BK)
-            W = best.indices.shape[1]
+            C = best.indices.shape[1]
             tokens.append(growth.target_ids(best.indices))
-            fits_BW = torch.arange(W, device=device) < width_B[:, None]
-            valids.append(fits_BW & alive_B1 & (best.values > -torch.inf))
-            counts.append(W)
+            fits_BC = torch.arange(C, device=device) < width_B[:, None]
+            valids.append(fits_BC & alive_B1 & (best.values > -torch.inf))
+            counts.append(C)
             alive_B1 = valids[-1][:, :1]
             if step + 1 < depth:
                 parent_B1 = torch.full((B, 1), step - 1, dtype=torch.long, device=device)
@@ -102,3 +103,8 @@ def _tree(token_BN: Tensor, valid_BN: Tensor, counts: list[int]) -> DraftTree:
         is_chain=max(counts) == 1,
         expanded_BN=expanded_BN,
     )
+
+
+POLICY = PolicyEntry(
+    "cape", "a chain, wider where it is unsure", "https://arxiv.org/abs/2402.02082", Caterpillar
+)

@@ -4,8 +4,7 @@ Greedy rows take the argmax (POINT); sampled rows draw from q and hand q on (IID
 target-only rows draw with the target's own noise (POINT, Daliri-Musco-Suresh coupling). A stop rule
 (`stops/`) is asked behind each token, which is then kept: it never sees the token that it prevents,
 so it is lossless for sampled drafts too.
-
-Letters: B rows, K draft vocabulary.
+Letters: B rows, K draft vocabulary, M new nodes.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 from specctl.core.drafter import Outcome, RoundSeconds
 from specctl.core.errors import RecipeError
 from specctl.core.tree import DraftTree, NodeKind, QRows, chain_tree, empty_tree
-from specctl.runtime.policies.base import GrowRequest
+from specctl.runtime.policies.base import GrowRequest, PolicyEntry
 from specctl.runtime.stops import DraftStep, StopRule, make_stop
 from specctl.runtime.verify.walk import best_token, log_distribution
 
@@ -83,7 +82,7 @@ class Chain:
         alive_B = torch.ones_like(growth.view.slot_B, dtype=torch.bool)
         for step in range(depth):
             row_B, distribution_BK = self.pick(growth, logits_BK, step)
-            if growth.may_be_silent:
+            if growth.may_draft_nothing:
                 alive_B = alive_B & (logits_BK.amax(-1) > -torch.inf)
             tokens.append(growth.target_ids(row_B))
             distributions.append(distribution_BK)
@@ -93,7 +92,7 @@ class Chain:
             if stopper is not None:
                 stop_B = stopper.stops(DraftStep(step, logits_BK, row_B, growth.steps))
                 alive_B = alive_B if stop_B is None else alive_B & ~stop_B
-            may_end = growth.may_be_silent and not alive_B.is_cuda
+            may_end = growth.may_draft_nothing and not alive_B.is_cuda
             if (stopper is not None or may_end) and not bool(alive_B.any()):
                 break
             parent_B1 = torch.full_like(row_B[:, None], step - 1)
@@ -135,3 +134,8 @@ class Chain:
             q = QRows(torch.stack([*rows, torch.zeros_like(rows[0])], dim=1), ids_K)
         kind = self.kind(growth.sampled)
         return chain_tree(torch.stack(tokens, 1), torch.stack(valids, 1), kind, q)
+
+
+POLICY = PolicyEntry(
+    "chain", "one token after another", "https://arxiv.org/abs/2211.17192", Chain, is_tree=False
+)

@@ -4,6 +4,7 @@ DDD ("Dynamic Depth Decoding", arXiv 2409.00142) keeps EAGLE-2's beam and stops 
 summed path probability of the beam falls below a threshold: that sum guesses the chance that the
 text is still on the beam, and so bounds what another level can bring. Asked at some depths only,
 since the answer has to reach the host.
+Letters: B rows.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from specctl.core.tree import DraftTree
 from specctl.runtime.measure.cost_table import TreeCosts
-from specctl.runtime.policies.base import GrowRequest, PointTree
+from specctl.runtime.policies.base import GrowRequest, PointTree, PolicyEntry
 from specctl.runtime.policies.beam import Pool, grow_beam
 
 
@@ -42,3 +43,8 @@ class DynamicDepth(PointTree):
     def fitted(self, costs: TreeCosts) -> DynamicDepth:
         """A level brings at most the beam's mass of plain target steps, and must bring its cost."""
         return replace(self, threshold=costs.step / costs.verify_seconds(0))
+
+
+POLICY = PolicyEntry(
+    "ddd", "a beam as deep as the drafter is sure", "https://arxiv.org/abs/2409.00142", DynamicDepth
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specctl.core.tree import DraftTree
-from specctl.runtime.policies.base import GrowRequest, PointTree
+from specctl.runtime.policies.base import GrowRequest, PointTree, PolicyEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,3 +17,8 @@ class Direct(PointTree):
 
     def grow(self, growth: GrowRequest) -> DraftTree:
         return growth.state.propose(growth.view, growth.budget)
+
+
+POLICY = PolicyEntry(
+    "direct", "the tree that the drafter proposes by itself", "", Direct, is_tree=False
+)

@@ -7,8 +7,7 @@ Whatever a policy decides about a child must follow from earlier children, never
 this child turns out to be. Of the kinds IID, PATHS and TOP_PLUS_ONE not even how many children a
 node gets may follow from those children: spectr, multi-path and top-plus-one weigh each of them by
 their number, which must be settled before the first is drawn.
-Letters: B rows, M expanded nodes, C children of each, N nodes of the tree, R distributions, K draft
-vocabulary.
+Letters: B rows, C candidates, K draft vocabulary, M new nodes, N nodes, T fed tokens, X any axes.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from specctl.core.tree import NodeKind, QRows
 from specctl.runtime.policies.base import GrowRequest
 from specctl.runtime.verify.walk import best_token, log_distribution
 
-# Log weight of what is drawn once a distribution has run out: behind everything that it can speak
+# Log weight of what is drawn once a distribution has run out: behind everything in its support
 # (log of the smallest float32 is -104), and small enough that noise keeps its digits beside it.
 _LAST = -256.0
 
@@ -69,8 +68,8 @@ def children(
     if kind is NodeKind.TOP_PLUS_ONE:
         return _top_plus_one(distribution_BMK, growth.noise.draft_BMK(index, M, K), count)
     if kind is NodeKind.REFILLED:
-        is_speaking_BM1 = distribution_BMK.amax(-1, keepdim=True) > 0
-        score_BMK = torch.where(is_speaking_BM1, score_BMK.clamp(min=_LAST), score_BMK)
+        can_draw_BM1 = distribution_BMK.amax(-1, keepdim=True) > 0
+        score_BMK = torch.where(can_draw_BM1, score_BMK.clamp(min=_LAST), score_BMK)
     noisy_BMK = score_BMK + growth.noise.draft_BMK(index, M, K)
     drawn = noisy_BMK.topk(min(count, K), dim=-1)
     return _padded(drawn.indices, drawn.values > -torch.inf, distribution_BMK, count)
@@ -78,14 +77,14 @@ def children(
 
 def _top_plus_one(distribution_BMK: Tensor, noise_BMK: Tensor, count: int) -> Children:
     """The sample first, then the likeliest tokens it may not be. The fixed ones never use a
-    distribution up: where they would, the last token that it can speak is left to the sample."""
+    distribution up: where they would, the last token of its support is left to the sample."""
     best = distribution_BMK.topk(min(count, distribution_BMK.shape[-1]), dim=-1)
     spared_BM1 = ((best.values > 0).sum(-1, keepdim=True) - 1).clamp(min=0)
-    at_F = torch.arange(best.indices.shape[-1] - 1, device=distribution_BMK.device)
-    fixed_BMF = best.indices.gather(-1, at_F + (at_F >= spared_BM1))
-    rest_BMK = distribution_BMK.scatter(-1, fixed_BMF, 0.0)
+    at_C = torch.arange(best.indices.shape[-1] - 1, device=distribution_BMK.device)
+    fixed_BMC = best.indices.gather(-1, at_C + (at_C >= spared_BM1))
+    rest_BMK = distribution_BMK.scatter(-1, fixed_BMC, 0.0)
     sample_BM1 = best_token(log_distribution(rest_BMK) + noise_BMK)[:, :, None]
-    row_BMC = torch.cat([sample_BM1, fixed_BMF], -1)
+    row_BMC = torch.cat([sample_BM1, fixed_BMC], -1)
     is_drawn_BM1 = distribution_BMK.amax(-1, keepdim=True) > 0
     return _padded(row_BMC, is_drawn_BM1.expand_as(row_BMC), distribution_BMK, count)
 
@@ -111,12 +110,12 @@ def q_rows(
     known = [distribution for distribution in distributions if distribution is not None]
     if not known:
         return None
-    distribution_BRK = torch.cat(known, dim=1)
-    B, R, K = distribution_BRK.shape
+    distribution_BXK = torch.cat(known, dim=1)
+    B, X, K = distribution_BXK.shape
     ids_K = None if growth.vocab is None else growth.vocab.ids_K
     if expanded_BN is None:
-        return QRows(pad(distribution_BRK, (0, 0, 0, num_nodes + 1 - R)), ids_K)
-    at_BN = torch.where((expanded_BN >= 0) & (expanded_BN < R - 1), expanded_BN + 1, R)
+        return QRows(pad(distribution_BXK, (0, 0, 0, num_nodes + 1 - X)), ids_K)
+    at_BN = torch.where((expanded_BN >= 0) & (expanded_BN < X - 1), expanded_BN + 1, X)
     at_BT = pad(at_BN, (1, 0))
-    filled_BRK = pad(distribution_BRK, (0, 0, 0, 1))
-    return QRows(filled_BRK.gather(1, at_BT[:, :, None].expand(B, num_nodes + 1, K)), ids_K)
+    filled_BXK = pad(distribution_BXK, (0, 0, 0, 1))
+    return QRows(filled_BXK.gather(1, at_BT[:, :, None].expand(B, num_nodes + 1, K)), ids_K)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specctl.core.tree import DraftTree
-from specctl.runtime.policies.base import GrowRequest, PointTree
+from specctl.runtime.policies.base import GrowRequest, PointTree, PolicyEntry
 from specctl.runtime.policies.beam import grow_beam
 
 
@@ -19,3 +19,8 @@ class DynamicTree(PointTree):
 
     def grow(self, growth: GrowRequest) -> DraftTree:
         return grow_beam(growth, self.beam, self.nodes, self.length)
+
+
+POLICY = PolicyEntry(
+    "dynamic-tree", "a beam's best nodes (EAGLE-2)", "https://arxiv.org/abs/2406.16858", DynamicTree
+)

@@ -13,8 +13,7 @@ nodes, many draft calls). Otherwise every draw worth `threshold` is made as soon
 is there, and all new nodes are expanded together, so that there are as many calls as levels (the
 layered one). Where nothing is sampled, "draws" are the best tokens in turn, and the greedy
 construction gives the tree of largest expected acceptance.
-
-Letters: B rows, M nodes of one call, C candidates of each, K draft vocabulary.
+Letters: B rows, C candidates, K draft vocabulary, M new nodes, N nodes.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.tree import DraftTree, empty_tree
-from specctl.runtime.policies.base import DrawnTree, GrowRequest
+from specctl.runtime.policies.base import DrawnTree, GrowRequest, PolicyEntry
 from specctl.runtime.policies.draw import Children, children, log_guess, q_rows
 
 Candidates = list[tuple[int, float]]  # draft row and q of a node's children, in draw order
@@ -210,3 +209,8 @@ def _call(
         parents.append(row.padded([-1 if up < 0 else row.expanded[up] for up in above], width))
     row_BM, parent_BM = torch.tensor([tokens, parents], device=device).unbind()
     return growth.target_ids(row_BM.clamp(min=0)), parent_BM
+
+
+POLICY = PolicyEntry(
+    "dyspec", "grown where the drafter is sure", "https://arxiv.org/abs/2410.11744", DySpec
+)

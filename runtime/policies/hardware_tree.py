@@ -5,6 +5,7 @@ Parallel prompt decoding (arXiv 2405.18628) and Medusa choose a fixed sparse tre
 path is worth the product, and the best n paths make the tree of n nodes, expected to yield
 R(n) = 1 + the sum of their worth. With measured costs n becomes argmax R(n) / t(n): a fast device
 takes a larger tree than a slow one. Candidates are best tokens, so nodes are POINT.
+Letters: B rows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from specctl.core.errors import RecipeError
 from specctl.core.tree import DraftTree
 from specctl.drafters.states.template import Path, greedy_paths
 from specctl.runtime.measure.cost_table import TreeCosts
-from specctl.runtime.policies.base import GrowRequest, PointTree
+from specctl.runtime.policies.base import GrowRequest, PointTree, PolicyEntry
 from specctl.runtime.policies.shaped import grow_shape, shape_of
 
 Profile = tuple[tuple[float, ...], ...]
@@ -59,7 +60,7 @@ class HardwareTree(PointTree):
 
     length: int = 6
     nodes: int = 16
-    profile: Profile = TYPICAL
+    profile: tuple[tuple[float, ...], ...] = TYPICAL
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "profile", check_profile(self.profile)[: self.length])
@@ -78,3 +79,11 @@ class HardwareTree(PointTree):
             return costs.rate(expected_tokens(self.profile, nodes), nodes, depth)
 
         return replace(self, nodes=max(range(1, self.nodes + 1), key=rate))
+
+
+POLICY = PolicyEntry(
+    "hardware-tree",
+    "best ranks, size by measured cost",
+    "https://arxiv.org/abs/2405.18628",
+    HardwareTree,
+)

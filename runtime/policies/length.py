@@ -11,46 +11,94 @@ from dataclasses import dataclass, field
 
 from specctl.core.drafter import Outcome, RoundSeconds
 from specctl.runtime.measure.cost_table import CostTable
+from specctl.runtime.measure.live_costs import Account, Ratios
+from specctl.runtime.measure.stats import expected_tau
 
 
 @dataclass(slots=True)
 class LengthChooser:
-    """Chooses each round's draft length from a cost table and the running acceptance.
+    """Chooses each round's draft length from a cost table, what rounds cost in this run, and the
+    running acceptance.
 
-    One writer: the engine. `memory` rounds are remembered (exponentially). While speculation is
-    off, every `probe_every`-th round drafts `probe_length` tokens to notice when it pays again.
+    One writer: the engine. `memory` rounds are remembered (exponentially). A length must promise
+    `margin` over plain decoding, and the account must bear that all of it is rejected. While
+    speculation is off, a probe of `probe_length` tokens comes after `probe_first` rounds, then
+    after twice as many up to `probe_last`, and at once behind a probe that was accepted whole.
     """
 
     costs: CostTable
     alpha: float = 0.6
     memory: float = 32.0
-    probe_every: int = 16
+    margin: float = 0.02
+    probe_first: int = 16
+    probe_last: int = 512
     probe_length: int = 2
     rounds: int = 0
     rounds_off: int = 0
+    ratios: Ratios = field(default_factory=Ratios)
+    account: Account = field(default_factory=Account)
     _accepted: float = field(default=0.0, init=False)
     _tested: float = field(default=0.0, init=False)
+    _asked: int = field(default=0, init=False)
+    _since: int = field(default=0, init=False)
+    _wait: int = field(default=0, init=False)
+    _table: dict[int, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self._accepted, self._tested = 2.0 * self.alpha, 2.0
+        self._accepted, self._tested, self._wait = 2.0 * self.alpha, 2.0, self.probe_first
 
     def length(self, batch: int) -> int:
         del batch
         self.rounds += 1
-        best = self.costs.best_length(self.estimate())
-        if best == 0:
+        self.account.rounds += 1
+        best = self._best()
+        if best and self.ratios.wants_plain(self.account.is_full):
+            best = 0
+        elif best == 0:
             self.rounds_off += 1
-            if self.rounds_off % self.probe_every == 0:
-                return self.probe_length
+            best = self._probe()
+        else:
+            self._since, self._wait = 0, self.probe_first
+        self._asked = best
         return best
+
+    def seconds(self, length: int) -> float:
+        """Of a round, as rounds go now."""
+        return self.ratios.of(length) * self._tabled(length)
+
+    def _tabled(self, length: int) -> float:
+        if length not in self._table:
+            self._table[length] = self.costs.seconds(length)
+        return self._table[length]
+
+    def _best(self) -> int:
+        """The length with most expected tokens per second; 0 where speculation loses."""
+        plain, alpha = self.seconds(0), self.estimate()
+        best, most = 0, 1.0 + self.margin
+        for length in self.costs.verify:
+            cost = self.seconds(length) / plain
+            gain = expected_tau(alpha, length) / cost
+            if length and gain > most and self.account.affords(cost - 1.0):
+                best, most = length, gain
+        return best
+
+    def _probe(self) -> int:
+        """The length of a round in which nothing is worth drafting."""
+        self._since += 1
+        length = min(self.probe_length, max(self.costs.verify))
+        loss = self.seconds(length) / self.seconds(0) - 1.0
+        if self._since < self._wait or not self.account.affords(loss):
+            return 0
+        self._since, self._wait = 0, min(2 * self._wait, self.probe_last)
+        return length
 
     def estimate(self) -> float:
         """Running acceptance of tested drafts, kept inside (0, 1)."""
         return min(0.999, max(1e-3, self._accepted / self._tested))
 
     def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:
-        del seconds
         depth = outcome.tree.depth
+        self._price(outcome, seconds)
         if depth == 0:
             return
         fade = 1.0 - 1.0 / self.memory
@@ -59,6 +107,21 @@ class LengthChooser:
                 continue  # a cut round is no rejection
             self._accepted = fade * self._accepted + accepted
             self._tested = fade * self._tested + min(depth, accepted + 1)
+            if accepted >= depth:
+                self._wait = min(self._wait, max(1, self._since))
+
+    def _price(self, outcome: Outcome, seconds: RoundSeconds) -> None:
+        """What the round cost: a lesson about its size, and a debt. A drafter that had nothing to
+        say has cost time as well, but is no plain round. Of a slow moment three times what such
+        rounds cost is booked."""
+        asked, depth, spent = self._asked, outcome.tree.depth, seconds.draft + seconds.verify
+        if depth > 0 or asked == 0:
+            self.ratios.observe(depth, spent / self._tabled(depth))
+        if asked == 0:
+            return
+        plain, usual = self.seconds(0), max(self.seconds(depth), self.seconds(asked))
+        tokens = 1.0 + sum(outcome.num_accepted) / max(len(outcome.num_accepted), 1)
+        self.account.book(tokens, (min(spent, 3.0 * usual) + seconds.wake) / plain)
 
 
 @dataclass(slots=True)

@@ -2,12 +2,12 @@
 decoding, arXiv 2401.06706), with the decision of its improvement (arXiv 2409.10644).
 
 Sampled rows draw `branch[d]` children of each node independently from q and keep duplicates (kind
-IID): rejecting one then says nothing about the next beyond the residual. The improvement decides
+IID): rejecting one then tells nothing about the next beyond the residual. The improvement decides
 after each level whether another is worth drafting. Here a level is followed by another only where
 the drafter is sure enough of some node that is already in the tree; what that node's children turn
 out to be is not known when it decides. Its other idea, seeding the first level from the target's
 own distribution, is the engine's bonus token: once that token is drawn its rivals cannot win.
-Letters: B rows, M nodes of a level, K draft vocabulary.
+Letters: B rows, K draft vocabulary, M new nodes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.tree import DraftTree, NodeKind
-from specctl.runtime.policies.base import GrowRequest
+from specctl.runtime.policies.base import GrowRequest, PolicyEntry
 from specctl.runtime.policies.draw import log_guess
 from specctl.runtime.policies.shaped import grow_shape, shape_of
 from specctl.runtime.policies.static_tree import BranchTree, full_paths
@@ -44,3 +44,8 @@ class Candidates(BranchTree):
         assert self.confidence is not None
         best_BM = log_guess(logits_BMK).amax(-1).exp()
         return (best_BM >= self.confidence).any(1) & torch.isfinite(best_BM).all(1)
+
+
+POLICY = PolicyEntry(
+    "mcsd", "independent draws, duplicates kept", "https://arxiv.org/abs/2401.06706", Candidates
+)

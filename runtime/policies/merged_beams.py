@@ -4,6 +4,7 @@ Recurrent Drafter (arXiv 2403.09919, section 3.2) drafts `beam` candidates of `l
 ordinary beam search, then merges equal prefixes (dynamic tree attention): the target reads a tree
 with the same paths and fewer tokens. A dynamic tree spends its nodes wherever q is large, this one
 on whole candidates only.
+Letters: B rows.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specctl.core.tree import DraftTree, empty_tree
-from specctl.runtime.policies.base import GrowRequest, PointTree
+from specctl.runtime.policies.base import GrowRequest, PointTree, PolicyEntry
 from specctl.runtime.policies.beam import search_beam
 
 
@@ -32,3 +33,8 @@ class MergedBeams(PointTree):
         if pool is None:
             return empty_tree(len(growth.view.slots), growth.view.slot_B.device)
         return pool.tree(growth, nodes, pool.on_beams())
+
+
+POLICY = PolicyEntry(
+    "merged-beams", "beams, merged", "https://arxiv.org/abs/2403.09919", MergedBeams
+)

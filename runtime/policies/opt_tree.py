@@ -6,6 +6,7 @@ as wide as the budget misses none of them. After each level E[A] is compared wit
 before: once it has grown by no more than `threshold`, another level costs more than it brings. The
 threshold is about the cost of a draft step over the cost of a plain target step; with measured
 costs it is exactly that.
+Letters: B rows.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 
 from specctl.core.tree import DraftTree
 from specctl.runtime.measure.cost_table import TreeCosts
-from specctl.runtime.policies.base import GrowRequest, PointTree
+from specctl.runtime.policies.base import GrowRequest, PointTree, PolicyEntry
 from specctl.runtime.policies.beam import Pool, grow_beam
 
 
@@ -37,6 +38,9 @@ class OptTree(PointTree):
     def fitted(self, costs: TreeCosts) -> OptTree:
         """A level must bring more plain target steps than it costs."""
         return replace(self, threshold=costs.step / costs.verify_seconds(0))
+
+
+POLICY = PolicyEntry("opt-tree", "the best nodes by q", "https://arxiv.org/abs/2406.17276", OptTree)
 
 
 class _Gain:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specctl.core.tree import DraftTree, NodeKind
-from specctl.runtime.policies.base import GrowRequest, PointTree
+from specctl.runtime.policies.base import GrowRequest, PointTree, PolicyEntry
 from specctl.runtime.policies.static_tree import grow_whole_levels
 
 
@@ -38,3 +38,8 @@ class Paths(PointTree):
 
     def grow(self, growth: GrowRequest) -> DraftTree:
         return grow_whole_levels(growth, self.branch, self.kind(growth.sampled))
+
+
+POLICY = PolicyEntry(
+    "paths", "whole continuations, each sampled alone", "https://arxiv.org/abs/2602.16961", Paths
+)

@@ -1,7 +1,7 @@
 """Progressive: a tree whose size follows what rounds cost and bring, pruned on its way through the
 target (ProPD, arXiv 2402.13485).
 
-Dynamic generation: every round says which rank was accepted at each depth it reached, and how long
+Dynamic generation: every round shows which rank was accepted at each depth it reached, and how long
 the verification of so many nodes took. From the first comes a profile of chances by depth and rank,
 from the second, by a recency-weighted regression, the seconds of n nodes; the tree is the best one
 of the size with most expected tokens per second. Batch size and context need no settings, since
@@ -10,7 +10,8 @@ the largest tree, so that ranks and sizes no longer chosen stay known.
 
 Early pruning (`runtime/engine/early_pruning.py`): with `early_layer` the target's lower layers drop
 children that are not among their `early_top` best. Both decide from earlier rounds and the text
-alone, and candidates are best tokens: POINT. Letters: B rows, N nodes, P path.
+alone, and candidates are best tokens: POINT.
+Letters: B rows, N nodes, P path.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 
 from specctl.core.drafter import Outcome, RoundSeconds
 from specctl.core.tree import DraftTree
-from specctl.runtime.policies.base import GrowRequest, PointTree
+from specctl.runtime.policies.base import GrowRequest, PointTree, PolicyEntry
 from specctl.runtime.policies.hardware_tree import TYPICAL, Profile, best_paths, worth
 from specctl.runtime.policies.shaped import grow_shape, shape_of
 
@@ -133,6 +134,11 @@ class Progressive(PointTree):
             for depth, at in enumerate(path):
                 is_last = depth + 1 == len(path)
                 if (is_last and ended is not None) or depth >= self.length:
-                    break  # a cut round says nothing about what comes after
+                    break  # a cut round tells nothing about what comes after
                 offered = {rank for (p, rank), ok in zip(row, valid, strict=True) if ok and p == at}
                 learned.count(depth, offered, None if is_last else row[path[depth + 1]][1])
+
+
+POLICY = PolicyEntry(
+    "propd", "best ranks, learned on the way", "https://arxiv.org/abs/2402.13485", Progressive
+)

@@ -11,9 +11,8 @@ the `beam` largest of a level live on. Siblings stand in the order of G~, a draw
 replacement: given the earlier siblings, the value of the next does not depend on which token it is,
 so a cut by value is no selection by token and recursive rejection stays exact. (A later cut by q
 would not be.) Where nothing is sampled this is plain beam search over the best tokens.
-
-Letters: B rows, M beam of a level, C children scored for each, W beam of the next, K draft
-vocabulary.
+Letters: B rows, C candidates, K draft vocabulary, M new nodes (beam), N nodes, Q picked rows (next
+beam).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.tree import DraftTree, empty_tree
-from specctl.runtime.policies.base import DrawnTree, GrowRequest
+from specctl.runtime.policies.base import DrawnTree, GrowRequest, PolicyEntry
 from specctl.runtime.policies.draw import draft_distribution, log_guess, q_rows
 from specctl.runtime.verify.walk import log_distribution
 
@@ -52,22 +51,22 @@ class StochasticBeam(DrawnTree):
             beams.append(beam)
             distributions.append(distribution_BMK)
             if level + 1 < depth:
-                logits_BMK = growth.expand(growth.target_ids(beam.row_BW), beam.parent_BW)
+                logits_BMK = growth.expand(growth.target_ids(beam.row_BQ), beam.parent_BQ)
         return self._tree(growth, beams[1:], distributions)
 
     def _tree(
         self, growth: GrowRequest, beams: list[_Beam], distributions: list[Tensor | None]
     ) -> DraftTree:
-        row_BN = torch.cat([beam.row_BW for beam in beams], 1)
+        row_BN = torch.cat([beam.row_BQ for beam in beams], 1)
         return DraftTree(
             growth.target_ids(row_BN),
-            torch.cat([beam.parent_BW for beam in beams], 1),
-            torch.cat([beam.rank_BW for beam in beams], 1),
-            torch.cat([beam.score_BW > -torch.inf for beam in beams], 1),
+            torch.cat([beam.parent_BQ for beam in beams], 1),
+            torch.cat([beam.rank_BQ for beam in beams], 1),
+            torch.cat([beam.score_BQ > -torch.inf for beam in beams], 1),
             self.kind(growth.sampled),
             len(beams),
             q=q_rows(growth, distributions, None, row_BN.shape[1]),
-            estimate_BN=torch.cat([beam.phi_BW.exp() for beam in beams], 1),
+            estimate_BN=torch.cat([beam.phi_BQ.exp() for beam in beams], 1),
         )
 
 
@@ -76,11 +75,11 @@ class _Beam:
     """One level: draft rows, parents (node indices), ranks among siblings, log-probabilities phi
     and noisy scores (-inf: no such sequence); `first` is the index of its first node."""
 
-    row_BW: Tensor
-    parent_BW: Tensor
-    rank_BW: Tensor
-    phi_BW: Tensor
-    score_BW: Tensor
+    row_BQ: Tensor
+    parent_BQ: Tensor
+    rank_BQ: Tensor
+    phi_BQ: Tensor
+    score_BQ: Tensor
     first: int
 
     @classmethod
@@ -100,22 +99,22 @@ def _next(
     logq_BMK = (
         log_guess(logits_BMK) if distribution_BMK is None else log_distribution(distribution_BMK)
     )
-    phi_BMK = beam.phi_BW[:, :, None] + logq_BMK
+    phi_BMK = beam.phi_BQ[:, :, None] + logq_BMK
     if distribution_BMK is None:
         best = phi_BMK.topk(count, dim=-1)
         score_BMC, row_BMC = best.values, best.indices
     else:
         best = (phi_BMK + growth.noise.draft_BMK(level, M, K)).topk(count, dim=-1)
-        score_BMC, row_BMC = conditioned(best.values, beam.score_BW), best.indices
-    score_BMC = score_BMC.masked_fill(beam.score_BW[:, :, None] == -torch.inf, -torch.inf)
-    kept_BW = score_BMC.flatten(1).topk(min(width, M * count), dim=1).indices.sort(1).values
+        score_BMC, row_BMC = conditioned(best.values, beam.score_BQ), best.indices
+    score_BMC = score_BMC.masked_fill(beam.score_BQ[:, :, None] == -torch.inf, -torch.inf)
+    kept_BQ = score_BMC.flatten(1).topk(min(width, M * count), dim=1).indices.sort(1).values
     phi_BMC = phi_BMK.gather(2, row_BMC)
     found = _Beam(
-        row_BMC.flatten(1).gather(1, kept_BW),
-        kept_BW // count + beam.first,
-        kept_BW % count,
-        phi_BMC.flatten(1).gather(1, kept_BW),
-        score_BMC.flatten(1).gather(1, kept_BW),
+        row_BMC.flatten(1).gather(1, kept_BQ),
+        kept_BQ // count + beam.first,
+        kept_BQ % count,
+        phi_BMC.flatten(1).gather(1, kept_BQ),
+        score_BMC.flatten(1).gather(1, kept_BQ),
         beam.first + M,
     )
     return found, distribution_BMK
@@ -128,3 +127,8 @@ def conditioned(noisy_BMC: Tensor, parent_BM: Tensor) -> Tensor:
     v_BMC = parent_BM1 - noisy_BMC + torch.log(-torch.expm1(below_BMC))
     score_BMC = parent_BM1 - v_BMC.clamp(min=0.0) - torch.log1p(torch.exp(-v_BMC.abs()))
     return torch.where(noisy_BMC > -torch.inf, score_BMC, -torch.inf)
+
+
+POLICY = PolicyEntry(
+    "rsd", "a sampled beam (RSD-S)", "https://arxiv.org/abs/2402.14160", StochasticBeam
+)

@@ -9,7 +9,7 @@ b children, yields
 tokens a round. Size and depth are chosen by the largest T[m, l] / (l t_draft + t_verify(m)) over
 measured times. Children are drawn without replacement, and uniformly over the untried tokens where
 the draft distribution has run out (kind REFILLED), so that no node is wasted at low temperature.
-Letters: M fed tokens.
+Letters: B rows, M new nodes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from specctl.core.errors import RecipeError
 from specctl.core.tree import DraftTree, NodeKind
 from specctl.drafters.states.template import Path
 from specctl.runtime.measure.cost_table import TreeCosts
-from specctl.runtime.policies.base import GrowRequest, PointTree
+from specctl.runtime.policies.base import GrowRequest, PointTree, PolicyEntry
 from specctl.runtime.policies.shaped import grow_shape, shape_of
 
 TYPICAL = (0.62, 0.15, 0.07, 0.04, 0.025, 0.015)  # of a small drafter on plain text
@@ -140,3 +140,8 @@ class Sequoia(PointTree):
         table = self.table
         nodes, depth = max(sizes, key=lambda nd: costs.rate(table.tokens(*nd), *nd))
         return replace(self, nodes=nodes, length=depth)
+
+
+POLICY = PolicyEntry(
+    "sequoia", "best for measured acceptances", "https://arxiv.org/abs/2402.12374", Sequoia
+)

@@ -1,8 +1,9 @@
-"""Trees of a shape known beforehand: level by level, each node gets the children its shape says.
+"""Trees of a shape known beforehand: level by level, each node gets the children of its shape.
 
 A shape is a set of rank paths (`drafters/states/template.py`); the child of rank r is the r-th best
-or the r-th drawn. Letters: B rows, N nodes, J nodes of a level, M expanded nodes, C children of
-each, K draft vocabulary.
+or the r-th drawn.
+Letters: B rows, C candidates, K draft vocabulary, M new nodes (expanded), N nodes, Q picked rows
+(nodes of a level).
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class ShapeLevel:
     first: int
     last: int
     width: int
-    parent_J: Tensor
-    rank_J: Tensor
+    parent_Q: Tensor
+    rank_Q: Tensor
     inner_M: Tensor
 
 
@@ -58,10 +59,10 @@ def shape_of(paths: tuple[Path, ...], nodes: int, depth: int, device: torch.devi
             expanded[node], count = count, count + 1
         ordinals = {node: m for m, node in enumerate(before)}
         table = [[ordinals[parents[n]] for n in range(first, last)], ranks[first:last]]
-        parent_J, rank_J = torch.tensor(table, device=device).unbind()
+        parent_Q, rank_Q = torch.tensor(table, device=device).unbind()
         inner_M = torch.tensor([node - first for node in inner], device=device, dtype=torch.long)
         levels.append(
-            ShapeLevel(first, last, max(ranks[first:last]) + 1, parent_J, rank_J, inner_M)
+            ShapeLevel(first, last, max(ranks[first:last]) + 1, parent_Q, rank_Q, inner_M)
         )
         before = inner
     is_plain = expanded == list(range(count)) + [-1] * (len(parents) - count)
@@ -86,15 +87,15 @@ def grow_shape(
     tokens, valids, distributions, reached, count = [], [], [], 0, 0
     for index, level in enumerate(shape.levels):
         drawn = children(growth, logits_BMK, level.width, index, kind)
-        row_BJ, valid_BJ = _of_level(drawn, level)
-        tokens.append(growth.target_ids(row_BJ))
-        valids.append(valid_BJ & alive_BM[:, level.parent_J])
+        row_BQ, valid_BQ = _of_level(drawn, level)
+        tokens.append(growth.target_ids(row_BQ))
+        valids.append(valid_BQ & alive_BM[:, level.parent_Q])
         distributions.append(drawn.distribution_BMK)
         reached = index + 1
         if reached == len(shape.levels):
             break
         inner_M = level.inner_M
-        parent_M = at_M[level.parent_J[inner_M]]
+        parent_M = at_M[level.parent_Q[inner_M]]
         logits_BMK = growth.expand(tokens[-1][:, inner_M], parent_M.expand(B, -1))
         at_M = torch.arange(count, count + len(inner_M), device=device)
         count += len(inner_M)
@@ -107,7 +108,7 @@ def grow_shape(
 
 
 def _of_level(drawn: Children, level: ShapeLevel) -> tuple[Tensor, Tensor]:
-    at = (slice(None), level.parent_J, level.rank_J)
+    at = (slice(None), level.parent_Q, level.rank_Q)
     return drawn.row_BMC[at], drawn.is_drawn_BMC[at]
 
 

@@ -3,6 +3,7 @@
 Greedy and target-only rows take the top-k (POINT). Sampled rows take Gumbel top-k, which draws
 without replacement in score order, and hand q on (RSD-C, constant branching; Jeon et al. 2024,
 arXiv 2402.14160).
+Letters: B rows.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from itertools import product
 from specctl.core.errors import RecipeError
 from specctl.core.tree import DraftTree, NodeKind
 from specctl.drafters.states.template import Path
-from specctl.runtime.policies.base import GrowRequest
+from specctl.runtime.policies.base import GrowRequest, PolicyEntry
 from specctl.runtime.policies.shaped import grow_shape, shape_of
 
 
@@ -82,3 +83,8 @@ class StaticTree(BranchTree):
         device = growth.view.slot_B.device
         shape = shape_of(full_paths(self.branch), budget.nodes, budget.depth, device)
         return grow_shape(growth, shape, self.kind(growth.sampled))
+
+
+POLICY = PolicyEntry(
+    "static-tree", "constant branching (RSD-C)", "https://arxiv.org/abs/2402.14160", StaticTree
+)

@@ -2,11 +2,13 @@
 
 The arms are whole configurations of a team's members; plain decoding is one of them. Choices follow
 from earlier rounds and from the text only, so every arm keeps its own guarantee.
+Letters: B rows, N nodes, T fed tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,27 +16,14 @@ from specctl.core.drafter import Budget, Outcome, RoundSeconds, StepState
 from specctl.core.errors import unknown
 from specctl.core.tree import DraftTree, NodeKind, empty_tree, fitted
 from specctl.drafters.team import TeamState
-from specctl.runtime.controllers.auto import Auto
-from specctl.runtime.controllers.bandit import Exp3, Ucb
+from specctl.runtime.controllers import CONTROLLERS
 from specctl.runtime.controllers.base import OFF, Arm, ArmCount, Controller, Prices, Score
-from specctl.runtime.controllers.cascade import Cascade
-from specctl.runtime.controllers.hedge import Hedge
 from specctl.runtime.controllers.match import Matches
-from specctl.runtime.controllers.posterior import Posterior
 from specctl.runtime.controllers.shadow import Shadows
 from specctl.runtime.measure.cost_table import CostTable
-from specctl.runtime.policies.base import GrowRequest
+from specctl.runtime.policies.base import GrowRequest, PolicyEntry
 from specctl.runtime.policies.chain import Chain
 from specctl.runtime.policies.direct import Direct
-
-CONTROLLERS: Mapping[str, type[Controller]] = {
-    "auto": Auto,
-    "ucb": Ucb,
-    "exp3": Exp3,
-    "thompson": Posterior,
-    "hedge": Hedge,
-    "cascade": Cascade,
-}
 
 
 @dataclass(slots=True)
@@ -55,6 +44,7 @@ class Switch:
     matches: Matches = field(default_factory=Matches, init=False, repr=False)
     shadows: Shadows = field(default_factory=Shadows, init=False, repr=False)
     played: int = field(default=0, init=False, repr=False)
+    idle: float = field(default=0.0, init=False, repr=False)  # seconds of drafts not played
     contexts: list[int] = field(default_factory=list, init=False, repr=False)
     is_open: bool = field(default=False, init=False, repr=False)
 
@@ -88,14 +78,18 @@ class Switch:
         view, tree = growth.view, empty_tree(len(growth.view.slots), growth.view.slot_B.device)
         if self.brain.needs_contexts:
             self.contexts = self.matches.contexts(view.slots, view.tokens)
+        self.idle = 0.0
         for index in self.brain.order(self.contexts):
-            self.played = index
+            self.played, began = index, time.perf_counter()
             tree = self._draft(self.arms[index], growth, state)
             if tree.num_nodes or self.arms[index].is_off:
                 break
+            self.idle += time.perf_counter() - began
         state.is_listening = self.brain.is_listening
         if self.brain.looks():
+            began = time.perf_counter()
             self._look(growth, state)
+            self.idle += time.perf_counter() - began
         return tree
 
     def _draft(self, arm: Arm, growth: GrowRequest, state: TeamState) -> DraftTree:
@@ -124,6 +118,8 @@ class Switch:
         if not self.is_open:
             return  # every round so far was too short to draft in
         arm, spent = self.arms[self.played], seconds.draft + seconds.verify
+        if self.idle or seconds.wake:
+            self.brain.lost(self.idle + seconds.wake)
         tokens = sum(len(new) for new in outcome.emitted)
         count = self.counts[arm.name]
         count.rounds += 1
@@ -132,9 +128,10 @@ class Switch:
         for score in self.shadows.ripe():
             self.brain.scored(score)
         if any(outcome.finished):
-            return  # cut rounds say nothing about an arm
-        self.prices.observe(outcome.tree.num_nodes, spent)
-        self.brain.reward(self.played, tokens / len(outcome.emitted), spent)
+            return  # cut rounds tell nothing about an arm
+        played = max(spent - self.idle, 0.0)
+        self.prices.observe(outcome.tree.num_nodes, played)
+        self.brain.reward(self.played, tokens / len(outcome.emitted), played)
         if arm.member is not None:
             self._score_played(arm.member, outcome)
 
@@ -174,6 +171,11 @@ class Switch:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Counts per arm, and what the controller itself says."""
+        """Counts per arm, and what the controller itself reports."""
         arms = {name: count.to_json() for name, count in self.counts.items() if count.rounds}
         return {"controller": self.controller, "arms": arms, **self.brain.to_json()}
+
+
+POLICY = PolicyEntry(
+    "switch", "what a controller's choice among drafters grows", "", Switch, is_tree=False
+)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specctl.core.tree import DraftTree, NodeKind
-from specctl.runtime.policies.base import GrowRequest
+from specctl.runtime.policies.base import GrowRequest, PolicyEntry
 from specctl.runtime.policies.static_tree import BranchTree, grow_whole_levels
 
 
@@ -24,3 +24,8 @@ class TopPlusOne(BranchTree):
 
     def grow(self, growth: GrowRequest) -> DraftTree:
         return grow_whole_levels(growth, self.branch, self.kind(growth.sampled))
+
+
+POLICY = PolicyEntry(
+    "top-plus-one", "best tokens, one sample", "https://arxiv.org/abs/2502.18779", TopPlusOne
+)

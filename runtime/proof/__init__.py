@@ -1,1 +1,1 @@
-"""Proofs on a pair: exact enumeration, scalar reference rules, statistics, `verify()`."""
+"""Proofs on a pair: exact enumeration, statistics, `verify()`."""

@@ -13,8 +13,8 @@ import numpy as np
 
 from specctl.core.tree import NodeKind
 from specctl.runtime.proof.enumerate import Case, Distributions, Path
-from specctl.runtime.proof.scalar_parts import Distribution, norm, point
 from specctl.runtime.verify import RULES, legal
+from specctl.runtime.verify.scalar_parts import Distribution, norm, point
 
 Family = Callable[[np.random.Generator, int], tuple[Distribution, Distribution]]
 Shape = tuple[int, ...]

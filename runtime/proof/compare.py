@@ -3,6 +3,7 @@
 Random trees are ragged (padding behind the valid prefix), their siblings stand in any index order,
 distributions have zeros, drafts include tokens that q could not have drawn. In float64 the two must
 agree on every path and every token.
+Letters: B rows, K draft vocabulary, N nodes, P path, T fed tokens, V target vocabulary, X any axes.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ import torch
 from torch import Tensor
 
 from specctl.core.tree import DraftTree, NodeKind, QRows
-from specctl.runtime.proof.scalar import SCALAR_RULES
-from specctl.runtime.proof.scalar_parts import NoiseChooser, ScalarTree, draw
-from specctl.runtime.verify import run_rule
+from specctl.runtime.verify import RULES, run_rule
+from specctl.runtime.verify.scalar_parts import NoiseChooser, ScalarTree, draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,20 +144,13 @@ def scalar_round(rule: str, round_: Round) -> list[tuple[list[int], int]]:
     for b in range(p_BTV.shape[0]):
         drafted = _row(tree, b, p_BTV[b], None if q_BTV is None else q_BTV[b])
         chooser = NoiseChooser(noise.uniform_BT[b].numpy(), noise.target[b].numpy())
-        at, distribution = SCALAR_RULES[rule](drafted, chooser)
+        at, distribution = RULES[rule].reference(drafted, chooser)
         path = []
         end = at
         while at > 0:
             path.append(at)
             at = drafted.parent[at]
-        is_drawn = rule in (
-            "greedy",
-            "target-only",
-            "top-plus-one",
-        )  # the distribution is one token
-        token = (
-            int(np.argmax(distribution)) if is_drawn else draw(distribution, noise.final[b].numpy())
-        )
+        token = draw(distribution, noise.final[b].numpy())
         decided.append(([0, *path[::-1]] if end else [0], token))
     return decided
 

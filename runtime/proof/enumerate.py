@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specctl.core.tree import NodeKind
-from specctl.runtime.proof.scalar import SCALAR_RULES
-from specctl.runtime.proof.scalar_parts import (
+from specctl.runtime.verify import RULES
+from specctl.runtime.verify.scalar_parts import (
     Distribution,
     Ended,
     ScalarRule,
@@ -28,7 +28,7 @@ from specctl.runtime.proof.scalar_parts import (
     point,
     without,
 )
-from specctl.runtime.proof.scalar_siblings import rest_or_uniform
+from specctl.runtime.verify.scalar_siblings import rest_or_uniform
 
 Path = tuple[int, ...]
 Distributions = Mapping[Path, Distribution]
@@ -110,19 +110,19 @@ def enumerate_case(
     case: Case,
     rule: ScalarRule | None = None,
     drafts: Drafts | None = None,
-    told_q: Distributions | None = None,
+    given_q: Distributions | None = None,
 ) -> Exact:
     """The exact distribution of one round, completed by the target. The optional arguments put a
-    wrong rule, a wrong way of drafting, or a wrong q told to the rule in the place of the right
+    wrong rule, a wrong way of drafting, or a wrong q given to the rule in the place of the right
     one."""
-    rule = rule or SCALAR_RULES[case.rule]
-    told_q = case.q if told_q is None else told_q
+    rule = rule or RULES[case.rule].reference
+    given_q = case.q if given_q is None else given_q
     length = case.depth + 1
     tails = _tails(case.p, case.vocab_size, length)
     joint = np.zeros((case.vocab_size,) * length)
     accepted, count = 0.0, 0
     for weight, tokens in (drafts or all_drafts)(case):
-        tree = drafted(case, tokens, told_q)
+        tree = drafted(case, tokens, given_q)
         for chance, (at, distribution) in outcomes(rule, tree):
             path = tuple(tree.token[i] for i in _line_fed(tree.parent, at))
             following = tails[len(path) + 1]
@@ -200,7 +200,7 @@ def top_drafts(case: Case) -> list[int]:
     return tokens
 
 
-def drafted(case: Case, tokens: Sequence[int], told_q: Distributions) -> ScalarTree:
+def drafted(case: Case, tokens: Sequence[int], given_q: Distributions) -> ScalarTree:
     """The drafted tree, with the distributions along its paths."""
     parent = [0, *(p + 1 for p in case.shape)]
     token = [-1, *tokens]
@@ -208,7 +208,7 @@ def drafted(case: Case, tokens: Sequence[int], told_q: Distributions) -> ScalarT
     paths = [tuple(token[i] for i in _line_fed(parent, fed)) for fed in range(num_fed)]
     children = [[c for c in range(1, num_fed) if parent[c] == fed] for fed in range(num_fed)]
     p = [case.p[path] for path in paths]
-    q = None if case.kind is NodeKind.POINT else [told_q.get(path, p[0]) for path in paths]
+    q = None if case.kind is NodeKind.POINT else [given_q.get(path, p[0]) for path in paths]
     return ScalarTree(token, parent, children, p, q, case.kind)
 
 

@@ -3,6 +3,7 @@ it.
 
 For small vocabularies only: every text that the target can write within the sampling's limits is
 listed with its probability, by cacheless forwards that share no code with the engine.
+Letters: B rows, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ class ExactDistribution:
         """Texts end as the engine ends them: at an end of text, at the request's limit, or where
         the context is full. Stop strings are not modelled."""
         assert not sampling.stop, "stop strings are not modelled"
-        room = min(sampling.max_new_tokens, target.spec.max_positions - len(prompt))
+        longest = min(sampling.max_new_tokens, target.spec.max_positions - len(prompt))
         ends = set() if sampling.ignore_eos else set(target.eos_ids)
         done: dict[Text, float] = {}
         alive: dict[Text, float] = {(): 1.0}
-        for size in range(1, room + 1):
+        for size in range(1, longest + 1):
             distributions_BV = target_distribution(
                 target, [[*prompt, *text] for text in alive], sampling
             )
@@ -48,7 +49,7 @@ class ExactDistribution:
             ):
                 for token, chance in enumerate(distribution_V):
                     if chance > 0:
-                        kept = done if size == room or token in ends else longer
+                        kept = done if size == longest or token in ends else longer
                         kept[(*text, token)] = before * chance
             alive = longer
             if not alive:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from specctl.core.claim import meaning, stamp
 from specctl.runtime.measure.reporter import Advance
 from specctl.runtime.proof.sample_size import samples_for
 
@@ -82,7 +83,7 @@ class ProofStep:
 class Proof:
     """All findings on a pair. `passed`: nothing contradicts what `verification` claims. A drafter
     that is approximate by construction is measured: how far its distribution is from the target's
-    is said and not judged."""
+    is reported and decides nothing. `dtype`: what the target computed in."""
 
     target: str
     family: str
@@ -90,6 +91,13 @@ class Proof:
     checks: tuple[Check, ...]
     warnings: tuple[str, ...] = ()
     verification: str = "lossless"
+    dtype: str | None = None
+
+    @property
+    def claim(self) -> str:
+        """What was checked, in the arithmetic in which it was."""
+        mark = stamp(self.verification, self.dtype)
+        return f"{mark}: {meaning(self.verification, self.dtype)}"
 
     @property
     def passed(self) -> bool:
@@ -121,6 +129,8 @@ class Proof:
             "family": self.family,
             "level": self.level,
             "verification": self.verification,
+            "dtype": self.dtype,
+            "claim": self.claim,
             "passed": self.passed,
             "checks": [asdict(check) for check in self.checks],
             "warnings": list(self.warnings),

@@ -1,8 +1,9 @@
 """verify(): prove on a user's own pair that a drafter changes no answer.
 
-Every check runs the real engine with the real drafter and compares with a witness that shares no
-code with it (oracle.py, verify/enumerate.py). A failed check means: do not use the drafter.
+Every check runs the real engine with the real drafter and compares it with a witness that shares no
+code with it (`reference_checks`, `enumerate`). A failed check means: do not use the drafter.
 Warnings are about speed, not about answers.
+Letters: B rows, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
+import torch
 
 from specctl.core.drafter import Drafter
 from specctl.core.errors import RecipeError
@@ -26,19 +28,76 @@ from specctl.runtime.policies.base import Policy
 from specctl.runtime.proof.cases import proof_cases
 from specctl.runtime.proof.compare import differences, random_round
 from specctl.runtime.proof.enumerate import enumerate_case
-from specctl.runtime.proof.proof_prompts import cached_logits, open_prompt, proof_prompts
 from specctl.runtime.proof.proof_report import LEVELS, Check, Proof, ProofLevel, ProofStep
 from specctl.runtime.proof.reference_checks import (
     PairDistribution,
     Replay,
     WatchedPolicy,
     dense_logits,
+    target_distribution,
     tolerance,
 )
 from specctl.runtime.proof.sample_size import ALARM, visible
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl.runtime.verify import RULES, default_rule, legal, legal_rules
+
+TEXTS = (
+    "def main():\n    ",
+    "The capital of France is",
+    "import os\nimport sys\n\n",
+    "Once upon a time there was",
+    "1, 2, 3, 4, 5,",
+    "class Node:\n    def __init__(self, value):\n        self.value = value\n",
+    "In order to understand this, we first have to",
+    "if x > 0:\n    return x\nelse:\n    return",
+)
+
+
+def proof_prompts(
+    target: Target, prompts: Sequence[str | Sequence[int]] | None, count: int
+) -> Iterator[list[int]]:
+    """Given prompts as ids, else short built-in texts (random ids without a tokenizer)."""
+    longest = max(1, target.spec.max_positions // 4)
+    if prompts is not None:
+        for prompt in prompts:
+            ids = target.encode(prompt) if isinstance(prompt, str) else list(prompt)
+            yield ids[-longest:]
+        return
+    rng = np.random.default_rng(0)
+    for i in range(count):
+        if target.tokenizer is not None and i < len(TEXTS):
+            yield target.encode(TEXTS[i])[-longest:]
+        else:
+            size = int(rng.integers(1, min(longest, 24) + 1))
+            yield rng.integers(0, target.spec.vocab_size, size).tolist()
+
+
+def open_prompt(
+    target: Target, prompts: Sequence[tuple[int, ...]], sampling: Sampling, size: int = 8
+) -> tuple[int, ...]:
+    """The beginning of that prompt after which most is open: a distribution of one likely token
+    would hide what is wrong with the others."""
+    starts = [prompt[:size] for prompt in prompts]
+    distributions = [target_distribution(target, [start], sampling)[0] for start in starts]
+    entropy = [float(torch.special.entr(distribution_V).sum()) for distribution_V in distributions]
+    return starts[entropy.index(max(entropy))]
+
+
+@torch.inference_mode()
+def cached_logits(engine: Engine, row: Row) -> torch.Tensor:
+    """Logits after a row's last token, read through the engine's cache. The entry it writes lies
+    where the next round writes anyway."""
+    cache, device = engine._cache(), engine.target.device
+    slot_B = torch.tensor([row.slot], device=device)
+    kept_B = torch.tensor([row.kept_len], device=device)
+    cache.begin((row.slot,), slot_B, kept_B, 1, row.kept_len + 1)
+    masks = engine.target.lm.chain_masks(kept_B, 1, row.kept_len + 1)
+    ids_BT = torch.tensor([[row.tokens[-1]]], device=device)
+    out = engine.target.lm.forward(ids_BT, kept_B[:, None], masks, cache)
+    assert out.logits_BTV is not None
+    return out.logits_BTV[0, 0].float()
+
 
 MAX_Z = 4.5
 SHORT = 3  # tokens of a short text, the unit of progress
@@ -92,7 +151,8 @@ def verify(
     for text in warnings:
         reporter.warn(text)
     mark = "lossless" if drafter.lossless else "approximate"
-    return Proof(target.name, drafter.family, level, tuple(checks), warnings, mark)
+    dtype = str(target.dtype).removeprefix("torch.")
+    return Proof(target.name, drafter.family, level, tuple(checks), warnings, mark, dtype)
 
 
 @dataclass(slots=True)
@@ -268,8 +328,8 @@ class _Battery:
             )
 
     def _tokens(self) -> int:
-        room = self.target.spec.max_positions - max(map(len, self.prompts))
-        return max(2, min(self.level.tokens, room))
+        longest = self.target.spec.max_positions - max(map(len, self.prompts))
+        return max(2, min(self.level.tokens, longest))
 
     def _policies(self) -> dict[str, Policy]:
         """The served policy first, then at their defaults the family's others; at the full level

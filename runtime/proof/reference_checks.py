@@ -1,9 +1,10 @@
-"""Witnesses for a proof on a real pair, independent of the engine: plain forwards and statistics.
+"""Reference checks for a proof on a real pair, independent of the engine: plain forwards and
+statistics.
 
 `replay` reads an output with one cacheless forward and says where it is not what plain decoding
 would have written. `WatchedPolicy` records what a policy drafts. `PairDistribution` is the exact
-distribution of the first two tokens with a chi-square test. Letters: B rows, N nodes, T fed tokens,
-S sequence, V vocabulary.
+distribution of the first two tokens with a chi-square test.
+Letters: B rows, K draft vocabulary, N nodes, S sequence, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -249,7 +250,7 @@ class DrawAudit:
 
     @property
     def is_sane(self) -> bool:
-        """The draft says something: its distributions are not flat."""
+        """The distributions of the draft are not flat."""
         return self.mean_entropy is not None and self.mean_entropy < 0.9 * log(max(self.support, 2))
 
 

@@ -1,4 +1,4 @@
-"""Grammars: a text that is held to a JSON schema, a regular expression or a context-free grammar.
+"""Grammars: a text that must follow a JSON schema, a regular expression or a context-free grammar.
 
 `compile_grammar` checks a grammar and makes it ready for one target; `Sampling.grammar` takes the
 result. llguidance turns it into the set of tokens that may follow a text, at every node of a draft

@@ -4,7 +4,7 @@ The target's distribution p is masked at every node, so that every verification 
 distribution of the grammar; the drafter's logits are masked too (`Guide`), so that q drafts what
 can be accepted. The text of a node is what the row has emitted and the path down to the node;
 whatever the matcher knows about a path follows from that path alone, never from tokens drawn later.
-Letters: B rows, T fed tokens, M nodes expanded at once, K draft vocabulary, V target vocabulary.
+Letters: B rows, K draft vocabulary, M new nodes, N nodes, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ invariant speculative decoding", arXiv 2408.07978).
 
 Uniforms are float32, strictly inside (0, 1), with fine steps near zero (40 random bits), so that a
 Gumbel number resolves rare events even over large vocabularies.
-Letters: B rows, T fed tokens, M nodes expanded at once, K draft vocabulary, V target vocabulary.
+Letters: B rows, K draft vocabulary, L positions, M new nodes, N nodes, T fed tokens, V target
+vocabulary.
 """
 
 from __future__ import annotations

@@ -2,7 +2,14 @@
 
 Order of operations, as in transformers' `generate`: what reads the text so far (bias, penalties,
 bad words, custom processors), then temperature, top-k, top-p, min-p. p = softmax(scores).
-Letters: B rows, T fed tokens, M nodes expanded at once, K draft vocabulary, V target vocabulary.
+
+The warpers equal transformers' TopK-, TopP- and MinPLogitsWarper with one value per row (tests
+compare them). Ties at the edge of top-k are kept, as there; a tie at the edge of top-p is kept
+whole, where transformers keeps a part of it that depends on its sort. The processors equal
+SequenceBias-, RepetitionPenalty- and NoBadWordsLogitsProcessor, evaluated at every node of a draft
+tree with that node's own text: the row's tokens, then the path from the root to the node.
+Letters: B rows, C candidates, K draft vocabulary, L positions, M new nodes, N nodes, T fed tokens,
+V target vocabulary, W window, X any axes.
 """
 
 from __future__ import annotations
@@ -12,17 +19,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specctl.core.drafter import RoundView
 from specctl.core.errors import SpecctlError
 from specctl.core.tree import DraftTree
-from specctl.runtime.sampling.processors import HistoryProcessors, min_p, top_k, top_p
 
 if TYPE_CHECKING:
     from specctl.runtime.sampling.grammar import Grammar
-    from specctl.runtime.sampling.grammar_mask import Guide
+    from specctl.runtime.sampling.grammar_mask import GrammarRows, Guide
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +38,7 @@ class Sampling:
 
     Penalties count prompt and answer alike. `processors` are transformers LogitsProcessor objects;
     they see one row at a time, at every drafted node with that node's own text. `grammar` is what
-    the answer is held to (`compile_grammar`); it has the last word before the temperature.
+    the answer must follow (`compile_grammar`); it is applied last before the temperature.
     """
 
     temperature: float = 0.0
@@ -193,3 +200,211 @@ class SamplingBatch:
 def _one_hot(scores: Tensor, off: float, on: float) -> Tensor:
     best = scores.argmax(-1, keepdim=True)
     return torch.full_like(scores, off).scatter_(-1, best, on)
+
+
+# -- warpers and processors ------------------------------------------------------------------------
+
+
+def top_k(scores_BXV: Tensor, k_B11: Tensor, largest: int) -> Tensor:
+    """-inf below the k-th best score of each row; k = 0 is off. `largest` bounds k on the host."""
+    largest = min(largest, scores_BXV.shape[-1])
+    best_BXC = scores_BXV.topk(largest, dim=-1).values
+    at_BX1 = (k_B11.long().clamp(1, largest) - 1).expand(-1, scores_BXV.shape[1], 1)
+    edge_BX1 = best_BXC.gather(-1, at_BX1)
+    return scores_BXV.masked_fill((scores_BXV < edge_BX1) & (k_B11 > 0), -math.inf)
+
+
+def top_p(scores_BXV: Tensor, p_B11: Tensor) -> Tensor:
+    """-inf outside the smallest set of best tokens with mass >= p; p = 1 is off."""
+    ascending_BXV = _ascending(scores_BXV)
+    below_BXV = ascending_BXV.softmax(-1).cumsum(-1) <= 1 - p_B11
+    num_cut_BX1 = below_BXV.sum(-1, keepdim=True).clamp(max=scores_BXV.shape[-1] - 1)
+    edge_BX1 = ascending_BXV.gather(-1, num_cut_BX1)
+    return scores_BXV.masked_fill((scores_BXV < edge_BX1) & (p_B11 < 1), -math.inf)
+
+
+def min_p(scores_BXV: Tensor, p_B11: Tensor) -> Tensor:
+    """-inf where the probability is below p times the largest one; p = 0 is off."""
+    prob_BXV = scores_BXV.softmax(-1)
+    edge_BX1 = prob_BXV.amax(-1, keepdim=True) * p_B11
+    return scores_BXV.masked_fill(prob_BXV < edge_BX1, -math.inf)
+
+
+def _ascending(scores_BXV: Tensor) -> Tensor:
+    if scores_BXV.device.type == "cpu":  # numpy sorts floats five times faster than torch
+        return torch.from_numpy(np.sort(scores_BXV.numpy(), axis=-1))
+    return scores_BXV.sort(-1).values
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryProcessors:
+    """Bias, penalties, bad words, custom processors and grammars of the rows of a batch.
+
+    `bias_B1V` holds logit biases and one-token bad words. Penalties are [B, 1, 1] or None.
+    `words[b]` are the bad words of two tokens or more.
+    """
+
+    bias_B1V: Tensor | None
+    repetition_B11: Tensor | None
+    frequency_B11: Tensor | None
+    presence_B11: Tensor | None
+    words: tuple[tuple[tuple[int, ...], ...], ...]
+    custom: tuple[Sequence[object], ...]
+    grammars: GrammarRows | None = None
+
+    @classmethod
+    def of(
+        cls, samplings: Sequence[Sampling], vocab_size: int, device: torch.device
+    ) -> HistoryProcessors | None:
+        """None if no row needs any of them."""
+
+        def column(name: str, neutral: float) -> Tensor | None:
+            values = [getattr(one, name) for one in samplings]
+            if all(value is None or value == neutral for value in values):
+                return None
+            filled = [neutral if value is None else float(value) for value in values]
+            return torch.tensor(filled, device=device)[:, None, None]
+
+        made = cls(
+            _bias(samplings, vocab_size, device),
+            column("repetition_penalty", 1.0),
+            column("frequency_penalty", 0.0),
+            column("presence_penalty", 0.0),
+            tuple(tuple(w for w in one.bad_words if len(w) > 1) for one in samplings),
+            tuple(one.processors for one in samplings),
+            _grammars(samplings),
+        )
+        return made if made.bias_B1V is not None or made.reads_text else None
+
+    @property
+    def _penalises(self) -> bool:
+        penalties = (self.repetition_B11, self.frequency_B11, self.presence_B11)
+        return any(one is not None for one in penalties)
+
+    @property
+    def reads_text(self) -> bool:
+        others = any(self.words) or any(self.custom) or self.grammars is not None
+        return self._penalises or others
+
+    def apply(self, scores_BTV: Tensor, tree: DraftTree, view: RoundView) -> Tensor:
+        """New scores; the argument is left untouched."""
+        scores_BTV = scores_BTV.clone() if self.bias_B1V is None else scores_BTV + self.bias_B1V
+        if self._penalises:
+            scores_BTV = self._penalised(scores_BTV, _counts(scores_BTV, tree, view))
+        if any(self.words):
+            _ban(scores_BTV, self.words, _context(tree, view, max(map(_reach, self.words))))
+        if any(self.custom):
+            _run_custom(scores_BTV, self.custom, tree, view)
+        if self.grammars is not None:
+            self.grammars.apply(scores_BTV, tree, view)
+        return scores_BTV
+
+    def _penalised(self, scores_BTV: Tensor, count_BTV: Tensor) -> Tensor:
+        seen_BTV = count_BTV > 0
+        if self.repetition_B11 is not None:
+            factor_B11 = self.repetition_B11
+            damped_BTV = torch.where(
+                scores_BTV < 0, scores_BTV * factor_B11, scores_BTV / factor_B11
+            )
+            scores_BTV = torch.where(seen_BTV, damped_BTV, scores_BTV)
+        if self.frequency_B11 is not None:
+            scores_BTV = scores_BTV - self.frequency_B11 * count_BTV
+        if self.presence_B11 is not None:
+            scores_BTV = scores_BTV - self.presence_B11 * seen_BTV
+        return scores_BTV
+
+
+def _bias(samplings: Sequence[Sampling], vocab_size: int, device: torch.device) -> Tensor | None:
+    fixed = [
+        {**(one.logit_bias or {}), **{w[0]: -math.inf for w in one.bad_words if len(w) == 1}}
+        for one in samplings
+    ]
+    used = [
+        *(i for row in fixed for i in row),
+        *(i for s in samplings for w in s.bad_words for i in w),
+    ]
+    if used and max(used) >= vocab_size:
+        raise SpecctlError(
+            "logit_bias or bad_words names a token outside the vocabulary",
+            found=f"token id {max(used):,}",
+            expected=f"ids below {vocab_size:,}",
+            do="take ids from the target's own tokenizer",
+        )
+    if not any(fixed):
+        return None
+    bias_BV = torch.zeros(len(samplings), vocab_size)
+    for b, row in enumerate(fixed):
+        for token, value in row.items():
+            bias_BV[b, token] = value
+    return bias_BV[:, None].to(device)
+
+
+def _grammars(samplings: Sequence[Sampling]) -> GrammarRows | None:
+    if all(one.grammar is None for one in samplings):
+        return None
+    from specctl.runtime.sampling.grammar_mask import GrammarRows
+
+    return GrammarRows([one.grammar for one in samplings])
+
+
+def _counts(scores_BTV: Tensor, tree: DraftTree, view: RoundView) -> Tensor:
+    """[B, T, V]: how often each token occurs in the text that ends with each fed token."""
+    B, T, V = scores_BTV.shape
+    rows = [np.bincount(np.asarray(tokens), minlength=V) for tokens in view.tokens]
+    text_BV = torch.from_numpy(np.stack(rows)).to(scores_BTV)
+    count_BTV = text_BV[:, None].repeat(1, T, 1)
+    on_path_BTN = tree.ancestor_BTT()[:, :, 1:].to(scores_BTV)
+    token_BTN = tree.token_BN.clamp(min=0)[:, None].expand(B, T, T - 1)
+    return count_BTV.scatter_add_(2, token_BTN, on_path_BTN)
+
+
+def _reach(words: tuple[tuple[int, ...], ...]) -> int:
+    return max((len(word) - 1 for word in words), default=0)
+
+
+def _context(tree: DraftTree, view: RoundView, width: int) -> Tensor:
+    """[B, T, W]: the last `width` tokens of each fed token's text, itself last, -1 = no text."""
+    tails = [([-1] * width + list(tokens[-width:]))[-width:] for tokens in view.tokens]
+    tail_BW = torch.tensor(tails, device=tree.token_BN.device)
+    token_BL = torch.cat([tail_BW, tree.token_BN], dim=1)
+    before_BW = torch.arange(-1, width - 1, device=tail_BW.device).expand_as(tail_BW)
+    parent_BL = torch.cat([before_BW.clamp(min=0), tree.parent_BN + width], dim=1)
+    at_BT = torch.arange(width - 1, width + tree.num_nodes, device=tail_BW.device)
+    at_BT = at_BT.expand(tail_BW.shape[0], -1)
+    found = []
+    for _ in range(width):
+        found.append(token_BL.gather(1, at_BT))
+        at_BT = parent_BL.gather(1, at_BT)
+    return torch.stack(found[::-1], dim=-1)
+
+
+def _ban(
+    scores_BTV: Tensor, words: tuple[tuple[tuple[int, ...], ...], ...], context_BTW: Tensor
+) -> None:
+    """In place: -inf on the last token of a bad word wherever the text ends with the rest of it."""
+    for b, row in enumerate(words):
+        for word in row:
+            rest = torch.tensor(word[:-1], device=context_BTW.device)
+            hit_T = (context_BTW[b, :, -len(rest) :] == rest).all(-1)
+            scores_BTV[b, :, word[-1]].masked_fill_(hit_T, -math.inf)
+
+
+def _run_custom(
+    scores_BTV: Tensor, custom: tuple[Sequence[object], ...], tree: DraftTree, view: RoundView
+) -> None:
+    """In place: transformers processors, one call per depth (equal lengths). Reads the tree on the
+    host: the price of running foreign code."""
+    tokens, parents = tree.token_BN.tolist(), tree.parent_BN.tolist()
+    for b, processors in enumerate(custom):
+        if not processors:
+            continue
+        texts = [list(view.tokens[b])]
+        for token, parent in zip(tokens[b], parents[b], strict=True):
+            texts.append([*texts[parent + 1], token])
+        for length in sorted({len(text) for text in texts}):
+            at = [t for t, text in enumerate(texts) if len(text) == length]
+            ids = torch.tensor([texts[t] for t in at], device=scores_BTV.device)
+            rows = scores_BTV[b, at]
+            for processor in processors:
+                rows = processor(ids, rows)  # type: ignore[operator]
+            scores_BTV[b, at] = rows.to(scores_BTV.dtype)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from specctl.runtime.engine.request import Emission, Request, Row
 from specctl.runtime.measure.stats import RowStats
 from specctl.runtime.server.contract import Counters, Finished, Piece, Ticket
-from specctl.runtime.server.text import AnswerText
+from specctl.runtime.target.text_stream import TextStream
 
 
 @dataclass(slots=True, eq=False)
@@ -18,7 +18,7 @@ class ServerJob:
 
     index: int
     ticket: Ticket
-    text: AnswerText
+    text: TextStream
     asked: float
     row: Row | None = None
     seated: float | None = None

@@ -15,7 +15,7 @@ from specctl.runtime.engine.request import Emission, Row
 from specctl.runtime.server.contract import Busy, Counters, Finished, Piece, Ticket
 from specctl.runtime.server.job import ServerJob
 from specctl.runtime.server.request_queue import RequestQueue
-from specctl.runtime.server.text import AnswerText, Speech
+from specctl.runtime.target.text_stream import TextStream, TokenDecoder
 
 LOG = logging.getLogger("specctl.server")
 CRASHES = 3  # rounds in a row that fail before the service gives up
@@ -37,7 +37,7 @@ class Worker:
         self.engine, self.desk, self.counters = engine, desk, counters
         counters.spec_disabled = engine.num_disabled  # not 0 where the drafter could not be opened
         self.on_finish, self.queue_timeout = on_finish, queue_timeout
-        self.speech = Speech(engine.target)
+        self.decoder = TokenDecoder.of(engine.target)
         self.jobs: dict[int, ServerJob] = {}
         self._index_of: dict[Ticket, int] = {}
         self._numbers, self._crashes = count(), 0
@@ -146,7 +146,7 @@ class Worker:
     # -- coming and going -----------------------------------------------------------------------
 
     def _enter(self, ticket: Ticket) -> None:
-        stream = AnswerText(self.speech, ticket.ask.sampling.stop)
+        stream = TextStream(self.decoder, ticket.ask.sampling.stop)
         job = ServerJob(next(self._numbers), ticket, stream, time.monotonic())
         self.jobs[job.index], self._index_of[ticket] = job, job.index
         try:

@@ -6,29 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from specctl.core.errors import RecipeError, unknown
-from specctl.runtime.stops.ada_eagle import AdaEagle
+from specctl.core.plugins import plugins
 from specctl.runtime.stops.base import DraftStep, StopRule, Tested, tested_rows
-from specctl.runtime.stops.confidence import Confidence, RocThreshold
-from specctl.runtime.stops.confidence_head import ConfidenceHead
-from specctl.runtime.stops.disco import Disco
-from specctl.runtime.stops.draft_verify import DraftVerify
 from specctl.runtime.stops.learned import LearnedStop, read_stop
-from specctl.runtime.stops.schedule import Heuristic
-from specctl.runtime.stops.specdec_pp import SpecDecPp
-from specctl.runtime.stops.svip import Svip
-from specctl.runtime.stops.thompson import Thompson
 
 STOPS: Mapping[str, type[StopRule]] = {
-    "confidence": Confidence,
-    "confidence-head": ConfidenceHead,
-    "roc": RocThreshold,
-    "svip": Svip,
-    "specdec-pp": SpecDecPp,
-    "disco": Disco,
-    "ada-eagle": AdaEagle,
-    "draft-verify": DraftVerify,
-    "heuristic": Heuristic,
-    "thompson": Thompson,
+    name: entry.make for name, entry in plugins(__name__, "STOP").items()
 }
 
 

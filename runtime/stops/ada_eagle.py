@@ -14,6 +14,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from specctl.core.plugins import Plugin
 from specctl.runtime.stops.base import DraftStep
 from specctl.runtime.stops.learned import StateReader
 
@@ -32,3 +33,6 @@ class AdaEagle(StateReader):
         if step.index == 0 or self.wanted_B is None:
             self.wanted_B = (self.output_B(step) + self.threshold).round()
         return step.index + 1 >= self.wanted_B
+
+
+STOP = Plugin("ada-eagle", "at a predicted length", "https://arxiv.org/abs/2412.18910", AdaEagle)

@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from specctl.core.drafter import Outcome, RoundSeconds
+from specctl.core.plugins import Plugin
 from specctl.runtime.stops.base import DraftStep, StopRule, tested_rows
 
 
@@ -72,3 +73,14 @@ def best_threshold(pairs: list[tuple[float, bool]], miss_cost: float) -> float:
     last = np.append(score[1:] != score[:-1], True)  # equal scores fall on one side together
     cost = np.where(last, wrong + miss_cost * (1.0 - hit), np.inf)
     return float(score[int(cost.argmin())])
+
+
+STOP = (
+    Plugin(
+        "confidence",
+        "where the best token is unlikely",
+        "https://arxiv.org/abs/2404.18911",
+        Confidence,
+    ),
+    Plugin("roc", "where the token's probability is below a learned threshold", "", RocThreshold),
+)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from specctl.core.plugins import Plugin
 from specctl.runtime.stops.base import DraftStep, StopRule
 
 
@@ -25,3 +26,11 @@ class ConfidenceHead(StopRule):
         confidence_B = step.state.confidence()
         self.alive_B = confidence_B if step.index == 0 else self.alive_B * confidence_B
         return self.alive_B < self.threshold
+
+
+STOP = Plugin(
+    "confidence-head",
+    "by the drafter's estimate",
+    "https://arxiv.org/abs/2607.05147",
+    ConfidenceHead,
+)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specctl.core.plugins import Plugin
 from specctl.runtime.stops.base import DraftStep, entropy_B
 from specctl.runtime.stops.learned import LearnedStop, residual_net
 
@@ -41,3 +42,6 @@ class Disco(LearnedStop):
 
     def stops(self, step: DraftStep) -> Tensor:
         return torch.sigmoid(self.output_B(step)) < self.threshold
+
+
+STOP = Plugin("disco", "where a classifier says verify", "https://arxiv.org/abs/2405.04304", Disco)

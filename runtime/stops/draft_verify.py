@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from specctl.core.drafter import Outcome, RoundSeconds
+from specctl.core.plugins import Plugin
 from specctl.runtime.stops.base import DraftStep, StopRule, tested_rows
 
 
@@ -47,3 +48,8 @@ class DraftVerify(StopRule):
         aim = self.threshold + (self.step if self.matched < self.wanted else -self.step)
         aim = self.memory * self.threshold + (1 - self.memory) * aim
         self.threshold = min(1.0, max(0.0, aim))
+
+
+STOP = Plugin(
+    "draft-verify", "by a self-tuned threshold", "https://arxiv.org/abs/2309.08168", DraftVerify
+)

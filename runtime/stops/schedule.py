@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from specctl.core.drafter import Outcome, RoundSeconds
+from specctl.core.plugins import Plugin
 from specctl.runtime.stops.base import StopRule, tested_rows
 
 
@@ -37,3 +38,6 @@ class Heuristic(StopRule):
             self.asked = min(self.asked + self.more, self.most)
         else:
             self.asked = max(1, self.asked - self.fewer)
+
+
+STOP = Plugin("heuristic", "two more after a whole draft, one fewer after any other", "", Heuristic)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specctl.core.plugins import Plugin
 from specctl.runtime.stops.base import DraftStep
 from specctl.runtime.stops.learned import StateReader
 
@@ -37,3 +38,8 @@ class SpecDecPp(StateReader):
         if step.index + 1 < self.least:
             return torch.zeros_like(step.row_B, dtype=torch.bool)
         return -torch.expm1(self.kept_B) > self.threshold
+
+
+STOP = Plugin(
+    "specdec-pp", "where a rejection is likely", "https://arxiv.org/abs/2405.19715", SpecDecPp
+)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from specctl.core.plugins import Plugin
 from specctl.runtime.stops.base import DraftStep, StopRule, entropy_B
 
 
@@ -24,3 +25,8 @@ class Svip(StopRule):
 
     def stops(self, step: DraftStep) -> Tensor:
         return (self.scale * entropy_B(step.distribution_BK())).sqrt() > self.threshold
+
+
+STOP = Plugin(
+    "svip", "where the drafter's entropy is high", "https://arxiv.org/abs/2411.18462", Svip
+)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.drafter import Outcome, RoundSeconds
+from specctl.core.plugins import Plugin
 from specctl.runtime.stops.base import DraftStep, StopRule, tested_rows
 
 
@@ -52,3 +53,6 @@ class Thompson(StopRule):
         self.rejected = 1.0 + self.memory * (self.rejected - 1.0)
         self.accepted += sum(row.accepted for row in rows)
         self.rejected += sum(row.num_tested - row.accepted for row in rows)
+
+
+STOP = Plugin("thompson", "by a coin of learned bias", "https://arxiv.org/abs/2406.03853", Thompson)

@@ -21,10 +21,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from specctl.core.drafter import Borrowed
 from specctl.core.errors import IncompatibleError, SpecctlError, nearest
 from specctl.core.kv_cache import SlotKV
-from specctl.core.language_model import Feed, LmOut
+from specctl.core.language_model import Borrowed, Feed, LmOut
 from specctl.models.fast_llama import FastLlama, LlamaModel, LlamaShape
 from specctl.runtime.target.device import check_memory
 from specctl.runtime.target.target import Target

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specctl.core.drafter import Borrowed
 from specctl.core.errors import IncompatibleError
 from specctl.core.kv_cache import SlotKV
-from specctl.core.language_model import LanguageModel
+from specctl.core.language_model import Borrowed, LanguageModel
 from specctl.core.spec import Identity, ModelSpec
 from specctl.models.compiled import CompiledLM
 from specctl.models.fast_llama import fast_llama_from_hf

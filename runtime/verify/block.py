@@ -4,8 +4,9 @@ Sun et al., "Block verification accelerates speculative decoding" (arXiv 2403.10
 With w_0 = 1 and w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)), the prefix of length i passes if
 u_i < h_i, where h_i = m_i / (m_i + 1 - w_i), m_i = sum_x [w_i p_{i+1}(x) - q_{i+1}(x)]+, and
 h_g = w_g at the end. The longest passing prefix is kept (every test is made: a short prefix that
-fails says nothing about a longer one); then draw from norm([w p - q]+), or from p at the end.
+fails tells nothing about a longer one); then draw from norm([w p - q]+), or from p at the end.
 Letters as in `walk`.
+Letters: B rows, K draft vocabulary, M new nodes, N nodes, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from torch import Tensor
 
 from specctl.core.tree import DraftTree
 from specctl.runtime.sampling.noise import Noise
+from specctl.runtime.verify import scalar
 from specctl.runtime.verify.chain import bonus_only
 from specctl.runtime.verify.walk import (
+    SAMPLED,
     DraftDistribution,
+    Rule,
     Verdict,
     at_token,
     chain_verdict,
@@ -74,3 +78,14 @@ def _thresholds(weight_BT: Tensor, p_BTV: Tensor, distribution: DraftDistributio
     whole_BM = mass_BM + (1.0 - w_BM1[:, :, 0])
     threshold_BM = torch.where(whole_BM > 0, mass_BM / whole_BM, 0.0)
     return torch.nn.functional.pad(threshold_BM, (0, 1))
+
+
+RULE = Rule(
+    "block",
+    "block verification, the best for one chain",
+    "https://arxiv.org/abs/2403.10444",
+    block,
+    scalar.block,
+    SAMPLED,
+    chains_only=True,
+)

@@ -3,6 +3,7 @@
 Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318): accept x_i if
 u_i q_i(x_i) < p_i(x_i); at the first miss draw from norm([p_i - q_i]+), else a bonus from p.
 Letters as in `walk`.
+Letters: B rows, K draft vocabulary, N nodes, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ from torch import Tensor
 
 from specctl.core.tree import DraftTree
 from specctl.runtime.sampling.noise import Noise
+from specctl.runtime.verify import scalar
 from specctl.runtime.verify.walk import (
+    SAMPLED,
     DraftDistribution,
+    Rule,
     Verdict,
     at_token,
     chain_verdict,
@@ -42,3 +46,14 @@ def bonus_only(p_BTV: Tensor, noise: Noise) -> Verdict:
     """Nothing was drafted: draw the next token from p."""
     none_B = p_BTV.new_zeros(p_BTV.shape[0]).long()
     return chain_verdict(none_B, draw(p_BTV[:, 0], p_BTV[:, 0], noise), 0)
+
+
+RULE = Rule(
+    "chain",
+    "token-level speculative sampling",
+    "https://arxiv.org/abs/2211.17192",
+    chain,
+    scalar.chain,
+    SAMPLED,
+    chains_only=True,
+)

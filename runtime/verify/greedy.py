@@ -1,6 +1,7 @@
 """Greedy verification: follow the child that equals the target's argmax, stop at the first miss.
 
 Lossless for any drafts: the output is the target's argmax decoding. Letters as in `walk`.
+Letters: B rows, N nodes, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from torch import Tensor
 
 from specctl.core.tree import DraftTree
 from specctl.runtime.sampling.noise import Noise
+from specctl.runtime.verify import scalar
 from specctl.runtime.verify.walk import (
+    ANY,
+    Rule,
     Verdict,
     best_token,
     chain_verdict,
@@ -51,3 +55,13 @@ def _root_only(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Path and count of a round that drafted nothing."""
     path_B1 = torch.zeros(num_rows, 1, dtype=torch.long, device=device)
     return path_B1, path_B1[:, 0]
+
+
+RULE = Rule(
+    "greedy",
+    "follow the argmax (temperature 0)",
+    "https://arxiv.org/abs/2211.17192",
+    greedy,
+    scalar.greedy,
+    ANY,
+)

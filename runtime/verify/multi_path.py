@@ -9,6 +9,7 @@ the prefix, F the distribution function of q in that order,
 
 Block verification of that path with q' for q is lossless; one path makes it block verification. The
 differences of powers are written out as products, which subtract nothing. Letters as in `walk`.
+Letters: B rows, K draft vocabulary, N nodes, P path, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specctl.core.tree import DraftTree, QRows, chain_tree
+from specctl.core.tree import DraftTree, NodeKind, QRows, chain_tree
 from specctl.runtime.sampling.noise import Noise
+from specctl.runtime.verify import scalar
 from specctl.runtime.verify.block import block
 from specctl.runtime.verify.chain import bonus_only
-from specctl.runtime.verify.walk import DraftDistribution, Verdict, row, tree_verdict
+from specctl.runtime.verify.walk import DraftDistribution, Rule, Verdict, row, tree_verdict
 
 _TINY = 1e-30
 
@@ -32,10 +34,10 @@ def multi_path(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
     if not tree.num_nodes:
         return bonus_only(scores_BTV.softmax(-1), noise)
     fed_BP, prob_BPK = _choose(tree, scores_BTV.softmax(-1))
-    node_BD = (fed_BP[:, 1:] - 1).clamp(min=0)
-    token_BD, is_on_BD = tree.token_BN.gather(1, node_BD), fed_BP[:, 1:] > 0
+    node_BP = (fed_BP[:, 1:] - 1).clamp(min=0)
+    token_BP, is_on_BP = tree.token_BN.gather(1, node_BP), fed_BP[:, 1:] > 0
     ids_K = None if tree.q is None else tree.q.ids_K
-    path = chain_tree(token_BD, is_on_BD, tree.kind, QRows(prob_BPK, ids_K))
+    path = chain_tree(token_BP, is_on_BP, tree.kind, QRows(prob_BPK, ids_K))
     index_BPV = fed_BP.clamp(min=0)[:, :, None].expand(-1, -1, scores_BTV.shape[-1])
     verdict = block(path, scores_BTV.gather(1, index_BPV), noise)
     end_B = fed_BP.gather(1, verdict.num_accepted_B[:, None])[:, 0]
@@ -93,3 +95,13 @@ def _powers(high: Tensor, low: Tensor, num_B1: Tensor, most: int) -> Tensor:
         power = power * low
         total = torch.where(num_B1 > i, total * high + power, total)
     return total
+
+
+RULE = Rule(
+    "multi-path",
+    "block verification of the best of whole paths",
+    "https://arxiv.org/abs/2602.16961",
+    multi_path,
+    scalar.multi_path,
+    {NodeKind.PATHS},
+)

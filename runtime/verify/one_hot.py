@@ -3,6 +3,7 @@
 At a node with distribution r = p: accept sibling t with probability r(t) / sum r, else r(t) := 0;
 after the last miss draw from r. A node is left by one of its drafts with probability p(children),
 as in `target-only`, for one uniform per sibling instead of a draw per node. Letters as in `walk`.
+Letters: B rows, N nodes, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specctl.core.tree import DraftTree
+from specctl.core.tree import DraftTree, NodeKind
 from specctl.runtime.sampling.noise import Noise
+from specctl.runtime.verify import scalar
 from specctl.runtime.verify.walk import (
+    Rule,
     Verdict,
     at_token,
     chain_verdict,
@@ -66,3 +69,13 @@ def _last(
         1, token_BN, tested_BN.to(distribution_BV.dtype)
     )
     return draw(distribution_BV.masked_fill(missed_BV > 0, 0.0), distribution_BV, noise)
+
+
+RULE = Rule(
+    "one-hot",
+    "test candidates one by one",
+    "https://arxiv.org/abs/2406.16858",
+    one_hot,
+    scalar.one_hot,
+    {NodeKind.POINT},
+)

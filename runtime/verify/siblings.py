@@ -3,6 +3,7 @@
 At a node with distribution r = p and draft distribution s = q, for each child in draw order: accept
 x if u s(x) < r(x); else r and s become what the rule's `after_miss` makes of them. After the last
 miss draw from r. Letters as in `walk`.
+Letters: B rows, K draft vocabulary, N nodes, T fed tokens, V target vocabulary, X any axes.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ and p_acc = 1 - (1 - beta)^k: accept the first sibling with u rho q(x) < p(x); i
 norm([p - min(p / rho, q) p_acc / beta]+). Valid if p_acc <= rho beta, as then no token is emitted
 too often; the smallest such rho in [1, k] accepts most. It is bracketed by halving, and the upper
 end is kept: a rho too large is only slower, one too small is wrong. Letters as in `walk`.
+Letters: B rows, K draft vocabulary, N nodes, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from torch import Tensor
 
 from specctl.core.tree import DraftTree
 from specctl.runtime.sampling.noise import Noise
+from specctl.runtime.verify import scalar_siblings
 from specctl.runtime.verify.chain import bonus_only
 from specctl.runtime.verify.walk import (
+    IID,
     DraftDistribution,
+    Rule,
     Verdict,
     children_of,
     draw,
@@ -73,3 +77,13 @@ def _left(
     beta_B1 = taken_BK.sum(-1, keepdim=True).clamp(max=1.0)
     some_B1 = 1.0 - (1.0 - beta_B1) ** num_B1
     return distribution.minus(p_BV, taken_BK * (some_B1 / beta_B1.clamp(min=_TINY)))
+
+
+RULE = Rule(
+    "spectr",
+    "i.i.d. siblings by k-sequential selection",
+    "https://arxiv.org/abs/2310.15141",
+    spectr,
+    scalar_siblings.spectr,
+    IID,
+)

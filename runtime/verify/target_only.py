@@ -4,6 +4,7 @@ Lossless for any drafts whatever, since the distribution of what is emitted neve
 (SpecInfer's "naive sampling"). The noise is keyed by absolute position, so one seed gives one text
 with every drafter, tree and batch (Daliri, Musco and Suresh, arXiv 2408.07978). Letters as in
 `walk`.
+Letters: B rows, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -12,11 +13,22 @@ from torch import Tensor
 
 from specctl.core.tree import DraftTree
 from specctl.runtime.sampling.noise import Noise
+from specctl.runtime.verify import scalar
 from specctl.runtime.verify.greedy import follow
-from specctl.runtime.verify.walk import Verdict, best_token
+from specctl.runtime.verify.walk import ANY, Rule, Verdict, best_token
 
 
 def target_only(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
     """Draw argmax(scores + Gumbel noise) after every fed token and follow it."""
     gumbel_BTV = noise.target_BTV(tree.depth_BT(), scores_BTV.shape[-1])
     return follow(tree, best_token(scores_BTV + gumbel_BTV))
+
+
+RULE = Rule(
+    "target-only",
+    "the target draws, drafts follow",
+    "https://arxiv.org/abs/2305.09781",
+    target_only,
+    scalar.target_only,
+    ANY,
+)

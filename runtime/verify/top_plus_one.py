@@ -6,6 +6,7 @@ p(z), else draw y from norm([p - q']+); if y is in C its branch is followed, as 
 untouched there. The node is left by a draft with probability p(C) + sum over x not in C of min(p,
 q'): the optimum for drafts of this distribution. y is drawn with the noise of its position. Letters
 as in `walk`.
+Letters: B rows, K draft vocabulary, N nodes, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specctl.core.tree import DraftTree
+from specctl.core.tree import DraftTree, NodeKind
 from specctl.runtime.sampling.noise import Noise
+from specctl.runtime.verify import scalar_siblings
 from specctl.runtime.verify.siblings import scaled
 from specctl.runtime.verify.target_only import target_only
 from specctl.runtime.verify.walk import (
     DraftDistribution,
+    Rule,
     Verdict,
     best_token,
     children_of,
@@ -69,3 +72,13 @@ def _draw(distribution: DraftDistribution, p_BV: Tensor, q_BK: Tensor, gumbel_BV
     left_BV = distribution.minus(p_BV, q_BK)
     left_BV = torch.where(left_BV.sum(-1, keepdim=True) > 0, left_BV, p_BV)
     return best_token(log_distribution(left_BV) + gumbel_BV)
+
+
+RULE = Rule(
+    "top-plus-one",
+    "q's top tokens and one sample, one test a node",
+    "https://arxiv.org/abs/2502.18779",
+    top_plus_one,
+    scalar_siblings.top_plus_one,
+    {NodeKind.TOP_PLUS_ONE},
+)

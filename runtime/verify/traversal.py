@@ -12,6 +12,7 @@ recursive form (equal to the paper's deletion of leaves):
 Here the recursion is a static loop over nodes in post-order, with parallel rows each in its own
 order. The weight on entry of a node below a chain of first children is min(A, w_top B), A and B
 known beforehand, since P and Q of those parents are still untouched. Letters as in `walk`.
+Letters: B rows, K draft vocabulary, N nodes, T fed tokens, V target vocabulary, X any axes.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ from torch.nn.functional import pad
 
 from specctl.core.tree import DraftTree
 from specctl.runtime.sampling.noise import Noise
+from specctl.runtime.verify import scalar
 from specctl.runtime.verify.block import block
 from specctl.runtime.verify.chain import bonus_only
 from specctl.runtime.verify.walk import (
+    SAMPLED,
     DraftDistribution,
+    Rule,
     Verdict,
     draw,
     draw_key,
@@ -96,7 +100,7 @@ def _visit(
     parent_NB = (parent_BN + base_B1).T.contiguous()
     next_BN = plan.next_BT.gather(1, plan.order_BN)
     entered_BNT = plan.top_BT[:, None] == next_BN[:, :, None]
-    # Column K of q stays zero: tokens that q cannot speak stand there.
+    # Column K of q stays zero: tokens outside its support stand there.
     column_BT = pad(distribution.column_BN.masked_fill(~distribution.on_BN, K), (1, 0))
     token_BT = pad(tree.token_BN.clamp(min=0), (1, 0))
     column_BN = column_BT.gather(1, plan.order_BN)
@@ -175,3 +179,13 @@ def _plan(tree: DraftTree, ancestor_BTT: Tensor) -> _Plan:
     key_BTT = torch.where(later_BTT, draw_key(tree)[:, None], T * T)
     next_BT = torch.where(later_BTT.any(-1), key_BTT.argmin(-1), -1)
     return _Plan(order_BN, parent_BT, next_BT, first_BT, top_BT)
+
+
+RULE = Rule(
+    "traversal",
+    "block verification of a tree, from the leaves up",
+    "https://arxiv.org/abs/2505.12398",
+    traversal,
+    scalar.traversal,
+    SAMPLED,
+)

@@ -1,20 +1,28 @@
 """What the rules share: the verdict, paths through a tree, distributions of drafts, the last draw.
 
-Letters: B rows, N nodes, T = N + 1 fed tokens, P path length, V target vocabulary, K support of a
-draft distribution. On an accelerator every function is free of host synchronisation: no `.item()`,
+On an accelerator every function is free of host synchronisation: no `.item()`,
 no data-dependent shape.
+Letters: B rows, K draft vocabulary (support of q), N nodes, P path, T fed tokens (N + 1), V target
+vocabulary, X any axes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specctl.core.tree import DraftTree
+from specctl.core.tree import DraftTree, NodeKind
 from specctl.runtime.sampling.noise import Noise
+from specctl.runtime.verify.scalar_parts import ScalarRule
+
+ANY = frozenset(NodeKind)
+IID = frozenset({NodeKind.IID, NodeKind.PATHS})
+DISTINCT = frozenset({NodeKind.WITHOUT_REPLACEMENT, NodeKind.REFILLED})
+SAMPLED = IID | DISTINCT
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +37,20 @@ class Verdict:
     path_BP: Tensor
     num_accepted_B: Tensor
     next_token_B: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A verification rule, the scalar one that it must decide like, and the trees for which it is
+    lossless."""
+
+    name: str
+    summary: str
+    paper: str
+    run: Callable[[DraftTree, Tensor, Noise], Verdict]
+    reference: ScalarRule
+    kinds: Set[NodeKind]
+    chains_only: bool = False
 
 
 def best_token(scores: Tensor) -> Tensor:
@@ -142,7 +164,7 @@ class DraftDistribution:
         return q_BN if self.ids_K is None else q_BN * self.on_BN
 
     def on_support(self, distribution_BV: Tensor) -> Tensor:
-        """[B, K]: a distribution of the target vocabulary at the ids that q can speak."""
+        """[B, K]: a distribution of the target vocabulary at the ids of the support of q."""
         return (
             distribution_BV if self.ids_K is None else distribution_BV.index_select(1, self.ids_K)
         )

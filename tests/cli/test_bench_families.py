@@ -8,9 +8,15 @@ from typing import Any
 
 import pytest
 
-from specctl.cli.commands import families_bench
-from specctl.cli.commands.families_bench import TrainingBudget, chosen, family_recipe, recipes_of
-from specctl.cli.commands.families_table import short, tree_of
+from specctl.cli.commands import bench_families
+from specctl.cli.commands.bench_families import (
+    TrainingBudget,
+    chosen,
+    family_recipe,
+    recipes_of,
+    short,
+    tree_of,
+)
 from specctl.cli.options.target_choice import TargetChoice
 from specctl.core.errors import Exit, RecipeError
 
@@ -66,13 +72,13 @@ def test_what_is_finished_is_kept_and_a_failing_family_is_a_row(
 ) -> None:
     weights = out / "medusa" / "package" / "model.safetensors"
     written = weights.stat().st_mtime_ns
-    whole = families_bench.family_recipe
+    whole = bench_families.family_recipe
 
     def broken(family: str, asked: TrainingBudget) -> Any:
         wrong = ("train.steps=3",) if family == "small-lm" else ()
         return whole(family, budget(steps=2, sets=(*asked.sets, *wrong)))
 
-    monkeypatch.setattr(families_bench, "family_recipe", broken)
+    monkeypatch.setattr(bench_families, "family_recipe", broken)
     monkeypatch.setenv("COLUMNS", "80")
     ran = run(*words("small-lm,medusa", out))
     assert ran.code == Exit.GATE

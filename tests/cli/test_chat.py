@@ -19,8 +19,8 @@ from transformers import AutoTokenizer
 
 from specctl.cli.app.console import Console
 from specctl.cli.app.failures import INTERRUPTED
-from specctl.cli.commands.chat_input import Interrupts, Lines
-from specctl.cli.commands.chat_talk import ChatSession
+from specctl.cli.commands.chat.repl import Interrupts, Lines
+from specctl.cli.commands.chat.session import ChatSession
 from specctl.cli.options.loading import DraftChoice, LoadedDraft
 from specctl.cli.options.target_choice import TargetChoice
 from specctl.core.errors import Exit, SpecctlError

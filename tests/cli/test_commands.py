@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -311,13 +312,41 @@ def test_trimming_writes_a_smaller_package(trained: Path, run: Any, tmp_path: Pa
     words = ("vocab-trim", "-d", trained / "package", "-o", tmp_path / "t", "--size", "512")
     ran = run(*words, "--num-prompts", "2", "--max-new-tokens", "8", "--json")
     assert ran.code == 0
-    assert ran.json["result"]["report"]["size"] == 512
+    report = ran.json["result"]["report"]
+    assert report["size"] == 512
+    is_warned = any("512 ids are" in text for text in ran.json["warnings"])
+    assert is_warned == (report["coverage"] < 0.95)
+    assert any("the whole drafter is faster here" in text for text in ran.json["warnings"]) == (
+        report["domains"][0]["gain"] < 1.0
+    )
     manifest = run("show", tmp_path / "t" / "package", "--json").json["result"]["manifest"]
     assert manifest["vocabulary"]["draft_size"] == 512
     assert manifest["serve"]["length"] == 3
     assert (tmp_path / "t" / "trim.json").is_file()
     used = run(*GENERATE, "import os", "-d", tmp_path / "t" / "package", "--json")
     assert used.json["result"]["stats"]["verification"].startswith("lossless")
+
+
+@pytest.mark.parametrize(("whole", "trimmed"), [(240.0, 212.0), (212.0, 240.0)])
+def test_the_quickstart_goes_on_with_the_faster_draft_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: float, trimmed: float
+) -> None:
+    from specctl.cli.commands import quickstart
+
+    told: list[str] = []
+    console: Any = SimpleNamespace(say=told.append)
+    (tmp_path / "trimmed").mkdir()
+    (tmp_path / "trimmed" / "of.json").write_text('{"digest": "d"}')
+    measured = {"whole": whole, "trimmed": trimmed}
+    monkeypatch.setattr(quickstart, "_rates", lambda model, packages: measured)
+    model: Any = None
+    chosen = quickstart._faster(console, model, tmp_path, tmp_path / "trimmed")
+    wanted = tmp_path / ("package" if whole > trimmed else "trimmed/package")
+    assert chosen == wanted
+    assert "212" in told[-1]
+    assert f"the {'whole' if whole > trimmed else 'trimmed'} one goes on" in told[-1]
+    monkeypatch.setattr(quickstart, "_rates", None)  # it was measured, and is kept
+    assert quickstart._faster(console, model, tmp_path, tmp_path / "trimmed") == wanted
 
 
 def test_an_export_loads_in_transformers_and_here(trained: Path, run: Any, tmp_path: Path) -> None:
@@ -376,15 +405,15 @@ def test_the_exit_code_of_several_processes_is_the_first_ones(start: Any, tmp_pa
 def test_quickstart_goes_from_nothing_to_a_table(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specctl.cli.commands import quickstart, quickstart_compare
+    from specctl.cli.commands import quickstart
     from specctl.runtime.proof import prove
 
     level = prove.LEVELS["lossless"]
     small = replace(level, prompts=2, tokens=8, samples=100)
     monkeypatch.setitem(prove.LEVELS, "lossless", small)
-    for module, step in ((quickstart, "TRIM"), (quickstart_compare, "COMPARE")):
-        monkeypatch.setattr(module, f"{step}_PROMPTS", 3)
-        monkeypatch.setattr(module, f"{step}_TOKENS", 8)
+    for step in ("TRIM", "COMPARE"):
+        monkeypatch.setattr(quickstart, f"{step}_PROMPTS", 3)
+        monkeypatch.setattr(quickstart, f"{step}_TOKENS", 8)
     words = ("quickstart", "--out", tmp_path / "q", "--inflate", "100m", *sets(*SMALL))
     ran = run(*words)
     assert ran.code == 0, ran.err[-2000:]
@@ -398,6 +427,10 @@ def test_quickstart_goes_from_nothing_to_a_table(
     assert again.json["result"]["lossless"] is True
     assert [c["target"] for c in again.json["result"]["comparisons"]][-1] == "tiny as 100m"
     assert "trimmed before; kept" in again.err
+    assert "one goes on" in ran.err
+    kept = json.loads((tmp_path / "q" / "trimmed" / "of.json").read_text())
+    assert set(kept["tokens_per_second"]) == {"whole", "trimmed"}
+    assert again.json["result"]["package"].endswith("package")
 
 
 def test_a_tree_that_is_fitted_to_the_device_says_to_what(run: Any) -> None:

@@ -38,7 +38,7 @@ def test_a_wrong_grammar_and_two_grammars_are_refused(run, tmp_path):
     assert "unclosed character class" in wrong.err
     both = run("generate", "--grammar", path, "--json-schema", path, "x = ")
     assert both.code == 2
-    assert "one of them" in both.err
+    assert "one of the two" in both.err
 
 
 @pytest.mark.parametrize("more", [(), ("--compare",)])

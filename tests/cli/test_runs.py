@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from specctl.cli.app.console import Console
-from specctl.cli.commands import runs_follow
-from specctl.cli.commands.runs_follow import resuming_words
+from specctl.cli.commands import runs as runs_command
+from specctl.cli.commands.runs import resuming_words
 from specctl.cli.main import main
 from specctl.cli.options.recipe_flags import folder_name
 from specctl.core.errors import Exit
@@ -254,7 +254,7 @@ def test_the_newest_lines_are_shown_and_new_ones_followed(
     lines = run("runs", "tail", folder, "-n", "2", "--json").json["result"]["lines"]
     assert len(lines) == 2
     assert "step 6" in run("runs", "tail", folder, "-n", "1").out
-    monkeypatch.setattr(runs_follow, "POLL", 0.02)
+    monkeypatch.setattr(runs_command, "POLL", 0.02)
     log = folder / "metrics.jsonl"
 
     def trainer() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from specctl.cli.commands.serving import BATCHINGS
+from specctl.cli.commands.serve import BATCHINGS
 from specctl.core.errors import Exit
 from specctl.runtime.batching import BATCHINGS as KNOWN
 from specctl.runtime.server.listen import ECHO_SECONDS

@@ -15,6 +15,7 @@ from specctl.runtime.proof import prove
 from specctl.runtime.proof.proof_report import Check, Proof, ProofLevel
 from specctl.runtime.verify import RULES
 from specctl.train.pretrain.data import train_tokenizer
+from specctl_testing.cli import commands
 
 GENERATE = ("generate", "def main(", "--dtype", "float32", "--max-new-tokens", "10", "--ignore-eos")
 SMALL = ProofLevel(2, 6, samples=120, length=3, all_rules=False, enumeration="quick")
@@ -64,10 +65,27 @@ def test_a_proof_is_kept_in_the_package_and_shown(run: Any, package: Path) -> No
     assert kept.parent == package
     report = json.loads((kept / "report.json").read_text())
     assert report["proof"]["passed"] is True
+    again = report["command"][1:]
+    assert commands.why_not(again) is None
+    assert again[again.index("--target") + 1] == "tiny"
+    assert again[again.index("--dtype") + 1] == "float32"
     assert "| cache rollback | passed" in (kept / "report.md").read_text()
     assert run("verify", package, "--level", "files").code == 0
     shown = run("show", package, "--json").json["result"]
     assert shown["proof"]["proof"]["verification"] == "lossless"
+    assert shown["proof"]["proof"]["dtype"] == "float32"
+
+
+@pytest.mark.usefixtures("small")
+def test_a_proof_names_its_arithmetic_and_what_it_promises(run: Any, package: Path) -> None:
+    proved = run("verify", package, "--target", "tiny", "--dtype", "bfloat16")
+    assert proved.code == 0, proved.err[-2000:]
+    prose = (package / ".verification" / "report.md").read_text()
+    for text in (proved.out, prose):
+        assert "lossless in bfloat16: the distribution of plain decoding up to rounding" in text
+        assert "greedy texts may differ" in text
+    shown = " ".join(run("show", package).out.split())
+    assert "lossless in float32" in shown  # in which the package was made
 
 
 def test_a_failed_proof_exits_with_8_and_is_kept_as_failed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,10 @@ def test_own_domains_are_reported_and_a_searched_length_is_packaged(
     manifest = run("show", tmp_path / "t" / "package", "--json").json["result"]["manifest"]
     assert manifest["serve"]["length"] == report["length"]
     assert manifest["vocabulary"]["draft_size"] == report["size"]
+    again = manifest["acceptance"]["command"].replace("THIS_FOLDER", str(tmp_path / "t/package"))
+    rows = run(*shlex.split(again)[1:], "--repeats", "1", "--json").json["result"]["rows"]
+    assert rows[-1]["tau"] == pytest.approx(manifest["acceptance"]["tau"], abs=1e-9)
+    assert str(prompts) in again
 
 
 def test_prompts_are_split_without_overlap_unless_there_are_too_few() -> None:

@@ -11,9 +11,8 @@ import torch
 
 from specctl.core.drafter import Budget
 from specctl.core.errors import RecipeError
-from specctl.drafters.aded import Aded, AdedOptions
+from specctl.drafters.aded import Aded, AdedOptions, Puct, most_visited
 from specctl.drafters.retrieval.best_first import Guess, best_first
-from specctl.drafters.retrieval.mcts import Puct, most_visited
 from specctl.drafters.retrieval.store import NgramStore
 from specctl.drafters.retrieval.trie import Trie
 from specctl.drafters.states.ngram_distributions import learn, learn_text

@@ -64,7 +64,7 @@ def test_never_coming_back_takes_a_round_per_token(
     whole = copied(counting, source, 31, 16)
 
     def start_only(self: Alignment, match: int, length: int) -> list[int]:
-        aligned = self.run_P.max() > len(self.source)
+        aligned = self.run_R.max() > len(self.source)
         return original(self, match, length) if aligned else []
 
     original = Alignment.rest
@@ -141,7 +141,7 @@ def test_drafting_the_masks_themselves_is_worse(target: Target) -> None:
     class Unfilled(GuessedBlocks):
         def observe(self, outcome: Outcome) -> None:
             super().observe(outcome)
-            self.guess_SK.fill_(self.blank)
+            self.guess_ZW.fill_(self.blank)
 
     class Without(Aggressive):
         def open(self, space: Space) -> GuessedBlocks:

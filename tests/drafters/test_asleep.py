@@ -10,7 +10,7 @@ import torch
 from specctl.core.drafter import RoundSeconds
 from specctl.drafters import families
 from specctl.drafters.states.lm_state import MOST_AT_ROOT
-from specctl.runtime.batching import Fixed
+from specctl.runtime.batching.fixed import Fixed
 from specctl.runtime.batching.table import BySize
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.guard import GuardedEngine

@@ -14,9 +14,8 @@ from torch import Tensor
 from specctl.core.batch import TrainBatch
 from specctl.core.errors import RecipeError
 from specctl.core.vocab import VocabMap
-from specctl.drafters.blockwise import Blockwise, BlockwiseOptions
+from specctl.drafters.blockwise import BACKOFF, Blockwise, BlockwiseOptions, NgramCounts
 from specctl.drafters.nets.rescore import NONE, Rescoring
-from specctl.drafters.nets.small_ngrams import BACKOFF, NgramCounts
 from specctl_testing.drafters.head_cases import fit, make_heads, nearly_markov
 from specctl_testing.drafters.parallel_runs import decode
 
@@ -137,7 +136,7 @@ def drafts(found: Trained, kind: str, drive: Any, round_view: Any) -> tuple[Tens
     tokens, reached = [], []
     for i in range(HEADS):
         tokens.append(logits_PK.argmax(-1))
-        best_PT = state._logits_BHK[:, i].topk(TOP).indices
+        best_PT = state._logits_BPK[:, i].topk(TOP).indices
         reached.append((best_PT == found.answers[:, i, None]).any(-1))
         if i + 1 < HEADS:
             parent_P1 = torch.full((num, 1), i - 1)

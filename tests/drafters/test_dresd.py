@@ -14,9 +14,8 @@ from torch import Tensor
 
 from specctl.core.drafter import Budget, Space
 from specctl.core.errors import IntegrityError, RecipeError, ResourceError
-from specctl.drafters.dresd import Dresd, DresdOptions
+from specctl.drafters.dresd import DenseIndex, Dresd, DresdOptions, Projection
 from specctl.drafters.rest import Rest, RestOptions
-from specctl.drafters.retrieval.dense import DenseIndex, Projection
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
@@ -73,7 +72,7 @@ def test_it_finds_a_context_in_other_words_which_exact_matching_misses(
     assert accepted(dense, 0, [50, 51, 52]) == 3
     for least, found in ((2, 0), (1, 0)):  # two words never stood there; one means mostly the other
         exact = Rest(RestOptions(min_match=least, own=False), target.spec)
-        ids = drafter.corpus_N.tolist()
+        ids = drafter.corpus_R.tolist()
         exact.learn([ids])
         view = round_view({0: text})
         place = exact.open(Space(1, 16, 8, CPU, torch.float32))
@@ -93,26 +92,26 @@ def test_projection_gives_unit_vectors_and_keeps_the_strongest_directions() -> N
     generator = torch.Generator().manual_seed(0)
     hidden_NC = torch.randn(400, 3, generator=generator)
     mix_CD = torch.randn(3, 20, generator=generator)
-    state_ND = 5.0 + hidden_NC @ mix_CD + 0.01 * torch.randn(400, 20, generator=generator)
-    made = Projection.fit(state_ND, 3)
-    key_NC = made(state_ND)
-    torch.testing.assert_close(key_NC.norm(dim=-1), torch.ones(400))
-    scaled_ND = (state_ND - state_ND.mean(0)) / state_ND.std(0, correction=0)
-    whole_NN = torch.nn.functional.normalize(scaled_ND, dim=-1)
-    assert float((key_NC @ key_NC.T - whole_NN @ whole_NN.T).abs().max()) < 0.05
+    state_RD = 5.0 + hidden_NC @ mix_CD + 0.01 * torch.randn(400, 20, generator=generator)
+    made = Projection.fit(state_RD, 3)
+    key_RO = made(state_RD)
+    torch.testing.assert_close(key_RO.norm(dim=-1), torch.ones(400))
+    scaled_RD = (state_RD - state_RD.mean(0)) / state_RD.std(0, correction=0)
+    whole_NN = torch.nn.functional.normalize(scaled_RD, dim=-1)
+    assert float((key_RO @ key_RO.T - whole_NN @ whole_NN.T).abs().max()) < 0.05
 
 
 def test_the_approximate_index_finds_nearly_all_that_the_exact_one_does() -> None:
     generator = torch.Generator().manual_seed(1)
-    key_NC = torch.nn.functional.normalize(torch.randn(3000, 16, generator=generator), dim=-1)
+    key_RO = torch.nn.functional.normalize(torch.randn(3000, 16, generator=generator), dim=-1)
     places = np.arange(3000) * 2
-    exact, graph = DenseIndex(key_NC, places, "exact"), DenseIndex(key_NC, places, "hnsw")
-    again = DenseIndex(key_NC, places, "hnsw")
+    exact, graph = DenseIndex(key_RO, places, "exact"), DenseIndex(key_RO, places, "hnsw")
+    again = DenseIndex(key_RO, places, "hnsw")
     hits = 0
-    for query_C in torch.nn.functional.normalize(torch.randn(60, 16, generator=generator), dim=-1):
-        found = graph.nearest(query_C, 10)
-        assert found == again.nearest(query_C, 10), "equal stores made unequal graphs"
-        hits += len(set(found) & set(exact.nearest(query_C, 10)))
+    for query_O in torch.nn.functional.normalize(torch.randn(60, 16, generator=generator), dim=-1):
+        found = graph.nearest(query_O, 10)
+        assert found == again.nearest(query_O, 10), "equal stores made unequal graphs"
+        hits += len(set(found) & set(exact.nearest(query_O, 10)))
     assert hits > 0.9 * 600
 
 
@@ -138,8 +137,8 @@ def test_a_store_round_trips_and_one_of_another_shape_is_refused(target: Target)
     again.load_tensors(drafter.tensors())
     assert again.index is not None
     assert drafter.index is not None
-    query_C = drafter.index.key_NC[5]
-    assert again.index.nearest(query_C, 4) == drafter.index.nearest(query_C, 4)
+    query_O = drafter.index.key_RO[5]
+    assert again.index.nearest(query_O, 4) == drafter.index.nearest(query_O, 4)
     whole = drafter.tensors()
     cut = {**whole, "keys": whole["keys"][:-1]}
     for broken in (cut, {"corpus": whole["corpus"]}):

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from specctl.core.errors import RecipeError
-from specctl.drafters.falcon import FalconOptions
-from specctl.drafters.losses.glancing import Glance, choose
-from specctl.drafters.nets.lstm import TextLstm
+from specctl.drafters.falcon import FalconOptions, Glance, choose
+from specctl.drafters.nets.stride_net import TextLstm
 from specctl_testing.drafters.head_cases import alphas, make_heads, nearly_markov, train
 from specctl_testing.drafters.parallel_runs import decode
 
@@ -53,8 +52,8 @@ def test_the_second_block_reads_what_the_first_one_drafted(
         S = state.shape[1]
         at_S = torch.arange(S)[None]
         x_BSD = net.over(drafter.embed(ids[:, 1 : S + 1]), state, torch.zeros_like(at_S))
-        seen = [net.key_value(x_BSD, net.turn(at_S))]
-        block = net.look(x_BSD[:, -2:], net.turn(at_S[:, -2:]), seen, None)
+        seen = [net.key_value(x_BSD, net.rope(at_S))]
+        block = net.look(x_BSD[:, -2:], net.rope(at_S[:, -2:]), seen, None)
         state = torch.cat([state, block], dim=1)
     wanted = state[0, known - 1 :] @ drafter.head_weight().t()
     served = drive(target, drafter).chain_logits(TEXT[: known + 3], known)

@@ -33,7 +33,7 @@ def ran(target: Target, drafter: FastCot | None = None, **how: Any) -> Ran:
 class Unrefreshed(FastCotState):
     def observe(self, outcome: Outcome) -> None:
         super().observe(outcome)
-        self.window.guess_SW.fill_(self.window.blank)
+        self.window.guess_ZW.fill_(self.window.blank)
 
 
 class Forgetful(FastCot):

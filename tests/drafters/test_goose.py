@@ -12,8 +12,7 @@ from specctl.core.drafter import Budget, Outcome, Space
 from specctl.core.errors import RecipeError
 from specctl.core.tree import DraftTree
 from specctl.drafters import families
-from specctl.drafters.goose import Goose, GooseOptions, GooseState
-from specctl.drafters.retrieval.rates import Rates
+from specctl.drafters.goose import Goose, GooseOptions, GooseState, Rates
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
@@ -89,8 +88,8 @@ def test_only_guesses_whose_parent_was_reached_are_tested(
         torch.tensor([50]),
         ((4, 5, 50),),
         (None,),
-        topk_BTK=none.long(),
-        topk_logp_BTK=none,
+        topk_BTC=none.long(),
+        topk_logp_BTC=none,
     )
     state.observe(replace(outcome, finished=("eos",)))
     assert rates_of(state) == before

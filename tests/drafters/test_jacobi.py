@@ -75,7 +75,7 @@ def test_a_guess_stays_where_it_was_made_until_the_target_has_seen_it(target: Ta
     class Forgetful(JacobiState):
         def observe(self, outcome: Outcome) -> None:
             super().observe(outcome)
-            self.iterate.guess_SW.fill_(self.iterate.blank)
+            self.iterate.guess_ZW.fill_(self.iterate.blank)
 
     class Without(Jacobi):
         def open(self, space: Space) -> JacobiState:

@@ -52,10 +52,10 @@ def test_every_probe_is_read_behind_its_own_diagonal(target: Target) -> None:
     for outcome in ran(target, nodes=24, ngram=5).outcomes[3:9]:
         tree, rows, W = outcome.tree, 4, 3
         assert tree.num_probes == rows * W - 1
-        assert outcome.topk_BTK is not None
+        assert outcome.topk_BTC is not None
         text = list(outcome.view.tokens[0][: int(outcome.view.kept_len_B[0]) + 1])
         window = [text[-1], *tree.token_BN[0, -tree.num_probes :].tolist()]
-        said = outcome.topk_BTK[0, -tree.num_probes :, 0].tolist()
+        said = outcome.topk_BTC[0, -tree.num_probes :, 0].tolist()
         for r, i in ((0, 1), (0, 2), (1, 0), (2, 1), (3, 2)):
             path = window[1 : i + 1] + [window[row * W + i] for row in range(1, r + 1)]
             assert said[r * W + i - 1] == next_token(target, [*text, *path])
@@ -88,8 +88,8 @@ def test_a_window_of_one_column_and_bigrams_is_a_memory_of_what_was_said(target:
         root = int(outcome.view.root_B[0])
         drafted = outcome.tree.token_BN[0].tolist()
         assert drafted == ([seen[root]] if root in seen and drafted else [])
-        assert outcome.topk_BTK is not None
-        seen[root] = int(outcome.topk_BTK[0, 0, 0])
+        assert outcome.topk_BTC is not None
+        seen[root] = int(outcome.topk_BTC[0, 0, 0])
 
 
 def test_guesses_with_equal_beginnings_are_one_path(target: Target, round_view: Any) -> None:
@@ -128,7 +128,7 @@ def test_a_batch_changes_nothing(target: Target, slots: int) -> None:
 
 
 def test_a_window_that_does_not_fit_is_refused(target: Target) -> None:
-    with pytest.raises(RecipeError, match="room for a guess"):
+    with pytest.raises(RecipeError, match="place for a guess"):
         make_state(target, nodes=24, window=9)
     assert make_state(target, nodes=24).num_columns == 4
     assert make_state(target, nodes=1).num_columns == 0

@@ -65,8 +65,8 @@ def test_head_i_learns_token_t_plus_2_plus_i(make_target: Any, make_batch: Any) 
     for index in range(3):
         rows = aim(batch, 2 + index)
         flat = batch.ids_BS.flatten()
-        assert torch.equal(flat[rows.row_N + 2 + index], rows.label_N)
-        assert torch.equal(rows.judge_N, rows.row_N + 1 + index)
+        assert torch.equal(flat[rows.row_Q + 2 + index], rows.label_Q)
+        assert torch.equal(rows.teacher_row_Q, rows.row_Q + 1 + index)
 
 
 def test_later_heads_start_worse_and_every_head_improves(

@@ -41,7 +41,7 @@ def test_a_draft_at_depth_d_has_all_depths_before_it(make_target: Any, make_batc
     drafter = make_heads(target, "p-eagle", num_heads=4, keep=0.5, keep_least=0.1, anchors=40)
     batch = make_batch(target, drafter, rows=2, seq_len=80)
     anchor_BA = drafter.anchors(batch)
-    stands = [set(drafter.aimed(i, batch, anchor_BA).row_N.tolist()) for i in range(4)]
+    stands = [set(drafter.aimed(i, batch, anchor_BA).row_Q.tolist()) for i in range(4)]
     assert stands[1] < stands[0]
     assert stands[2] < stands[1]
     assert stands[3] <= stands[2]

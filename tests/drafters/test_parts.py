@@ -35,9 +35,9 @@ def test_rows_look_ahead_inside_their_document_at_wanted_tokens_only() -> None:
     assert ahead_mask(batch, 1)[0].tolist() == [1, 1, 1, 0, 1, 1, 0, 0]
     assert ahead_mask(batch, 2)[0].tolist() == [1, 1, 0, 0, 1, 0, 0, 0]
     rows = aim(batch, 2)
-    assert rows.row_N.tolist() == [0, 1, 4]
-    assert rows.label_N.tolist() == [12, 13, 16]
-    assert rows.judge_N.tolist() == [1, 2, 5]
+    assert rows.row_Q.tolist() == [0, 1, 4]
+    assert rows.label_Q.tolist() == [12, 13, 16]
+    assert rows.teacher_row_Q.tolist() == [1, 2, 5]
 
 
 def test_shifting_fills_behind_the_end() -> None:
@@ -142,7 +142,7 @@ def test_nodes_see_the_kept_rows_and_their_ancestors(
 
 def test_a_cache_too_short_for_a_policy_grows_and_keeps_its_entries(round_view: Any) -> None:
     kv = SlotKV(1, 1, 1, 6, 2, torch.float32, torch.device("cpu"))
-    kv.key_SHLD[0][:] = 7.0
+    kv.key_ZJLE[0][:] = 7.0
     growth = TreeLayout(round_view({0: [0] * 5}), kv, [5], torch.tensor([5]))
     growth.place(torch.tensor([[-1, -1, -1]]))
     new: Tensor = torch.ones(1, 1, 3, 2)

@@ -14,11 +14,10 @@ from specctl.core.drafter import Budget, RoundView, Space
 from specctl.core.errors import RecipeError
 from specctl.core.tree import DraftTree
 from specctl.drafters.rasd import Rasd, RasdOptions, RasdState, _RasdRound
-from specctl.drafters.retrieval.fuse import fuse
 from specctl.drafters.retrieval.trie import Trie, counted, pack
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
-from specctl.runtime.policies.fused import Fused
+from specctl.runtime.policies.fused import Fused, fuse
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 
@@ -208,6 +207,6 @@ def test_a_store_is_loaded_with_the_weights(target: Target) -> None:
     drafter.learn([[1, 2, 3, 4], [5, 6]])
     again = rasd_of(target)
     again.load_tensors(drafter.tensors())
-    assert again.source.corpus_N.tolist() == [1, 2, 3, 4, -1, 5, 6, -1]
+    assert again.source.corpus_R.tolist() == [1, 2, 3, 4, -1, 5, 6, -1]
     with pytest.raises(RuntimeError, match="Missing"):
         again.load_tensors({"corpus": drafter.tensors()["corpus"]})

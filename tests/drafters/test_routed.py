@@ -76,15 +76,15 @@ def test_a_routed_head_gives_the_full_logits_in_its_groups_and_nothing_elsewhere
     rows: int,
 ) -> None:
     generator = torch.Generator().manual_seed(0)
-    head_KD, state_ND = (torch.randn(n, 8, generator=generator) for n in (23, rows))
+    head_KD, state_QD = (torch.randn(n, 8, generator=generator) for n in (23, rows))
     router = Router(8, 23, 5, 2)
     router.arrange(head_KD)
     served = RoutedHead.of(router, head_KD)
-    on_gpu = replace(served, weight_GRD=head_KD[served.row_GR])
-    inside_NK = (router.picked(state_ND)[:, :, None] == router.group_K).any(1)
-    wanted = (state_ND @ head_KD.T).masked_fill(~inside_NK, -torch.inf)
-    torch.testing.assert_close(read_head(state_ND, served), wanted)
-    torch.testing.assert_close(read_head(state_ND[None], on_gpu)[0], wanted)
+    on_gpu = replace(served, weight_GKD=head_KD[served.row_GK])
+    inside_NK = (router.picked(state_QD)[:, :, None] == router.group_K).any(1)
+    wanted = (state_QD @ head_KD.T).masked_fill(~inside_NK, -torch.inf)
+    torch.testing.assert_close(read_head(state_QD, served), wanted)
+    torch.testing.assert_close(read_head(state_QD[None], on_gpu)[0], wanted)
     assert int(inside_NK.sum(1).max()) <= 10
 
 
@@ -94,7 +94,7 @@ def test_the_gathering_path_reads_nothing_back_to_the_host() -> None:
     weight = torch.empty(6, 4, 8, device="meta")
     on_meta = replace(
         served,
-        router_GD=served.router_GD.to("meta"), weight_GRD=weight, row_GR=served.row_GR.to("meta"),
+        router_GD=served.router_GD.to("meta"), weight_GKD=weight, row_GK=served.row_GK.to("meta"),
     )  # fmt: skip
     assert on_meta(torch.empty(3, 2, 8, device="meta")).shape == (3, 2, 24)
 

@@ -12,8 +12,7 @@ import torch
 from specctl.core.drafter import Outcome, Space
 from specctl.core.errors import RecipeError
 from specctl.core.masks import tree_mask
-from specctl.drafters.sorted_lm import SortedLm, SortedOptions, default_exits
-from specctl.drafters.states.exit_state import ExitState
+from specctl.drafters.sorted_lm import ExitState, SortedLm, SortedOptions, default_exits
 from specctl.drafters.states.tree_layout import TreeLayout
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
@@ -72,8 +71,8 @@ class Watch(ExitState):
             self.depths.add(self.num_known[slot] - self.filled[part][slot] if part else 0)
             for layer in layers:
                 for ours, full in (
-                    (self.kv.key_SHLD[layer], kv.key_SHLD[layer]),
-                    (self.kv.value_SHLD[layer], kv.value_SHLD[layer]),
+                    (self.kv.key_ZJLE[layer], kv.key_ZJLE[layer]),
+                    (self.kv.value_ZJLE[layer], kv.value_ZJLE[layer]),
                 ):
                     torch.testing.assert_close(ours[slot, :, :filled], full[0, :, :filled])
                 self.checked.append(filled)

@@ -12,7 +12,7 @@ from safetensors.torch import load, save
 
 from specctl.core.errors import IntegrityError, RecipeError
 from specctl.core.spec import Identity
-from specctl.drafters.retrieval.store import NgramStore, StoreLimits, StoreRoom
+from specctl.drafters.retrieval.store import NgramStore, NgramStores, StoreLimits
 from specctl.drafters.retrieval.store_registry import Scope
 
 HERE = Identity("tokenizer", "target")
@@ -131,7 +131,7 @@ def test_a_damaged_store_is_refused(name: str) -> None:
 
 
 def test_by_default_a_row_reads_only_what_it_wrote() -> None:
-    rows = StoreRoom(Scope.REQUEST).rows(HERE, 2)
+    rows = NgramStores(Scope.REQUEST).rows(HERE, 2)
     rows.join(0, "a")
     rows.join(1, "a")
     rows.start(0).add((1,), (2,))
@@ -141,7 +141,7 @@ def test_by_default_a_row_reads_only_what_it_wrote() -> None:
 
 
 def test_a_conversation_goes_on_with_its_own_text_and_no_other() -> None:
-    room = StoreRoom(Scope.CONVERSATION)
+    room = NgramStores(Scope.CONVERSATION)
     rows = room.rows(HERE, 2)
     for slot, conversation in ((0, "anna"), (1, "bert")):
         rows.join(slot, conversation)
@@ -157,7 +157,7 @@ def test_a_conversation_goes_on_with_its_own_text_and_no_other() -> None:
 
 
 def test_old_conversations_are_forgotten() -> None:
-    room = StoreRoom(Scope.CONVERSATION)
+    room = NgramStores(Scope.CONVERSATION)
     first = room.store(HERE, "0")
     for i in range(300):
         room.store(HERE, str(i)).add((1,), (2,))
@@ -166,7 +166,7 @@ def test_old_conversations_are_forgotten() -> None:
 
 
 def test_a_process_shares_among_rows_of_one_target_and_tokenizer() -> None:
-    room = StoreRoom(Scope.PROCESS)
+    room = NgramStores(Scope.PROCESS)
     rows = room.rows(HERE, 2)
     rows.start(0).add((1,), (2,))
     assert ids_of(rows.start(1), 1) == [(2,)]
@@ -179,11 +179,11 @@ def test_a_process_shares_among_rows_of_one_target_and_tokenizer() -> None:
 def test_a_disk_store_is_read_and_never_written() -> None:
     disk = NgramStore()
     disk.add((1,), (2,))
-    rows = StoreRoom(Scope.DISK, disk=disk).rows(HERE, 1)
+    rows = NgramStores(Scope.DISK, disk=disk).rows(HERE, 1)
     rows.start(0).add((1,), (3,))
     assert ids_of(rows.at(0), 1) == [(2,)]
     with pytest.raises(RecipeError, match="not loaded"):
-        StoreRoom(Scope.DISK).rows(HERE, 1).start(0)
+        NgramStores(Scope.DISK).rows(HERE, 1).start(0)
 
 
 def test_threads_that_share_a_store_lose_no_count() -> None:

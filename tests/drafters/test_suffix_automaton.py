@@ -14,8 +14,12 @@ from hypothesis import strategies as st
 from specctl.core.drafter import Budget, Space
 from specctl.core.errors import RecipeError
 from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
-from specctl.drafters.retrieval.suffix_automaton import Match, SuffixAutomaton
-from specctl.drafters.suffix_automaton import SuffixAutomatonDrafter, SuffixAutomatonOptions
+from specctl.drafters.suffix_automaton import (
+    Match,
+    SuffixAutomaton,
+    SuffixAutomatonDrafter,
+    SuffixAutomatonOptions,
+)
 from specctl.runtime.target.target import Target
 from specctl_testing.drafters.following import check_rows_are_private, follow
 
@@ -133,7 +137,7 @@ def test_rows_are_private(target: Target, round_view: Any) -> None:
 
 
 def test_options_that_never_draft_are_refused() -> None:
-    with pytest.raises(RecipeError, match="never draft"):
+    with pytest.raises(RecipeError, match="out of range"):
         SuffixAutomatonOptions(factor=0.0, offset=0)
 
 

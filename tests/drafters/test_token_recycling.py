@@ -10,9 +10,9 @@ import torch
 from specctl.core.drafter import Budget, Space
 from specctl.core.errors import FileError, RecipeError
 from specctl.core.spec import Identity
-from specctl.drafters.retrieval.recycled import RecycledStore
 from specctl.drafters.states.template import greedy_paths
 from specctl.drafters.token_recycling import (
+    RecycledStore,
     TokenRecycling,
     TokenRecyclingOptions,
     TokenRecyclingState,
@@ -36,8 +36,8 @@ def ranks(first: int) -> list[int]:
 
 def teach(state: TokenRecyclingState, slot: int, known: dict[int, list[int]]) -> None:
     """Write those continuations into the slot's matrix."""
-    cell_F = torch.tensor(list(known)) + state.first_S1[slot]
-    state.pages.write(cell_F, torch.tensor(list(known.values())))
+    cell_R = torch.tensor(list(known)) + state.first_Z1[slot]
+    state.pages.write(cell_R, torch.tensor(list(known.values())))
 
 
 def test_a_cold_matrix_drafts_nothing(make_target: Any, round_view: Any) -> None:
@@ -91,7 +91,7 @@ def test_padding_teaches_nothing(make_target: Any) -> None:
         teach(state, slot, {5: ranks(1), target.spec.vocab_size: ranks(2)})
         written = (state.snapshot(slot) < target.spec.vocab_size).any(-1)
         assert written.nonzero()[:, 0].tolist() == [5]
-    assert bool((state.pages.best_PWR[:, -1] == target.spec.vocab_size).all())
+    assert bool((state.pages.best_ZVC[:, -1] == target.spec.vocab_size).all())
 
 
 HERE = Identity("tokenizer", "target")
@@ -189,11 +189,11 @@ def test_what_is_kept_is_capped_and_the_oldest_goes_first() -> None:
     store = RecycledStore(num_ranks=2, max_bytes=3 * 16)
     for token in (1, 2, 3, 1, 4):
         store.update(torch.tensor([token]), torch.tensor([[token, 9]], dtype=torch.int32))
-    assert store.token_F.tolist() == [3, 1, 4]
-    assert store.best_FR.tolist() == [[3, 9], [1, 9], [4, 9]]
+    assert store.token_R.tolist() == [3, 1, 4]
+    assert store.best_RC.tolist() == [[3, 9], [1, 9], [4, 9]]
     store.freeze()
     store.update(torch.tensor([7]), torch.tensor([[7, 9]], dtype=torch.int32))
-    assert 7 not in store.token_F
+    assert 7 not in store.token_R
 
 
 @pytest.mark.parametrize("fields", [{"scope": "everyone"}, {"max_mib": 0}])

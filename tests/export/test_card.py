@@ -13,6 +13,7 @@ import torch
 from specctl.core.vocab import VocabMap
 from specctl.export.package.card import render_card
 from specctl.export.package.folder import save_package
+from specctl.export.package.load import load_package
 from specctl.export.package.manifest import Manifest, check_files, read_manifest
 from specctl.runtime.target.target import Target
 
@@ -73,6 +74,33 @@ def test_the_card_names_no_machine_path_and_no_secret(manifest: Manifest) -> Non
     for hidden in ("/home", "somebody", "/srv", "~/", "secret place", secret[3:]):
         assert hidden not in card, hidden
     assert re.search(r"--out=x\b", card)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_lossless_is_said_with_the_arithmetic_and_what_it_means(
+    manifest: Manifest, dtype: str
+) -> None:
+    assert manifest.target.dtype == "float32"
+    exact = render_card(manifest)
+    assert "lossless in float32" in exact
+    assert "under greedy decoding its tokens" in exact
+    assert "nearly tie" not in exact
+    target = manifest.target.model_copy(update={"dtype": dtype})
+    rounded = render_card(manifest.model_copy(update={"target": target}))
+    assert f"Verification is lossless in {dtype}, whatever is drafted: the distribution" in rounded
+    assert "up to rounding" in rounded
+    assert "greedy texts may differ from those of plain decoding and of other engines" in rounded
+
+
+def test_a_package_of_before_that_names_no_arithmetic_still_loads(
+    package: Path, plain_target: Target, reseal: Any
+) -> None:
+    reseal(package, lambda body: body["target"].pop("dtype"))
+    assert "dtype" not in read_manifest(package).to_json()["target"]
+    assert load_package(package, plain_target).family == "toy"
+    card = render_card(check_files(package))
+    assert "Verification is lossless, whatever is drafted: in float32 the distribution" in card
+    assert "in bfloat16 and float16" in card
 
 
 def test_an_unmeasured_drafter_says_so(package: Path) -> None:

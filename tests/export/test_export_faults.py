@@ -14,7 +14,8 @@ from specctl.core.errors import FileError, IncompatibleError, ResourceError
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.export.formats import export
 from specctl.export.package.atomic import new_folder
-from specctl.export.package.manifest import is_package, read_manifest
+from specctl.export.package.folder import own_files
+from specctl.export.package.manifest import read_manifest
 from specctl.runtime.target.target import Target
 from specctl_testing.export.engine_cases import shaken
 
@@ -45,7 +46,7 @@ def test_the_folder_of_a_run_stands_for_its_package(
 
 def test_a_short_write_of_numpy_is_a_full_disk(tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match="not enough disk space"):  # noqa: SIM117
-        with new_folder(tmp_path / "out", is_package):
+        with new_folder(tmp_path / "out", own_files):
             np.zeros(1 << 20).tofile("/dev/full")
     assert not any(tmp_path.iterdir())
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.core.drafter import Borrowed, Drafter
+from specctl.core.drafter import Drafter
+from specctl.core.language_model import Borrowed
 from specctl.core.vocab import VocabMap
 from specctl.drafters import families
 from specctl.export.formats import export, formats

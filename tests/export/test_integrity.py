@@ -27,15 +27,9 @@ from specctl.core.errors import (
     SpecctlError,
 )
 from specctl.core.vocab import VocabMap
-from specctl.export.package.folder import load_drafter, save_package
+from specctl.export.package.folder import load_drafter, own_files, save_package
 from specctl.export.package.load import load_package
-from specctl.export.package.manifest import (
-    MANIFEST,
-    WEIGHTS,
-    check_files,
-    is_package,
-    read_manifest,
-)
+from specctl.export.package.manifest import MANIFEST, WEIGHTS, check_files, read_manifest
 from specctl.runtime.target.target import Target
 
 
@@ -146,6 +140,7 @@ def test_every_missing_or_additional_field_is_named(package: Path) -> None:
     paths += [(k, inner) for k, v in body.items() if isinstance(v, dict) for inner in v]
     optional = ("options", "files", "serve", "versions")  # open tables, checked elsewhere
     paths = [p for p in paths if len(p) == 1 or p[0] not in optional]
+    paths.remove(("target", "dtype"))  # packages of before do not have it
     assert len(paths) > 40
     for path in paths:
         changed = json.loads(json.dumps(body))
@@ -342,7 +337,7 @@ def test_leftovers_of_a_process_id_that_came_again_are_swept_by_age_and_content(
 def test_renaming_aside_is_used_where_folders_cannot_be_exchanged(
     make_toy: Any, save: Any, tmp_path: Path, plain_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specctl.export.package.atomic._exchange", lambda *names: False)
+    monkeypatch.setattr("specctl.export.package.atomic._renamed", lambda *names: False)
     save(make_toy(seed=1))
     folder = save(make_toy(seed=2))
     assert [p.name for p in tmp_path.iterdir()] == ["package"]
@@ -378,13 +373,13 @@ def test_acceptance_must_be_complete(make_toy: Any, save: Any) -> None:
             save(make_toy(), acceptance={**whole, **bad})
 
 
-def test_is_package_knows_ours_from_others(package: Path, tmp_path: Path) -> None:
-    assert is_package(package)
+def test_only_what_the_manifest_lists_is_ours(package: Path, tmp_path: Path) -> None:
+    assert set(own_files(package) or ()) >= {path.name for path in package.iterdir()}
     copy = tmp_path / "copy"
     shutil.copytree(package, copy)
     (copy / MANIFEST).unlink()
-    assert not is_package(copy)
-    assert not is_package(tmp_path / "nothing")
+    assert own_files(copy) is None
+    assert own_files(tmp_path / "nothing") is None
 
 
 def test_save_package_says_what_the_target_was(package: Path, plain_target: Target) -> None:

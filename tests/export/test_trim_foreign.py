@@ -66,7 +66,7 @@ def logits(drafter: Any, ids_1S: torch.Tensor) -> torch.Tensor:
     masks = drafter.lm.document_masks(torch.zeros_like(ids_1S))
     with torch.no_grad():
         out = drafter.lm.dense(ids_1S, torch.arange(ids_1S.shape[1])[None], masks)
-    return drafter.spoken(out.logits_BTV)
+    return drafter.draft_logits(out.logits_BTV)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -104,14 +104,14 @@ def test_a_finished_engine_hands_on_its_store_and_recordings(
     lm = CompiledLM(target.lm)
     first = lm.new_kv(2, 100)
     second = lm.new_kv(2, 100)
-    assert first.key_SHLD is not second.key_SHLD
+    assert first.key_ZJLE is not second.key_ZJLE
     del second
-    stores = first.key_SHLD
+    stores = first.key_ZJLE
     del first
     gc.collect()
-    assert lm.new_kv(2, 90).key_SHLD is stores
+    assert lm.new_kv(2, 90).key_ZJLE is stores
     gc.collect()
-    assert lm.new_kv(2, SPAN).key_SHLD is not stores
+    assert lm.new_kv(2, SPAN).key_ZJLE is not stores
 
 
 @pytest.mark.parametrize("device", DEVICES)

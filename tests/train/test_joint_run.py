@@ -56,6 +56,18 @@ def settle(
     return make_it
 
 
+def test_out_target_written_again_keeps_what_a_user_put_there(settle: Any, tmp_path: Path) -> None:
+    settle()
+    names = ("model.gguf", ".git/HEAD", "notes/a.txt")
+    for name in names:
+        (tmp_path / "target" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "target" / name).write_text(name)
+    _, _, found, _ = settle()
+    assert [(tmp_path / "target" / name).read_text() for name in names] == list(names)
+    assert found.fingerprint == load_target(str(tmp_path / "target"), dtype="float32").fingerprint
+    assert not (tmp_path / "target.partial").exists()
+
+
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [

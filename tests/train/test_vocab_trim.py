@@ -144,7 +144,23 @@ def test_the_drafter_comes_back_whole_when_no_size_pays(target: Target) -> None:
     assert not done.report.pays
     assert "no smaller head pays" in done.report.lines()[0]
     assert COST.speedup(2.0, 96) < 1.0
-    assert "without this drafter is faster" in done.report.lines()[-1]
+    assert "without this drafter is faster" in done.report.warnings(0.3)[-1]
+
+
+def test_a_trim_that_leaves_hardly_any_word_is_warned_about(target: Target) -> None:
+    """By what it measures, and by the coverage that --size auto keeps."""
+
+    def measure(drafter: Drafter, policy: Any) -> MeasuredDrafter:
+        return MeasuredDrafter(2.9 if drafter.vocab is None else 1.2, 0.5, 100.0)
+
+    report = trimmed(target, 8, measure=measure).report
+    slower, uncovered = report.warnings(0.95)[:2]
+    assert "the whole drafter is faster here" in slower
+    assert "tau 2.90 -> 1.20" in slower
+    assert uncovered.startswith(f"8 ids are {report.coverage:.1%} of what the target writes")
+    enough = trimmed(target, 90, measure=lambda *_: MeasuredDrafter(2.9, 0.9, 100.0)).report
+    assert enough.coverage > 0.95
+    assert not enough.warnings(0.95)
 
 
 def test_a_searched_draft_length_comes_back_as_policy_and_in_the_figures(target: Target) -> None:
@@ -211,7 +227,7 @@ def test_a_domain_that_lost_is_shown_first_and_warned_about(target: Target) -> N
     assert worst.after.tau == 1.0
     assert worst.before.speedup == pytest.approx(COST.speedup(2.5, 96))
     assert worst.after.mbsu == pytest.approx(1.0 / (1 + 3 * report.after.moved.byte_ratio))
-    assert any("a is slower than before" in line for line in report.lines())
+    assert any("a is slower than before" in line for line in report.warnings(0.3))
     table = report.domain_table()
     assert [line.split()[0] for line in table[1:]] == ["all", "a", "b"]
     assert "100%" in table[2]

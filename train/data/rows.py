@@ -9,6 +9,7 @@ Letters: B rows of a batch, R rows, S sequence, N documents.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from specctl.train.saving.store import sha256_file, write_arrays, write_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+_ROWS = re.compile(r"rows-[0-9a-f]{12}\.safetensors")
 WIDTH_STEP = 16  # batches are this much wide, or a multiple
 
 
@@ -176,6 +178,6 @@ def write_rows(
     )
     write_json(folder / MANIFEST, asdict(manifest))
     for old in folder.glob("rows-*.safetensors"):
-        if old.name != name:
+        if old.name != name and _ROWS.fullmatch(old.name):
             old.unlink()
     return manifest

@@ -25,8 +25,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from specctl.core.batch import LossOut, TrainBatch
-from specctl.core.drafter import Borrowed, Drafter, DraftState, Needs, Space
+from specctl.core.drafter import Drafter, DraftState, Needs, Space
 from specctl.core.errors import IncompatibleError, RecipeError
+from specctl.core.language_model import Borrowed
 from specctl.models.hf_lm import HfLM
 from specctl.recipes.schema import Recipe
 from specctl.runtime.target.checkpoint import as_transformers

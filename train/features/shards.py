@@ -25,6 +25,7 @@ from specctl.train.saving.tensorfile import tensor_chunks
 SCHEMA = "specctl.features/1"
 SHARD_BYTES = 64_000_000
 OFFSETS = "offsets"
+_NAME = "shard-" + 5 * "[0-9]"  # as a pattern: files that a user named alike are none of ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ class StoredShard:
 def kept_shards(root: Path) -> list[StoredShard]:
     """All whole shards under `root`, the least recently used first."""
     found: list[StoredShard] = []
-    for manifest in root.glob("*/shard-*.json"):
+    for manifest in root.glob(f"*/{_NAME}.json"):
         file = manifest.with_suffix(".safetensors")
         if file.exists():
             found.append(StoredShard(manifest.stat().st_mtime, file, file.stat().st_size))
@@ -142,9 +143,9 @@ def kept_shards(root: Path) -> list[StoredShard]:
 def sweep(root: Path) -> None:
     """Remove what a killed writer left: half-written files, and shards without a manifest. Only
     while nobody writes."""
-    for part in root.glob("*/.*.tmp"):
+    for part in root.glob(f"*/.{_NAME}.*.tmp"):
         part.unlink(missing_ok=True)
-    for file in root.glob("*/shard-*.safetensors"):
+    for file in root.glob(f"*/{_NAME}.safetensors"):
         if not file.with_suffix(".json").exists():
             file.unlink(missing_ok=True)
 

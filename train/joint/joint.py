@@ -113,8 +113,8 @@ class JointModel(Drafter):
         """What the target learns for itself; None if it keeps nothing."""
         if self._part.keep == "none":
             return None
-        judge = None if self._part.keep == "ce" else original_distribution(self._original, seen)
-        return target_loss(self.target, seen, judge)
+        teacher = None if self._part.keep == "ce" else original_distribution(self._original, seen)
+        return target_loss(self.target, seen, teacher)
 
     def _shown(self, seen: TrainBatch) -> TrainBatch:
         """The batch as the drafter reads it: what comes back through its taps is weighted, and its
@@ -161,7 +161,7 @@ def original_distribution(target: Target, batch: TrainBatch) -> TeacherLogits:
     return TeacherLogits(found.teacher_BSV.flatten(0, 1))
 
 
-def target_loss(target: Target, seen: TrainBatch, judge: TeacherLogits | None) -> LossOut:
+def target_loss(target: Target, seen: TrainBatch, teacher: TeacherLogits | None) -> LossOut:
     """How far the target that has read `seen` (its last state among the taps) is from a
     distribution, or from the text: its loss per token, as target_kl or target_ce, and how often its
     most probable token is the distribution's (target_agreement) or the text's (target_top1)."""
@@ -173,9 +173,9 @@ def target_loss(target: Target, seen: TrainBatch, judge: TeacherLogits | None) -
     else:
         assert seen.teacher_BSV is not None
         state_RX = seen.teacher_BSV.flatten(0, 1)
-    kind = "ce" if judge is None else "kl"
-    out = head_loss(state_RX, head, rows, None, LossOptions(kind), judge)
-    best = "target_top1" if judge is None else "target_agreement"
+    kind = "ce" if teacher is None else "kl"
+    out = head_loss(state_RX, head, rows, None, LossOptions(kind), teacher)
+    best = "target_top1" if teacher is None else "target_agreement"
     found = {f"target_{kind}": (out.sum.detach(), out.count), best: out.metrics["top1"]}
     return replace(out, metrics=found)
 

@@ -29,7 +29,7 @@ from specctl.train.joint.joint import TEACHER, JointModel, original_distribution
 from specctl.train.lora import merge
 from specctl.train.metrics import MetricsLog, read_log
 
-FOLDER = "target"
+FOLDER, CONFIG = "target", "config.json"
 TEXTS, ROWS_AT_ONCE = 64, 8  # measured on; read at a time
 
 
@@ -55,14 +55,20 @@ def settled(
 
 
 def _write(changed: Target, folder: Path) -> None:
-    """The additions merged; an older folder of this run is replaced once the new one is whole."""
+    """The additions merged. In an older folder of this run every file is replaced, the
+    configuration last, so that a mixture cannot be loaded; what else lies there stays."""
     merge(changed.lm.module)
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     write_target(changed, partial)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(partial, folder)
+    if not folder.exists():
+        os.replace(partial, folder)
+        return
+    (folder / CONFIG).unlink(missing_ok=True)
+    for path in sorted(partial.iterdir(), key=lambda path: (path.name == CONFIG, path.name)):
+        os.replace(path, folder / path.name)
+    partial.rmdir()
 
 
 def held_out(recipe: Recipe, target: Target, data: TokenData) -> list[TrainBatch]:

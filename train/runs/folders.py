@@ -1,4 +1,4 @@
-"""RunStatus folders seen from outside: found, and told how they stand. No torch; nothing is written."""
+"""Run folders seen from outside: found, and how they stand. No torch; nothing is written."""
 
 from __future__ import annotations
 
@@ -11,11 +11,17 @@ from typing import Any
 
 from specctl.core.errors import FileError
 from specctl.recipes.load import parse_yaml
-from specctl.train.runs.finished import read_mark
 from specctl.train.log import read_log
-from specctl.train.saving.aside import set_aside
+from specctl.train.runs.finished import read_mark
 from specctl.train.saving.lock import Holder, live_holder
-from specctl.train.saving.whole import damage, progress, saved_steps, step_name
+from specctl.train.saving.whole import (
+    damage,
+    left_over,
+    progress,
+    saved_steps,
+    set_aside,
+    step_name,
+)
 
 RECORD, LOG, SAVES = "run.yaml", "metrics.jsonl", "checkpoints"
 RUNNING, INTERRUPTED, FINISHED, DAMAGED = "running", "interrupted", "finished", "damaged"
@@ -197,6 +203,6 @@ def dispensable(run: RunStatus, keep: int = 2, is_ours: bool = False) -> list[Pa
     if (run.holder is not None and not is_ours) or not folder.is_dir():
         return []
     whole = [save for save in run.saves if save.wrong is None]
-    left = [*folder.glob(".tmp-*"), *(set_aside(folder) if whole else ())]
+    left = [*left_over(folder), *(set_aside(folder) if whole else ())]
     surplus = [save.path for save in whole[: -max(1, keep)] if not save.is_best]
     return sorted(left) + surplus

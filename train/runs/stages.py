@@ -23,11 +23,11 @@ from specctl.recipes.stages import resolved, stages_of
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.target.target import Target
 from specctl.train.data.context import check_context
-from specctl.train.runs.finished import stage_folders
 from specctl.train.init.initial import Loader
 from specctl.train.joint.check import check_stages
-from specctl.train.planning.plan import RunPlan, disk_needs, plan
 from specctl.train.planning.capacity import lacking_disk, refuse_lacks
+from specctl.train.planning.plan import RunPlan, disk_needs, plan
+from specctl.train.planning.target_shape import target_shape
 from specctl.train.run import (
     Packager,
     RunResult,
@@ -36,8 +36,8 @@ from specctl.train.run import (
     marked_result,
     train_draft,
 )
+from specctl.train.runs.finished import stage_folders
 from specctl.train.saving.run_file import write_run_file
-from specctl.train.planning.target_shape import target_shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,6 @@ from torch import Tensor
 from specctl.core.errors import IntegrityError, SpecctlError
 from specctl.runtime.measure.reporter import Reporter
 from specctl.train.distributed.ranks import Ranks
-from specctl.train.saving.aside import put_aside, set_aside
 from specctl.train.saving.disk import SLACK, Disk, FileEntry, naming, write_file
 from specctl.train.saving.fingerprint import RESTART
 from specctl.train.saving.tensorfile import num_bytes, tensor_chunks
@@ -36,8 +35,12 @@ from specctl.train.saving.whole import (
     canonical,
     damage,
     digest,
+    drop,
+    left_over,
+    put_aside,
     read_manifest,
     saved_steps,
+    set_aside,
     step_name,
 )
 
@@ -176,7 +179,12 @@ class Checkpoints:
             if step not in kept:
                 gone = self.folder / f".tmp-old-{step_name(step)}"
                 self.disk.replace(self.path(step), gone)
-                shutil.rmtree(gone, ignore_errors=True)
+                self._drop(gone)
+
+    def _drop(self, path: Path) -> None:
+        kept = drop(path)
+        if kept is not None:
+            self.reporter.warn(f"a checkpoint went; what else lay in it is kept in {kept}")
 
     def newest(self, restart: bool = False) -> Snapshot | None:
         """The newest whole checkpoint, None if the run has none. Damaged ones are moved aside. If
@@ -189,8 +197,8 @@ class Checkpoints:
         return None if chosen is None else read_snapshot(self.path(chosen), self.ranks.rank)
 
     def _choose(self, restart: bool) -> int | None:
-        for path in self.folder.glob(".tmp-*"):
-            path.unlink() if path.is_symlink() else shutil.rmtree(path)
+        for path in left_over(self.folder):
+            self._drop(path)
         reasons: dict[Path, str] = {}
         chosen: int | None = None
         for step in reversed(self.steps()):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -80,7 +81,8 @@ def write_whole(disk: Disk, path: Path, body: bytes) -> FileEntry:
     a power cut. What a killed writer of the same file left beside it is removed."""
     with naming(path, len(body), f"the file {path.name}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        for left in path.parent.glob(f".{path.name}.*.tmp"):
+        half = re.compile(re.escape(f".{path.name}.") + r"\d+\.tmp")
+        for left in [p for p in path.parent.iterdir() if half.fullmatch(p.name)]:
             left.unlink(missing_ok=True)
         beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:

@@ -141,9 +141,6 @@ def target_bytes(target: Target) -> int:
     return total if is_tied else total - weight.numel() * weight.element_size()
 
 
-PARALLEL_FAMILIES = frozenset({"medusa", "blockwise"})  # one draft call gives every position
-
-
 @dataclass(frozen=True, slots=True)
 class HeadCost:
     """Measured seconds on this device: a plain target step, a verification of a full draft, and one
@@ -206,13 +203,9 @@ def fit_cost(
     return HeadCost(plain, verify, body, head, calls, vocab_size, tuple(rounds))
 
 
-def is_parallel(drafter: Drafter) -> bool:
-    return drafter.family in PARALLEL_FAMILIES
-
-
 def draft_calls(drafter: Drafter, policy: Policy) -> int:
     """g: sequential draft calls of a round."""
-    return 1 if is_parallel(drafter) else max(policy.depth, 1)
+    return 1 if drafter.one_call else max(policy.depth, 1)
 
 
 def measure_head_cost(
@@ -241,4 +234,4 @@ def measure_head_cost(
         vocab_size=target.spec.vocab_size,
     )
     verify_at = {k: min(t.verify[k] for t in tables.values()) for k in lengths}
-    return replace(fitted, verify_at=verify_at, is_parallel=is_parallel(drafter))
+    return replace(fitted, verify_at=verify_at, is_parallel=drafter.one_call)

@@ -177,6 +177,16 @@ class TrimReport:
         return self.size < self.size_before
 
     @property
+    def before_speedup(self) -> float:
+        """Over plain decoding, of the whole drafter: measured tau at the fitted cost."""
+        return self.before.cost.speedup(self.before.measured.tau, self.before.size)
+
+    @property
+    def after_speedup(self) -> float:
+        """The same of the trimmed one."""
+        return self.after.cost.speedup(self.after.measured.tau, self.after.size)
+
+    @property
     def agreement(self) -> float | None:
         """Kendall's tau between predicted and measured speed-ups of what was tried."""
         return kendall([(t.predicted.speedup, t.speedup) for t in self.trials])
@@ -237,7 +247,6 @@ class TrimReport:
             *self.domain_table(),
             f"tried, predicted from {self.predictor}:",
             *self.table(),
-            *self._warnings(),
         ]
 
     def _choice_note(self) -> str:
@@ -246,9 +255,23 @@ class TrimReport:
         weights = ", ".join(f"{name} {w:.2f}" for name, w in self.choice.weights.items())
         return f", drafting {self.choice.length}" + (f", weights {weights}" if weights else "")
 
-    def _warnings(self) -> list[str]:
+    def warnings(self, min_coverage: float) -> list[str]:
+        """What speaks against the trimmed drafter: measured tau at measured costs below that of the
+        whole one, over all prompts or in a domain; and less than `min_coverage` of the target's own
+        words, which `--size auto` would not have gone below."""
         found = []
-        losers = [row for row in self.domains if row.gain < 1.0]
+        if self.pays and self.after_speedup < self.before_speedup:
+            found.append(
+                f"the whole drafter is faster here: S {self.before_speedup:.2f} -> "
+                f"{self.after_speedup:.2f}, tau {self.before.measured.tau:.2f} -> "
+                f"{self.after.measured.tau:.2f}; keep it, or trim with --size auto"
+            )
+        if self.pays and self.coverage < min_coverage:
+            found.append(
+                f"{self.size:,} ids are {self.coverage:.1%} of what the target writes, less than "
+                f"the {min_coverage:.0%} that --size auto keeps: every other token ends a draft"
+            )
+        losers = [row for row in self.domains if row.gain < 1.0 and row.domain != ALL]
         if losers:
             row = min(losers, key=lambda row: row.gain)
             found.append(

@@ -55,17 +55,17 @@ def write(source: ExportSource) -> FlatFolder:
     assert isinstance(drafter, FeatureDrafter)
     _refuse_other_nets(drafter)
     refuse_scaled_head(source, "SGLang")
-    net = drafter.net
+    net = drafter.module
     config = llama_config("LlamaForCausalLMEagle", source, net.shape, len(net.layers))
     return FlatFolder(config, written_tensors(source, (drafter.tap,)))
 
 
 def _refuse_other_nets(drafter: FeatureDrafter) -> None:
     """Families on EAGLE's frame may carry other modules or mix otherwise."""
-    plain = TrunkNet(drafter.net.shape, len(drafter.net.layers)).state_dict()
+    plain = TrunkNet(drafter.module.shape, len(drafter.module.layers)).state_dict()
     own = {name for name in drafter.tensors() if not name.startswith(PREFIX)}
     other = sorted(own ^ set(plain))
-    if other or isinstance(drafter.net, BlindNet):
+    if other or isinstance(drafter.module, BlindNet):
         raise IncompatibleError(
             "the engine's EAGLE layer computes something else than this drafter",
             found=f"{drafter.family} with {other[0]}" if other else "read_tokens: false",

@@ -111,7 +111,9 @@ def test_losses_are_bounded_whatever_is_expected() -> None:
         for _ in range(3):
             auto.scored(Score(0, 8, 8, 3))
         played = ARMS[auto.order([3])[0]]
-        auto.reward(ARMS.index(played), 1.0, 1.0)
+        spent = 1.0 + 0.1 * played.length
+        auto.prices.observe(played.length, spent)
+        auto.reward(ARMS.index(played), 1.0, spent)
         lost += 0.1 * played.length
         assert lost <= 0.3 + 0.01 * (round_ + 1) + 1e-9
     assert lost > 1.0, "it tries now and then"

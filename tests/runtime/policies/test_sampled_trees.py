@@ -67,7 +67,7 @@ def test_a_dynamic_tree_beats_the_best_fixed_one_where_states_differ(unsure: Pai
     best = max(fixed, key=lambda one: one.mean)
     for limit in (0.0, 0.05):
         grown = unsure.run(DySpec(8, 8, threshold=limit), "recursive", tokens=48)
-        assert grown.mean_nodes <= best.mean_nodes == 8
+        assert max(grown.mean_nodes, best.mean_nodes) <= 8
         assert grown.mean > best.mean + 3 * (grown.error + best.error)
 
 

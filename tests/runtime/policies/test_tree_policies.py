@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from specctl.core.drafter import Outcome, RoundSeconds, RoundView
 from specctl.core.errors import RecipeError
-from specctl.core.tree import NodeKind
+from specctl.core.tree import NodeKind, chain_tree
 from specctl.drafters import families
-from specctl.recipes.serve import POLICY_FIELDS, PolicyName, ServePart
+from specctl.recipes.serve import POLICY_FIELDS, ServePart
 from specctl.runtime.measure.cost import equip, measure_costs
 from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.policies import POLICIES, TREES, make_policy, policies_of
@@ -159,7 +161,8 @@ def test_rows_of_different_needs_share_a_round(battery: Any, name: str) -> None:
 
 
 def test_every_setting_of_a_policy_is_a_field_of_the_recipe_and_no_other_is_taken() -> None:
-    assert set(POLICY_FIELDS) == set(POLICIES) == set(get_args(PolicyName))
+    schema = ServePart.model_json_schema()["properties"]
+    assert list(POLICY_FIELDS) == list(POLICIES) == schema["policy"]["enum"]
     for name, kind in POLICIES.items():
         own = {field.name for field in fields(kind) if field.init}
         assert set(POLICY_FIELDS[name]) <= own & set(ServePart.model_fields), name
@@ -188,6 +191,30 @@ def test_what_is_measured_for_a_fitted_tree_are_chains_of_its_drafter(battery: A
     costs = measure_costs(one.target, one.drafter, one.policy, [[1, 2]], rounds=2)
     assert set(costs.verify) == {0, 1, 2, 4, 8}
     assert equip(one.policy, costs).policy.nodes <= 8
+
+
+def test_a_fitted_tree_that_does_not_pay_is_not_drafted() -> None:
+    """It is drafted whole or not at all, by what rounds take in the run."""
+    policy = make_policy({"policy": "sequoia", "nodes": 8, "length": 4})
+    made = equip(policy, chain_costs(0.02, 0.002))
+    assert made.policy is not None
+    assert made.chooser is not None
+    assert set(made.chooser.costs.verify) == {0, made.policy.depth}
+    chooser, asked = made.chooser, []
+    for _ in range(200):
+        asked.append(depth := chooser.length(1))
+        seconds = RoundSeconds(0.0, 1.0 + 0.8 * (depth > 0), 0.0)
+        chooser.observe(drafted_in_vain(depth), seconds)
+    assert asked[0] == made.policy.depth
+    assert sum(depth > 0 for depth in asked) < 0.1 * len(asked)
+
+
+def drafted_in_vain(depth: int) -> Outcome:
+    none_B = torch.zeros(1, dtype=torch.long)
+    view = RoundView((0,), none_B, none_B, none_B, ([],))
+    token_BN = none_B[:, None].repeat(1, depth)
+    tree = chain_tree(token_BN, torch.ones_like(token_BN, dtype=torch.bool), NodeKind.POINT)
+    return Outcome(view, tree, none_B, (0,), none_B, ((0,),), (None,))
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ CHAIN, TREE = {"policy": "chain", "length": 3}, {"policy": "static-tree", "branc
 
 @pytest.fixture(autouse=True)
 def _small_level(monkeypatch):
-    small = prove.Level(3, 12, samples=400, length=4, all_rules=False, enumeration="quick")
+    small = prove.ProofLevel(3, 12, samples=400, length=4, all_rules=False, enumeration="quick")
     monkeypatch.setitem(prove.LEVELS, "lossless", small)
 
 

@@ -7,9 +7,8 @@ import asyncio
 import pytest
 import torch
 
-from specctl.core.drafter import Space
+from specctl.core.drafter import Space, tensor_bytes
 from specctl.core.errors import ResourceError
-from specctl.core.state_memory import tensor_bytes
 from specctl.drafters import families
 from specctl.runtime.server.service import Limits, Service
 from specctl.runtime.target.target import Target

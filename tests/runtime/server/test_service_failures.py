@@ -15,7 +15,7 @@ from specctl.runtime.server.service import (
     Service,
     Unavailable,
 )
-from specctl.runtime.server.text import AnswerText
+from specctl.runtime.target.text_stream import TextStream
 from specctl_testing.runtime.asking import (
     alone,
     asks_of,
@@ -145,14 +145,14 @@ def test_code_that_raises_inside_a_round_fails_its_own_row_only(target):
 
 
 def test_text_that_cannot_be_written_fails_its_own_answer_only(target, monkeypatch):
-    add = AnswerText.add
+    add = TextStream.add
 
     def picky(self, token):
         if self._stops == ("never",):
             raise UnicodeError
         return add(self, token)
 
-    monkeypatch.setattr(AnswerText, "add", picky)
+    monkeypatch.setattr(TextStream, "add", picky)
     good, odd = asks_of(2)
     odd = replace(odd, sampling=replace(odd.sampling, stop=("never",)))
 

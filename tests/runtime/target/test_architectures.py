@@ -195,7 +195,7 @@ def test_rounding_is_no_wrong_mask(matrix: ModuleType, name: str) -> None:
     lm = HfLM(model)
     after = {key: (weight.data_ptr(), weight.dtype) for key, weight in model.named_parameters()}
     assert after == before
-    assert lm.new_kv(1, 4).key_SHLD[0].dtype == torch.bfloat16
+    assert lm.new_kv(1, 4).key_ZJLE[0].dtype == torch.bfloat16
 
 
 def test_quantised_weights_are_tried_as_they_are(matrix: ModuleType) -> None:
@@ -249,7 +249,7 @@ def test_a_window_that_the_masks_ignore_is_found(
 def test_a_cache_keeps_what_each_layer_keeps(matrix: ModuleType) -> None:
     """Latent attention keeps one compressed head and its turned part; shared layers nothing."""
     latent = HfLM(matrix.tiny("deepseek_v3")).new_kv(2, 5)
-    assert latent.key_SHLD[0].shape == (2, 1, 5, 16)
-    assert latent.value_SHLD[0].shape == (2, 1, 5, 8)
+    assert latent.key_ZJLE[0].shape == (2, 1, 5, 16)
+    assert latent.value_ZJLE[0].shape == (2, 1, 5, 8)
     shared = HfLM(matrix.tiny("gemma3n_text")).kv_layers
     assert [layer.size > 0 for layer in shared] == [True, True, False]

@@ -9,7 +9,7 @@ import pytest
 
 from specctl.core.errors import RecipeError
 from specctl.core.tree import NodeKind
-from specctl.recipes.serve import RuleName
+from specctl.recipes.serve import ServePart
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
@@ -66,7 +66,7 @@ def test_an_illegal_rule_is_refused_when_it_is_configured(
 
 
 def test_a_recipe_may_name_every_rule_and_no_other() -> None:
-    assert set(RuleName.__args__) == {"auto", *RULES}  # type: ignore[attr-defined]
+    assert ServePart.model_json_schema()["properties"]["rule"]["enum"] == ["auto", *RULES]
 
 
 def test_every_rule_names_its_paper_and_no_kind_is_without_a_rule() -> None:
@@ -90,7 +90,7 @@ def test_an_approximate_drafter_is_marked_in_every_output(target: Any, drafter: 
 def test_verify_refuses_an_approximate_drafter_and_measures_it_when_asked(
     target: Any, drafter: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = prove.Level(2, 6, samples=200, length=3, all_rules=False, enumeration="quick")
+    small = prove.ProofLevel(2, 6, samples=200, length=3, all_rules=False, enumeration="quick")
     monkeypatch.setitem(prove.LEVELS, "lossless", small)
     monkeypatch.setattr(prove, "_enumerated", lambda level: (1, 0.0))
     drafter.lossless = False

@@ -15,11 +15,10 @@ from specctl.core.tree import DraftTree, NodeKind, QRows, chain_tree, empty_tree
 from specctl.runtime.proof.cases import make_case
 from specctl.runtime.proof.compare import FixedNoise, random_round, scalar_round
 from specctl.runtime.proof.enumerate import all_drafts, enumerate_case, top_drafts
-from specctl.runtime.proof.scalar import SCALAR_RULES
-from specctl.runtime.proof.scalar_parts import norm, positive, without
 from specctl.runtime.sampling.noise import RoundNoise
 from specctl.runtime.sampling.sampling import Sampling, SamplingBatch
-from specctl.runtime.verify import run_rule
+from specctl.runtime.verify import run_rule, scalar
+from specctl.runtime.verify.scalar_parts import norm, positive, without
 from specctl.runtime.verify.walk import best_token, chain_verdict
 from specctl_testing.runtime import sibling_mutants
 from specctl_testing.runtime.mutants import Mutant, as_drafts, as_q, as_rule, is_exact, ratio
@@ -76,8 +75,8 @@ def withdraws_unlikely_drafts(tree, chooser):
         if tree.q[fed - 1][tree.token[fed]] < 0.4:
             children = [c if t < fed - 1 else [] for t, c in enumerate(tree.children)]
             cut = dataclasses.replace(tree, children=children)
-            return SCALAR_RULES["chain"](cut, chooser)
-    return SCALAR_RULES["chain"](tree, chooser)
+            return scalar.chain(cut, chooser)
+    return scalar.chain(tree, chooser)
 
 
 def walk_block(threshold, stop_early=False, keep_weight=True):

@@ -45,9 +45,9 @@ class Load:
     text: int = 80
     seed: int = 0
 
-    def run(self, batching, rounds, told=None):
-        """(tokens per second, lengths of every round). Rounds are said to take a second each, or
-        `told` times what they take."""
+    def run(self, batching, rounds, told=1.0):
+        """(tokens per second, lengths of every round). Rounds are said to take `told` times what
+        they take."""
         rng = np.random.default_rng(self.seed)
         live, emitted, clock, named, asked = [], 0, 0.0, 0, []
         for _ in range(rounds):
@@ -64,7 +64,7 @@ class Load:
             for row, n in zip(live, accepted, strict=True):
                 row[2] -= n + 1
             finished = ["length" if left <= 0 else None for _, _, left in live]
-            spent = 1.0 if told is None else told * spent
+            spent *= told
             batching.observe(outcome_of(accepted, finished), RoundSeconds(0.0, spent, 0.0))
             live = [row for row in live if row[2] > 0]
             asked.append(lengths)

@@ -16,17 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from specctl.core.drafter import (
-    Borrowed,
-    Drafter,
-    Needs,
-    Outcome,
-    RoundSeconds,
-    Space,
-    StepState,
-)
+from specctl.core.drafter import Drafter, Needs, Outcome, RoundSeconds, Space, StepState
 from specctl.core.kv_cache import SlotKV
-from specctl.core.language_model import Feed, LanguageModel, LmOut
+from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut
 from specctl.core.spec import ModelSpec
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request

@@ -27,7 +27,7 @@ def as_rule(rule):
 
 
 def as_q(change):
-    return lambda case: {"told_q": change(case)}
+    return lambda case: {"given_q": change(case)}
 
 
 def as_drafts(drafts):

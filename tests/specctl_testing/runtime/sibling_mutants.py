@@ -10,9 +10,9 @@ import numpy as np
 from specctl.core.tree import NodeKind
 from specctl.runtime.proof.cases import make_case
 from specctl.runtime.proof.enumerate import all_drafts, enumerate_case, fixed_siblings
-from specctl.runtime.proof.scalar import block
-from specctl.runtime.proof.scalar_parts import norm, point, positive, without
-from specctl.runtime.proof.scalar_siblings import rounds, smallest_rho
+from specctl.runtime.verify.scalar import block
+from specctl.runtime.verify.scalar_parts import norm, point, positive, without
+from specctl.runtime.verify.scalar_siblings import rounds, smallest_rho
 from specctl_testing.runtime.mutants import Mutant, as_drafts, as_rule, is_exact, ratio
 
 IID, PATHS, REFILLED, PLUS = (

@@ -68,10 +68,10 @@ class ToyDrafter(Drafter):
 
     def loss(self, batch: TrainBatch) -> LossOut:
         logits_NV = self.module(batch.ids_BS[:, :-1])[batch.loss_mask_BS[:, 1:]]
-        label_N = batch.ids_BS[:, 1:][batch.loss_mask_BS[:, 1:]]
-        count = torch.tensor(float(label_N.numel()))
-        hits = (logits_NV.argmax(-1) == label_N).sum()
-        total = F.cross_entropy(logits_NV, label_N, reduction="sum")
+        label_Q = batch.ids_BS[:, 1:][batch.loss_mask_BS[:, 1:]]
+        count = torch.tensor(float(label_Q.numel()))
+        hits = (logits_NV.argmax(-1) == label_Q).sum()
+        total = F.cross_entropy(logits_NV, label_Q, reduction="sum")
         return LossOut(total, count, {"top1": (hits, count), "alpha": (hits, count)})
 
 

@@ -14,7 +14,7 @@ __all__ = ["Evidence", "Selector", "selector", "selectors"]
 @cache
 def selectors() -> dict[str, Selector]:
     """Every selector by name, in alphabetical order."""
-    return plugins(__name__, __path__, "SELECTOR")
+    return plugins(__name__, "SELECTOR")
 
 
 def selector(name: str, where: str = "--selector") -> Selector:

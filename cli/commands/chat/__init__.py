@@ -1,0 +1,72 @@
+"""`specctl chat`: talk with a target in the terminal, its answers drafted ahead."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from specctl.cli.app.console import Console
+from specctl.cli.commands.chat.repl import ChatRepl, Interrupts, Lines, Look
+from specctl.cli.commands.chat.session import ChatSession
+from specctl.cli.options.flags import Compile
+from specctl.cli.options.loading import NO_DRAFTER, DraftChoice
+from specctl.cli.options.sampling import GrammarFlags, SamplingFlags
+from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
+
+LONG_ANSWERS = SamplingFlags(max_new_tokens=512)
+
+
+def chat(
+    console: Console,
+    draft: DraftChoice,
+    grammar: GrammarFlags,
+    target: TargetChoice = OWN_TARGET,
+    sampling: SamplingFlags = LONG_ANSWERS,
+    system: Annotated[
+        str | None, typer.Option("--system", help="Told to the model before everything else.")
+    ] = None,
+    show_accepted: Annotated[
+        bool, typer.Option("--show-accepted", help="Colour tokens that were drafted and accepted.")
+    ] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="A line of figures per answer.")] = False,
+    compiled: Compile = False,
+) -> None:
+    """Talk with a target. A conversation is read once: each turn adds only its own words.
+
+    In a terminal, lines are turns and Ctrl-C stops an answer; /help lists the commands. Through a
+    pipe, every line is a turn and the answers go to stdout.
+
+    Examples:
+
+      specctl chat --draft auto
+      specctl chat --target tiny --draft prompt-lookup --show-accepted --stats
+      echo "write a loop" | specctl chat --max-new-tokens 32 --json
+    """
+    sampling.sampling()  # what cannot be is refused before the target is read
+    target = target.or_own(draft.draft)
+    model = target.load(console, compiled)
+    settings = replace(sampling.settle(console, model), grammar=grammar.load(model))
+    loaded = draft.load(model)
+    loaded.announce(console)
+    if loaded.parallel:
+        console.warn("drafting in parallel is left out: a chat keeps its text in one engine")
+    talk = ChatSession(model, loaded, settings)
+    look = Look(show_accepted and _has_colours(console), stats)
+    room = ChatRepl(console, talk, look, Lines(console))
+    if system is not None:
+        room.tell_system(system)
+    room.open()
+    with Interrupts() as interrupts:
+        room.run(interrupts)
+    where = f"--target {target.name}"
+    where += f" --draft {draft.draft}" if draft.draft != NO_DRAFTER else ""
+    console.done(room.to_json(), next=[f"specctl serve {where}"])
+
+
+def _has_colours(console: Console) -> bool:
+    if console.color and console.stdout.isatty():
+        return True
+    console.warn("--show-accepted is ignored: stdout is no terminal that shows colours")
+    return False

@@ -1,0 +1,29 @@
+"""What a package or a proof claims, in words: lossless means less in bfloat16 than in float32.
+
+The rules are exact in real numbers. Logits are not: reading several tokens at once rounds otherwise
+than reading them one by one, and where two tokens nearly tie in that rounding, another one is the
+larger. No torch here: cards and `specctl show` say it, too.
+"""
+
+from __future__ import annotations
+
+EXACT = ("float32", "float64")  # ties within the rounding of these are not met in practice
+_PLAIN = "the distribution of plain decoding, and under greedy decoding its tokens"
+_NEAR = (
+    "the distribution of plain decoding up to rounding; where two tokens nearly tie the choice may "
+    "flip, so greedy texts may differ from those of plain decoding and of other engines"
+)
+
+
+def stamp(verification: str, dtype: str | None) -> str:
+    """The mark with the arithmetic it is about: `lossless in bfloat16`; dtype None is unknown."""
+    return verification if dtype is None or verification != "lossless" else f"lossless in {dtype}"
+
+
+def meaning(verification: str, dtype: str | None) -> str:
+    """What that mark promises of the output, beside the target's own plain decoding."""
+    if verification != "lossless":
+        return "the distribution differs from plain decoding's, by design"
+    if dtype is None:
+        return f"in float32 {_PLAIN}; in bfloat16 and float16 {_NEAR}"
+    return _PLAIN if dtype in EXACT else _NEAR
