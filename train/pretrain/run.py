@@ -305,7 +305,7 @@ def pretrain(
     plan, report = recipe.train, recipe.report
     torch.set_num_threads(plan.num_threads)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "run.yaml").write_text(yaml.safe_dump(asdict(recipe), sort_keys=False))
+    (out / "run.yaml").write_text(yaml.safe_dump(recipe.model_dump(), sort_keys=False))
     data = prepare_data(recipe, out)
     model = build_model(recipe, data.tokenizer)
     schedule, stop = TokenSchedule(plan), Stop("run the same command again")
