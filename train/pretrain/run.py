@@ -48,9 +48,9 @@ from specctl.train.pretrain.recipe import (
     load_pretrain_recipe,
 )
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot
+from specctl.train.saving.integrity import saved_steps
 from specctl.train.saving.state import Optimizers
 from specctl.train.saving.store import write_json
-from specctl.train.saving.whole import saved_steps
 from specctl.train.stop import Interrupted, Stop
 
 STATE, LOG, EXPORT = "state", "log.jsonl", "export"
