@@ -186,7 +186,7 @@ def evaluate(model: Any, ids: Ids, seq_len: int, max_tokens: int) -> Evaluation:
 # -- what the loop reads and writes ---------------------------------------------------------------
 
 
-class Places(Order):
+class StreamPlaces(Order):
     """The places of the stream themselves: which rows lie there depends on the phase."""
 
     def __init__(self) -> None:
@@ -380,7 +380,7 @@ def _job(
         drafter=trained,
         settings=settings,
         schedule=text.schedule,
-        order=Places(),
+        order=StreamPlaces(),
         batch=text.batch,
         measure=lambda: Evaluation(0.0, 0.0, 0),
         optimizers=build_optimizers(model, plan),
