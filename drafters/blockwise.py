@@ -236,10 +236,6 @@ def _earlier(batch: TrainBatch, count: int) -> Tensor:
     return torch.where(document_BS == batch.document_BS, ids_BS, NONE)
 
 
-def build(options: BlockwiseOptions, spec: ModelSpec, vocab: VocabMap | None) -> Blockwise:
-    return Blockwise(options, spec, vocab)
-
-
 FAMILY = Family(
     name="blockwise",
     summary=(
@@ -250,7 +246,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/1811.03115",
     options=BlockwiseOptions,
-    build=build,
+    build=Blockwise,
     trainable=True,
     policies=("direct", "chain", "dynamic-tree", "static-tree", "merged-beams"),
 )

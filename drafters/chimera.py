@@ -160,10 +160,6 @@ class Chimera(BlockDrafter):
         return torch.cat([newest_BMD, self.norm(x_BMD)], dim=-1)
 
 
-def build(options: ChimeraOptions, spec: ModelSpec, vocab: VocabMap | None) -> Chimera:
-    return Chimera(options, spec, vocab)
-
-
 FAMILY = Family(
     name="chimera",
     summary=(
@@ -174,7 +170,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2402.15758",
     options=ChimeraOptions,
-    build=build,
+    build=Chimera,
     trainable=True,
     policies=("static-tree", "chain", "dynamic-tree"),
 )

@@ -119,10 +119,6 @@ class Clover(HeadDrafter):
         return state_XD + added_XD
 
 
-def build(options: CloverOptions, spec: ModelSpec, vocab: VocabMap | None) -> Clover:
-    return Clover(options, spec, vocab)
-
-
 FAMILY = Family(
     name="clover",
     summary=(
@@ -133,7 +129,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2408.00264",
     options=CloverOptions,
-    build=build,
+    build=Clover,
     trainable=True,
     policies=("dynamic-tree", "chain", "static-tree"),
 )

@@ -103,10 +103,6 @@ class DFlash(InjectedBlocks):
         self.module = InjectedNet(spec, len(self.own_taps), options)
 
 
-def build(options: DFlashOptions, spec: ModelSpec, vocab: VocabMap | None) -> DFlash:
-    return DFlash(options, spec, vocab)
-
-
 FAMILY = Family(
     name="dflash",
     summary=(
@@ -117,7 +113,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2602.06036",
     options=DFlashOptions,
-    build=build,
+    build=DFlash,
     trainable=True,
     policies=("direct", "chain", "static-tree"),
 )

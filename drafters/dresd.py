@@ -254,10 +254,6 @@ def _graph(key_RO: Tensor) -> Any:
     return graph
 
 
-def build(options: DresdOptions, spec: ModelSpec, vocab: VocabMap | None) -> Dresd:
-    return Dresd(options, spec, vocab)
-
-
 FAMILY = Family(
     name="dresd",
     summary=(
@@ -268,7 +264,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2502.15572",
     options=DresdOptions,
-    build=build,
+    build=Dresd,
     trainable=False,
     policies=("direct",),
 )

@@ -128,10 +128,6 @@ class SparkState(GroundedState):
         return guess_B1[:, 0].float().sigmoid()
 
 
-def build(options: DSparkOptions, spec: ModelSpec, vocab: VocabMap | None) -> DSpark:
-    return DSpark(options, spec, vocab)
-
-
 FAMILY = Family(
     name="dspark",
     summary=(
@@ -142,7 +138,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2607.05147",
     options=DSparkOptions,
-    build=build,
+    build=DSpark,
     trainable=True,
     policies=("chain", "dynamic-tree", "static-tree"),
 )

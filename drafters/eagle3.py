@@ -307,10 +307,6 @@ class Eagle3State(FeatureState):
         return read_head(normed, fused.head)
 
 
-def build(options: Eagle3Options, spec: ModelSpec, vocab: VocabMap | None) -> Eagle3:
-    return Eagle3(options, spec, vocab)
-
-
 FAMILY = Family(
     name="eagle3",
     summary=(
@@ -322,7 +318,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2503.01840",
     options=Eagle3Options,
-    build=build,
+    build=Eagle3,
     trainable=True,
     policies=("chain", "dynamic-tree", "static-tree"),
 )

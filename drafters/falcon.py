@@ -43,8 +43,6 @@ from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Family, Outcome, Space
 from specctl.core.errors import RecipeError
 from specctl.core.masks import document_mask
-from specctl.core.spec import ModelSpec
-from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import ahead_mask, shifted
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions, Unrolled
@@ -332,10 +330,6 @@ class StrideState(FeatureState):
         return linear(self._states[-1], self._head)
 
 
-def build(options: FalconOptions, spec: ModelSpec, vocab: VocabMap | None) -> Falcon:
-    return Falcon(options, spec, vocab)
-
-
 FAMILY = Family(
     name="falcon",
     summary=(
@@ -347,7 +341,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2412.12639",
     options=FalconOptions,
-    build=build,
+    build=Falcon,
     trainable=True,
     policies=("dynamic-tree", "chain", "static-tree"),
 )

@@ -21,14 +21,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from specctl.core.drafter import (
-    Budget,
-    Drafter,
-    Family,
-    Needs,
-    Outcome,
-    Space,
-)
+from specctl.core.drafter import Budget, Drafter, Family, Needs, Outcome, Space
 from specctl.core.errors import FileError, RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
@@ -224,10 +217,6 @@ def read_spans(
             store.add(tuple(tokens[at - length : at]), span)
 
 
-def build(options: HierarchyOptions, spec: ModelSpec, vocab: VocabMap | None) -> Hierarchy:
-    return Hierarchy(options, spec, vocab)
-
-
 FAMILY = Family(
     name="hierarchy",
     summary=(
@@ -237,7 +226,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2502.05609",
     options=HierarchyOptions,
-    build=build,
+    build=Hierarchy,
     trainable=False,
     policies=("direct",),
 )

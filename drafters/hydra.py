@@ -121,10 +121,6 @@ class Hydra(HeadDrafter):
         return x
 
 
-def build(options: HydraOptions, spec: ModelSpec, vocab: VocabMap | None) -> Hydra:
-    return Hydra(options, spec, vocab)
-
-
 FAMILY = Family(
     name="hydra",
     summary=(
@@ -135,7 +131,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2402.05109",
     options=HydraOptions,
-    build=build,
+    build=Hydra,
     trainable=True,
     policies=("hardware-tree", "chain", "dynamic-tree", "static-tree"),
 )

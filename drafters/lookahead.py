@@ -186,10 +186,6 @@ class LookaheadState(DraftState):
                 self.stores.at(slot).add((first,), tuple(rest))
 
 
-def build(options: LookaheadOptions, spec: ModelSpec, vocab: VocabMap | None) -> Lookahead:
-    return Lookahead(options, spec, vocab)
-
-
 FAMILY = Family(
     name="lookahead",
     summary=(
@@ -200,7 +196,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2402.02057",
     options=LookaheadOptions,
-    build=build,
+    build=Lookahead,
     trainable=False,
     policies=("direct",),
 )

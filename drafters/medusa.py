@@ -78,10 +78,6 @@ class Medusa(ParallelHeads):
         return carry_XY
 
 
-def build(options: MedusaOptions, spec: ModelSpec, vocab: VocabMap | None) -> Medusa:
-    return Medusa(options, spec, vocab)
-
-
 FAMILY = Family(
     name="medusa",
     summary=(
@@ -92,7 +88,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2401.10774",
     options=MedusaOptions,
-    build=build,
+    build=Medusa,
     trainable=True,
     policies=("direct", "static-tree", "dynamic-tree", "chain"),
 )

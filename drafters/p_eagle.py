@@ -125,10 +125,6 @@ class PEagle(TappedBlocks):
         return [min(num_anchors, max(math.ceil(num_anchors * s), FEWEST)) for s in shares]
 
 
-def build(options: PEagleOptions, spec: ModelSpec, vocab: VocabMap | None) -> PEagle:
-    return PEagle(options, spec, vocab)
-
-
 FAMILY = Family(
     name="p-eagle",
     summary=(
@@ -139,7 +135,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2602.01469",
     options=PEagleOptions,
-    build=build,
+    build=PEagle,
     trainable=True,
     policies=("direct", "chain", "static-tree"),
 )

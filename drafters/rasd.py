@@ -189,10 +189,6 @@ class RasdState(LmState):
             self.num_cached[slot] = min(self.num_cached[slot], kept + lead)
 
 
-def build(options: RasdOptions, spec: ModelSpec, vocab: VocabMap | None) -> Rasd:
-    return Rasd(options, spec, vocab)
-
-
 FAMILY = Family(
     name="rasd",
     summary=(
@@ -203,7 +199,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2503.03434",
     options=RasdOptions,
-    build=build,
+    build=Rasd,
     trainable=True,
     policies=("fused", "dynamic-tree"),
 )

@@ -87,10 +87,6 @@ class Recurrent(HeadDrafter):
         return ready_XY
 
 
-def build(options: RecurrentOptions, spec: ModelSpec, vocab: VocabMap | None) -> Recurrent:
-    return Recurrent(options, spec, vocab)
-
-
 FAMILY = Family(
     name="recurrent",
     summary=(
@@ -101,7 +97,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2403.09919",
     options=RecurrentOptions,
-    build=build,
+    build=Recurrent,
     trainable=True,
     policies=("merged-beams", "chain", "dynamic-tree", "static-tree"),
 )

@@ -335,10 +335,6 @@ class ExitState(StepState):
         )
 
 
-def build(options: SortedOptions, spec: ModelSpec, vocab: VocabMap | None) -> SortedLm:
-    return SortedLm(options, spec, vocab)
-
-
 FAMILY = Family(
     name="sorted",
     summary=(
@@ -349,7 +345,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2407.01955",
     options=SortedOptions,
-    build=build,
+    build=SortedLm,
     trainable=True,
     policies=("chain", "dynamic-tree", "static-tree"),
 )

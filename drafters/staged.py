@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from specctl.core.drafter import Family, RoundView, Space
-from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.heads import check_choice, check_count
 from specctl.drafters.prompt_lookup import NgramIndex
@@ -234,10 +233,6 @@ class StagedState(LmState):
         return self._ahead_BWK[:, 0]
 
 
-def build(options: StagedOptions, spec: ModelSpec, vocab: VocabMap | None) -> Staged:
-    return Staged(options, spec, vocab)
-
-
 FAMILY = Family(
     name="staged",
     summary=(
@@ -248,7 +243,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2308.04623",
     options=StagedOptions,
-    build=build,
+    build=Staged,
     trainable=True,
     policies=("chain", "dynamic-tree", "static-tree"),
 )

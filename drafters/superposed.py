@@ -29,7 +29,6 @@ from torch import Tensor
 
 from specctl.core.drafter import Budget, Family, Needs, Outcome, RoundView, Space
 from specctl.core.errors import IncompatibleError
-from specctl.core.spec import ModelSpec
 from specctl.core.tree import DraftTree, NodeKind, empty_tree
 from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.heads import check_options
@@ -262,10 +261,6 @@ def _tree(levels: list[BeamLevel]) -> DraftTree:
     )
 
 
-def build(options: SuperposedOptions, spec: ModelSpec, vocab: VocabMap | None) -> Superposed:
-    return Superposed(options, spec, vocab)
-
-
 FAMILY = Family(
     name="superposed",
     summary=(
@@ -276,7 +271,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2405.18400",
     options=SuperposedOptions,
-    build=build,
+    build=Superposed,
     trainable=True,
     policies=("direct", "chain"),
 )

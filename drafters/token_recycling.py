@@ -308,12 +308,6 @@ def followers(texts: Iterable[Sequence[int]], vocab_size: int, ranks: int) -> Te
     return best_VC
 
 
-def build(
-    options: TokenRecyclingOptions, spec: ModelSpec, vocab: VocabMap | None
-) -> TokenRecycling:
-    return TokenRecycling(options, spec, vocab)
-
-
 FAMILY = Family(
     name="token-recycling",
     summary=(
@@ -323,7 +317,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2408.08696",
     options=TokenRecyclingOptions,
-    build=build,
+    build=TokenRecycling,
     trainable=False,
     policies=("direct",),
 )

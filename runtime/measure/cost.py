@@ -11,15 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from specctl.core.drafter import (
-    Budget,
-    Drafter,
-    DraftState,
-    Needs,
-    Outcome,
-    RoundView,
-    Space,
-)
+from specctl.core.drafter import Budget, Drafter, DraftState, Needs, Outcome, RoundView, Space
 from specctl.core.tree import DraftTree, NodeKind, chain_tree
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
