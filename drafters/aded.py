@@ -31,7 +31,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from specctl.core.drafter import Budget, Family, Outcome, Space
-from specctl.drafters.nets.heads import check_choice, check_options
+from specctl.drafters.option_checks import check_choice, check_options
 from specctl.drafters.retrieval.best_first import Guess, best_first
 from specctl.drafters.retrieval.store import Ids
 from specctl.drafters.retrieval.store_registry import Scope

@@ -34,7 +34,7 @@ from specctl.core.drafter import (
 )
 from specctl.core.errors import RecipeError
 from specctl.core.tree import DraftTree, NodeKind, chain_tree, empty_tree
-from specctl.drafters.nets.heads import check_choice, check_count
+from specctl.drafters.option_checks import check_choice, check_count
 from specctl.drafters.retrieval.trie import Trie, TrieState
 from specctl.drafters.states.iterate import blank_token
 from specctl.drafters.states.probes import with_probes

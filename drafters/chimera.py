@@ -27,8 +27,9 @@ from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.block_drafter import BlockDrafter
 from specctl.drafters.nets.block_net import BlockNet
 from specctl.drafters.nets.blocks import DecoderLayer, LayerShape, RmsNorm, attending, rotary
-from specctl.drafters.nets.heads import ResBlock, check_count, draft_size
+from specctl.drafters.nets.heads import ResBlock, draft_size
 from specctl.drafters.nets.options import HeadOptions
+from specctl.drafters.option_checks import check_count
 from specctl.drafters.states.path_state import REACH, Nodes, PathState
 
 

@@ -27,9 +27,9 @@ from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.cells import CosineCell
 from specctl.drafters.nets.head_drafter import HeadDrafter
-from specctl.drafters.nets.heads import check_count
 from specctl.drafters.nets.options import HeadOptions
 from specctl.drafters.nets.prefix import PrefixNet
+from specctl.drafters.option_checks import check_count
 
 
 @dataclass(frozen=True, slots=True)

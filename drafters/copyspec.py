@@ -15,7 +15,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from specctl.core.drafter import Budget, Drafter, Family, Needs, Space
-from specctl.drafters.nets.heads import check_options
+from specctl.drafters.option_checks import check_options
 from specctl.drafters.retrieval.occurrences import Occurrences, copied
 from specctl.drafters.retrieval.trie import Trie, TrieState
 

@@ -22,8 +22,8 @@ from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.block_drafter import TappedBlocks
 from specctl.drafters.nets.block_net import BlockNet
 from specctl.drafters.nets.blocks import RmsNorm
-from specctl.drafters.nets.heads import check_count
 from specctl.drafters.nets.options import ADDED, HeadOptions
+from specctl.drafters.option_checks import check_count
 
 
 @dataclass(frozen=True, slots=True)

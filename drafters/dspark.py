@@ -29,7 +29,8 @@ from specctl.drafters.losses.align import shifted
 from specctl.drafters.losses.divergences import acceptance, distributions
 from specctl.drafters.losses.head_losses import joined
 from specctl.drafters.nets.head_drafter import HeadLearned
-from specctl.drafters.nets.heads import check_count, draft_size
+from specctl.drafters.nets.heads import draft_size
+from specctl.drafters.option_checks import check_count
 from specctl.drafters.states.head_state import GroundedState
 
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from specctl.core.drafter import Family
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions
-from specctl.drafters.nets.heads import check_count
 from specctl.drafters.nets.trunk import TrunkNet
+from specctl.drafters.option_checks import check_count
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from specctl.core.drafter import Budget, Family, Outcome, Space
 from specctl.core.errors import RecipeError
-from specctl.drafters.nets.heads import check_choice
+from specctl.drafters.option_checks import check_choice
 from specctl.drafters.prompt_lookup import NgramIndex
 from specctl.drafters.retrieval.best_first import Guess, best_first
 from specctl.drafters.retrieval.store import NgramStore

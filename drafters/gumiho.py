@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from specctl.core.drafter import Family
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions
-from specctl.drafters.nets.heads import ResBlock, check_count
+from specctl.drafters.nets.heads import ResBlock
 from specctl.drafters.nets.trunk import TrunkNet
+from specctl.drafters.option_checks import check_count
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from specctl.drafters.losses.head_losses import LinearHead, joined
 from specctl.drafters.losses.step_losses import topk_loss
 from specctl.drafters.losses.teacher import TeacherLogits
 from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions
-from specctl.drafters.nets.heads import check_count
+from specctl.drafters.option_checks import check_count
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from specctl.core.drafter import Budget, Drafter, Family, Needs, Outcome, Space
 from specctl.core.errors import FileError, RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.heads import check_options
+from specctl.drafters.option_checks import check_options
 from specctl.drafters.retrieval.store import Ids, NgramStore, NgramStores, StoreLimits
 from specctl.drafters.retrieval.store_registry import Scope
 from specctl.drafters.retrieval.trie import Trie, TrieState

@@ -30,7 +30,7 @@ from specctl.core.drafter import (
     Space,
 )
 from specctl.core.tree import DraftTree, NodeKind, chain_tree, empty_tree
-from specctl.drafters.nets.heads import check_choice, check_count
+from specctl.drafters.option_checks import check_choice, check_count
 from specctl.drafters.states.iterate import Iterate, blank_token
 
 SCHEDULES = ("jacobi", "gauss-seidel", "hybrid")

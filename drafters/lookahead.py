@@ -33,7 +33,7 @@ from specctl.core.errors import RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.core.tree import DraftTree
 from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.heads import check_options
+from specctl.drafters.option_checks import check_options
 from specctl.drafters.retrieval.store import NgramStores, StoreLimits
 from specctl.drafters.retrieval.store_registry import Scope
 from specctl.drafters.retrieval.trie import merged, pack

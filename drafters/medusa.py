@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from specctl.core.drafter import Family
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.heads import ResBlock, check_choice, draft_size
+from specctl.drafters.nets.heads import ResBlock, draft_size
 from specctl.drafters.nets.options import HeadOptions
 from specctl.drafters.nets.parallel_heads import MAX_RANK, ParallelHeads, default_tree
+from specctl.drafters.option_checks import check_choice
 from specctl.drafters.states.template import as_paths
 
 HEADS = ("own", "shared")

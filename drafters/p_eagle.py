@@ -25,8 +25,9 @@ from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.block_drafter import TappedBlocks
 from specctl.drafters.nets.block_net import BlockNet
 from specctl.drafters.nets.blocks import Attending, Eagle3Layer, LayerShape, RmsNorm
-from specctl.drafters.nets.heads import check_count, draft_size
+from specctl.drafters.nets.heads import draft_size
 from specctl.drafters.nets.options import HeadOptions
+from specctl.drafters.option_checks import check_count
 
 FEWEST = 16  # drafts of a row of text that are never thinned out
 

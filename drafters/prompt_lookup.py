@@ -27,7 +27,7 @@ from specctl.core.drafter import (
     Space,
 )
 from specctl.core.tree import DraftTree, NodeKind, chain_tree, empty_tree
-from specctl.drafters.nets.heads import check_options
+from specctl.drafters.option_checks import check_options
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from torch import Tensor
 
@@ -92,9 +92,8 @@ class Rasd(SmallLm):
         super().load_tensors({name: t for name, t in tensors.items() if name != "corpus"})
         self.source.load_tensors({name: t for name, t in tensors.items() if name == "corpus"})
 
-    def trimmed(self, vocab: VocabMap) -> Rasd:
+    def trimmed(self, vocab: VocabMap) -> Self:
         cut = super().trimmed(vocab)
-        assert isinstance(cut, Rasd)
         cut.source = self.source
         return cut
 

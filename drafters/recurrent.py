@@ -21,8 +21,9 @@ from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.cells import ElmanCell, SumCell
 from specctl.drafters.nets.head_drafter import HeadDrafter
-from specctl.drafters.nets.heads import ResBlock, check_choice, draft_size
+from specctl.drafters.nets.heads import ResBlock, draft_size
 from specctl.drafters.nets.options import HeadOptions
+from specctl.drafters.option_checks import check_choice
 
 CELLS = ("rnn", "sum")
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -208,7 +208,7 @@ class SmallLm(Drafter):
     def open(self, space: Space) -> LmState:
         return LmState(self, space)
 
-    def trimmed(self, vocab: VocabMap) -> SmallLm:
+    def trimmed(self, vocab: VocabMap) -> Self:
         if not isinstance(self.module, LlamaModel):
             raise IncompatibleError(
                 "only a Llama-shaped draft model can be trimmed",

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.drafter import Family, RoundView, Space
-from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.heads import check_choice, check_count
+from specctl.drafters.option_checks import check_choice, check_count
 from specctl.drafters.prompt_lookup import NgramIndex
 from specctl.drafters.retrieval.store import NgramStores, StoreLimits
 from specctl.drafters.retrieval.store_registry import Scope
@@ -60,12 +59,6 @@ class Staged(SmallLm):
 
     def open(self, space: Space) -> StagedState:
         return StagedState(self, space)
-
-    def trimmed(self, vocab: VocabMap) -> Staged:
-        small = super().trimmed(vocab)
-        cut = Staged(small.options, self.spec, vocab, small.lm)
-        cut._is_fresh = small._is_fresh
-        return cut
 
 
 class Inner(Protocol):

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.drafter import Family, Outcome, RoundView, Space, StepState
-from specctl.drafters.nets.heads import check_options
+from specctl.drafters.option_checks import check_options
 from specctl.drafters.retrieval.store import Ids
 from specctl.drafters.retrieval.store_registry import Scope
 from specctl.drafters.states.ngram_distributions import (

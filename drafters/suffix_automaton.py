@@ -22,7 +22,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from specctl.core.drafter import Budget, Family, Needs, Space
-from specctl.drafters.nets.heads import check_options
+from specctl.drafters.option_checks import check_options
 from specctl.drafters.retrieval.corpus import BREAK, CorpusDrafter
 from specctl.drafters.retrieval.occurrences import copied
 from specctl.drafters.retrieval.trie import Trie, TrieState

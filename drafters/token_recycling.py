@@ -38,7 +38,7 @@ from specctl.core.errors import FileError, RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.core.tree import DraftTree, empty_tree, fitted
 from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.heads import check_choice, check_count
+from specctl.drafters.option_checks import check_choice, check_count
 from specctl.drafters.retrieval.store_registry import Guarded, Scope, StoreRegistry
 from specctl.drafters.states.template import Template, compile_template, greedy_paths
 
