@@ -24,6 +24,7 @@ import torch
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Drafter
 from specctl.core.errors import DivergedError
+from specctl.core.files import write_json
 from specctl.recipes.schema import TrainPart
 from specctl.runtime.measure.reporter import Advance, Reporter
 from specctl.train.data.supply import Order, Text, share
@@ -48,7 +49,6 @@ from specctl.train.saving.state import (
     set_random_state,
     untouched_random_state,
 )
-from specctl.train.saving.store import write_json
 from specctl.train.saving.whole import step_name
 from specctl.train.stop import Stop
 

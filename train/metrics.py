@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from specctl.core.batch import LossOut, TrainBatch
+from specctl.core.files import write_bytes
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.log import read_log as read_log
-from specctl.train.saving.store import write_bytes
 
 Window = dict[str, tuple[float, float]]
 

@@ -151,7 +151,8 @@ def _make(
 
 def _save(job: PruneJob, target: Target, folder: Path, made: CutDrafter) -> None:
     from specctl.export.package.check import check_package
-    from specctl.export.package.folder import redacted, save_package
+    from specctl.export.package.folder import save_package
+    from specctl.export.package.origin import redacted
 
     command = redacted(["specctl", *sys.argv[1:]])
     again = [*command, *([] if "--target" in command else ["--target", target.name])]

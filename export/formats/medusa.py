@@ -19,8 +19,8 @@ from specctl.export.formats import ExportSource, Format
 from specctl.export.layouts import tgi
 from specctl.export.layouts.engines import dtype_fields, dump_json, vllm_command
 from specctl.export.layouts.whole_head import whole_head, without_cut
-from specctl.export.package.folder import write_tensors
 from specctl.export.package.manifest import check_files
+from specctl.export.package.tensors import write_tensors
 from specctl.export.readers.medusa import TgiMedusa, VllmMedusa
 from specctl.export.readers.trial import Trial, compare, drafted_logits, twin
 

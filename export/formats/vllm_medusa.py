@@ -17,8 +17,8 @@ from specctl.export.formats import ExportSource, Format
 from specctl.export.formats.medusa import blocks_of, compare_heads, drafter_of, head_rows_of
 from specctl.export.layouts.engines import dtype_fields, dump_json, vllm_command
 from specctl.export.layouts.whole_head import whole_head
-from specctl.export.package.folder import write_tensors
 from specctl.export.package.manifest import WEIGHTS, check_files
+from specctl.export.package.tensors import write_tensors
 from specctl.export.readers.medusa import VllmMedusa
 
 

@@ -22,7 +22,7 @@ from specctl.export.formats import ExportSource
 from specctl.export.layouts.engines import gate, head_factor
 from specctl.export.layouts.speculators.eagle3 import embedding_rows, scaled_rows, written_tensors
 from specctl.export.layouts.speculators.p_eagle import mask_token
-from specctl.export.package.folder import MAP_NAMES
+from specctl.export.package.tensors import MAP_NAMES
 from specctl.export.readers.trial import TOLERANCE, Trial, spoken, twin
 
 PUBLISHED = {  # our prefix -> theirs; the mask has no place of its own
