@@ -88,7 +88,7 @@ def simulated_tau(alpha: Sequence[float], length: int) -> float | None:
     return 1.0 + sum(math.prod(chances[: k + 1]) for k in range(length))
 
 
-class Measurement(Protocol):
+class HeldOutMeasurement(Protocol):
     """What was measured between two steps. `key` names the figure of `to_json` that counts."""
 
     key: ClassVar[str]

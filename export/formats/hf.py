@@ -3,6 +3,7 @@
 
 The vocabulary always has one row per target token (engines compare the two sizes). A trimmed draft
 is scattered back; see `specctl.export.layouts.widen` for why the cut rows can never be drafted.
+Letters: B rows, K draft vocabulary, S sequence, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations

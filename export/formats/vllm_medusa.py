@@ -4,6 +4,7 @@ A drafter that reads through the target's LM head is written with one copy of it
 (`original_lm_head`), and that copy may be trimmed: `token_map` holds the kept ids themselves, not
 offsets. Heads of their own have one row per target token in vLLM; trimmed ones are written over the
 whole vocabulary (`specctl.export.layouts.whole_head`).
+Letters: D hidden width, K draft vocabulary.
 """
 
 from __future__ import annotations

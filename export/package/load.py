@@ -1,4 +1,7 @@
-"""Read a package: hashes first, then the pair, then the tensors, then the drafter itself."""
+"""Read a package: hashes first, then the pair, then the tensors, then the drafter itself.
+
+Letters: K draft vocabulary.
+"""
 
 from __future__ import annotations
 

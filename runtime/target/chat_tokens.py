@@ -39,7 +39,7 @@ def chat_tokens(target: ChatTarget, turns: Turns, text: str | None = None) -> li
     """Token ids up to where the assistant speaks next. `text`: the turns as the template writes
     them, where that is known. Raises TemplateError where the template refuses."""
     text = target.chat_text(turns) if text is None else text
-    reader = Reader(target)
+    reader = ControlTokens(target)
     [tokens] = reader.read([text])
     begin, end, cut = _unused_marks(text)
     pieces = _marked_pieces(target, turns, begin, end)
@@ -58,12 +58,12 @@ def chat_tokens(target: ChatTarget, turns: Turns, text: str | None = None) -> li
 
 def spelled_controls(target: ChatTarget, tokens: Sequence[int]) -> list[int]:
     """The control tokens of a raw prompt, but for those that its tokenizer puts around any text."""
-    reader = Reader(target)
+    reader = ControlTokens(target)
     found = Counter(reader.among(tokens)) - Counter(reader.among(target.encode("")))
     return list(found)
 
 
-class Reader:
+class ControlTokens:
     """A target's tokenizer, and which of its tokens are control tokens."""
 
     def __init__(self, target: ChatTarget) -> None:
