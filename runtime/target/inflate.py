@@ -223,3 +223,11 @@ def _place(into: Tensor, weight: Tensor) -> None:
     """Write `weight` into the leading corner of a larger tensor."""
     corner = into[tuple(slice(0, length) for length in weight.shape)]
     corner.copy_(weight)
+
+
+def inflated_note(name: str, size: str) -> str:
+    """What every report about an inflated target must say."""
+    return (
+        f"target {name} is inflated to the cost of {size} parameters: the same "
+        "answers at a larger target's price, so speed is realistic and quality is not"
+    )
