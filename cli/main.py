@@ -152,6 +152,7 @@ def main(argv: Sequence[str] | None = None, console: Console | None = None) -> i
         jsonl="--jsonl" in arguments,
         color="--no-color" not in arguments,
     )
+    console.rerun = lambda words: main(words, console)
     root = typer.main.get_command(app)
     try:
         # A library that prints must not spoil the one object on stdout.

@@ -38,7 +38,6 @@ LETTERED = (
     "export", "train/saving",
 )  # fmt: skip
 OTHER_LETTERS = {"count_OT"}  # stored under this name: orders by slots of a table
-CIRCLES_LEFT = {"cli"}  # the one room whose modules still import each other
 
 
 def sources(*rooms: str) -> list[Path]:
@@ -101,7 +100,7 @@ def circle(edges: dict[str, set[str]]) -> list[str]:
     return sorted(left)
 
 
-@pytest.mark.parametrize("room", sorted(set(ROOMS) - CIRCLES_LEFT))
+@pytest.mark.parametrize("room", ROOMS)
 def test_modules_of_a_room_do_not_import_in_circles(room: str) -> None:
     known = modules(room)
     found = circle({name: imported_modules(path, known) for name, path in known.items()})

@@ -15,7 +15,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TextIO
 
@@ -41,6 +41,7 @@ class Console:
         self.warnings: list[str] = []
         self.is_answered = False
         self.result: dict[str, Any] | None = None  # what an error still may report with --json
+        self.rerun: Callable[[Sequence[str]], int] | None = None  # main() with this console
         self._progress: Progress | None = None
 
     def configure(

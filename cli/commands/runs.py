@@ -171,7 +171,6 @@ def resume(
       specctl runs resume runs/quickstart
       specctl runs resume runs/distill --allow restart
     """
-    from specctl.cli.main import main
     from specctl.train.runs.folders import read_run
 
     found = read_run(run)
@@ -190,7 +189,8 @@ def resume(
     words = resuming_words(found) + [word for name in allow or () for word in ("--allow", name)]
     console.say(shlex.join(["specctl", *words]))
     sys.argv = ["specctl", *words]
-    raise typer.Exit(main(words, console))
+    assert console.rerun is not None, "main() sets it"
+    raise typer.Exit(console.rerun(words))
 
 
 def kind_of(run: RunStatus) -> str:
