@@ -29,7 +29,6 @@ from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.target.target import Target, load_target
 from specctl.train.assemble import trainable_family
 from specctl.train.data.prepare import prepare, rows_digest
-from specctl.train.data.rows import TokenData
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.distributed.sharding import spread
 from specctl.train.init.initial import Initial, Loader, check_fit, initial_of, loaded
@@ -135,7 +134,7 @@ def train_draft(
         if ranks.is_main:
             (out / MARK).unlink(missing_ok=True)
             write_run_file(recipe, out, command)
-        data = _data(recipe, target, out, talker, ranks)
+        data = prepare(recipe, target, out, talker, ranks)
         target = spread(recipe, target, ranks)
         made = RunInputs(target, data, initial, stop, accelerator, load)
         stop.is_deferred = True
@@ -324,15 +323,6 @@ def _load_target(part: TargetPart, device: torch.device) -> Target:
         device=str(device),
         inflate=part.inflate,
     )
-
-
-def _data(recipe: Recipe, target: Target, out: Path, reporter: Reporter, ranks: Ranks) -> TokenData:
-    """The rows; the first rank makes them, the others then find them made."""
-    data: TokenData | None = None
-    with ranks.together():
-        if ranks.is_main:
-            data = prepare(recipe, target, out, reporter)
-    return data if data is not None else prepare(recipe, target, out)
 
 
 def _reference(
