@@ -7,6 +7,10 @@ ENV is an environment of its own with vLLM (CPU: `pip install torch==2.13.0 vllm
 float32; `--url` takes a server that runs already. Measured: greedy answers to the built-in corpus,
 ids compared one by one (where they differ: by how much the two logits do); tokens per second of
 either; a client killed with SIGKILL at a random moment again and again until it comes to its end.
+
+With --states the server hands out hidden states (`vllm_cpu_states.py`: on a CPU its connector ends
+the engine, for want of pinned memory and CUDA events), and eagle3 is trained for a few steps on
+them and with the target in this process: the losses of both, and the largest difference of a state.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import argparse
 import json
 import os
 import random
+import shlex
 import signal
 import socket
 import subprocess
@@ -29,24 +34,32 @@ from typing import Any
 
 import torch
 
+from specctl.core.drafter import Needs
 from specctl.core.language_model import Masks
 from specctl.core.masks import document_mask
+from specctl.recipes.load import load_recipe
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.target.served import load_served
 from specctl.runtime.target.target import Target, load_target
 from specctl.train.data.answers import AnswerPlan, PromptCut, WrittenAnswer
 from specctl.train.data.endpoint import EndpointSettings, EndpointWriter
+from specctl.train.data.prepare import prepare
 from specctl.train.data.prompts import cut_prompts
 from specctl.train.data.regenerate import regenerate
 from specctl.train.data.sources import Defects, read_samples
+from specctl.train.features.state_server import launch_words
+from specctl.train.features.target_source import InProcess, target_source
+from specctl.train.log import read_log
+from specctl.train.run import train_draft
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "recipes" / "tiny"
 START_SECONDS = 300
+LAYERS = (2, 4, 5, 8)  # eagle3's taps of the embedded target, and its last state
 
 
 @contextmanager
-def served(python: str, log: Path) -> Iterator[str]:
+def served(python: str, log: Path, more: Sequence[str] = ()) -> Iterator[str]:
     """A vLLM server of the embedded target on a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -54,13 +67,13 @@ def served(python: str, log: Path) -> Iterator[str]:
     words = [
         python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(FOLDER),
         "--dtype", "float32", "--port", str(port), "--max-model-len", "1024",
-        "--enforce-eager", "--generation-config", "vllm",
+        "--enforce-eager", "--generation-config", "vllm", *more,
     ]  # fmt: skip
     settings = {
         "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | settings
+    environment = {**os.environ, **settings, "PYTHONPATH": str(Path(__file__).parent)}
     with log.open("wb") as out:
         server = subprocess.Popen(words, stdout=out, stderr=out, env=environment, cwd=log.parent)
     try:
@@ -195,6 +208,56 @@ def measure(url: str, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def states_words(folder: Path) -> list[str]:
+    """What the server is started with to hand out eagle3's states on a CPU."""
+    words = shlex.split(launch_words(LAYERS, str(folder)))
+    transfer = json.loads(words[-1])
+    ours = {"kv_connector": "CpuStatesConnector", "kv_connector_module_path": "vllm_cpu_states"}
+    return [*words[:-1], json.dumps(transfer | ours)]
+
+
+def measure_states(url: str, options: argparse.Namespace) -> dict[str, Any]:
+    """A batch and a run on states of the server, against the target in this process."""
+    sets = [
+        "target.dtype=float32", f"data.source={ROOT / 'docs'}", "data.format=text",
+        "data.regenerate=false", "data.text_tokens=0",
+        "data.limit_tokens=6000", "train.steps=5", "train.rows=4", "train.seq_len=128",
+        "train.log_every=1", "train.tau_every=5", "train.save_every=5", "vocab.size=null",
+    ]  # fmt: skip
+    outside = [*sets, "data.target_source=endpoint", f"data.states={url}"]
+    with tempfile.TemporaryDirectory() as name:
+        out = Path(name)
+        ours, theirs = load_recipe("eagle3", sets=sets), load_recipe("eagle3", sets=outside)
+        target, served_target = load_target("tiny", dtype="float32"), load_served("tiny")
+        batch = prepare(ours, target, out / "rows").batch(range(8))
+        needs = Needs(LAYERS[:-1], teacher=True, teacher_rows=True)
+        real = (batch.document_BS >= 0).flatten()
+        one = InProcess(target).read(batch, needs)
+        began = time.perf_counter()
+        other = target_source(theirs.data, served_target, SilentReporter()).read(batch, needs)
+        seconds = time.perf_counter() - began
+        pairs = {f"tap {tap}": (one.taps[tap], other.taps[tap]) for tap in needs.taps}
+        assert one.teacher_rows is not None
+        assert other.teacher_rows is not None
+        pairs["last state"] = (one.teacher_rows.state_RD, other.teacher_rows.state_RD)
+        apart = {
+            key: float((a.flatten(0, -2)[real] - b.flatten(0, -2)[real]).abs().max())
+            for key, (a, b) in pairs.items()
+        }
+        runs = {
+            source: train_draft(recipe, out / source)
+            for source, recipe in (("inprocess", ours), ("endpoint", theirs))
+        }
+        lines = {k: read_log(run.out / "metrics.jsonl") for k, run in runs.items()}
+    return {
+        "tokens": int(real.sum()),
+        "tokens/s of states": round(int(real.sum()) / seconds),
+        "largest difference": apart,
+        "losses": {k: [line["loss"] for line in v if "loss" in line] for k, v in lines.items()},
+        "tau": {"decoded": runs["inprocess"].tau, "reckoned from alphas": runs["endpoint"].tau},
+    }
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--engine", default="python", help="Python with vLLM")
@@ -205,14 +268,20 @@ def main() -> None:
     options.add_argument("--kills", type=int, default=5)
     options.add_argument("--kill-seconds", type=float, default=2.0)
     options.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    options.add_argument("--states", action="store_true", help="hidden states, not answers")
     given = options.parse_args()
     if given.child is not None:
         child(given)
     elif given.url is not None:
-        print(json.dumps(measure(given.url, given), indent=1))
+        made = measure_states if given.states else measure
+        print(json.dumps(made(given.url, given), indent=1))
     else:
-        with tempfile.TemporaryDirectory() as name, served(given.engine, Path(name) / "log") as url:
-            print(json.dumps(measure(url, given), indent=1))
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            more = states_words(folder / "states") if given.states else []
+            with served(given.engine, folder / "log", more) as url:
+                made = measure_states if given.states else measure
+                print(json.dumps(made(url, given), indent=1))
 
 
 if __name__ == "__main__":

@@ -116,6 +116,17 @@ class DataPart(Section):
     on_policy_every: Positive = Field(
         default=50, description="steps after which the drafter writes anew"
     )
+    target_source: Literal["inprocess", "endpoint", "files"] = Field(
+        default="inprocess",
+        description="where the target's states come from: the target here, servers, or files; with "
+        "the last two its layers are never loaded",
+    )
+    states: str | None = Field(
+        default=None,
+        min_length=1,
+        description="target_source endpoint: URL[,URL] of servers that write hidden states; files: "
+        "the folder of such files",
+    )
     features: Literal["online", "offline"] = Field(
         default="online",
         description="offline: the target reads the rows once, its features are kept on disk",
@@ -137,6 +148,22 @@ class DataPart(Section):
             raise ValueError("endpoint_model is ignored without endpoint; remove it")
         if self.endpoint is not None and not self.regenerate:
             raise ValueError("endpoint is ignored with regenerate false; remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _states_are_somewhere(self) -> Self:
+        source = self.target_source
+        if (self.states is None) != (source == "inprocess"):
+            raise ValueError("states goes with target_source endpoint or files, and they with it")
+        if source == "inprocess":
+            return self
+        if self.regenerate and self.endpoint is None:
+            raise ValueError(
+                f"with target_source {source} no target is here to write the answers; set endpoint "
+                "to a server, or regenerate to false"
+            )
+        if self.on_policy > 0:
+            raise ValueError("text that the drafter writes is scored by a target in this process")
         return self
 
     @model_validator(mode="after")

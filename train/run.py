@@ -24,8 +24,9 @@ from accelerate.utils import DistributedType
 
 from specctl.core.drafter import Drafter
 from specctl.core.errors import FileError, IntegrityError, RecipeError
-from specctl.recipes.schema import Recipe, TargetPart, TrainPart
+from specctl.recipes.schema import Recipe, TrainPart
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
+from specctl.runtime.target.served import load_served
 from specctl.runtime.target.target import Target, load_target
 from specctl.train.assemble import trainable_family
 from specctl.train.data.prepare import prepare, rows_digest
@@ -117,7 +118,7 @@ def train_draft(
         if mark is not None and mark["package"] is None:
             mark = None  # its checkpoints are all it left; there is no package to leave alone
         snapshot = None if mark is not None else _found(recipe, checkpoints, allow)
-        target = target or _load_target(recipe.target, accelerator.device)
+        target = target or _load_target(recipe, accelerator.device)
         # what this refuses, before answers are written
         initial = initial_of(recipe.drafter, target, load)
         if mark is not None:
@@ -315,14 +316,27 @@ def _found(recipe: Recipe, checkpoints: Checkpoints, allow: Collection[str]) -> 
     return snapshot
 
 
-def _load_target(part: TargetPart, device: torch.device) -> Target:
-    return load_target(
-        part.name,
-        revision=part.revision,
-        dtype=part.dtype,
-        device=str(device),
-        inflate=part.inflate,
-    )
+def _load_target(recipe: Recipe, device: torch.device) -> Target:
+    """The target; where its states come from outside, without its layers."""
+    part = recipe.target
+    if recipe.data.target_source == "inprocess":
+        return load_target(
+            part.name,
+            revision=part.revision,
+            dtype=part.dtype,
+            device=str(device),
+            inflate=part.inflate,
+        )
+    if part.inflate is not None or recipe.train.joint is not None:
+        raise RecipeError(
+            "this needs the target's layers in this process",
+            found=f"data.target_source {recipe.data.target_source}, with "
+            + ("train.joint" if part.inflate is None else "target.inflate"),
+            expected="data.target_source inprocess",
+            do="--set data.target_source=inprocess",
+            where="data.target_source",
+        )
+    return load_served(part.name, revision=part.revision, dtype=part.dtype, device=str(device))
 
 
 def _reference(

@@ -85,10 +85,13 @@ def packaged(drafter: Drafter, target: Target, folder: Path, **about: Any) -> Ma
     or GateError."""
     from specctl.export.package.check import check_package
     from specctl.export.package.folder import save_package
+    from specctl.runtime.target.served import ServedLM
     from specctl.train.data.heldout import heldout_prompts
 
     manifest = save_package(drafter, target, folder, **about)
     prompts = [prompt.ids for prompt in heldout_prompts(target, GATE_PROMPTS)]
+    if isinstance(target.lm, ServedLM):
+        prompts = []  # nothing can be decoded here
     check_package(folder, target, reference=drafter, prompts=prompts)
     return manifest
 
@@ -117,7 +120,11 @@ def train_and_package(
             ),
             command=command,
         )
-        console.say("package: read back, every tensor equal, same acceptance as in training")
+        is_here = recipe.data.target_source == "inprocess"
+        console.say(
+            "package: read back, every tensor equal, "
+            + ("same acceptance as in training" if is_here else "nothing decoded with it here")
+        )
         for form in others:
             from specctl.export.formats import export
 
@@ -174,7 +181,7 @@ def packaged_acceptance(
     measured: Mapping[str, Any] | None, recipe: Recipe, target: Target, words: Sequence[str]
 ) -> dict[str, Any] | None:
     """What the training loop measured, as a package records it; `words` run it again."""
-    if measured is None:
+    if measured is None or measured.get("is_estimate"):
         return None
     found = Measurement(
         tau=measured["tau"],
@@ -199,9 +206,10 @@ def finish(
     manifest = read_manifest(package)
     tau = "not measured" if result.tau is None else f"{result.tau:.2f}"
     checkpoint = result.best_checkpoint or result.out
+    how = "held-out" if recipe.data.target_source == "inprocess" else "reckoned on held-out rows"
     console.out(
         f"checkpoint {checkpoint} (sha256 {manifest.digest[:12]}) | acceptance tau {tau} "
-        f"(held-out, k={recipe.serve.length}) | {duration(result.seconds)} | {peak_text()}"
+        f"({how}, k={recipe.serve.length}) | {duration(result.seconds)} | {peak_text()}"
     )
     answer = {
         "out": str(result.out),

@@ -141,7 +141,8 @@ class EndpointWriter:
     async def _write(self, jobs: Iterator[AnswerJob], done: Done) -> None:
         self._changed = asyncio.Event()
         async with self._client() as client:
-            await asyncio.gather(*(self._greet(client, server) for server in self.servers))
+            strangers = [server for server in self.servers if not server.model]
+            await asyncio.gather(*(self._greet(client, server) for server in strangers))
             self._tally = _Tally(time.monotonic())
             width = self.each * len(self.servers)
             workers = [asyncio.ensure_future(self._work(client, jobs, done)) for _ in range(width)]
@@ -185,6 +186,10 @@ class EndpointWriter:
             raise self._other_tokenizer(server, f"{list(theirs)[:8]}...", f"{ours[:8]}...")
         if theirs is None and count is not None and count != len(ours):
             raise self._other_tokenizer(server, f"{count} tokens", f"{len(ours)} tokens")
+        self._greeted(reply)
+
+    def _greeted(self, reply: Mapping[str, Any]) -> None:
+        """What is to be done with the reply to the first words."""
 
     def _served(self, server: Server, models: Mapping[str, Any]) -> dict[str, Any]:
         entries = [e for e in models.get("data") or () if isinstance(e, dict) and e.get("id")]

@@ -14,6 +14,7 @@ FREE = frozenset(
     {
         "name", "train.save_every", "train.keep", "train.log_every", "train.nan_patience",
         "train.trackers", "data.endpoint", "data.endpoint_model", "data.endpoint_requests",
+        "data.states",
     }
 )  # fmt: skip
 PARTS = ("config", "target", "data", "vocab", "init", "world-size")  # of a run's fingerprint
