@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specctl.api.preflight import check_out, check_run
 from specctl.cli.app.console import Console
 from specctl.cli.options.flags import Offline
-from specctl.cli.options.preflight import check_out, check_run
 from specctl.cli.options.recipe_flags import RecipeFlags
 from specctl.cli.options.target_choice import go_offline
 from specctl.core.errors import RecipeError
