@@ -43,6 +43,11 @@ from specctl.runtime.target.target import (
     tokenizer_fingerprint,
 )
 
+# Experts as transformers holds them -> the matrices of one expert, as files have them.
+EXPERTS = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "down_proj": (("down_proj",), ("w2",)),
+}
 NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
 CAPS = ("final_logit_softcapping", "logits_soft_cap")  # what is done to logits behind the product
 
@@ -53,45 +58,83 @@ class StoredWeights:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.place: dict[str, Path] = {}
+        self._files: dict[Path, Any] = {}
+        self._names: dict[tuple[str, tuple[int, ...]], str | None] = {}
         for path in weight_files(folder):
-            with safe_open(path, framework="pt") as file:
-                self.place |= dict.fromkeys(file.keys(), path)
-
-    def stored_name(self, name: str, shape: Sequence[int]) -> str:
-        """The name in the files of a parameter of the model; its prefix may be another (a text
-        model inside a larger one)."""
-        tail = name.removeprefix("model.")
-        found = [key for key in self.place if key == name]
-        found = found or [key for key in self.place if key == tail or key.endswith("." + tail)]
-        for key in found:
-            with safe_open(self.place[key], framework="pt") as file:
-                if tuple(file.get_slice(key).get_shape()) == tuple(shape):
-                    return key
-        raise IncompatibleError(
-            "the checkpoint stores its weights otherwise than transformers holds them",
-            where=str(self.folder),
-            found=f"no tensor {name} of shape {list(shape)}",
-            expected="one tensor for each parameter of the model",
-            do="train with the target in this process",
-        )
+            self._files[path] = safe_open(path, framework="pt")
+            self.place |= dict.fromkeys(self._files[path].keys(), path)
 
     def whole(self, name: str, shape: Sequence[int], device: torch.device) -> Tensor:
         """A tensor on the device."""
-        key = self.stored_name(name, shape)
+        key = self._stored(name, shape)
+        if key is None:
+            raise self._missing(name, shape)
         with safe_open(self.place[key], framework="pt", device=str(device)) as file:
             found: Tensor = file.get_tensor(key)
             return found
 
     def flat(self, name: str, shape: Sequence[int], start: int, count: int) -> Tensor:
         """`count` numbers from place `start` of the flattened tensor; only their rows are read."""
-        key = self.stored_name(name, shape)
-        width = math.prod(shape[1:])
-        first = start // width
-        last = -(-(start + count) // width)
-        with safe_open(self.place[key], framework="pt") as file:
-            rows: Tensor = file.get_slice(key)[first:last].reshape(-1)
+        width = shape[-1]
+        first, last = start // width, -(-(start + count) // width)
         begin = start - first * width
-        return rows[begin : begin + count]
+        return self._rows(name, shape, first, last).reshape(-1)[begin : begin + count]
+
+    def _rows(self, name: str, shape: Sequence[int], first: int, last: int) -> Tensor:
+        """Rows of a tensor whose axes but the last are counted as one."""
+        key = self._stored(name, shape)
+        if key is not None and len(shape) > 2:
+            inner = math.prod(shape[1:-1])
+            begin, end = first // inner, -(-last // inner)
+            found = self._slice(key, begin, end).flatten(0, -2)
+            return found[first - begin * inner : last - begin * inner]
+        if key is not None:
+            return self._slice(key, *((0, shape[0]) if len(shape) == 1 else (first, last)))
+        return torch.cat([self._expert_row(name, shape, row) for row in range(first, last)])
+
+    def _slice(self, key: str, first: int, last: int) -> Tensor:
+        found: Tensor = self._files[self.place[key]].get_slice(key)[first:last]
+        return found
+
+    def _expert_row(self, name: str, shape: Sequence[int], row: int) -> Tensor:
+        """A row of experts that the model holds as one tensor and the files one by one."""
+        expert, inner = divmod(row, shape[1])
+        owner, _, leaf = name.rpartition(".")
+        for parts in EXPERTS.get(leaf, ()):
+            height = shape[1] // len(parts)
+            part, at = parts[inner // height], inner % height
+            key = self._stored(f"{owner}.{expert}.{part}.weight", (height, shape[2]))
+            if key is not None:
+                return self._slice(key, at, at + 1)
+        raise self._missing(name, shape)
+
+    def _stored(self, name: str, shape: Sequence[int]) -> str | None:
+        """The name in the files of a parameter of the model. Its prefix may be another (a text
+        model inside a larger one); one of another shape is none."""
+        asked = (name, tuple(shape))
+        if asked not in self._names:
+            self._names[asked] = self._find(*asked)
+        return self._names[asked]
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> str | None:
+        for known in (name, name.replace(".mlp.", ".block_sparse_moe.")):
+            tail = "." + known.removeprefix("model.")
+            for key in [known] if known in self.place else self.place:
+                if ("." + key).endswith(tail) and self._shape(key) == shape:
+                    return key
+        return None
+
+    def _shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self._files[self.place[key]].get_slice(key).get_shape())
+
+    def _missing(self, name: str, shape: Sequence[int]) -> IncompatibleError:
+        return IncompatibleError(
+            "the checkpoint stores its weights otherwise than transformers holds them",
+            where=str(self.folder),
+            found=f"no tensor {name} of shape {list(shape)}",
+            expected="one tensor for each parameter of the model, or for each expert",
+            do="train with the target in this process",
+        )
 
 
 class ServedLM(LanguageModel):

@@ -99,6 +99,7 @@ def test_a_terminal_that_is_closed_ends_training_as_sigterm_does(tmp_path: Path)
 def test_answers_written_before_ctrl_c_are_kept_and_the_run_goes_on_from_them(
     run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr("specctl.train.data.regenerate.slots_for", lambda *words: 2)
     settings = {**dict(s.split("=") for s in TRAINING), "train.steps": 2, "train.tau_every": 2}
     words = ["distill", "--out", str(tmp_path / "run"), "--set", "train.tau_tokens=4"]
     words += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]

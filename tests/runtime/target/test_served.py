@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from specctl.core.errors import IncompatibleError
 from specctl.runtime.target.served import ServedLM, load_served
@@ -54,6 +55,23 @@ def test_it_is_the_same_target_by_name_from_a_sharded_checkpoint(
     state = torch.randn(3, served.spec.hidden_size)
     expected = model.model.norm(state)
     assert torch.allclose(served.lm.normed(state), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_experts_that_are_stored_one_by_one_have_the_same_fingerprint(
+    tmp_path: Path, kind: str
+) -> None:
+    sizes = {
+        "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 24, "num_experts": 3,
+        "num_local_experts": 3, "moe_intermediate_size": 24, "num_experts_per_tok": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 6144,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+    folder = str(sharded(tmp_path / "model", model))
+    whole, served = load_target(folder), load_served(folder)
+    assert served.fingerprint == whole.fingerprint
+    assert torch.equal(served.borrowed().head_VD, whole.borrowed().head_VD)
 
 
 def test_it_cannot_be_asked_for_more() -> None:
