@@ -30,7 +30,7 @@ from specctl.train.data.answers import (
     sampling_of,
 )
 from specctl.train.data.chat import answerable, thinking_switch
-from specctl.train.data.journal import Journal
+from specctl.train.data.journal import AnswerJournal
 from specctl.train.data.prepare import prepare
 from specctl.train.data.prompts import cut_prompts, domain_at
 from specctl.train.data.records import Sample
@@ -279,7 +279,7 @@ def test_every_turn_of_a_conversation_is_answered_behind_the_answers_before(
     (document,) = answer.documents()
     learned = [t for turn in answer.turns for t in turn.new_ids]
     assert document.ids[document.mask].tolist() == learned
-    before, journal = writer.count, Journal(next(tmp_path.glob("answers-*")), "")
+    before, journal = writer.count, AnswerJournal(next(tmp_path.glob("answers-*")), "")
     assert regenerate(chat_target, [prompt], plan, tmp_path, writer=writer) == [answer]
     assert writer.count == before
     assert journal.read().turns == {}  # nothing of another plan is read

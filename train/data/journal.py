@@ -52,7 +52,7 @@ class FoundTurns:
     num_damaged: int
 
 
-class Journal:
+class AnswerJournal:
     """The answers of one plan in a folder. One writer: the process of that `rank`."""
 
     def __init__(self, folder: Path, digest: str, rank: int = 0) -> None:
@@ -139,7 +139,7 @@ class Journal:
             os.close(self._file)
             self._file = None
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> AnswerJournal:
         return self
 
     def __exit__(self, *_: object) -> None:

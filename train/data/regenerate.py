@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from specctl.core.errors import SpecctlError
+from specctl.core.files import digest_of
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.measure.reporter import Advance, Reporter, SilentReporter
@@ -33,10 +34,9 @@ from specctl.train.data.answers import (
     WrittenAnswer,
     sampling_of,
 )
-from specctl.train.data.journal import Journal
+from specctl.train.data.journal import AnswerJournal
 from specctl.train.data.prompts import longest_prompt, prompt_key
 from specctl.train.distributed.ranks import Ranks
-from specctl.train.saving.store import digest_of
 
 
 class EngineWriter:
@@ -122,7 +122,7 @@ def regenerate(
         writer = EngineWriter(target, _longest(target, prompts, plan), batch)
     digest = answers_digest(target, prompts, plan, writer.name)
     home = folder / f"answers-{digest[:12]}"
-    with Journal(home, digest, ranks.rank) as journal:
+    with AnswerJournal(home, digest, ranks.rank) as journal:
         with ranks.together():  # nobody appends before all have read
             found = journal.read()
         desk = _Desk(target, prompts, plan, journal, found.turns)
@@ -137,7 +137,7 @@ def regenerate(
         with ranks.together(), console.task(label, len(mine), "prompts") as advance:
             if mine:
                 desk.write(writer, mine, advance)
-    turns = desk.turns if ranks.size == 1 else Journal(home, digest).read().turns
+    turns = desk.turns if ranks.size == 1 else AnswerJournal(home, digest).read().turns
     answers = [
         WrittenAnswer(prompt, tuple(turns[i]), sampling_of(i, plan).temperature == 0.0)
         for i, prompt in enumerate(prompts)
@@ -164,7 +164,7 @@ class _Desk:
         target: Target,
         prompts: Sequence[PromptCut],
         plan: AnswerPlan,
-        journal: Journal,
+        journal: AnswerJournal,
         turns: dict[int, list[Turn]],
     ) -> None:
         self.target, self.prompts, self.plan = target, prompts, plan

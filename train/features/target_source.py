@@ -47,7 +47,7 @@ class InProcess:
         return capture(self.target, batch, needs)
 
 
-class StateReader(Protocol):
+class StateSource(Protocol):
     """Hidden states from outside: of each text [N, K, D], in the order of the asked layers; the
     last layer's before the final norm."""
 
@@ -58,7 +58,7 @@ class FromStates:
     """A batch made of states from outside, as `capture` would have made it. Every document is a
     text of its own, since documents do not see each other."""
 
-    def __init__(self, target: Target, reader: StateReader) -> None:
+    def __init__(self, target: Target, reader: StateSource) -> None:
         lm = target.lm
         assert isinstance(lm, ServedLM), "a loaded target is asked itself"
         if not lm.has_plain_head:
