@@ -40,6 +40,7 @@ COMMANDS = {
     "doctor": Entry("doctor", START, "Is this machine ready, and what to fix."),
     "plan": Entry("plan", START, "Memory, disk and time of a recipe, before anything is spent."),
     "recipes": Entry("recipes", START, "List, show, copy and check recipes."),
+    "regenerate": Entry("regenerate", TRAIN, "Let the target write the answers to train on."),
     "train-draft": Entry("train_draft", TRAIN, "Train a drafter for a target."),
     "distill": Entry(
         "distill", TRAIN, "Train an independent small model on the target's distribution."

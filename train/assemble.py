@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
+from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Drafter, Family
 from specctl.core.errors import RecipeError, nearest, one_of
 from specctl.core.spec import ModelSpec
@@ -24,10 +25,11 @@ from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts
 from specctl.train.data.rows import TokenData
 from specctl.train.data.sources import is_corpus
-from specctl.train.metrics import MeasuredAcceptance
+from specctl.train.metrics import MeasuredAcceptance, Totals, alphas, means, simulated_tau
 
 HELD_SHARE = 20  # one row in so many is kept for measuring when the data are the user's own
 Prompts = Sequence[Sequence[int]]
+BatchOf = Callable[[list[int]], TrainBatch]
 
 
 def trainable_family(recipe: Recipe) -> Family:
@@ -117,8 +119,10 @@ def _names(named: dict[str, torch.nn.Parameter], most: int = 6) -> str:
 
 def measuring_rows(part: DataPart, data: TokenData) -> range:
     """Rows kept out of training so that tau is measured on the user's own kind of text; the
-    built-in corpus has held-out prompts of its own, so nothing is kept back there."""
-    if is_corpus(part.source) or data.num_rows < 2:
+    built-in corpus has held-out prompts of its own, so nothing is kept back there, unless tau has
+    to be estimated on rows."""
+    decodes = part.target_source == "inprocess"
+    if (is_corpus(part.source) and decodes) or data.num_rows < 2:
         return range(0)
     return range(data.num_rows - max(1, data.num_rows // HELD_SHARE), data.num_rows)
 
@@ -168,6 +172,28 @@ def decoder(
             tokens=stats.tokens,
             temperature=0.0,
         )
+
+    return measure
+
+
+def estimator(
+    recipe: Recipe, features: BatchOf, drafter: Drafter, rows: Sequence[int]
+) -> Callable[[], MeasuredAcceptance]:
+    """A function that reckons tau from the acceptance that the loss finds on rows: for a target
+    whose layers are elsewhere, so that nothing can be decoded."""
+
+    def measure() -> MeasuredAcceptance:
+        totals = Totals()
+        for start in range(0, len(rows), recipe.train.rows):
+            batch = features(list(rows[start : start + recipe.train.rows]))
+            totals = totals.plus(drafter.loss(batch), batch)
+        found = totals.to_floats()
+        averages = means(found)
+        alpha = alphas(averages) or (averages.get("top1", 0.0),)
+        tau = simulated_tau(alpha, recipe.serve.length)
+        assert tau is not None, "there is an alpha"
+        num_tokens = int(found["tokens"][1])
+        return MeasuredAcceptance(tau, alpha[0], alpha, len(rows), num_tokens, 1.0, True)
 
     return measure
 

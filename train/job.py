@@ -25,6 +25,7 @@ from specctl.runtime.target.target import Target
 from specctl.train.assemble import (
     build_drafter,
     decoder,
+    estimator,
     measuring_prompts,
     measuring_rows,
     say_data,
@@ -41,7 +42,7 @@ from specctl.train.init.initial import Initial, Loader, completed, initialise, t
 from specctl.train.joint.joint import JointModel
 from specctl.train.loop import Job
 from specctl.train.lora import attach
-from specctl.train.metrics import MetricsLog
+from specctl.train.metrics import MeasuredAcceptance, MetricsLog
 from specctl.train.optim import Gradient, RecipeSchedule, build_optimizers
 from specctl.train.saving.checkpoint import Checkpoints
 from specctl.train.saving.fingerprint import run_fingerprint
@@ -91,7 +92,7 @@ def make_job(
         schedule=RecipeSchedule(settings),
         order=order,
         batch=_batches(recipe.data, target, drafter.needs(), text, features, selection),
-        measure=decoder(recipe, decoding, drafter, measuring_prompts(recipe, target, data)),
+        measure=_measure(recipe, decoding, drafter, data, features),
         optimizers=_optimizers(settings, trained, frozenset(vocab_sizes)),
         gradient=Gradient(trainable, ranks),
         checkpoints=checkpoints,
@@ -107,6 +108,16 @@ def make_job(
         ranks=ranks,
         text=text,
     )
+
+
+def _measure(
+    recipe: Recipe, target: Target, drafter: Drafter, data: TokenData, features: BatchOf
+) -> Callable[[], MeasuredAcceptance]:
+    """Tau by decoding held-out prompts; reckoned from held-out rows where no target is here."""
+    if recipe.data.target_source == "inprocess":
+        return decoder(recipe, target, drafter, measuring_prompts(recipe, target, data))
+    held = measuring_rows(recipe.data, data)
+    return estimator(recipe, features, drafter, held or range(data.num_rows))
 
 
 def _trained(

@@ -106,7 +106,8 @@ class HeldOutMeasurement(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredAcceptance:
-    """What a short real decode through the engine measured."""
+    """What a short real decode through the engine measured; or, with `is_estimate`, the tau that
+    the loss's own figures on held-out rows stand for, where no target is here to decode with."""
 
     key: ClassVar[str] = "tau"
     tau: float
@@ -115,6 +116,7 @@ class MeasuredAcceptance:
     prompts: int
     tokens: int
     temperature: float
+    is_estimate: bool = False
 
     def beats(self, best: Mapping[str, Any]) -> bool:
         return bool(self.tau > best["tau"])
@@ -130,6 +132,7 @@ class MeasuredAcceptance:
             "prompts": self.prompts,
             "tokens": self.tokens,
             "temperature": self.temperature,
+            **({"is_estimate": True} if self.is_estimate else {}),
         }
 
 

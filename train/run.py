@@ -25,12 +25,12 @@ from accelerate.utils import DistributedType
 from specctl.core.drafter import Drafter
 from specctl.core.errors import FileError, IntegrityError, RecipeError
 from specctl.core.files import write_json
-from specctl.recipes.schema import Recipe, TargetPart, TrainPart
+from specctl.recipes.schema import Recipe, TrainPart
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
+from specctl.runtime.target.served import ServedLM, load_served
 from specctl.runtime.target.target import Target, load_target
 from specctl.train.assemble import trainable_family
 from specctl.train.data.prepare import prepare, rows_digest
-from specctl.train.data.rows import TokenData
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.distributed.sharding import shard_target
 from specctl.train.init.initial import Initial, Loader, check_fit, initial_of, loaded
@@ -118,7 +118,9 @@ def train_draft(
         if mark is not None and mark["package"] is None:
             mark = None  # its checkpoints are all it left; there is no package to leave alone
         snapshot = None if mark is not None else _found(recipe, checkpoints, allow)
-        target = target or _load_target(recipe.target, accelerator.device)
+        is_elsewhere = recipe.data.target_source != "inprocess"
+        if target is None or (is_elsewhere and not isinstance(target.lm, ServedLM)):
+            target = _load_target(recipe, accelerator.device)
         # what this refuses, before answers are written
         initial = initial_of(recipe.drafter, target, load)
         if mark is not None:
@@ -135,7 +137,7 @@ def train_draft(
         if ranks.is_main:
             (out / MARK).unlink(missing_ok=True)
             write_run_file(recipe, out, command)
-        data = _data(recipe, target, out, talker, ranks)
+        data = prepare(recipe, target, out, talker, ranks)
         target = shard_target(recipe, target, ranks)
         inputs = RunInputs(target, data, initial, stop, accelerator, load)
         stop.is_deferred = True
@@ -316,23 +318,27 @@ def _found(recipe: Recipe, checkpoints: Checkpoints, allow: Collection[str]) -> 
     return snapshot
 
 
-def _load_target(part: TargetPart, device: torch.device) -> Target:
-    return load_target(
-        part.name,
-        revision=part.revision,
-        dtype=part.dtype,
-        device=str(device),
-        inflate=part.inflate,
-    )
-
-
-def _data(recipe: Recipe, target: Target, out: Path, reporter: Reporter, ranks: Ranks) -> TokenData:
-    """The rows; the first rank makes them, the others then find them made."""
-    data: TokenData | None = None
-    with ranks.together():
-        if ranks.is_main:
-            data = prepare(recipe, target, out, reporter)
-    return data if data is not None else prepare(recipe, target, out)
+def _load_target(recipe: Recipe, device: torch.device) -> Target:
+    """The target; where its states come from outside, without its layers."""
+    part = recipe.target
+    if recipe.data.target_source == "inprocess":
+        return load_target(
+            part.name,
+            revision=part.revision,
+            dtype=part.dtype,
+            device=str(device),
+            inflate=part.inflate,
+        )
+    if part.inflate is not None or recipe.train.joint is not None:
+        raise RecipeError(
+            "this needs the target's layers in this process",
+            found=f"data.target_source {recipe.data.target_source}, with "
+            + ("train.joint" if part.inflate is None else "target.inflate"),
+            expected="data.target_source inprocess",
+            do="--set data.target_source=inprocess",
+            where="data.target_source",
+        )
+    return load_served(part.name, revision=part.revision, dtype=part.dtype, device=str(device))
 
 
 def _reference(

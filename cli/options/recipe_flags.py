@@ -24,7 +24,8 @@ class RecipeFlags:
     """Which recipe, and what the command line changes of it. `FIELDS`: option -> recipe field."""
 
     FIELDS: ClassVar[Mapping[str, str]] = {
-        "target": "target.name", "data": "data.source", "init": "drafter.init"
+        "target": "target.name", "data": "data.source", "endpoint": "data.endpoint",
+        "init": "drafter.init",
     }  # fmt: skip
     recipe: Annotated[
         str,
@@ -37,6 +38,14 @@ class RecipeFlags:
     data: Annotated[
         str | None,
         typer.Option("--data", help="Text, JSONL, parquet or hub data set; else the recipe's."),
+    ] = None
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            "--endpoint",
+            metavar="URL[,URL]",
+            help="OpenAI-compatible servers of the target (vLLM, SGLang) that write the answers.",
+        ),
     ] = None
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Run folder; else runs/TARGET-RECIPE.")

@@ -87,9 +87,11 @@ def finish(console: Console, result: TrainResult, more: Mapping[str, Any] | None
         return
     answer, package = result.to_json(), result.package
     tau = "not measured" if result.tau is None else f"{result.tau:.2f}"
+    decodes = result.recipe.data.target_source == "inprocess"
+    how = "held-out" if decodes else "reckoned on held-out rows"
     console.out(
         f"checkpoint {answer['checkpoint']} (sha256 {answer['sha256'][:12]}) | acceptance tau "
-        f"{tau} (held-out, k={result.recipe.serve.length}) | {duration(result.run.seconds)} | "
+        f"{tau} ({how}, k={result.recipe.serve.length}) | {duration(result.run.seconds)} | "
         f"{peak_text()}"
     )
     following = [

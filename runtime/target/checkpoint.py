@@ -72,7 +72,7 @@ def load_checkpoint(
     wanted = choose_dtype(dtype, device, stored, count)
     check_memory(count * wanted.itemsize, wanted, device, f"the target {resolved.name}")
     suggested = read_suggested(folder)
-    tokenizer = _load_tokenizer(folder, config)
+    tokenizer = load_tokenizer(folder, config)
     whole = config.model_type if is_multimodal(config) else None
     model = _load_model(folder, wanted, whole is not None).to(device)
     commit = folder.name if resolved.path is None and folder.parent.name == "snapshots" else None
@@ -129,7 +129,8 @@ def check_causal(config: Any, where: str) -> None:
     refuse_stateful(model_class, text)
 
 
-def _load_tokenizer(folder: Path, config: Any) -> Any:
+def load_tokenizer(folder: Path, config: Any) -> Any:
+    """The tokenizer of a folder, refused where it is not this model's."""
     known = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
     if not any((folder / name).exists() for name in known):
         raise FileError(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -227,12 +228,30 @@ def fingerprint(model: Any) -> str:
 
     Samples are hashed as bfloat16, so that one checkpoint has one fingerprint in every dtype.
     """
-    spec = spec_of(model.config).to_json()
-    shape = {k: spec[k] for k in _CONFIG_FIELDS} | _rope_fields(model.config.get_text_config())
-    digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
-    for name, weight in sorted(model.named_parameters()):
-        digest.update(f"{name}:{tuple(weight.shape)}:".encode())
-        digest.update(_samples(weight))
+    flat = {name: weight.detach().reshape(-1) for name, weight in model.named_parameters()}
+    shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    return fingerprint_of(model.config, shapes, lambda name, at, n: flat[name][at : at + n])
+
+
+def fingerprint_of(
+    config: Any,
+    shapes: Mapping[str, Sequence[int]],
+    piece: Callable[[str, int, int], Tensor],
+) -> str:
+    """The fingerprint of weights that need not be in memory: `piece(name, start, count)` gives
+    numbers of the flattened weight."""
+    spec = spec_of(config).to_json()
+    about = {k: spec[k] for k in _CONFIG_FIELDS} | _rope_fields(config.get_text_config())
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
+    for name, shape in sorted(shapes.items()):
+        digest.update(f"{name}:{tuple(shape)}:".encode())
+        last = max(math.prod(shape) - _SLICE, 0)
+        starts = sorted({last * i // (_NUM_SLICES - 1) for i in range(_NUM_SLICES)})
+        count = min(_SLICE, math.prod(shape))
+        parts = torch.cat([piece(name, at, count) for at in starts])
+        digest.update(
+            parts.to(torch.bfloat16).cpu().view(torch.int16).numpy().astype("<i2").tobytes()
+        )
     return digest.hexdigest()
 
 
@@ -243,14 +262,6 @@ def _rope_fields(text: Any) -> dict[str, Any]:
     found = {k: rope[k] for k in names if rope.get(k) is not None}
     window = getattr(text, "sliding_window", None)
     return found if window is None else {**found, "sliding_window": window}
-
-
-def _samples(weight: Tensor) -> bytes:
-    flat = weight.detach().reshape(-1)
-    last = max(flat.numel() - _SLICE, 0)
-    starts = sorted({last * i // (_NUM_SLICES - 1) for i in range(_NUM_SLICES)})
-    parts = torch.cat([flat[at : at + _SLICE] for at in starts])
-    return parts.to(torch.bfloat16).cpu().view(torch.int16).numpy().astype("<i2").tobytes()
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
