@@ -197,7 +197,7 @@ def test_records_shown_are_records_that_training_reads(page: Path) -> None:
 
 def test_every_recipe_begins_with_a_command_that_is_understood() -> None:
     for path in sorted((ROOT / "recipes").glob("*.yaml")):
-        if path.name == "targets.yaml":
+        if path.name in ("sources.yaml", "targets.yaml"):
             continue
         first = path.read_text(encoding="utf-8").splitlines()[0]
         assert first.startswith("# specctl "), path.name
