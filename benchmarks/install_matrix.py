@@ -2,13 +2,13 @@
 its own.
 
     python benchmarks/install_matrix.py --torch 2.13.0 --transformers 5.10.4,5.19.0,newest
-    python benchmarks/install_matrix.py --torch 2.9.1,2.13.0,newest --transformers 5.10.4,5.19.0,newest
+    python benchmarks/install_matrix.py --torch 2.9.1,2.13.0,newest
 
-An environment is made once (INTO/torch-X-transformers-Y) and used again. torch is the CPU build, and
-every later install is bound to it, so that no package brings a CUDA build along; an environment in
-which a package of CUDA is found all the same counts as failed. Where no CPU build of a version can
-be had, the pair is reported as not run. Every other dependency is the newest that pip finds: that is
-what somebody gets who installs specctl beside an engine. The rows are printed and kept in
+An environment is made once (INTO/torch-X-transformers-Y) and used again. torch is the CPU build,
+and every later install is bound to it, so that no package brings a CUDA build along; an environment
+in which a package of CUDA is found all the same counts as failed. Where no CPU build of a version
+can be had, the pair is reported as not run. Every other dependency is the newest that pip finds:
+that is what somebody gets who installs specctl beside an engine. The rows are printed and kept in
 INTO/matrix.json.
 """
 

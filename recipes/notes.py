@@ -1,7 +1,7 @@
 """The remarks beside the figures of a recipe: where each is from, or why it is ours.
 
-A remark is a comment behind a value: `learning_rate: 5e-5  # eagle3: ds_config.json`. Its first word
-is a source (`sources.yaml`), or `ours`.
+A remark is a comment behind a value: `learning_rate: 5e-5  # eagle3: ds_config.json`. Its first
+word is a source (`sources.yaml`), or `ours`.
 """
 
 from __future__ import annotations

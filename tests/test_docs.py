@@ -29,6 +29,7 @@ PROVEN_ELSEWHERE = {
     "source .venv/bin/activate": "the shell",
     "accelerate launch": "several machines; its words are taken apart below",
     "torchrun": "several machines; its words are taken apart below",
+    "sbatch": "tests/cli/test_slurm.py, on the script that it is given",
     "specctl runs": "tests/cli/test_runs.py, on runs made there",
     "specctl quickstart": "make quickstart",
     "specctl plan --recipe eagle3 --target tiny --rehearse": "tests/cli/test_rehearse.py, small",
