@@ -88,7 +88,7 @@ def push(plan: PushPlan, token: str | None = None) -> Pushed:
     api = HfApi(endpoint=plan.endpoint, token=token, library_name="specctl")
     with _hub_errors(plan):
         url = api.create_repo(plan.repo, private=plan.private, exist_ok=True)
-        info = api.repo_info(url.repo_id)
+        info = api.model_info(url.repo_id)
         there = [sibling.rfilename for sibling in info.siblings or ()]
         _refuse_public(plan, bool(info.private))
         _refuse_foreign(plan, there)
