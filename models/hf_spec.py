@@ -14,6 +14,7 @@ KINDS = ("full_attention", "sliding_attention")
 
 OTHER_KINDS = {
     "linear_attention": "a recurrent state (linear attention or a state space)",
+    "mamba": "a recurrent state (linear attention or a state space)",  # its name in 5.10
     "conv": "a convolution's state",
     "chunked_attention": "attention in chunks",
     "indexed_attention": "attention to keys that an indexer picks",

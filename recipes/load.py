@@ -17,7 +17,8 @@ from specctl.recipes.problems import explain
 from specctl.recipes.schema import Recipe
 from specctl.recipes.section import flatten
 
-NOT_RECIPES = ("targets", "tiny-target")
+NOT_RECIPES = ("sources", "targets", "tiny-target")
+EMBEDDED = "tiny"  # the target that comes with specctl
 EXPECTED = "a YAML file, or a name of `specctl recipes ls`"
 
 

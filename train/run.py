@@ -9,6 +9,7 @@ OUT/reference        the same for a first stage, where tokens are selected by co
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import shlex
@@ -27,6 +28,7 @@ from specctl.core.errors import FileError, IntegrityError, RecipeError
 from specctl.core.files import write_json
 from specctl.recipes.schema import Recipe, TrainPart
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
+from specctl.runtime.target.device import refuse_idle_cuda
 from specctl.runtime.target.served import ServedLM, load_served
 from specctl.runtime.target.target import Target, load_target
 from specctl.train.assemble import trainable_family
@@ -273,6 +275,8 @@ def _accelerator(settings: TrainPart, out: Path) -> Accelerator:
                 do=f"pip install {name}, or --set train.trackers=[]",
                 where="train.trackers",
             )
+    if not os.environ.get("ACCELERATE_USE_CPU"):
+        refuse_idle_cuda()
     accelerator = Accelerator(log_with=trackers or None, project_dir=str(out))
     if accelerator.distributed_type == DistributedType.FSDP and settings.parallel != "fsdp":
         raise RecipeError(
@@ -283,8 +287,16 @@ def _accelerator(settings: TrainPart, out: Path) -> Accelerator:
             where="train.parallel",
         )
     if trackers:
-        accelerator.init_trackers("specctl")
+        accelerator.init_trackers("specctl", init_kwargs=tracker_names(out))
     return accelerator
+
+
+def tracker_names(out: Path) -> dict[str, dict[str, Any]]:
+    """What trackers call a run: its folder's name. A resumed run, on whatever machines, goes on in
+    the same curve at wandb, by an id that follows from where the folder is."""
+    place = out.resolve()
+    key = hashlib.sha256(str(place).encode()).hexdigest()[:16]
+    return {"wandb": {"name": place.name, "id": key, "resume": "allow"}}
 
 
 def _check(recipe: Recipe, target: Target, initial: Initial | None) -> None:

@@ -23,7 +23,7 @@ from specctl.models.hf_spec import spec_of
 from specctl.recipes.targets import resolve
 from specctl.runtime.sampling.generation_config import Suggested
 from specctl.runtime.target.checkpoint import load_checkpoint
-from specctl.runtime.target.device import LARGE, choose_device, choose_dtype
+from specctl.runtime.target.device import LARGE, choose_device, choose_dtype, refuse_idle_cuda
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +190,8 @@ def load_target(
     up without changing its distribution, for measurements of speed. `compile`: its rounds are
     recorded in fixed shapes and replayed (CUDA graphs, torch.compile on the CPU)."""
     resolved = resolve(name, revision)
+    if device == "auto":
+        refuse_idle_cuda()
     where = choose_device(device)
     first = "float32" if inflate is not None else dtype
     loaded = load_checkpoint(resolved, first, where, offline)

@@ -371,3 +371,13 @@ def test_the_same_seed_gives_the_same_numbers_everywhere() -> None:
     assert torch.equal(torch.rand(2), first)
     seed_everything(3, rank=1)
     assert not torch.equal(torch.rand(2), first)
+
+
+def test_a_run_has_its_folders_name_and_one_curve_at_wandb(tmp_path: Path) -> None:
+    from specctl.train.run import tracker_names
+
+    (tmp_path / "link").symlink_to(tmp_path)
+    names = [tracker_names(path)["wandb"] for path in (tmp_path / "a", tmp_path / "link" / "a")]
+    assert names[0] == names[1]  # wherever a shared disk is mounted from, resumed or not
+    assert names[0]["name"] == "a"
+    assert names[0]["id"] != tracker_names(tmp_path / "b")["wandb"]["id"]
