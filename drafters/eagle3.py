@@ -25,11 +25,11 @@ from torch import Tensor
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Drafter, Family, Needs, Space
 from specctl.core.language_model import Borrowed
-from specctl.core.masks import document_mask
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import aim, shifted
 from specctl.drafters.losses.head_losses import head_loss, teacher_logits, weighted_sum
+from specctl.drafters.nets.attention import Seen
 from specctl.drafters.nets.blocks import FeatureNet, LayerShape, attend, attend_chains, rotate
 from specctl.drafters.nets.heads import check_choice, check_count, cut_rows, draft_size, head_rows
 from specctl.drafters.nets.options import ADDED, DepthOptions
@@ -172,7 +172,7 @@ class Eagle3(Drafter):
         """[B, S, D] per step: the normed states of training-time test, which the LM head reads."""
         net, layer = self.module, self.module.layer
         state_BSD = net.fc(net.gathered(batch.taps))
-        mask_B1SS = document_mask(batch.document_BS)
+        seen = Seen.text(batch.document_BS)
         keys: list[Tensor] = []
         values: list[Tensor] = []
         normed: list[Tensor] = []
@@ -183,7 +183,7 @@ class Eagle3(Drafter):
             keys.append(key)
             values.append(value)
             query = layer.self_attn.query(x, rope)
-            out_BSD = layer.finish(state_BSD, attend_chains(query, keys, values, mask_B1SS))
+            out_BSD = layer.finish(state_BSD, attend_chains(query, keys, values, seen))
             normed.append(net.norm(out_BSD))
             state_BSD = normed[-1] if net.norm_output else out_BSD
         return normed

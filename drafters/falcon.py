@@ -42,11 +42,11 @@ from torch import Tensor
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Family, Outcome, Space
 from specctl.core.errors import RecipeError
-from specctl.core.masks import document_mask
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import ahead_mask, shifted
 from specctl.drafters.nets.blocks import LayerShape
+from specctl.drafters.nets.attention import Seen
 from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions, Unrolled
 from specctl.drafters.nets.heads import check_count
 from specctl.drafters.nets.stride_net import StrideNet, pick
@@ -142,7 +142,7 @@ class Falcon(FeatureDrafter):
         rows = net.over(self.embed(ids), states, document).chunk(len(versions))
         rope = net.rope(position_BS)
         seen = [net.key_value(x_BSD, rope) for x_BSD in rows]
-        mask, steps = document_mask(batch.document_BS), []
+        mask, steps = Seen.text(batch.document_BS), []
         for index in range(stride):
             back = stride - 1 - index
             x_BSD = pick([behind(x_BSD, position_BS, back) for x_BSD in rows], phase_BS)

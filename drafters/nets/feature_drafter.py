@@ -26,7 +26,7 @@ from torch import Tensor
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Drafter, Needs, Space
 from specctl.core.language_model import Borrowed
-from specctl.core.masks import chain_mask, document_mask
+from specctl.core.masks import chain_mask
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import AlignedRows, aim, shifted
@@ -39,6 +39,7 @@ from specctl.drafters.losses.head_losses import (
     weighted_sum,
 )
 from specctl.drafters.losses.teacher import TeacherLogits
+from specctl.drafters.nets.attention import Seen
 from specctl.drafters.nets.blocks import Attending, LayerShape, attending
 from specctl.drafters.nets.heads import check_count, cut_rows, head_rows
 from specctl.drafters.nets.options import DepthOptions
@@ -168,8 +169,8 @@ class FeatureDrafter(Drafter):
     def unroll(self, batch: TrainBatch) -> list[Unrolled]:
         """The steps, then the parallel heads, at every position."""
         net, state_BSD = self.module, self.noisy(batch)
-        mask_B1SS = document_mask(batch.document_BS)
-        chains = [Chains(mask_B1SS) for _ in net.layers]
+        seen = Seen.text(batch.document_BS)
+        chains = [Chains(seen) for _ in net.layers]
         steps, ahead = [], 0
         while True:
             x_BSD = net.mix(self.embed(shifted(batch.ids_BS, 1 + ahead)), state_BSD)

@@ -15,9 +15,16 @@ from torch import Tensor, nn
 
 from specctl.core.drafter import Outcome, RoundView, Space
 from specctl.core.kv_cache import SlotKV
-from specctl.core.masks import chain_mask, document_mask
+from specctl.core.masks import chain_mask
 from specctl.core.spec import ModelSpec
-from specctl.drafters.nets.blocks import DecoderLayer, LayerShape, attending, rotary
+from specctl.drafters.nets.attention import Seen
+from specctl.drafters.nets.blocks import (
+    Attending,
+    DecoderLayer,
+    LayerShape,
+    attending,
+    rotary,
+)
 
 Gather = Callable[[Mapping[int, Tensor]], Tensor]  # taps -> states [..., I]
 Rows = Callable[[Tensor, Tensor], Tensor]  # (states [B, T, I], next ids [B, T]) -> [B, T, D]
@@ -32,17 +39,23 @@ class PrefixNet(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(self.shape) for _ in range(num_layers))
 
     def forward(
-        self, x_BTD: Tensor, position_BT: Tensor, mask: Tensor, kv: SlotKV | None = None
+        self, x_BTD: Tensor, position_BT: Tensor, mask: Tensor | Seen, kv: SlotKV | None = None
     ) -> Tensor:
         """[B, T, D]: the rows after all layers, against the aimed cache or among themselves."""
         rope_BT2E = rotary(position_BT, self.shape.head_dim, self.shape.rope_theta)
+        return self.through(x_BTD, rope_BT2E, lambda layer: attending(mask, kv, layer))
+
+    def through(
+        self, x_BTD: Tensor, rope_BT2E: Tensor, attending: Callable[[int], Attending]
+    ) -> Tensor:
+        """[B, T, D]: the rows after all layers; `attending` says by layer what they attend to."""
         for index, layer in enumerate(self.layers):
-            x_BTD = layer(x_BTD, rope_BT2E, attending(mask, kv, index))
+            x_BTD = layer(x_BTD, rope_BT2E, attending(index))
         return x_BTD
 
     def over(self, x_BSD: Tensor, position_BS: Tensor, document_BS: Tensor) -> Tensor:
         """[B, S, D]: the same over packed rows of text, while training."""
-        out_BSD: Tensor = self(x_BSD, position_BS, document_mask(document_BS))
+        out_BSD: Tensor = self(x_BSD, position_BS, Seen.text(document_BS))
         return out_BSD
 
 
