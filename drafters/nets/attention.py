@@ -7,7 +7,7 @@ asks every set again with the joined output and log-sum-exp, which gives the gra
 over all of them (as in ring attention, arXiv 2310.01889). Saved for it are query, keys, values,
 output and log-sum-exp. Rows of text go through a flash kernel, document by document; other queries
 through slices of queries against the keys that any of them sees.
-Letters: B rows, E head width, G query heads of one key/value head, H query heads, J key/value heads,
+Letters: B rows, E head width, G query heads of a key/value head, H query heads, J key/value heads,
 L keys, S sequence, T queries.
 """
 
@@ -132,14 +132,16 @@ def _joined(
     if len(kinds) == 1:
         return parts[0]
     lse = torch.stack([*(part[1] for part in parts), *(score for score, _ in own)]).logsumexp(0)
-    out = sum_of = None
+    out: Tensor | None = None
     for part, log in parts:
-        sum_of = part * (log - lse).exp()[..., None]
-        out = sum_of if out is None else out.add_(sum_of)
+        share = part * (log - lse).exp()[..., None]
+        out = share if out is None else out.add_(share)
     assert out is not None, "the first set has a mask"
     grouped = _grouped(out, pairs[0][0].shape[1])
     for score, value in own:
-        grouped.addcmul_(_grouped((score - lse).exp()[..., None], value.shape[1]), value[:, :, None])
+        grouped.addcmul_(
+            _grouped((score - lse).exp()[..., None], value.shape[1]), value[:, :, None]
+        )
     return out.to(query.dtype), lse
 
 
@@ -399,7 +401,7 @@ def _unfolded(x_BJTE: Tensor, num_heads: int) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in float32 or better: from halves where the GPU adds up in float32, else from floats."""
+    """a @ b in float32 or better: from halves on a GPU, which adds up in float32."""
     half = a.dtype if a.dtype in HALF else b.dtype
     if half in HALF and a.device.type == "cuda":
         left, right = (x.to(half).flatten(0, 1) for x in (a, b))

@@ -21,6 +21,7 @@ from specctl.core.spec import ModelSpec
 from specctl.drafters.nets.attention import Keys, Seen, attend_seen
 from specctl.drafters.nets.blocks import Attending, DecoderLayer, Eagle3Attention, rotary
 from specctl.drafters.nets.prefix import PrefixNet
+from specctl.drafters.nets.recompute import run
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +103,19 @@ class BlockNet(PrefixNet):
         out_BTD = self.through(x_BTD, rope_BT2E, lambda layer: _among(block, S))
         return out_BTD[:, :S], block.by_slot(out_BTD[:, S:])
 
-    def _injected(
-        self, x_BSD: Tensor, z_BMD: Tensor, position_BS: Tensor, block: Block
-    ) -> Tensor:
+    def _injected(self, x_BSD: Tensor, z_BMD: Tensor, position_BS: Tensor, block: Block) -> Tensor:
         shape = self.shape
         known_BS2E = rotary(position_BS, shape.head_dim, shape.rope_theta)
         rope_BM2E = rotary(block.position_BM, shape.head_dim, shape.rope_theta)
-        for layer in self.layers:
-            assert isinstance(layer, DecoderLayer)
+
+        def one(layer: DecoderLayer, x_BSD: Tensor, z_BMD: Tensor) -> Tensor:
             known = Keys(*layer.self_attn.key_value(x_BSD, known_BS2E), block.known)
-            z_BMD = layer(z_BMD, rope_BM2E, _behind(known, block.own))
+            out_BMD: Tensor = layer(z_BMD, rope_BM2E, _behind(known, block.own))
+            return out_BMD
+
+        again = self.is_large(z_BMD)
+        for layer in self.layers:
+            z_BMD = run(again, one, layer, x_BSD, z_BMD)
         return z_BMD
 
 

@@ -185,9 +185,7 @@ class Eagle3Layer(nn.Module):
         return out
 
 
-def attending(
-    mask: Tensor | Seen | None, kv: SlotKV | None = None, layer: int = 0
-) -> Attending:
+def attending(mask: Tensor | Seen | None, kv: SlotKV | None = None, layer: int = 0) -> Attending:
     """Under that mask, to each other or to all that stands in the aimed cache of that layer."""
 
     def look(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

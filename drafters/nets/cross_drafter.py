@@ -160,5 +160,7 @@ class CrossDrafter(HeadDrafter):
             to_BAD = anchor_BA[:, :, None].expand(-1, -1, x_BSD.shape[-1])
             query_BAD = x_BSD.gather(1, at_BA[:, :, None].expand_as(to_BAD))
             at_rope = self.rope(batch.position_BS.gather(1, at_BA))
-            ready_BAD = self.ready(depth, net.cross.look(query_BAD, at_rope, seen, visible.rows(until_BA)))
+            ready_BAD = self.ready(
+                depth, net.cross.look(query_BAD, at_rope, seen, visible.rows(until_BA))
+            )
             yield torch.zeros_like(x_BSD).to(ready_BAD).scatter(1, to_BAD, ready_BAD)

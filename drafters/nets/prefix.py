@@ -25,6 +25,7 @@ from specctl.drafters.nets.blocks import (
     attending,
     rotary,
 )
+from specctl.drafters.nets.recompute import is_large, run
 
 Gather = Callable[[Mapping[int, Tensor]], Tensor]  # taps -> states [..., I]
 Rows = Callable[[Tensor, Tensor], Tensor]  # (states [B, T, I], next ids [B, T]) -> [B, T, D]
@@ -49,9 +50,15 @@ class PrefixNet(nn.Module):
         self, x_BTD: Tensor, rope_BT2E: Tensor, attending: Callable[[int], Attending]
     ) -> Tensor:
         """[B, T, D]: the rows after all layers; `attending` says by layer what they attend to."""
+        again = self.is_large(x_BTD)
         for index, layer in enumerate(self.layers):
-            x_BTD = layer(x_BTD, rope_BT2E, attending(index))
+            x_BTD = run(again, layer, x_BTD, rope_BT2E, attending(index))
         return x_BTD
+
+    def is_large(self, x_BTD: Tensor) -> bool:
+        """Whether to compute the layers again in the backward pass."""
+        width, inner = self.shape.hidden_size, self.shape.intermediate_size
+        return is_large(x_BTD[..., 0].numel(), len(self.layers), width, inner)
 
     def over(self, x_BSD: Tensor, position_BS: Tensor, document_BS: Tensor) -> Tensor:
         """[B, S, D]: the same over packed rows of text, while training."""
