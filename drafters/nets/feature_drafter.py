@@ -199,7 +199,7 @@ class FeatureDrafter(Drafter):
         if net.num_parallel:
             carry_BSY = net.handed(before_BSD, x_BSD, out_BSO)
             for index in range(net.num_parallel):
-                guess_BSD = net.parallel(index, carry_BSY)
+                guess_BSD = run(again, net.parallel, index, carry_BSY)
                 steps.append(Unrolled(guess_BSD, guess_BSD))
         return steps
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from specctl_testing.drafters.saved_bytes import saved_bytes
 from torch import Tensor
 
 from specctl.core.batch import TrainBatch
 from specctl.core.masks import document_mask
 from specctl.drafters.nets import attention, recompute
 from specctl.drafters.nets.attention import Keys, Seen, attend_seen
+from specctl_testing.drafters.saved_bytes import saved_bytes
 
 PACKED = [[0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, -1, -1]]
 ALONE = [[0] * 7, [3] * 7]
@@ -91,7 +91,9 @@ def test_eagle3_of_llama_8b_keeps_little_for_the_backward_pass(seq_len: int, mos
     assert saved_bytes("eagle3", {"ttt_steps": 5, "chunk": 8_192}, seq_len) <= most
 
 
-@pytest.mark.parametrize("family", ["eagle3", "gumiho", "falcon", "p-eagle", "dflash", "hydra"])
+@pytest.mark.parametrize(
+    "family", ["eagle3", "gumiho", "falcon", "p-eagle", "dflash", "hydra", "moa"]
+)
 def test_computing_passes_again_changes_no_gradient(
     family: str,
     make_model: Callable[..., object],
