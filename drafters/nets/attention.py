@@ -7,8 +7,8 @@ asks every set again with the joined output and log-sum-exp, which gives the gra
 over all of them (as in ring attention, arXiv 2310.01889). Saved for it are query, keys, values,
 output and log-sum-exp. Rows of text go through a flash kernel, document by document; other queries
 through slices of queries against the keys that any of them sees.
-Letters: B rows, E head width, G query heads of a key/value head, H query heads, J key/value heads,
-L keys, S sequence, T queries.
+Letters: B rows, E head width, H query heads, J key/value heads, L positions, S sequence, T fed
+tokens.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class KeySet:
     """Keys and values [B, J, L, E], and which of them a query sees; None: entry t alone by query
     t."""
 
@@ -83,7 +83,7 @@ class Keys:
     seen: Seen | None
 
 
-def attend_seen(query_BHTE: Tensor, sets: Sequence[Keys]) -> Tensor:
+def attend_seen(query_BHTE: Tensor, sets: Sequence[KeySet]) -> Tensor:
     """[B, T, H * E]: softmax attention over all sets together. Every query must see a key of the
     first one. A key that is in two sets counts twice."""
     kinds = tuple(keys.seen for keys in sets)
@@ -176,7 +176,7 @@ def _joined_backward(
 
 
 def _grouped(x_BHTE: Tensor, num_kv_heads: int) -> Tensor:
-    """[B, J, G, T, E]."""
+    """[B, J, H / J, T, E]."""
     B, H, T, E = x_BHTE.shape
     return x_BHTE.view(B, num_kv_heads, H // num_kv_heads, T, E)
 
@@ -204,12 +204,12 @@ def _own_backward(
     weight = (_own_score(query.flatten(1, 2), key) - lse).exp_()
     by_weight = (grad * value[:, :, None]).sum(-1, dtype=lse.dtype).flatten(1, 2)
     by_score = weight * (by_weight - delta) * query.shape[-1] ** -0.5
-    score_BJGT1 = _grouped(by_score[..., None], J).to(query.dtype)
-    weight_BJGT1 = _grouped(weight[..., None], J).to(query.dtype)
+    score = _grouped(by_score[..., None], J).to(query.dtype)
+    share = _grouped(weight[..., None], J).to(query.dtype)
     return (
-        (score_BJGT1 * key[:, :, None]).flatten(1, 2),
-        (score_BJGT1 * query).sum(2),
-        (weight_BJGT1 * grad).sum(2),
+        (score * key[:, :, None]).flatten(1, 2),
+        (score * query).sum(2),
+        (share * grad).sum(2),
     )
 
 
@@ -296,7 +296,7 @@ def _packed(x_BHTE: Tensor) -> Tensor:
 
 
 def _unpacked(x: Tensor, query: Tensor) -> Tensor:
-    return x.unflatten(0, (query.shape[0], query.shape[2])).transpose(1, 2)
+    return x.view(query.shape[0], query.shape[2], *x.shape[1:]).transpose(1, 2)
 
 
 def _lengths(spans: Sequence[Span], query: Tensor) -> tuple[Tensor, Tensor, int, int]:
@@ -378,7 +378,7 @@ def _sliced_backward(
 
 
 def _scores(query: Tensor, key: Tensor, seen: Seen, part: _Slice) -> Tensor:
-    """[B, J, G * t, l], -inf where a query does not look."""
+    """[B, J, H / J * t, l], -inf where a query does not look."""
     at, J = slice(part.start, part.stop), key.shape[1]
     folded = _folded(query[:, :, at], J)
     score = _product(folded, key[:, :, part.low : part.high].transpose(-1, -2))
@@ -390,7 +390,7 @@ def _scores(query: Tensor, key: Tensor, seen: Seen, part: _Slice) -> Tensor:
 
 
 def _folded(x_BHTE: Tensor, num_kv_heads: int) -> Tensor:
-    """[B, J, G * T, E]: query heads of one key/value head as more queries of it."""
+    """[B, J, H / J * T, E]: query heads of one key/value head as more queries of it."""
     B, H, T, E = x_BHTE.shape
     return x_BHTE.reshape(B, num_kv_heads, H // num_kv_heads * T, E)
 
@@ -406,6 +406,6 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     if half in HALF and a.device.type == "cuda":
         left, right = (x.to(half).flatten(0, 1) for x in (a, b))
         made = torch.bmm(left, right, out_dtype=torch.float32)
-        return made.unflatten(0, a.shape[:2])
+        return made.view(*a.shape[:2], *made.shape[1:])
     wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
     return a.to(wide) @ b.to(wide)

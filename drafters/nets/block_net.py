@@ -18,7 +18,7 @@ from torch import Tensor
 from specctl.core.batch import TrainBatch
 from specctl.core.kv_cache import SlotKV
 from specctl.core.spec import ModelSpec
-from specctl.drafters.nets.attention import Keys, Seen, attend_seen
+from specctl.drafters.nets.attention import KeySet, Seen, attend_seen
 from specctl.drafters.nets.blocks import Attending, DecoderLayer, Eagle3Attention, rotary
 from specctl.drafters.nets.prefix import PrefixNet
 from specctl.drafters.nets.recompute import run
@@ -109,7 +109,7 @@ class BlockNet(PrefixNet):
         rope_BM2E = rotary(block.position_BM, shape.head_dim, shape.rope_theta)
 
         def one(layer: DecoderLayer, x_BSD: Tensor, z_BMD: Tensor) -> Tensor:
-            known = Keys(*layer.self_attn.key_value(x_BSD, known_BS2E), block.known)
+            known = KeySet(*layer.self_attn.key_value(x_BSD, known_BS2E), block.known)
             out_BMD: Tensor = layer(z_BMD, rope_BM2E, _behind(known, block.own))
             return out_BMD
 
@@ -119,11 +119,11 @@ class BlockNet(PrefixNet):
         return z_BMD
 
 
-def _behind(known: Keys, own: Seen) -> Attending:
+def _behind(known: KeySet, own: Seen) -> Attending:
     """The block attends to keys and values of the features, and to its own."""
 
     def look(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attend_seen(query, [known, Keys(key, value, own)])
+        return attend_seen(query, [known, KeySet(key, value, own)])
 
     return look
 
@@ -133,12 +133,12 @@ def _among(block: Block, num_known: int) -> Attending:
 
     def look(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         (true, drafted), (known_key, own_key), (known_value, own_value) = (
-            x.split([num_known, x.shape[2] - num_known], dim=2) for x in (query, key, value)
+            torch.split(x, [num_known, x.shape[2] - num_known], dim=2) for x in (query, key, value)
         )
-        text = attend_seen(true, [Keys(known_key, known_value, block.text)])
-        known = Keys(known_key, known_value, block.known)
+        text = attend_seen(true, [KeySet(known_key, known_value, block.text)])
+        known = KeySet(known_key, known_value, block.known)
         return torch.cat(
-            [text, attend_seen(drafted, [known, Keys(own_key, own_value, block.own)])], dim=1
+            [text, attend_seen(drafted, [known, KeySet(own_key, own_value, block.own)])], dim=1
         )
 
     return look

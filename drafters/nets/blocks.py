@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from specctl.core.kv_cache import SlotKV
 from specctl.core.spec import ModelSpec
-from specctl.drafters.nets.attention import Keys, Seen, attend_seen
+from specctl.drafters.nets.attention import KeySet, Seen, attend_seen
 from specctl.drafters.nets.routed import Router
 
 Attending = Callable[[Tensor, Tensor, Tensor], Tensor]  # query, key, value -> attended
@@ -126,7 +126,7 @@ def attend_chains(
     entry: that entry stands for the token drafted i positions after row t.
     """
     pairs = zip(keys, values, strict=True)
-    sets = [Keys(*pair, None if step else seen) for step, pair in enumerate(pairs)]
+    sets = [KeySet(*pair, None if step else seen) for step, pair in enumerate(pairs)]
     return attend_seen(query_BHSE, sets)
 
 
@@ -192,7 +192,7 @@ def attending(mask: Tensor | Seen | None, kv: SlotKV | None = None, layer: int =
         if kv is not None:
             key, value = kv.update(layer, key, value)
         if isinstance(mask, Seen):
-            return attend_seen(query, [Keys(key, value, mask)])
+            return attend_seen(query, [KeySet(key, value, mask)])
         return attend(query, key, value, mask)
 
     return look

@@ -18,13 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from specctl.drafters.nets.attention import Seen
-from specctl.drafters.nets.blocks import (
-    Attending,
-    DecoderLayer,
-    LayerShape,
-    attend_chains,
-    rotary,
-)
+from specctl.drafters.nets.blocks import Attending, DecoderLayer, LayerShape, attend_chains, rotary
 
 
 class TrunkNet(nn.Module):

@@ -17,6 +17,7 @@ import torch
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Needs
 from specctl.core.errors import RecipeError, ResourceError
+from specctl.core.files import Disk
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.reporter import SilentReporter
@@ -32,7 +33,6 @@ from specctl.train.features.offline import feature_source
 from specctl.train.features.shards import MOST_OPEN, ShardLayout, Shards, kept_shards
 from specctl.train.metrics import read_log
 from specctl.train.run import train_draft
-from specctl.train.saving.disk import Disk
 from specctl.train.saving.tensorfile import tensor_chunks
 
 SEQ_LEN, NUM_DOCUMENTS = 32, 30

@@ -22,7 +22,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from specctl.train.saving.disk import Disk, FileEntry, file_entry, write_whole
+from specctl.core.files import Disk, FileEntry, file_entry, write_whole
 from specctl.train.saving.tensorfile import tensor_chunks
 
 SCHEMA = "specctl.features/1"
@@ -114,7 +114,9 @@ class Shards:
 
     def read_rows(self, rows: Sequence[int]) -> list[dict[str, Tensor] | None]:
         """`read` of each, several at once."""
-        coming = [self._coming.pop(row, None) or self._begin(row) for row in rows]
+        coming = [
+            self._coming.pop(row) if row in self._coming else self._begin(row) for row in rows
+        ]
         return [future.result() for future in coming]
 
     def _begin(self, row: int) -> Future[dict[str, Tensor] | None]:

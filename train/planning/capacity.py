@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 from specctl.core.errors import ResourceError
+from specctl.core.files import Disk
 from specctl.runtime.target.device import choose_device
 from specctl.train.joint.joint_target import FOLDER
 from specctl.train.runs.folders import size_of
-from specctl.train.saving.disk import Disk
 
 # Where in a run folder lies what a plan counts; what has no place there is only needed for a while.
 PLACES = {

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specctl.cli.app.outputs import check_folder
+from specctl.api.outputs import check_folder
 from specctl.core.errors import FileError, SpecctlError, unknown
 from specctl.recipes.stages import PREFIX
 
