@@ -25,14 +25,15 @@ from torch import Tensor
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Family, Needs, Space
 from specctl.core.language_model import Borrowed
-from specctl.core.masks import document_mask
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import aim, shifted
 from specctl.drafters.losses.head_losses import head_loss, teacher_logits, weighted_sum
+from specctl.drafters.nets.attention import Seen
 from specctl.drafters.nets.blocks import FeatureNet, LayerShape, attend, attend_chains, rotate
 from specctl.drafters.nets.heads import BorrowingDrafter, cut_rows, draft_size, head_rows
 from specctl.drafters.nets.options import ADDED, DepthOptions
+from specctl.drafters.nets.recompute import is_large, run
 from specctl.drafters.nets.routed import (
     RoutedHead,
     add_router,
@@ -157,28 +158,34 @@ class Eagle3(BorrowingDrafter):
 
     def unroll(self, batch: TrainBatch, steps: int) -> list[Tensor]:
         """[B, S, D] per step: the normed states of training-time test, which the LM head reads."""
-        net, layer = self.module, self.module.layer
-        state_BSD = net.fc(net.gathered(batch.taps))
-        mask_B1SS = document_mask(batch.document_BS)
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-        normed: list[Tensor] = []
-        for step in range(steps):
+        net, layer, shape = self.module, self.module.layer, self.module.shape
+        seen = Seen.text(batch.document_BS)
+        width, inner = shape.hidden_size, shape.intermediate_size
+        again = is_large(batch.ids_BS.numel(), steps, width, inner)
+
+        def one(step: int, state_BSD: Tensor, *before: Tensor) -> tuple[Tensor, ...]:
+            """State, what the LM head reads of it, key and value; `before`: those of the steps."""
             rope = net.rope(batch.position_BS + step)
             x = layer.mix(self.embed(shifted(batch.ids_BS, 1 + step)), state_BSD)
             key, value = layer.self_attn.key_value(x, rope)
-            keys.append(key)
-            values.append(value)
             query = layer.self_attn.query(x, rope)
-            out_BSD = layer.finish(state_BSD, attend_chains(query, keys, values, mask_B1SS))
-            normed.append(net.norm(out_BSD))
-            state_BSD = normed[-1] if net.norm_output else out_BSD
+            keys, values = [*before[::2], key], [*before[1::2], value]
+            out_BSD = layer.finish(state_BSD, attend_chains(query, keys, values, seen))
+            normed_BSD = net.norm(out_BSD)
+            return normed_BSD if net.norm_output else out_BSD, normed_BSD, key, value
+
+        state_BSD = net.fc(net.gathered(batch.taps))
+        pairs, normed = list[Tensor](), list[Tensor]()
+        for step in range(steps):
+            state_BSD, normed_BSD, *pair = run(again, one, step, state_BSD, *pairs)
+            pairs += pair
+            normed.append(normed_BSD)
         return normed
 
     def loss(self, batch: TrainBatch) -> LossOut:
         """Sum over steps of decay^j times the loss of predicting 2 + j ahead (A1)."""
         how = self.options.compared()
-        teacher, head, parts = teacher_logits(batch, how), self.module.lm_head, []
+        teacher, head, parts = teacher_logits(batch, how, self.vocab), self.module.lm_head, []
         for step, normed_BSD in enumerate(self.unroll(batch, self.options.ttt_steps)):
             rows = aim(batch, 2 + step)
             state_RD = normed_BSD.flatten(0, 1)

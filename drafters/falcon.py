@@ -42,10 +42,11 @@ from torch import Tensor
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Family, Outcome, Space
 from specctl.core.errors import RecipeError
-from specctl.core.masks import document_mask
 from specctl.drafters.losses.align import ahead_mask, shifted
+from specctl.drafters.nets.attention import Seen
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions, Unrolled
+from specctl.drafters.nets.recompute import is_large, run
 from specctl.drafters.nets.stride_net import StrideNet, pick
 from specctl.drafters.option_checks import check_count
 from specctl.drafters.states.feature_state import FeatureState, Fed
@@ -140,12 +141,20 @@ class Falcon(FeatureDrafter):
         rows = net.over(self.embed(ids), states, document).chunk(len(versions))
         rope = net.rope(position_BS)
         seen = [net.key_value(x_BSD, rope) for x_BSD in rows]
-        mask, steps = document_mask(batch.document_BS), []
+        mask, steps = Seen.text(batch.document_BS), []
+        flat = [part for pair in seen for part in pair]
+        width, inner = net.shape.hidden_size, net.shape.intermediate_size
+        again = is_large(batch.ids_BS.numel(), stride, width, inner)
+
+        def look(x_BSD: Tensor, at: Tensor, *parts: Tensor) -> Tensor:
+            pairs = list(zip(parts[::2], parts[1::2], strict=True))
+            return net.look(x_BSD, at, pairs, mask, phase_BS)
+
         for index in range(stride):
             back = stride - 1 - index
             x_BSD = pick([behind(x_BSD, position_BS, back) for x_BSD in rows], phase_BS)
             at = net.rope((position_BS - back).clamp(min=0))
-            out_BSD = net.look(x_BSD, at, seen, mask, phase_BS)
+            out_BSD = run(again, look, x_BSD, at, *flat)
             known_BS = None if glance is None else glance.shows(index)
             steps.append(Unrolled(out_BSD, out_BSD, known_BS))
         return steps

@@ -248,7 +248,7 @@ class SmallLm(Drafter):
         head, state_RD = LinearHead(module.head_weight), out.taps[last].flatten(0, 1)
         if self.router is None:
             return head_loss(state_RD, head, rows, self.vocab, how)
-        teacher = teacher_logits(batch, how)
+        teacher = teacher_logits(batch, how, self.vocab)
         found = head_loss(state_RD, head, rows, self.vocab, how, teacher)
         return with_router(found, self.router, state_RD, rows, self.vocab, teacher)
 

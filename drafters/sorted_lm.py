@@ -128,7 +128,11 @@ class SortedLm(SmallLm):
         how = self.options.compared()
         masks = self.lm.document_masks(batch.document_BS)
         taps = self.lm.dense(batch.ids_BS, batch.position_BS, masks, self.exits, logits=False).taps
-        rows, teacher, module = aim(batch, 1), teacher_logits(batch, how), self.lm.module
+        rows, teacher, module = (
+            aim(batch, 1),
+            teacher_logits(batch, how, self.vocab),
+            self.lm.module,
+        )
         head, outs = LinearHead(module.head_weight), []
         for layer in self.exits:
             state_BSD = taps[layer]

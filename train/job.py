@@ -37,7 +37,8 @@ from specctl.train.data.supply import Order, Text
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.distributed.sharding import Sharded, sharded_layers
 from specctl.train.features.capture import capture
-from specctl.train.features.offline import BatchOf, feature_source
+from specctl.train.features.offline import BatchOf, Features, feature_source
+from specctl.train.features.reading import reading_target
 from specctl.train.init.initial import Initial, Loader, completed, initialise, tensors_digest
 from specctl.train.joint.joint import JointModel
 from specctl.train.loop import Job
@@ -82,17 +83,19 @@ def make_job(
     seed_everything(settings.seed, ranks.rank)
     order = Order(num_rows, settings.seed, recipe.data.on_policy)
     text = text_of(recipe, target, data, trained, order, ranks)
-    features: BatchOf = text.batch
+    features = Features(text.batch)
+    reading = reading_target(target)
     if joint is None:
-        features = feature_source(recipe, target, data, drafter.needs(), out, reporter, ranks)
+        features = feature_source(recipe, reading, data, drafter.needs(), out, reporter, ranks)
     decoding = target if joint is None else joint.target
     return Job(
         drafter=trained,
         settings=settings,
         schedule=RecipeSchedule(settings),
         order=order,
-        batch=_batches(recipe.data, target, drafter.needs(), text, features, selection),
-        measure=_measure(recipe, decoding, drafter, data, features),
+        ahead=features.ahead if recipe.data.on_policy == 0.0 else None,
+        batch=_batches(recipe.data, reading, drafter.needs(), text, features, selection),
+        measure=_measure(recipe, decoding, drafter, data, features.batch),
         optimizers=_optimizers(settings, trained, frozenset(vocab_sizes)),
         gradient=Gradient(trainable, ranks),
         checkpoints=checkpoints,

@@ -74,7 +74,7 @@ class Job:
     """Everything the loop works with. `batch` turns row numbers of `text` into a batch with the
     target's features; `measure` decodes for real, before the first step as well if
     `measures_start`; `log_more` hands figures to trackers; `between` does what else may be due
-    between two steps."""
+    between two steps; `ahead` is told the rows of the next step."""
 
     drafter: Drafter
     settings: TrainPart
@@ -95,6 +95,7 @@ class Job:
     measures_start: bool = False
     log_more: Callable[[dict[str, float], int], None] = lambda figures, step: None
     between: Callable[[TrainProgress], None] = lambda progress: None
+    ahead: Callable[[list[int]], None] | None = None
     ranks: Ranks = field(default_factory=Ranks)
     text: Text = field(default_factory=Text)
 
@@ -119,6 +120,10 @@ def take_step(job: Job, progress: TrainProgress, advance: Advance) -> None:
     settings, began = job.settings, time.perf_counter()
     job.text.refresh(progress.step, progress.position)
     rows = job.order.take(progress.position, settings.rows * settings.accumulate)
+    if job.ahead is not None:
+        later = job.order.take(progress.position + len(rows), len(rows))
+        for coming in share(later, settings.accumulate, job.ranks.rank, job.ranks.size):
+            job.ahead(coming)
     job.gradient.zero()
     totals = Totals()
     for micro_rows in share(rows, settings.accumulate, job.ranks.rank, job.ranks.size):

@@ -25,7 +25,7 @@ from torch import Tensor
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Needs, Space
 from specctl.core.language_model import Borrowed
-from specctl.core.masks import chain_mask, document_mask
+from specctl.core.masks import chain_mask
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import AlignedRows, aim, shifted
@@ -38,9 +38,11 @@ from specctl.drafters.losses.head_losses import (
     weighted_sum,
 )
 from specctl.drafters.losses.teacher import TeacherLogits
+from specctl.drafters.nets.attention import Seen
 from specctl.drafters.nets.blocks import Attending, LayerShape, attending
 from specctl.drafters.nets.heads import BorrowingDrafter, cut_rows, head_rows
 from specctl.drafters.nets.options import DepthOptions
+from specctl.drafters.nets.recompute import is_large, run
 from specctl.drafters.nets.routed import Router, cut_router, read_head, served_head, with_router
 from specctl.drafters.nets.trunk import Chains, TrunkNet
 from specctl.drafters.option_checks import check_count
@@ -147,22 +149,36 @@ class FeatureDrafter(BorrowingDrafter):
     def unroll(self, batch: TrainBatch) -> list[Unrolled]:
         """The steps, then the parallel heads, at every position."""
         net, state_BSD = self.module, self.noisy(batch)
-        mask_B1SS = document_mask(batch.document_BS)
-        chains = [Chains(mask_B1SS) for _ in net.layers]
+        seen = Seen.text(batch.document_BS)
+        pairs, depth = list[Tensor](), len(net.layers)
+        width, inner = net.shape.hidden_size, net.shape.intermediate_size
+        again = is_large(batch.ids_BS.numel(), self.options.ttt_steps * depth, width, inner)
+
+        def one(ahead: int, x_BSD: Tensor, *before: Tensor) -> tuple[Tensor, ...]:
+            """The layers' output, and key and value of every layer; `before`: those of the steps
+            before."""
+            chains = [
+                Chains(seen, [*before[2 * i :: 2 * depth]], [*before[2 * i + 1 :: 2 * depth]])
+                for i in range(depth)
+            ]
+            rope = net.rope(batch.position_BS + ahead)
+            out_BSO = net.through(x_BSD, rope, lambda layer: chains[layer].attending)
+            return out_BSO, *(part[-1] for chain in chains for part in (chain.keys, chain.values))
+
         steps, ahead = [], 0
         while True:
             x_BSD = net.mix(self.embed(shifted(batch.ids_BS, 1 + ahead)), state_BSD)
             if ahead == self.options.ttt_steps:
                 break
-            rope = net.rope(batch.position_BS + ahead)
-            out_BSO = net.through(x_BSD, rope, lambda layer: chains[layer].attending)
+            out_BSO, *pair = run(again, one, ahead, x_BSD, *pairs)
+            pairs += pair
             steps.append(Unrolled(net.ready(out_BSO), net.fed_back(out_BSO)))
             state_BSD = steps[-1].state_BSD.detach() if self.detach else steps[-1].state_BSD
             before_BSD, ahead = x_BSD, ahead + 1
         if net.num_parallel:
             carry_BSY = net.handed(before_BSD, x_BSD, out_BSO)
             for index in range(net.num_parallel):
-                guess_BSD = net.parallel(index, carry_BSY)
+                guess_BSD = run(again, net.parallel, index, carry_BSY)
                 steps.append(Unrolled(guess_BSD, guess_BSD))
         return steps
 
@@ -170,7 +186,11 @@ class FeatureDrafter(BorrowingDrafter):
         """Sum over steps of decay^j times the loss of predicting 2 + j ahead (A1)."""
         options = self.options
         how = options.compared()
-        teacher, head, parts = teacher_logits(batch, how), LinearHead(self.head_weight()), []
+        teacher, head, parts = (
+            teacher_logits(batch, how, self.vocab),
+            LinearHead(self.head_weight()),
+            [],
+        )
         steps, feature_RD = self.unroll(batch), batch.taps[self.tap].flatten(0, 1)
         for step, unrolled in enumerate(steps):
             rows, ready_RD = aim(batch, 2 + step), unrolled.ready_BSD.flatten(0, 1)

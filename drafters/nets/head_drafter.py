@@ -194,7 +194,11 @@ class HeadDrafter(BorrowingDrafter):
         """Sum over heads of decay^i times the loss of predicting 2 + i ahead."""
         options = self.options
         how = options.compared()
-        teacher, weights, now = teacher_logits(batch, how), self.head_weights(), self.heads_now()
+        teacher, weights, now = (
+            teacher_logits(batch, how, self.vocab),
+            self.head_weights(),
+            self.heads_now(),
+        )
         anchor_BA, parts = self.anchors(batch), []
         for i, ready_BSO in enumerate(self.unroll(batch, anchor_BA)):
             if i not in now:

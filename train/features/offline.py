@@ -29,6 +29,7 @@ from specctl.train.features.shards import ShardLayout, Shards, make_room, sweep
 from specctl.train.features.target_source import TargetSource, target_source
 
 BatchOf = Callable[[list[int]], TrainBatch]
+Ahead = Callable[[list[int]], None]
 FREE_SHARE = 0.95  # of the free disk that features may take
 HEADER_BYTES = 2048  # at most, of a shard's file
 
@@ -47,7 +48,7 @@ class FeatureSource:
     def batch(self, rows: list[int]) -> TrainBatch:
         """Those rows with what the target says of them."""
         plain = to_device(self.data.batch(rows), self.target.device)
-        stored = [self.shards.read(row) for row in rows]
+        stored = self.shards.read_rows(rows)
         absent = [place for place, found in enumerate(stored) if found is None]
         online = iter(
             read_target(self.target, _rows_of(plain, absent), self.form, self.source)
@@ -56,6 +57,10 @@ class FeatureSource:
         )
         raw = [decode(found, self.form) if found is not None else next(online) for found in stored]
         return with_features(self.target, plain, raw, self.needs, self.form)
+
+    def ahead(self, rows: list[int]) -> None:
+        """Begin to read rows that will be asked for next."""
+        self.shards.ahead(rows)
 
     def fill(self, shard: int, group: int) -> None:
         """Let the target read a shard's rows, `group` at a time."""
@@ -70,6 +75,17 @@ class FeatureSource:
         self.shards.write(shard, tokens, lengths)
 
 
+@dataclass(frozen=True, slots=True)
+class Features:
+    """Row numbers -> a batch with the target's features; `ahead` is told what comes next."""
+
+    batch: BatchOf
+    ahead: Ahead = lambda rows: None
+
+    def __call__(self, rows: list[int]) -> TrainBatch:
+        return self.batch(rows)
+
+
 def feature_source(
     recipe: Recipe,
     target: Target,
@@ -79,11 +95,11 @@ def feature_source(
     reporter: Reporter,
     ranks: Ranks,
     disk: Disk | None = None,
-) -> BatchOf:
-    """Row numbers -> a batch with the target's features, the way that the recipe says."""
+) -> Features:
+    """Features, the way that the recipe says."""
     source = target_source(recipe.data, target, reporter)
     if recipe.data.features == "online":
-        return lambda rows: source.read(data.batch(rows), needs)
+        return Features(lambda rows: source.read(data.batch(rows), needs))
     if not needs.taps and not needs.teacher:
         raise RecipeError(
             "there are no features to keep: this drafter learns from the text alone",
@@ -99,7 +115,7 @@ def feature_source(
         for shard in todo[ranks.rank :: ranks.size]:
             features.fill(shard, group)
             advance(min(ranks.size, len(todo)))
-    return features.batch
+    return Features(features.batch, features.ahead)
 
 
 def _features(
