@@ -25,6 +25,7 @@ from specctl.runtime.target.target import Target
 from specctl.train.assemble import (
     build_drafter,
     decoder,
+    forced,
     measuring_prompts,
     measuring_rows,
     say_data,
@@ -72,7 +73,8 @@ def make_job(
     check_rows(recipe.train.rows, ranks.size)
     drafter = _begun(recipe, made, ranks, reporter)
     selection = selection_of(settings, drafter, reference)
-    num_rows = data.num_rows - len(measuring_rows(recipe.data, data))
+    held = measuring_rows(recipe.data, data, target.can_run)
+    num_rows = data.num_rows - len(held)
     say_data(recipe, num_rows, reporter)
     trained = _trained(settings, drafter, target, ranks, reporter)
     joint = trained if isinstance(trained, JointModel) else None
@@ -85,13 +87,20 @@ def make_job(
     if joint is None:
         features = feature_source(recipe, target, data, drafter.needs(), out, reporter, ranks)
     decoding = target if joint is None else joint.target
+    measure = decoder(recipe, decoding, drafter, measuring_prompts(recipe, target, data))
+    if not target.can_run:
+        measure = forced(recipe, drafter, features, held)
+        reporter.warn(
+            f"target {target.name} cannot be run here: tau is that of a chain by the alphas of "
+            "text kept back, not measured by decoding"
+        )
     return Job(
         drafter=trained,
         settings=settings,
         schedule=RecipeSchedule(settings),
         order=order,
         batch=_batches(recipe.data, target, drafter.needs(), text, features, selection),
-        measure=decoder(recipe, decoding, drafter, measuring_prompts(recipe, target, data)),
+        measure=measure,
         optimizers=_optimizers(settings, trained, frozenset(vocab_sizes)),
         gradient=Gradient(trainable, ranks),
         checkpoints=checkpoints,

@@ -106,7 +106,8 @@ class Measurement(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredAcceptance:
-    """What a short real decode through the engine measured."""
+    """What a short real decode through the engine measured; or, `is_forced`, the loss over text
+    that was kept back, at temperature 1, where the target cannot be run."""
 
     key: ClassVar[str] = "tau"
     tau: float
@@ -115,6 +116,7 @@ class MeasuredAcceptance:
     prompts: int
     tokens: int
     temperature: float
+    is_forced: bool = False
 
     def beats(self, best: Mapping[str, Any]) -> bool:
         return bool(self.tau > best["tau"])
@@ -130,6 +132,7 @@ class MeasuredAcceptance:
             "prompts": self.prompts,
             "tokens": self.tokens,
             "temperature": self.temperature,
+            **({"is_forced": True} if self.is_forced else {}),
         }
 
 

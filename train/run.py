@@ -27,7 +27,7 @@ from specctl.core.errors import FileError, IntegrityError, RecipeError
 from specctl.recipes.schema import Recipe, TargetPart, TrainPart
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.target.target import Target, load_target
-from specctl.train.assemble import trainable_family
+from specctl.train.assemble import check_answers, trainable_family
 from specctl.train.data.prepare import prepare, rows_digest
 from specctl.train.data.rows import TokenData
 from specctl.train.distributed.ranks import Ranks
@@ -288,6 +288,7 @@ def _accelerator(settings: TrainPart, out: Path) -> Accelerator:
 def _check(recipe: Recipe, target: Target, initial: Initial | None) -> None:
     """Refuse a recipe that does not fit the target or the first weights."""
     check_fit(recipe.drafter, target.spec, initial)
+    check_answers(recipe, target)
     needs = build_shape(trainable_family(recipe), recipe, target.spec).needs()
     if recipe.train.joint is not None:
         check_target(target)
@@ -323,6 +324,7 @@ def _load_target(part: TargetPart, device: torch.device) -> Target:
         dtype=part.dtype,
         device=str(device),
         inflate=part.inflate,
+        is_read_only=True,
     )
 
 

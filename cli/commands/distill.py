@@ -31,6 +31,8 @@ class DistillFlags(TrainingFlags):
         "reference": "train.reference",
     }
 
+    FAMILIES: ClassVar[tuple[str, ...]] = INDEPENDENT
+
     init: Annotated[
         str | None,
         typer.Option(

@@ -53,7 +53,7 @@ def export(
 
     draft = package_in(draft)
     read_manifest(draft)  # what is no package fails before torch is imported
-    model = target.or_own(str(draft)).load(console)
+    model = target.or_own(str(draft)).load(console, is_read_only=True)
 
     manifest = export_(draft, to, out, model, allow=tuple(allow or ()))
     files = sorted(p.name for p in out.iterdir())

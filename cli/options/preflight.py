@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specctl.cli.app.outputs import check_folder
-from specctl.core.errors import FileError, SpecctlError, unknown
+from specctl.core.errors import FileError, RecipeError, SpecctlError, unknown
 from specctl.recipes.stages import PREFIX
 
 if TYPE_CHECKING:
+    from specctl.cli.app.console import Console
+    from specctl.cli.options.recipe_flags import RecipeFlags
     from specctl.recipes.schema import Recipe
 
 
 # What systems leave in a folder that is empty for people.
 HARMLESS = frozenset({".DS_Store", ".gitignore", ".gitkeep", "lost+found"})
+BEFORE = ("memory", "recipe")  # what is checked before a run begins, and may be waived
 HALF = "half"  # the first run of `prune --two-step`, which is there before that of the folder
 
 
@@ -58,6 +61,58 @@ def check_out(out: Path) -> None:
         )
 
 
+def check_made_for(
+    console: Console, recipe: Recipe, flags: RecipeFlags, is_price: bool = False
+) -> None:
+    """A demonstration is no training of a real target. Where nobody chose the recipe and one was
+    made for the target, that is named and nothing begun; else, and where only a price is asked for
+    (`is_price`), it is only warned of."""
+    from specctl.cli.options.recipe_flags import RecipeFlags
+    from specctl.recipes.made_for import DEMONSTRATION, REAL, is_same, made_for, target_of
+    from specctl.train.planning.target_shape import target_shape
+
+    name = recipe.target.name
+    if name == DEMONSTRATION or target_of(flags.recipe) != DEMONSTRATION:
+        return
+    if recipe.target.inflate is not None or is_same(name, DEMONSTRATION):
+        return
+    count = target_shape(recipe.target).parameters
+    if count < REAL:
+        return
+    fitting = made_for(name, flags.FAMILIES)
+    what = f"recipe {recipe.name} was made for the target {DEMONSTRATION}, not for {name}"
+    steps = f"{recipe.train.steps:,} steps of {recipe.train.rows} rows of {recipe.train.seq_len}"
+    do = "a recipe of your own: specctl recipes show llama3-8b-eagle3"
+    if fitting:
+        do = "--recipe " + " or ".join(fitting[:3])
+    is_chosen = flags.recipe != RecipeFlags().recipe or flags.init is not None
+    if is_chosen or is_price or not fitting:
+        console.warn(f"{what}: {steps} are a demonstration; take {do}")
+        return
+    raise RecipeError(
+        what,
+        where="--recipe",
+        found=f"{steps}, for {count / 1e9:,.1f}B parameters",
+        expected="settings for a target of this size",
+        do=f"{do}   (--allow recipe: train as it is)",
+    )
+
+
+def check_fits(recipe: Recipe, out: Path, processes: int) -> None:
+    """Refuse what the memory of this machine or its GPU cannot hold, before a weight is read."""
+    from specctl.train.planning.capacity import lacking_memory, refuse_lacks
+    from specctl.train.planning.hardware import Cluster
+    from specctl.train.planning.target_shape import target_shape
+    from specctl.train.planning.weighing import Weighing
+    from specctl.train.runs.finished import remaining
+
+    cluster = Cluster.here(processes)
+    for stage in remaining(recipe, out):
+        weighing = Weighing(stage, target_shape(stage.target), cluster)
+        lacks = lacking_memory(weighing, is_exact=False)
+        refuse_lacks(lacks, f"{stage.name} for {stage.target.name}", out)
+
+
 def _check_drafter(name: str) -> None:
     """Refuse a drafter that is nowhere here, or a package that was changed; the hub is not
     asked."""
@@ -77,7 +132,7 @@ def check_allowed(names: Collection[str]) -> None:
     nothing."""
     from specctl.train.saving.fingerprint import PARTS, RESTART
 
-    known = (*PARTS, RESTART)
+    known = (*PARTS, RESTART, *BEFORE)
     for name in names:
         if name not in known:
             raise unknown("part of a run", name, known, "--allow", kind=SpecctlError)

@@ -26,6 +26,7 @@ class RecipeFlags:
     FIELDS: ClassVar[Mapping[str, str]] = {
         "target": "target.name", "data": "data.source", "init": "drafter.init"
     }  # fmt: skip
+    FAMILIES: ClassVar[tuple[str, ...]] = ()  # that the command trains; empty: all
     recipe: Annotated[
         str,
         typer.Option("--recipe", "-r", help="A recipe's name (specctl recipes ls) or a YAML file."),
@@ -103,7 +104,8 @@ class TrainingFlags(RecipeFlags):
             "--allow",
             metavar="FIELD",
             help="Continue although this changed: config, target, data, vocab, init, world-size. "
-            "restart: begin again where no checkpoint is whole.",
+            "restart: begin again where no checkpoint is whole. memory: although it does not fit. "
+            "recipe: although that was made for another target.",
         ),
     ] = None
     offline: Offline = False

@@ -14,8 +14,15 @@ from specctl.cli.app.launch import check_gpus, is_launched, relaunch, watch_fron
 from specctl.cli.app.memory import peak_memory, peak_text
 from specctl.cli.app.progress import duration
 from specctl.cli.commands.plan import show_plans, without_dry_run
-from specctl.cli.options.measurement import Measurement, run_words
-from specctl.cli.options.preflight import check_allowed, check_out, check_run
+from specctl.cli.options.measurement import FORCED, Measurement, run_words
+from specctl.cli.options.preflight import (
+    BEFORE,
+    check_allowed,
+    check_fits,
+    check_made_for,
+    check_out,
+    check_run,
+)
 from specctl.cli.options.recipe_flags import TrainingFlags
 from specctl.cli.options.target_choice import go_offline
 from specctl.core.errors import RecipeError, SpecctlError
@@ -48,8 +55,14 @@ def run_training(
     if is_launched():
         watch_front()
     processes, is_cpu = _processes(flags, min(each.train.rows for each in runs_of(recipe)))
+    allow = [name for name in flags.allow or () if name not in BEFORE]
     check_out(out)
     check_run(recipe, out)
+    if not is_launched() and not flags.dry_run:
+        if "recipe" not in (flags.allow or ()):
+            check_made_for(console, recipe, flags)
+        if "memory" not in (flags.allow or ()):
+            check_fits(recipe, out, processes)
     if flags.dry_run:
         console.done(show_plans(console, recipe, out), next=[without_dry_run()])
         return
@@ -58,7 +71,7 @@ def run_training(
         console.is_answered = True  # by the first process
         raise typer.Exit(code)
     console.say(f"{recipe.name}: {recipe.drafter.family} for {recipe.target.name}, in {out}")
-    result = train_and_package(console, recipe, out, flags.resume, flags.allow or ())
+    result = train_and_package(console, recipe, out, flags.resume, allow)
     finish(console, recipe, result, about(result) if console.is_main else {})
 
 
@@ -88,7 +101,8 @@ def packaged(drafter: Drafter, target: Target, folder: Path, **about: Any) -> Ma
     from specctl.train.data.heldout import heldout_prompts
 
     manifest = save_package(drafter, target, folder, **about)
-    prompts = [prompt.ids for prompt in heldout_prompts(target, GATE_PROMPTS)]
+    count = GATE_PROMPTS if target.can_run else 0
+    prompts = [prompt.ids for prompt in heldout_prompts(target, GATE_PROMPTS)][:count]
     check_package(folder, target, reference=drafter, prompts=prompts)
     return manifest
 
@@ -117,7 +131,8 @@ def train_and_package(
             ),
             command=command,
         )
-        console.say("package: read back, every tensor equal, same acceptance as in training")
+        same = ", same acceptance as in training" if target.can_run else ""
+        console.say(f"package: read back, every tensor equal{same}")
         for form in others:
             from specctl.export.formats import export
 
@@ -182,6 +197,7 @@ def packaged_acceptance(
         num_prompts=measured["prompts"],
         new_tokens=recipe.train.tau_tokens,
         batch=measured["prompts"],
+        is_forced=measured.get("is_forced", False),
     )
     return found.record_of_run(recipe, target, words)
 
@@ -198,10 +214,13 @@ def finish(
         return
     manifest = read_manifest(package)
     tau = "not measured" if result.tau is None else f"{result.tau:.2f}"
+    how = "held-out"
+    if manifest.acceptance is not None and manifest.acceptance.data == FORCED:
+        how = "from alphas, not decoded"
     checkpoint = result.best_checkpoint or result.out
     console.out(
         f"checkpoint {checkpoint} (sha256 {manifest.digest[:12]}) | acceptance tau {tau} "
-        f"(held-out, k={recipe.serve.length}) | {duration(result.seconds)} | {peak_text()}"
+        f"({how}, k={recipe.serve.length}) | {duration(result.seconds)} | {peak_text()}"
     )
     answer = {
         "out": str(result.out),
