@@ -29,8 +29,8 @@ from specctl.core.errors import FileError, ResourceError, SpecctlError
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot
+from specctl.train.saving.integrity import damage, step_name
 from specctl.train.saving.store import write_bytes
-from specctl.train.saving.whole import damage, step_name
 
 CODES = ("EIO", "ENOSPC", "EACCES")
 OLD, NEW = 2, 3

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 from specctl import Sampling, load_drafter, load_target
-from specctl.cli.commands.against import assistant_model
+from specctl.api.against import assistant_model
 from specctl.drafters import family
 from specctl.runtime.measure.bench import (
     Contender,

@@ -5,7 +5,7 @@ state spaces, convolutions, attention in chunks or to picked keys) can have draf
 them. What such a layer remembers would run from one document of a packed row into the next, and no
 mask stops it, so every document becomes a row of its own, padded on the right, where a causal model
 does not look. transformers' module does the arithmetic, by its own masks and positions.
-Letters: B rows, Q picked rows (one document each), S sequence.
+A picked row is a document. Letters: B rows, Q picked rows, S sequence, T fed tokens.
 """
 
 from __future__ import annotations

@@ -163,6 +163,15 @@ def load_recipe(
     return build_recipe(tree, where, sets).with_origin(origin)
 
 
+def with_fields(recipe: Recipe, fields: Mapping[str, Any], said_by: str) -> Recipe:
+    """The recipe with dotted fields changed, and checked again; `said_by` is their origin."""
+    tree, origin = recipe.to_json(), recipe.origin
+    for field, value in fields.items():
+        _place(tree, field, value, said_by)
+        origin |= dict.fromkeys(_leaves(field, value), said_by)
+    return build_recipe(tree, said_by).with_origin(origin)
+
+
 def build_recipe(tree: Mapping[str, Any], where: str, sets: Sequence[str] = ()) -> Recipe:
     """Check a tree of plain values; the first problem is raised by file and field."""
     try:

@@ -96,16 +96,17 @@ def build_drafter(recipe: Recipe, spec: ModelSpec, vocab: VocabMap | None) -> Dr
 
 
 def what_trains(drafter: Drafter) -> list[str]:
-    """Lines that say which tensors move, which stay, and what is borrowed."""
+    """Lines that say which tensors move, which are frozen, and what is shared."""
     trainable = drafter.trainable()
     assert drafter.module is not None
     frozen = {n: p for n, p in drafter.module.named_parameters() if n not in trainable}
-    lines = [f"trains {sum(p.numel() for p in trainable.values()):,} numbers: {_names(trainable)}"]
+    count = sum(p.numel() for p in trainable.values())
+    lines = [f"trains {count:,} parameters: {_names(trainable)}"]
     if frozen:
         count = sum(p.numel() for p in frozen.values())
-        lines.append(f"frozen {count:,} numbers: {_names(frozen)}")
+        lines.append(f"frozen {count:,} parameters: {_names(frozen)}")
     if drafter.needs().borrow:
-        lines.append("borrowed from the target, never moved or saved: embedding, LM head")
+        lines.append("frozen, shared with the target: embedding, LM head")
     return lines
 
 
@@ -226,7 +227,7 @@ def say_data(recipe: Recipe, num_rows: int, reporter: Reporter) -> None:
     if fresh:
         every = recipe.data.on_policy_every
         reporter.say(f"the drafter writes {fresh:.0%} of every batch, anew every {every:,} steps")
-    reporter.say(f"{num_rows:,} rows to train on, each read {epochs:.1f} times")
+    reporter.say(f"{num_rows:,} rows to train on, {epochs:.1f} epochs")
     if epochs > 40:
         reporter.warn(
             f"each row will be read {epochs:.0f} times: the drafter will learn the rows, not the "

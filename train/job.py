@@ -35,7 +35,7 @@ from specctl.train.data.on_policy import text_of
 from specctl.train.data.rows import TokenData
 from specctl.train.data.supply import Order, Text
 from specctl.train.distributed.ranks import Ranks
-from specctl.train.distributed.sharding import Sharded, spread_layers
+from specctl.train.distributed.sharding import Sharded, sharded_layers
 from specctl.train.features.capture import capture
 from specctl.train.features.offline import BatchOf, feature_source
 from specctl.train.init.initial import Initial, Loader, completed, initialise, tensors_digest
@@ -65,13 +65,13 @@ class RunInputs:
 
 
 def make_job(
-    recipe: Recipe, made: RunInputs, checkpoints: Checkpoints, reference: Drafter | None
+    recipe: Recipe, inputs: RunInputs, checkpoints: Checkpoints, reference: Drafter | None
 ) -> Job:
     """Everything the loop works with; `reference` is what the selection of tokens compares with."""
     settings, ranks, reporter = recipe.train, checkpoints.ranks, checkpoints.reporter
-    target, data, out = made.target, made.data, checkpoints.folder.parent
+    target, data, out = inputs.target, inputs.data, checkpoints.folder.parent
     check_rows(recipe.train.rows, ranks.size)
-    drafter = _begun(recipe, made, ranks, reporter)
+    drafter = _initial_drafter(recipe, inputs, ranks, reporter)
     selection = selection_of(settings, drafter, reference)
     held = measuring_rows(recipe.data, data, target.can_run)
     num_rows = data.num_rows - len(held)
@@ -105,14 +105,14 @@ def make_job(
         gradient=Gradient(trainable, ranks),
         checkpoints=checkpoints,
         log=MetricsLog(out / "metrics.jsonl", ranks.is_main, reporter.warn),
-        stop=made.stop,
+        stop=inputs.stop,
         reporter=reporter,
         out=out,
         draft_length=recipe.serve.length,
         measures_start=settings.lora is not None,
         autocast=_autocast(settings.precision, ranks.device),
-        fingerprint=_fingerprint(recipe, made, drafter.vocab, ranks, reference),
-        log_more=lambda figures, step: made.accelerator.log(figures, step),
+        fingerprint=_fingerprint(recipe, inputs, drafter.vocab, ranks, reference),
+        log_more=lambda figures, step: inputs.accelerator.log(figures, step),
         ranks=ranks,
         text=text,
     )
@@ -123,7 +123,7 @@ def _trained(
 ) -> Drafter:
     """What the loop moves: the drafter, its pieces, or it and additions to its target."""
     if settings.parallel == "fsdp" and ranks.size > 1:
-        return Sharded(drafter, ranks, spread_layers(target))
+        return Sharded(drafter, ranks, sharded_layers(target))
     if settings.joint is None:
         return drafter
     torch.manual_seed(settings.seed)  # the same additions on every process
@@ -131,7 +131,7 @@ def _trained(
     number = sum(joint.trainable()[name].numel() for name in joint.slow())
     alone = math.ceil(settings.joint.warmup * settings.steps)
     reporter.warn(
-        f"this run CHANGES THE TARGET: {number:,} added numbers learn from step {alone:,} on; "
+        f"this run CHANGES THE TARGET: {number:,} added parameters learn from step {alone:,} on; "
         "the drafter will be for OUT/target, which is another model"
     )
     if settings.joint.keep == "none":
@@ -158,16 +158,18 @@ def check_rows(rows: int, processes: int) -> None:
         )
 
 
-def _begun(recipe: Recipe, made: RunInputs, ranks: Ranks, reporter: Reporter) -> Drafter:
+def _initial_drafter(
+    recipe: Recipe, inputs: RunInputs, ranks: Ranks, reporter: Reporter
+) -> Drafter:
     """The drafter with its first weights and its adapters, announced."""
-    target, initial, lora = made.target, made.initial, recipe.train.lora
+    target, initial, lora = inputs.target, inputs.initial, recipe.train.lora
     complete = completed(recipe, target.spec, initial)
-    vocab = _vocab(recipe, target, made.data, initial)
+    vocab = _vocab(recipe, target, inputs.data, initial)
     drafter = build_drafter(complete, target.spec, vocab).to(ranks.device, torch.float32)
     if drafter.needs().borrow:
         drafter.bind(target.borrowed())
     if initial is not None:
-        initialise(drafter, initial, made.data)
+        initialise(drafter, initial, inputs.data)
         reporter.say(f"starts from {initial.name} ({initial.digest[:19]})")
     if lora is not None:
         attach(drafter, lora, initial is not None)
@@ -204,15 +206,19 @@ def _batches(
 
 
 def _fingerprint(
-    recipe: Recipe, made: RunInputs, vocab: VocabMap | None, ranks: Ranks, reference: Drafter | None
+    recipe: Recipe,
+    inputs: RunInputs,
+    vocab: VocabMap | None,
+    ranks: Ranks,
+    reference: Drafter | None,
 ) -> dict[str, Any]:
     """What a resumed run must share with the run it continues."""
-    target, initial = made.target, made.initial
+    target, initial = inputs.target, inputs.initial
     found = run_fingerprint(
         recipe,
         target.fingerprint,
         target.tokenizer_fingerprint,
-        made.data.digest,
+        inputs.data.digest,
         None if vocab is None else vocab.digest(),
         ranks.size,
         None if initial is None else initial.digest,

@@ -40,6 +40,7 @@ from specctl.train.metrics import (
 )
 from specctl.train.optim import Gradient, Schedule, set_learning_rate
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot
+from specctl.train.saving.integrity import step_name
 from specctl.train.saving.state import (
     Optimizers,
     load_optimizer_state,
@@ -49,7 +50,6 @@ from specctl.train.saving.state import (
     untouched_random_state,
 )
 from specctl.train.saving.store import write_json
-from specctl.train.saving.whole import step_name
 from specctl.train.stop import Stop
 
 

@@ -31,12 +31,12 @@ from specctl.train.assemble import check_answers, trainable_family
 from specctl.train.data.prepare import prepare, rows_digest
 from specctl.train.data.rows import TokenData
 from specctl.train.distributed.ranks import Ranks
-from specctl.train.distributed.sharding import spread
+from specctl.train.distributed.sharding import shard_target
 from specctl.train.init.initial import Initial, Loader, check_fit, initial_of, loaded
 from specctl.train.job import RunInputs, make_job
 from specctl.train.joint.check import check_joint, check_target
 from specctl.train.joint.joint import JointModel
-from specctl.train.joint.joint_target import FOLDER, log_change, say_change, settled
+from specctl.train.joint.joint_target import FOLDER, log_change, save_joint_target, say_change
 from specctl.train.loop import Job, TrainProgress, measure, restore, train
 from specctl.train.lora import ADAPTER, merge, save_adapter
 from specctl.train.planning.capacity import lacking_disk, refuse_lacks
@@ -64,7 +64,7 @@ Packager = Callable[[Drafter, Target, Path, Mapping[str, Any] | None], object]
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What a run left behind. After a dry run only `plan` says something. `target`: the changed
+    """The results of a run. After a dry run only `plan` says something. `target`: the changed
     one that the package is for, where the target learned, too."""
 
     out: Path
@@ -136,11 +136,11 @@ def train_draft(
             (out / MARK).unlink(missing_ok=True)
             write_run_file(recipe, out, command)
         data = _data(recipe, target, out, talker, ranks)
-        target = spread(recipe, target, ranks)
-        made = RunInputs(target, data, initial, stop, accelerator, load)
+        target = shard_target(recipe, target, ranks)
+        inputs = RunInputs(target, data, initial, stop, accelerator, load)
         stop.is_deferred = True
-        reference = _reference(recipe, made, checkpoints, allow)
-        job = make_job(recipe, made, checkpoints, reference)
+        reference = _reference(recipe, inputs, checkpoints, allow)
+        job = make_job(recipe, inputs, checkpoints, reference)
         progress = _continue(job, snapshot, allow)
         progress = train(job, progress)
         acceptance = _best(job, progress, talker)
@@ -156,23 +156,23 @@ def train_draft(
         )
         with job.drafter.whole() as drafter, ranks.together():
             if ranks.is_main:
-                _leave(drafter, job, made, recipe, result, acceptance, package)
+                _save_results(drafter, job, inputs, recipe, result, acceptance, package)
         accelerator.end_training()
     return result
 
 
-def _leave(
+def _save_results(
     drafter: Drafter,
     job: Job,
-    made: RunInputs,
+    inputs: RunInputs,
     recipe: Recipe,
     result: RunResult,
     acceptance: Mapping[str, Any] | None,
     package: Packager | None,
 ) -> None:
-    """Write what a run leaves behind: its curve, its additions, the changed target, the package,
+    """Write the results of a run: its curve, its additions, the changed target, the package,
     and last the mark that it is finished."""
-    out, target = result.out, made.target
+    out, target = result.out, inputs.target
     save_learning_curve(out / "metrics.jsonl", out / "curve.png")
     adapted = drafter.module
     if recipe.train.lora is not None and adapted is not None:
@@ -180,7 +180,7 @@ def _leave(
             save_adapter(adapted, out / ADAPTER)
         merge(adapted)
     if isinstance(job.drafter, JointModel):
-        target = settled(job.drafter, target, recipe, made.data, out)
+        target = save_joint_target(job.drafter, target, recipe, inputs.data, out)
         say_change(target, out / FOLDER, job.reporter)
         log_change(target, job.log, result.steps)
     if package is not None and result.package is not None:
@@ -338,18 +338,18 @@ def _data(recipe: Recipe, target: Target, out: Path, reporter: Reporter, ranks: 
 
 
 def _reference(
-    recipe: Recipe, made: RunInputs, checkpoints: Checkpoints, allow: Collection[str]
+    recipe: Recipe, inputs: RunInputs, checkpoints: Checkpoints, allow: Collection[str]
 ) -> Drafter | None:
     """What the selection of tokens compares with: a drafter of a folder, or one trained first in
     OUT/reference, which a resumed run finds as it stood."""
     ranks, reporter = checkpoints.ranks, checkpoints.reporter
     stage, name = reference_stage(recipe), recipe.train.reference
     if name is not None:
-        reference = loaded(name, made.target, made.load, "train.reference").to(
+        reference = loaded(name, inputs.target, inputs.load, "train.reference").to(
             ranks.device, torch.float32
         )
         if reference.needs().borrow:
-            reference.bind(made.target.borrowed())
+            reference.bind(inputs.target.borrowed())
     elif stage is not None:
         out = checkpoints.folder.parent / "reference"
         with ranks.together():
@@ -357,7 +357,7 @@ def _reference(
                 out.mkdir(exist_ok=True)
         reporter.say(f"first the reference: {stage.train.steps:,} steps in {out}")
         places = Checkpoints(out / "checkpoints", reporter, stage.train.keep, ranks)
-        job = make_job(stage, made, places, None)
+        job = make_job(stage, inputs, places, None)
         progress = train(job, _continue(job, places.newest(RESTART in allow), allow))
         _best(job, progress, reporter)
         reference = job.drafter

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from specctl.api.outputs import check_folder
 from specctl.cli.app.console import Console
-from specctl.cli.app.outputs import check_folder
 from specctl.cli.options.flags import Allow, Out
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
 from specctl.core.errors import RecipeError, nearest
@@ -46,21 +46,14 @@ def export(
             do=f"--to {nearest(to, FORMATS, 1)}",
         )
     check_folder(out)
-    from specctl.export.formats import export as export_
-    from specctl.export.formats import filled
+    from specctl.api.export import export as export_
     from specctl.export.package.manifest import package_in, read_manifest
-    from specctl.recipes.targets import resolve
 
     draft = package_in(draft)
     read_manifest(draft)  # what is no package fails before torch is imported
     model = target.or_own(str(draft)).load(console, is_read_only=True)
-
-    manifest = export_(draft, to, out, model, allow=tuple(allow or ()))
-    files = sorted(p.name for p in out.iterdir())
-    console.out(f"{out}: {', '.join(files)}")
-    for note in manifest.notes:
+    result = export_(draft, to, out, target=model, allow=tuple(allow or ()))
+    console.out(f"{out}: {', '.join(result.files)}")
+    for note in result.notes:
         console.warn(note)
-    place = resolve(model.name).path
-    commands = [filled(line, out, place) for line in manifest.served_by]
-    result = {"out": str(out), "format": to, "files": files, "sha256": manifest.digest}
-    console.done({**result, "serve": commands}, next=[f"specctl show {out}", *commands])
+    console.done(result.to_json(), next=[f"specctl show {out}", *result.serve])

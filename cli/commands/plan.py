@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specctl.api.preflight import check_made_for, check_out, check_run
 from specctl.cli.app.console import Console
 from specctl.cli.app.memory import peak_memory, size_text
 from specctl.cli.app.progress import duration
 from specctl.cli.options.flags import Offline
-from specctl.cli.options.preflight import check_made_for, check_out, check_run
 from specctl.cli.options.recipe_flags import RecipeFlags
 from specctl.cli.options.target_choice import TargetChoice, go_offline
 from specctl.core.errors import SpecctlError, one_of_two
@@ -91,7 +91,7 @@ def plan(
         return
     check_out(run.folder(loaded))
     check_run(loaded, run.folder(loaded), None if rehearse else console.warn)
-    check_made_for(console, loaded, run, is_price=True)
+    check_made_for(loaded, run.recipe, console.warn)
     result = show_plans(console, loaded, run.folder(loaded), rehearse, cluster)
     chosen = "" if run.target is None else f" --target {run.target}"
     console.done(result, next=[f"specctl train-draft --recipe {run.recipe}{chosen}"])
@@ -301,14 +301,14 @@ def rehearse(recipe: Recipe) -> Rehearsal:
 
 def rehearsal_process() -> None:
     """In the process of its own: RECIPE.yaml, OUT, seconds since the epoch when it was started."""
-    from specctl.cli.options.training import train_and_package
+    from specctl.api.train import train_and_package
     from specctl.recipes.load import load_recipe
     from specctl.train.planning.rehearsal import Stopwatch, summary
     from specctl.train.saving.store import write_json
 
     given, out, began = sys.argv[1:]
     recipe, watch = load_recipe(given), Stopwatch()
-    train_and_package(watch, recipe, Path(out))
+    train_and_package(watch, recipe, Path(out), command=sys.argv)
     gpu = peak_memory().get("gpu", 0)
     found = summary(recipe, Path(out), watch, time.time() - float(began), gpu)
     write_json(Path(out) / "rehearsal.json", asdict(found))

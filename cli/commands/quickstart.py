@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specctl.api.preflight import check_out, check_run
 from specctl.cli.app.console import Console
 from specctl.cli.app.memory import peak_memory, peak_text
 from specctl.cli.app.progress import duration
 from specctl.cli.options.flags import Sets
-from specctl.cli.options.preflight import check_out, check_run
 from specctl.core.errors import Exit, SpecctlError
 
 if TYPE_CHECKING:
-    from specctl.cli.options.loading import LoadedDraft
+    from specctl.api.drafting import LoadedDraft
     from specctl.recipes.schema import Recipe
     from specctl.runtime.generate import Generated
     from specctl.runtime.measure.cost_table import CostTable
@@ -147,9 +147,9 @@ def scaled(recipe: str, target: str, minutes: float, sets: tuple[str, ...]) -> R
 
 
 def _train(console: Console, recipe: Recipe, out: Path) -> float | None:
-    from specctl.cli.options.training import train_and_package
+    from specctl.api.train import train_and_package
 
-    result = train_and_package(console, recipe, out)
+    result = train_and_package(console, recipe, out, command=["specctl", *sys.argv[1:]])
     tau = "not measured" if result.tau is None else f"{result.tau:.2f}"
     console.say(f"trained {result.steps:,} steps in {duration(result.seconds)}, tau {tau}")
     return result.tau
@@ -157,7 +157,8 @@ def _train(console: Console, recipe: Recipe, out: Path) -> float | None:
 
 def _trim(console: Console, model: Target, out: Path) -> Path:
     """OUT/trimmed; kept when it was made from the same weights."""
-    from specctl.cli.commands.trimming import TrimJob, trim_and_package
+    from specctl.api.vocab_trim import TrimJob, trim_and_package
+    from specctl.cli.commands.vocab_trim import show_trim
     from specctl.cli.options.loading import DraftChoice
     from specctl.export.package.manifest import WEIGHTS, check_files
     from specctl.train.vocab.candidates import TrimSettings
@@ -171,8 +172,11 @@ def _trim(console: Console, model: Target, out: Path) -> Path:
         return folder
     draft = DraftChoice(str(source)).load(model)
     settings = TrimSettings(new_tokens=TRIM_TOKENS)
-    job = TrimJob(model, draft, settings, selector("vocab-trim"), num_prompts=TRIM_PROMPTS)
-    trim_and_package(console, job, folder)
+    words = ["specctl", *sys.argv[1:]]
+    job = TrimJob(
+        model, draft, settings, selector("vocab-trim"), num_prompts=TRIM_PROMPTS, command=words
+    )
+    show_trim(console, trim_and_package(console, job, folder))
     mark.write_text(json.dumps({"digest": digest}))
     return folder
 

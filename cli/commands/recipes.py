@@ -104,7 +104,7 @@ def validate(
 
       specctl recipes validate my-eagle3.yaml
     """
-    from specctl.cli.options.families import check_options
+    from specctl.api.families import check_options
     from specctl.recipes.load import load_recipe
 
     recipe = load_recipe(name, set_ or ())

@@ -418,8 +418,8 @@ def _delete(console: Console, run: RunStatus, keep: int) -> list[Path]:
     """Delete what the run can do without, holding its folder; a checkpoint is renamed first, so
     that no half-deleted one ever looks like one."""
     from specctl.train.runs.folders import dispensable, read_run
+    from specctl.train.saving.integrity import drop
     from specctl.train.saving.lock import locked
-    from specctl.train.saving.whole import drop
 
     if run.holder is not None:
         return []

@@ -53,7 +53,7 @@ class RecipeFlags:
 
     def load(self) -> Recipe:
         """The recipe with these changes, checked."""
-        from specctl.cli.options.families import check_options
+        from specctl.api.families import check_options
         from specctl.recipes.load import load_recipe
 
         recipe = load_recipe(
@@ -72,16 +72,9 @@ class RecipeFlags:
 
     def folder(self, recipe: Recipe) -> Path:
         """--out, or runs/TARGET-RECIPE."""
-        if self.out is not None:
-            return self.out
-        return Path("runs") / f"{folder_name(recipe.target.name)}-{recipe.name}"
+        from specctl.api.recipe import run_folder
 
-
-def folder_name(target: str) -> str:
-    """A target's name as that of a folder: steps of a path are joined, and none is hidden."""
-    steps = [step for step in target.split("/") if step not in ("", ".", "..")]
-    named = "--".join(steps).lstrip(".")
-    return named or Path(target).resolve().name or "target"
+        return self.out if self.out is not None else run_folder(recipe)
 
 
 @dataclass(frozen=True, slots=True)

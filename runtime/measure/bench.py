@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from specctl.core.drafter import Drafter
+from specctl.core.table import Table, Tabled
 from specctl.runtime.generate import generate
 from specctl.runtime.measure.cost import equip
 from specctl.runtime.measure.cost_table import CostTable
@@ -24,6 +25,7 @@ from specctl.runtime.measure.stats import repetition_rate
 from specctl.runtime.policies.base import Policy
 from specctl.runtime.sampling.generation_config import described
 from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.inflate import inflated_note
 from specctl.runtime.target.target import Target
 
 Prompts = Sequence[Sequence[int]]
@@ -75,8 +77,8 @@ class BenchRow:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class BenchReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class BenchReport(Tabled):
     """Rows by setting and contender; the first contender is the baseline of every ratio."""
 
     rows: tuple[BenchRow, ...]
@@ -88,6 +90,33 @@ class BenchReport:
     num_prompts: int
     new_tokens: int
     repeats: int
+
+    def table(self) -> Table:
+        """A row for every contender and setting."""
+        columns = (
+            "drafter", "sampling", "tau", "tokens/s", "speed-up", "identical", "repetition",
+            "drafting",
+        )  # fmt: skip
+        rows = [
+            (
+                row.name,
+                row.setting,
+                row.tau,
+                f"{row.tokens_per_second:.1f}",
+                row.speedup,
+                row.identical,
+                row.repetition_rate,
+                None if row.draft_share is None else f"{row.draft_share:.0%}",
+            )
+            for row in self.rows
+        ]
+        notes = [
+            f"{self.target} {self.dtype} on {self.device}, {self.threads} threads, "
+            f"{self.num_prompts} prompts x {self.new_tokens} tokens, medians of {self.repeats}"
+        ]
+        if self.inflated is not None:
+            notes.append(inflated_note(self.target, self.inflated))
+        return Table(columns, rows, notes)
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -213,3 +213,11 @@ def describe(target: Target) -> str:
     count = sum(p.numel() for p in module.parameters())
     dtype = str(target.dtype).split(".")[-1]
     return f"{target.name} inflated to {target.inflated} ({count / 1e6:.0f}M parameters, {dtype})"
+
+
+def inflated_note(name: str, size: str) -> str:
+    """What every report about an inflated target must say."""
+    return (
+        f"target {name} is inflated to the cost of {size} parameters: the same "
+        "answers at a larger target's price, so speed is realistic and quality is not"
+    )

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from specctl.api.vocab_trim import parse_size
 from specctl.cli.app.launch import launch_command
-from specctl.cli.commands.vocab_trim import parse_size
 from specctl.cli.options.prompts import read_prompts
 from specctl.core.errors import Exit, RecipeError
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specctl.cli.options.preflight import check_out, check_run
+from specctl.api.preflight import check_out, check_run
 from specctl.core.errors import Exit, FileError
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe

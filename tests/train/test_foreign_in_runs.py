@@ -17,7 +17,7 @@ from specctl.train.features.shards import make_room, sweep
 from specctl.train.runs.folders import dispensable, read_run
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot
 from specctl.train.saving.disk import Disk, write_whole
-from specctl.train.saving.whole import drop
+from specctl.train.saving.integrity import drop
 
 
 def snapshot(step: int) -> Snapshot:

@@ -28,8 +28,7 @@ from specctl.runtime.measure.reporter import Reporter
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.saving.disk import SLACK, Disk, FileEntry, naming, write_file
 from specctl.train.saving.fingerprint import RESTART
-from specctl.train.saving.tensorfile import num_bytes, tensor_chunks
-from specctl.train.saving.whole import (
+from specctl.train.saving.integrity import (
     MANIFEST,
     SCHEMA,
     canonical,
@@ -43,6 +42,7 @@ from specctl.train.saving.whole import (
     set_aside,
     step_name,
 )
+from specctl.train.saving.tensorfile import num_bytes, tensor_chunks
 
 WHAT = "a checkpoint"  # as errors call what could not be saved
 MIN_VALID = 2  # whole checkpoints that retention always leaves

@@ -1,15 +1,63 @@
-"""Tables as lines of text, cut to the width of a terminal; pipes get every line whole."""
+"""Tables as lines of text, cut to the width of a terminal (pipes get every line whole), and as HTML
+for notebooks."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
 
-from specctl.cli.app.printable import one_line
+from specctl.core.printable import one_line, printable
 
 GAP = 2
 LEAST = 12  # a column of prose is not made narrower than this
 TALLEST = 4  # lines of one cell; a row that needs more is written as a record
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Table:
+    """Named columns, rows of values, and lines of text below them."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    notes: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        return "\n".join([*format_table(self.columns, self.rows), *self.notes])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        head = _html_row("th", self.columns)
+        cells = [[_cell(value, printable) for value in row] for row in self.rows]
+        body = "".join(_html_row("td", row) for row in cells)
+        notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
+        return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>{notes}"
+
+
+class Tabled:
+    """A result that prints as its table."""
+
+    __slots__ = ()
+
+    def table(self) -> Table:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+
+def _html_row(tag: str, cells: Sequence[str]) -> str:
+    style = ' style="text-align: left; white-space: pre-wrap"'
+    return f"<tr>{''.join(f'<{tag}{style}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
 def format_table(
@@ -84,14 +132,14 @@ def _wrap(text: str, width: int) -> list[str]:
     return textwrap.wrap(text, max(width, 1)) or [""]
 
 
-def _cell(value: object) -> str:
+def _cell(value: object, shown: Callable[[str], str] = one_line) -> str:
     if value is None:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.2f}"
-    return f"{value:,}" if isinstance(value, int) else one_line(str(value))
+    return f"{value:,}" if isinstance(value, int) else shown(str(value))
 
 
 def _looks_numeric(cells: Sequence[Sequence[str]], column: int) -> bool:

@@ -6,13 +6,11 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specctl.cli.app.outputs import check_folder
+from specctl.api.outputs import check_folder
 from specctl.core.errors import FileError, RecipeError, SpecctlError, unknown
 from specctl.recipes.stages import PREFIX
 
 if TYPE_CHECKING:
-    from specctl.cli.app.console import Console
-    from specctl.cli.options.recipe_flags import RecipeFlags
     from specctl.recipes.schema import Recipe
 
 
@@ -62,32 +60,34 @@ def check_out(out: Path) -> None:
 
 
 def check_made_for(
-    console: Console, recipe: Recipe, flags: RecipeFlags, is_price: bool = False
+    recipe: Recipe,
+    given: str,
+    warn: Callable[[str], None],
+    families: Collection[str] = (),
+    is_chosen: bool = True,
 ) -> None:
-    """A demonstration is no training of a real target. Where nobody chose the recipe and one was
-    made for the target, that is named and nothing begun; else, and where only a price is asked for
-    (`is_price`), it is only warned of."""
-    from specctl.cli.options.recipe_flags import RecipeFlags
+    """A demonstration is no training of a real target. Where nobody chose the recipe `given` and
+    one of these families was made for the target, that is named and refused; else it is warned
+    of."""
     from specctl.recipes.made_for import DEMONSTRATION, REAL, is_same, made_for, target_of
     from specctl.train.planning.target_shape import target_shape
 
     name = recipe.target.name
-    if name == DEMONSTRATION or target_of(flags.recipe) != DEMONSTRATION:
+    if name == DEMONSTRATION or target_of(given) != DEMONSTRATION:
         return
     if recipe.target.inflate is not None or is_same(name, DEMONSTRATION):
         return
     count = target_shape(recipe.target).parameters
     if count < REAL:
         return
-    fitting = made_for(name, flags.FAMILIES)
+    fitting = made_for(name, families)
     what = f"recipe {recipe.name} was made for the target {DEMONSTRATION}, not for {name}"
     steps = f"{recipe.train.steps:,} steps of {recipe.train.rows} rows of {recipe.train.seq_len}"
     do = "a recipe of your own: specctl recipes show llama3-8b-eagle3"
     if fitting:
         do = "--recipe " + " or ".join(fitting[:3])
-    is_chosen = flags.recipe != RecipeFlags().recipe or flags.init is not None
-    if is_chosen or is_price or not fitting:
-        console.warn(f"{what}: {steps} are a demonstration; take {do}")
+    if is_chosen or not fitting:
+        warn(f"{what}: {steps} are a demonstration; take {do}")
         return
     raise RecipeError(
         what,

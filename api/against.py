@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from specctl.core.errors import RecipeError, nearest
 
 if TYPE_CHECKING:
-    from specctl.cli.options.loading import LoadedDraft
+    from specctl.api.drafting import LoadedDraft
     from specctl.runtime.measure.bench import Contender
     from specctl.runtime.target.target import Target
 
