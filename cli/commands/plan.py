@@ -83,12 +83,17 @@ def plan(
     if rehearse and scaling:
         told = "one plan is either rehearsed or fitted to a grid of runs"
         raise one_of_two(told, "--rehearse --scaling", "leave --rehearse out")
+    from specctl.recipes.stages import runs_of
+    from specctl.train.job import check_rows
+
     cluster = _cluster(gpu, gpus, nodes)
     if offline:
         go_offline()
     if scaling:
         plan_scaling(console, loaded, run.folder(loaded))
         return
+    if cluster is not None:
+        check_rows(min(each.train.rows for each in runs_of(loaded)), cluster.processes)
     check_out(run.folder(loaded))
     check_run(loaded, run.folder(loaded), None if rehearse else console.warn)
     check_made_for(loaded, run.recipe, console.warn)
