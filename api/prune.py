@@ -20,7 +20,8 @@ from specctl.core.spec import ModelSpec
 from specctl.core.table import Table, Tabled
 from specctl.drafters.small_lm import SmallLm
 from specctl.export.package.check import check_package
-from specctl.export.package.folder import redacted, save_package
+from specctl.export.package.folder import save_package
+from specctl.export.package.origin import redacted
 from specctl.models.llama import LlamaShape
 from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.reporter import Reporter

@@ -43,16 +43,14 @@ from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Family, Outcome, Space
 from specctl.core.errors import RecipeError
 from specctl.core.masks import document_mask
-from specctl.core.spec import ModelSpec
-from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import ahead_mask, shifted
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions, Unrolled
-from specctl.drafters.nets.heads import check_count
 from specctl.drafters.nets.stride_net import StrideNet, pick
+from specctl.drafters.option_checks import check_count
 from specctl.drafters.states.feature_state import FeatureState, Fed
 from specctl.drafters.states.tree_layout import Place
-from specctl.models.kernels import Weight, can_pack, linear, pack
+from specctl.models.kernels import linear, prepared
 
 AT_ONCE = 256  # rows of logits alive while the first pass is judged
 
@@ -218,14 +216,10 @@ class StrideState(FeatureState):
         self._tails: list[Tensor] = []
         self._blocks: list[Tensor] = []
         self._depths: list[Tensor] = []
-        super().__init__(net.shape, 1, like, space)
-
-    def weights_version(self) -> int:
-        return self.drafter.version()
+        super().__init__(drafter, net.shape, 1, space)
 
     def fuse_weights(self) -> None:
-        weight = self.drafter.head_weight()
-        self._head: Weight = pack(weight) if can_pack(weight) else weight.detach()
+        self._head = prepared(self.drafter.head_weight())
 
     def features(self, taps: Mapping[int, Tensor]) -> Tensor:
         return taps[self.drafter.tap].to(self.dtype)
@@ -332,10 +326,6 @@ class StrideState(FeatureState):
         return linear(self._states[-1], self._head)
 
 
-def build(options: FalconOptions, spec: ModelSpec, vocab: VocabMap | None) -> Falcon:
-    return Falcon(options, spec, vocab)
-
-
 FAMILY = Family(
     name="falcon",
     summary=(
@@ -347,7 +337,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2412.12639",
     options=FalconOptions,
-    build=build,
+    build=Falcon,
     trainable=True,
     policies=("dynamic-tree", "chain", "static-tree"),
 )

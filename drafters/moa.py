@@ -82,10 +82,6 @@ class Moa(CrossDrafter):
         return self.module
 
 
-def build(options: MoaOptions, spec: ModelSpec, vocab: VocabMap | None) -> Moa:
-    return Moa(options, spec, vocab)
-
-
 FAMILY = Family(
     name="moa",
     summary=(
@@ -96,7 +92,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2410.03804",
     options=MoaOptions,
-    build=build,
+    build=Moa,
     trainable=True,
     policies=("dynamic-tree", "chain", "static-tree"),
 )

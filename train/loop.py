@@ -24,12 +24,13 @@ import torch
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Drafter
 from specctl.core.errors import DivergedError
+from specctl.core.files import write_json
 from specctl.recipes.schema import TrainPart
 from specctl.runtime.measure.reporter import Advance, Reporter
 from specctl.train.data.supply import Order, Text, share
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.metrics import (
-    Measurement,
+    HeldOutMeasurement,
     MetricsLog,
     Totals,
     Window,
@@ -49,7 +50,6 @@ from specctl.train.saving.state import (
     set_random_state,
     untouched_random_state,
 )
-from specctl.train.saving.store import write_json
 from specctl.train.stop import Stop
 
 
@@ -81,7 +81,7 @@ class Job:
     schedule: Schedule
     order: Order
     batch: Callable[[list[int]], TrainBatch]
-    measure: Callable[[], Measurement]
+    measure: Callable[[], HeldOutMeasurement]
     optimizers: Optimizers
     gradient: Gradient
     checkpoints: Checkpoints
@@ -199,12 +199,12 @@ def review(job: Job, progress: TrainProgress) -> None:
     job.between(progress)
 
 
-def measure(job: Job) -> Measurement:
+def measure(job: Job) -> HeldOutMeasurement:
     """Measure for real on the main rank; training's random numbers do not notice."""
     module = job.drafter.module
     assert module is not None
     module.eval()
-    found: Measurement | None = None
+    found: HeldOutMeasurement | None = None
     with job.drafter.whole(), job.ranks.together(), untouched_random_state(job.ranks.device):
         if job.ranks.is_main:
             with torch.inference_mode():

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from specctl.core.batch import LossOut, TrainBatch
+from specctl.core.files import write_bytes
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.log import read_log as read_log
-from specctl.train.saving.store import write_bytes
 
 Window = dict[str, tuple[float, float]]
 
@@ -88,7 +88,7 @@ def simulated_tau(alpha: Sequence[float], length: int) -> float | None:
     return 1.0 + sum(math.prod(chances[: k + 1]) for k in range(length))
 
 
-class Measurement(Protocol):
+class HeldOutMeasurement(Protocol):
     """What was measured between two steps. `key` names the figure of `to_json` that counts."""
 
     key: ClassVar[str]

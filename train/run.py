@@ -24,6 +24,7 @@ from accelerate.utils import DistributedType
 
 from specctl.core.drafter import Drafter
 from specctl.core.errors import FileError, IntegrityError, RecipeError
+from specctl.core.files import write_json
 from specctl.recipes.schema import Recipe, TargetPart, TrainPart
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.target.target import Target, load_target
@@ -53,7 +54,6 @@ from specctl.train.saving.fingerprint import (
 )
 from specctl.train.saving.lock import locked
 from specctl.train.saving.run_file import RECORD, write_run_file
-from specctl.train.saving.store import write_json
 from specctl.train.selective import reference_stage
 from specctl.train.stop import Stop
 

@@ -307,9 +307,9 @@ def rehearse(recipe: Recipe) -> Rehearsal:
 def rehearsal_process() -> None:
     """In the process of its own: RECIPE.yaml, OUT, seconds since the epoch when it was started."""
     from specctl.api.train import train_and_package
+    from specctl.core.files import write_json
     from specctl.recipes.load import load_recipe
     from specctl.train.planning.rehearsal import Stopwatch, summary
-    from specctl.train.saving.store import write_json
 
     given, out, began = sys.argv[1:]
     recipe, watch = load_recipe(given), Stopwatch()

@@ -35,6 +35,7 @@ LEAST = {"data.prompts": 32, "train.steps": 40}
 TRIM_PROMPTS, TRIM_TOKENS = 12, 48
 COMPARE_PROMPTS, COMPARE_TOKENS = 12, 64
 RATE_REPEATS = 5
+PAYS = 1.05  # a smaller gain is within the noise of one run
 
 
 def quickstart(
@@ -87,13 +88,22 @@ def quickstart(
         f"vocabulary {spec.vocab_size:,}"
     )
     console.heading("2/5 data written by the target, drafter trained on it")
+    console.say(
+        "The draft learns to guess what this target says, so the target writes its lessons."
+    )
     run = _train(console, loaded, out)
     with continued(out):
         console.heading("3/5 vocabulary trimmed")
+        console.say(
+            "Scoring words that hardly ever occur costs a draft time. They are cut out, and the "
+            "cut is kept only if it pays."
+        )
         package = _faster(console, model, out, _trim(console, model, out))
         console.heading("4/5 lossless?")
+        console.say("The text must be what the target writes alone, whatever the draft guesses.")
         _prove(console, model, package)
         console.heading("5/5 plain against speculative")
+        console.say("tau: tokens per forward pass of the target; plain decoding has 1.")
         report = compare(console, model, package, None if size == "none" else size)
     seconds = time.monotonic() - started
     console.say(f"\ndone in {duration(seconds)}, {peak_text()}; everything is in {out}")
@@ -158,7 +168,6 @@ def _train(console: Console, recipe: Recipe, out: Path) -> float | None:
 def _trim(console: Console, model: Target, out: Path) -> Path:
     """OUT/trimmed; kept when it was made from the same weights."""
     from specctl.api.vocab_trim import TrimJob, trim_and_package
-    from specctl.cli.commands.vocab_trim import show_trim
     from specctl.cli.options.loading import DraftChoice
     from specctl.export.package.manifest import WEIGHTS, check_files
     from specctl.train.vocab.candidates import TrimSettings
@@ -176,7 +185,11 @@ def _trim(console: Console, model: Target, out: Path) -> Path:
     job = TrimJob(
         model, draft, settings, selector("vocab-trim"), num_prompts=TRIM_PROMPTS, command=words
     )
-    show_trim(console, trim_and_package(console, job, folder))
+    report = trim_and_package(console, job, folder).report
+    console.say(
+        f"{report.size:,} of {report.size_before:,} tokens kept; they make up "
+        f"{report.coverage:.0%} of held-out text"
+    )
     mark.write_text(json.dumps({"digest": digest}))
     return folder
 
@@ -269,7 +282,22 @@ def compare(console: Console, model: Target, package: Path, inflate: str | None)
     if "bfloat16" in dtypes and any(p.identical is False for p in pairs):
         console.out("in bfloat16 near-ties may flip; --dtype float32 gives token identity")
     console.out("lossless check passed")
+    console.out(verdict(pairs))
     return {"lossless": True, "comparisons": [pair.to_json() for pair in pairs]}
+
+
+def verdict(pairs: Sequence[Pair]) -> str:
+    """One sentence: what drafting brings where it was measured, at the largest cost first."""
+    told = []
+    for pair in reversed([pair for pair in pairs if pair.setting == "greedy"]):
+        text = {True: ", identical text", False: ", texts differ by rounding"}[bool(pair.identical)]
+        if pair.speedup > PAYS:
+            told.append(f"{pair.target}: {pair.speedup:.1f}x faster{text}")
+        else:
+            told.append(
+                f"{pair.target}: no gain ({pair.speedup:.2f}x), drafting costs what it saves"
+            )
+    return "Verdict: " + "; ".join(told) + "."
 
 
 def _rates(target: Target, packages: Mapping[str, Path]) -> dict[str, float]:

@@ -28,7 +28,7 @@ from specctl.drafters.losses.divergences import (
     kl,
 )
 from specctl.drafters.losses.teacher import TeacherLogits, wide
-from specctl.drafters.nets.heads import check_choice, check_count
+from specctl.drafters.option_checks import check_choice, check_count
 from specctl.models.sliced_head import Head, LinearHead, Rows, sum_slices
 
 __all__ = [

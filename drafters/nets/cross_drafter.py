@@ -32,8 +32,8 @@ from specctl.drafters.nets.blocks import (
     rotary,
 )
 from specctl.drafters.nets.head_drafter import HeadDrafter
-from specctl.drafters.nets.heads import check_count
 from specctl.drafters.nets.options import HeadOptions
+from specctl.drafters.option_checks import check_count
 from specctl.drafters.states.path_state import Nodes, PathState
 
 

@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.core.batch import LossOut, TrainBatch
-from specctl.core.drafter import Drafter, Needs, Space
+from specctl.core.drafter import Needs, Space
 from specctl.core.language_model import Borrowed
 from specctl.core.masks import chain_mask, document_mask
 from specctl.core.spec import ModelSpec
@@ -40,13 +39,13 @@ from specctl.drafters.losses.head_losses import (
 )
 from specctl.drafters.losses.teacher import TeacherLogits
 from specctl.drafters.nets.blocks import Attending, LayerShape, attending
-from specctl.drafters.nets.heads import check_count, cut_rows, head_rows
+from specctl.drafters.nets.heads import BorrowingDrafter, cut_rows, head_rows
 from specctl.drafters.nets.options import DepthOptions
-from specctl.drafters.nets.routed import RoutedHead, Router, cut_router, read_head, with_router
+from specctl.drafters.nets.routed import Router, cut_router, read_head, served_head, with_router
 from specctl.drafters.nets.trunk import Chains, TrunkNet
+from specctl.drafters.option_checks import check_count
 from specctl.drafters.states.feature_state import FeatureState, Fed
 from specctl.drafters.states.tree_layout import Place
-from specctl.models.kernels import Weight, can_pack, pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,7 @@ class Unrolled:
     known_BS: Tensor | None = None
 
 
-class FeatureDrafter(Drafter):
+class FeatureDrafter(BorrowingDrafter):
     """Binding, trimming, unrolling and the loss. A family gives its net and may add to the loss."""
 
     module: TrunkNet
@@ -88,9 +87,7 @@ class FeatureDrafter(Drafter):
         super().__init__(options, spec, vocab)
         self.module = self.make_net(LayerShape.of(spec, options.intermediate))
         self.router: Router | None = None
-        self.borrowed: Borrowed | None = None
         self._head_KD: Tensor | None = None
-        self._is_fresh = True
 
     def make_net(self, shape: LayerShape) -> TrunkNet:
         return TrunkNet(shape)
@@ -113,10 +110,6 @@ class FeatureDrafter(Drafter):
     def tap(self) -> int:
         return self.spec.num_layers
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.module.fc.weight.dtype
-
     def needs(self) -> Needs:
         return Needs((self.tap,), teacher=self.options.loss != "ce", borrow=True)
 
@@ -124,10 +117,6 @@ class FeatureDrafter(Drafter):
         self.borrowed, self._head_KD = borrowed, head_rows(borrowed, self.vocab)
         if self._is_fresh and self.router is not None:
             self.router.arrange(self._head_KD)
-        self._is_fresh = False
-
-    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        super().load_tensors(tensors)
         self._is_fresh = False
 
     def trimmed(self, vocab: VocabMap) -> Self:
@@ -143,20 +132,10 @@ class FeatureDrafter(Drafter):
     def open(self, space: Space) -> FeatureState:
         return TrunkState(self, space)
 
-    def version(self) -> int:
-        return sum(parameter._version for parameter in self.module.parameters())
-
     def head_weight(self) -> Tensor:
         """[K, D]: the target's LM head over the draft vocabulary."""
         assert self._head_KD is not None, "bind() the target's LM head first"
         return self._head_KD.to(self.dtype)
-
-    def embed(self, ids_X: Tensor) -> Tensor:
-        """[X, D]: the target's embeddings."""
-        assert self.borrowed is not None, "bind() the target's embedding first"
-        rows_XD = F.embedding(ids_X, self.borrowed.embedding_VD)
-        scale = self.borrowed.embed_scale
-        return (rows_XD if scale == 1.0 else rows_XD * scale).to(self.dtype)
 
     def noisy(self, batch: TrainBatch) -> Tensor:
         """[B, S, D]: the target's features with the noise of training."""
@@ -217,18 +196,10 @@ class TrunkState(FeatureState):
         self._outs: list[Tensor] = []
         self._carries: list[Tensor] = []
         self._depths: list[Tensor] = []
-        super().__init__(self.net.shape, len(self.net.layers), self.net.fc.weight, space)
-
-    def weights_version(self) -> int:
-        return self.drafter.version()
+        super().__init__(drafter, self.net.shape, len(self.net.layers), space)
 
     def fuse_weights(self) -> None:
-        weight, router = self.drafter.head_weight(), self.drafter.router
-        self._head: Weight | RoutedHead
-        if router is not None:
-            self._head = RoutedHead.of(router, weight)
-        else:
-            self._head = pack(weight) if can_pack(weight) else weight.detach()
+        self._head = served_head(self.drafter.head_weight(), self.drafter.router)
 
     def features(self, taps: Mapping[int, Tensor]) -> Tensor:
         return taps[self.drafter.tap].to(self.dtype)

@@ -17,13 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from specctl.drafters.nets.blocks import (
-    Attending,
-    DecoderLayer,
-    LayerShape,
-    attend_chains,
-    rotary,
-)
+from specctl.drafters.nets.blocks import Attending, DecoderLayer, LayerShape, attend_chains, rotary
 
 
 class TrunkNet(nn.Module):

@@ -10,13 +10,13 @@ import pytest
 
 from specctl.api.preflight import check_out, check_run
 from specctl.core.errors import Exit, FileError
+from specctl.core.files import Disk
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.train.planning import capacity as room
 from specctl.train.planning.capacity import lacking_disk
 from specctl.train.planning.hardware import machine_bytes
 from specctl.train.runs.finished import MARK, read_mark, remaining, stage_folders
-from specctl.train.saving.disk import Disk
 
 TWO = """
 name: two

@@ -15,6 +15,7 @@ import torch
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Needs
 from specctl.core.errors import RecipeError, ResourceError
+from specctl.core.files import Disk
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.reporter import SilentReporter
@@ -29,7 +30,6 @@ from specctl.train.features.offline import feature_source
 from specctl.train.features.shards import ShardLayout, kept_shards
 from specctl.train.metrics import read_log
 from specctl.train.run import train_draft
-from specctl.train.saving.disk import Disk
 
 SEQ_LEN, NUM_DOCUMENTS = 32, 30
 BOTH = Needs(taps=(0, 2), teacher=True)

@@ -25,6 +25,7 @@ from specctl.core.errors import (
     RecipeError,
     ResourceError,
 )
+from specctl.core.files import Disk
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.reporter import SilentReporter
@@ -34,7 +35,6 @@ from specctl.train.metrics import read_log
 from specctl.train.planning import capacity as room
 from specctl.train.run import RunResult, train_draft
 from specctl.train.saving.checkpoint import Checkpoints
-from specctl.train.saving.disk import Disk
 from specctl.train.saving.lock import locked
 from specctl.train.saving.state import seed_everything
 from specctl.train.stop import Interrupted

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from specctl.core.errors import RecipeError, SpecctlError
+from specctl.core.files import digest_of
 from specctl.recipes.schema import DataPart, Recipe
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.target.target import Target
@@ -25,7 +26,6 @@ from specctl.train.data.records import Sample, without
 from specctl.train.data.regenerate import AnswerPlan, cut_prompts, regenerate
 from specctl.train.data.rows import FORMAT, TokenData, read_manifest, write_rows
 from specctl.train.data.sources import Defects, read_samples
-from specctl.train.saving.store import digest_of
 
 LEAST_ANSWER = 16  # tokens of an answer for which a prompt must leave room in its row
 POOR_FILL = 0.8  # below this, another row length is looked for

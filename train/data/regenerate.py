@@ -24,6 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from specctl.core.errors import IntegrityError, SpecctlError
+from specctl.core.files import digest_of
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Completion, Request, Row
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
@@ -35,7 +36,7 @@ from specctl.train.data.corpus import PROSE, regions
 from specctl.train.data.pack import Document
 from specctl.train.data.records import Sample
 from specctl.train.data.sources import Defects
-from specctl.train.saving.store import digest_of, write_arrays
+from specctl.train.saving.tensorfile import write_arrays
 
 SHARD = 64
 EXTRA_PASSES = 2  # over the samples, where some gave nothing or the same again

@@ -17,6 +17,7 @@ from torch import Tensor
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Needs
 from specctl.core.errors import RecipeError, ResourceError
+from specctl.core.files import Disk, digest_of
 from specctl.recipes.schema import DataPart, Recipe
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.target import Target
@@ -25,8 +26,6 @@ from specctl.train.distributed.ranks import Ranks
 from specctl.train.features.capture import capture, to_device
 from specctl.train.features.kept import Form, decode, encode, read_target, with_features
 from specctl.train.features.shards import ShardLayout, Shards, make_room, sweep
-from specctl.train.saving.disk import Disk
-from specctl.train.saving.store import digest_of
 
 BatchOf = Callable[[list[int]], TrainBatch]
 FREE_SHARE = 0.95  # of the free disk that features may take

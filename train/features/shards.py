@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from specctl.train.saving.disk import Disk, FileEntry, file_entry, write_whole
+from specctl.core.files import Disk, FileEntry, file_entry, write_whole
 from specctl.train.saving.tensorfile import tensor_chunks
 
 SCHEMA = "specctl.features/1"

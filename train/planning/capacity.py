@@ -9,17 +9,14 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from specctl.core.errors import ResourceError
+from specctl.core.files import Disk
 from specctl.train.joint.joint_target import FOLDER
 from specctl.train.planning.hardware import Cluster, machine_bytes
 from specctl.train.planning.memory import Held
+from specctl.train.planning.weighing import Weighing
 from specctl.train.runs.folders import size_of
-from specctl.train.saving.disk import Disk
-
-if TYPE_CHECKING:
-    from specctl.train.planning.weighing import Weighing
 
 # Where in a run folder lies what a plan counts; what has no place there is only needed for a while.
 PLACES = {

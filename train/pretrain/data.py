@@ -17,10 +17,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from specctl.core.files import write_bytes
 from specctl.train.data.corpus import heldout_texts, training_texts
 from specctl.train.data.supply import Order
 from specctl.train.pretrain.recipe import PretrainRecipe
-from specctl.train.saving.store import write_bytes
 
 Ids = npt.NDArray[np.uint16]
 

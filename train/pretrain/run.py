@@ -34,6 +34,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Drafter, DraftState, Needs, Space
 from specctl.core.errors import DivergedError, FileError
+from specctl.core.files import write_json
 from specctl.recipes.schema import TrainPart
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.train.data.supply import Order, Text
@@ -50,7 +51,6 @@ from specctl.train.pretrain.recipe import (
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot
 from specctl.train.saving.integrity import saved_steps
 from specctl.train.saving.state import Optimizers
-from specctl.train.saving.store import write_json
 from specctl.train.stop import Interrupted, Stop
 
 STATE, LOG, EXPORT = "state", "log.jsonl", "export"

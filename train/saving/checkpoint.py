@@ -24,9 +24,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specctl.core.errors import IntegrityError, SpecctlError
+from specctl.core.files import SLACK, Disk, FileEntry, naming, write_file
 from specctl.runtime.measure.reporter import Reporter
 from specctl.train.distributed.ranks import Ranks
-from specctl.train.saving.disk import SLACK, Disk, FileEntry, naming, write_file
 from specctl.train.saving.fingerprint import RESTART
 from specctl.train.saving.integrity import (
     MANIFEST,
@@ -157,9 +157,9 @@ class Checkpoints:
         body = memoryview(canonical(manifest | {"sha256": digest(manifest)}))
         disk = self.disk
         write_file(disk, part / MANIFEST, iter([body]))
-        disk.fsync_folder(part)
+        disk.fsync_path(part)
         disk.replace(part, final)
-        disk.fsync_folder(self.folder)
+        disk.fsync_path(self.folder)
         self._point("latest", final.name)
         self._retain(pinned)
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from specctl.train.saving.disk import file_entry
+from specctl.core.files import file_entry
 
 SCHEMA = "specctl.checkpoint/1"
 MANIFEST = "manifest.json"

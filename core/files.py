@@ -1,18 +1,20 @@
-"""The system calls that keep files. A file is whole or absent: written beside its place, flushed,
-renamed, its folder flushed. Every call that can fail is one that a test can make fail. No torch.
+"""Files that are whole or absent: written beside their place, flushed, renamed, their folder
+flushed; hashed. Every system call that can fail is one that a test can make fail. No torch.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from specctl.core.errors import FileError, ResourceError
 
@@ -44,8 +46,9 @@ class Disk:
     def symlink(self, to: str, path: Path) -> None:
         os.symlink(to, path)
 
-    def fsync_folder(self, folder: Path) -> None:
-        descriptor = os.open(folder, os.O_RDONLY)
+    def fsync_path(self, path: Path) -> None:
+        """Flush a file or a folder that somebody else has written."""
+        descriptor = os.open(path, os.O_RDONLY)
         try:
             self.fsync(descriptor)
         finally:
@@ -81,28 +84,49 @@ def write_whole(disk: Disk, path: Path, body: bytes) -> FileEntry:
     a power cut. What a killed writer of the same file left beside it is removed."""
     with naming(path, len(body), f"the file {path.name}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        half = re.compile(re.escape(f".{path.name}.") + r"\d+\.tmp")
-        for left in [p for p in path.parent.iterdir() if half.fullmatch(p.name)]:
-            left.unlink(missing_ok=True)
-        beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            entry = write_file(disk, beside, iter([memoryview(body)]))
-            disk.replace(beside, path)
-        except OSError:
-            beside.unlink(missing_ok=True)
-            raise
-        disk.fsync_folder(path.parent)
+        return replace_file(disk, path, body)
+
+
+def replace_file(disk: Disk, path: Path, body: bytes) -> FileEntry:
+    """The same in a folder that is there; the operating system's errors are raised as they are."""
+    half = re.compile(re.escape(f".{path.name}.") + r"\d+\.tmp")
+    for left in [p for p in path.parent.iterdir() if half.fullmatch(p.name)]:
+        left.unlink(missing_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        entry = write_file(disk, beside, iter([memoryview(body)]))
+        disk.replace(beside, path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
+    disk.fsync_path(path.parent)
     return entry
+
+
+def write_bytes(path: Path, body: bytes) -> None:
+    """Atomic on POSIX: a reader sees the old file, no file, or the whole new one."""
+    write_whole(Disk(), path, body)
+
+
+def write_json(path: Path, fields: Mapping[str, Any]) -> None:
+    write_bytes(path, (json.dumps(fields, indent=2, ensure_ascii=True) + "\n").encode())
 
 
 def file_entry(path: Path) -> FileEntry:
     """Size and hash of a file as it lies on the disk."""
-    digest, total = hashlib.sha256(), 0
     with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-            total += len(chunk)
-    return FileEntry(total, digest.hexdigest())
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileEntry(file.tell(), digest)
+
+
+def sha256_file(path: Path) -> str:
+    return file_entry(path).sha256
+
+
+def digest_of(fields: Mapping[str, Any]) -> str:
+    """sha256 of the canonical JSON of the fields."""
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @contextmanager
