@@ -55,6 +55,7 @@ PROVEN_ELSEWHERE = {
     "python3 -c": "any Python; the file of keys that it makes is read by tests/runtime",
     "chmod 600 keys.txt": "the shell",
     "specctl plan --scaling": "tests/cli/test_scaling.py",
+    "specctl plan --target llama3-8b": "tests/cli/test_plan_gpus.py",
 }
 
 

@@ -31,7 +31,7 @@ from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.target.device import refuse_idle_cuda
 from specctl.runtime.target.served import ServedLM, load_served
 from specctl.runtime.target.target import Target, load_target
-from specctl.train.assemble import trainable_family
+from specctl.train.assemble import check_answers, trainable_family
 from specctl.train.data.prepare import prepare, rows_digest
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.distributed.sharding import shard_target
@@ -302,6 +302,7 @@ def tracker_names(out: Path) -> dict[str, dict[str, Any]]:
 def _check(recipe: Recipe, target: Target, initial: Initial | None) -> None:
     """Refuse a recipe that does not fit the target or the first weights."""
     check_fit(recipe.drafter, target.spec, initial)
+    check_answers(recipe, target)
     needs = build_shape(trainable_family(recipe), recipe, target.spec).needs()
     if recipe.train.joint is not None:
         check_target(target)
@@ -340,6 +341,7 @@ def _load_target(recipe: Recipe, device: torch.device) -> Target:
             dtype=part.dtype,
             device=str(device),
             inflate=part.inflate,
+            is_read_only=True,
         )
     if part.inflate is not None or recipe.train.joint is not None:
         raise RecipeError(

@@ -27,6 +27,7 @@ class RecipeFlags:
         "target": "target.name", "data": "data.source", "endpoint": "data.endpoint",
         "init": "drafter.init",
     }  # fmt: skip
+    FAMILIES: ClassVar[tuple[str, ...]] = ()  # that the command trains; empty: all
     recipe: Annotated[
         str,
         typer.Option("--recipe", "-r", help="A recipe's name (specctl recipes ls) or a YAML file."),
@@ -105,7 +106,8 @@ class TrainingFlags(RecipeFlags):
             "--allow",
             metavar="FIELD",
             help="Continue although this changed: config, target, data, vocab, init, world-size. "
-            "restart: begin again where no checkpoint is whole.",
+            "restart: begin again where no checkpoint is whole. memory: although it does not fit. "
+            "recipe: although that was made for another target.",
         ),
     ] = None
     offline: Offline = False

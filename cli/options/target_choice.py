@@ -53,8 +53,9 @@ class TargetChoice:
         inflate = self.inflate or record.inflated
         return replace(self, name=record.name, revision=record.revision, inflate=inflate)
 
-    def load(self, console: Console, compiled: bool = False) -> Target:
-        """The target, announced with what an alias stands for and any inflation."""
+    def load(self, console: Console, compiled: bool = False, is_read_only: bool = False) -> Target:
+        """The target, announced with what an alias stands for and any inflation. `is_read_only`:
+        also one that cannot be run here."""
         from specctl.recipes.targets import resolve
 
         resolved = resolve(self.name)  # an unknown name fails before torch is imported
@@ -77,6 +78,7 @@ class TargetChoice:
             inflate=self.inflate,
             offline=self.offline,
             compile=compiled,
+            is_read_only=is_read_only,
         )
         if target.inflated:
             from specctl.api.targets import inflated_note
