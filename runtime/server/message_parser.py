@@ -11,7 +11,7 @@ import secrets
 import string
 from dataclasses import dataclass, field
 
-from specctl.runtime.server.tools.base import CallDelta, CallParser, Found
+from specctl.runtime.server.tools.base import CallDelta, CallParser, ParsedText
 from specctl.runtime.server.tools.base import before_marker as before
 
 TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
@@ -144,7 +144,7 @@ class MessageParser:
         return "".join(secrets.choice(LETTERS) for _ in range(self._id_chars))
 
 
-def _add(parts: Parts, found: Found) -> None:
+def _add(parts: Parts, found: ParsedText) -> None:
     parts.content += found.content
     parts.calls = joined([*parts.calls, *found.calls])
 

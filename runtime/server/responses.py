@@ -19,7 +19,7 @@ from specctl.runtime.server.responses_fields import ResponsesRequest
 
 
 @dataclass(slots=True)
-class OutputItem:
+class AnswerItem:
     """An item as it grows: `kind` is reasoning, message or function_call; `call` its number."""
 
     kind: str
@@ -58,11 +58,11 @@ PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
 @dataclass(slots=True)
-class Progress:
+class ToldItems:
     """What has been told of an answer. One writer: the request that it answers."""
 
-    items: list[OutputItem] = field(default_factory=list)
-    open: OutputItem | None = None
+    items: list[AnswerItem] = field(default_factory=list)
+    open: AnswerItem | None = None
     number: int = 0
 
 
@@ -71,7 +71,7 @@ class ResponsesAnswer(ApiAnswer):
     """`asked`: the fields of the request that the answer repeats."""
 
     asked: Mapping[str, Any] = field(default_factory=dict)
-    progress: Progress = field(default_factory=Progress)
+    progress: ToldItems = field(default_factory=ToldItems)
 
     # -- events -----------------------------------------------------------------------------------
 
@@ -134,9 +134,9 @@ class ResponsesAnswer(ApiAnswer):
             found.append(self._part_event("added", item))
         return found
 
-    def _open(self, kind: str, call: int = -1, name: str = "", call_id: str = "") -> OutputItem:
+    def _open(self, kind: str, call: int = -1, name: str = "", call_id: str = "") -> AnswerItem:
         now, id = self.progress, f"{PREFIXES[kind]}_{secrets.token_hex(16)}"
-        now.open = OutputItem(kind, len(now.items), id, call, name, call_id)
+        now.open = AnswerItem(kind, len(now.items), id, call, name, call_id)
         now.items.append(now.open)
         return now.open
 
@@ -168,7 +168,7 @@ class ResponsesAnswer(ApiAnswer):
             where["logprobs"] = []
         return self._event(kind, **where, delta=text)
 
-    def _part_event(self, what: str, item: OutputItem) -> bytes:
+    def _part_event(self, what: str, item: AnswerItem) -> bytes:
         where = {"item_id": item.id, "output_index": item.index, "content_index": 0}
         return self._event(f"content_part.{what}", **where, part=item.part())
 

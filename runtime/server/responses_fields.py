@@ -67,7 +67,7 @@ class CallItem(Strict):
     namespace: None = None
 
 
-class OutputItem(Strict):
+class CallOutput(Strict):
     """What a call returned."""
 
     type: Literal["function_call_output"]
@@ -103,7 +103,7 @@ def _item_kind(value: Any) -> str:
 Item = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
-    | Annotated[OutputItem, Tag("function_call_output")]
+    | Annotated[CallOutput, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")],
     Discriminator(_item_kind),
 ]
@@ -284,7 +284,7 @@ def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
         return [*found, {"role": "user", "content": body.input}]
     turn: dict[str, Any] | None = None
     for item in body.input:
-        if isinstance(item, OutputItem):
+        if isinstance(item, CallOutput):
             turn = None
             found.append({"role": "tool", "tool_call_id": item.call_id, "content": item.text})
         elif isinstance(item, InputMessage) and item.role != "assistant":

@@ -16,14 +16,11 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from jinja2 import TemplateError
 
 from specctl.core.errors import SpecctlError
-
-if TYPE_CHECKING:
-    from specctl.runtime.target.target import Target
 
 MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # no characters, by definition of Unicode
 BATCH = 256  # texts read at once
@@ -31,8 +28,19 @@ COMPARED = ("role", "type", "id", "tool_call_id")  # words that templates look a
 Turns = Sequence[Mapping[str, Any]]
 
 
+class ChatTarget(Protocol):
+    """What is asked of the target whose conversations are read."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+    def chat_text(
+        self, messages: Turns, tools: Turns = (), variables: Mapping[str, Any] | None = None
+    ) -> str: ...
+    def encode(self, text: str) -> list[int]: ...
+
+
 def chat_tokens(
-    target: Target,
+    target: ChatTarget,
     turns: Turns,
     text: str | None = None,
     tools: Turns = (),
@@ -46,7 +54,7 @@ def chat_tokens(
         return target.chat_text(_mapped(turns, change), _mapped(tools, change), variables)
 
     text = write(str) if text is None else text
-    reader = Reader(target)
+    reader = ControlTokens(target)
     _check_words(reader, turns, tools, variables or {})
     [tokens] = reader.read([text])
     begin, end, cut = _unused_marks(text)
@@ -64,17 +72,17 @@ def chat_tokens(
     return _joined(reader.read(_joined(parts)))
 
 
-def spelled_controls(target: Target, tokens: Sequence[int]) -> list[int]:
+def spelled_controls(target: ChatTarget, tokens: Sequence[int]) -> list[int]:
     """The control tokens of a raw prompt, but for those that its tokenizer puts around any text."""
-    reader = Reader(target)
+    reader = ControlTokens(target)
     found = Counter(reader.among(tokens)) - Counter(reader.among(target.encode("")))
     return list(found)
 
 
-class Reader:
+class ControlTokens:
     """A target's tokenizer, and which of its tokens are control tokens."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: ChatTarget) -> None:
         self.tokenizer, self._controls = target.tokenizer, control_ids(target.tokenizer)
 
     def read(self, texts: Sequence[str]) -> list[list[int]]:
@@ -177,7 +185,9 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-def _check_words(reader: Reader, turns: Turns, tools: Turns, variables: Mapping[str, Any]) -> None:
+def _check_words(
+    reader: ControlTokens, turns: Turns, tools: Turns, variables: Mapping[str, Any]
+) -> None:
     """Refuse tools, calls and variables whose keys, ids, types or values spell a control token."""
     calls = [turn[key] for turn in turns for key in ("tool_calls", "tool_call_id") if key in turn]
     words = list(_words([*tools, {"id": calls}, {"id": [*variables.values()]}]))

@@ -13,7 +13,8 @@ from specctl.recipes.section import flatten
 FREE = frozenset(
     {
         "name", "train.save_every", "train.keep", "train.log_every", "train.nan_patience",
-        "train.trackers",
+        "train.trackers", "data.endpoint", "data.endpoint_model", "data.endpoint_requests",
+        "data.states",
     }
 )  # fmt: skip
 PARTS = ("config", "target", "data", "vocab", "init", "world-size")  # of a run's fingerprint

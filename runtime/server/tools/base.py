@@ -38,7 +38,7 @@ class CallDelta:
 
 
 @dataclass(slots=True)
-class Found:
+class ParsedText:
     """What a piece of text turned out to be."""
 
     content: str = ""
@@ -54,7 +54,7 @@ class CallParser(ABC):
 
     def __init__(self, names: frozenset[str]) -> None:
         self.names, self.num_calls = names, 0
-        self._kept, self._space, self._found = "", "", Found()
+        self._kept, self._space, self._found = "", "", ParsedText()
         self._mode: Callable[[str], str] = self.begin
 
     @abstractmethod
@@ -65,22 +65,22 @@ class CallParser(ABC):
         """No text follows: say what was held back, beyond what was kept."""
         return
 
-    def feed(self, text: str) -> Found:
+    def feed(self, text: str) -> ParsedText:
         """What this text sets free."""
         text, self._kept = self._kept + text, ""
         while text:
             text = self._mode(text)
-        found, self._found = self._found, Found()
+        found, self._found = self._found, ParsedText()
         return found
 
-    def end(self) -> Found:
+    def end(self) -> ParsedText:
         """What was held back, now that nothing follows."""
         self.finish()
         self.say(self._kept)
         if self._space and not self.num_calls:
             self._found.content += self._space
         self._kept = self._space = ""
-        found, self._found = self._found, Found()
+        found, self._found = self._found, ParsedText()
         return found
 
     # -- for modes --------------------------------------------------------------------------------
