@@ -51,6 +51,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = torch.stack(_all_places(args[0]), dim=-1)
         elif self._is_fake and func is aten.index.Tensor:
             out = func(args[0], _without_masks(args[1]))
+        elif self._is_fake and func is aten.bincount.default:
+            bins = (kwargs or {}).get("minlength", args[2] if len(args) > 2 else 0)
+            out = args[0].new_empty(max(1, bins), dtype=torch.long)
         else:
             out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
