@@ -21,6 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from specctl.models.kernels import kept_scalar
+
 aten = torch.ops.aten
 
 
@@ -95,4 +97,7 @@ def traced() -> Iterator[LiveBytes]:
     live = LiveBytes()
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True), live:
         warnings.simplefilter("ignore")  # of speed, which is not that of the run
-        yield live
+        try:
+            yield live
+        finally:
+            kept_scalar.cache_clear()  # else what was made in here would meet real tensors later
