@@ -210,6 +210,7 @@ class Drafter(ABC):
     note: str = ""  # what is to be said whenever it is used
     one_call: bool = False  # one call of its LM heads gives every position of a draft
     holds_data: bool = False  # `tensors` are a memory of any length, which `load_tensors` checks
+    learns_states: bool = True  # a store of texts keeps what `needs` asks for of them, too
 
     def __init__(self, options: Any, spec: ModelSpec, vocab: VocabMap | None = None) -> None:
         self.options, self.spec, self.vocab = options, spec, vocab
