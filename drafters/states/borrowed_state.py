@@ -20,7 +20,7 @@ from torch import Tensor
 from specctl.core.drafter import Outcome, RoundView, Space, StepState
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LanguageModel, Masks
-from specctl.core.sub_layers import SubLayers
+from specctl.core.sub_layers import NOTHING, SubLayers
 from specctl.drafters.states.tree_layout import TreeLayout
 
 CHUNK = 512  # known tokens written at once
@@ -213,5 +213,18 @@ def shadow_logits(
     masks = Masks(mask_WL.expand(shape), {w: mask.expand(shape) for w, mask in windows.items()})
     position_BW = position_W.clamp(max=lm.spec.max_positions - 1).expand_as(ids_BW)
     out = lm.run(Feed(ids_BW, position_BW, masks, parts=parts), kv)
+    assert out.logits_BTV is not None
+    return out.logits_BTV
+
+
+@torch.no_grad()
+def read_out(lm: LanguageModel, state_BTD: Tensor) -> Tensor:
+    """[B, T, V]: what the final norm and the LM head make of residuals."""
+    none_BT = torch.zeros(state_BTD.shape[:2], dtype=torch.long, device=state_BTD.device)
+    all_BT1 = torch.ones((*state_BTD.shape[:2], 1), dtype=torch.bool, device=none_BT.device)
+    mask = all_BT1[:, None].expand(-1, -1, -1, state_BTD.shape[1])
+    masks = Masks(mask, dict.fromkeys(lm.windows, mask))
+    feed = Feed(none_BT, none_BT, masks, parts=NOTHING, residual_BTD=state_BTD)
+    out = lm.run(feed, None)
     assert out.logits_BTV is not None
     return out.logits_BTV
