@@ -11,14 +11,14 @@ Letters: B rows, S sequence.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from specctl.core.drafter import Family, Space
-from specctl.core.errors import FileError, RecipeError
+from specctl.core.errors import RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
 from specctl.core.vocab import VocabMap
@@ -47,10 +47,9 @@ class SkipLayersOptions:
 
 
 class SkipLayers(BorrowingDrafter):
-    """The set of sub-layers is all there is to store."""
+    """A set that was searched for becomes part of the options, and so of the package."""
 
     family: ClassVar[str] = "skip-layers"
-    holds_data = True
     learns_states = False
     options: SkipLayersOptions
 
@@ -65,7 +64,6 @@ class SkipLayers(BorrowingDrafter):
             attention = check_layers("skip_attention", options.skip_attention or (), count)
             mlp = check_layers("skip_mlp", options.skip_mlp or (), count)
             self.parts = SubLayers.without(count, attention, mlp)
-        self._is_learned = False
 
     @property
     def attention(self) -> tuple[int, ...]:
@@ -89,29 +87,9 @@ class SkipLayers(BorrowingDrafter):
             )
         ids_BS = torch.tensor(whole, device=self.lm.device)
         found = search(self.lm, ids_BS, self.options.trials)
-        self.parts, self._is_learned = found.parts, True
-
-    def tensors(self) -> dict[str, Tensor]:
-        if not self._is_learned:
-            return {}
-        runs = {"attention": self.parts.attention, "mlp": self.parts.mlp}
-        layers = range(self.spec.num_layers)
-        return {n: torch.tensor([layer in run for layer in layers]) for n, run in runs.items()}
-
-    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        if not tensors:
-            return
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        wanted = dict.fromkeys(("attention", "mlp"), (self.spec.num_layers,))
-        if shapes != wanted:
-            raise FileError(
-                "this is no choice of layers of this target",
-                found=str(shapes),
-                expected=str(wanted),
-                do="use a package made for this target",
-            )
-        layers = {name: tuple(t.nonzero()[:, 0].tolist()) for name, t in tensors.items()}
-        self.parts, self._is_learned = SubLayers(layers["attention"], layers["mlp"]), True
+        attention, mlp = found.parts.skipped(self.spec.num_layers)
+        self.options = replace(self.options, skip_attention=attention, skip_mlp=mlp)
+        self.parts = found.parts
 
 
 def build(options: SkipLayersOptions, spec: ModelSpec, vocab: VocabMap | None) -> SkipLayers:

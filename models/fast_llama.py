@@ -47,7 +47,7 @@ class FastLlama(LanguageModel):
 
     def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
         module, shape, taps, parts = self.module, self.module.shape, feed.taps, feed.parts
-        weights = module.weights()
+        weights = module.weights(feed.residual_BTD is None or not feed.residual_BTD.requires_grad)
         if feed.residual_BTD is None:
             x = F.embedding(feed.ids_BT, module.model.embed_tokens.weight)
         else:

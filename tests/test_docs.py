@@ -35,6 +35,7 @@ PROVEN_ELSEWHERE = {
     "specctl pretrain": "made recipes/tiny; tests/train/test_pretrain.py runs it small",
     "specctl train-stop": "tests/train/test_stop_rules.py, small",
     "specctl train-draft": "tests/cli/test_commands.py, small",
+    "specctl datastore": "tests/drafters, small; draft-verify by benchmarks/self_speculation.py",
     "specctl distill": "tests/cli/test_commands.py, small",
     "specctl vocab-trim": "tests/cli/test_commands.py, small",
     "specctl prune": "tests/cli/test_prune.py, small",

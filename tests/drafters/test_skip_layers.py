@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.core.errors import FileError, RecipeError
+from specctl.core.errors import RecipeError
 from specctl.drafters import family
 from specctl.drafters.layer_skip import LayerSkip
 from specctl.drafters.nets.layer_search import search, worth
@@ -15,6 +15,7 @@ from specctl.drafters.skip_layers import SkipLayers, SkipLayersOptions
 from specctl.drafters.states.borrowed_state import FixedState, shadow_logits
 from specctl.drafters.swift import LayerSearch, Swift, SwiftOptions, SwiftState
 from specctl.runtime.target.target import Target
+from specctl.train.datastore import teach
 from specctl_testing.drafters.parallel_runs import decode
 
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
@@ -99,16 +100,13 @@ def test_the_search_leaves_out_what_does_nothing(idle_target: Target) -> None:
 
 def test_a_set_that_was_found_is_kept_in_the_package(idle_target: Target) -> None:
     drafter = SkipLayers(SkipLayersOptions(trials=8), idle_target.spec, None)
-    assert drafter.tensors() == {}
-    drafter.bind(idle_target.borrowed())
     with pytest.raises(RecipeError, match="long enough"):
-        drafter.learn([TEXT])
-    drafter.learn([[*TEXT * 12]])
+        teach(drafter, idle_target, [TEXT])
+    teach(drafter, idle_target, [TEXT * 12])
     twin = SkipLayers(drafter.options, idle_target.spec, None)
-    twin.load_tensors(drafter.tensors())
     assert twin.parts == drafter.parts
-    with pytest.raises(FileError, match="no choice of layers"):
-        twin.load_tensors({"attention": torch.ones(5)})
+    assert twin.needs() == drafter.needs()
+    assert drafter.options.skip_mlp is not None
 
 
 def test_worth_counts_what_drafting_costs() -> None:

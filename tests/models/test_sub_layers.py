@@ -106,3 +106,27 @@ def test_evenly_spread_layers_keep_the_first_and_the_last() -> None:
     assert SubLayers.evenly(8, 1).mlp == (0,)
     assert SubLayers.without(4, (1,), (2,)).skipped(4) == ((1,), (2,))
     assert SubLayers.without(4, (1,), (2, 3)).share(4) == 5 / 8
+
+
+def test_what_is_fed_learns_through_frozen_layers(make_model: Make) -> None:
+    """Embeddings fed in place of tokens, some layers left out, a cache behind: the same gradient in
+    both forwards, and none for the model."""
+    model, found = make_model("llama").requires_grad_(False), []
+    fast, slow = fast_llama_from_hf(model), HfLM(model)
+    assert fast is not None
+    with torch.no_grad():
+        fast.run(feed(fast, ids_of(1, 4)), None)  # fused copies are there
+    for lm in (fast, slow):
+        fed_1TD = torch.randn(1, 3, WIDTH, generator=torch.Generator().manual_seed(2))
+        fed_1TD.requires_grad_()
+        kv, start_1 = lm.borrowed_kv(SOME.attention, 1, 8), torch.full((1,), 2)
+        kv.begin((0,), torch.zeros(1, dtype=torch.long), start_1, 3, 5, 2)
+        masks, position_1T = lm.chain_masks(start_1, 3, 5), 2 + torch.arange(3)[None]
+        out = lm.run(Feed(ids_of(1, 3), position_1T, masks, (), True, None, SOME, fed_1TD), kv)
+        assert out.logits_BTV is not None
+        out.logits_BTV.log_softmax(-1)[..., 5].sum().backward()  # type: ignore[no-untyped-call]
+        assert fed_1TD.grad is not None
+        found.append(fed_1TD.grad)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
+    assert float(found[0].norm()) > 0.1
+    assert all(weight.grad is None for weight in model.parameters())
