@@ -116,9 +116,10 @@ class DelState(BorrowedState):
         self.right_ZC[slot], self.seen_Z[slot] = 0.0, 0.0
 
     def alpha(self, slot: int) -> dict[int, float]:
-        """Acceptance of every exit; before anything is known it grows with the depth."""
+        """Acceptance of every exit; what is hoped for before anything is known grows with the depth
+        and counts as one token."""
         count = self.lm.spec.num_layers
-        prior = [layers / count for layers in self.layers]
+        prior = [(layers / count) ** 0.5 for layers in self.layers]
         seen = float(self.seen_Z[slot])
         right = self.right_ZC[slot].tolist()
         pairs = zip(self.layers, right, prior, strict=True)
