@@ -37,7 +37,7 @@ from specctl.train.distributed.ranks import Ranks
 from specctl.train.loop import TrainProgress, restore, train
 from specctl.train.run import train_draft
 from specctl.train.saving.fingerprint import FREE, check_same_run, config_fields
-from specctl.train.saving.whole import read_manifest
+from specctl.train.saving.integrity import read_manifest
 
 STEPS = 4
 # Fields whose next value is not got by adding to them.

@@ -40,7 +40,7 @@ from specctl.train.distributed.ranks import Ranks
 from specctl.train.loop import TrainProgress, train
 from specctl.train.run import train_draft
 from specctl.train.saving.checkpoint import Checkpoints
-from specctl.train.saving.whole import step_name
+from specctl.train.saving.integrity import step_name
 
 OLD, NEW = 6, 8  # steps of the checkpoint before and of the newest one
 Harm = Callable[[Path], None]

@@ -26,11 +26,11 @@ from proof_common import Check, checked, parser, report, run_ranks
 from syscalls import CHANGING, Call, Syscalls, unflushed_renames
 
 from specctl.core.errors import FileError, ResourceError, SpecctlError
+from specctl.core.files import write_bytes
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot
-from specctl.train.saving.store import write_bytes
-from specctl.train.saving.whole import damage, step_name
+from specctl.train.saving.integrity import damage, step_name
 
 CODES = ("EIO", "ENOSPC", "EACCES")
 OLD, NEW = 2, 3

@@ -46,7 +46,7 @@ from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.target.target import Target
 from specctl.train.run import train_draft
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot
-from specctl.train.saving.whole import damage, saved_steps, step_name
+from specctl.train.saving.integrity import damage, saved_steps, step_name
 from specctl.train.stop import Stop
 
 GRACE = 30.0  # seconds that a process gets between SIGTERM and SIGKILL where jobs are scheduled

@@ -37,7 +37,7 @@ from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.target.target import Target
 from specctl.train.run import train_draft
 from specctl.train.saving.checkpoint import Checkpoints
-from specctl.train.saving.whole import saved_steps
+from specctl.train.saving.integrity import saved_steps
 
 AT_ONCE = 2.0  # seconds
 

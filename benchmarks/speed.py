@@ -15,14 +15,19 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from specctl import Sampling, load_drafter, load_target
-from specctl.cli.commands.against import assistant_model
+from specctl.api.against import assistant_model
 from specctl.drafters import family
 from specctl.runtime.measure.bench import (
     Contender,
-    bare_contender,
+    Prompts,
+    Timed,
     bench,
     engine_contender,
     transformers_contender,
@@ -31,6 +36,37 @@ from specctl.runtime.policies import make_policy
 from specctl.runtime.target.checkpoint import as_transformers
 from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts
+
+
+def bare_contender(name: str, target: Target) -> Contender:
+    """The shortest possible greedy loop over the same forward: no rows, no rules, no statistics.
+    The engine's plain decoding is judged against it."""
+
+    @torch.inference_mode()
+    def continue_one(prompt: Sequence[int], count: int) -> list[int]:
+        slot_B = torch.zeros(1, dtype=torch.long, device=target.device)
+        kv = target.new_kv(1, len(prompt) + count + 1)
+        ids_BT, kept, new = torch.tensor([list(prompt)], device=target.device), 0, []
+        while True:
+            T = ids_BT.shape[1]
+            start_B = torch.full_like(slot_B, kept)
+            kv.begin((0,), slot_B, start_B, T, kept + T, kept)
+            position_BT = start_B[:, None] + torch.arange(T, device=target.device)
+            masks = target.lm.chain_masks(start_B, T, kept + T)
+            out = target.lm.forward(ids_BT, position_BT, masks, kv)
+            assert out.logits_BTV is not None
+            new.append(int(out.logits_BTV[0, -1].argmax()))
+            kept += T
+            if len(new) == count:
+                return new
+            ids_BT = torch.tensor([new[-1:]], device=target.device)
+
+    def run(prompts: Prompts, sampling: Sampling) -> Timed:
+        started = time.perf_counter()
+        outputs = tuple(tuple(continue_one(p, sampling.max_new_tokens)) for p in prompts)
+        return Timed(sum(map(len, outputs)), time.perf_counter() - started, outputs)
+
+    return Contender(name, run)
 
 
 def contenders(target: Target, args: argparse.Namespace, folder: Path) -> list[Contender]:

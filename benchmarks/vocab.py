@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from specctl import load_target
-from specctl.cli.commands.trimming import TrimJob, gathered
+from specctl.api.vocab_trim import TrimJob, gathered
 from specctl.cli.options.loading import DraftChoice
 from specctl.core.drafter import Drafter
 from specctl.runtime.policies import Policy

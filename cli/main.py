@@ -40,6 +40,7 @@ COMMANDS = {
     "doctor": Entry("doctor", START, "Is this machine ready, and what to fix."),
     "plan": Entry("plan", START, "Memory, disk and time of a recipe, before anything is spent."),
     "recipes": Entry("recipes", START, "List, show, copy and check recipes."),
+    "regenerate": Entry("regenerate", TRAIN, "Let the target write the answers to train on."),
     "train-draft": Entry("train_draft", TRAIN, "Train a drafter for a target."),
     "distill": Entry(
         "distill", TRAIN, "Train an independent small model on the target's distribution."
@@ -152,6 +153,7 @@ def main(argv: Sequence[str] | None = None, console: Console | None = None) -> i
         jsonl="--jsonl" in arguments,
         color="--no-color" not in arguments,
     )
+    console.rerun = lambda words: main(words, console)
     root = typer.main.get_command(app)
     try:
         # A library that prints must not spoil the one object on stdout.

@@ -208,6 +208,7 @@ class Drafter(ABC):
     lossless: bool = True
     policies: tuple[str, ...] = ()  # that may grow it, where they are not its family's
     note: str = ""  # what is to be said whenever it is used
+    serve: Mapping[str, Any] = {}  # how its package or its recipe says it is served
     one_call: bool = False  # one call of its LM heads gives every position of a draft
     holds_data: bool = False  # `tensors` are a memory of any length, which `load_tensors` checks
     learns_states: bool = True  # a store of texts keeps what `needs` asks for of them, too

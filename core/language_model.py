@@ -98,6 +98,7 @@ class LanguageModel(ABC):
     spec: ModelSpec
     module: nn.Module
     windows: tuple[int, ...] = ()  # sliding-window sizes for which `forward` needs a mask
+    can_run: bool = True  # in rounds, with a cache; else whole documents are read, and no more
 
     @abstractmethod
     def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:

@@ -30,15 +30,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from specctl.core.drafter import (
-    Budget,
-    Family,
-    Outcome,
-    Space,
-)
-from specctl.core.spec import ModelSpec
-from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.heads import check_choice, check_options
+from specctl.core.drafter import Budget, Family, Outcome, Space
+from specctl.drafters.option_checks import check_choice, check_options
 from specctl.drafters.retrieval.best_first import Guess, best_first
 from specctl.drafters.retrieval.store import Ids
 from specctl.drafters.retrieval.store_registry import Scope
@@ -195,10 +188,6 @@ def _best(top: _Spot, nodes: int) -> Trie:
     return taken
 
 
-def build(options: AdedOptions, spec: ModelSpec, vocab: VocabMap | None) -> Aded:
-    return Aded(options, spec, vocab)
-
-
 FAMILY = Family(
     name="aded",
     summary=(
@@ -208,7 +197,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2407.12021",
     options=AdedOptions,
-    build=build,
+    build=Aded,
     trainable=False,
     policies=("direct",),
 )

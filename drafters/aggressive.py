@@ -33,10 +33,8 @@ from specctl.core.drafter import (
     Space,
 )
 from specctl.core.errors import RecipeError
-from specctl.core.spec import ModelSpec
 from specctl.core.tree import DraftTree, NodeKind, chain_tree, empty_tree
-from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.heads import check_choice, check_count
+from specctl.drafters.option_checks import check_choice, check_count
 from specctl.drafters.retrieval.trie import Trie, TrieState
 from specctl.drafters.states.iterate import blank_token
 from specctl.drafters.states.probes import with_probes
@@ -181,10 +179,6 @@ class GuessedBlocks(DraftState):
         self.guess_ZW[slot_B] = best_BM.gather(1, at_BW)
 
 
-def build(options: AggressiveOptions, spec: ModelSpec, vocab: VocabMap | None) -> Aggressive:
-    return Aggressive(options, spec, vocab)
-
-
 FAMILY = Family(
     name="aggressive",
     summary=(
@@ -195,7 +189,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2205.10350",
     options=AggressiveOptions,
-    build=build,
+    build=Aggressive,
     trainable=False,
     policies=("direct",),
 )

@@ -33,10 +33,11 @@ from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import aim, shifted
 from specctl.drafters.losses.head_losses import LossOptions, head_loss, joined
-from specctl.drafters.nets.heads import check_choice, check_count, draft_size
+from specctl.drafters.nets.heads import draft_size
 from specctl.drafters.nets.options import HeadOptions
 from specctl.drafters.nets.parallel_heads import MAX_RANK, ParallelHeads, first_ranks
 from specctl.drafters.nets.rescore import NONE, Rescoring
+from specctl.drafters.option_checks import check_choice, check_count
 from specctl.drafters.states.template import as_paths
 
 RESCORERS = ("none", "ngram", "neural")
@@ -236,10 +237,6 @@ def _earlier(batch: TrainBatch, count: int) -> Tensor:
     return torch.where(document_BS == batch.document_BS, ids_BS, NONE)
 
 
-def build(options: BlockwiseOptions, spec: ModelSpec, vocab: VocabMap | None) -> Blockwise:
-    return Blockwise(options, spec, vocab)
-
-
 FAMILY = Family(
     name="blockwise",
     summary=(
@@ -250,7 +247,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/1811.03115",
     options=BlockwiseOptions,
-    build=build,
+    build=Blockwise,
     trainable=True,
     policies=("direct", "chain", "dynamic-tree", "static-tree", "merged-beams"),
 )

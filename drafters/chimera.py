@@ -27,8 +27,9 @@ from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.block_drafter import BlockDrafter
 from specctl.drafters.nets.block_net import BlockNet
 from specctl.drafters.nets.blocks import DecoderLayer, LayerShape, RmsNorm, attending, rotary
-from specctl.drafters.nets.heads import ResBlock, check_count, draft_size
+from specctl.drafters.nets.heads import ResBlock, draft_size
 from specctl.drafters.nets.options import HeadOptions
+from specctl.drafters.option_checks import check_count
 from specctl.drafters.states.path_state import REACH, Nodes, PathState
 
 
@@ -160,10 +161,6 @@ class Chimera(BlockDrafter):
         return torch.cat([newest_BMD, self.norm(x_BMD)], dim=-1)
 
 
-def build(options: ChimeraOptions, spec: ModelSpec, vocab: VocabMap | None) -> Chimera:
-    return Chimera(options, spec, vocab)
-
-
 FAMILY = Family(
     name="chimera",
     summary=(
@@ -174,7 +171,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2402.15758",
     options=ChimeraOptions,
-    build=build,
+    build=Chimera,
     trainable=True,
     policies=("static-tree", "chain", "dynamic-tree"),
 )

@@ -27,9 +27,9 @@ from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.cells import CosineCell
 from specctl.drafters.nets.head_drafter import HeadDrafter
-from specctl.drafters.nets.heads import check_count
 from specctl.drafters.nets.options import HeadOptions
 from specctl.drafters.nets.prefix import PrefixNet
+from specctl.drafters.option_checks import check_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +119,6 @@ class Clover(HeadDrafter):
         return state_XD + added_XD
 
 
-def build(options: CloverOptions, spec: ModelSpec, vocab: VocabMap | None) -> Clover:
-    return Clover(options, spec, vocab)
-
-
 FAMILY = Family(
     name="clover",
     summary=(
@@ -133,7 +129,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2408.00264",
     options=CloverOptions,
-    build=build,
+    build=Clover,
     trainable=True,
     policies=("dynamic-tree", "chain", "static-tree"),
 )

@@ -15,9 +15,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from specctl.core.drafter import Budget, Drafter, Family, Needs, Space
-from specctl.core.spec import ModelSpec
-from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.heads import check_options
+from specctl.drafters.option_checks import check_options
 from specctl.drafters.retrieval.occurrences import Occurrences, copied
 from specctl.drafters.retrieval.trie import Trie, TrieState
 
@@ -76,10 +74,6 @@ class CopySpecState(TrieState):
         return trie
 
 
-def build(options: CopySpecOptions, spec: ModelSpec, vocab: VocabMap | None) -> CopySpec:
-    return CopySpec(options, spec, vocab)
-
-
 FAMILY = Family(
     name="copyspec",
     summary=(
@@ -89,7 +83,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2502.08923",
     options=CopySpecOptions,
-    build=build,
+    build=CopySpec,
     trainable=False,
     policies=("direct",),
 )

@@ -65,10 +65,6 @@ class Coral(Hass):
         return joined(out, alike, self.options.align_weight)
 
 
-def build(options: CoralOptions, spec: ModelSpec, vocab: VocabMap | None) -> Coral:
-    return Coral(options, spec, vocab)
-
-
 FAMILY = Family(
     name="coral",
     summary=(
@@ -79,7 +75,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2502.16880",
     options=CoralOptions,
-    build=build,
+    build=Coral,
     trainable=True,
     policies=("dynamic-tree", "chain"),
 )

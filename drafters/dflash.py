@@ -22,8 +22,8 @@ from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.block_drafter import TappedBlocks
 from specctl.drafters.nets.block_net import BlockNet
 from specctl.drafters.nets.blocks import RmsNorm
-from specctl.drafters.nets.heads import check_count
 from specctl.drafters.nets.options import ADDED, HeadOptions
+from specctl.drafters.option_checks import check_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +103,6 @@ class DFlash(InjectedBlocks):
         self.module = InjectedNet(spec, len(self.own_taps), options)
 
 
-def build(options: DFlashOptions, spec: ModelSpec, vocab: VocabMap | None) -> DFlash:
-    return DFlash(options, spec, vocab)
-
-
 FAMILY = Family(
     name="dflash",
     summary=(
@@ -117,7 +113,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2602.06036",
     options=DFlashOptions,
-    build=build,
+    build=DFlash,
     trainable=True,
     policies=("direct", "chain", "static-tree"),
 )

@@ -29,7 +29,7 @@ from specctl.core.errors import IntegrityError, ResourceError
 from specctl.core.installed import pip_install
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.heads import check_choice, check_count
+from specctl.drafters.option_checks import check_choice, check_count
 from specctl.drafters.retrieval.corpus import BREAK, joined
 from specctl.drafters.retrieval.occurrences import copied
 from specctl.drafters.retrieval.trie import Trie, TrieState, counted
@@ -254,10 +254,6 @@ def _graph(key_RO: Tensor) -> Any:
     return graph
 
 
-def build(options: DresdOptions, spec: ModelSpec, vocab: VocabMap | None) -> Dresd:
-    return Dresd(options, spec, vocab)
-
-
 FAMILY = Family(
     name="dresd",
     summary=(
@@ -268,7 +264,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2502.15572",
     options=DresdOptions,
-    build=build,
+    build=Dresd,
     trainable=False,
     policies=("direct",),
 )

@@ -29,7 +29,8 @@ from specctl.drafters.losses.align import shifted
 from specctl.drafters.losses.divergences import acceptance, distributions
 from specctl.drafters.losses.head_losses import joined
 from specctl.drafters.nets.head_drafter import HeadLearned
-from specctl.drafters.nets.heads import check_count, draft_size
+from specctl.drafters.nets.heads import draft_size
+from specctl.drafters.option_checks import check_count
 from specctl.drafters.states.head_state import GroundedState
 
 
@@ -128,10 +129,6 @@ class SparkState(GroundedState):
         return guess_B1[:, 0].float().sigmoid()
 
 
-def build(options: DSparkOptions, spec: ModelSpec, vocab: VocabMap | None) -> DSpark:
-    return DSpark(options, spec, vocab)
-
-
 FAMILY = Family(
     name="dspark",
     summary=(
@@ -142,7 +139,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2607.05147",
     options=DSparkOptions,
-    build=build,
+    build=DSpark,
     trainable=True,
     policies=("chain", "dynamic-tree", "static-tree"),
 )

@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 from specctl.core.drafter import Family
-from specctl.core.spec import ModelSpec
-from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions
 from specctl.drafters.nets.trunk import TrunkNet
@@ -49,10 +47,6 @@ class Eagle(FeatureDrafter):
         return TrunkNet(shape) if self.options.read_tokens else BlindNet(shape)
 
 
-def build(options: EagleOptions, spec: ModelSpec, vocab: VocabMap | None) -> Eagle:
-    return Eagle(options, spec, vocab)
-
-
 FAMILY = Family(
     name="eagle",
     summary=(
@@ -63,7 +57,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2406.16858",
     options=EagleOptions,
-    build=build,
+    build=Eagle,
     trainable=True,
     policies=("dynamic-tree", "chain", "static-tree"),
 )

@@ -14,7 +14,7 @@ nodes, R flat rows, S sequence, T fed tokens, V target vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -23,28 +23,31 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.core.batch import LossOut, TrainBatch
-from specctl.core.drafter import Drafter, Family, Needs, Space
+from specctl.core.drafter import Family, Needs, Space
 from specctl.core.language_model import Borrowed
-from specctl.core.masks import document_mask
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import aim, shifted
 from specctl.drafters.losses.head_losses import head_loss, teacher_logits, weighted_sum
+from specctl.drafters.nets.attention import Seen
 from specctl.drafters.nets.blocks import FeatureNet, LayerShape, attend, attend_chains, rotate
-from specctl.drafters.nets.heads import check_choice, check_count, cut_rows, draft_size, head_rows
+from specctl.drafters.nets.heads import BorrowingDrafter, cut_rows, draft_size, head_rows
 from specctl.drafters.nets.options import ADDED, DepthOptions
+from specctl.drafters.nets.recompute import is_large, run
 from specctl.drafters.nets.routed import (
     RoutedHead,
     add_router,
     check_routing,
     cut_router,
     read_head,
+    served_head,
     with_router,
 )
 from specctl.drafters.nets.taps import taps_of
+from specctl.drafters.option_checks import check_choice, check_count
 from specctl.drafters.states.feature_state import FeatureState, Fed
 from specctl.drafters.states.tree_layout import Place
-from specctl.models.kernels import Weight, can_pack, linear, pack, rms_norm
+from specctl.models.kernels import Weight, linear, prepared, rms_norm
 from specctl.models.rope import scaled_frequencies
 
 LM_HEADS = ("init", "frozen", "scratch")
@@ -89,7 +92,7 @@ class Eagle3Options(DepthOptions):
             check_count("rope_theta", self.rope_theta, most=1e12)
 
 
-class Eagle3(Drafter):
+class Eagle3(BorrowingDrafter):
     """EAGLE-3 and 3.1."""
 
     family: ClassVar[str] = "eagle3"
@@ -126,15 +129,12 @@ class Eagle3(Drafter):
         self.router = add_router(
             self.module, spec.hidden_size, rows, options.head_groups, options.head_top
         )
-        self._is_fresh = True
-        self._embedding_VD: Tensor | None = None
-        self._embed_scale = spec.embed_scale
 
     def needs(self) -> Needs:
         return Needs(self.options.taps, teacher=self.options.loss != "ce", borrow=True)
 
     def bind(self, borrowed: Borrowed) -> None:
-        self._embedding_VD, self._embed_scale = borrowed.embedding_VD, borrowed.embed_scale
+        self.borrowed = borrowed
         if self._is_fresh:
             rows_KD = head_rows(borrowed, self.vocab)
             if self.options.lm_head != "scratch":
@@ -144,54 +144,48 @@ class Eagle3(Drafter):
                 self.router.arrange(rows_KD)
             self._is_fresh = False
 
-    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        super().load_tensors(tensors)
-        self._is_fresh = False
-
     def trimmed(self, vocab: VocabMap) -> Eagle3:
         weights, options = cut_router(self.module, self.options, self.vocab, vocab)
         small = Eagle3(options, self.spec, vocab)
         weights["lm_head.weight"] = cut_rows(weights["lm_head.weight"], self.vocab, vocab)
         small.module.to(weights["lm_head.weight"])
         small.module.load_state_dict(weights)
-        small._is_fresh = self._is_fresh
-        small._embedding_VD, small._embed_scale = self._embedding_VD, self._embed_scale
+        small.borrowed, small._is_fresh = self.borrowed, self._is_fresh
         return small
 
     def open(self, space: Space) -> Eagle3State:
-        return Eagle3State(self.module, self.embed, space)
-
-    def embed(self, ids: Tensor) -> Tensor:
-        assert self._embedding_VD is not None, "bind() the target's embedding first"
-        embedding = self._embedding_VD[ids]
-        if self._embed_scale != 1.0:
-            embedding = embedding * self._embed_scale
-        return embedding.to(self.module.fc.weight.dtype)
+        return Eagle3State(self, space)
 
     def unroll(self, batch: TrainBatch, steps: int) -> list[Tensor]:
         """[B, S, D] per step: the normed states of training-time test, which the LM head reads."""
-        net, layer = self.module, self.module.layer
-        state_BSD = net.fc(net.gathered(batch.taps))
-        mask_B1SS = document_mask(batch.document_BS)
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-        normed: list[Tensor] = []
-        for step in range(steps):
+        net, layer, shape = self.module, self.module.layer, self.module.shape
+        seen = Seen.text(batch.document_BS)
+        width, inner = shape.hidden_size, shape.intermediate_size
+        again = is_large(batch.ids_BS.numel(), steps, width, inner)
+
+        def one(step: int, state_BSD: Tensor, *before: Tensor) -> tuple[Tensor, ...]:
+            """State, what the LM head reads of it, key and value; `before`: those of the steps."""
             rope = net.rope(batch.position_BS + step)
             x = layer.mix(self.embed(shifted(batch.ids_BS, 1 + step)), state_BSD)
             key, value = layer.self_attn.key_value(x, rope)
-            keys.append(key)
-            values.append(value)
             query = layer.self_attn.query(x, rope)
-            out_BSD = layer.finish(state_BSD, attend_chains(query, keys, values, mask_B1SS))
-            normed.append(net.norm(out_BSD))
-            state_BSD = normed[-1] if net.norm_output else out_BSD
+            keys, values = [*before[::2], key], [*before[1::2], value]
+            out_BSD = layer.finish(state_BSD, attend_chains(query, keys, values, seen))
+            normed_BSD = net.norm(out_BSD)
+            return normed_BSD if net.norm_output else out_BSD, normed_BSD, key, value
+
+        state_BSD = net.fc(net.gathered(batch.taps))
+        pairs, normed = list[Tensor](), list[Tensor]()
+        for step in range(steps):
+            state_BSD, normed_BSD, *pair = run(again, one, step, state_BSD, *pairs)
+            pairs += pair
+            normed.append(normed_BSD)
         return normed
 
     def loss(self, batch: TrainBatch) -> LossOut:
         """Sum over steps of decay^j times the loss of predicting 2 + j ahead (A1)."""
         how = self.options.compared()
-        teacher, head, parts = teacher_logits(batch, how), self.module.lm_head, []
+        teacher, head, parts = teacher_logits(batch, how, self.vocab), self.module.lm_head, []
         for step, normed_BSD in enumerate(self.unroll(batch, self.options.ttt_steps)):
             rows = aim(batch, 2 + step)
             state_RD = normed_BSD.flatten(0, 1)
@@ -215,33 +209,24 @@ class FusedWeights:
     @classmethod
     def of(cls, net: FeatureNet) -> FusedWeights:
         layer, attention = net.layer, net.layer.self_attn
-
-        def packed(weight: Tensor) -> Weight:
-            return pack(weight) if can_pack(weight) else weight.detach()
-
         scale_I = torch.cat([layer.input_layernorm.weight, layer.hidden_norm.weight]).detach()
         parts = (attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight)
         return cls(
-            packed(net.fc.weight),
-            packed(torch.cat([part.detach() for part in parts]) * scale_I),
-            packed(attention.o_proj.weight),
-            packed(torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]).detach()),
-            packed(layer.mlp.down_proj.weight),
-            packed(net.lm_head.weight)
-            if net.router is None
-            else RoutedHead.of(net.router, net.lm_head.weight),
+            prepared(net.fc.weight),
+            prepared(torch.cat([part.detach() for part in parts]) * scale_I),
+            prepared(attention.o_proj.weight),
+            prepared(torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]).detach()),
+            prepared(layer.mlp.down_proj.weight),
+            served_head(net.lm_head.weight, net.router),
         )
 
 
 class Eagle3State(FeatureState):
-    """Memory of one engine. `embed` maps target ids to embeddings in the drafter's dtype."""
+    """Memory of one engine."""
 
-    def __init__(self, net: FeatureNet, embed: Callable[[Tensor], Tensor], space: Space) -> None:
-        self.net, self.embed = net, embed
-        super().__init__(net.shape, 1, net.fc.weight, space)
-
-    def weights_version(self) -> int:
-        return sum(parameter._version for parameter in self.net.parameters())
+    def __init__(self, drafter: Eagle3, space: Space) -> None:
+        self.net, self.embed = drafter.module, drafter.embed
+        super().__init__(drafter, self.net.shape, 1, space)
 
     def fuse_weights(self) -> None:
         self._fused = FusedWeights.of(self.net)
@@ -307,10 +292,6 @@ class Eagle3State(FeatureState):
         return read_head(normed, fused.head)
 
 
-def build(options: Eagle3Options, spec: ModelSpec, vocab: VocabMap | None) -> Eagle3:
-    return Eagle3(options, spec, vocab)
-
-
 FAMILY = Family(
     name="eagle3",
     summary=(
@@ -322,7 +303,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2503.01840",
     options=Eagle3Options,
-    build=build,
+    build=Eagle3,
     trainable=True,
     policies=("chain", "dynamic-tree", "static-tree"),
 )

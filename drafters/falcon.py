@@ -42,17 +42,16 @@ from torch import Tensor
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Family, Outcome, Space
 from specctl.core.errors import RecipeError
-from specctl.core.masks import document_mask
-from specctl.core.spec import ModelSpec
-from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import ahead_mask, shifted
+from specctl.drafters.nets.attention import Seen
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions, Unrolled
-from specctl.drafters.nets.heads import check_count
+from specctl.drafters.nets.recompute import is_large, run
 from specctl.drafters.nets.stride_net import StrideNet, pick
+from specctl.drafters.option_checks import check_count
 from specctl.drafters.states.feature_state import FeatureState, Fed
 from specctl.drafters.states.tree_layout import Place
-from specctl.models.kernels import Weight, can_pack, linear, pack
+from specctl.models.kernels import linear, prepared
 
 AT_ONCE = 256  # rows of logits alive while the first pass is judged
 
@@ -142,12 +141,20 @@ class Falcon(FeatureDrafter):
         rows = net.over(self.embed(ids), states, document).chunk(len(versions))
         rope = net.rope(position_BS)
         seen = [net.key_value(x_BSD, rope) for x_BSD in rows]
-        mask, steps = document_mask(batch.document_BS), []
+        mask, steps = Seen.text(batch.document_BS), []
+        flat = [part for pair in seen for part in pair]
+        width, inner = net.shape.hidden_size, net.shape.intermediate_size
+        again = is_large(batch.ids_BS.numel(), stride, width, inner)
+
+        def look(x_BSD: Tensor, at: Tensor, *parts: Tensor) -> Tensor:
+            pairs = list(zip(parts[::2], parts[1::2], strict=True))
+            return net.look(x_BSD, at, pairs, mask, phase_BS)
+
         for index in range(stride):
             back = stride - 1 - index
             x_BSD = pick([behind(x_BSD, position_BS, back) for x_BSD in rows], phase_BS)
             at = net.rope((position_BS - back).clamp(min=0))
-            out_BSD = net.look(x_BSD, at, seen, mask, phase_BS)
+            out_BSD = run(again, look, x_BSD, at, *flat)
             known_BS = None if glance is None else glance.shows(index)
             steps.append(Unrolled(out_BSD, out_BSD, known_BS))
         return steps
@@ -218,14 +225,10 @@ class StrideState(FeatureState):
         self._tails: list[Tensor] = []
         self._blocks: list[Tensor] = []
         self._depths: list[Tensor] = []
-        super().__init__(net.shape, 1, like, space)
-
-    def weights_version(self) -> int:
-        return self.drafter.version()
+        super().__init__(drafter, net.shape, 1, space)
 
     def fuse_weights(self) -> None:
-        weight = self.drafter.head_weight()
-        self._head: Weight = pack(weight) if can_pack(weight) else weight.detach()
+        self._head = prepared(self.drafter.head_weight())
 
     def features(self, taps: Mapping[int, Tensor]) -> Tensor:
         return taps[self.drafter.tap].to(self.dtype)
@@ -332,10 +335,6 @@ class StrideState(FeatureState):
         return linear(self._states[-1], self._head)
 
 
-def build(options: FalconOptions, spec: ModelSpec, vocab: VocabMap | None) -> Falcon:
-    return Falcon(options, spec, vocab)
-
-
 FAMILY = Family(
     name="falcon",
     summary=(
@@ -347,7 +346,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2412.12639",
     options=FalconOptions,
-    build=build,
+    build=Falcon,
     trainable=True,
     policies=("dynamic-tree", "chain", "static-tree"),
 )

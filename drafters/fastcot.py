@@ -135,10 +135,6 @@ class FastCotState(DraftState):
         self.window.advance(outcome)
 
 
-def build(options: FastCotOptions, spec: ModelSpec, vocab: VocabMap | None) -> FastCot:
-    return FastCot(options, spec, vocab)
-
-
 FAMILY = Family(
     name="fastcot",
     summary=(
@@ -149,7 +145,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2311.08263",
     options=FastCotOptions,
-    build=build,
+    build=FastCot,
     trainable=False,
     policies=("direct",),
 )

@@ -19,12 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from specctl.core.drafter import Family
-from specctl.core.spec import ModelSpec
-from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions
-from specctl.drafters.nets.heads import check_count
 from specctl.drafters.nets.trunk import TrunkNet
+from specctl.drafters.option_checks import check_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +91,6 @@ class Fspad(FeatureDrafter):
         return FspadNet(shape, self.options)
 
 
-def build(options: FspadOptions, spec: ModelSpec, vocab: VocabMap | None) -> Fspad:
-    return Fspad(options, spec, vocab)
-
-
 FAMILY = Family(
     name="fspad",
     summary=(
@@ -107,7 +101,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2408.15562",
     options=FspadOptions,
-    build=build,
+    build=Fspad,
     trainable=True,
     policies=("dynamic-tree", "chain"),
 )

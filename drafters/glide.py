@@ -20,12 +20,7 @@ from specctl.core.drafter import Family, Needs
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.blocks import LayerShape
-from specctl.drafters.nets.cross_drafter import (
-    AttentionLayer,
-    CrossDrafter,
-    CrossNet,
-    CrossOptions,
-)
+from specctl.drafters.nets.cross_drafter import AttentionLayer, CrossDrafter, CrossNet, CrossOptions
 from specctl.drafters.nets.heads import draft_size
 
 
@@ -70,10 +65,6 @@ class Glide(CrossDrafter):
         return self.module
 
 
-def build(options: GlideOptions, spec: ModelSpec, vocab: VocabMap | None) -> Glide:
-    return Glide(options, spec, vocab)
-
-
 FAMILY = Family(
     name="glide",
     summary=(
@@ -84,7 +75,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2402.02082",
     options=GlideOptions,
-    build=build,
+    build=Glide,
     trainable=True,
     policies=("cape", "chain", "dynamic-tree", "static-tree"),
 )

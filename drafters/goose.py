@@ -26,16 +26,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from specctl.core.drafter import (
-    Budget,
-    Family,
-    Outcome,
-    Space,
-)
+from specctl.core.drafter import Budget, Family, Outcome, Space
 from specctl.core.errors import RecipeError
-from specctl.core.spec import ModelSpec
-from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.heads import check_choice
+from specctl.drafters.option_checks import check_choice
 from specctl.drafters.prompt_lookup import NgramIndex
 from specctl.drafters.retrieval.best_first import Guess, best_first
 from specctl.drafters.retrieval.store import NgramStore
@@ -201,10 +194,6 @@ def record_round(outcome: Outcome, drafted: Sequence[Trie], rates: Sequence[Rate
                     rates[b].record(trie.tags[child], child == right)
 
 
-def build(options: GooseOptions, spec: ModelSpec, vocab: VocabMap | None) -> Goose:
-    return Goose(options, spec, vocab)
-
-
 FAMILY = Family(
     name="goose",
     summary=(
@@ -214,7 +203,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2604.02047",
     options=GooseOptions,
-    build=build,
+    build=Goose,
     trainable=False,
     policies=("direct",),
 )

@@ -20,12 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from specctl.core.drafter import Family
-from specctl.core.spec import ModelSpec
-from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions
-from specctl.drafters.nets.heads import ResBlock, check_count
+from specctl.drafters.nets.heads import ResBlock
 from specctl.drafters.nets.trunk import TrunkNet
+from specctl.drafters.option_checks import check_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +91,6 @@ class Gumiho(FeatureDrafter):
         return GumihoNet(shape, self.options)
 
 
-def build(options: GumihoOptions, spec: ModelSpec, vocab: VocabMap | None) -> Gumiho:
-    return Gumiho(options, spec, vocab)
-
-
 FAMILY = Family(
     name="gumiho",
     summary=(
@@ -106,7 +101,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2503.10135",
     options=GumihoOptions,
-    build=build,
+    build=Gumiho,
     trainable=True,
     policies=("dynamic-tree", "chain"),
 )

@@ -18,14 +18,12 @@ from torch import Tensor
 
 from specctl.core.batch import LossOut
 from specctl.core.drafter import Family
-from specctl.core.spec import ModelSpec
-from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import AlignedRows
 from specctl.drafters.losses.head_losses import LinearHead, joined
 from specctl.drafters.losses.step_losses import topk_loss
 from specctl.drafters.losses.teacher import TeacherLogits
 from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions
-from specctl.drafters.nets.heads import check_count
+from specctl.drafters.option_checks import check_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +55,6 @@ class Hass(FeatureDrafter):
         return joined(out, likely, self.options.top_weight)
 
 
-def build(options: HassOptions, spec: ModelSpec, vocab: VocabMap | None) -> Hass:
-    return Hass(options, spec, vocab)
-
-
 FAMILY = Family(
     name="hass",
     summary=(
@@ -71,7 +65,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2408.15766",
     options=HassOptions,
-    build=build,
+    build=Hass,
     trainable=True,
     policies=("dynamic-tree", "chain"),
 )

@@ -21,18 +21,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from specctl.core.drafter import (
-    Budget,
-    Drafter,
-    Family,
-    Needs,
-    Outcome,
-    Space,
-)
+from specctl.core.drafter import Budget, Drafter, Family, Needs, Outcome, Space
 from specctl.core.errors import FileError, RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.heads import check_options
+from specctl.drafters.option_checks import check_options
 from specctl.drafters.retrieval.store import Ids, NgramStore, NgramStores, StoreLimits
 from specctl.drafters.retrieval.store_registry import Scope
 from specctl.drafters.retrieval.trie import Trie, TrieState
@@ -224,10 +217,6 @@ def read_spans(
             store.add(tuple(tokens[at - length : at]), span)
 
 
-def build(options: HierarchyOptions, spec: ModelSpec, vocab: VocabMap | None) -> Hierarchy:
-    return Hierarchy(options, spec, vocab)
-
-
 FAMILY = Family(
     name="hierarchy",
     summary=(
@@ -237,7 +226,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2502.05609",
     options=HierarchyOptions,
-    build=build,
+    build=Hierarchy,
     trainable=False,
     policies=("direct",),
 )

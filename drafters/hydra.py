@@ -21,9 +21,10 @@ from specctl.core.drafter import Family
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.head_drafter import HeadDrafter
-from specctl.drafters.nets.heads import ResBlock, check_count, draft_size
+from specctl.drafters.nets.heads import ResBlock, draft_size
 from specctl.drafters.nets.options import HeadOptions
 from specctl.drafters.nets.prefix import PrefixNet
+from specctl.drafters.option_checks import check_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +122,6 @@ class Hydra(HeadDrafter):
         return x
 
 
-def build(options: HydraOptions, spec: ModelSpec, vocab: VocabMap | None) -> Hydra:
-    return Hydra(options, spec, vocab)
-
-
 FAMILY = Family(
     name="hydra",
     summary=(
@@ -135,7 +132,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2402.05109",
     options=HydraOptions,
-    build=build,
+    build=Hydra,
     trainable=True,
     policies=("hardware-tree", "chain", "dynamic-tree", "static-tree"),
 )

@@ -29,10 +29,8 @@ from specctl.core.drafter import (
     RoundView,
     Space,
 )
-from specctl.core.spec import ModelSpec
 from specctl.core.tree import DraftTree, NodeKind, chain_tree, empty_tree
-from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.heads import check_choice, check_count
+from specctl.drafters.option_checks import check_choice, check_count
 from specctl.drafters.states.iterate import Iterate, blank_token
 
 SCHEDULES = ("jacobi", "gauss-seidel", "hybrid")
@@ -106,10 +104,6 @@ class JacobiState(DraftState):
         self.left_Z[slot_B] = torch.where(is_done_B1, self.block, left_B1)[:, 0]
 
 
-def build(options: JacobiOptions, spec: ModelSpec, vocab: VocabMap | None) -> Jacobi:
-    return Jacobi(options, spec, vocab)
-
-
 FAMILY = Family(
     name="jacobi",
     summary=(
@@ -120,7 +114,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2305.10427",
     options=JacobiOptions,
-    build=build,
+    build=Jacobi,
     trainable=False,
     policies=("direct",),
 )

@@ -19,12 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from specctl.core.drafter import Family
-from specctl.core.spec import ModelSpec
-from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.blocks import DecoderLayer, LayerShape, Mlp
 from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions
-from specctl.drafters.nets.heads import check_count
 from specctl.drafters.nets.trunk import TrunkNet
+from specctl.drafters.option_checks import check_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +115,6 @@ class Jakiro(FeatureDrafter):
         return JakiroNet(shape, self.options)
 
 
-def build(options: JakiroOptions, spec: ModelSpec, vocab: VocabMap | None) -> Jakiro:
-    return Jakiro(options, spec, vocab)
-
-
 FAMILY = Family(
     name="jakiro",
     summary=(
@@ -130,7 +124,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2502.06282",
     options=JakiroOptions,
-    build=build,
+    build=Jakiro,
     trainable=True,
     policies=("dynamic-tree", "chain"),
 )

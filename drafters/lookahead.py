@@ -33,7 +33,7 @@ from specctl.core.errors import RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.core.tree import DraftTree
 from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.heads import check_options
+from specctl.drafters.option_checks import check_options
 from specctl.drafters.retrieval.store import NgramStores, StoreLimits
 from specctl.drafters.retrieval.store_registry import Scope
 from specctl.drafters.retrieval.trie import merged, pack
@@ -186,10 +186,6 @@ class LookaheadState(DraftState):
                 self.stores.at(slot).add((first,), tuple(rest))
 
 
-def build(options: LookaheadOptions, spec: ModelSpec, vocab: VocabMap | None) -> Lookahead:
-    return Lookahead(options, spec, vocab)
-
-
 FAMILY = Family(
     name="lookahead",
     summary=(
@@ -200,7 +196,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2402.02057",
     options=LookaheadOptions,
-    build=build,
+    build=Lookahead,
     trainable=False,
     policies=("direct",),
 )

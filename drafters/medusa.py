@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from specctl.core.drafter import Family
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.heads import ResBlock, check_choice, draft_size
+from specctl.drafters.nets.heads import ResBlock, draft_size
 from specctl.drafters.nets.options import HeadOptions
 from specctl.drafters.nets.parallel_heads import MAX_RANK, ParallelHeads, default_tree
+from specctl.drafters.option_checks import check_choice
 from specctl.drafters.states.template import as_paths
 
 HEADS = ("own", "shared")
@@ -78,10 +79,6 @@ class Medusa(ParallelHeads):
         return carry_XY
 
 
-def build(options: MedusaOptions, spec: ModelSpec, vocab: VocabMap | None) -> Medusa:
-    return Medusa(options, spec, vocab)
-
-
 FAMILY = Family(
     name="medusa",
     summary=(
@@ -92,7 +89,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2401.10774",
     options=MedusaOptions,
-    build=build,
+    build=Medusa,
     trainable=True,
     policies=("direct", "static-tree", "dynamic-tree", "chain"),
 )

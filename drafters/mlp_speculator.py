@@ -120,10 +120,6 @@ def _at(parts: nn.ModuleList, depth: int) -> nn.Module:
     return parts[min(depth, len(parts) - 1)]
 
 
-def build(options: MlpOptions, spec: ModelSpec, vocab: VocabMap | None) -> MlpSpeculator:
-    return MlpSpeculator(options, spec, vocab)
-
-
 FAMILY = Family(
     name="mlp-speculator",
     summary=(
@@ -134,7 +130,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2404.19124",
     options=MlpOptions,
-    build=build,
+    build=MlpSpeculator,
     trainable=True,
     policies=("static-tree", "dynamic-tree", "chain"),
 )

@@ -24,6 +24,7 @@ from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.blocks import DecoderLayer, LayerShape, attending
 from specctl.drafters.nets.cross_drafter import CrossDrafter, CrossNet, CrossOptions
+from specctl.drafters.nets.recompute import is_large, run
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,8 @@ class Moa(CrossDrafter):
         if self.module.along is not None:
             at_L = torch.arange(len(self.own_taps), device=depth_RLD.device)
             rope = self.rope(at_L[None]).expand(len(depth_RLD), -1, -1, -1)
-            depth_RLD = self.module.along(depth_RLD, rope, attending(None))
+            again = is_large(depth_RLD[..., 0].numel(), 1, self.spec.hidden_size, 0)
+            depth_RLD = run(again, self.module.along, depth_RLD, rope, attending(None))
         return depth_RLD.mean(1).view(*features_XI.shape[:-1], -1)
 
     @property
@@ -82,10 +84,6 @@ class Moa(CrossDrafter):
         return self.module
 
 
-def build(options: MoaOptions, spec: ModelSpec, vocab: VocabMap | None) -> Moa:
-    return Moa(options, spec, vocab)
-
-
 FAMILY = Family(
     name="moa",
     summary=(
@@ -96,7 +94,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2410.03804",
     options=MoaOptions,
-    build=build,
+    build=Moa,
     trainable=True,
     policies=("dynamic-tree", "chain", "static-tree"),
 )

@@ -25,8 +25,9 @@ from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.block_drafter import TappedBlocks
 from specctl.drafters.nets.block_net import BlockNet
 from specctl.drafters.nets.blocks import Attending, Eagle3Layer, LayerShape, RmsNorm
-from specctl.drafters.nets.heads import check_count, draft_size
+from specctl.drafters.nets.heads import draft_size
 from specctl.drafters.nets.options import HeadOptions
+from specctl.drafters.option_checks import check_count
 
 FEWEST = 16  # drafts of a row of text that are never thinned out
 
@@ -125,10 +126,6 @@ class PEagle(TappedBlocks):
         return [min(num_anchors, max(math.ceil(num_anchors * s), FEWEST)) for s in shares]
 
 
-def build(options: PEagleOptions, spec: ModelSpec, vocab: VocabMap | None) -> PEagle:
-    return PEagle(options, spec, vocab)
-
-
 FAMILY = Family(
     name="p-eagle",
     summary=(
@@ -139,7 +136,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2602.01469",
     options=PEagleOptions,
-    build=build,
+    build=PEagle,
     trainable=True,
     policies=("direct", "chain", "static-tree"),
 )

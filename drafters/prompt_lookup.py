@@ -26,10 +26,8 @@ from specctl.core.drafter import (
     RoundView,
     Space,
 )
-from specctl.core.spec import ModelSpec
 from specctl.core.tree import DraftTree, NodeKind, chain_tree, empty_tree
-from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.heads import check_options
+from specctl.drafters.option_checks import check_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +125,6 @@ class PromptLookupState(DraftState):
         self.indices[slot] = NgramIndex(self.lengths)
 
 
-def build(options: PromptLookupOptions, spec: ModelSpec, vocab: VocabMap | None) -> PromptLookup:
-    return PromptLookup(options, spec, vocab)
-
-
 FAMILY = Family(
     name="prompt-lookup",
     summary=(
@@ -140,7 +134,7 @@ FAMILY = Family(
     ),
     paper="https://github.com/apoorvumang/prompt-lookup-decoding",
     options=PromptLookupOptions,
-    build=build,
+    build=PromptLookup,
     trainable=False,
     policies=("direct",),
 )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from torch import Tensor
 
@@ -92,9 +92,8 @@ class Rasd(SmallLm):
         super().load_tensors({name: t for name, t in tensors.items() if name != "corpus"})
         self.source.load_tensors({name: t for name, t in tensors.items() if name == "corpus"})
 
-    def trimmed(self, vocab: VocabMap) -> Rasd:
+    def trimmed(self, vocab: VocabMap) -> Self:
         cut = super().trimmed(vocab)
-        assert isinstance(cut, Rasd)
         cut.source = self.source
         return cut
 
@@ -189,10 +188,6 @@ class RasdState(LmState):
             self.num_cached[slot] = min(self.num_cached[slot], kept + lead)
 
 
-def build(options: RasdOptions, spec: ModelSpec, vocab: VocabMap | None) -> Rasd:
-    return Rasd(options, spec, vocab)
-
-
 FAMILY = Family(
     name="rasd",
     summary=(
@@ -203,7 +198,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2503.03434",
     options=RasdOptions,
-    build=build,
+    build=Rasd,
     trainable=True,
     policies=("fused", "dynamic-tree"),
 )

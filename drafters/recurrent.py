@@ -21,8 +21,9 @@ from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.cells import ElmanCell, SumCell
 from specctl.drafters.nets.head_drafter import HeadDrafter
-from specctl.drafters.nets.heads import ResBlock, check_choice, draft_size
+from specctl.drafters.nets.heads import ResBlock, draft_size
 from specctl.drafters.nets.options import HeadOptions
+from specctl.drafters.option_checks import check_choice
 
 CELLS = ("rnn", "sum")
 
@@ -87,10 +88,6 @@ class Recurrent(HeadDrafter):
         return ready_XY
 
 
-def build(options: RecurrentOptions, spec: ModelSpec, vocab: VocabMap | None) -> Recurrent:
-    return Recurrent(options, spec, vocab)
-
-
 FAMILY = Family(
     name="recurrent",
     summary=(
@@ -101,7 +98,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2403.09919",
     options=RecurrentOptions,
-    build=build,
+    build=Recurrent,
     trainable=True,
     policies=("merged-beams", "chain", "dynamic-tree", "static-tree"),
 )

@@ -16,8 +16,6 @@ from typing import ClassVar
 from torch import Tensor
 
 from specctl.core.drafter import Budget, Family, Needs, Space
-from specctl.core.spec import ModelSpec
-from specctl.core.vocab import VocabMap
 from specctl.drafters.retrieval.corpus import CorpusDrafter
 from specctl.drafters.retrieval.retrieve import Reach, Retriever, indexed
 from specctl.drafters.retrieval.trie import Trie, TrieState
@@ -78,10 +76,6 @@ class RestState(TrieState):
         return self.retriever.trie(slot, tokens, budget.nodes, budget.depth)
 
 
-def build(options: RestOptions, spec: ModelSpec, vocab: VocabMap | None) -> Rest:
-    return Rest(options, spec, vocab)
-
-
 FAMILY = Family(
     name="rest",
     summary=(
@@ -92,7 +86,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2311.08252",
     options=RestOptions,
-    build=build,
+    build=Rest,
     trainable=False,
     policies=("direct",),
 )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +28,7 @@ from specctl.drafters.losses.align import aim
 from specctl.drafters.losses.head_losses import LinearHead, head_loss, teacher_logits
 from specctl.drafters.nets.heads import cut_rows, fitting_rows, head_rows
 from specctl.drafters.nets.options import CompareOptions
-from specctl.drafters.nets.routed import (
-    add_router,
-    check_routing,
-    cut_router,
-    with_router,
-)
+from specctl.drafters.nets.routed import add_router, check_routing, cut_router, with_router
 from specctl.drafters.states.lm_state import LmState
 from specctl.models.fast_llama import FastLlama, LlamaModel, LlamaShape
 from specctl.models.rope import rope_of
@@ -213,7 +208,7 @@ class SmallLm(Drafter):
     def open(self, space: Space) -> LmState:
         return LmState(self, space)
 
-    def trimmed(self, vocab: VocabMap) -> SmallLm:
+    def trimmed(self, vocab: VocabMap) -> Self:
         if not isinstance(self.module, LlamaModel):
             raise IncompatibleError(
                 "only a Llama-shaped draft model can be trimmed",
@@ -253,7 +248,7 @@ class SmallLm(Drafter):
         head, state_RD = LinearHead(module.head_weight), out.taps[last].flatten(0, 1)
         if self.router is None:
             return head_loss(state_RD, head, rows, self.vocab, how)
-        teacher = teacher_logits(batch, how)
+        teacher = teacher_logits(batch, how, self.vocab)
         found = head_loss(state_RD, head, rows, self.vocab, how, teacher)
         return with_router(found, self.router, state_RD, rows, self.vocab, teacher)
 
@@ -307,10 +302,6 @@ class VocabRestrictedLM(LanguageModel):
         return self.lm.new_kv(num_slots, max_len)
 
 
-def build(options: SmallLmOptions, spec: ModelSpec, vocab: VocabMap | None) -> SmallLm:
-    return SmallLm(options, spec, vocab)
-
-
 FAMILY = Family(
     name="small-lm",
     summary=(
@@ -322,7 +313,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2310.08461",
     options=SmallLmOptions,
-    build=build,
+    build=SmallLm,
     trainable=True,
     policies=("chain", "dynamic-tree", "static-tree"),
 )

@@ -122,18 +122,17 @@ class SortedLm(SmallLm):
     def open(self, space: Space) -> ExitState:  # type: ignore[override]
         return ExitState(self, space)
 
-    def trimmed(self, vocab: VocabMap) -> SortedLm:
-        small = super().trimmed(vocab)
-        assert isinstance(small.lm, FastLlama)
-        return SortedLm(small.options, self.spec, vocab, small.lm)
-
     def loss(self, batch: TrainBatch) -> LossOut:
         """Sum over exits of the loss of predicting 1 ahead (A0); metrics are those of the last
         exit, the others under top1_at_N and alpha_at_N."""
         how = self.options.compared()
         masks = self.lm.document_masks(batch.document_BS)
         taps = self.lm.dense(batch.ids_BS, batch.position_BS, masks, self.exits, logits=False).taps
-        rows, teacher, module = aim(batch, 1), teacher_logits(batch, how), self.lm.module
+        rows, teacher, module = (
+            aim(batch, 1),
+            teacher_logits(batch, how, self.vocab),
+            self.lm.module,
+        )
         head, outs = LinearHead(module.head_weight), []
         for layer in self.exits:
             state_BSD = taps[layer]
@@ -335,10 +334,6 @@ class ExitState(StepState):
         )
 
 
-def build(options: SortedOptions, spec: ModelSpec, vocab: VocabMap | None) -> SortedLm:
-    return SortedLm(options, spec, vocab)
-
-
 FAMILY = Family(
     name="sorted",
     summary=(
@@ -349,7 +344,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2407.01955",
     options=SortedOptions,
-    build=build,
+    build=SortedLm,
     trainable=True,
     policies=("chain", "dynamic-tree", "static-tree"),
 )

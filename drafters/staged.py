@@ -21,9 +21,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.drafter import Family, RoundView, Space
-from specctl.core.spec import ModelSpec
-from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.heads import check_choice, check_count
+from specctl.drafters.option_checks import check_choice, check_count
 from specctl.drafters.prompt_lookup import NgramIndex
 from specctl.drafters.retrieval.store import NgramStores, StoreLimits
 from specctl.drafters.retrieval.store_registry import Scope
@@ -61,12 +59,6 @@ class Staged(SmallLm):
 
     def open(self, space: Space) -> StagedState:
         return StagedState(self, space)
-
-    def trimmed(self, vocab: VocabMap) -> Staged:
-        small = super().trimmed(vocab)
-        cut = Staged(small.options, self.spec, vocab, small.lm)
-        cut._is_fresh = small._is_fresh
-        return cut
 
 
 class Inner(Protocol):
@@ -234,10 +226,6 @@ class StagedState(LmState):
         return self._ahead_BWK[:, 0]
 
 
-def build(options: StagedOptions, spec: ModelSpec, vocab: VocabMap | None) -> Staged:
-    return Staged(options, spec, vocab)
-
-
 FAMILY = Family(
     name="staged",
     summary=(
@@ -248,7 +236,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2308.04623",
     options=StagedOptions,
-    build=build,
+    build=Staged,
     trainable=True,
     policies=("chain", "dynamic-tree", "static-tree"),
 )

@@ -24,16 +24,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specctl.core.drafter import (
-    Family,
-    Outcome,
-    RoundView,
-    Space,
-    StepState,
-)
-from specctl.core.spec import ModelSpec
-from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.heads import check_options
+from specctl.core.drafter import Family, Outcome, RoundView, Space, StepState
+from specctl.drafters.option_checks import check_options
 from specctl.drafters.retrieval.store import Ids
 from specctl.drafters.retrieval.store_registry import Scope
 from specctl.drafters.states.ngram_distributions import (
@@ -131,10 +123,6 @@ class StandState(StepState):
         learn_round(self.stores, outcome, self.lengths, keep=None)
 
 
-def build(options: StandOptions, spec: ModelSpec, vocab: VocabMap | None) -> Stand:
-    return Stand(options, spec, vocab)
-
-
 FAMILY = Family(
     name="stand",
     summary=(
@@ -144,7 +132,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2506.04708",
     options=StandOptions,
-    build=build,
+    build=Stand,
     trainable=False,
     policies=("static-tree", "chain", "dynamic-tree"),
 )

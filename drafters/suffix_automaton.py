@@ -22,9 +22,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from specctl.core.drafter import Budget, Family, Needs, Space
-from specctl.core.spec import ModelSpec
-from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.heads import check_options
+from specctl.drafters.option_checks import check_options
 from specctl.drafters.retrieval.corpus import BREAK, CorpusDrafter
 from specctl.drafters.retrieval.occurrences import copied
 from specctl.drafters.retrieval.trie import Trie, TrieState
@@ -195,12 +193,6 @@ class SuffixAutomatonState(TrieState):
         return ids[: ids.index(BREAK)] if BREAK in ids else ids
 
 
-def build(
-    options: SuffixAutomatonOptions, spec: ModelSpec, vocab: VocabMap | None
-) -> SuffixAutomatonDrafter:
-    return SuffixAutomatonDrafter(options, spec, vocab)
-
-
 FAMILY = Family(
     name="suffix-automaton",
     summary=(
@@ -211,7 +203,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2411.10666",
     options=SuffixAutomatonOptions,
-    build=build,
+    build=SuffixAutomatonDrafter,
     trainable=False,
     policies=("direct",),
 )

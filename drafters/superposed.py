@@ -29,10 +29,8 @@ from torch import Tensor
 
 from specctl.core.drafter import Budget, Family, Needs, Outcome, RoundView, Space
 from specctl.core.errors import IncompatibleError
-from specctl.core.spec import ModelSpec
 from specctl.core.tree import DraftTree, NodeKind, empty_tree
-from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.heads import check_options
+from specctl.drafters.option_checks import check_options
 from specctl.drafters.retrieval.store import Ids, NgramStores, StoreLimits
 from specctl.drafters.retrieval.store_registry import Scope
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
@@ -92,12 +90,6 @@ class Superposed(SmallLm):
                 do="draft with family small-lm",
             )
         return SuperposedState(self, space)
-
-    def trimmed(self, vocab: VocabMap) -> Superposed:
-        small = super().trimmed(vocab)
-        cut = Superposed(small.options, self.spec, vocab, small.lm)
-        cut._is_fresh = small._is_fresh
-        return cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,10 +254,6 @@ def _tree(levels: list[BeamLevel]) -> DraftTree:
     )
 
 
-def build(options: SuperposedOptions, spec: ModelSpec, vocab: VocabMap | None) -> Superposed:
-    return Superposed(options, spec, vocab)
-
-
 FAMILY = Family(
     name="superposed",
     summary=(
@@ -276,7 +264,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2405.18400",
     options=SuperposedOptions,
-    build=build,
+    build=Superposed,
     trainable=True,
     policies=("direct", "chain"),
 )

@@ -197,10 +197,6 @@ def _built(name: str, spec: ModelSpec) -> Drafter:
     return found.build(found.options(), spec, None)
 
 
-def build(options: TeamOptions, spec: ModelSpec, vocab: VocabMap | None) -> Team:
-    return Team(options, spec, vocab)
-
-
 FAMILY = Family(
     name="team",
     summary=(
@@ -210,7 +206,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2510.20064",
     options=TeamOptions,
-    build=build,
+    build=Team,
     trainable=False,
     policies=("direct", "switch"),
 )

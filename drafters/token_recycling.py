@@ -38,7 +38,7 @@ from specctl.core.errors import FileError, RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.core.tree import DraftTree, empty_tree, fitted
 from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.heads import check_choice, check_count
+from specctl.drafters.option_checks import check_choice, check_count
 from specctl.drafters.retrieval.store_registry import Guarded, Scope, StoreRegistry
 from specctl.drafters.states.template import Template, compile_template, greedy_paths
 
@@ -308,12 +308,6 @@ def followers(texts: Iterable[Sequence[int]], vocab_size: int, ranks: int) -> Te
     return best_VC
 
 
-def build(
-    options: TokenRecyclingOptions, spec: ModelSpec, vocab: VocabMap | None
-) -> TokenRecycling:
-    return TokenRecycling(options, spec, vocab)
-
-
 FAMILY = Family(
     name="token-recycling",
     summary=(
@@ -323,7 +317,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2408.08696",
     options=TokenRecyclingOptions,
-    build=build,
+    build=TokenRecycling,
     trainable=False,
     policies=("direct",),
 )

@@ -67,6 +67,11 @@ def pack(weight: Tensor) -> PackedWeight:
     return PackedWeight(packed, weight if is_small else None)
 
 
+def prepared(weight: Tensor) -> Weight:
+    """The weight as serving reads it: packed where that is possible, else as it is."""
+    return pack(weight) if can_pack(weight) else weight.detach()
+
+
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias by the fastest kernel for the number of rows of x."""
     if isinstance(weight, PackedWeight):

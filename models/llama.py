@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from specctl.models.kernels import Weight, can_pack, pack
 
@@ -227,7 +228,7 @@ class LlamaModel(nn.Module):
 
     def _has_room(self) -> bool:
         weight = self.head_weight
-        if weight.is_meta:
+        if weight.is_meta or isinstance(weight, FakeTensor):  # only its shape is asked for
             return False
         size = sum(p.numel() * p.element_size() for p in self.parameters())
         return size <= PACK_SHARE * _memory_bytes(weight.device)

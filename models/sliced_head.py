@@ -67,41 +67,54 @@ class _Differentiated(torch.autograd.Function):
         slices: Sequence[Rows],
         part: Part,
     ) -> Tensor:
+        device = state_RD.device.type
+        if torch.is_autocast_enabled(device) and state_RD.dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device)  # cast once, not for every slice
+        else:
+            dtype = torch.promote_types(state_RD.dtype, weight_KD.dtype)
+        read_KD = weight_KD.to(dtype)
         inputs = (state_RD, weight_KD, bias_K)
         wanted = [x if needed else None for x, needed in zip(inputs, ctx.needs_input_grad[:3],
                                                              strict=True)]  # fmt: skip
         grads = [None if x is None else torch.zeros_like(x) for x in wanted]
         sums = []
         for rows in slices:
-            state_QD = state_RD[rows[0]]
-            logits_QK = F.linear(state_QD, weight_KD, bias_K).requires_grad_()
+            state_QD = state_RD[rows[0]].to(dtype)
+            bias = None if bias_K is None else bias_K.to(dtype)
+            logits_QK = F.linear(state_QD, read_KD, bias).requires_grad_()
             with torch.enable_grad():
                 figures_F = part(logits_QK, *rows)
                 (grad_QK,) = torch.autograd.grad(figures_F[0], logits_QK)
             sums.append(figures_F.detach())
             del logits_QK, figures_F
-            _add(grads, grad_QK, rows[0], state_QD, weight_KD)
-        ctx.grads = grads
+            _add(grads, grad_QK, rows[0], state_QD, read_KD)
+        ctx.save_for_backward(*grads)
         return torch.stack(sums).sum(0)
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        grads, ctx.grads = ctx.grads, None
-        assert grads is not None, "the gradient of a sliced sum can be asked for once"
-        scaled = [None if g is None else g.mul_(outer[0][0].to(g.dtype)) for g in grads]
+        scaled = [None if g is None else g.mul_(outer[0][0].to(g.dtype)) for g in ctx.saved_tensors]
         return (*scaled, None, None)
 
 
 def _add(
     grads: list[Tensor | None], grad_QK: Tensor, row_Q: Tensor, state_QD: Tensor, weight_KD: Tensor
 ) -> None:
-    """Gradients of one slice's states, matrix and bias; a row is in one slice only."""
+    """Gradients of one slice's states, matrix and bias; a row is in one slice only. Products are of
+    the dtype that the logits were computed in; over the slices they are added up in the matrix's
+    own."""
     into_state, into_weight, into_bias = grads
     with torch.autocast(grad_QK.device.type, enabled=False):
-        if into_state is not None:
-            into_state[row_Q] = (grad_QK @ weight_KD.to(grad_QK.dtype)).to(into_state.dtype)
-        if into_weight is not None:
-            by = grad_QK.t().to(into_weight.dtype), state_QD.to(into_weight.dtype)
-            into_weight.addmm_(*by)
         if into_bias is not None:
             into_bias += grad_QK.sum(0).to(into_bias.dtype)
+        grad_QK = grad_QK.to(weight_KD.dtype)
+        if into_state is not None:
+            into_state[row_Q] = (grad_QK @ weight_KD).to(into_state.dtype)
+        if into_weight is None:
+            return
+        if into_weight.dtype == grad_QK.dtype:
+            into_weight.addmm_(grad_QK.t(), state_QD)
+        elif grad_QK.is_cuda and into_weight.dtype == torch.float32:  # nothing is rounded between
+            into_weight += torch.mm(grad_QK.t(), state_QD, out_dtype=torch.float32)
+        else:
+            into_weight += grad_QK.t() @ state_QD

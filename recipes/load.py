@@ -17,7 +17,8 @@ from specctl.recipes.problems import explain
 from specctl.recipes.schema import Recipe
 from specctl.recipes.section import flatten
 
-NOT_RECIPES = ("targets", "tiny-target")
+NOT_RECIPES = ("sources", "targets", "tiny-target")
+EMBEDDED = "tiny"  # the target that comes with specctl
 EXPECTED = "a YAML file, or a name of `specctl recipes ls`"
 
 
@@ -161,6 +162,15 @@ def load_recipe(
         _place(tree, field, value, f"--set {text}")
         origin.update(dict.fromkeys(_leaves(field, value), "--set"))
     return build_recipe(tree, where, sets).with_origin(origin)
+
+
+def with_fields(recipe: Recipe, fields: Mapping[str, Any], said_by: str) -> Recipe:
+    """The recipe with dotted fields changed, and checked again; `said_by` is their origin."""
+    tree, origin = recipe.to_json(), recipe.origin
+    for field, value in fields.items():
+        _place(tree, field, value, said_by)
+        origin |= dict.fromkeys(_leaves(field, value), said_by)
+    return build_recipe(tree, said_by).with_origin(origin)
 
 
 def build_recipe(tree: Mapping[str, Any], where: str, sets: Sequence[str] = ()) -> Recipe:

@@ -78,7 +78,28 @@ class DataPart(Section):
     new_tokens: Positive = Field(default=128, description="tokens of each answer")
     regenerate: bool = Field(default=True, description="let the target write the answers")
     temperature: Annotated[float, Field(ge=0.0, le=5.0)] = 0.8
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
+        default=None, description="of sampled answers: mass of the best tokens drawn from"
+    )
+    top_k: Positive | None = Field(
+        default=None, description="of sampled answers: how many best tokens are drawn from"
+    )
     greedy_share: Fraction = Field(default=0.5, description="share of answers written greedily")
+    thinking: bool | None = Field(
+        default=None,
+        description="switch of the target's chat template (enable_thinking); null leaves it alone",
+    )
+    endpoint: str | None = Field(
+        default=None,
+        min_length=1,
+        description="OpenAI-compatible servers of the target that write the answers: URL[,URL]",
+    )
+    endpoint_model: str | None = Field(
+        default=None, description="the target's name at the endpoint; null asks the server"
+    )
+    endpoint_requests: Positive = Field(
+        default=64, description="requests in flight at each URL of the endpoint"
+    )
     train_on_prompt: bool = Field(default=False, description="also learn to predict the prompts")
     text_tokens: Annotated[int, Field(ge=0, le=10**13)] = Field(
         default=0, description="also learn from so many tokens of the source's own text"
@@ -95,6 +116,17 @@ class DataPart(Section):
     on_policy_every: Positive = Field(
         default=50, description="steps after which the drafter writes anew"
     )
+    target_source: Literal["inprocess", "endpoint", "files"] = Field(
+        default="inprocess",
+        description="where the target's states come from: the target here, servers, or files; with "
+        "the last two its layers are never loaded",
+    )
+    states: str | None = Field(
+        default=None,
+        min_length=1,
+        description="target_source endpoint: URL[,URL] of servers that write hidden states; files: "
+        "the folder of such files",
+    )
     features: Literal["online", "offline"] = Field(
         default="online",
         description="offline: the target reads the rows once, its features are kept on disk",
@@ -109,6 +141,30 @@ class DataPart(Section):
         default=None, description="most gigabytes of features on disk; the rest stays online"
     )
     seed: SeedNumber = 0
+
+    @model_validator(mode="after")
+    def _no_ignored_endpoint(self) -> Self:
+        if self.endpoint is None and self.endpoint_model is not None:
+            raise ValueError("endpoint_model is ignored without endpoint; remove it")
+        if self.endpoint is not None and not self.regenerate:
+            raise ValueError("endpoint is ignored with regenerate false; remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _states_are_somewhere(self) -> Self:
+        source = self.target_source
+        if (self.states is None) != (source == "inprocess"):
+            raise ValueError("states goes with target_source endpoint or files, and they with it")
+        if source == "inprocess":
+            return self
+        if self.regenerate and self.endpoint is None:
+            raise ValueError(
+                f"with target_source {source} no target is here to write the answers; set endpoint "
+                "to a server, or regenerate to false"
+            )
+        if self.on_policy > 0:
+            raise ValueError("text that the drafter writes is scored by a target in this process")
+        return self
 
     @model_validator(mode="after")
     def _no_ignored_features(self) -> Self:

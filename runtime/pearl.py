@@ -27,15 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specctl.core.drafter import (
-    Budget,
-    Drafter,
-    DraftState,
-    Outcome,
-    RoundView,
-    Space,
-    StepState,
-)
+from specctl.core.drafter import Budget, Drafter, DraftState, Outcome, RoundView, Space, StepState
 from specctl.core.errors import RecipeError
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import LmOut

@@ -127,6 +127,14 @@ for wrong in ("mood=true", "mood=much", "names=3", "moot=1"):
     else:
         raise AssertionError(wrong)
 """
+COMMANDS = """
+from specctl.cli.main import main
+
+free = "generate --draft auto --controller never --max-new-tokens 8 x"
+for words in ("recipes schema", "recipes rules", "serve --help", free):
+    assert main(words.split()) == 0, words
+    print("\\nEND", flush=True)
+"""
 
 
 def beside(folder: Path, files: Mapping[str, str]) -> Path:
@@ -184,7 +192,7 @@ def test_the_families_of_the_page_keep_the_contract(product: Path) -> None:
     done = run(product, "-m", "pytest", *words, "tests/drafters/test_contract.py", *own)
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed, done.stdout[-500:]
-    assert int(passed[1]) > 35
+    assert int(passed[1]) >= 33
 
 
 def test_their_recipes_are_listed_checked_and_used(product: Path, tmp_path: Path) -> None:
@@ -204,11 +212,9 @@ def test_code_of_the_page_is_as_tidy_as_the_product(product: Path) -> None:
 
 def test_one_module_is_enough_for_every_other_kind(tmp_path: Path) -> None:
     product = beside(tmp_path, OTHERS)
-    run(product, "-c", KNOWN)
-    schema = specctl(product, "recipes", "schema")
+    told = run(product, "-c", KNOWN + COMMANDS).stdout
+    schema, rules, serve, _ = told.split("\nEND\n", 3)
     for name in ("twin", "mood", "at-once", "never", "echo", "nothing"):
         assert f'"{name}"' in schema, name
-    assert "echo" in specctl(product, "recipes", "rules")
-    assert "halves" in specctl(product, "serve", "--help")
-    words = ("generate", "--draft", "auto", "--controller", "never", "--max-new-tokens", "8", "x")
-    specctl(product, *words)
+    assert "echo" in rules
+    assert "halves" in serve

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
+from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Drafter, Family
 from specctl.core.errors import RecipeError, nearest, one_of
 from specctl.core.spec import ModelSpec
@@ -24,10 +25,11 @@ from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts
 from specctl.train.data.rows import TokenData
 from specctl.train.data.sources import is_corpus
-from specctl.train.metrics import MeasuredAcceptance
+from specctl.train.metrics import MeasuredAcceptance, Totals, alphas, means, simulated_tau
 
 HELD_SHARE = 20  # one row in so many is kept for measuring when the data are the user's own
 Prompts = Sequence[Sequence[int]]
+BatchOf = Callable[[list[int]], TrainBatch]
 
 
 def trainable_family(recipe: Recipe) -> Family:
@@ -95,16 +97,17 @@ def build_drafter(recipe: Recipe, spec: ModelSpec, vocab: VocabMap | None) -> Dr
 
 
 def what_trains(drafter: Drafter) -> list[str]:
-    """Lines that say which tensors move, which stay, and what is borrowed."""
+    """Lines that say which tensors move, which are frozen, and what is shared."""
     trainable = drafter.trainable()
     assert drafter.module is not None
     frozen = {n: p for n, p in drafter.module.named_parameters() if n not in trainable}
-    lines = [f"trains {sum(p.numel() for p in trainable.values()):,} numbers: {_names(trainable)}"]
+    count = sum(p.numel() for p in trainable.values())
+    lines = [f"trains {count:,} parameters: {_names(trainable)}"]
     if frozen:
         count = sum(p.numel() for p in frozen.values())
-        lines.append(f"frozen {count:,} numbers: {_names(frozen)}")
+        lines.append(f"frozen {count:,} parameters: {_names(frozen)}")
     if drafter.needs().borrow:
-        lines.append("borrowed from the target, never moved or saved: embedding, LM head")
+        lines.append("frozen, shared with the target: embedding, LM head")
     return lines
 
 
@@ -114,16 +117,35 @@ def _names(named: dict[str, torch.nn.Parameter], most: int = 6) -> str:
     return ", ".join(names[:most]) + more
 
 
-def measuring_rows(part: DataPart, data: TokenData) -> range:
+def check_answers(recipe: Recipe, target: Target) -> None:
+    """A target that is only read writes no answers, and drafts nothing."""
+    data = recipe.data
+    asked = data.on_policy or (data.regenerate and not data.endpoint)
+    if target.can_run or not asked:
+        return
+    raise RecipeError(
+        f"target {target.name} can be read here, but not run, so it writes no answers",
+        where="data.regenerate" if data.regenerate else "data.on_policy",
+        found=getattr(target.lm, "reason", ""),
+        expected="data with the target's own answers in them, written by a serving engine",
+        do="--set data.regenerate=false --set data.on_policy=0 --data ANSWERS.jsonl",
+    )
+
+
+def measuring_rows(part: DataPart, data: TokenData, can_run: bool = True) -> range:
     """Rows kept out of training so that tau is measured on the user's own kind of text; the
-    built-in corpus has held-out prompts of its own, so nothing is kept back there."""
-    if is_corpus(part.source) or data.num_rows < 2:
+    built-in corpus has held-out prompts of its own, so nothing is kept back there, unless the
+    target cannot be run with them."""
+    decodes = can_run and part.target_source == "inprocess"
+    if (is_corpus(part.source) and decodes) or data.num_rows < 2:
         return range(0)
     return range(data.num_rows - max(1, data.num_rows // HELD_SHARE), data.num_rows)
 
 
 def measuring_prompts(recipe: Recipe, target: Target, data: TokenData) -> Prompts:
     """What tau is measured on: held-out prompts, or the beginnings of kept-back documents."""
+    if not target.can_run:
+        return []
     held, count = measuring_rows(recipe.data, data), recipe.train.tau_prompts
     if not held:
         return [prompt.ids for prompt in heldout_prompts(target, count)]
@@ -171,6 +193,35 @@ def decoder(
     return measure
 
 
+def estimator(
+    recipe: Recipe, drafter: Drafter, batch: BatchOf, rows: Sequence[int]
+) -> Callable[[], MeasuredAcceptance]:
+    """A function that estimates acceptance without decoding: the alphas of the loss over rows that
+    were kept back, each position behind the text itself, and the tau of a chain that passes with
+    them. For a target that cannot be run here, or whose layers are elsewhere."""
+    train, length = recipe.train, recipe.serve.length
+    held = list(rows)[: train.tau_prompts]
+
+    def measure() -> MeasuredAcceptance:
+        totals = Totals()
+        for first in range(0, len(held), train.rows):
+            read = batch(held[first : first + train.rows])
+            totals = totals.plus(drafter.loss(read), read)
+        figures = means(totals.to_floats())
+        alpha = alphas(figures) or (figures.get("top1", 0.0),)
+        return MeasuredAcceptance(
+            tau=simulated_tau(alpha, length) or 1.0,
+            alpha=alpha[0],
+            accepted_per_position=alpha[:length],
+            prompts=len(held),
+            tokens=round(float(totals.pairs["tokens"][0])),
+            temperature=1.0,
+            is_estimate=True,
+        )
+
+    return measure
+
+
 def say_data(recipe: Recipe, num_rows: int, reporter: Reporter) -> None:
     """How often the run will read each row; many times over means it will learn them by heart."""
     fresh = recipe.data.on_policy
@@ -179,7 +230,7 @@ def say_data(recipe: Recipe, num_rows: int, reporter: Reporter) -> None:
     if fresh:
         every = recipe.data.on_policy_every
         reporter.say(f"the drafter writes {fresh:.0%} of every batch, anew every {every:,} steps")
-    reporter.say(f"{num_rows:,} rows to train on, each read {epochs:.1f} times")
+    reporter.say(f"{num_rows:,} rows to train on, {epochs:.1f} epochs")
     if epochs > 40:
         reporter.warn(
             f"each row will be read {epochs:.0f} times: the drafter will learn the rows, not the "

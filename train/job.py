@@ -25,6 +25,7 @@ from specctl.runtime.target.target import Target
 from specctl.train.assemble import (
     build_drafter,
     decoder,
+    estimator,
     measuring_prompts,
     measuring_rows,
     say_data,
@@ -34,14 +35,15 @@ from specctl.train.data.on_policy import text_of
 from specctl.train.data.rows import TokenData
 from specctl.train.data.supply import Order, Text
 from specctl.train.distributed.ranks import Ranks
-from specctl.train.distributed.sharding import Sharded, spread_layers
+from specctl.train.distributed.sharding import Sharded, sharded_layers
 from specctl.train.features.capture import capture
-from specctl.train.features.offline import BatchOf, feature_source
+from specctl.train.features.offline import BatchOf, Features, feature_source
+from specctl.train.features.reading import reading_target
 from specctl.train.init.initial import Initial, Loader, completed, initialise, tensors_digest
 from specctl.train.joint.joint import JointModel
 from specctl.train.loop import Job
 from specctl.train.lora import attach
-from specctl.train.metrics import MetricsLog
+from specctl.train.metrics import MeasuredAcceptance, MetricsLog
 from specctl.train.optim import Gradient, RecipeSchedule, build_optimizers
 from specctl.train.saving.checkpoint import Checkpoints
 from specctl.train.saving.fingerprint import run_fingerprint
@@ -64,15 +66,16 @@ class RunInputs:
 
 
 def make_job(
-    recipe: Recipe, made: RunInputs, checkpoints: Checkpoints, reference: Drafter | None
+    recipe: Recipe, inputs: RunInputs, checkpoints: Checkpoints, reference: Drafter | None
 ) -> Job:
     """Everything the loop works with; `reference` is what the selection of tokens compares with."""
     settings, ranks, reporter = recipe.train, checkpoints.ranks, checkpoints.reporter
-    target, data, out = made.target, made.data, checkpoints.folder.parent
+    target, data, out = inputs.target, inputs.data, checkpoints.folder.parent
     check_rows(recipe.train.rows, ranks.size)
-    drafter = _begun(recipe, made, ranks, reporter)
+    drafter = _initial_drafter(recipe, inputs, ranks, reporter)
     selection = selection_of(settings, drafter, reference)
-    num_rows = data.num_rows - len(measuring_rows(recipe.data, data))
+    held = measuring_rows(recipe.data, data, target.can_run)
+    num_rows = data.num_rows - len(held)
     say_data(recipe, num_rows, reporter)
     trained = _trained(settings, drafter, target, ranks, reporter)
     joint = trained if isinstance(trained, JointModel) else None
@@ -81,32 +84,54 @@ def make_job(
     seed_everything(settings.seed, ranks.rank)
     order = Order(num_rows, settings.seed, recipe.data.on_policy)
     text = text_of(recipe, target, data, trained, order, ranks)
-    features: BatchOf = text.batch
+    features = Features(text.batch)
+    reading = reading_target(target)
     if joint is None:
-        features = feature_source(recipe, target, data, drafter.needs(), out, reporter, ranks)
+        features = feature_source(recipe, reading, data, drafter.needs(), out, reporter, ranks)
     decoding = target if joint is None else joint.target
     return Job(
         drafter=trained,
         settings=settings,
         schedule=RecipeSchedule(settings),
         order=order,
-        batch=_batches(recipe.data, target, drafter.needs(), text, features, selection),
-        measure=decoder(recipe, decoding, drafter, measuring_prompts(recipe, target, data)),
+        ahead=features.ahead if recipe.data.on_policy == 0.0 else None,
+        batch=_batches(recipe.data, reading, drafter.needs(), text, features, selection),
+        measure=_measure(recipe, decoding, drafter, data, features.batch, reporter),
         optimizers=_optimizers(settings, trained, frozenset(vocab_sizes)),
         gradient=Gradient(trainable, ranks),
         checkpoints=checkpoints,
         log=MetricsLog(out / "metrics.jsonl", ranks.is_main, reporter.warn),
-        stop=made.stop,
+        stop=inputs.stop,
         reporter=reporter,
         out=out,
         draft_length=recipe.serve.length,
         measures_start=settings.lora is not None,
         autocast=_autocast(settings.precision, ranks.device),
-        fingerprint=_fingerprint(recipe, made, drafter.vocab, ranks, reference),
-        log_more=lambda figures, step: made.accelerator.log(figures, step),
+        fingerprint=_fingerprint(recipe, inputs, drafter.vocab, ranks, reference),
+        log_more=lambda figures, step: inputs.accelerator.log(figures, step),
         ranks=ranks,
         text=text,
     )
+
+
+def _measure(
+    recipe: Recipe,
+    target: Target,
+    drafter: Drafter,
+    data: TokenData,
+    features: BatchOf,
+    reporter: Reporter,
+) -> Callable[[], MeasuredAcceptance]:
+    """Tau by decoding held-out prompts; from the alphas of held-out rows where the target cannot
+    be run."""
+    if target.can_run:
+        return decoder(recipe, target, drafter, measuring_prompts(recipe, target, data))
+    reporter.warn(
+        f"target {target.name} cannot be run here: tau is that of a chain by the alphas of "
+        "text kept back, not measured by decoding"
+    )
+    held = measuring_rows(recipe.data, data, can_run=False)
+    return estimator(recipe, drafter, features, held or range(data.num_rows))
 
 
 def _trained(
@@ -114,7 +139,7 @@ def _trained(
 ) -> Drafter:
     """What the loop moves: the drafter, its pieces, or it and additions to its target."""
     if settings.parallel == "fsdp" and ranks.size > 1:
-        return Sharded(drafter, ranks, spread_layers(target))
+        return Sharded(drafter, ranks, sharded_layers(target))
     if settings.joint is None:
         return drafter
     torch.manual_seed(settings.seed)  # the same additions on every process
@@ -122,7 +147,7 @@ def _trained(
     number = sum(joint.trainable()[name].numel() for name in joint.slow())
     alone = math.ceil(settings.joint.warmup * settings.steps)
     reporter.warn(
-        f"this run CHANGES THE TARGET: {number:,} added numbers learn from step {alone:,} on; "
+        f"this run CHANGES THE TARGET: {number:,} added parameters learn from step {alone:,} on; "
         "the drafter will be for OUT/target, which is another model"
     )
     if settings.joint.keep == "none":
@@ -149,16 +174,18 @@ def check_rows(rows: int, processes: int) -> None:
         )
 
 
-def _begun(recipe: Recipe, made: RunInputs, ranks: Ranks, reporter: Reporter) -> Drafter:
+def _initial_drafter(
+    recipe: Recipe, inputs: RunInputs, ranks: Ranks, reporter: Reporter
+) -> Drafter:
     """The drafter with its first weights and its adapters, announced."""
-    target, initial, lora = made.target, made.initial, recipe.train.lora
+    target, initial, lora = inputs.target, inputs.initial, recipe.train.lora
     complete = completed(recipe, target.spec, initial)
-    vocab = _vocab(recipe, target, made.data, initial)
+    vocab = _vocab(recipe, target, inputs.data, initial)
     drafter = build_drafter(complete, target.spec, vocab).to(ranks.device, torch.float32)
     if drafter.needs().borrow:
         drafter.bind(target.borrowed())
     if initial is not None:
-        initialise(drafter, initial, made.data)
+        initialise(drafter, initial, inputs.data)
         reporter.say(f"starts from {initial.name} ({initial.digest[:19]})")
     if lora is not None:
         attach(drafter, lora, initial is not None)
@@ -195,15 +222,19 @@ def _batches(
 
 
 def _fingerprint(
-    recipe: Recipe, made: RunInputs, vocab: VocabMap | None, ranks: Ranks, reference: Drafter | None
+    recipe: Recipe,
+    inputs: RunInputs,
+    vocab: VocabMap | None,
+    ranks: Ranks,
+    reference: Drafter | None,
 ) -> dict[str, Any]:
     """What a resumed run must share with the run it continues."""
-    target, initial = made.target, made.initial
+    target, initial = inputs.target, inputs.initial
     found = run_fingerprint(
         recipe,
         target.fingerprint,
         target.tokenizer_fingerprint,
-        made.data.digest,
+        inputs.data.digest,
         None if vocab is None else vocab.digest(),
         ranks.size,
         None if initial is None else initial.digest,

@@ -24,12 +24,13 @@ import torch
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Drafter
 from specctl.core.errors import DivergedError
+from specctl.core.files import write_json
 from specctl.recipes.schema import TrainPart
 from specctl.runtime.measure.reporter import Advance, Reporter
 from specctl.train.data.supply import Order, Text, share
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.metrics import (
-    Measurement,
+    HeldOutMeasurement,
     MetricsLog,
     Totals,
     Window,
@@ -40,6 +41,7 @@ from specctl.train.metrics import (
 )
 from specctl.train.optim import Gradient, Schedule, set_learning_rate
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot
+from specctl.train.saving.integrity import step_name
 from specctl.train.saving.state import (
     Optimizers,
     load_optimizer_state,
@@ -48,8 +50,6 @@ from specctl.train.saving.state import (
     set_random_state,
     untouched_random_state,
 )
-from specctl.train.saving.store import write_json
-from specctl.train.saving.whole import step_name
 from specctl.train.stop import Stop
 
 
@@ -74,14 +74,14 @@ class Job:
     """Everything the loop works with. `batch` turns row numbers of `text` into a batch with the
     target's features; `measure` decodes for real, before the first step as well if
     `measures_start`; `log_more` hands figures to trackers; `between` does what else may be due
-    between two steps."""
+    between two steps; `ahead` is told the rows of the next step."""
 
     drafter: Drafter
     settings: TrainPart
     schedule: Schedule
     order: Order
     batch: Callable[[list[int]], TrainBatch]
-    measure: Callable[[], Measurement]
+    measure: Callable[[], HeldOutMeasurement]
     optimizers: Optimizers
     gradient: Gradient
     checkpoints: Checkpoints
@@ -95,6 +95,7 @@ class Job:
     measures_start: bool = False
     log_more: Callable[[dict[str, float], int], None] = lambda figures, step: None
     between: Callable[[TrainProgress], None] = lambda progress: None
+    ahead: Callable[[list[int]], None] | None = None
     ranks: Ranks = field(default_factory=Ranks)
     text: Text = field(default_factory=Text)
 
@@ -119,6 +120,10 @@ def take_step(job: Job, progress: TrainProgress, advance: Advance) -> None:
     settings, began = job.settings, time.perf_counter()
     job.text.refresh(progress.step, progress.position)
     rows = job.order.take(progress.position, settings.rows * settings.accumulate)
+    if job.ahead is not None:
+        later = job.order.take(progress.position + len(rows), len(rows))
+        for coming in share(later, settings.accumulate, job.ranks.rank, job.ranks.size):
+            job.ahead(coming)
     job.gradient.zero()
     totals = Totals()
     for micro_rows in share(rows, settings.accumulate, job.ranks.rank, job.ranks.size):
@@ -192,19 +197,20 @@ def review(job: Job, progress: TrainProgress) -> None:
         job.log.write(step=step, **found.log_line())
         job.log_more({key: figures[key]}, step)
         best = f"best so far {progress.best[key]:.3f} at step {progress.best_step}"
-        job.reporter.say(f"step {step}: measured {key} {figures[key]:.3f} ({best})")
+        how = "estimated" if figures.get("is_estimate") else "measured"
+        job.reporter.say(f"step {step}: {how} {key} {figures[key]:.3f} ({best})")
     is_round = step > 0 and (is_end or step % settings.save_every == 0)
     if is_round or progress.best_step == step:
         save(job, progress)
     job.between(progress)
 
 
-def measure(job: Job) -> Measurement:
+def measure(job: Job) -> HeldOutMeasurement:
     """Measure for real on the main rank; training's random numbers do not notice."""
     module = job.drafter.module
     assert module is not None
     module.eval()
-    found: Measurement | None = None
+    found: HeldOutMeasurement | None = None
     with job.drafter.whole(), job.ranks.together(), untouched_random_state(job.ranks.device):
         if job.ranks.is_main:
             with torch.inference_mode():

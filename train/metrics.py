@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from specctl.core.batch import LossOut, TrainBatch
+from specctl.core.files import write_bytes
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.log import read_log as read_log
-from specctl.train.saving.store import write_bytes
 
 Window = dict[str, tuple[float, float]]
 
@@ -88,7 +88,7 @@ def simulated_tau(alpha: Sequence[float], length: int) -> float | None:
     return 1.0 + sum(math.prod(chances[: k + 1]) for k in range(length))
 
 
-class Measurement(Protocol):
+class HeldOutMeasurement(Protocol):
     """What was measured between two steps. `key` names the figure of `to_json` that counts."""
 
     key: ClassVar[str]
@@ -106,7 +106,8 @@ class Measurement(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredAcceptance:
-    """What a short real decode through the engine measured."""
+    """What a short real decode through the engine measured; or, `is_estimate`, the loss over text
+    that was kept back, at temperature 1, where the target cannot be run here."""
 
     key: ClassVar[str] = "tau"
     tau: float
@@ -115,6 +116,7 @@ class MeasuredAcceptance:
     prompts: int
     tokens: int
     temperature: float
+    is_estimate: bool = False
 
     def beats(self, best: Mapping[str, Any]) -> bool:
         return bool(self.tau > best["tau"])
@@ -130,6 +132,7 @@ class MeasuredAcceptance:
             "prompts": self.prompts,
             "tokens": self.tokens,
             "temperature": self.temperature,
+            **({"is_estimate": True} if self.is_estimate else {}),
         }
 
 

@@ -9,6 +9,7 @@ OUT/reference        the same for a first stage, where tokens are selected by co
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import shlex
@@ -24,19 +25,21 @@ from accelerate.utils import DistributedType
 
 from specctl.core.drafter import Drafter
 from specctl.core.errors import FileError, IntegrityError, RecipeError
-from specctl.recipes.schema import Recipe, TargetPart, TrainPart
+from specctl.core.files import write_json
+from specctl.recipes.schema import Recipe, TrainPart
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
+from specctl.runtime.target.device import refuse_idle_cuda
+from specctl.runtime.target.served import ServedLM, load_served
 from specctl.runtime.target.target import Target, load_target
-from specctl.train.assemble import trainable_family
+from specctl.train.assemble import check_answers, trainable_family
 from specctl.train.data.prepare import prepare, rows_digest
-from specctl.train.data.rows import TokenData
 from specctl.train.distributed.ranks import Ranks
-from specctl.train.distributed.sharding import spread
+from specctl.train.distributed.sharding import shard_target
 from specctl.train.init.initial import Initial, Loader, check_fit, initial_of, loaded
 from specctl.train.job import RunInputs, make_job
 from specctl.train.joint.check import check_joint, check_target
 from specctl.train.joint.joint import JointModel
-from specctl.train.joint.joint_target import FOLDER, log_change, say_change, settled
+from specctl.train.joint.joint_target import FOLDER, log_change, save_joint_target, say_change
 from specctl.train.loop import Job, TrainProgress, measure, restore, train
 from specctl.train.lora import ADAPTER, merge, save_adapter
 from specctl.train.planning.capacity import lacking_disk, refuse_lacks
@@ -53,7 +56,6 @@ from specctl.train.saving.fingerprint import (
 )
 from specctl.train.saving.lock import locked
 from specctl.train.saving.run_file import RECORD, write_run_file
-from specctl.train.saving.store import write_json
 from specctl.train.selective import reference_stage
 from specctl.train.stop import Stop
 
@@ -64,7 +66,7 @@ Packager = Callable[[Drafter, Target, Path, Mapping[str, Any] | None], object]
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What a run left behind. After a dry run only `plan` says something. `target`: the changed
+    """The results of a run. After a dry run only `plan` says something. `target`: the changed
     one that the package is for, where the target learned, too."""
 
     out: Path
@@ -118,7 +120,9 @@ def train_draft(
         if mark is not None and mark["package"] is None:
             mark = None  # its checkpoints are all it left; there is no package to leave alone
         snapshot = None if mark is not None else _found(recipe, checkpoints, allow)
-        target = target or _load_target(recipe.target, accelerator.device)
+        is_elsewhere = recipe.data.target_source != "inprocess"
+        if target is None or (is_elsewhere and not isinstance(target.lm, ServedLM)):
+            target = _load_target(recipe, accelerator.device)
         # what this refuses, before answers are written
         initial = initial_of(recipe.drafter, target, load)
         if mark is not None:
@@ -135,12 +139,12 @@ def train_draft(
         if ranks.is_main:
             (out / MARK).unlink(missing_ok=True)
             write_run_file(recipe, out, command)
-        data = _data(recipe, target, out, talker, ranks)
-        target = spread(recipe, target, ranks)
-        made = RunInputs(target, data, initial, stop, accelerator, load)
+        data = prepare(recipe, target, out, talker, ranks)
+        target = shard_target(recipe, target, ranks)
+        inputs = RunInputs(target, data, initial, stop, accelerator, load)
         stop.is_deferred = True
-        reference = _reference(recipe, made, checkpoints, allow)
-        job = make_job(recipe, made, checkpoints, reference)
+        reference = _reference(recipe, inputs, checkpoints, allow)
+        job = make_job(recipe, inputs, checkpoints, reference)
         progress = _continue(job, snapshot, allow)
         progress = train(job, progress)
         acceptance = _best(job, progress, talker)
@@ -156,23 +160,23 @@ def train_draft(
         )
         with job.drafter.whole() as drafter, ranks.together():
             if ranks.is_main:
-                _leave(drafter, job, made, recipe, result, acceptance, package)
+                _save_results(drafter, job, inputs, recipe, result, acceptance, package)
         accelerator.end_training()
     return result
 
 
-def _leave(
+def _save_results(
     drafter: Drafter,
     job: Job,
-    made: RunInputs,
+    inputs: RunInputs,
     recipe: Recipe,
     result: RunResult,
     acceptance: Mapping[str, Any] | None,
     package: Packager | None,
 ) -> None:
-    """Write what a run leaves behind: its curve, its additions, the changed target, the package,
+    """Write the results of a run: its curve, its additions, the changed target, the package,
     and last the mark that it is finished."""
-    out, target = result.out, made.target
+    out, target = result.out, inputs.target
     save_learning_curve(out / "metrics.jsonl", out / "curve.png")
     adapted = drafter.module
     if recipe.train.lora is not None and adapted is not None:
@@ -180,7 +184,7 @@ def _leave(
             save_adapter(adapted, out / ADAPTER)
         merge(adapted)
     if isinstance(job.drafter, JointModel):
-        target = settled(job.drafter, target, recipe, made.data, out)
+        target = save_joint_target(job.drafter, target, recipe, inputs.data, out)
         say_change(target, out / FOLDER, job.reporter)
         log_change(target, job.log, result.steps)
     if package is not None and result.package is not None:
@@ -271,6 +275,8 @@ def _accelerator(settings: TrainPart, out: Path) -> Accelerator:
                 do=f"pip install {name}, or --set train.trackers=[]",
                 where="train.trackers",
             )
+    if not os.environ.get("ACCELERATE_USE_CPU"):
+        refuse_idle_cuda()
     accelerator = Accelerator(log_with=trackers or None, project_dir=str(out))
     if accelerator.distributed_type == DistributedType.FSDP and settings.parallel != "fsdp":
         raise RecipeError(
@@ -281,13 +287,22 @@ def _accelerator(settings: TrainPart, out: Path) -> Accelerator:
             where="train.parallel",
         )
     if trackers:
-        accelerator.init_trackers("specctl")
+        accelerator.init_trackers("specctl", init_kwargs=tracker_names(out))
     return accelerator
+
+
+def tracker_names(out: Path) -> dict[str, dict[str, Any]]:
+    """What trackers call a run: its folder's name. A resumed run, on whatever machines, goes on in
+    the same curve at wandb, by an id that follows from where the folder is."""
+    place = out.resolve()
+    key = hashlib.sha256(str(place).encode()).hexdigest()[:16]
+    return {"wandb": {"name": place.name, "id": key, "resume": "allow"}}
 
 
 def _check(recipe: Recipe, target: Target, initial: Initial | None) -> None:
     """Refuse a recipe that does not fit the target or the first weights."""
     check_fit(recipe.drafter, target.spec, initial)
+    check_answers(recipe, target)
     needs = build_shape(trainable_family(recipe), recipe, target.spec).needs()
     if recipe.train.joint is not None:
         check_target(target)
@@ -316,38 +331,43 @@ def _found(recipe: Recipe, checkpoints: Checkpoints, allow: Collection[str]) -> 
     return snapshot
 
 
-def _load_target(part: TargetPart, device: torch.device) -> Target:
-    return load_target(
-        part.name,
-        revision=part.revision,
-        dtype=part.dtype,
-        device=str(device),
-        inflate=part.inflate,
-    )
-
-
-def _data(recipe: Recipe, target: Target, out: Path, reporter: Reporter, ranks: Ranks) -> TokenData:
-    """The rows; the first rank makes them, the others then find them made."""
-    data: TokenData | None = None
-    with ranks.together():
-        if ranks.is_main:
-            data = prepare(recipe, target, out, reporter)
-    return data if data is not None else prepare(recipe, target, out)
+def _load_target(recipe: Recipe, device: torch.device) -> Target:
+    """The target; where its states come from outside, without its layers."""
+    part = recipe.target
+    if recipe.data.target_source == "inprocess":
+        return load_target(
+            part.name,
+            revision=part.revision,
+            dtype=part.dtype,
+            device=str(device),
+            inflate=part.inflate,
+            is_read_only=True,
+        )
+    if part.inflate is not None or recipe.train.joint is not None:
+        raise RecipeError(
+            "this needs the target's layers in this process",
+            found=f"data.target_source {recipe.data.target_source}, with "
+            + ("train.joint" if part.inflate is None else "target.inflate"),
+            expected="data.target_source inprocess",
+            do="--set data.target_source=inprocess",
+            where="data.target_source",
+        )
+    return load_served(part.name, revision=part.revision, dtype=part.dtype, device=str(device))
 
 
 def _reference(
-    recipe: Recipe, made: RunInputs, checkpoints: Checkpoints, allow: Collection[str]
+    recipe: Recipe, inputs: RunInputs, checkpoints: Checkpoints, allow: Collection[str]
 ) -> Drafter | None:
     """What the selection of tokens compares with: a drafter of a folder, or one trained first in
     OUT/reference, which a resumed run finds as it stood."""
     ranks, reporter = checkpoints.ranks, checkpoints.reporter
     stage, name = reference_stage(recipe), recipe.train.reference
     if name is not None:
-        reference = loaded(name, made.target, made.load, "train.reference").to(
+        reference = loaded(name, inputs.target, inputs.load, "train.reference").to(
             ranks.device, torch.float32
         )
         if reference.needs().borrow:
-            reference.bind(made.target.borrowed())
+            reference.bind(inputs.target.borrowed())
     elif stage is not None:
         out = checkpoints.folder.parent / "reference"
         with ranks.together():
@@ -355,7 +375,7 @@ def _reference(
                 out.mkdir(exist_ok=True)
         reporter.say(f"first the reference: {stage.train.steps:,} steps in {out}")
         places = Checkpoints(out / "checkpoints", reporter, stage.train.keep, ranks)
-        job = make_job(stage, made, places, None)
+        job = make_job(stage, inputs, places, None)
         progress = train(job, _continue(job, places.newest(RESTART in allow), allow))
         _best(job, progress, reporter)
         reference = job.drafter

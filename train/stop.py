@@ -31,8 +31,9 @@ class Stop:
     """Whether a signal asked the run to stop. One writer: the signal handler.
 
     Inside the loop (`is_deferred`) the first signal is only noted; before it, where every long job
-    continues from what it has written, it raises at once. The second signal ends the process. A
-    second hang-up does not, since those of a shell and of its terminal arrive together.
+    continues from what it has written, it raises at once. The second signal ends the process, but a
+    second Ctrl-C where Python's own handler was set (a notebook) raises KeyboardInterrupt, and a
+    second hang-up does nothing, since those of a shell and of its terminal arrive together.
     """
 
     def __init__(self, command: str) -> None:
@@ -40,18 +41,20 @@ class Stop:
         self.is_requested = False
         self.is_deferred = False
         self._has_raised = False
+        self._is_hosted = False
 
     def interrupted(self, saved: str) -> Interrupted:
         """The error to raise; `saved` says what was kept."""
         return Interrupted(f"stopped on request, {saved}", self.command)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        del frame
         if number == HANGUP:
             leave_terminal()
             if self.is_requested:
                 return
         if self.is_requested:
+            if self._is_hosted and number == signal.SIGINT:
+                signal.default_int_handler(number, frame)
             os.write(2, b"\n")  # a progress bar may stand on the line
             os._exit(128 + number)
         self.is_requested = True
@@ -71,6 +74,7 @@ class Stop:
             return
         numbers = [signal.SIGINT, signal.SIGTERM, *hangup()]
         previous = {number: signal.signal(number, self._handle) for number in numbers}
+        self._is_hosted = previous[signal.SIGINT] is signal.default_int_handler
         try:
             yield self
         except Exception as error:

@@ -18,8 +18,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from specctl.cli.app.console import Console
-from specctl.cli.app.printable import guarded_streams
 from specctl.cli.options.flags import GLOBAL_FLAGS, ConfigFile
+from specctl.core.printable import guarded_streams
 
 P = ParamSpec("P")
 _BOTH, _KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY

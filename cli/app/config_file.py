@@ -10,7 +10,7 @@ recipes:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +28,15 @@ def apply(ctx: typer.Context, path: Path | None) -> Path | None:
     if path is None:
         return None
     ctx.meta[META] = path
-    tree = read(path)
+    program: Any = ctx.find_root().command  # the group of all commands
+    tree = read(path, program.list_commands(ctx))
     if ctx.parent is not None and not _below(ctx.command):
-        ctx.default_map = defaults(ctx, tree, path)
+        ctx.default_map = defaults(ctx, tree, path, program)
     return path
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path, commands: Sequence[str]) -> dict[str, Any]:
     """The file as plain values; a section must be named after a command."""
-    from specctl.cli.main import COMMANDS
     from specctl.recipes.load import parse_yaml
 
     try:
@@ -47,12 +47,14 @@ def read(path: Path) -> dict[str, Any]:
         raise unreadable("the configuration", path, error, flag, expected, do) from error
     tree = _mapping(parse_yaml(text, str(path)) or {}, str(path))
     for key, value in tree.items():
-        if isinstance(value, dict) and key not in COMMANDS:
-            raise _unknown("command", key, COMMANDS, str(path))
+        if isinstance(value, dict) and key not in commands:
+            raise _unknown("command", key, commands, str(path))
     return tree
 
 
-def defaults(ctx: typer.Context, tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def defaults(
+    ctx: typer.Context, tree: Mapping[str, Any], path: Path, program: Any
+) -> dict[str, Any]:
     """Values by parameter name: those for every command, then those of this one."""
     names = ctx.command_path.split()[1:]
     own: Mapping[str, Any] = tree
@@ -61,7 +63,7 @@ def defaults(ctx: typer.Context, tree: Mapping[str, Any], path: Path) -> dict[st
     common = {k: v for k, v in tree.items() if not isinstance(v, dict)}
     known = _options(ctx.command)
     for key in common:
-        if key not in known and key not in (everything := _all_options()):
+        if key not in known and key not in (everything := _all_options(ctx, program)):
             raise _unknown("flag", key, everything, str(path))
     for key in own:
         if key not in known:
@@ -79,12 +81,10 @@ def _options(command: Any) -> dict[str, str]:
     }
 
 
-def _all_options() -> dict[str, str]:
-    from specctl.cli.main import COMMANDS, load_command
-
+def _all_options(ctx: typer.Context, program: Any) -> dict[str, str]:
     found: dict[str, str] = {}
-    for name in COMMANDS:
-        command = load_command(name)
+    for name in program.list_commands(ctx):
+        command = program.get_command(ctx, name)
         for leaf in (_below(command) or {name: command}).values():
             found |= _options(leaf)
     return found

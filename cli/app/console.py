@@ -15,14 +15,14 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TextIO
 
-from specctl.cli.app.printable import one_line, printable
 from specctl.cli.app.progress import EventProgress, PlainProgress, Progress, RichProgress
-from specctl.cli.app.table import format_table
 from specctl.core.errors import SpecctlError
+from specctl.core.printable import one_line, printable
+from specctl.core.table import Table, format_table
 from specctl.runtime.measure.reporter import Advance, SilentReporter
 
 STOPPED = (75, 130, 143)  # exit codes of Ctrl-C and SIGTERM
@@ -41,6 +41,7 @@ class Console:
         self.warnings: list[str] = []
         self.is_answered = False
         self.result: dict[str, Any] | None = None  # what an error still may report with --json
+        self.rerun: Callable[[Sequence[str]], int] | None = None  # main() with this console
         self._progress: Progress | None = None
 
     def configure(
@@ -151,6 +152,12 @@ class Console:
             self.out(title)
         for line in format_table(columns, rows, self._width(self.stdout)):
             self.out(line)
+
+    def show(self, table: Table) -> None:
+        """A table and the lines below it."""
+        self.table(table.columns, table.rows)
+        for note in table.notes:
+            self.out(note)
 
     def done(self, result: dict[str, Any], next: Sequence[str] = (), ok: bool = True) -> None:
         """The end of a command: the object with --json, the Next lines otherwise."""

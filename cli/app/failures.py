@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import difflib
-import errno
 import os
 import shlex
 import signal
@@ -13,38 +12,20 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
 
+from specctl.api.failures import first_line, user_error
 from specctl.cli.app.command import ClosedPipe, CommandInterrupted
 from specctl.cli.app.config_file import META
 from specctl.cli.app.console import STOPPED, Console
-from specctl.core.errors import (
-    Exit,
-    FileError,
-    NetworkError,
-    ResourceError,
-    SpecctlError,
-    is_out_of_memory,
-)
+from specctl.core.errors import Exit, SpecctlError
 
 # typer may carry its own copy of click; its BadParameter is the one public way to the base class.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 INTERRUPTED, PIPE_CLOSED, TERMINATED = 130, 141, 143
 ALIKE = 0.75  # a flag less alike than this is not suggested
-_FILE_ERRORS = {
-    errno.ENOENT,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.EEXIST,
-    errno.ENAMETOOLONG,
-    errno.ELOOP,
-}
 
 
 _HEARD: list[int] = []  # the signal that unwinds this command
@@ -109,7 +90,8 @@ def handle(error: BaseException, console: Console) -> int:
     if told is None:
         return _bug(error, console)
     console.fail(told)
-    if console.verbose and not isinstance(error, (SpecctlError, USAGE_ERROR)):
+    is_plain = isinstance(error, (SpecctlError, USAGE_ERROR)) and error.__cause__ is None
+    if console.verbose and not is_plain:
         console.say("".join(traceback.format_exception(error)))
     return int(told.exit)
 
@@ -134,23 +116,7 @@ def as_told(error: BaseException, command: str = "specctl") -> SpecctlError | No
         return error
     if isinstance(error, USAGE_ERROR):
         return _usage(error)
-    if is_out_of_memory(error):
-        return ResourceError(
-            "not enough memory",
-            found=_first_line(error),
-            expected="room for the target, the drafter and their caches",
-            do=f"specctl doctor shows what is free; then {_smaller(command)}",
-        )
-    if isinstance(error, OSError):
-        return _os_error(error)
-    if type(error).__name__ in ("HfHubHTTPError", "ConnectError", "ConnectTimeout", "ReadTimeout"):
-        return NetworkError(
-            "the hub cannot be reached",
-            found=_first_line(error),
-            expected="network access to the hub, or a local folder",
-            do="give a local folder with --target, or try --target tiny (needs no network)",
-        )
-    return None
+    return user_error(error, command)
 
 
 def _usage(error: Exception) -> SpecctlError:
@@ -207,43 +173,6 @@ def near_flag(wanted: str, params: Iterable[Any]) -> str:
     return likely if likely and likeness(likely) >= ALIKE else ""
 
 
-def _os_error(error: OSError) -> SpecctlError | None:
-    place = str(error.filename) if error.filename is not None else ""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return ResourceError(
-            "the disk is full",
-            where=place,
-            found=error.strerror or str(error),
-            expected="free space for the output",
-            do="free some space or choose another --out; what was saved before is intact",
-        )
-    if error.errno == errno.ENOMEM:
-        return ResourceError(
-            "not enough memory",
-            found=str(error),
-            expected="room for the target",
-            do="close other programs, or choose a smaller target",
-        )
-    if error.errno in _FILE_ERRORS and place:
-        return FileError(
-            f"cannot use {place}",
-            where=place,
-            found=error.strerror or str(error),
-            expected="a path that exists and that you may read and write",
-            do=f"check it with `ls -ld {Path(place).parent}`, or choose another path",
-        )
-    return None
-
-
-def _smaller(command: str) -> str:
-    return {
-        "train-draft": "--set train.rows=4 --set train.accumulate=4",
-        "distill": "--set train.rows=4 --set train.accumulate=4",
-        "generate": "use --batch 1 or a smaller --max-new-tokens",
-        "bench": "use --batch 1 or a smaller --inflate",
-    }.get(command, "use a smaller target or batch")
-
-
 def _bug(error: BaseException, console: Console) -> int:
     """A fault of specctl: the trace goes to a file; the user is told how to report it."""
     text = "".join(traceback.format_exception(error))
@@ -255,7 +184,7 @@ def _bug(error: BaseException, console: Console) -> int:
     console.fail(
         SpecctlError(
             "this is a bug in specctl",
-            found=f"{type(error).__name__}: {_first_line(error)}",
+            found=f"{type(error).__name__}: {first_line(error)}",
             expected="a result, or an error with a remedy",
             do=f"report it with the trace in {path}",
             where=path,
@@ -265,10 +194,6 @@ def _bug(error: BaseException, console: Console) -> int:
     if console.verbose:
         console.say(text)
     return int(Exit.BUG)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def _close_quietly() -> None:

@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, TextIO
 
-from specctl.cli.app.printable import PrintableStream, one_line, printable
-from specctl.runtime.measure.reporter import Advance
+from specctl.core.printable import PrintableStream, one_line, printable
+from specctl.runtime.measure.reporter import Advance, EventReporter
 
 DAY = 86_400  # seconds
 PLAIN_SECONDS = 15.0
-EVENT_SECONDS = 1.0
 NARROW = 80  # columns of a terminal below which only the figures are shown
 AT_ONCE = 0.1  # what is reported this soon was done by an earlier run, and is no measure of speed
 
@@ -85,38 +84,11 @@ def _line(label: str, done: int, total: int, unit: str, rate: float, note: str) 
     return " | ".join([*parts, note] if note else parts)
 
 
-class EventProgress:
-    """Events for programs: every message, and at most one step of a task a second."""
-
-    def __init__(
-        self, write: Callable[[dict[str, Any]], None], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.write, self.clock = write, clock
+class EventProgress(EventReporter):
+    """Events for programs."""
 
     def print(self, text: str) -> None:
-        if text.strip():
-            self.write({"event": "message", "text": text.strip()})
-
-    @contextmanager
-    def task(self, label: str, total: int, unit: str) -> Iterator[Advance]:
-        started = self.clock()
-        shown, done, last_note = started - EVENT_SECONDS, 0, ""
-
-        def event(is_over: bool) -> None:
-            figures = {"task": label, "done": done, "total": total, "unit": unit}
-            seconds = round(self.clock() - started, 3)
-            ending = {"seconds": seconds, "note": last_note or None, "is_over": is_over}
-            self.write({"event": "progress", **figures, **ending})
-
-        def advance(amount: int, note: str = "") -> None:
-            nonlocal shown, done, last_note
-            done, last_note = done + amount, note or last_note
-            if self.clock() - shown >= EVENT_SECONDS:
-                shown = self.clock()
-                event(is_over=False)
-
-        yield advance
-        event(is_over=True)
+        self.say(text)
 
 
 class RichProgress:

@@ -15,7 +15,7 @@ from specctl.cli.options.training import run_training
 from specctl.core.errors import RecipeError
 
 if TYPE_CHECKING:
-    from specctl.train.run import RunResult
+    from specctl.api.train import TrainResult
 
 ADAPT = TrainingFlags(recipe="adapt")
 
@@ -69,7 +69,7 @@ def adapt(
         )
     flags = {item.name: getattr(run, item.name) for item in fields(run)}
 
-    def before_and_after(result: RunResult) -> dict[str, Any]:
+    def before_and_after(result: TrainResult) -> dict[str, Any]:
         before = tau_at_start(result.out)
         if before is not None and result.tau is not None:
             console.out(f"tau {before:.3f} before, {result.tau:.3f} after adapting")

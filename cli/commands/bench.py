@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from specctl.api.against import parse_against
+from specctl.api.outputs import check_file, check_folder, write_report
+from specctl.api.targets import target_json
 from specctl.cli.app.console import Console
-from specctl.cli.app.outputs import check_file, check_folder, write_report
-from specctl.cli.commands.against import cannot_assist, parse_against, transformers_contenders
 from specctl.cli.commands.bench_families import Heat, TrainingBudget, bench_families
 from specctl.cli.options.flags import DRAFTING, Compile, Seed, Sets
-from specctl.cli.options.loading import NO_DRAFTER, DraftingFlags, LoadedDraft
+from specctl.cli.options.loading import DraftingFlags
 from specctl.cli.options.sampling import GenerationConfigFlag, check_choice, followed, tell
-from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice, inflated_note, target_json
+from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
 from specctl.core.errors import GateError, RecipeError
 
 if TYPE_CHECKING:
-    from specctl.runtime.measure.bench import BenchReport, BenchRow, Contender
+    from specctl.runtime.measure.bench import BenchRow
     from specctl.runtime.sampling.sampling import Sampling
     from specctl.runtime.target.target import Target
 
 FAMILIES = "Families"
 FAMILIES_OUT = Path("runs/families")
-DEFAULT_DRAFTS = ("prompt-lookup", "token-recycling")
 COMPARISONS = {">=": float.__ge__, "<=": float.__le__, ">": float.__gt__, "<": float.__lt__}
 
 
@@ -144,27 +142,30 @@ def bench(
         bench_families(console, budget, heat)
         return
     check_file(out)
-    from specctl.runtime.measure.bench import bench as bench_
-    from specctl.runtime.measure.bench import engine_contender
-    from specctl.train.data.heldout import heldout_prompts
+    from specctl.api.bench import DEFAULT_DRAFTS
+    from specctl.api.bench import bench as bench_
 
     model = target.load(console, compiled)
-    samplings = [
-        replace(one, seed=seed, max_new_tokens=max_new_tokens)
-        for one in _samplings(console, model, generation_config, temperature)
-    ]
-    prompt_ids = [p.ids for p in heldout_prompts(model, num_prompts, domain, prompts)]
-    names = [*(draft or DEFAULT_DRAFTS), *(["prompt-lookup"] if "ngram" in baselines else [])]
-    drafts = [drafting.of(n).load(model) for n in dict.fromkeys(names) if n != NO_DRAFTER]
+    samplings = _samplings(console, model, generation_config, temperature)
+    drafts = [drafting.of(n).load(model) for n in dict.fromkeys(draft or DEFAULT_DRAFTS)]
     for loaded in drafts:
         loaded.announce(console)
-    contenders = [engine_contender("plain", model, batch=batch)]
-    contenders += [_contender(loaded, model, batch, prompt_ids, samplings) for loaded in drafts]
-    with tempfile.TemporaryDirectory(prefix="specctl-") as folder:
-        if "hf" in baselines:
-            contenders += _transformers(console, model, drafts, Path(folder), batch)
-        report = bench_(model, contenders, prompt_ids, samplings, repeats=repeats, reporter=console)
-    _show(console, report, model)
+    report = bench_(
+        model,
+        drafts,
+        prompts=prompts,
+        num_prompts=num_prompts,
+        domain=domain,
+        samplings=samplings,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        repeats=repeats,
+        batch=batch,
+        against=baselines,
+        progress=console,
+        **drafting.given(),
+    )
+    console.show(report.table())
     result = {**report.to_json(), "target": target_json(model), "batch": batch}
     console.result = result
     if out is not None:
@@ -205,69 +206,6 @@ def refuse_ignored(
                 expected="flags that change what is measured",
                 do=f"leave {flag} out" if families else "add --families all",
             )
-
-
-def _transformers(
-    console: Console, model: Target, drafts: Sequence[LoadedDraft], folder: Path, batch: int
-) -> list[Contender]:
-    for name in cannot_assist(drafts):
-        console.warn(f"transformers cannot draft with {name}: no row for it")
-    if batch > 1:
-        console.warn("transformers decodes one prompt at a time, specctl here several at once")
-    return list(transformers_contenders(model, drafts, folder))
-
-
-def _contender(
-    loaded: LoadedDraft,
-    model: Target,
-    batch: int,
-    prompts: Sequence[Sequence[int]],
-    samplings: Sequence[Sampling],
-) -> Contender:
-    """The drafter as it is served. Its costs are measured anew, for whoever generates later."""
-    from specctl.runtime.measure.bench import engine_contender
-
-    size = min(batch, len(prompts))
-    measured = {
-        sampled: loaded.costs(model, prompts, size, sampled=sampled, measure=True)
-        for sampled in {not one.greedy for one in samplings}
-    }
-    return engine_contender(
-        loaded.name,
-        model,
-        loaded.drafter,
-        loaded.policy,
-        rule=loaded.rule,
-        batch=batch,
-        costs=lambda one: measured[one.temperature > 0] if loaded.is_adaptive else None,
-        parallel=loaded.parallel,
-    )
-
-
-def _show(console: Console, report: BenchReport, model: Target) -> None:
-    columns = (
-        "drafter", "sampling", "tau", "tokens/s", "speed-up", "identical", "repetition", "drafting",
-    )  # fmt: skip
-    rows = [
-        (
-            row.name,
-            row.setting,
-            row.tau,
-            f"{row.tokens_per_second:.1f}",
-            row.speedup,
-            row.identical,
-            row.repetition_rate,
-            None if row.draft_share is None else f"{row.draft_share:.0%}",
-        )
-        for row in report.rows
-    ]
-    console.table(columns, rows)
-    console.out(
-        f"{report.target} {report.dtype} on {report.device}, {report.threads} threads, "
-        f"{report.num_prompts} prompts x {report.new_tokens} tokens, medians of {report.repeats}"
-    )
-    if model.inflated:
-        console.out(inflated_note(model))
 
 
 def parse_gate(text: str) -> tuple[str, str, float]:

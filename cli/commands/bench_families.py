@@ -15,19 +15,19 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specctl.api.against import transformers_contenders
+from specctl.api.families import check_options, family_infos
+from specctl.api.targets import inflated_note, target_json
 from specctl.cli.app.console import Console
 from specctl.cli.app.failures import as_told
-from specctl.cli.commands.against import transformers_contenders
-from specctl.cli.options.families import check_options, family_infos
 from specctl.cli.options.loading import DraftingFlags
 from specctl.cli.options.recipe_flags import RecipeFlags
-from specctl.cli.options.target_choice import TargetChoice, inflated_note, target_json
-from specctl.cli.options.training import train_and_package
+from specctl.cli.options.target_choice import TargetChoice
 from specctl.core.errors import Exit, GateError, RecipeError, did_you_mean
 from specctl.recipes.load import RecipeInfo, list_recipes, load_recipe
 
 if TYPE_CHECKING:
-    from specctl.cli.options.loading import LoadedDraft
+    from specctl.api.drafting import LoadedDraft
     from specctl.recipes.schema import Recipe
     from specctl.runtime.measure.bench import BenchRow, Contender
     from specctl.runtime.policies import Policy
@@ -189,6 +189,7 @@ def train_family(
 ) -> Trained:
     """The family trained in `out`: kept if that is finished, continued if it was interrupted, begun
     on the rows of a finished one else."""
+    from specctl.api.train import train_and_package
     from specctl.export.package.manifest import read_manifest
     from specctl.train.planning.scaling import share_data
     from specctl.train.run import finished_mark, marked_result
@@ -196,7 +197,7 @@ def train_family(
     mark = finished_mark(recipe, out)
     if mark is None:
         share_data(done, out)
-        result = train_and_package(console, recipe, out)
+        result = train_and_package(console, recipe, out, command=["specctl", *sys.argv[1:]])
     else:
         result = marked_result(mark, recipe, out)
         console.say(f"{name}: trained before, kept")

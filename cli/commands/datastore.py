@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
+from specctl.api.preflight import check_run
 from specctl.cli.app.console import Console
 from specctl.cli.options.flags import Offline
-from specctl.cli.options.preflight import check_run
 from specctl.cli.options.recipe_flags import RecipeFlags
 from specctl.cli.options.target_choice import go_offline
 

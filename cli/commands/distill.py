@@ -8,13 +8,12 @@ from typing import Annotated, ClassVar
 
 import typer
 
+from specctl.api.recipe import INDEPENDENT, refuse_dependent
 from specctl.cli.app.console import Console
 from specctl.cli.options.recipe_flags import RecipeFlags, TrainingFlags
 from specctl.cli.options.training import run_training
-from specctl.core.errors import RecipeError
 
 METHOD = "Method"
-INDEPENDENT = ("small-lm", "sorted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +29,8 @@ class DistillFlags(TrainingFlags):
         "select": "train.select",
         "reference": "train.reference",
     }
+
+    FAMILIES: ClassVar[tuple[str, ...]] = INDEPENDENT
 
     init: Annotated[
         str | None,
@@ -102,13 +103,5 @@ def distill(console: Console, run: DistillFlags) -> None:
       specctl distill --target tiny --loss jsd --on-policy 0.5 --out runs/jsd
       specctl distill --target qwen3-8b --from ./qwen3-0.6b --data chats.jsonl --dry-run
     """
-    family = run.load().drafter.family
-    if family not in INDEPENDENT:
-        raise RecipeError(
-            "distill trains independent small models only",
-            where=f"{run.recipe}:drafter.family",
-            found=family,
-            expected=" or ".join(INDEPENDENT),
-            do=f"specctl train-draft --recipe {run.recipe}   (trains {family})",
-        )
+    refuse_dependent(run.load())
     run_training(console, run)

@@ -188,7 +188,13 @@ def _device() -> Iterator[Finding]:
             found = f"{name}, {free / GIB:.0f} of {total / GIB:.0f} GiB free"
             yield Finding(f"cuda:{index}", GREEN, found)
         return
-    built = torch.version.cuda is not None
-    found = f"no GPU, {torch.get_num_threads()} CPU threads"
-    do = "check the GPU driver: nvidia-smi" if built and shutil.which("nvidia-smi") else ""
-    yield Finding("device", YELLOW if do else GREEN, found, do)
+    from specctl.runtime.target.device import idle_cuda
+
+    built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
+    found = f"no GPU (torch is {built}), {torch.get_num_threads()} CPU threads"
+    do = idle_cuda()
+    if do is None and torch.version.cuda is not None:
+        do = "if there is none, a CPU build of torch is smaller: see docs/getting-started.md"
+        yield Finding("device", YELLOW, found, do)
+        return
+    yield Finding("device", RED if do else GREEN, found, do or "")

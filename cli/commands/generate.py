@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specctl.api.targets import target_json
 from specctl.cli.app.console import Console
 from specctl.cli.commands.generated import check_forms, show_stats, tell_ends
 from specctl.cli.options.flags import Compile
-from specctl.cli.options.loading import NO_DRAFTER, DraftChoice, LoadedDraft
+from specctl.cli.options.loading import NO_DRAFTER, DraftChoice
 from specctl.cli.options.prompts import PromptText, read_prompts
 from specctl.cli.options.sampling import GrammarFlags, SamplingFlags
-from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice, target_json
+from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
 
 if TYPE_CHECKING:
-    from specctl.runtime.generate import Generated
-    from specctl.runtime.measure.cost_table import CostTable
+    from specctl.api.drafting import LoadedDraft
+    from specctl.api.generate import GenerateResult
     from specctl.runtime.measure.stats import Stats
-    from specctl.runtime.policies.length import LengthChooser
     from specctl.runtime.sampling.sampling import Sampling
     from specctl.runtime.target.target import Target
 
@@ -74,21 +74,16 @@ def generate(
     settings = replace(sampling.settle(console, model), grammar=grammar.load(model))
     loaded = draft.load(model)
     loaded.announce(console)
-    tokens = [p.tokens(model, chat) for p in prompts]
-    if loaded.parallel and batch > 1:
-        console.warn("--batch is ignored: drafting in parallel serves one prompt at a time")
-    sampled = settings.temperature > 0
-    costs = loaded.costs(model, tokens, min(batch, len(tokens)), sampled=sampled)
-    job = GenerateJob(model, loaded, settings, tokens, prompts, batch, costs)
+    job = GenerateJob(console, model, loaded, settings, prompts, batch, chat)
     if compare:
         made, result = _compare(console, job)
     else:
         run = _stream(console, job)
         if stats:
-            show_stats(console, run.made.stats)
-        run.tell(console)
-        tell_ends(console, run.made.outputs, settings, model)
-        made, result = run.made, job.to_json(run)
+            show_stats(console, run.stats)
+        _tell_lengths(console, run)
+        tell_ends(console, run.outputs, settings, model)
+        made, result = run, job.to_json(run)
     console.result = result
     check_forms(made.outputs)
     where = f"--target {target.name}"
@@ -100,83 +95,51 @@ def generate(
 class GenerateJob:
     """All that one call of generate() needs."""
 
+    console: Console
     target: Target
     draft: LoadedDraft
     sampling: Sampling
-    tokens: Sequence[Sequence[int]]
     prompts: Sequence[PromptText]
     batch: int
-    costs: CostTable | None = None
+    chat: bool
 
-    def run(self, draft: LoadedDraft, on_tokens: Any = None) -> GenerateRun:
-        from specctl.runtime.generate import generate as generate_
-        from specctl.runtime.measure.cost import equip, fitted_sizes
+    def run(self, draft: LoadedDraft, on_tokens: Any = None) -> GenerateResult:
+        from specctl.api.generate import generate as generate_
 
-        chosen = equip(draft.policy, self.costs)
-        made = generate_(
+        return generate_(
             self.target,
-            self.tokens,
-            drafter=draft.drafter,
+            [list(prompt.messages) or prompt.text for prompt in self.prompts],
+            draft,
             sampling=self.sampling,
-            policy=chosen.policy,
-            rule=draft.rule,
             batch=self.batch,
-            chooser=chosen.chooser,
+            chat=self.chat,
             on_tokens=on_tokens,
-            parallel=draft.parallel,
+            progress=self.console,
         )
-        return GenerateRun(made, chosen.chooser, fitted_sizes(draft.policy, chosen.policy))
 
-    def to_json(self, run: GenerateRun) -> dict[str, Any]:
-        outputs = [
-            {**output.to_json(), "prompt": prompt.text}
-            for output, prompt in zip(run.made.outputs, self.prompts, strict=True)
-        ]
-        return {
-            "outputs": outputs,
-            "stats": run.made.stats.to_json(),
-            "target": target_json(self.target),
-            "draft": self.draft.name,
-            "note": "" if self.draft.drafter is None else self.draft.drafter.note,
-            "adaptive": run.adaptive_json(),
-        }
+    def to_json(self, run: GenerateResult) -> dict[str, Any]:
+        return {**run.to_json(), "target": target_json(self.target)}
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateRun:
-    """What was generated, what chose the draft lengths (None: they were fixed), and what of the
-    policy was fitted to measured costs."""
-
-    made: Generated
-    chooser: LengthChooser | None
-    fitted: Mapping[str, Any]
-
-    def adaptive_json(self) -> dict[str, Any] | None:
-        fitted = {"fitted": dict(self.fitted)} if self.fitted else {}
-        if self.chooser is None:
-            return fitted or None
-        figures = {"rounds": self.chooser.rounds, "rounds_off": self.chooser.rounds_off}
-        return {**fitted, **figures, "acceptance": round(self.chooser.estimate(), 3)}
-
-    def tell(self, console: Console) -> None:
-        """What was fitted; where speculation was switched off, how often and why."""
-        if self.fitted:
-            sizes = ", ".join(f"{name} {_short(value)}" for name, value in self.fitted.items())
-            console.say(f"the tree was fitted to the measured costs: {sizes}")
-        if self.chooser is None or self.chooser.rounds_off == 0:
-            return
-        console.say(
-            f"speculation was off in {self.chooser.rounds_off:,} of {self.chooser.rounds:,} "
-            f"rounds: with about {self.chooser.estimate():.0%} of drafted tokens accepted, plain "
-            "decoding is faster here by the measured costs (--no-adaptive drafts all the same)"
-        )
+def _tell_lengths(console: Console, run: GenerateResult) -> None:
+    """What was fitted; where speculation was switched off, how often and why."""
+    if run.fitted:
+        sizes = ", ".join(f"{name} {_short(value)}" for name, value in run.fitted.items())
+        console.say(f"the tree was fitted to the measured costs: {sizes}")
+    if run.chooser is None or run.chooser.rounds_off == 0:
+        return
+    console.say(
+        f"speculation was off in {run.chooser.rounds_off:,} of {run.chooser.rounds:,} "
+        f"rounds: with about {run.chooser.estimate():.0%} of drafted tokens accepted, plain "
+        "decoding is faster here by the measured costs (--no-adaptive drafts all the same)"
+    )
 
 
 def _short(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def _stream(console: Console, job: GenerateJob) -> GenerateRun:
+def _stream(console: Console, job: GenerateJob) -> GenerateResult:
     """Generate, writing text as it comes; rows decoded together are written when all are done."""
     from specctl.runtime.target.text_stream import TextStream, TokenDecoder
 
@@ -201,7 +164,7 @@ def _stream(console: Console, job: GenerateJob) -> GenerateRun:
     except KeyboardInterrupt:
         _keep(console, job, heard, is_live)
         raise
-    for index, (stream, output) in enumerate(zip(streams, run.made.outputs, strict=True)):
+    for index, (stream, output) in enumerate(zip(streams, run.outputs, strict=True)):
         if index < current:
             continue
         if index != current:
@@ -236,18 +199,19 @@ def _open_output(console: Console, job: GenerateJob, index: int, after: bool) ->
         console.write(("\n" if after else "") + f"[{index + 1}/{len(job.prompts)}] {line}\n")
 
 
-def _compare(console: Console, job: GenerateJob) -> tuple[Generated, dict[str, Any]]:
+def _compare(console: Console, job: GenerateJob) -> tuple[GenerateResult, dict[str, Any]]:
     """Plain and speculative decoding of the same prompts, side by side."""
-    plain = LoadedDraft("plain", None, None, "auto", False)
+    from specctl.api.drafting import PLAIN
+
     with console.task("compare", 4, "runs") as advance:
         runs = []
-        for draft in (plain, job.draft):
+        for draft in (PLAIN, job.draft):
             job.run(draft)  # the first run of each pays for allocations and kernel choice
             advance(1)
             runs.append(job.run(draft))
-            speed = runs[-1].made.stats.tokens_per_second
+            speed = runs[-1].stats.tokens_per_second
             advance(1, f"{draft.name} {speed:.0f} tokens/s")
-    base, fast = (run.made for run in runs)
+    base, fast = runs
     same = [a.token_ids == b.token_ids for a, b in zip(base.outputs, fast.outputs, strict=True)]
     speedup = fast.stats.tokens_per_second / max(base.stats.tokens_per_second, 1e-9)
     identical = all(same) if job.sampling.temperature == 0 else None
@@ -262,7 +226,7 @@ def _compare(console: Console, job: GenerateJob) -> tuple[Generated, dict[str, A
     ]
     console.table(columns, rows)
     show_stats(console, fast.stats)
-    runs[1].tell(console)
+    _tell_lengths(console, fast)
     tell_ends(console, fast.outputs, job.sampling, job.target)
     if identical is False:
         _explain_difference(console, job)
@@ -273,7 +237,7 @@ def _compare(console: Console, job: GenerateJob) -> tuple[Generated, dict[str, A
         "identical": identical,
         "identical_outputs": sum(same) if identical is not None else None,
     }
-    return fast, {**job.to_json(runs[1]), "comparison": comparison}
+    return fast, {**job.to_json(fast), "comparison": comparison}
 
 
 def _row(name: str, stats: Stats, speedup: float, identical: bool | None) -> tuple[object, ...]:

@@ -60,17 +60,5 @@ def check_forms(outputs: Sequence[Output]) -> None:
 
 def show_stats(console: Console, stats: Stats) -> None:
     """The counts of a run, in the words that every report uses."""
-    for line in stats_lines(stats):
+    for line in stats.lines():
         console.out(line)
-
-
-def stats_lines(stats: Stats) -> tuple[str, str]:
-    """What speculation did, and how fast it was."""
-    per_position = " ".join(f"{share:.2f}" for share in stats.accepted_per_position) or "-"
-    return (
-        f"tau {stats.tau:.2f} | rounds {stats.rounds:,} | drafted {stats.drafted:,} | "
-        f"accepted {stats.accepted:,} | accepted per position {per_position}",
-        f"{stats.tokens:,} tokens in {stats.seconds:.2f} s | "
-        f"{stats.tokens_per_second:.1f} tokens/s | drafting {stats.draft_share:.0%} of the time | "
-        f"repetition {stats.repetition_rate:.2f} | verification {stats.verification}",
-    )

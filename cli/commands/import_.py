@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
+from specctl.api.outputs import check_folder
 from specctl.cli.app.console import Console
-from specctl.cli.app.outputs import check_folder
 from specctl.cli.options.flags import Out
 from specctl.cli.options.target_choice import TargetChoice
 from specctl.core.errors import FileError

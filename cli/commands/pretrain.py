@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
+from specctl.api.outputs import check_folder
 from specctl.cli.app.console import Console
 from specctl.cli.app.memory import peak_memory, peak_text
-from specctl.cli.app.outputs import check_folder
 from specctl.cli.options.flags import Out
 
 

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specctl.api.preflight import check_out, check_run
 from specctl.cli.app.console import Console
 from specctl.cli.app.memory import peak_memory, peak_text
 from specctl.cli.app.progress import duration
 from specctl.cli.options.flags import Sets
-from specctl.cli.options.preflight import check_out, check_run
 from specctl.core.errors import Exit, SpecctlError
 
 if TYPE_CHECKING:
-    from specctl.cli.options.loading import LoadedDraft
+    from specctl.api.drafting import LoadedDraft
     from specctl.recipes.schema import Recipe
     from specctl.runtime.generate import Generated
     from specctl.runtime.measure.cost_table import CostTable
@@ -35,6 +35,7 @@ LEAST = {"data.prompts": 32, "train.steps": 40}
 TRIM_PROMPTS, TRIM_TOKENS = 12, 48
 COMPARE_PROMPTS, COMPARE_TOKENS = 12, 64
 RATE_REPEATS = 5
+PAYS = 1.05  # a smaller gain is within the noise of one run
 
 
 def quickstart(
@@ -87,13 +88,22 @@ def quickstart(
         f"vocabulary {spec.vocab_size:,}"
     )
     console.heading("2/5 data written by the target, drafter trained on it")
+    console.say(
+        "The draft learns to guess what this target says, so the target writes its lessons."
+    )
     run = _train(console, loaded, out)
     with continued(out):
         console.heading("3/5 vocabulary trimmed")
+        console.say(
+            "Scoring words that hardly ever occur costs a draft time. They are cut out, and the "
+            "cut is kept only if it pays."
+        )
         package = _faster(console, model, out, _trim(console, model, out))
         console.heading("4/5 lossless?")
+        console.say("The text must be what the target writes alone, whatever the draft guesses.")
         _prove(console, model, package)
         console.heading("5/5 plain against speculative")
+        console.say("tau: tokens per forward pass of the target; plain decoding has 1.")
         report = compare(console, model, package, None if size == "none" else size)
     seconds = time.monotonic() - started
     console.say(f"\ndone in {duration(seconds)}, {peak_text()}; everything is in {out}")
@@ -147,9 +157,9 @@ def scaled(recipe: str, target: str, minutes: float, sets: tuple[str, ...]) -> R
 
 
 def _train(console: Console, recipe: Recipe, out: Path) -> float | None:
-    from specctl.cli.options.training import train_and_package
+    from specctl.api.train import train_and_package
 
-    result = train_and_package(console, recipe, out)
+    result = train_and_package(console, recipe, out, command=["specctl", *sys.argv[1:]])
     tau = "not measured" if result.tau is None else f"{result.tau:.2f}"
     console.say(f"trained {result.steps:,} steps in {duration(result.seconds)}, tau {tau}")
     return result.tau
@@ -157,7 +167,7 @@ def _train(console: Console, recipe: Recipe, out: Path) -> float | None:
 
 def _trim(console: Console, model: Target, out: Path) -> Path:
     """OUT/trimmed; kept when it was made from the same weights."""
-    from specctl.cli.commands.trimming import TrimJob, trim_and_package
+    from specctl.api.vocab_trim import TrimJob, trim_and_package
     from specctl.cli.options.loading import DraftChoice
     from specctl.export.package.manifest import WEIGHTS, check_files
     from specctl.train.vocab.candidates import TrimSettings
@@ -171,8 +181,15 @@ def _trim(console: Console, model: Target, out: Path) -> Path:
         return folder
     draft = DraftChoice(str(source)).load(model)
     settings = TrimSettings(new_tokens=TRIM_TOKENS)
-    job = TrimJob(model, draft, settings, selector("vocab-trim"), num_prompts=TRIM_PROMPTS)
-    trim_and_package(console, job, folder)
+    words = ["specctl", *sys.argv[1:]]
+    job = TrimJob(
+        model, draft, settings, selector("vocab-trim"), num_prompts=TRIM_PROMPTS, command=words
+    )
+    report = trim_and_package(console, job, folder).report
+    console.say(
+        f"{report.size:,} of {report.size_before:,} tokens kept; they make up "
+        f"{report.coverage:.0%} of held-out text"
+    )
     mark.write_text(json.dumps({"digest": digest}))
     return folder
 
@@ -265,7 +282,22 @@ def compare(console: Console, model: Target, package: Path, inflate: str | None)
     if "bfloat16" in dtypes and any(p.identical is False for p in pairs):
         console.out("in bfloat16 near-ties may flip; --dtype float32 gives token identity")
     console.out("lossless check passed")
+    console.out(verdict(pairs))
     return {"lossless": True, "comparisons": [pair.to_json() for pair in pairs]}
+
+
+def verdict(pairs: Sequence[Pair]) -> str:
+    """One sentence: what drafting brings where it was measured, at the largest cost first."""
+    told = []
+    for pair in reversed([pair for pair in pairs if pair.setting == "greedy"]):
+        text = {True: ", identical text", False: ", texts differ by rounding"}[bool(pair.identical)]
+        if pair.speedup > PAYS:
+            told.append(f"{pair.target}: {pair.speedup:.1f}x faster{text}")
+        else:
+            told.append(
+                f"{pair.target}: no gain ({pair.speedup:.2f}x), drafting costs what it saves"
+            )
+    return "Verdict: " + "; ".join(told) + "."
 
 
 def _rates(target: Target, packages: Mapping[str, Path]) -> dict[str, float]:

@@ -14,11 +14,28 @@ from specctl.cli.options.flags import Sets
 Name = Annotated[str, typer.Argument(help="A recipe's name, or a YAML file.")]
 
 
-def ls(console: Console) -> None:
-    """List the recipes that come with specctl."""
-    from specctl.recipes.load import list_recipes
+def ls(
+    console: Console,
+    target: Annotated[
+        str | None, typer.Option("--target", "-t", help="Only those for this target.")
+    ] = None,
+) -> None:
+    """List the recipes that come with specctl: those for the embedded target first, then those for
+    real ones, target by target.
 
-    infos = list_recipes()
+    Example:
+
+      specctl recipes ls --target qwen3-8b
+    """
+    from specctl.core.errors import unknown
+    from specctl.recipes.load import EMBEDDED, list_recipes
+
+    infos = sorted(list_recipes(), key=lambda i: (i.target != EMBEDDED, i.target, i.name))
+    if target is not None:
+        known = dict.fromkeys(info.target for info in infos)
+        if target not in known:
+            raise unknown("target of a recipe", target, known, "--target")
+        infos = [info for info in infos if info.target == target]
     rows = [(i.name, i.family, i.target, _first_sentence(i.summary)) for i in infos]
     console.table(("recipe", "family", "target", "what"), rows)
     fields = ("name", "family", "target", "summary", "paper")
@@ -29,7 +46,8 @@ def ls(console: Console) -> None:
 
 
 def show(console: Console, name: Name, set_: Sets = None) -> None:
-    """Explain a recipe: what it does, the paper, and every value with where it comes from.
+    """Explain a recipe: what it does, the paper, and every value with where it comes from: which
+    layer of settings it is of and, in recipes for real targets, which paper or trainer.
 
     Examples:
 
@@ -37,23 +55,35 @@ def show(console: Console, name: Name, set_: Sets = None) -> None:
       specctl recipes show eagle3 --set train.steps=100
     """
     from specctl.recipes.load import load_recipe, read_source
+    from specctl.recipes.notes import named_sources, notes_of
     from specctl.recipes.section import flatten
 
     recipe = load_recipe(name, set_ or ())
     text, source = read_source(name)
     values = flatten(recipe.to_json())
+    notes = {f: note for f, note in notes_of(text).items() if recipe.origin.get(f) != "--set"}
+    sources = named_sources(notes.values())
     console.prose(f"{recipe.name}: {recipe.summary}")
     if recipe.paper:
         console.out(f"Paper: {recipe.paper}")
     console.out(f"Digest: {recipe.digest}")
     console.out()
     prose = ("name", "summary", "paper")
-    rows = [(k, _shown(v), recipe.origin[k]) for k, v in values.items() if k not in prose]
-    console.table(("field", "value", "from"), rows)
+    rows = [
+        (k, _shown(v), recipe.origin[k], *([notes.get(k, "")] if notes else []))
+        for k, v in values.items()
+        if k not in prose
+    ]
+    console.table(("field", "value", "from", *(["because"] if notes else [])), rows)
+    if sources:
+        console.out()
+        console.table(("source", "is"), list(sources.items()))
     result: dict[str, Any] = {
         "recipe": recipe.to_json(),
         "origin": recipe.origin,
         "digest": recipe.digest,
+        "notes": notes,
+        "sources": dict(sources),
         "source": source,
         "text": text,
     }
@@ -104,7 +134,7 @@ def validate(
 
       specctl recipes validate my-eagle3.yaml
     """
-    from specctl.cli.options.families import check_options
+    from specctl.api.families import check_options
     from specctl.recipes.load import load_recipe
 
     recipe = load_recipe(name, set_ or ())

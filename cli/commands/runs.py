@@ -171,7 +171,6 @@ def resume(
       specctl runs resume runs/quickstart
       specctl runs resume runs/distill --allow restart
     """
-    from specctl.cli.main import main
     from specctl.train.runs.folders import read_run
 
     found = read_run(run)
@@ -190,7 +189,8 @@ def resume(
     words = resuming_words(found) + [word for name in allow or () for word in ("--allow", name)]
     console.say(shlex.join(["specctl", *words]))
     sys.argv = ["specctl", *words]
-    raise typer.Exit(main(words, console))
+    assert console.rerun is not None, "main() sets it"
+    raise typer.Exit(console.rerun(words))
 
 
 def kind_of(run: RunStatus) -> str:
@@ -418,8 +418,8 @@ def _delete(console: Console, run: RunStatus, keep: int) -> list[Path]:
     """Delete what the run can do without, holding its folder; a checkpoint is renamed first, so
     that no half-deleted one ever looks like one."""
     from specctl.train.runs.folders import dispensable, read_run
+    from specctl.train.saving.integrity import drop
     from specctl.train.saving.lock import locked
-    from specctl.train.saving.whole import drop
 
     if run.holder is not None:
         return []

@@ -14,7 +14,7 @@ import typer
 
 from specctl.cli.app.console import Console
 from specctl.cli.options.flags import Compile, panel
-from specctl.cli.options.loading import NO_DRAFTER, DraftChoice, LoadedDraft
+from specctl.cli.options.loading import NO_DRAFTER, DraftChoice
 from specctl.cli.options.sampling import GenerationConfigFlag, check_choice, followed, tell
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
 from specctl.core.errors import SpecctlError, unknown
@@ -22,6 +22,7 @@ from specctl.core.installed import pip_install
 from specctl.core.plugins import declared
 
 if TYPE_CHECKING:
+    from specctl.api.drafting import LoadedDraft
     from specctl.runtime.batching import BatchCosts, Batching
     from specctl.runtime.sampling.sampling import Sampling
     from specctl.runtime.server.auth import Door
@@ -366,7 +367,7 @@ def priced(target: Target, draft: LoadedDraft) -> LoadedDraft:
 
 def _costs(console: Console, target: Target, draft: LoadedDraft, max_batch: int) -> BatchCosts:
     """Round costs up to the largest batch; measured once, kept between runs."""
-    from specctl.cli.options.cost_cache import describe, read_costs, write_costs
+    from specctl.api.cost_cache import describe, read_costs, write_costs
     from specctl.runtime.batching import BatchCosts
     from specctl.runtime.measure.cost import batch_sizes, measure_batch_costs
     from specctl.runtime.sampling.sampling import Sampling

@@ -12,7 +12,7 @@ import typer
 
 from specctl.cli.app.console import Console
 from specctl.cli.app.progress import duration
-from specctl.cli.commands.cutting import recipe_target
+from specctl.cli.options.target_choice import TargetChoice
 from specctl.core.errors import FileError, RecipeError
 
 if TYPE_CHECKING:
@@ -113,6 +113,13 @@ def search_shapes(
     latency = measure_latency(*measuring, reporter=console)
     ranked = rank(grid, latency, acceptances, flags.max_parameters)
     _finish(console, recipe, out, latency, acceptances, ranked)
+
+
+def recipe_target(console: Console, recipe: Recipe) -> Target:
+    """The target of a recipe, announced."""
+    part = recipe.target
+    choice = TargetChoice(part.name, part.revision, part.dtype, inflate=part.inflate)
+    return choice.load(console)
 
 
 def _numbers(text: str, where: str, most: int) -> list[int]:

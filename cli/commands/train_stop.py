@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from specctl.api.outputs import check_file
 from specctl.cli.app.console import Console
-from specctl.cli.app.outputs import check_file
 from specctl.cli.options.loading import DraftChoice
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
 from specctl.core.errors import SpecctlError

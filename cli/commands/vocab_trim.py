@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import re
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specctl.api.outputs import check_folder
 from specctl.cli.app.console import Console
-from specctl.cli.app.outputs import check_folder
-from specctl.cli.commands.trimming import TrimJob, trim_and_package
 from specctl.cli.options.flags import Allow, Out
-from specctl.cli.options.loading import DraftChoice
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
-from specctl.core.errors import RecipeError
 
 if TYPE_CHECKING:
-    from specctl.recipes.schema import VocabPart
-    from specctl.train.vocab.selectors import Selector
+    from specctl.api.vocab_trim import VocabTrimResult
 
 
 def vocab_trim(
@@ -90,41 +86,37 @@ def vocab_trim(
       specctl vocab-trim --draft runs/distill/package --recipe fr-spec --size 2k --out runs/fr-spec
       specctl vocab-trim --draft runs/distill/package --search tpe --trials 80 --out runs/searched
     """
-    part = _vocab_part(recipe, selector, min_coverage, search, trials)
-    wanted = parse_size(size) if size is not None else part.size or "auto"
-    chosen = _selector(part.selector)
-    if part.search == "tpe" and wanted != "auto":
-        raise RecipeError(
-            "--search tpe chooses the size itself",
-            where="--size",
-            found=str(wanted),
-            expected="--size auto",
-            do="leave --size out, or --search exhaustive",
-        )
-    check_folder(out)
-    from specctl.train.data.sources import check_source
-    from specctl.train.vocab.candidates import TrimSettings
+    from specctl.api.vocab_trim import trim_settings
+    from specctl.api.vocab_trim import vocab_trim as trim
 
-    settings = TrimSettings(
-        wanted, part.min_coverage, max_new_tokens, temperature,
-        search=part.search, trials=part.trials,
-    )  # fmt: skip
-    if data is not None:
-        check_source(str(data), "auto")
+    asked: dict[str, Any] = {
+        "size": size,
+        "selector": selector,
+        "data": data,
+        "min_coverage": min_coverage,
+        "search": search,
+        "trials": trials,
+        "recipe": recipe,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+    }
+    trim_settings(**asked)  # what cannot be is refused before the target is read
+    check_folder(out)
     target = target.or_own(draft)
-    model = target.load(console)
-    if size is not None and wanted != "auto" and not 2 <= wanted <= model.spec.vocab_size:
-        raise _bad_size(size, f"2 to {model.spec.vocab_size:,} tokens, or auto")
-    loaded = DraftChoice(draft, allow=[*(allow or ()), "padding"]).load(model)  # it is cut to fit
-    job = TrimJob(model, loaded, settings, chosen, data, prompts, num_prompts)
-    report, manifest = trim_and_package(console, job, out)
+    result = trim(
+        draft,
+        out,
+        target=target.load(console),
+        prompts=prompts,
+        num_prompts=num_prompts,
+        allow=allow or (),
+        progress=console,
+        command=["specctl", *sys.argv[1:]],
+        **asked,
+    )
+    show_trim(console, result)
     console.done(
-        {
-            "out": str(out),
-            "package": str(out / "package"),
-            "report": report.to_json(),
-            "sha256": manifest.digest,
-        },
+        result.to_json(),
         next=[
             f"specctl bench --target {target.name} --draft {draft} --draft {out / 'package'}",
             f"specctl verify {out / 'package'} --target {target.name} --level lossless",
@@ -132,53 +124,7 @@ def vocab_trim(
     )
 
 
-def _vocab_part(
-    recipe: str | None,
-    selector: str | None,
-    min_coverage: float | None,
-    search: str | None,
-    trials: int | None,
-) -> VocabPart:
-    """Flags over the recipe's vocab section over the defaults."""
-    from specctl.recipes.load import load_recipe
-    from specctl.recipes.schema import Recipe
-
-    base = Recipe().vocab if recipe is None else load_recipe(recipe).vocab
-    if search not in (None, "exhaustive", "tpe"):
-        raise RecipeError(
-            f"unknown search {search!r}",
-            where="--search",
-            found=str(search),
-            expected="exhaustive or tpe",
-            do="--search exhaustive",
-        )
-    given = {
-        "selector": selector, "min_coverage": min_coverage, "search": search, "trials": trials,
-    }  # fmt: skip
-    return base.model_copy(update={k: v for k, v in given.items() if v is not None})
-
-
-def _selector(name: str) -> Selector:
-    from specctl.train.vocab.selectors import selector
-
-    return selector(name)
-
-
-def parse_size(text: str) -> int | Literal["auto"]:
-    """`auto`, `2048`, `2k` (2,000 as in "32k")."""
-    if text == "auto":
-        return "auto"
-    match = re.fullmatch(r"(\d+)(k?)", text.replace(",", "").lower())
-    if match is None or int(match[1]) == 0:
-        raise _bad_size(text, "a number of tokens such as 2048 or 32k, or auto")
-    return int(match[1]) * (1000 if match[2] else 1)
-
-
-def _bad_size(text: str, expected: str) -> RecipeError:
-    return RecipeError(
-        f"the size {text!r} is no size of a vocabulary",
-        where="--size",
-        found=text,
-        expected=expected,
-        do="--size auto",
-    )
+def show_trim(console: Console, result: VocabTrimResult) -> None:
+    """The report of a trimming."""
+    console.out(str(result))
+    console.out(result.report.plot())

@@ -5,12 +5,8 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from specctl.core.errors import FileError, SpecctlError, one_of_two, unreadable
-
-if TYPE_CHECKING:
-    from specctl.runtime.target.target import Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,17 +15,6 @@ class PromptText:
 
     text: str
     messages: tuple[dict[str, str], ...] = ()
-
-    def tokens(self, target: Target, chat: bool) -> list[int]:
-        """Token ids; a prompt that cannot fit the target's context is refused unread."""
-        from specctl.runtime.target.prompt_limits import check_room
-
-        check_room(target, self.text.strip())  # templates may leave out blanks at either end
-        if self.messages:
-            return target.encode_chat(list(self.messages))
-        if chat:
-            return target.encode_chat([{"role": "user", "content": self.text}])
-        return target.encode(self.text)
 
 
 def read_prompts(prompt: str | None, file: Path | None, limit: int | None) -> list[PromptText]:

@@ -24,8 +24,10 @@ class RecipeFlags:
     """Which recipe, and what the command line changes of it. `FIELDS`: option -> recipe field."""
 
     FIELDS: ClassVar[Mapping[str, str]] = {
-        "target": "target.name", "data": "data.source", "init": "drafter.init"
+        "target": "target.name", "data": "data.source", "endpoint": "data.endpoint",
+        "init": "drafter.init",
     }  # fmt: skip
+    FAMILIES: ClassVar[tuple[str, ...]] = ()  # that the command trains; empty: all
     recipe: Annotated[
         str,
         typer.Option("--recipe", "-r", help="A recipe's name (specctl recipes ls) or a YAML file."),
@@ -37,6 +39,14 @@ class RecipeFlags:
     data: Annotated[
         str | None,
         typer.Option("--data", help="Text, JSONL, parquet or hub data set; else the recipe's."),
+    ] = None
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            "--endpoint",
+            metavar="URL[,URL]",
+            help="OpenAI-compatible servers of the target (vLLM, SGLang) that write the answers.",
+        ),
     ] = None
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Run folder; else runs/TARGET-RECIPE.")
@@ -52,7 +62,7 @@ class RecipeFlags:
 
     def load(self) -> Recipe:
         """The recipe with these changes, checked."""
-        from specctl.cli.options.families import check_options
+        from specctl.api.families import check_options
         from specctl.recipes.load import load_recipe
 
         recipe = load_recipe(
@@ -71,16 +81,9 @@ class RecipeFlags:
 
     def folder(self, recipe: Recipe) -> Path:
         """--out, or runs/TARGET-RECIPE."""
-        if self.out is not None:
-            return self.out
-        return Path("runs") / f"{folder_name(recipe.target.name)}-{recipe.name}"
+        from specctl.api.recipe import run_folder
 
-
-def folder_name(target: str) -> str:
-    """A target's name as that of a folder: steps of a path are joined, and none is hidden."""
-    steps = [step for step in target.split("/") if step not in ("", ".", "..")]
-    named = "--".join(steps).lstrip(".")
-    return named or Path(target).resolve().name or "target"
+        return self.out if self.out is not None else run_folder(recipe)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,8 @@ class TrainingFlags(RecipeFlags):
             "--allow",
             metavar="FIELD",
             help="Continue although this changed: config, target, data, vocab, init, world-size. "
-            "restart: begin again where no checkpoint is whole.",
+            "restart: begin again where no checkpoint is whole. memory: although it does not fit. "
+            "recipe: although that was made for another target.",
         ),
     ] = None
     offline: Offline = False

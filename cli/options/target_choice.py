@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from specctl.cli.app.console import Console
 from specctl.cli.options.flags import Offline, target_option
@@ -46,18 +45,17 @@ class TargetChoice:
             return self
         if self.offline:
             go_offline()
-        from specctl.export.package.manifest import MANIFEST, package_in, read_manifest
+        from specctl.api.targets import own_target
 
-        folders = (package_in(Path(draft).expanduser()) for draft in drafts)
-        package = next((f for f in folders if (f / MANIFEST).is_file()), None)
-        if package is None:
+        record = own_target(*drafts)
+        if record is None:
             return replace(self, name="tiny")
-        record = read_manifest(package).target
         inflate = self.inflate or record.inflated
         return replace(self, name=record.name, revision=record.revision, inflate=inflate)
 
-    def load(self, console: Console, compiled: bool = False) -> Target:
-        """The target, announced with what an alias stands for and any inflation."""
+    def load(self, console: Console, compiled: bool = False, is_read_only: bool = False) -> Target:
+        """The target, announced with what an alias stands for and any inflation. `is_read_only`:
+        also one that cannot be run here."""
         from specctl.recipes.targets import resolve
 
         resolved = resolve(self.name)  # an unknown name fails before torch is imported
@@ -80,8 +78,11 @@ class TargetChoice:
             inflate=self.inflate,
             offline=self.offline,
             compile=compiled,
+            is_read_only=is_read_only,
         )
         if target.inflated:
+            from specctl.api.targets import inflated_note
+
             console.warn(inflated_note(target))
         return target
 
@@ -93,24 +94,3 @@ def go_offline() -> None:
     """Never ask the hub, in this process and those it starts: neither for models nor for data.
     To be called before transformers or datasets is imported."""
     os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
-
-
-def inflated_note(target: Target) -> str:
-    """What every report about an inflated target must say."""
-    return (
-        f"target {target.name} is inflated to the cost of {target.inflated} parameters: the same "
-        "answers at a larger target's price, so speed is realistic and quality is not"
-    )
-
-
-def target_json(target: Target) -> dict[str, Any]:
-    """How results name the target."""
-    return {
-        "name": target.name,
-        "revision": target.revision,
-        "fingerprint": target.fingerprint,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "device": str(target.device),
-        "inflated": target.inflated,
-        "note": inflated_note(target) if target.inflated else None,
-    }

@@ -28,7 +28,7 @@ from specctl.drafters.losses.divergences import (
     kl,
 )
 from specctl.drafters.losses.teacher import TeacherLogits, wide
-from specctl.drafters.nets.heads import check_choice, check_count
+from specctl.drafters.option_checks import check_choice, check_count
 from specctl.models.sliced_head import Head, LinearHead, Rows, sum_slices
 
 __all__ = [
@@ -45,7 +45,7 @@ __all__ = [
 
 LOSSES: dict[str, Loss] = plugins("specctl.drafters.losses", "LOSS")
 KINDS = ("ce", *LOSSES)
-CACHED, AT_ONCE = 2**20, 2**24  # logits of a slice: what a CPU's cache holds, what keeps a GPU busy
+CACHED, AT_ONCE = 2**20, 2**26  # logits of a slice: what a CPU's cache holds, what keeps a GPU busy
 LEAST_ROWS = 128  # of a slice: fewer, and adding up the head's gradient costs more than it saves
 
 
@@ -95,10 +95,10 @@ class Comparison:
     ) -> Tensor:
         """[4]: loss, its count, top1, alpha."""
         del row_Q
-        first_Q = self._first(draft_QK)
         if self.teacher is None:
             loss, count = _label_loss(draft_QK, label_Q, self.row_V)
-            return torch.stack([loss, count, (first_Q == label_Q).sum(), torch.zeros_like(loss)])
+            top1 = self._is_first(draft_QK, label_Q).sum()
+            return torch.stack([loss, count, top1, torch.zeros_like(loss)])
         distribution = self.teacher.distribution(teacher_row_Q, self.ids_K)
         of = distributions(
             draft_QK, distribution.log_p_QK, self.options.temperature, self.ids_K is None
@@ -110,7 +110,8 @@ class Comparison:
                 of, self._learnable(distribution.best_Q), self.options.kind
             )
         with torch.no_grad():
-            top1, alpha = (first_Q == distribution.best_Q).sum(), acceptance(of).sum()
+            top1 = self._is_first(draft_QK, distribution.best_Q).sum()
+            alpha = acceptance(of).sum()
         return torch.stack([loss, count, top1, alpha])
 
     @torch.no_grad()
@@ -124,7 +125,7 @@ class Comparison:
         of = distributions(
             draft_QK, distribution.log_p_QK, self.options.temperature, self.ids_K is None
         )
-        top1_Q = self._first(draft_QK) == distribution.best_Q
+        top1_Q = self._is_first(draft_QK, distribution.best_Q)
         return torch.stack([kl(of), self._learnable(distribution.best_Q), top1_Q, acceptance(of)])
 
     def _learnable(self, best_Q: Tensor) -> Tensor:
@@ -134,9 +135,12 @@ class Comparison:
         return self.row_V[best_Q] >= 0
 
     @torch.no_grad()
-    def _first(self, draft_QK: Tensor) -> Tensor:
-        best_Q = draft_QK.argmax(-1)
-        return best_Q if self.ids_K is None else self.ids_K[best_Q]
+    def _is_first(self, draft_QK: Tensor, id_Q: Tensor) -> Tensor:
+        """Bool [Q]: no draft id has a larger logit than this target id. The largest value is found
+        several times faster than its place."""
+        row_Q = id_Q if self.row_V is None else self.row_V[id_Q]
+        own_Q = draft_QK.gather(1, row_Q.clamp(min=0)[:, None])[:, 0]
+        return (row_Q >= 0) & (own_Q == draft_QK.amax(-1))
 
 
 def head_loss(
@@ -182,19 +186,25 @@ def _slices(aim: AlignedRows, size: int) -> list[Rows]:
 
 
 def _width(teacher: TeacherLogits | None, vocab: VocabMap | None) -> int:
-    """Columns of a slice's logits; a guess when nothing tells."""
-    if teacher is not None:
+    """Columns of a slice's logits, a guess when nothing tells. Those of the target's whole
+    vocabulary count where they are not yet read."""
+    if teacher is not None and (vocab is None or teacher.log_z_R is None):
         return teacher.logits_RV.shape[-1]
     return 2**15 if vocab is None else vocab.size
 
 
-def teacher_logits(batch: TrainBatch, options: LossOptions) -> TeacherLogits | None:
-    """One teacher for every loss over `batch`, however far its rows look ahead."""
+def teacher_logits(
+    batch: TrainBatch, options: LossOptions, vocab: VocabMap | None = None
+) -> TeacherLogits | None:
+    """One teacher for every loss over `batch`, however far its rows look ahead; with the draft
+    vocabulary that all of them compare, its columns are picked once."""
     teacher = teacher_of(batch)
     if teacher is None:
         return None
     size = options.chunk or fitting_chunk(teacher.shape[-1], teacher.device)
-    return TeacherLogits.of(teacher, aim_at(batch, 1).teacher_row_Q, options.temperature, size)
+    row_Q = aim_at(batch, 1).teacher_row_Q
+    found = TeacherLogits.of(teacher, row_Q, options.temperature, size)
+    return found if vocab is None else found.over(vocab.ids_K)
 
 
 def _label_loss(draft_QK: Tensor, label_Q: Tensor, row_V: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -26,13 +26,13 @@ class TeacherLogits:
     """The target's distributions at one temperature. Where several losses ask for the same rows,
     their log-normalisers and most probable ids are read once beforehand (`of`); a single loss reads
     each row when it needs it. Rows that `of` was not given hold zeros. `logits_RK`: those of the
-    draft ids alone, where `over` found them cheaper."""
+    draft ids alone, once `over` has picked them."""
 
     logits_RV: Tensor | HeadRows
     temperature: float = 1.0
     log_z_R: Tensor | None = None
     best_R: Tensor | None = None
-    logits_RK: HeadRows | None = None
+    logits_RK: Tensor | HeadRows | None = None
 
     @classmethod
     @torch.no_grad()
@@ -53,9 +53,11 @@ class TeacherLogits:
     def over(self, ids_K: Tensor) -> TeacherLogits:
         """This teacher for distributions at these draft ids: what is already known of the whole
         vocabulary need not be computed again."""
-        if self.log_z_R is None or isinstance(self.logits_RV, Tensor):
+        if self.log_z_R is None or self.logits_RK is not None:
             return self
-        return replace(self, logits_RK=self.logits_RV.over(ids_K))
+        whole = self.logits_RV
+        picked = whole[:, ids_K] if isinstance(whole, Tensor) else whole.over(ids_K)
+        return replace(self, logits_RK=picked)
 
     @torch.no_grad()
     def distribution(self, row_Q: Tensor, ids_K: Tensor | None) -> TeacherRows:

@@ -17,20 +17,24 @@ from torch import Tensor
 
 from specctl.core.batch import TrainBatch
 from specctl.core.kv_cache import SlotKV
-from specctl.core.masks import document_mask
 from specctl.core.spec import ModelSpec
-from specctl.drafters.nets.blocks import Attending, DecoderLayer, Eagle3Attention, attend, rotary
+from specctl.drafters.nets.attention import KeySet, Seen, attend_seen
+from specctl.drafters.nets.blocks import Attending, DecoderLayer, Eagle3Attention, rotary
 from specctl.drafters.nets.prefix import PrefixNet
+from specctl.drafters.nets.recompute import run
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Block rows of a packed batch, slot by slot: positions [B, M], and masks [B, 1, M, S] over
-    the features and [B, 1, M, M] over each other."""
+    """Block rows of a packed batch, one block after the other in the order of their anchors:
+    positions [B, M], what they see of the text and of each other, and `order_BM`, which of the rows
+    slot by slot each of them is."""
 
     position_BM: Tensor
-    known_mask: Tensor
-    own_mask: Tensor
+    text: Seen
+    known: Seen
+    own: Seen
+    order_BM: Tensor
 
     @classmethod
     def of(
@@ -42,14 +46,24 @@ class Block:
         slot_M = torch.cat(
             [torch.full((count,), k, device=device) for k, count in enumerate(counts)]
         )
-        position_BM = batch.position_BS.gather(1, anchor_BM) + 1 + slot_M
-        rows_BM1 = anchor_BM[:, None, :, None]
-        visible = document_mask(batch.document_BS)
-        known_mask = visible.gather(2, rows_BM1.expand(-1, -1, -1, visible.shape[-1]))
-        own_BMM = anchor_BM[:, :, None] == anchor_BM[:, None]
-        if is_causal:
-            own_BMM = own_BMM & (slot_M[:, None] >= slot_M)
-        return cls(position_BM, known_mask, own_BMM[:, None])
+        order_BM = (anchor_BM * len(counts) + slot_M).argsort(dim=1)
+        anchor_BM, slot_BM = anchor_BM.gather(1, order_BM), slot_M[order_BM]
+        at_BM = torch.arange(len(slot_M), device=device).expand_as(order_BM)
+        first_BM = torch.searchsorted(anchor_BM, anchor_BM)
+        last_BM = at_BM if is_causal else torch.searchsorted(anchor_BM, anchor_BM, right=True) - 1
+        position_BM = batch.position_BS.gather(1, anchor_BM) + 1 + slot_BM
+        text = Seen.text(batch.document_BS)
+        own = Seen(first_BM, last_BM)
+        return cls(position_BM, text, text.rows(anchor_BM), own, order_BM)
+
+    def ordered(self, slots_BMD: Tensor) -> Tensor:
+        """[B, M, D]: rows that stand slot by slot, one block after the other."""
+        return slots_BMD.gather(1, self.order_BM[:, :, None].expand_as(slots_BMD))
+
+    def by_slot(self, blocks_BMD: Tensor) -> Tensor:
+        """[B, M, D]: the reverse."""
+        back_BM = self.order_BM.argsort(dim=1)
+        return blocks_BMD.gather(1, back_BM[:, :, None].expand_as(blocks_BMD))
 
 
 class BlockNet(PrefixNet):
@@ -79,36 +93,52 @@ class BlockNet(PrefixNet):
         self, x_BSD: Tensor, z_BMD: Tensor, batch: TrainBatch, block: Block
     ) -> tuple[Tensor, Tensor]:
         """Features and block rows after all layers, while training: [B, S, D] and [B, M, D]."""
-        S, M = x_BSD.shape[1], z_BMD.shape[1]
-        mask = torch.cat([block.known_mask, block.own_mask], dim=-1)
+        S, z_BMD = x_BSD.shape[1], block.ordered(z_BMD)
         if self.is_injected:
-            return x_BSD, self._injected(x_BSD, z_BMD, batch.position_BS, block.position_BM, mask)
-        above = document_mask(batch.document_BS)
-        above = torch.cat([above, above.new_zeros(*above.shape[:3], M)], dim=-1)
+            z_BMD = self._injected(x_BSD, z_BMD, batch.position_BS, block)
+            return x_BSD, block.by_slot(z_BMD)
         position_BT = torch.cat([batch.position_BS, block.position_BM], dim=1)
-        out_BTD: Tensor = self(
-            torch.cat([x_BSD, z_BMD], dim=1), position_BT, torch.cat([above, mask], dim=2)
-        )
-        return out_BTD[:, :S], out_BTD[:, S:]
+        rope_BT2E = rotary(position_BT, self.shape.head_dim, self.shape.rope_theta)
+        x_BTD = torch.cat([x_BSD, z_BMD], dim=1)
+        out_BTD = self.through(x_BTD, rope_BT2E, lambda layer: _among(block, S))
+        return out_BTD[:, :S], block.by_slot(out_BTD[:, S:])
 
-    def _injected(
-        self, x_BSD: Tensor, z_BMD: Tensor, at_BS: Tensor, at_BM: Tensor, mask: Tensor
-    ) -> Tensor:
+    def _injected(self, x_BSD: Tensor, z_BMD: Tensor, position_BS: Tensor, block: Block) -> Tensor:
         shape = self.shape
-        known_BS2E = rotary(at_BS, shape.head_dim, shape.rope_theta)
-        rope_BM2E = rotary(at_BM, shape.head_dim, shape.rope_theta)
+        known_BS2E = rotary(position_BS, shape.head_dim, shape.rope_theta)
+        rope_BM2E = rotary(block.position_BM, shape.head_dim, shape.rope_theta)
+
+        def one(layer: DecoderLayer, x_BSD: Tensor, z_BMD: Tensor) -> Tensor:
+            known = KeySet(*layer.self_attn.key_value(x_BSD, known_BS2E), block.known)
+            out_BMD: Tensor = layer(z_BMD, rope_BM2E, _behind(known, block.own))
+            return out_BMD
+
+        again = self.is_large(z_BMD)
         for layer in self.layers:
-            assert isinstance(layer, DecoderLayer)
-            known = layer.self_attn.key_value(x_BSD, known_BS2E)
-            z_BMD = layer(z_BMD, rope_BM2E, _behind(*known, mask))
+            z_BMD = run(again, one, layer, x_BSD, z_BMD)
         return z_BMD
 
 
-def _behind(known_key: Tensor, known_value: Tensor, mask: Tensor) -> Attending:
-    """The block attends to keys and values of the features, then to its own."""
+def _behind(known: KeySet, own: Seen) -> Attending:
+    """The block attends to keys and values of the features, and to its own."""
 
     def look(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        key, value = torch.cat([known_key, key], dim=2), torch.cat([known_value, value], dim=2)
-        return attend(query, key, value, mask)
+        return attend_seen(query, [known, KeySet(key, value, own)])
+
+    return look
+
+
+def _among(block: Block, num_known: int) -> Attending:
+    """Rows of the text attend to each other, those of a block behind them to both."""
+
+    def look(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        (true, drafted), (known_key, own_key), (known_value, own_value) = (
+            torch.split(x, [num_known, x.shape[2] - num_known], dim=2) for x in (query, key, value)
+        )
+        text = attend_seen(true, [KeySet(known_key, known_value, block.text)])
+        known = KeySet(known_key, known_value, block.known)
+        return torch.cat(
+            [text, attend_seen(drafted, [known, KeySet(own_key, own_value, block.own)])], dim=1
+        )
 
     return look

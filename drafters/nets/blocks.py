@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from specctl.core.kv_cache import SlotKV
 from specctl.core.spec import ModelSpec
+from specctl.drafters.nets.attention import KeySet, Seen, attend_seen
 from specctl.drafters.nets.routed import Router
 
 Attending = Callable[[Tensor, Tensor, Tensor], Tensor]  # query, key, value -> attended
@@ -117,26 +118,16 @@ def attend(query_BHTE: Tensor, key_BHLE: Tensor, value_BHLE: Tensor, mask: Tenso
 
 
 def attend_chains(
-    query_BHSE: Tensor, keys: list[Tensor], values: list[Tensor], mask_B1SS: Tensor
+    query_BHSE: Tensor, keys: list[Tensor], values: list[Tensor], seen: Seen
 ) -> Tensor:
     """[B, S, H * E]: attention of training-time-test step j = len(keys) - 1 (EAGLE-3, sec. 3.2).
 
-    Row t sees the true rows of step 0 under the mask, and of each later step only its own entry:
-    that entry stands for the token drafted i positions after row t.
+    Row t sees the true rows of step 0 that `seen` shows it, and of each later step only its own
+    entry: that entry stands for the token drafted i positions after row t.
     """
-    if len(keys) == 1:
-        return attend(query_BHSE, keys[0], values[0], mask_B1SS)
-    B, H, S, E = query_BHSE.shape
-    group = H // keys[0].shape[1]
-    query = query_BHSE.reshape(B, H // group, group, S, E) * E**-0.5
-    scores = query @ keys[0][:, :, None].transpose(-1, -2)
-    scores = scores.masked_fill(~mask_B1SS[:, :, None], -torch.inf)
-    own = torch.stack([(query * key[:, :, None]).sum(-1) for key in keys[1:]], dim=-1)
-    weights = torch.cat([scores, own], dim=-1).softmax(-1)
-    out = weights[..., :S] @ values[0][:, :, None]
-    for step, value in enumerate(values[1:]):
-        out = out + weights[..., S + step, None] * value[:, :, None]
-    return out.reshape(B, H, S, E).transpose(1, 2).reshape(B, S, H * E)
+    pairs = zip(keys, values, strict=True)
+    sets = [KeySet(*pair, None if step else seen) for step, pair in enumerate(pairs)]
+    return attend_seen(query_BHSE, sets)
 
 
 class Eagle3Attention(nn.Module):
@@ -194,12 +185,14 @@ class Eagle3Layer(nn.Module):
         return out
 
 
-def attending(mask: Tensor | None, kv: SlotKV | None = None, layer: int = 0) -> Attending:
+def attending(mask: Tensor | Seen | None, kv: SlotKV | None = None, layer: int = 0) -> Attending:
     """Under that mask, to each other or to all that stands in the aimed cache of that layer."""
 
     def look(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if kv is not None:
             key, value = kv.update(layer, key, value)
+        if isinstance(mask, Seen):
+            return attend_seen(query, [KeySet(key, value, mask)])
         return attend(query, key, value, mask)
 
     return look

@@ -21,19 +21,18 @@ from torch import Tensor, nn
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import DraftState, Space
 from specctl.core.kv_cache import SlotKV
-from specctl.core.masks import document_mask
 from specctl.drafters.losses.align import AlignedRows, aim, behind, random_anchors
+from specctl.drafters.nets.attention import Seen
 from specctl.drafters.nets.blocks import (
     DecoderLayer,
     LayerShape,
     RmsNorm,
-    attend,
     attending,
     rotary,
 )
 from specctl.drafters.nets.head_drafter import HeadDrafter
-from specctl.drafters.nets.heads import check_count
 from specctl.drafters.nets.options import HeadOptions
+from specctl.drafters.option_checks import check_count
 from specctl.drafters.states.path_state import Nodes, PathState
 
 
@@ -74,11 +73,11 @@ class CrossLayer(DecoderLayer):
         return self.self_attn.key_value(self.feature_norm(feature_BTD), rope_BT2E)
 
     def look(
-        self, x_BTD: Tensor, rope_BT2E: Tensor, seen: tuple[Tensor, Tensor], mask: Tensor
+        self, x_BTD: Tensor, rope_BT2E: Tensor, seen: tuple[Tensor, Tensor], mask: Tensor | Seen
     ) -> Tensor:
         """The tokens after attending to them."""
         query = self.self_attn.query(self.input_layernorm(x_BTD), rope_BT2E)
-        return self.finish(x_BTD + self.self_attn.o_proj(attend(query, *seen, mask)))
+        return self.finish(x_BTD + self.self_attn.o_proj(attending(mask)(query, *seen)))
 
 
 class CrossNet(nn.Module):
@@ -152,15 +151,16 @@ class CrossDrafter(HeadDrafter):
         """[B, S, D] per depth of a draft, zero where none begins."""
         anchor_BA = self.anchors(batch) if anchor_BA is None else anchor_BA
         net, rope, last = self.net, self.rope(batch.position_BS), batch.ids_BS.shape[1] - 1
-        visible = document_mask(batch.document_BS)
+        visible = Seen.text(batch.document_BS)
         x_BSD = net.own(self.embed(batch.ids_BS), rope, attending(visible))
         seen = net.cross.seen(self.summary(self.gathered(batch.taps)), rope)
         for depth in range(self.options.num_heads):
             at_BA = (anchor_BA + 1 + depth).clamp(max=last)
             until_BA = anchor_BA if self.options.strict else (at_BA - 1)
-            mask = visible.gather(2, until_BA[:, None, :, None].expand(-1, -1, -1, last + 1))
             to_BAD = anchor_BA[:, :, None].expand(-1, -1, x_BSD.shape[-1])
             query_BAD = x_BSD.gather(1, at_BA[:, :, None].expand_as(to_BAD))
             at_rope = self.rope(batch.position_BS.gather(1, at_BA))
-            ready_BAD = self.ready(depth, net.cross.look(query_BAD, at_rope, seen, mask))
+            ready_BAD = self.ready(
+                depth, net.cross.look(query_BAD, at_rope, seen, visible.rows(until_BA))
+            )
             yield torch.zeros_like(x_BSD).to(ready_BAD).scatter(1, to_BAD, ready_BAD)

@@ -20,13 +20,12 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.core.batch import LossOut, TrainBatch
-from specctl.core.drafter import Drafter, Needs, Space
+from specctl.core.drafter import Needs, Space
 from specctl.core.language_model import Borrowed
-from specctl.core.masks import chain_mask, document_mask
+from specctl.core.masks import chain_mask
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import AlignedRows, aim, shifted
@@ -39,14 +38,16 @@ from specctl.drafters.losses.head_losses import (
     weighted_sum,
 )
 from specctl.drafters.losses.teacher import TeacherLogits
+from specctl.drafters.nets.attention import Seen
 from specctl.drafters.nets.blocks import Attending, LayerShape, attending
-from specctl.drafters.nets.heads import check_count, cut_rows, head_rows
+from specctl.drafters.nets.heads import BorrowingDrafter, cut_rows, head_rows
 from specctl.drafters.nets.options import DepthOptions
-from specctl.drafters.nets.routed import RoutedHead, Router, cut_router, read_head, with_router
+from specctl.drafters.nets.recompute import is_large, run
+from specctl.drafters.nets.routed import Router, cut_router, read_head, served_head, with_router
 from specctl.drafters.nets.trunk import Chains, TrunkNet
+from specctl.drafters.option_checks import check_count
 from specctl.drafters.states.feature_state import FeatureState, Fed
 from specctl.drafters.states.tree_layout import Place
-from specctl.models.kernels import Weight, can_pack, pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class Unrolled:
     known_BS: Tensor | None = None
 
 
-class FeatureDrafter(Drafter):
+class FeatureDrafter(BorrowingDrafter):
     """Binding, trimming, unrolling and the loss. A family gives its net and may add to the loss."""
 
     module: TrunkNet
@@ -88,9 +89,7 @@ class FeatureDrafter(Drafter):
         super().__init__(options, spec, vocab)
         self.module = self.make_net(LayerShape.of(spec, options.intermediate))
         self.router: Router | None = None
-        self.borrowed: Borrowed | None = None
         self._head_KD: Tensor | None = None
-        self._is_fresh = True
 
     def make_net(self, shape: LayerShape) -> TrunkNet:
         return TrunkNet(shape)
@@ -113,10 +112,6 @@ class FeatureDrafter(Drafter):
     def tap(self) -> int:
         return self.spec.num_layers
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.module.fc.weight.dtype
-
     def needs(self) -> Needs:
         return Needs((self.tap,), teacher=self.options.loss != "ce", borrow=True)
 
@@ -124,10 +119,6 @@ class FeatureDrafter(Drafter):
         self.borrowed, self._head_KD = borrowed, head_rows(borrowed, self.vocab)
         if self._is_fresh and self.router is not None:
             self.router.arrange(self._head_KD)
-        self._is_fresh = False
-
-    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        super().load_tensors(tensors)
         self._is_fresh = False
 
     def trimmed(self, vocab: VocabMap) -> Self:
@@ -143,20 +134,10 @@ class FeatureDrafter(Drafter):
     def open(self, space: Space) -> FeatureState:
         return TrunkState(self, space)
 
-    def version(self) -> int:
-        return sum(parameter._version for parameter in self.module.parameters())
-
     def head_weight(self) -> Tensor:
         """[K, D]: the target's LM head over the draft vocabulary."""
         assert self._head_KD is not None, "bind() the target's LM head first"
         return self._head_KD.to(self.dtype)
-
-    def embed(self, ids_X: Tensor) -> Tensor:
-        """[X, D]: the target's embeddings."""
-        assert self.borrowed is not None, "bind() the target's embedding first"
-        rows_XD = F.embedding(ids_X, self.borrowed.embedding_VD)
-        scale = self.borrowed.embed_scale
-        return (rows_XD if scale == 1.0 else rows_XD * scale).to(self.dtype)
 
     def noisy(self, batch: TrainBatch) -> Tensor:
         """[B, S, D]: the target's features with the noise of training."""
@@ -168,22 +149,36 @@ class FeatureDrafter(Drafter):
     def unroll(self, batch: TrainBatch) -> list[Unrolled]:
         """The steps, then the parallel heads, at every position."""
         net, state_BSD = self.module, self.noisy(batch)
-        mask_B1SS = document_mask(batch.document_BS)
-        chains = [Chains(mask_B1SS) for _ in net.layers]
+        seen = Seen.text(batch.document_BS)
+        pairs, depth = list[Tensor](), len(net.layers)
+        width, inner = net.shape.hidden_size, net.shape.intermediate_size
+        again = is_large(batch.ids_BS.numel(), self.options.ttt_steps * depth, width, inner)
+
+        def one(ahead: int, x_BSD: Tensor, *before: Tensor) -> tuple[Tensor, ...]:
+            """The layers' output, and key and value of every layer; `before`: those of the steps
+            before."""
+            chains = [
+                Chains(seen, [*before[2 * i :: 2 * depth]], [*before[2 * i + 1 :: 2 * depth]])
+                for i in range(depth)
+            ]
+            rope = net.rope(batch.position_BS + ahead)
+            out_BSO = net.through(x_BSD, rope, lambda layer: chains[layer].attending)
+            return out_BSO, *(part[-1] for chain in chains for part in (chain.keys, chain.values))
+
         steps, ahead = [], 0
         while True:
             x_BSD = net.mix(self.embed(shifted(batch.ids_BS, 1 + ahead)), state_BSD)
             if ahead == self.options.ttt_steps:
                 break
-            rope = net.rope(batch.position_BS + ahead)
-            out_BSO = net.through(x_BSD, rope, lambda layer: chains[layer].attending)
+            out_BSO, *pair = run(again, one, ahead, x_BSD, *pairs)
+            pairs += pair
             steps.append(Unrolled(net.ready(out_BSO), net.fed_back(out_BSO)))
             state_BSD = steps[-1].state_BSD.detach() if self.detach else steps[-1].state_BSD
             before_BSD, ahead = x_BSD, ahead + 1
         if net.num_parallel:
             carry_BSY = net.handed(before_BSD, x_BSD, out_BSO)
             for index in range(net.num_parallel):
-                guess_BSD = net.parallel(index, carry_BSY)
+                guess_BSD = run(again, net.parallel, index, carry_BSY)
                 steps.append(Unrolled(guess_BSD, guess_BSD))
         return steps
 
@@ -191,7 +186,11 @@ class FeatureDrafter(Drafter):
         """Sum over steps of decay^j times the loss of predicting 2 + j ahead (A1)."""
         options = self.options
         how = options.compared()
-        teacher, head, parts = teacher_logits(batch, how), LinearHead(self.head_weight()), []
+        teacher, head, parts = (
+            teacher_logits(batch, how, self.vocab),
+            LinearHead(self.head_weight()),
+            [],
+        )
         steps, feature_RD = self.unroll(batch), batch.taps[self.tap].flatten(0, 1)
         for step, unrolled in enumerate(steps):
             rows, ready_RD = aim(batch, 2 + step), unrolled.ready_BSD.flatten(0, 1)
@@ -217,18 +216,10 @@ class TrunkState(FeatureState):
         self._outs: list[Tensor] = []
         self._carries: list[Tensor] = []
         self._depths: list[Tensor] = []
-        super().__init__(self.net.shape, len(self.net.layers), self.net.fc.weight, space)
-
-    def weights_version(self) -> int:
-        return self.drafter.version()
+        super().__init__(drafter, self.net.shape, len(self.net.layers), space)
 
     def fuse_weights(self) -> None:
-        weight, router = self.drafter.head_weight(), self.drafter.router
-        self._head: Weight | RoutedHead
-        if router is not None:
-            self._head = RoutedHead.of(router, weight)
-        else:
-            self._head = pack(weight) if can_pack(weight) else weight.detach()
+        self._head = served_head(self.drafter.head_weight(), self.drafter.router)
 
     def features(self, taps: Mapping[int, Tensor]) -> Tensor:
         return taps[self.drafter.tap].to(self.dtype)

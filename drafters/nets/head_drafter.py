@@ -17,11 +17,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specctl.core.batch import LossOut, TrainBatch
-from specctl.core.drafter import Drafter, DraftState, Needs, Space
+from specctl.core.drafter import DraftState, Needs, Space
 from specctl.core.language_model import Borrowed
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
@@ -35,7 +34,7 @@ from specctl.drafters.losses.head_losses import (
     teacher_logits,
     weighted_sum,
 )
-from specctl.drafters.nets.heads import cut_rows, head_rows
+from specctl.drafters.nets.heads import BorrowingDrafter, cut_rows, head_rows
 from specctl.drafters.nets.prefix import PrefixNet, PrefixState
 from specctl.drafters.states.head_state import DraftFeatures, GroundedState, LastState
 
@@ -51,18 +50,15 @@ class HeadLearned:
     teacher: TeacherLogits | None
 
 
-class HeadDrafter(Drafter):
+class HeadDrafter(BorrowingDrafter):
     """What a family leaves to the frame: binding, trimming, the loss, the memory while serving. Its
     options are `HeadOptions`."""
 
-    module: nn.Module
     feature_weight: float = 0.0  # of the distance between what heads read and the target's state
 
     def __init__(self, options: Any, spec: ModelSpec, vocab: VocabMap | None = None) -> None:
         super().__init__(options, spec, vocab)
-        self.borrowed: Borrowed | None = None
         self._shared_KD: Tensor | None = None
-        self._is_fresh = True
 
     # -- what a family gives --------------------------------------------------------------------
 
@@ -130,10 +126,6 @@ class HeadDrafter(Drafter):
 
     # -- the frame ------------------------------------------------------------------------------
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(self.module.parameters()).dtype
-
     def context(self, batch: TrainBatch) -> Tensor:
         """[B, S, D]: the states that drafting begins from, at every position."""
         state_BSD, prefix = self.gathered(batch.taps), self.prefix()
@@ -165,10 +157,6 @@ class HeadDrafter(Drafter):
                 self.start_heads(head_rows(borrowed, self.vocab))
         self._is_fresh = False
 
-    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        super().load_tensors(tensors)
-        self._is_fresh = False
-
     def trimmed(self, vocab: VocabMap) -> Self:
         small = type(self)(self.options, self.spec, vocab)
         weights, own = dict(self.module.state_dict()), {id(head) for head in self.vocab_layers()}
@@ -186,13 +174,6 @@ class HeadDrafter(Drafter):
     def open(self, space: Space) -> DraftState:
         return GroundedState(self, self.features(space))
 
-    def embed(self, ids_X: Tensor) -> Tensor:
-        """[X, D]: the target's embeddings."""
-        assert self.borrowed is not None, "bind() the target's embedding first"
-        rows_XD = F.embedding(ids_X, self.borrowed.embedding_VD)
-        scale = self.borrowed.embed_scale
-        return (rows_XD if scale == 1.0 else rows_XD * scale).to(self.dtype)
-
     def head_weights(self) -> list[Tensor]:
         """[K, O] LM heads: those of its own, or the one of the target."""
         own = self.own_heads()
@@ -200,10 +181,6 @@ class HeadDrafter(Drafter):
             return [head.weight for head in own]
         assert self._shared_KD is not None, "bind() the target's LM head first"
         return [self._shared_KD.to(self.dtype)]
-
-    def version(self) -> int:
-        """Changes whenever a weight does."""
-        return sum(parameter._version for parameter in self.module.parameters())
 
     def unroll(self, batch: TrainBatch, anchor_BA: Tensor | None = None) -> Iterator[Tensor]:
         """[B, S, O] per head: what its LM head reads, at every position (or the anchors)."""
@@ -217,7 +194,11 @@ class HeadDrafter(Drafter):
         """Sum over heads of decay^i times the loss of predicting 2 + i ahead."""
         options = self.options
         how = options.compared()
-        teacher, weights, now = teacher_logits(batch, how), self.head_weights(), self.heads_now()
+        teacher, weights, now = (
+            teacher_logits(batch, how, self.vocab),
+            self.head_weights(),
+            self.heads_now(),
+        )
         anchor_BA, parts = self.anchors(batch), []
         for i, ready_BSO in enumerate(self.unroll(batch, anchor_BA)):
             if i not in now:

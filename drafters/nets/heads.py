@@ -1,18 +1,22 @@
-"""Heads: residual blocks on a target state, and rows of an LM head under a draft vocabulary.
+"""Heads: residual blocks on a target state, rows of an LM head under a draft vocabulary, and what
+drafters share that read with the target's own embedding.
 
-Letters: D hidden width, K draft vocabulary, V target vocabulary.
+Letters: D hidden width, K draft vocabulary, V target vocabulary, X any axes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specctl.core.errors import IncompatibleError, RecipeError, nearest
+from specctl.core.drafter import Drafter
+from specctl.core.errors import IncompatibleError
 from specctl.core.language_model import Borrowed
+from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 
 
@@ -29,40 +33,34 @@ class ResBlock(nn.Module):
         return x + F.silu(self.linear(x))
 
 
-def check_count(name: str, number: float, least: float = 1, most: float = 10_000) -> None:
-    """A number of an option (of layers, heads or steps, mostly) is within reason."""
-    if not least <= number <= most:
-        raise RecipeError(
-            f"{name} of a drafter is too {'small' if number < least else 'large'}",
-            where=f"drafter.options.{name}",
-            found=str(number),
-            expected=f"{least:,} to {most:,}",
-            do=f"write {name}: {least if number < least else most}",
-        )
+class BorrowingDrafter(Drafter):
+    """A trained drafter that reads tokens by the target's embedding."""
 
+    module: nn.Module
 
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """An option that must be one of a few words."""
-    if value not in choices:
-        raise RecipeError(
-            f"unknown {name} {value!r}",
-            where=f"drafter.options.{name}",
-            found=str(value),
-            expected="one of " + ", ".join(choices),
-            do=f"write {name}: {nearest(str(value), choices, 1)}",
-        )
+    def __init__(self, options: Any, spec: ModelSpec, vocab: VocabMap | None = None) -> None:
+        super().__init__(options, spec, vocab)
+        self.borrowed: Borrowed | None = None
+        self._is_fresh = True
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.module.parameters()).dtype
 
-def check_options(options: object, is_right: bool, names: Sequence[str], expected: str) -> None:
-    """Options that have no such check of their own are in range, by themselves and together."""
-    if not is_right:
-        raise RecipeError(
-            "options are out of range",
-            where="drafter.options",
-            found=", ".join(f"{name} {getattr(options, name)}" for name in names),
-            expected=expected,
-            do="leave them out to take the defaults",
-        )
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        super().load_tensors(tensors)
+        self._is_fresh = False
+
+    def embed(self, ids_X: Tensor) -> Tensor:
+        """[X, D]: the target's embeddings."""
+        assert self.borrowed is not None, "bind() the target's embedding first"
+        rows_XD = F.embedding(ids_X, self.borrowed.embedding_VD)
+        scale = self.borrowed.embed_scale
+        return (rows_XD if scale == 1.0 else rows_XD * scale).to(self.dtype)
+
+    def version(self) -> int:
+        """Changes whenever a weight does."""
+        return sum(parameter._version for parameter in self.module.parameters())
 
 
 def draft_size(vocab: VocabMap | None, target_size: int) -> int:

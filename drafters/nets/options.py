@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from specctl.drafters.losses.head_losses import LossOptions
-from specctl.drafters.nets.heads import check_count
+from specctl.drafters.option_checks import check_count
 
 ADDED = {"added": True}  # metadata of an option that older packages lack: they have its default
 

@@ -15,9 +15,17 @@ from torch import Tensor, nn
 
 from specctl.core.drafter import Outcome, RoundView, Space
 from specctl.core.kv_cache import SlotKV
-from specctl.core.masks import chain_mask, document_mask
+from specctl.core.masks import chain_mask
 from specctl.core.spec import ModelSpec
-from specctl.drafters.nets.blocks import DecoderLayer, LayerShape, attending, rotary
+from specctl.drafters.nets.attention import Seen
+from specctl.drafters.nets.blocks import (
+    Attending,
+    DecoderLayer,
+    LayerShape,
+    attending,
+    rotary,
+)
+from specctl.drafters.nets.recompute import is_large, run
 
 Gather = Callable[[Mapping[int, Tensor]], Tensor]  # taps -> states [..., I]
 Rows = Callable[[Tensor, Tensor], Tensor]  # (states [B, T, I], next ids [B, T]) -> [B, T, D]
@@ -32,17 +40,29 @@ class PrefixNet(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(self.shape) for _ in range(num_layers))
 
     def forward(
-        self, x_BTD: Tensor, position_BT: Tensor, mask: Tensor, kv: SlotKV | None = None
+        self, x_BTD: Tensor, position_BT: Tensor, mask: Tensor | Seen, kv: SlotKV | None = None
     ) -> Tensor:
         """[B, T, D]: the rows after all layers, against the aimed cache or among themselves."""
         rope_BT2E = rotary(position_BT, self.shape.head_dim, self.shape.rope_theta)
+        return self.through(x_BTD, rope_BT2E, lambda layer: attending(mask, kv, layer))
+
+    def through(
+        self, x_BTD: Tensor, rope_BT2E: Tensor, attending: Callable[[int], Attending]
+    ) -> Tensor:
+        """[B, T, D]: the rows after all layers; `attending` says by layer what they attend to."""
+        again = self.is_large(x_BTD)
         for index, layer in enumerate(self.layers):
-            x_BTD = layer(x_BTD, rope_BT2E, attending(mask, kv, index))
+            x_BTD = run(again, layer, x_BTD, rope_BT2E, attending(index))
         return x_BTD
+
+    def is_large(self, x_BTD: Tensor) -> bool:
+        """Whether to compute the layers again in the backward pass."""
+        width, inner = self.shape.hidden_size, self.shape.intermediate_size
+        return is_large(x_BTD[..., 0].numel(), len(self.layers), width, inner)
 
     def over(self, x_BSD: Tensor, position_BS: Tensor, document_BS: Tensor) -> Tensor:
         """[B, S, D]: the same over packed rows of text, while training."""
-        out_BSD: Tensor = self(x_BSD, position_BS, document_mask(document_BS))
+        out_BSD: Tensor = self(x_BSD, position_BS, Seen.text(document_BS))
         return out_BSD
 
 

@@ -31,7 +31,7 @@ from specctl.core.errors import IntegrityError, RecipeError
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import AlignedRows
 from specctl.drafters.losses.teacher import TeacherLogits
-from specctl.models.kernels import Weight, can_pack, linear, pack
+from specctl.models.kernels import Weight, linear, prepared
 
 PREFIX = "router."
 SWEEPS = 4
@@ -230,7 +230,7 @@ class RoutedHead:
         longest = max(counts)
         row_GK = torch.stack([torch.cat([m, m[:1].expand(longest - m.numel())]) for m in members])
         on_cpu = head_KD.device.type == "cpu"
-        heads = tuple(_packed(head_KD[m]) for m in members) if on_cpu else ()
+        heads = tuple(prepared(head_KD[m]) for m in members) if on_cpu else ()
         weight_GKD = None if on_cpu else head_KD[row_GK]
         weight_GD = router.weight.detach().to(head_KD.dtype)
         return cls(weight_GD, router.top, heads, row_GK, counts, weight_GKD, head_KD.shape[0])
@@ -268,8 +268,9 @@ class RoutedHead:
         return logits_QK.scatter_(1, self.row_GK[group_QC].view(Q, -1), part_QCK.view(Q, -1))
 
 
-def _packed(weight: Tensor) -> Weight:
-    return pack(weight) if can_pack(weight) else weight
+def served_head(weight: Tensor, router: Router | None) -> Weight | RoutedHead:
+    """An LM head as serving reads it, with its router where there is one."""
+    return prepared(weight) if router is None else RoutedHead.of(router, weight)
 
 
 def read_head(state: Tensor, head: Weight | RoutedHead) -> Tensor:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from specctl.drafters.nets.blocks import DecoderLayer, LayerShape, attend
+from specctl.drafters.nets.attention import Seen
+from specctl.drafters.nets.blocks import DecoderLayer, LayerShape, attending
 from specctl.drafters.nets.trunk import TrunkNet
 
 
@@ -108,13 +109,13 @@ class StrideNet(TrunkNet):
         x_BTD: Tensor,
         rope_BT2E: Tensor,
         seen: Sequence[tuple[Tensor, Tensor]],
-        mask: Tensor | None,
+        mask: Tensor | Seen | None,
         phase_BT: Tensor | None = None,
     ) -> Tensor:
         """[B, T, D]: rows through the layer, against keys and values of their phase."""
         layer = self._layer
         query = layer.self_attn.query(layer.input_layernorm(x_BTD), rope_BT2E)
-        attended = pick([attend(query, *pair, mask) for pair in seen], phase_BT)
+        attended = pick([attending(mask)(query, *pair) for pair in seen], phase_BT)
         out_BTD: Tensor = layer.finish(x_BTD + layer.self_attn.o_proj(attended))
         return out_BTD
 

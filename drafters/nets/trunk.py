@@ -17,13 +17,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from specctl.drafters.nets.blocks import (
-    Attending,
-    DecoderLayer,
-    LayerShape,
-    attend_chains,
-    rotary,
-)
+from specctl.drafters.nets.attention import Seen
+from specctl.drafters.nets.blocks import Attending, DecoderLayer, LayerShape, attend_chains, rotary
 
 
 class TrunkNet(nn.Module):
@@ -86,11 +81,11 @@ class Chains:
     """Keys and values of one layer while training unrolls its own drafting: at step j a row sees
     the true rows before it and its own j entries (see `attend_chains`). One writer: `attending`."""
 
-    mask_B1SS: Tensor
+    seen: Seen
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
 
     def attending(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self.keys.append(key)
         self.values.append(value)
-        return attend_chains(query, self.keys, self.values, self.mask_B1SS)
+        return attend_chains(query, self.keys, self.values, self.seen)

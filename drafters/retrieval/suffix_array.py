@@ -40,7 +40,7 @@ def suffix_order(ids_R: Ids32, reach: int) -> Ids32:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class SuffixRange:
     """Suffixes first to last - 1 of the array begin with the last `length` tokens of a text."""
 
     first: int
@@ -56,7 +56,7 @@ class SuffixArray:
         self.order_R = suffix_order(ids_R, reach)
         self._bytes = ids_R.view(np.uint32).astype(">u4").tobytes()
 
-    def find(self, pattern: Sequence[int]) -> Places:
+    def find(self, pattern: Sequence[int]) -> SuffixRange:
         """All places of these tokens; first == last where there are none."""
         wanted = np.array(pattern, dtype=">u4").tobytes()
 
@@ -64,9 +64,11 @@ class SuffixArray:
             return self._bytes[_BYTES * place : _BYTES * place + len(wanted)]
 
         first = bisect_left(self.order_R, wanted, key=begins)
-        return Places(first, bisect_right(self.order_R, wanted, lo=first, key=begins), len(pattern))
+        return SuffixRange(
+            first, bisect_right(self.order_R, wanted, lo=first, key=begins), len(pattern)
+        )
 
-    def longest(self, tokens: Sequence[int], lengths: range) -> Places | None:
+    def longest(self, tokens: Sequence[int], lengths: range) -> SuffixRange | None:
         """The places of the longest suffix of `tokens` (of these ascending lengths) that occurs.
         A suffix of what occurs occurs, too: the length is found by halving."""
         low, high = 0, min(len(lengths), max(0, len(tokens) - lengths.start + 1))
@@ -80,7 +82,7 @@ class SuffixArray:
                 high = middle
         return best
 
-    def trie(self, places: Places, span: int, nodes: int, most: int) -> Trie:
+    def trie(self, places: SuffixRange, span: int, nodes: int, most: int) -> Trie:
         """The `nodes` most frequent prefixes of what followed, up to `span` tokens; estimates are
         shares. Of more than `most` places, so many evenly spaced ones are counted."""
         count = min(most, places.last - places.first)

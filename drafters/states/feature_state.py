@@ -20,6 +20,7 @@ from torch import Tensor
 from specctl.core.drafter import Outcome, RoundView, Space, StepState
 from specctl.core.kv_cache import SlotKV
 from specctl.drafters.nets.blocks import LayerShape
+from specctl.drafters.nets.heads import BorrowingDrafter
 from specctl.drafters.states.tree_layout import Place, TreeLayout, aim_cache
 
 
@@ -42,8 +43,11 @@ class FeatureState(StepState):
 
     prefills_in_parts = True
 
-    def __init__(self, shape: LayerShape, num_layers: int, like: Tensor, space: Space) -> None:
-        self.shape, self.device, self.dtype = shape, like.device, like.dtype
+    def __init__(
+        self, drafter: BorrowingDrafter, shape: LayerShape, num_layers: int, space: Space
+    ) -> None:
+        first = next(drafter.module.parameters())
+        self.shape, self.device, self.dtype = shape, first.device, first.dtype
         self.kv = SlotKV(
             num_layers,
             space.num_slots,
@@ -67,13 +71,9 @@ class FeatureState(StepState):
         self._growth: TreeLayout | None = None
         self._states: list[Tensor] = []
         self.fuse_weights()
-        self._version = self.weights_version()
+        self._weights_version, self._version = drafter.version, drafter.version()
 
     # -- what a drafter computes ------------------------------------------------------------------
-
-    @abstractmethod
-    def weights_version(self) -> int:
-        """Changes whenever a weight does."""
 
     @abstractmethod
     def fuse_weights(self) -> None:
@@ -111,9 +111,9 @@ class FeatureState(StepState):
 
     def forget(self, slot: int) -> None:
         """A new text begins in that slot."""
-        if self._version != self.weights_version():
+        if self._version != self._weights_version():
             self.fuse_weights()
-            self._version = self.weights_version()
+            self._version = self._weights_version()
 
     def prefill(
         self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor], first: int, last: int

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.drafter import Outcome, RoundView, StepState
-from specctl.models.kernels import Weight, can_pack, linear, pack
+from specctl.models.kernels import Weight, linear, prepared
 
 
 class DraftFeatures(Protocol):
@@ -81,8 +81,7 @@ class HeadState(StepState):
         self._version, self._packed = drafter.version(), self._pack_heads()
 
     def _pack_heads(self) -> list[Weight]:
-        weights = self.drafter.head_weights()
-        return [pack(weight) if can_pack(weight) else weight.detach() for weight in weights]
+        return [prepared(weight) for weight in self.drafter.head_weights()]
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
         if self._version != self.drafter.version():

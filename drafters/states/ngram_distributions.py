@@ -18,7 +18,7 @@ from typing import Any
 from specctl.core.drafter import Drafter, Needs, Outcome
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.heads import check_choice
+from specctl.drafters.option_checks import check_choice
 from specctl.drafters.retrieval.store import Ids, NgramStore, NgramStores, StoreLimits
 from specctl.drafters.retrieval.store_registry import RowStores, Scope
 

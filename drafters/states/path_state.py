@@ -23,7 +23,7 @@ from specctl.core.drafter import Outcome, RoundView, Space, StepState
 from specctl.core.kv_cache import SlotKV
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.states.tree_layout import Place, TreeLayout
-from specctl.models.kernels import Weight, can_pack, linear, pack
+from specctl.models.kernels import Weight, linear, prepared
 
 REACH = 3  # newest tokens of a path that a drafter may look at
 
@@ -91,8 +91,7 @@ class PathState(StepState):
         self.newest_ZI = torch.zeros(space.num_slots, width, dtype=drafter.dtype).to(space.device)
 
     def _pack_heads(self) -> Weight:
-        weight = self.drafter.head_weights()[0]
-        return pack(weight) if can_pack(weight) else weight.detach()
+        return prepared(self.drafter.head_weights()[0])
 
     @torch.no_grad()
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:

@@ -97,9 +97,10 @@ def export(
     """
     from specctl.export.package.atomic import new_folder
     from specctl.export.package.files import open_folder
-    from specctl.export.package.folder import own_files, seal_folder, versions
+    from specctl.export.package.folder import own_files, seal_folder
     from specctl.export.package.load import read_package
     from specctl.export.package.manifest import package_in, read_manifest
+    from specctl.export.package.origin import versions
 
     folder, out = open_folder(package_in(Path(package))), Path(out)
     _refuse_overlap(folder, out)

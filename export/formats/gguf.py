@@ -4,6 +4,7 @@ llama.cpp refuses a draft whose vocabulary is not the target's, text by text, so
 target's own tokenizer and one LM-head row per target token; a trimmed draft is widened as for
 transformers (`specctl.export.layouts.widen`). Requests are split into tokens by the target's file,
 never by the draft's. Float32 keeps what widening built; a file quantised afterwards may not.
+Letters: K draft vocabulary, S sequence.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 
 The vocabulary always has one row per target token (engines compare the two sizes). A trimmed draft
 is scattered back; see `specctl.export.layouts.widen` for why the cut rows can never be drafted.
+Letters: B rows, K draft vocabulary, S sequence, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from specctl.export.layouts.engines import (
 )
 from specctl.export.layouts.widen import MARGIN, Widened, widen
 from specctl.export.package.files import list_files
-from specctl.export.package.folder import compare_tensors, write_tensors
 from specctl.export.package.manifest import WEIGHTS, check_files
 from specctl.export.package.pretrained import inspect_folder, quietly
+from specctl.export.package.tensors import compare_tensors, write_tensors
 from specctl.models.fast_llama import FastLlama, LlamaModel, LlamaShape
 from specctl.runtime.target.checkpoint_folder import from_folder
 from specctl.runtime.target.save_target import write_tokenizer

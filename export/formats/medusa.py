@@ -4,6 +4,7 @@ One folder serves both, because `architectures` is left out (TGI would look for 
 `medusa_fc_bias` is true (vLLM would drop the biases). Every head carries an LM head of its own, so
 a drafter that reads through the target's head is written with a copy of it per head. A trimmed head
 is written over the whole vocabulary; see `specctl.export.layouts.whole_head`.
+Letters: D hidden width, K draft vocabulary, P path (one per head), V target vocabulary.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from specctl.export.formats import ExportSource, Format
 from specctl.export.layouts import tgi
 from specctl.export.layouts.engines import dtype_fields, dump_json, vllm_command
 from specctl.export.layouts.whole_head import whole_head, without_cut
-from specctl.export.package.folder import write_tensors
 from specctl.export.package.manifest import check_files
+from specctl.export.package.tensors import write_tensors
 from specctl.export.readers.medusa import TgiMedusa, VllmMedusa
 from specctl.export.readers.trial import Trial, compare, drafted_logits, twin
 
@@ -84,8 +85,8 @@ def compare_heads(source: ExportSource, reader: TgiMedusa | VllmMedusa) -> None:
     drafter = twin(source, drafter_of(source))
     trial = Trial.of(source, drafter.options.num_heads - 1)
     state_D = trial.states[source.manifest.model_spec.num_layers][-1]
-    theirs_HV = without_cut(reader.logits(state_D), drafter.vocab)
-    compare(reader.name, theirs_HV, drafted_logits(drafter, trial))
+    theirs_PV = without_cut(reader.logits(state_D), drafter.vocab)
+    compare(reader.name, theirs_PV, drafted_logits(drafter, trial))
 
 
 def notes(source: ExportSource) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ exact GELU, a root-mean-square norm with scale and shift and eps 1e-6. Two traps
 TGI has no `scale_input` and would leave it out without a word, so such a drafter is written without
 the prefix that TGI demands: it stops there, and vLLM loads it. TGI reads `inner_dim` 0 as zero, so
 it is always written. A trimmed head is written whole; see `specctl.export.layouts.whole_head`.
+Letters: D hidden width, N nodes, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from specctl.export.formats import ExportSource, Format
 from specctl.export.layouts import tgi
 from specctl.export.layouts.engines import dtype_fields, dump_json, vllm_command
 from specctl.export.layouts.whole_head import whole_head, without_cut
-from specctl.export.package.folder import write_tensors
 from specctl.export.package.manifest import WEIGHTS, check_files
+from specctl.export.package.tensors import write_tensors
 from specctl.export.readers.mlp_speculator import TgiMlp, VllmMlp
 from specctl.export.readers.trial import Trial, compare, drafted_logits, twin
 
@@ -74,13 +75,13 @@ def check(source: ExportSource, folder: Path) -> None:
     drafter = twin(source, _drafter(source))
     trial = Trial.of(source, drafter.options.num_heads - 1)
     ours_NV = drafted_logits(drafter, trial)
-    state_E = trial.states[source.manifest.model_spec.num_layers][-1]
+    state_D = trial.states[source.manifest.model_spec.num_layers][-1]
     tokens = (trial.ids[-1], *trial.drafted)
     readers: list[VllmMlp | TgiMlp] = [VllmMlp(folder)]
     if not drafter.options.scale_input:
         readers.append(TgiMlp(folder))
     for reader in readers:
-        theirs_NV = without_cut(reader.logits(state_E, tokens), drafter.vocab)
+        theirs_NV = without_cut(reader.logits(state_D, tokens), drafter.vocab)
         compare(reader.name, theirs_NV, ours_NV)
 
 

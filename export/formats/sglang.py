@@ -15,8 +15,8 @@ from specctl.export.formats import ExportSource, Format
 from specctl.export.layouts.engines import check_vocab, dump_json, refuse_scaled_embedding
 from specctl.export.layouts.sglang import blocks, eagle, eagle3
 from specctl.export.layouts.sglang.layout import Flat
-from specctl.export.package.folder import compare_tensors, refuse_not_finite, write_tensors
 from specctl.export.package.manifest import WEIGHTS, check_files
+from specctl.export.package.tensors import compare_tensors, refuse_not_finite, write_tensors
 
 LAYOUTS: dict[str, Flat] = {
     "coral": eagle.FLAT,

@@ -9,9 +9,10 @@ from pathlib import Path
 from specctl.core.errors import GateError
 from specctl.export.formats import ExportSource, Format
 from specctl.export.package.card import given_target
-from specctl.export.package.folder import compare_tensors, package_tensors
+from specctl.export.package.folder import package_tensors
 from specctl.export.package.load import read_package
 from specctl.export.package.manifest import WEIGHTS, check_files
+from specctl.export.package.tensors import compare_tensors
 
 
 def write(source: ExportSource, folder: Path) -> None:

@@ -4,6 +4,7 @@ A drafter that reads through the target's LM head is written with one copy of it
 (`original_lm_head`), and that copy may be trimmed: `token_map` holds the kept ids themselves, not
 offsets. Heads of their own have one row per target token in vLLM; trimmed ones are written over the
 whole vocabulary (`specctl.export.layouts.whole_head`).
+Letters: D hidden width, K draft vocabulary.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from specctl.export.formats import ExportSource, Format
 from specctl.export.formats.medusa import blocks_of, compare_heads, drafter_of, head_rows_of
 from specctl.export.layouts.engines import dtype_fields, dump_json, vllm_command
 from specctl.export.layouts.whole_head import whole_head
-from specctl.export.package.folder import write_tensors
 from specctl.export.package.manifest import WEIGHTS, check_files
+from specctl.export.package.tensors import write_tensors
 from specctl.export.readers.medusa import VllmMedusa
 
 

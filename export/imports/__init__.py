@@ -3,6 +3,7 @@
 config.json alone says the format. An importer reads what a key means, and what its absence means,
 as the format's engine does, refuses what our drafter does not compute, and at last proves that the
 drafter says what the engine's rules make of the same folder; only then is the package written.
+Letters: K draft vocabulary.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ Two engines read them and differ. A list of layers inside `eagle_config` counts 
 at the top counts hidden states (vLLM); without any both take the same three. A missing
 `norm_before_residual` is false, and SGLang knows none. The folder is proved by the rules of SGLang,
 unless only vLLM would understand it.
+Letters: D hidden width, V target vocabulary.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What importers check of any head: its configuration against what we compute, its vocabulary, its
 embedding, and its tensors against those that the family stores.
-
-Letters: K draft vocabulary, V target vocabulary, D width.
+Letters: D hidden width, K draft vocabulary, V target vocabulary.
 """
 
 from __future__ import annotations

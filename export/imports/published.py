@@ -23,8 +23,8 @@ from specctl.export.package.files import (
     read_header,
     read_json,
 )
-from specctl.export.package.folder import read_tensors
 from specctl.export.package.manifest import MANIFEST, read_manifest
+from specctl.export.package.tensors import read_tensors
 
 CONFIG = "config.json"
 CONVERT = (

@@ -4,7 +4,7 @@ Our equations are the published ones but for the mask: ours is a vector of its o
 was set in training, theirs is the embedding row of a token. An engine that reads an embedding from
 the folder is given the target's with that one row replaced; one that always takes the target's
 cannot hold such a drafter.
-Letters: K draft vocabulary, V target vocabulary, D width.
+Letters: D hidden width, K draft vocabulary, N nodes, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from specctl.export.formats import ExportSource
 from specctl.export.layouts.engines import gate, head_factor
 from specctl.export.layouts.speculators.eagle3 import embedding_rows, scaled_rows, written_tensors
 from specctl.export.layouts.speculators.p_eagle import mask_token
-from specctl.export.package.folder import MAP_NAMES
+from specctl.export.package.tensors import MAP_NAMES
 from specctl.export.readers.trial import TOLERANCE, Trial, spoken, twin
 
 PUBLISHED = {  # our prefix -> theirs; the mask has no place of its own

@@ -4,8 +4,8 @@ Heads on a target's state have no spare channel in which a cut row could be push
 (`specctl.export.layouts.widen` needs one). But the mean of the kept rows has, for every state, the
 mean of the kept logits, and a mean never exceeds the largest: with that row at every cut id no cut
 token is ever a head's first choice. Engines draft the first choices of such heads and nothing else,
-so they draft what the trimmed drafter drafts. Letters: K kept ids, V target vocabulary, D width, N
-rows.
+so they draft what the trimmed drafter drafts.
+Letters: D hidden width, K draft vocabulary, R flat rows, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def whole_head(head_KD: Tensor, vocab: VocabMap | None) -> Tensor:
     return head_VD
 
 
-def without_cut(logits_NV: Tensor, vocab: VocabMap | None) -> Tensor:
+def without_cut(logits_RV: Tensor, vocab: VocabMap | None) -> Tensor:
     """The logits with -inf at the cut ids, once it is seen that none of them is a first choice."""
     if vocab is None:
-        return logits_NV
+        return logits_RV
     cut_V = ~vocab.t2d().cpu()
-    best_N = logits_NV.argmax(-1)
-    if bool(cut_V[best_N].any()):
+    best_R = logits_RV.argmax(-1)
+    if bool(cut_V[best_R].any()):
         raise gate("a cut token is a first choice", "kept tokens only")
-    return logits_NV.masked_fill(cut_V, -torch.inf)
+    return logits_RV.masked_fill(cut_V, -torch.inf)

@@ -16,6 +16,7 @@ for every input. A cut row is zero but for -M on that channel. Kept logits are a
 -B = -sqrt(D) max_i |row_i * w|, so M >= (B + margin) sqrt(R^2 + D eps) / (c sqrt(D')) puts every
 cut logit at least `margin` below every kept one, where R bounds |x| over all inputs: the norm in
 front of a layer bounds what the layer can add (`residual_bound`). A factor of two covers rounding.
+Letters: D hidden width, E head width, K draft vocabulary, V target vocabulary.
 """
 
 from __future__ import annotations

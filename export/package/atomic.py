@@ -25,10 +25,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from specctl.core.errors import FileError, ResourceError
+from specctl.core.files import Disk
 
 _AT_FDCWD = -100
 IDLE = 24 * 3600  # seconds without a change after which a temporary folder has no writer
 _NO_REPLACE, _EXCHANGE = 1, 2
+_DISK = Disk()
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SHORT_WRITE = re.compile(r"\d+ requested and \d+ written")  # numpy's word for it, without errno
 
@@ -55,10 +57,10 @@ def new_folder(out: Path, ours: Ours) -> Iterator[Path]:
         yield temp
         for path in temp.iterdir():
             _share(path)
-            _fsync(path)
-        _fsync(temp)
+            _DISK.fsync_path(path)
+        _DISK.fsync_path(temp)
         _put(temp, aside, out, ours)
-        _fsync(out.parent)
+        _DISK.fsync_path(out.parent)
     except OSError as error:
         raise _explained(error, out) from error
     finally:
@@ -72,13 +74,6 @@ def new_folder(out: Path, ours: Ours) -> Iterator[Path]:
             do="move it yourself; nothing of it was deleted",
             where=str(aside),
         )
-
-
-def write_file(path: Path, body: bytes) -> None:
-    with path.open("xb") as stream:
-        stream.write(body)
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def _refuse_foreign(out: Path, ours: Ours) -> None:
@@ -133,14 +128,6 @@ def _share(path: Path) -> None:
     path.chmod(path.parent.stat().st_mode & 0o666)
 
 
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _put(temp: Path, aside: Path, out: Path, ours: Ours) -> None:
     """Put `temp` in the place of `out`, unless something foreign has come there meanwhile."""
     if not os.path.lexists(out):
@@ -151,7 +138,7 @@ def _put(temp: Path, aside: Path, out: Path, ours: Ours) -> None:
     is_foreign = _foreign(aside, ours) is not None
     if is_foreign:
         _trade(aside, out)
-    _fsync(out.parent)
+    _DISK.fsync_path(out.parent)
     _clear(aside, out, ours)
     if is_foreign:
         _refuse_foreign(out, ours)

@@ -163,9 +163,7 @@ def _load(manifest: Manifest) -> str:
         f"    specctl verify THIS_FOLDER --target {target}{inflate}\n"
         f"    specctl bench --target {target}{inflate} --draft THIS_FOLDER\n\n"
         "```python\nimport specctl\n\n"
-        f'target = specctl.load_target("{target}")\n'
-        'drafter = specctl.load_drafter("THIS_FOLDER", target)\n'
-        'specctl.generate(target, ["def main("], drafter=drafter)\n```'
+        f'specctl.generate("{target}", "def main(", drafter="THIS_FOLDER")\n```'
     )
 
 

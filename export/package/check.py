@@ -17,9 +17,10 @@ from torch import Tensor
 from specctl.core.drafter import Drafter
 from specctl.core.errors import GateError, SpecctlError
 from specctl.drafters import families
-from specctl.export.package.folder import compare_tensors, package_tensors
+from specctl.export.package.folder import package_tensors
 from specctl.export.package.load import load_package
 from specctl.export.package.manifest import Manifest, check_files
+from specctl.export.package.tensors import compare_tensors
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.measure.stats import add_counts, shares

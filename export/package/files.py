@@ -5,7 +5,6 @@ Everything here is checked before any library is allowed to parse a file, and wi
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -126,11 +125,6 @@ def _refused(path: Path, kind: str, expected: str) -> IntegrityError:
         expected=expected,
         do="remove it, or copy the package again with real files",
     )
-
-
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ A plain word is a family, a recipe or an alias first; `./word` is always a folde
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -94,17 +94,27 @@ def load_found(
     if recipe is not None:
         family = families()[recipe.drafter.family]
         options: Any = read_options(family.options, recipe.drafter.options)
-        return family.build(options, target.spec, None).to(target.device, target.dtype)
+        drafter = family.build(options, target.spec, None).to(target.device, target.dtype)
+        return _served(drafter, recipe.serve.model_dump(mode="json"))
     if found.folder is None:
         family = families()[found.name]
         return family.build(family.options(), target.spec, None).to(target.device, target.dtype)
     with reading(found.folder):
         foreign = None if translate is None else _foreign(found.folder, target, translate, allow)
         if foreign is not None:
-            return foreign
-        if found.kind is Kind.PACKAGE:
-            return load_package(found.folder, target, allow)
-        return load_pretrained(found.folder, target, allow)
+            drafter = foreign
+        elif found.kind is Kind.PACKAGE:
+            drafter = load_package(found.folder, target, allow)
+        else:
+            drafter = load_pretrained(found.folder, target, allow)
+        is_package = (found.folder / MANIFEST).is_file()
+        return _served(drafter, read_manifest(found.folder).serve if is_package else {})
+
+
+def _served(drafter: Drafter, serve: Mapping[str, Any]) -> Drafter:
+    """The drafter, knowing how its package or recipe says it is served."""
+    drafter.serve = {name: value for name, value in serve.items() if value is not None}
+    return drafter
 
 
 def _foreign(folder: Path, target: Target, translate: str, allow: Sequence[str]) -> Drafter | None:

@@ -9,37 +9,28 @@
 
 from __future__ import annotations
 
-import datetime
-import errno
-import importlib.metadata
-import math
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-import specctl
 from specctl.core.drafter import Drafter
 from specctl.core.errors import (
-    GateError,
     IncompatibleError,
     IntegrityError,
     SpecctlError,
-    is_out_of_memory,
 )
+from specctl.core.files import Disk, replace_file
 from specctl.drafters import families
-from specctl.export.package.atomic import FULL, new_folder, write_file
+from specctl.export.package.atomic import new_folder
 from specctl.export.package.card import render_card
 from specctl.export.package.compat import check_allow
-from specctl.export.package.files import check_name, read_header
+from specctl.export.package.files import check_name
 from specctl.export.package.manifest import (
     CARD,
     FORMAT_VERSION,
@@ -49,12 +40,17 @@ from specctl.export.package.manifest import (
     file_records,
     read_manifest,
 )
+from specctl.export.package.origin import redacted, utc_now, versions
 from specctl.export.package.proof_record import RECORDS
+from specctl.export.package.tensors import (
+    MAP_NAMES,
+    compare_tensors,
+    refuse_not_finite,
+    write_tensors,
+)
 from specctl.models.fast_llama import LlamaModel
 from specctl.recipes.targets import resolve
 from specctl.runtime.target.target import Target
-
-MAP_NAMES = ("d2t", "t2d")
 
 
 def save_package(
@@ -104,9 +100,9 @@ def own_files(folder: Path) -> tuple[str, ...] | None:
 def seal_folder(folder: Path, about: Mapping[str, Any]) -> Manifest:
     """Add the card and the manifest to a folder whose other files are complete."""
     body = {**about, "files": _as_json(file_records(folder))}
-    write_file(folder / CARD, render_card(_seal(body)).encode())
+    replace_file(Disk(), folder / CARD, render_card(_seal(body)).encode())
     manifest = _seal({**about, "files": _as_json(file_records(folder))})
-    write_file(folder / MANIFEST, manifest.render())
+    replace_file(Disk(), folder / MANIFEST, manifest.render())
     return manifest
 
 
@@ -179,19 +175,6 @@ def _repo(name: str) -> str | None:
         return None
 
 
-def utc_now() -> str:
-    """The present second, as packages write it."""
-    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-@cache
-def versions() -> dict[str, str]:
-    """Versions of what wrote a package."""
-    names = ("torch", "transformers", "safetensors", "tokenizers")
-    found = {name: importlib.metadata.version(name) for name in names}
-    return {"specctl": specctl.__version__, "python": platform.python_version(), **found}
-
-
 def widest_float(tensors: Mapping[str, Tensor]) -> str:
     """The widest floating dtype among tensors, in which nothing is lost."""
     floats = {t.dtype for t in tensors.values() if t.is_floating_point()}
@@ -210,26 +193,6 @@ def package_tensors(drafter: Drafter) -> dict[str, Tensor]:
         whole["d2t"] = drafter.vocab.d2t().cpu().contiguous()
         whole["t2d"] = drafter.vocab.t2d().cpu().contiguous()
     return whole
-
-
-def compare_tensors(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> int:
-    """The number of tensors, all of them bit for bit equal; else a GateError naming the first."""
-    for name in sorted(before.keys() | after.keys()):
-        old, new = before.get(name), after.get(name)
-        is_same = old is not None and new is not None and old.dtype == new.dtype
-        if not is_same or not torch.equal(old, new):  # type: ignore[arg-type]
-            raise GateError(
-                "a tensor changed between memory and disk",
-                found=f"{name}: {_shown(new)}",
-                expected=_shown(old),
-                do="run it again; report it if it happens twice",
-                where=name,
-            )
-    return len(before)
-
-
-def _shown(tensor: Tensor | None) -> str:
-    return "missing" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
 
 
 def refuse_unbuildable(drafter: Drafter) -> None:
@@ -255,80 +218,6 @@ def _layout(drafter: Drafter) -> tuple[Any, ...]:
         return (sizes,)
     rotary = drafter.module.rotary
     return sizes, drafter.module.shape, rotary.scale, rotary.inv_freq.tolist()
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a foreign safetensors file: the header first, then finite numbers only."""
-    for name, entry in read_header(path).items():
-        if math.prod(max(size, 1) for size in entry.shape) >= 1 << 48:  # an empty one may be vast
-            raise IntegrityError(
-                "a tensor has an absurd shape",
-                found=f"{ascii(name)[1:-1][:100]} {entry.shape}",
-                expected="sizes that a drafter could have",
-                do="get the package again",
-                where=path.name,
-            )
-    try:
-        tensors: dict[str, Tensor] = load_file(path)
-    except (SafetensorError, ValueError, OverflowError, RuntimeError) as error:
-        if is_out_of_memory(error):
-            raise
-        raise IntegrityError(
-            "the weights cannot be read",
-            found=str(error)[:200],
-            expected="a safetensors file",
-            do="get the package again",
-            where=path.name,
-        ) from error
-    refuse_not_finite(tensors)
-    return tensors
-
-
-def refuse_not_finite(tensors: Mapping[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and tensor.itemsize < 2:
-            raise IntegrityError(
-                "the weights are quantised, which no drafter is",
-                found=f"{str(tensor.dtype).removeprefix('torch.')} in {ascii(name)[1:-1][:100]}",
-                expected="float16, bfloat16, float32 or float64",
-                do="get the weights as they were before they were quantised",
-                where=name,
-            )
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise IntegrityError(
-                "the drafter's weights are not finite",
-                found=f"NaN or Inf in {name}",
-                expected="finite numbers",
-                do="package an earlier checkpoint of the run",
-                where=name,
-            )
-
-
-def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    try:
-        save_file(dict(tensors), path, metadata={"format": "pt"})
-    except SafetensorError as error:  # the library reports a full disk in its own words
-        full = any(f"os error {code}" in str(error) for code in FULL)
-        raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from error
-
-
-def redacted(command: Sequence[str]) -> list[str]:
-    """A command line without the values of secret-looking options and hub tokens."""
-    shown: list[str] = []
-    hide = False
-    for word in map(str, command):
-        name, equals, _ = word.partition("=")
-        secret = name.startswith("-") and any(
-            s in name for s in ("token", "key", "secret", "passw")
-        )
-        secret = secret and not name.endswith(("tokens", "-file"))
-        if hide or word.startswith(("hf_", "sk-")):
-            word = "***"
-        elif secret and equals:
-            word = f"{name}=***"
-        hide = secret and not equals
-        shown.append(word)
-    return shown
 
 
 def load_drafter(

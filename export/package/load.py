@@ -1,4 +1,7 @@
-"""Read a package: hashes first, then the pair, then the tensors, then the drafter itself."""
+"""Read a package: hashes first, then the pair, then the tensors, then the drafter itself.
+
+Letters: K draft vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,6 @@ from specctl.drafters import families
 from specctl.drafters.nets.options import read_options
 from specctl.export.package.compat import Mismatch, check_compatible, made_for, raise_first
 from specctl.export.package.files import open_folder
-from specctl.export.package.folder import MAP_NAMES, read_tensors
 from specctl.export.package.manifest import (
     CARD,
     MANIFEST,
@@ -36,6 +38,7 @@ from specctl.export.package.manifest import (
     check_files,
     refuse_export,
 )
+from specctl.export.package.tensors import MAP_NAMES, read_tensors
 from specctl.runtime.target.target import Target
 
 # Options that count modules, and how many may share a tensor.

@@ -26,6 +26,7 @@ from pydantic import (
 )
 
 from specctl.core.errors import FileError, IncompatibleError, IntegrityError
+from specctl.core.files import sha256_file
 from specctl.core.installed import pip_upgrade
 from specctl.core.spec import ModelSpec, check_spec
 from specctl.export.package.files import (
@@ -35,7 +36,6 @@ from specctl.export.package.files import (
     parse_json,
     read_bounded,
     reading,
-    sha256_of,
 )
 from specctl.recipes.serve import check_serve
 
@@ -295,7 +295,7 @@ def refuse_export(manifest: Manifest, where: Path | str, readable: Sequence[str]
 def file_records(folder: Path) -> dict[str, FileRecord]:
     """Size and sha256 of every file of a folder, the manifest itself left out."""
     return {
-        name: FileRecord(sha256=sha256_of(path), bytes=path.stat().st_size)
+        name: FileRecord(sha256=sha256_file(path), bytes=path.stat().st_size)
         for name, path in list_files(folder).items()
         if name != MANIFEST
     }
@@ -321,7 +321,7 @@ def _check(path: Path) -> Manifest:
         size = present[name].stat().st_size
         if size != record.bytes:
             raise _fault("a file has another size", f"{name}: {size:,}", f"{record.bytes:,} bytes")
-        digest = sha256_of(present[name])
+        digest = sha256_file(present[name])
         if digest != record.sha256:
             raise _fault(
                 "a file was changed after it was written",

@@ -12,12 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl.core.drafter import Drafter
-from specctl.core.errors import (
-    IncompatibleError,
-    IntegrityError,
-    SpecctlError,
-    is_out_of_memory,
-)
+from specctl.core.errors import IncompatibleError, IntegrityError, SpecctlError, is_out_of_memory
 from specctl.core.language_model import LanguageModel
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
 from specctl.export.package.compat import Mismatch, check_allow, check_compatible, raise_first

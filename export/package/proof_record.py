@@ -11,15 +11,16 @@ the digest it is about; about another package it says nothing.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from specctl.core.errors import FileError, IntegrityError
+from specctl.core.files import Disk, replace_file
 from specctl.export.package.card import scrub
 from specctl.export.package.files import parse_json, read_bounded
 from specctl.export.package.manifest import read_manifest
+from specctl.export.package.origin import redacted, utc_now, versions
 
 FOLDER, REPORT, PROSE = ".verification", "report.json", "report.md"
 RECORDS = (f"{FOLDER}/{REPORT}", f"{FOLDER}/{PROSE}")
@@ -32,8 +33,6 @@ def write_record(
     command: Sequence[str],
 ) -> Path:
     """Write both files and return the folder; a record of before is replaced."""
-    from specctl.export.package.folder import redacted, utc_now, versions
-
     manifest = read_manifest(package)
     about = {
         "package_digest": manifest.digest,
@@ -44,7 +43,7 @@ def write_record(
     folder = package / FOLDER
     folder.mkdir(exist_ok=True)
     report = json.dumps({**about, **body}, indent=1, sort_keys=True, ensure_ascii=True)
-    _replace(folder / REPORT, report + "\n")
+    replace_file(Disk(), folder / REPORT, (report + "\n").encode())
     title = f"# Verification of {manifest.family} for {manifest.target.name}"
     facts = [f"- package {manifest.digest}", f"- {about['created']}: {' '.join(about['command'])}"]
     table = [
@@ -52,7 +51,8 @@ def write_record(
         "|---|---|",
         *(f"| {name} | {' '.join(found.split())} |" for name, found in rows),
     ]
-    _replace(folder / PROSE, scrub("\n".join([title, "", *facts, "", *table])) + "\n")
+    prose = scrub("\n".join([title, "", *facts, "", *table])) + "\n"
+    replace_file(Disk(), folder / PROSE, prose.encode())
     return folder
 
 
@@ -67,11 +67,3 @@ def read_record(package: Path) -> dict[str, Any] | None:
         return None
     is_ours = body.get("package_digest") == read_manifest(package).digest
     return dict(body) if is_ours else None
-
-
-def _replace(path: Path, text: str) -> None:
-    for left in path.parent.glob(f".{path.name}.*"):  # of a writer that was killed
-        left.unlink(missing_ok=True)
-    temp = path.with_name(f".{path.name}.{os.getpid()}")
-    temp.write_text(text, encoding="utf-8")
-    os.replace(temp, path)

@@ -1,7 +1,6 @@
 """A block behind injected features, as engines compute it: what vLLM and SGLang share once each has
 read its config and found its tensors.
-
-Letters: S context rows, T rows of a block, D width, N drafted, r rank, V target vocabulary.
+Letters: D hidden width, I input width, N nodes, S sequence (the context), T fed tokens.
 """
 
 from __future__ import annotations

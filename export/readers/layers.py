@@ -2,7 +2,8 @@
 forward is used, so that a mistake there cannot hide one here.
 
 Whole rows are computed anew at every step; under a causal mask that is what a cache gives.
-Letters: T rows, D width, I input width of an attention, H heads, K key/value heads, E head width.
+Letters: D hidden width, E head width, H query heads, I input width, L positions, S sequence (the
+context), T fed tokens.
 """
 
 from __future__ import annotations

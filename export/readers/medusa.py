@@ -8,7 +8,7 @@ heads have one row per target token.
 `TgiMedusa`: text-generation-inference 2 and 3 (layers/speculative.py, layers/medusa.py). A folder
 that names `architectures` gets no Medusa at all; numbered names from medusa_lm_head.safetensors,
 `medusa_num_layers` blocks with biases, then an LM head; what else is in the file is not looked at.
-Letters: H heads, D width, V vocabulary.
+Letters: D hidden width, P path (one per head), V target vocabulary.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class VllmMedusa:
             raise gate("token_map and truncated_vocab_size do not go together", "both or none")
 
     def logits(self, state_D: Tensor) -> Tensor:
-        """[H, V] float64; the first choice of each head is what is drafted."""
+        """[P, V] float64; the first choice of each head is what is drafted."""
         rows = []
         for i in range(self.num_heads):
             ready_D = _blocks(self.params, self._block_names(range(i, i + 1)), state_D)
@@ -138,7 +138,7 @@ class TgiMedusa:
         return tensor.double()
 
     def logits(self, state_D: Tensor) -> Tensor:
-        """[H, V] float64."""
+        """[P, V] float64."""
         rows = []
         for i in range(self.num_heads):
             ready_D = state_D

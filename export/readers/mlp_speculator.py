@@ -6,7 +6,7 @@ dropped, tied weights stand at index 0 but for the projections 0 and 1, `inner_d
 `emb_dim`, `scale_input` norms the state without weights and divides it by sqrt(2).
 `TgiMlp`: text-generation-inference 2 and 3 (layers/mlp.py): the prefix is demanded, `inner_dim`
 is taken as it stands, there is no `scale_input`, and both terms are scaled where vLLM scales one.
-Letters: N drafted tokens, D inner width, E width of the target, V vocabulary.
+Letters: D hidden width, N nodes, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class VllmMlp:
             shapes[f"proj.{i}.weight"] = (inner, inner if i else width)
         return shapes
 
-    def logits(self, state_E: Tensor, tokens: Sequence[int]) -> Tensor:
+    def logits(self, state_D: Tensor, tokens: Sequence[int]) -> Tensor:
         """[N, V]: after each of the tokens, the first of which the target has emitted."""
         keeps = 0.5 ** (0.5 / self.num_heads)
         alpha = math.sqrt((1 - keeps**2) * self.inner / 2) / keeps
-        state = _unit(state_E) / math.sqrt(2) if self.is_scaled else state_E
+        state = _unit(state_D) / math.sqrt(2) if self.is_scaled else state_D
         rows = []
         for i, token in enumerate(tokens):
             at, which = (0, min(i, 1)) if self.is_tied else (i, i)
@@ -102,11 +102,11 @@ class TgiMlp:
             raise gate(f"no tensor speculator.{name}", "a tensor that the engine demands")
         return self.tensors[f"speculator.{name}"].double()
 
-    def logits(self, state_E: Tensor, tokens: Sequence[int]) -> Tensor:
+    def logits(self, state_D: Tensor, tokens: Sequence[int]) -> Tensor:
         """[N, V]; the engine takes their softmax, and of it the first choice."""
         keeps = 0.5 ** (0.5 / self.num_heads)
         gains = math.sqrt(1 - keeps**2) * math.sqrt(self.inner / 2)
-        state, rows = state_E, []
+        state, rows = state_D, []
         for i, token in enumerate(tokens):
             at, which = (0, min(i, 1)) if self.is_tied else (i, i)
             state = keeps * (self._tensor(f"proj.{which}.weight") @ state)

@@ -3,7 +3,7 @@ speculative/dspark_components/dspark_config.py, models/dflash.py, models/dspark.
 transformers' Qwen3 class; most settings inside `dflash_config` or, failing that, at the top, those
 of DSpark's heads at the top only; unknown tensor names are dropped without a word. Embedding (of
 the mask, too) and LM head are the target's, all of its ids can be drafted.
-Letters: I features, T rows of a block, D width, N drafted, V target vocabulary.
+Letters: D hidden width, N nodes, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations

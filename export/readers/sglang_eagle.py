@@ -7,7 +7,8 @@ list plus one, joins them by `fc` only where they are not already as wide as the
 un-normed state as residual, and gives every head row the target id `row + d2t[row]`.
 EAGLE-1 has a bias on `fc`, no norm before its first layer, no LM head; a token map given on the
 command line cuts the target's head.
-Letters: T rows, D width, I features, N drafted, K draft vocabulary, V target vocabulary.
+Letters: D hidden width, I input width, K draft vocabulary, N nodes, T fed tokens, V target
+vocabulary.
 """
 
 from __future__ import annotations

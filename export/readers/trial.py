@@ -1,8 +1,7 @@
 """A trial: a random text with random states of a target, what our drafter drafts behind it, and
 whether an engine's reader says the same. Everything in float64 on the CPU.
-
-Letters: T known tokens, S states (T - 1: the newest token has none), D width, N drafted, K draft
-vocabulary, V target vocabulary.
+Letters: D hidden width, K draft vocabulary, N nodes, S sequence (T - 1: the newest token has none),
+T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ the forward pass; an unknown tensor stops the loader, a missing one does not), `
 and `spec_decode/dspark` (which rows stand in a block, which of them speak).
 An embedding in the folder is kept where it differs from the target's; without an LM head the
 target's is shared; d2t that is missing counts as zeros.
-Letters: S context rows, I features, T rows of a block, D width, N drafted, K draft vocabulary, V
-target vocabulary.
+Letters: D hidden width, I input width, K draft vocabulary, N nodes, S sequence (the context), T fed
+tokens, V target vocabulary.
 """
 
 from __future__ import annotations

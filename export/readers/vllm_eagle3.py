@@ -6,7 +6,8 @@ and shapes, the forward pass, `d2t` as offsets), models/llama.py (hidden states 
 the order of the layers) and v1/spec_decode/llm_base_proposer.py (what is fed back; the masked rows
 of parallel drafting). vLLM refuses names that it does not know; a parameter that it does not find
 it leaves as it was made, without a word: both are faults here.
-Letters: T rows, D width, N drafted, I features as `fc` reads them, K draft and V target vocabulary.
+Letters: D hidden width, I input width, K draft vocabulary, N nodes, T fed tokens, V target
+vocabulary.
 """
 
 from __future__ import annotations

@@ -18,13 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specctl.core.drafter import (
-    Drafter,
-    Outcome,
-    RoundView,
-    Space,
-    StepState,
-)
+from specctl.core.drafter import Drafter, Outcome, RoundView, Space, StepState
 from specctl.core.errors import IncompatibleError, unknown
 from specctl.core.language_model import LanguageModel
 from specctl.core.spec import ModelSpec

@@ -14,12 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specctl.core.drafter import (
-    Drafter,
-    Needs,
-    RoundView,
-    Space,
-)
+from specctl.core.drafter import Drafter, Needs, RoundView, Space
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.small_lm import SmallLm

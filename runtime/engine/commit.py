@@ -7,7 +7,7 @@ followed further: the row ends with "grammar", which is a failure. Log-probabili
 the target's logits after bias, penalties and grammar and before temperature and truncation, so that
 they say what the model thought, not how it was sampled; the token at place j of a round was drawn
 after fed token path[j].
-Letters: B rows, N nodes, T fed tokens, P path length, E emitted tokens, D width, C top-k, V
+Letters: B rows, C candidates, D hidden width, N nodes, P path, R flat rows, T fed tokens, V target
 vocabulary.
 """
 
@@ -104,10 +104,10 @@ def _ends_with_stop(row: Row, kept: Sequence[int], stops: Sequence[str], target:
 def _logprobs(
     logits_TV: Tensor, path_P: Tensor, num_best: int, new: Sequence[int]
 ) -> tuple[TokenLogprob, ...]:
-    logp_EV = logits_TV[path_P[: len(new)]].float().log_softmax(-1).clamp_(min=LEAST)
-    drawn_E1 = logp_EV.gather(1, torch.tensor(new, device=logp_EV.device)[:, None])
-    best = logp_EV.topk(min(num_best, logits_TV.shape[-1]), dim=-1)
-    drawn, ids, values = drawn_E1[:, 0].tolist(), best.indices.tolist(), best.values.tolist()
+    logp_RV = logits_TV[path_P[: len(new)]].float().log_softmax(-1).clamp_(min=LEAST)
+    drawn_R1 = logp_RV.gather(1, torch.tensor(new, device=logp_RV.device)[:, None])
+    best = logp_RV.topk(min(num_best, logits_TV.shape[-1]), dim=-1)
+    drawn, ids, values = drawn_R1[:, 0].tolist(), best.indices.tolist(), best.values.tolist()
     return tuple(
         TokenLogprob(token, logprob, tuple(zip(top, tops, strict=True)))
         for token, logprob, top, tops in zip(new, drawn, ids, values, strict=True)

@@ -4,8 +4,9 @@ The lower layers read the whole tree; read through the final norm and the LM hea
 parent already ranks its children. A child that is not among the `top` best falls with everything
 below it, and the upper layers read the survivors alone. What is dropped follows from the text and
 from candidates that are a function of the text, so for POINT nodes nothing changes but what is
-proposed. Letters: B rows, T fed tokens, M survivors (padded), L cache positions, D width,
-V vocabulary.
+proposed.
+Letters: B rows, D hidden width, M new nodes (survivors), N nodes, T fed tokens, V target
+vocabulary, X any axes.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ Batched from the first line: every row has its own length and its own acceptance
 leave between rounds, batch 1 is the case B = 1. Nothing between the draft and the commit reads a
 tensor back to the host; the commit reads one small tensor. Plain decoding is the same round with
 an empty tree.
-
-Letters: B active rows, N drafted nodes, T = N + 1 fed tokens, P path length, V vocabulary.
+Letters: B rows, N nodes, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations

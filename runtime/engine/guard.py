@@ -5,7 +5,7 @@ the row it failed for is decoded plainly from then on, with its text as the targ
 has it. A failure that cannot be pinned on one row takes the drafts of all rows that were drafted
 for; rows that join later are tried anew, until failures come one upon another and drafting ends for
 good. The drafter no longer sees a row that it failed for, so what it garbled there harms nobody.
-Letters: B rows, M nodes, K draft vocabulary.
+Letters: B rows, K draft vocabulary, N nodes, T fed tokens.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ a round for all rows, within the memory that a server counts for a row's taps. W
 again its drafter reads everything at once, as rounds that had drafted the text itself, all of it
 accepted: what it then drafts is what it would have drafted had it followed every round. A row that
 ends before it drafts again has cost nothing.
-Letters: B rows, P path length, D width.
+Letters: B rows, D hidden width, N nodes, P path.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 The last prompt token is the root of the row's first round, so that round may draft already and
 the invariant kept_len == len(tokens) - 1 holds from the start. Where nothing can be drafted the
 roots are read with the prompts, and the first round needs no forward of its own. Rows may stand at
-different positions: what a slot still holds of a conversation is not read again. Letters: B rows,
-T tokens of a chunk, D width, V vocabulary.
+different positions: what a slot still holds of a conversation is not read again.
+Letters: B rows, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations

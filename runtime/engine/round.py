@@ -6,7 +6,7 @@ would bias what is emitted (non-anticipation).
 Under most rules what a sampled row emits depends on its drafts. Its draft must then be the one that
 it would have alone, however much room the rows beside it have: trees are grown as deep as the
 policy goes and cut to the row's own room (a chain's beginning is the shorter chain).
-Letters: B rows.
+Letters: B rows, C candidates, N nodes, P path, T fed tokens.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ active rows shall go on meanwhile) one chunk per round, and the row joins. A fre
 has cached of a conversation until it is taken: the next request of that conversation goes to the
 slot that holds its longest beginning, and only the rest is read. Never between conversations: a
 name that matches exactly is the only key, and None matches nothing.
+Letters: V target vocabulary.
 """
 
 from __future__ import annotations

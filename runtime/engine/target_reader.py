@@ -1,5 +1,7 @@
-"""TargetReader: the target with the KV cache of the active rows. Letters: B rows, N drafted nodes,
-T = N + 1 fed tokens, P path length."""
+"""TargetReader: the target with the KV cache of the active rows.
+
+Letters: B rows, P path, T fed tokens.
+"""
 
 from __future__ import annotations
 

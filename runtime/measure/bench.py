@@ -3,6 +3,7 @@
 Every contender runs the same prompts under the same sampling, in turn, `repeats` times; tables
 give medians of tokens/s and ratios to specctl's own plain decoding on the same target. Each row
 states tau and the repetition rate of the outputs (loops flatter n-gram drafters).
+Letters: B rows, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from specctl.core.drafter import Drafter
+from specctl.core.table import Table, Tabled
 from specctl.runtime.generate import generate
 from specctl.runtime.measure.cost import equip
 from specctl.runtime.measure.cost_table import CostTable
@@ -24,6 +26,7 @@ from specctl.runtime.measure.stats import repetition_rate
 from specctl.runtime.policies.base import Policy
 from specctl.runtime.sampling.generation_config import described
 from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.inflate import inflated_note
 from specctl.runtime.target.target import Target
 
 Prompts = Sequence[Sequence[int]]
@@ -75,8 +78,8 @@ class BenchRow:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class BenchReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class BenchReport(Tabled):
     """Rows by setting and contender; the first contender is the baseline of every ratio."""
 
     rows: tuple[BenchRow, ...]
@@ -88,6 +91,33 @@ class BenchReport:
     num_prompts: int
     new_tokens: int
     repeats: int
+
+    def table(self) -> Table:
+        """A row for every contender and setting."""
+        columns = (
+            "drafter", "sampling", "tau", "tokens/s", "speed-up", "identical", "repetition",
+            "drafting",
+        )  # fmt: skip
+        rows = [
+            (
+                row.name,
+                row.setting,
+                row.tau,
+                f"{row.tokens_per_second:.1f}",
+                row.speedup,
+                row.identical,
+                row.repetition_rate,
+                None if row.draft_share is None else f"{row.draft_share:.0%}",
+            )
+            for row in self.rows
+        ]
+        notes = [
+            f"{self.target} {self.dtype} on {self.device}, {self.threads} threads, "
+            f"{self.num_prompts} prompts x {self.new_tokens} tokens, medians of {self.repeats}"
+        ]
+        if self.inflated is not None:
+            notes.append(inflated_note(self.target, self.inflated))
+        return Table(columns, rows, notes)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -138,37 +168,6 @@ def engine_contender(
             stats.draft_share,
             stats.accepted_per_position,
         )
-
-    return Contender(name, run)
-
-
-def bare_contender(name: str, target: Target) -> Contender:
-    """The shortest possible greedy loop over the same forward: no rows, no rules, no statistics.
-    The engine's plain decoding is judged against it."""
-
-    @torch.inference_mode()
-    def continue_one(prompt: Sequence[int], count: int) -> list[int]:
-        slot_B = torch.zeros(1, dtype=torch.long, device=target.device)
-        kv = target.new_kv(1, len(prompt) + count + 1)
-        ids_BT, kept, new = torch.tensor([list(prompt)], device=target.device), 0, []
-        while True:
-            T = ids_BT.shape[1]
-            start_B = torch.full_like(slot_B, kept)
-            kv.begin((0,), slot_B, start_B, T, kept + T, kept)
-            position_BT = start_B[:, None] + torch.arange(T, device=target.device)
-            masks = target.lm.chain_masks(start_B, T, kept + T)
-            out = target.lm.forward(ids_BT, position_BT, masks, kv)
-            assert out.logits_BTV is not None
-            new.append(int(out.logits_BTV[0, -1].argmax()))
-            kept += T
-            if len(new) == count:
-                return new
-            ids_BT = torch.tensor([new[-1:]], device=target.device)
-
-    def run(prompts: Prompts, sampling: Sampling) -> Timed:
-        started = time.perf_counter()
-        outputs = tuple(tuple(continue_one(p, sampling.max_new_tokens)) for p in prompts)
-        return Timed(sum(map(len, outputs)), time.perf_counter() - started, outputs)
 
     return Contender(name, run)
 

@@ -1,25 +1,19 @@
-"""What a round costs on this device: medians measured in the real engine, host time included."""
+"""What a round costs on this device: medians measured in the real engine, host time included.
+
+Letters: B rows, N nodes, R flat rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import inf
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from specctl.core.drafter import (
-    Budget,
-    Drafter,
-    DraftState,
-    Needs,
-    Outcome,
-    RoundView,
-    Space,
-)
+from specctl.core.drafter import Budget, Drafter, DraftState, Needs, Outcome, RoundView, Space
 from specctl.core.tree import DraftTree, NodeKind, chain_tree
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
@@ -116,16 +110,6 @@ def _filled(table: CostTable, other: CostTable | None) -> CostTable:
     draft = {k: other.draft[k] if v == inf else v for k, v in table.draft.items()}
     verify = {k: other.verify[k] if v == inf else v for k, v in table.verify.items()}
     return replace(table, draft=draft, verify=verify)
-
-
-def adaptive(
-    target: Target, drafter: Drafter, policy: Policy, *, batch: int = 1, context: int = 32
-) -> Callable[[], LengthChooser]:
-    """Measure the pair on this device once; every call then makes a fresh chooser, which picks the
-    draft length of each round and switches speculation off where it does not pay."""
-    prompts = _counting(target, batch, context)
-    costs = measure_costs(target, drafter, policy, prompts, batch=batch, rounds=16)
-    return partial(LengthChooser, costs)
 
 
 @dataclass(frozen=True, slots=True)

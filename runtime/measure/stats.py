@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from specctl.core.table import Table, Tabled
+
 
 @dataclass(slots=True)
 class RowStats:
@@ -43,8 +45,8 @@ class RowStats:
             self.accepted_at[position] += 1
 
 
-@dataclass(frozen=True, slots=True)
-class Stats:
+@dataclass(frozen=True, slots=True, repr=False)
+class Stats(Tabled):
     """Counters and times of a whole run; the derived figures are properties."""
 
     rounds: int
@@ -84,6 +86,27 @@ class Stats:
         """Share of decoding time spent drafting."""
         spent = self.draft_seconds + self.verify_seconds
         return self.draft_seconds / spent if spent else 0.0
+
+    def lines(self) -> tuple[str, str]:
+        """What speculation did, and how fast it was."""
+        per_position = " ".join(f"{share:.2f}" for share in self.accepted_per_position) or "-"
+        return (
+            f"tau {self.tau:.2f} | rounds {self.rounds:,} | drafted {self.drafted:,} | "
+            f"accepted {self.accepted:,} | accepted per position {per_position}",
+            f"{self.tokens:,} tokens in {self.seconds:.2f} s | "
+            f"{self.tokens_per_second:.1f} tokens/s | drafting {self.draft_share:.0%} of the time "
+            f"| repetition {self.repetition_rate:.2f} | verification {self.verification}",
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def table(self) -> Table:
+        """The figures by name."""
+        figures = {k: v for k, v in self.to_json().items() if k != "controller"}
+        shares = " ".join(f"{share:.2f}" for share in self.accepted_per_position) or "-"
+        rows = [(k, shares if k == "accepted_per_position" else v) for k, v in figures.items()]
+        return Table(("figure", "value"), rows)
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, cast, runtime_checkable
 
 from torch import Tensor
 
-from specctl.core.drafter import (
-    Budget,
-    DraftState,
-    Outcome,
-    RoundSeconds,
-    RoundView,
-    StepState,
-)
+from specctl.core.drafter import Budget, DraftState, Outcome, RoundSeconds, RoundView, StepState
 from specctl.core.plugins import Plugin
 from specctl.core.tree import DraftTree, NodeKind
 from specctl.core.vocab import VocabMap

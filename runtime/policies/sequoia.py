@@ -97,7 +97,7 @@ def _joined(before: Array, child: Array) -> tuple[Array, Array]:
 @dataclass(frozen=True, slots=True)
 class Sequoia(PointTree):
     """The best tree of at most `nodes` nodes and `length` levels for those `acceptance`s of the
-    first, second, ... drawn sibling (measured by `runtime/policies/acceptance.py`)."""
+    first, second, ... drawn sibling (measured by `benchmarks/trees.py --calibrate`)."""
 
     length: int = 6
     nodes: int = 16

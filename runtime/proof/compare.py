@@ -39,7 +39,7 @@ class FixedNoise:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class RandomRound:
     """A drafted batch, the target's scores at its fed tokens, and the noise of the round."""
 
     tree: DraftTree
@@ -55,7 +55,7 @@ def random_round(
     num_nodes: int = 6,
     vocab_size: int = 8,
     kept: int | None = None,
-) -> Round:
+) -> RandomRound:
     """`kept`: size of a trimmed draft vocabulary, None = all ids."""
     forks_once = kind is NodeKind.PATHS and not is_chain
     step = 2 if forks_once else 1  # two paths, both one token longer at a time
@@ -85,7 +85,7 @@ def random_round(
         torch.from_numpy(rng.gumbel(size=(B, V))),
         torch.from_numpy(target_BTV),
     )
-    return Round(tree, torch.from_numpy(scores_BTV), noise)
+    return RandomRound(tree, torch.from_numpy(scores_BTV), noise)
 
 
 def _alike(token_BN: np.ndarray, distributions: list[np.ndarray]) -> None:
@@ -135,7 +135,7 @@ def _depth(parent_BN: np.ndarray) -> int:
     return int(depth_BT.max())
 
 
-def scalar_round(rule: str, round_: Round) -> list[tuple[list[int], int]]:
+def scalar_round(rule: str, round_: RandomRound) -> list[tuple[list[int], int]]:
     """What the scalar rule decides: per row the path of fed indices and the next token."""
     tree, noise = round_.tree, round_.noise
     p_BTV = round_.scores_BTV.softmax(-1).numpy()
@@ -170,7 +170,7 @@ def _row(tree: DraftTree, b: int, p_TV: np.ndarray, q_TV: np.ndarray | None) -> 
     )
 
 
-def differences(rule: str, round_: Round) -> int:
+def differences(rule: str, round_: RandomRound) -> int:
     """Rows on which the fast rule and the scalar rule disagree."""
     verdict = run_rule(rule, round_.tree, round_.scores_BTV, round_.noise)
     wrong = 0

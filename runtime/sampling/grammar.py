@@ -19,15 +19,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 from specctl.core.errors import Exit, SpecctlError, nearest
 from specctl.core.installed import pip_install
+from specctl.core.spec import ModelSpec
 from specctl.runtime.sampling import grammar_worker
 from specctl.runtime.sampling.grammar_worker import make_matcher, make_tokenizer
-
-if TYPE_CHECKING:
-    from specctl.runtime.target.target import Target
 
 Kind = Literal["json_object", "json_schema", "regex", "lark"]
 KINDS: tuple[Kind, ...] = ("json_object", "json_schema", "regex", "lark")
@@ -137,7 +135,20 @@ class Grammar:
         return bool(matcher.consume_tokens([end]) and matcher.is_accepting())  # it names the token
 
 
-def compile_grammar(spec: GrammarSpec, target: Target) -> Grammar:
+class GrammarTarget(Protocol):
+    """What a grammar needs to know of the target whose answers it binds."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
+    @property
+    def spec(self) -> ModelSpec: ...
+
+
+def compile_grammar(spec: GrammarSpec, target: GrammarTarget) -> Grammar:
     """Ready for that target; GrammarError if it is wrong, too large or takes too long. Blocks for
     up to two seconds the first time (the GIL is free meanwhile), then remembers. Thread-safe."""
     if target.tokenizer is None or not target.eos_ids:

@@ -5,6 +5,7 @@ many are drafted, with no decision per token. It reads the drafter's state there
 drafters is a function of the target's own features. What is drafted in vain costs a pass of the
 drafter, what is not drafted a pass of the target; so training makes a length that is too short
 weigh `too_short` times as much (asymmetric L1; how much is our choice).
+Letters: B rows.
 """
 
 from __future__ import annotations

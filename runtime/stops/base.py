@@ -3,7 +3,7 @@
 Non-anticipation: whether a sampled token is kept may depend on everything that precedes its draw
 and on nothing else. The shape of this interface gives it: a rule is asked between two draws and
 can only say whether the next one happens; it has no way to take back the token it looks at.
-Letters: B rows, K draft vocabulary, D width of the drafter's states.
+Letters: B rows, K draft vocabulary, N nodes.
 """
 
 from __future__ import annotations

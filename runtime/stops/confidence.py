@@ -4,6 +4,7 @@
 or at that of the kept token (the constant schedule of transformers). `RocThreshold` learns the
 threshold from past rounds as transformers' dynamic speculation does: of all thresholds it takes the
 one with the least (false positives) + 3 (false negatives), both as rates.
+Letters: B rows, K draft vocabulary.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 A place's estimate is made before its token is drawn, and is trained on the acceptance sum_v
 min(p, q). The product of the estimates so far is the chance that the draft is still alive.
+Letters: B rows.
 """
 
 from __future__ import annotations

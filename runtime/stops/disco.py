@@ -2,6 +2,7 @@
 
 It reads the drafter's largest probabilities, the probability of the kept token, the entropy and the
 position in the draft, and gives the chance that this token is accepted.
+Letters: B rows, C candidates, K draft vocabulary.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ class Disco(LearnedStop):
 
     def features(self, step: DraftStep) -> Tensor:
         distribution_BK = step.distribution_BK()
-        top_BT = distribution_BK.topk(min(TOP, distribution_BK.shape[1]), dim=-1).values
-        top_BT = F.pad(top_BT, (0, TOP - top_BT.shape[1]))
-        at_B = torch.full_like(top_BT[:, 0], step.index / LONGEST)
+        top_BC = distribution_BK.topk(min(TOP, distribution_BK.shape[1]), dim=-1).values
+        top_BC = F.pad(top_BC, (0, TOP - top_BC.shape[1]))
+        at_B = torch.full_like(top_BC[:, 0], step.index / LONGEST)
         rest = [step.chance_B(distribution_BK), entropy_B(distribution_BK), at_B]
-        return torch.cat([top_BT, torch.stack(rest, dim=1)], dim=1)
+        return torch.cat([top_BC, torch.stack(rest, dim=1)], dim=1)
 
     def stops(self, step: DraftStep) -> Tensor:
         return torch.sigmoid(self.output_B(step)) < self.threshold

@@ -3,6 +3,7 @@
 Stop behind a token whose own probability is below th. After each round the share of accepted tokens
 enters a moving average m; th moves a small step up where m is below the wanted share, else down,
 and is smoothed. A round that drafted to its ceiling says nothing about th, which then stays.
+Letters: B rows, K draft vocabulary.
 """
 
 from __future__ import annotations

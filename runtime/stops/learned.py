@@ -1,7 +1,7 @@
 """Stop rules that are trained: their small networks, and the file that holds one.
 
 A file is safetensors; its metadata name the rule and the drafter states that the network reads.
-Letters: R rows of any batch, D width of the drafter's states, F features.
+Letters: B rows, D hidden width, F figures, R flat rows.
 """
 
 from __future__ import annotations

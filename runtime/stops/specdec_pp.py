@@ -3,6 +3,7 @@
 The optimal stop of the drafting process is a threshold on the chance that at least one drafted
 token is rejected, 1 - prod_i a_i > h. A small network reads the drafter's state behind token i and
 gives a_i. The newest token has not been read by the drafter yet, so the product lags one token.
+Letters: B rows.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ Acceptance is at least 1 - sqrt(KL / 2), and the divergence is cross-entropy min
 entropy H(q). With the cross-entropy taken as proportional to H(q), a bound that needs no target is
 1 - sqrt(c H(q)): stop behind a token when sqrt(c H(q)) > h. H is that of the full untempered
 distribution.
+Letters: B rows, K draft vocabulary.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ probability; accepted and rejected tokens then update the posterior, older ones 
 
 With `calibrated` > 0 the drafter's probability of the token counts as that many observations, so
 that one token's confidence corrects the common rate (the paper's calibration variant).
+Letters: B rows, K draft vocabulary.
 """
 
 from __future__ import annotations

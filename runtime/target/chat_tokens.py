@@ -14,14 +14,11 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from jinja2 import TemplateError
 
 from specctl.core.errors import SpecctlError
-
-if TYPE_CHECKING:
-    from specctl.runtime.target.target import Target
 
 MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # no characters, by definition of Unicode
 BATCH = 256  # texts read at once
@@ -29,11 +26,20 @@ NOT_PRINTED = ("role", "type")  # words that templates compare with their own
 Turns = Sequence[Mapping[str, Any]]
 
 
-def chat_tokens(target: Target, turns: Turns, text: str | None = None) -> list[int]:
+class ChatTarget(Protocol):
+    """What is asked of the target whose conversations are read."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+    def chat_text(self, messages: Turns) -> str: ...
+    def encode(self, text: str) -> list[int]: ...
+
+
+def chat_tokens(target: ChatTarget, turns: Turns, text: str | None = None) -> list[int]:
     """Token ids up to where the assistant speaks next. `text`: the turns as the template writes
     them, where that is known. Raises TemplateError where the template refuses."""
     text = target.chat_text(turns) if text is None else text
-    reader = Reader(target)
+    reader = ControlTokens(target)
     [tokens] = reader.read([text])
     begin, end, cut = _unused_marks(text)
     pieces = _marked_pieces(target, turns, begin, end)
@@ -50,17 +56,17 @@ def chat_tokens(target: Target, turns: Turns, text: str | None = None) -> list[i
     return _joined(reader.read(_joined(parts)))
 
 
-def spelled_controls(target: Target, tokens: Sequence[int]) -> list[int]:
+def spelled_controls(target: ChatTarget, tokens: Sequence[int]) -> list[int]:
     """The control tokens of a raw prompt, but for those that its tokenizer puts around any text."""
-    reader = Reader(target)
+    reader = ControlTokens(target)
     found = Counter(reader.among(tokens)) - Counter(reader.among(target.encode("")))
     return list(found)
 
 
-class Reader:
+class ControlTokens:
     """A target's tokenizer, and which of its tokens are control tokens."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: ChatTarget) -> None:
         self.tokenizer, self._controls = target.tokenizer, control_ids(target.tokenizer)
 
     def read(self, texts: Sequence[str]) -> list[list[int]]:
@@ -134,7 +140,7 @@ def control_ids(tokenizer: Any) -> frozenset[int]:
 
 
 def _marked_pieces(
-    target: Target, turns: Turns, begin: str, end: str
+    target: ChatTarget, turns: Turns, begin: str, end: str
 ) -> list[tuple[str, bool]] | None:
     """The conversation in pieces: text, and whether it is of a turn's string; None where the
     template takes a string apart."""

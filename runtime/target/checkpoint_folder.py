@@ -358,6 +358,12 @@ def from_folder(kind: Any, folder: Path, **fields: Any) -> Any:
     )
 
 
+def straight_to(device: Any) -> dict[str, Any]:
+    """Fields of `from_pretrained` by which weights are read onto a device without passing through
+    host memory; on the CPU they are there already."""
+    return {} if device.type == "cpu" else {"device_map": {"": device}}
+
+
 def _short(error: BaseException) -> str:
     lines = str(error).strip().split("\n")
     return ascii(lines[0] or type(error).__name__)[1:-1][:160]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import torch
@@ -17,6 +19,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+NVIDIA = "0x10de"  # the vendor's number on the PCI bus
 LARGE = 200_000_000  # parameters from which bfloat16 is the default on a CPU that has it
 
 
@@ -68,6 +71,54 @@ def choose_device(name: str) -> torch.device:
             do="use --device cpu",
         )
     return device
+
+
+def idle_cuda() -> str | None:
+    """How to mend that a CUDA build of torch finds no GPU although one is meant; None where it
+    finds one, for a build without CUDA, where no sign of a GPU is (pip brings CUDA builds to
+    machines without any), and where CUDA_VISIBLE_DEVICES hides all devices on purpose."""
+    if torch.version.cuda is None or torch.cuda.is_available():
+        return None
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1") or not is_gpu_meant():
+        return None
+    if shutil.which("nvidia-smi") is None:
+        return "install the NVIDIA driver (nvidia-smi is not found)"
+    return (
+        f"nvidia-smi: the driver must run and be new enough for CUDA {torch.version.cuda}; in a "
+        "container, hand the GPU in (docker run --gpus all)"
+    )
+
+
+def is_gpu_meant() -> bool:
+    """Whether this machine has an NVIDIA card or its driver, or was told to use one (GPU=1 of our
+    Makefile, devices given out by Slurm or by hand)."""
+    told = ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE")
+    if os.environ.get("GPU") == "1" or any(os.environ.get(name) for name in told):
+        return True
+    if shutil.which("nvidia-smi") or Path("/proc/driver/nvidia").exists():
+        return True
+    cards = Path("/sys/bus/pci/devices")
+    return any(_read(card / "vendor") == NVIDIA for card in cards.glob("*"))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def refuse_idle_cuda() -> None:
+    """Raise where a CUDA build of torch finds no usable device: whoever installed it meant a GPU,
+    and would learn from the clock alone that the CPU works instead."""
+    remedy = idle_cuda()
+    if remedy is not None:
+        raise ResourceError(
+            "torch was built for CUDA, and no GPU is usable",
+            found=f"torch {torch.__version__} for CUDA {torch.version.cuda}, no device",
+            expected="a GPU that torch can use, or a word that the CPU is meant",
+            do=f"{remedy}; or --device cpu, or CUDA_VISIBLE_DEVICES= for commands without it",
+        )
 
 
 def available_bytes(device: torch.device) -> int | None:

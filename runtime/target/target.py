@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,11 +19,13 @@ from specctl.core.spec import Identity, ModelSpec
 from specctl.models.compiled import CompiledLM
 from specctl.models.fast_llama import fast_llama_from_hf
 from specctl.models.hf_lm import HfLM
+from specctl.models.hf_probe import check_reading
 from specctl.models.hf_spec import spec_of
+from specctl.models.read_only import ReadingLM
 from specctl.recipes.targets import resolve
 from specctl.runtime.sampling.generation_config import Suggested
 from specctl.runtime.target.checkpoint import load_checkpoint
-from specctl.runtime.target.device import LARGE, choose_device, choose_dtype
+from specctl.runtime.target.device import LARGE, choose_device, choose_dtype, refuse_idle_cuda
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,11 @@ class Target:
     def identity(self) -> Identity:
         """What a memory of this target's token ids and habits is kept under."""
         return Identity(self.tokenizer_fingerprint, self.fingerprint)
+
+    @property
+    def can_run(self) -> bool:
+        """Whether it can be decoded with here; else drafters can be trained for it, no more."""
+        return self.lm.can_run
 
     @property
     def device(self) -> torch.device:
@@ -148,20 +156,34 @@ class Target:
         return self.tokenizer
 
     @classmethod
-    def from_model(cls, model: Any, tokenizer: Any = None, name: str = "random") -> Target:
-        """A target around a transformers model, which is frozen and put in eval mode."""
+    def from_model(
+        cls, model: Any, tokenizer: Any = None, name: str = "random", is_read_only: bool = False
+    ) -> Target:
+        """A target around a transformers model, which is frozen and put in eval mode.
+        `is_read_only`: one that cannot be run here may still be read, to train drafters for it."""
         model.eval().requires_grad_(False)
         eos_ids = eos_ids_of(model, tokenizer)
         return cls(
             name=name,
             revision=None,
-            lm=fast_llama_from_hf(model, eos_ids) or HfLM(model, eos_ids),
+            lm=fast_llama_from_hf(model, eos_ids) or _any_lm(model, eos_ids, is_read_only),
             tokenizer=tokenizer,
             fingerprint=fingerprint(model),
             tokenizer_fingerprint=None if tokenizer is None else tokenizer_fingerprint(tokenizer),
             template_digest=None if tokenizer is None else template_digest(tokenizer),
             eos_ids=eos_ids,
         )
+
+
+def _any_lm(model: Any, eos_ids: tuple[int, ...], is_read_only: bool) -> LanguageModel:
+    try:
+        return HfLM(model, eos_ids)
+    except IncompatibleError as error:
+        if not is_read_only:
+            raise
+        read = ReadingLM(model, eos_ids, error.found or error.what)
+        check_reading(model)
+        return read
 
 
 def eos_ids_of(model: Any, tokenizer: Any = None) -> tuple[int, ...]:
@@ -183,16 +205,20 @@ def load_target(
     inflate: str | None = None,
     offline: bool = False,
     compile: bool = False,
+    is_read_only: bool = False,
 ) -> Target:
     """The target called `name`: an alias such as "tiny" or "llama3-8b", a local folder, or a hub
     id. `inflate` names a size ("100m", "300m", "1b", "8b") to which a Llama-shaped target is blown
     up without changing its distribution, for measurements of speed. `compile`: its rounds are
-    recorded in fixed shapes and replayed (CUDA graphs, torch.compile on the CPU)."""
+    recorded in fixed shapes and replayed (CUDA graphs, torch.compile on the CPU). `is_read_only`:
+    also an architecture that cannot be run here, to train drafters for it."""
     resolved = resolve(name, revision)
+    if device == "auto":
+        refuse_idle_cuda()
     where = choose_device(device)
     first = "float32" if inflate is not None else dtype
-    loaded = load_checkpoint(resolved, first, where, offline)
-    target = Target.from_model(loaded.model, loaded.tokenizer, name)
+    loaded = load_checkpoint(resolved, first, where, offline, is_read_only)
+    target = Target.from_model(loaded.model, loaded.tokenizer, name, is_read_only)
     target = replace(
         target,
         revision=loaded.revision,
@@ -227,12 +253,30 @@ def fingerprint(model: Any) -> str:
 
     Samples are hashed as bfloat16, so that one checkpoint has one fingerprint in every dtype.
     """
-    spec = spec_of(model.config).to_json()
-    shape = {k: spec[k] for k in _CONFIG_FIELDS} | _rope_fields(model.config.get_text_config())
-    digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
-    for name, weight in sorted(model.named_parameters()):
-        digest.update(f"{name}:{tuple(weight.shape)}:".encode())
-        digest.update(_samples(weight))
+    flat = {name: weight.detach().reshape(-1) for name, weight in model.named_parameters()}
+    shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    return fingerprint_of(model.config, shapes, lambda name, at, n: flat[name][at : at + n])
+
+
+def fingerprint_of(
+    config: Any,
+    shapes: Mapping[str, Sequence[int]],
+    piece: Callable[[str, int, int], Tensor],
+) -> str:
+    """The fingerprint of weights that need not be in memory: `piece(name, start, count)` gives
+    numbers of the flattened weight."""
+    spec = spec_of(config).to_json()
+    about = {k: spec[k] for k in _CONFIG_FIELDS} | _rope_fields(config.get_text_config())
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
+    for name, shape in sorted(shapes.items()):
+        digest.update(f"{name}:{tuple(shape)}:".encode())
+        last = max(math.prod(shape) - _SLICE, 0)
+        starts = sorted({last * i // (_NUM_SLICES - 1) for i in range(_NUM_SLICES)})
+        count = min(_SLICE, math.prod(shape))
+        parts = torch.cat([piece(name, at, count) for at in starts])
+        digest.update(
+            parts.to(torch.bfloat16).cpu().view(torch.int16).numpy().astype("<i2").tobytes()
+        )
     return digest.hexdigest()
 
 
@@ -243,14 +287,6 @@ def _rope_fields(text: Any) -> dict[str, Any]:
     found = {k: rope[k] for k in names if rope.get(k) is not None}
     window = getattr(text, "sliding_window", None)
     return found if window is None else {**found, "sliding_window": window}
-
-
-def _samples(weight: Tensor) -> bytes:
-    flat = weight.detach().reshape(-1)
-    last = max(flat.numel() - _SLICE, 0)
-    starts = sorted({last * i // (_NUM_SLICES - 1) for i in range(_NUM_SLICES)})
-    parts = torch.cat([flat[at : at + _SLICE] for at in starts])
-    return parts.to(torch.bfloat16).cpu().view(torch.int16).numpy().astype("<i2").tobytes()
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

@@ -2,39 +2,88 @@
 
 The public Python API is imported lazily, so that `import specctl` stays cheap:
 
-    target = specctl.load_target("tiny")
-    drafter = specctl.load_drafter("runs/demo/package", target)
-    result = specctl.generate(target, ["def main("], drafter=drafter, sampling=specctl.Sampling())
+    run = specctl.train("tiny", "quickstart", out="runs/demo", steps=40)
+    result = specctl.generate("tiny", "def main(", drafter=run.package, max_new_tokens=64)
+    print(result.text, result.stats.tau)
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specctl.export.package.folder import load_drafter
-    from specctl.runtime.generate import generate
-    from specctl.runtime.proof.prove import verify
+    from specctl.api.bench import bench
+    from specctl.api.drafting import load_drafter
+    from specctl.api.export import export
+    from specctl.api.generate import generate
+    from specctl.api.prune import prune
+    from specctl.api.targets import load_target
+    from specctl.api.train import distill, train
+    from specctl.api.verify import verify
+    from specctl.api.vocab_trim import vocab_trim
+    from specctl.core.errors import SpecctlError
     from specctl.runtime.sampling.sampling import Sampling
-    from specctl.runtime.target.target import load_target
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "load_target": "specctl.runtime.target.target",
-    "load_drafter": "specctl.export.package.folder",
-    "generate": "specctl.runtime.generate",
+    "bench": "specctl.api.bench",
+    "distill": "specctl.api.train",
+    "export": "specctl.api.export",
+    "generate": "specctl.api.generate",
+    "load_drafter": "specctl.api.drafting",
+    "load_target": "specctl.api.targets",
+    "prune": "specctl.api.prune",
     "Sampling": "specctl.runtime.sampling.sampling",
-    "verify": "specctl.runtime.proof.prove",
+    "SpecctlError": "specctl.core.errors",
+    "train": "specctl.api.train",
+    "verify": "specctl.api.verify",
+    "vocab_trim": "specctl.api.vocab_trim",
 }
 
-__all__ = ["Sampling", "__version__", "generate", "load_drafter", "load_target", "verify"]
+__all__ = [
+    "Sampling",
+    "SpecctlError",
+    "__version__",
+    "bench",
+    "distill",
+    "export",
+    "generate",
+    "load_drafter",
+    "load_target",
+    "prune",
+    "train",
+    "verify",
+    "vocab_trim",
+]
+
+
+class CallableRoom(ModuleType):
+    """A room that is a function as well: `specctl.train` and `specctl.export` are packages, and once
+    something imports `specctl.train.loop`, Python sets the attribute `specctl.train` to the package.
+    So the package itself can be called, whatever was imported first. Their `__init__.py` set this
+    class; the function is the one of the same name in api/."""
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        return self._function()(*given, **named)
+
+    def _function(self) -> Any:
+        name = self.__name__.rpartition(".")[2]
+        return getattr(importlib.import_module(_HOMES[name]), name)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._function())
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'specctl' has no attribute {name!r}")
+    if name in ("train", "export"):
+        return importlib.import_module(f"specctl.{name}")
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 

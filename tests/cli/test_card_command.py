@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.cli.options.measurement import run_words
-from specctl.cli.options.training import packaged_acceptance
+from specctl.api.measurement import run_words
+from specctl.api.train import packaged_acceptance
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
 from specctl.export.formats import export
 from specctl.export.package.folder import save_package

@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from specctl.api.drafting import LoadedDraft
 from specctl.cli.app.console import Console
 from specctl.cli.app.failures import INTERRUPTED
 from specctl.cli.commands.chat.repl import Interrupts, Lines
 from specctl.cli.commands.chat.session import ChatSession
-from specctl.cli.options.loading import DraftChoice, LoadedDraft
+from specctl.cli.options.loading import DraftChoice
 from specctl.cli.options.target_choice import TargetChoice
 from specctl.core.errors import Exit, SpecctlError
 from specctl.runtime.generate import generate

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from specctl.api.vocab_trim import parse_size
 from specctl.cli.app.launch import launch_command
-from specctl.cli.commands.vocab_trim import parse_size
 from specctl.cli.options.prompts import read_prompts
 from specctl.core.errors import Exit, RecipeError
 
@@ -424,7 +424,14 @@ def test_quickstart_goes_from_nothing_to_a_table(
     assert ran.code == 0, ran.err[-2000:]
     for heading in ("1/5", "2/5", "3/5", "4/5", "5/5"):
         assert f"== {heading}" in ran.err
-    for part in ("tau", "accepted per position", "speed-up", "tiny as 100m", "lossless check"):
+    for part in (
+        "tau",
+        "accepted per position",
+        "speed-up",
+        "tiny as 100m",
+        "lossless check",
+        "Verdict:",
+    ):
         assert part in ran.out
     assert "Next: specctl generate" in ran.err
     again = run(*words, "--json")
@@ -436,6 +443,24 @@ def test_quickstart_goes_from_nothing_to_a_table(
     kept = json.loads((tmp_path / "q" / "trimmed" / "of.json").read_text())
     assert set(kept["tokens_per_second"]) == {"whole", "trimmed"}
     assert again.json["result"]["package"].endswith("package")
+
+
+def test_the_verdict_of_the_quickstart_speaks_of_gains_beyond_the_noise() -> None:
+    from specctl.cli.commands.quickstart import Pair, verdict
+
+    def pair(name: str, setting: str, plain: float, fast: float) -> Pair:
+        def of(rate: float) -> Any:
+            stats = SimpleNamespace(tokens_per_second=rate)
+            return SimpleNamespace(stats=stats, outputs=[SimpleNamespace(token_ids=(1, 2))])
+
+        return Pair(setting, name, of(plain), of(fast))
+
+    pairs = [pair("tiny", "greedy", 100, 102), pair("tiny", "T=0.8", 100, 300)]
+    told = verdict([*pairs, pair("tiny as 300m", "greedy", 10, 29)])
+    assert told.startswith(
+        "Verdict: tiny as 300m: 2.9x faster, identical text; tiny: no gain (1.02x)"
+    )
+    assert "T=0.8" not in told
 
 
 def test_a_tree_that_is_fitted_to_the_device_says_to_what(run: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specctl.cli.options.cost_cache import read_costs, write_costs
+from specctl.api.cost_cache import read_costs, write_costs
 from specctl.runtime.measure.cost_table import CostTable
 
 BENCH = ("bench", "--num-prompts", "1", "--max-new-tokens", "4", "--repeats", "1")

@@ -12,8 +12,8 @@ from typing import Any, get_args
 
 import pytest
 
+from specctl.api.outputs import check_file
 from specctl.cli.app.command import command
-from specctl.cli.app.outputs import check_file
 from specctl.cli.main import COMMANDS, load_command
 from specctl.drafters import families
 from specctl.export.package.folder import save_package

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specctl.cli.commands.prune import parse_heads, parse_width
+from specctl.api.prune import parse_heads, parse_width
 from specctl.core.errors import RecipeError
 from specctl.recipes.load import load_recipe
 from specctl.runtime.target.target import load_target

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import yaml
 
+from specctl.api.recipe import folder_name
 from specctl.cli.app.console import Console
 from specctl.cli.commands import runs as runs_command
 from specctl.cli.commands.runs import resuming_words
 from specctl.cli.main import main
-from specctl.cli.options.recipe_flags import folder_name
 from specctl.core.errors import Exit
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.train.runs.folders import find_runs, read_run

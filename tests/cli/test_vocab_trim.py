@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.cli.commands.trimming import split
+from specctl.api.vocab_trim import split
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.export.package.folder import save_package
 from specctl.runtime.target.target import Target

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from specctl.core.batch import HeadRows
 from specctl.core.errors import RecipeError
@@ -18,6 +19,7 @@ from specctl.drafters.losses.head_losses import (
     LinearHead,
     LossOptions,
     TeacherLogits,
+    _width,
     acceptance,
     distributions,
     head_loss,
@@ -336,3 +338,48 @@ def test_weighted_sum_weighs_sums_and_counts_alike() -> None:
 def test_an_unknown_loss_names_the_nearest_one() -> None:
     with pytest.raises(RecipeError, match="lk_alpha"):
         LossOptions("lk_alfa")
+
+
+class Products(TorchDispatchMode):
+    """Result dtypes of the matrix products that have a side of `width`, and casts of its matrix."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width, self.dtypes, self.casts = width, list[torch.dtype](), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in ("mm", "addmm", "addmm_", "bmm") and self.width in out.shape:
+            self.dtypes.append(out.dtype)
+        if name == "_to_copy" and out.shape == (self.width, D):
+            self.casts += 1
+        return out
+
+
+def test_under_autocast_the_head_is_cast_once_and_no_product_is_in_float32() -> None:
+    K, rows = 37, 64
+    torch.manual_seed(0)
+    weight = torch.randn(K, D, requires_grad=True)
+    state = torch.randn(rows, D, requires_grad=True)
+    at = torch.arange(rows)
+    aligned = AlignedRows(at, at % K, at, torch.randn(rows, K))
+    with Products(K) as seen, torch.autocast("cpu", torch.bfloat16):
+        out = head_loss(state, LinearHead(weight), aligned, None, LossOptions(chunk=16))
+        out.sum.backward()
+    assert len(seen.dtypes) >= 2 * rows // 16, "logits and the matrix's gradient, slice by slice"
+    assert set(seen.dtypes) == {torch.bfloat16}
+    assert seen.casts == 1
+    assert weight.grad is not None
+    half = weight.grad.clone()
+    weight.grad = None
+    head_loss(state, LinearHead(weight), aligned, None, LossOptions()).sum.backward()
+    assert (half - weight.grad).norm() < 0.02 * weight.grad.norm()
+
+
+def test_slices_count_the_draft_vocabulary_once_the_targets_is_read() -> None:
+    vocab = VocabMap(torch.arange(1_000), 100_000)
+    known = TeacherLogits(torch.zeros(1, 100_000), log_z_R=torch.zeros(1), best_R=torch.zeros(1))
+    assert _width(known, vocab) == 1_000
+    assert _width(TeacherLogits(torch.zeros(1, 100_000)), vocab) == 100_000
+    assert _width(known, None) == 100_000

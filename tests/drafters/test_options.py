@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from specctl.cli.options.families import family_infos
+from specctl.api.families import family_infos
 from specctl.core.errors import RecipeError
 from specctl.drafters import families
 from specctl.drafters.losses.head_losses import LossOptions

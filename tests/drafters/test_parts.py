@@ -14,6 +14,7 @@ from specctl.core.kv_cache import SlotKV
 from specctl.core.masks import document_mask
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import ahead_mask, aim, shifted
+from specctl.drafters.nets.attention import Seen
 from specctl.drafters.nets.blocks import attend, attend_chains, rotary, rotate
 from specctl.drafters.nets.heads import ResBlock, cut_rows
 from specctl.drafters.states.tree_layout import TreeLayout
@@ -66,8 +67,9 @@ def test_chains_attend_to_true_rows_and_their_own_entries_only() -> None:
     query = torch.randn(B, H * G, S, E)
     keys = [torch.randn(B, H, S, E) for _ in range(3)]
     values = [torch.randn(B, H, S, E) for _ in range(3)]
-    mask = document_mask(torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 0, -1]]))
-    out = attend_chains(query, keys, values, mask).view(B, S, H * G, E)
+    document = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 0, -1]])
+    mask = document_mask(document)
+    out = attend_chains(query, keys, values, Seen.text(document)).view(B, S, H * G, E)
     for b in range(B):
         for head in range(H * G):
             for t in range(S):
@@ -86,7 +88,8 @@ def test_the_first_step_of_chains_is_plain_attention() -> None:
     mask = document_mask(torch.zeros(1, 6, dtype=torch.long))
     repeated = (x.repeat_interleave(2, dim=1) for x in (key, value))
     wanted = torch.nn.functional.scaled_dot_product_attention(query, *repeated, attn_mask=mask)
-    out = attend_chains(query, [key], [value], mask)
+    seen = Seen.text(torch.zeros(1, 6, dtype=torch.long))
+    out = attend_chains(query, [key], [value], seen)
     torch.testing.assert_close(out, wanted.transpose(1, 2).reshape(1, 6, 32))
     torch.testing.assert_close(attend(query, key, value, mask), out)
 

@@ -18,8 +18,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from specctl.api.against import assistant_model
 from specctl.cli.app.console import Console
-from specctl.cli.commands.against import assistant_model
 from specctl.cli.commands.show import show
 from specctl.core.errors import IntegrityError, SpecctlError
 from specctl.export.imports.published import read_published

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.core.batch import TrainBatch
@@ -20,13 +21,43 @@ from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import HeldoutPrompt
-from specctl.train.vocab.acceptance import Ranked, overlap, passing, size_curves, walk
+from specctl.train.vocab.acceptance import Ranked, _greedy, passing, size_curves, walk
 from specctl.train.vocab.chains import capture_chains, write_answers
 from specctl.train.vocab.measure import measure_drafter
 
 V, LENGTH, NEW = 32, 3, 20
 PROMPTS = [HeldoutPrompt((3, 1, 4, 1 + i), "", "ab"[i % 2]) for i in range(6)]
 SIZES = (4, 9, 16, 31, 32)
+
+
+def overlap(
+    draft_MK: Tensor, target_MV: Tensor, ranked: Ranked, ids_K: Tensor, temperature: float = 1.0
+) -> Tensor:
+    """float64 [M, K]: sum_v min(p(v), q_k(v)) for every size k = 1 .. K; `ids_K` names the target
+    id of each rank. At temperature 0 both distributions are one-hot.
+
+    Id v adds p(v) from the size on that keeps it until q_k(v) < p(v), and q(v) / Q_k from there on;
+    so two cumulative sums over sorted events give every k in one pass."""
+    if temperature == 0.0:
+        best_M = target_MV.argmax(-1)
+        every_N = torch.arange(1, ranked.row_K.numel() + 1, device=draft_MK.device)
+        return _greedy(draft_MK, best_M, ranked, every_N)
+    q_MK = (draft_MK[:, ranked.row_K].double() / temperature).softmax(-1)
+    p_MK = (target_MV.double() / temperature).softmax(-1)[:, ids_K]
+    mass_MK = q_MK.cumsum(-1)
+    K = q_MK.shape[1]
+    kept_K = torch.arange(K, device=q_MK.device).expand_as(q_MK)
+    ratio_MK = torch.where(p_MK > 0, q_MK / p_MK.clamp(min=1e-300), torch.inf)
+    # q_k(v) < p(v) as soon as Q_k > q(v) / p(v)
+    turn_MK = torch.searchsorted(mass_MK, ratio_MK, right=True).maximum(kept_K)
+    whole_MK = _from(kept_K, p_MK, K) - _from(turn_MK, p_MK, K)
+    return whole_MK + _from(turn_MK, q_MK, K) / mass_MK
+
+
+def _from(start_MK: Tensor, value_MK: Tensor, num_sizes: int) -> Tensor:
+    """[M, K]: entry k sums the values whose start is at most k."""
+    begun = F.pad(torch.zeros_like(value_MK), (0, 1)).scatter_add_(1, start_MK, value_MK)
+    return begun.cumsum(-1)[:, :num_sizes]
 
 
 @pytest.fixture(scope="module")

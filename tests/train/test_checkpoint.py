@@ -24,14 +24,14 @@ from specctl.core.errors import (
     ResourceError,
     SpecctlError,
 )
+from specctl.core.files import Disk, write_file
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.train.loop import TrainProgress, restore, save, take_step, train
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot, read_snapshot
-from specctl.train.saving.disk import Disk, write_file
 from specctl.train.saving.fingerprint import check_same_run
+from specctl.train.saving.integrity import damage
 from specctl.train.saving.lock import Holder, live_holder, locked
 from specctl.train.saving.tensorfile import DTYPES, tensor_chunks
-from specctl.train.saving.whole import damage
 from specctl_testing.train import toy
 
 

@@ -10,10 +10,11 @@ import pytest
 
 from specctl.core.errors import FileError, RecipeError
 from specctl.recipes.load import load_recipe
+from specctl.train.data.answers import AnswerPlan
 from specctl.train.data.context import check_context
 from specctl.train.data.heldout import heldout_prompts
+from specctl.train.data.prompts import cut_prompts
 from specctl.train.data.records import Sample, sample_of
-from specctl.train.data.regenerate import AnswerPlan, cut_prompts
 from specctl.train.data.sources import Defects, read_samples
 
 ASK, TELL = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}

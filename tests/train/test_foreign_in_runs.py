@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from specctl.core.files import Disk, write_whole
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.train.data.pack import PackedRows
 from specctl.train.data.rows import write_rows
@@ -16,8 +17,7 @@ from specctl.train.data.sources import Defects
 from specctl.train.features.shards import make_room, sweep
 from specctl.train.runs.folders import dispensable, read_run
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot
-from specctl.train.saving.disk import Disk, write_whole
-from specctl.train.saving.whole import drop
+from specctl.train.saving.integrity import drop
 
 
 def snapshot(step: int) -> Snapshot:

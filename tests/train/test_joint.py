@@ -1,4 +1,4 @@
-"""JointModel training: the additions and the drafter move and nothing else, weighted as the recipe
+"""Joint training: the additions and the drafter move and nothing else, weighted as the recipe
 says; what it brings and costs can be seen."""
 
 from __future__ import annotations

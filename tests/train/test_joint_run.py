@@ -23,7 +23,7 @@ from specctl.recipes.low_rank import JointPart
 from specctl.runtime.target.target import Target, load_target
 from specctl.train.joint.check import check_joint, check_stages, check_target
 from specctl.train.joint.joint import JointModel
-from specctl.train.joint.joint_target import held_out, measured_change, settled
+from specctl.train.joint.joint_target import held_out, measured_change, save_joint_target
 from specctl.train.planning.plan import plan
 from specctl_testing.train import small_runs as small
 from specctl_testing.train.joint_cases import AT_ONCE, VOCAB, logits, make, perturb, rows
@@ -51,7 +51,7 @@ def settle(
         perturb(joint)
         wanted = logits(joint.target, rows(vocab=size))
         recipe = load_recipe("medusa-2", sets=["train.seq_len=64"])
-        return target, joint, settled(joint, target, recipe, None, tmp_path), wanted  # type: ignore[arg-type]
+        return target, joint, save_joint_target(joint, target, recipe, None, tmp_path), wanted  # type: ignore[arg-type]
 
     return make_it
 

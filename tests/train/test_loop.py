@@ -295,6 +295,7 @@ def test_an_error_that_no_signal_caused_stays_what_it_is(is_signalled: bool) -> 
 def test_a_second_signal_ends_the_process_at_once(number: int) -> None:
     child = os.fork()
     if child == 0:
+        signal.signal(signal.SIGINT, lambda number, frame: None)  # as the command line has its own
         stop = Stop("again")
         stop.is_deferred = True
         with stop.listening():
@@ -302,6 +303,16 @@ def test_a_second_signal_ends_the_process_at_once(number: int) -> None:
             os.kill(os.getpid(), number)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + number
+
+
+def test_a_second_ctrl_c_in_a_notebook_only_interrupts_the_call() -> None:
+    stop = Stop("again")
+    stop.is_deferred = True
+    with stop.listening():
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_hang_ups_are_one_request_however_often_they_come_and_none_under_nohup() -> None:

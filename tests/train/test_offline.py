@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +17,7 @@ import torch
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Needs
 from specctl.core.errors import RecipeError, ResourceError
+from specctl.core.files import Disk
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.reporter import SilentReporter
@@ -23,13 +26,14 @@ from specctl.train.data.pack import Document, pack
 from specctl.train.data.rows import TokenData, write_rows
 from specctl.train.data.sources import Defects
 from specctl.train.distributed.ranks import Ranks
+from specctl.train.features import shards as shards_module
 from specctl.train.features.capture import capture
 from specctl.train.features.kept import Form, decode, encode, read_target
 from specctl.train.features.offline import feature_source
-from specctl.train.features.shards import ShardLayout, kept_shards
+from specctl.train.features.shards import MOST_OPEN, ShardLayout, Shards, kept_shards
 from specctl.train.metrics import read_log
 from specctl.train.run import train_draft
-from specctl.train.saving.disk import Disk
+from specctl.train.saving.tensorfile import tensor_chunks
 
 SEQ_LEN, NUM_DOCUMENTS = 32, 30
 BOTH = Needs(taps=(0, 2), teacher=True)
@@ -81,6 +85,7 @@ def source(
 def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several rows a shard, several shards a store."""
     monkeypatch.setattr("specctl.train.features.shards.SHARD_BYTES", 40_000)
+    monkeypatch.setattr("specctl.train.features.shards.LEAST_ROWS", 1)
 
 
 @pytest.mark.parametrize("by_rows", [False, True])
@@ -330,3 +335,60 @@ def test_every_row_has_one_place() -> None:
     ]  # fmt: skip
     assert [layout.place(row) for row in (0, 5, 9)] == [(0, 0), (1, 1), (2, 1)]
     assert ShardLayout.of(3, 10**12).each == 1
+
+
+def num_maps(folder: Path) -> int:
+    """Files of a folder that this process has mapped."""
+    return len({x.split()[-1] for x in Path("/proc/self/maps").open() if str(folder) in x})
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+def test_a_thousand_shards_keep_few_maps_and_are_hashed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, hashed = Shards(tmp_path, ShardLayout(1_000, 1)), list[Path]()
+    for row in range(1_000):  # what `write` leaves
+        tensors = {"tap-1": torch.full((2, 3), float(row)), "offsets": torch.tensor([0, 2])}
+        body = b"".join(tensor_chunks(tensors))
+        about = {"schema": shards_module.SCHEMA, "bytes": len(body)}
+        about["sha256"] = hashlib.sha256(body).hexdigest()
+        kept.file(row).write_bytes(body)
+        kept.manifest(row).write_text(json.dumps(about))
+    real = shards_module.file_entry
+    monkeypatch.setattr(shards_module, "file_entry", lambda p: (hashed.append(p), real(p))[1])
+    for start in range(0, 1_000, 8):
+        rows = list(range(start, start + 8))
+        for row, found in zip(rows, kept.read_rows(rows), strict=True):
+            assert found is not None
+            assert torch.equal(found["tap-1"], torch.full((2, 3), float(row)))
+    assert 0 < num_maps(tmp_path) <= MOST_OPEN
+    assert kept.read(0) is not None  # long closed, and opened again
+    assert len(hashed) == 1_000
+
+
+class FastDisk(Disk):
+    """Without flushes, which are not what is tested."""
+
+    def fsync(self, descriptor: int) -> None:
+        del descriptor
+
+
+def test_rows_announced_are_read_before_they_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Shards(tmp_path, ShardLayout(6, 2), FastDisk())
+    for shard in range(3):
+        kept.write(shard, {"tap-1": torch.full((4, 3), float(shard))}, [1, 3])
+    kept.ahead([5, 0, 3])
+    kept.ahead([5])
+    for future in list(kept._coming.values()):
+        future.result()
+    monkeypatch.setattr(kept, "read", lambda row: pytest.fail(f"row {row} was not kept"))
+    found = kept.read_rows([0, 3, 5])
+    assert [row["tap-1"].shape[0] for row in found if row] == [1, 3, 3]
+    assert [row["tap-1"][0, 0].item() for row in found if row] == [0.0, 1.0, 2.0]
+
+
+def test_long_rows_share_a_shard() -> None:
+    assert ShardLayout.of(100, 67_000_000).each == shards_module.LEAST_ROWS
+    assert ShardLayout.of(100, 0).each == 100

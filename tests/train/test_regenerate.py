@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from specctl.core.errors import IntegrityError
+from specctl.core.errors import RecipeError
 from specctl.core.language_model import Masks
 from specctl.core.masks import document_mask
 from specctl.recipes.schema import DataPart, Recipe, TrainPart
 from specctl.runtime.measure.reporter import Advance, SilentReporter
 from specctl.runtime.target.target import Target
 from specctl.train.data import regenerate as module
-from specctl.train.data.prepare import prepare
-from specctl.train.data.records import Sample
-from specctl.train.data.regenerate import (
+from specctl.train.data.answers import (
     AnswerPlan,
+    Dialogue,
     PromptCut,
+    Turn,
     WrittenAnswer,
-    cut_prompts,
-    domain_at,
-    regenerate,
     sampling_of,
-    slots_for,
 )
+from specctl.train.data.chat import answerable, thinking_switch
+from specctl.train.data.journal import AnswerJournal
+from specctl.train.data.prepare import prepare
+from specctl.train.data.prompts import cut_prompts, domain_at
+from specctl.train.data.records import Sample
+from specctl.train.data.regenerate import regenerate, slots_for
 from specctl.train.data.sources import Defects
+from specctl.train.distributed.ranks import Ranks
 
 PLAN = AnswerPlan(
     prompts=10, prompt_tokens=6, new_tokens=8, temperature=0.9, greedy_share=0.5, seed=3
@@ -53,9 +60,16 @@ class DiesAfter(SilentReporter):
         yield advance
 
 
-@pytest.fixture
-def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SHARD", 4)
+class Counting(SilentReporter):
+    """A console that remembers how many prompts were to be answered."""
+
+    total = -1
+
+    @contextmanager
+    def task(self, label: str, total: int, unit: str) -> Iterator[Advance]:
+        self.total = total
+        with super().task(label, total, unit) as advance:
+            yield advance
 
 
 def prompts_of(target: Target, plan: AnswerPlan = PLAN) -> list[PromptCut]:
@@ -88,50 +102,94 @@ def test_answers_do_not_depend_on_the_batch(chat_target: Target, tmp_path: Path)
     assert [a.new_ids for a in alone] == [a.new_ids for a in together]
 
 
-@pytest.mark.usefixtures("small_shards")
-def test_a_killed_job_goes_on_without_repeating_or_losing(
+def test_a_killed_job_loses_what_was_in_flight_and_nothing_else(
     chat_target: Target, tmp_path: Path
 ) -> None:
     prompts = prompts_of(chat_target)
     whole = regenerate(chat_target, prompts, PLAN, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
         regenerate(chat_target, prompts, PLAN, tmp_path / "cut", console=DiesAfter(6))
-    done = sorted((tmp_path / "cut").rglob("*.safetensors"))
-    assert [p.name for p in done] == ["shard-00000.safetensors"]
-    stamp = done[0].stat().st_mtime_ns
-    resumed = regenerate(chat_target, prompts, PLAN, tmp_path / "cut")
-    assert resumed == whole
-    assert done[0].stat().st_mtime_ns == stamp
+    (file,) = (tmp_path / "cut").rglob("answers-*.bin")
+    before = file.read_bytes()
+    console = Counting()
+    assert regenerate(chat_target, prompts, PLAN, tmp_path / "cut", console=console) == whole
+    assert console.total == 10 - 7  # the seventh was kept when the console died of it
+    assert file.read_bytes()[: len(before)] == before
 
 
-@pytest.mark.usefixtures("small_shards")
 def test_finished_answers_are_read_without_the_engine(
     chat_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = prompts_of(chat_target)
     first = regenerate(chat_target, prompts, PLAN, tmp_path)
-    monkeypatch.setattr(module.Engine, "run", None)
+    monkeypatch.setattr(module.Engine, "step", None)
     assert regenerate(chat_target, prompts, PLAN, tmp_path) == first
 
 
-def test_a_broken_shard_is_an_error_that_names_it(chat_target: Target, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["torn", "flipped", "head", "inserted"])
+def test_damaged_answers_are_written_again_and_the_others_are_kept(
+    chat_target: Target, tmp_path: Path, damage: str
+) -> None:
     prompts = prompts_of(chat_target)
-    regenerate(chat_target, prompts, PLAN, tmp_path)
-    shard = next(tmp_path.rglob("shard-*.safetensors"))
-    shard.write_bytes(shard.read_bytes()[:-5])
-    with pytest.raises(IntegrityError, match="shard-00000"):
-        regenerate(chat_target, prompts, PLAN, tmp_path)
+    whole = regenerate(chat_target, prompts, PLAN, tmp_path)
+    (file,) = tmp_path.rglob("answers-*.bin")
+    body = bytearray(file.read_bytes())
+    middle = body.index(b"SpcA", len(body) // 2)
+    if damage == "torn":
+        body = body[:-5]
+    elif damage == "inserted":
+        body[middle:middle] = b"SpcA and what is no record"
+    else:
+        body[middle + (40 if damage == "flipped" else 2)] ^= 1
+    file.write_bytes(body)
+    console = Counting()
+    assert regenerate(chat_target, prompts, PLAN, tmp_path, console=console) == whole
+    assert console.total == (0 if damage == "inserted" else 1)
+    assert bool(console.warnings) == (damage != "torn")
+    assert regenerate(chat_target, prompts, PLAN, tmp_path) == whole
 
 
-def test_a_flipped_bit_of_an_answer_is_seen(chat_target: Target, tmp_path: Path) -> None:
+def test_rows_that_end_make_room_at_once(chat_target: Target, tmp_path: Path) -> None:
+    """With two slots, answers of 1 and 8 tokens take the rounds of their sum, not of the longest
+    in each pair."""
+    prompts = [PromptCut(p.ids, p.domain) for p in prompts_of(chat_target)]
+    rounds = 0
+
+    class Watched(module.EngineWriter):
+        def write(self, jobs: Any, done: Any) -> None:
+            step = self.engine.step
+
+            def counted() -> Any:
+                nonlocal rounds
+                rounds += 1
+                return step()
+
+            self.engine.step = counted  # type: ignore[method-assign]
+            short = (replace(j, sampling=replace(j.sampling, max_new_tokens=1 + 7 * (j.index % 2)))
+                     for j in jobs)  # fmt: skip
+            super().write(short, done)
+
+    writer = Watched(chat_target, 40, batch=2)
+    answers = regenerate(chat_target, prompts, PLAN, tmp_path, writer=writer)
+    tokens = sum(len(a.new_ids) for a in answers)
+    assert rounds <= tokens / 2 + 8
+
+
+def test_ranks_share_the_prompts_that_are_missing(chat_target: Target, tmp_path: Path) -> None:
+    class Rank(Ranks):
+        def gather(self, value: Any) -> list[Any]:
+            return [value]  # the other rank is not running: it comes after
+
     prompts = prompts_of(chat_target)
-    regenerate(chat_target, prompts, PLAN, tmp_path)
-    shard = next(tmp_path.rglob("shard-*.safetensors"))
-    body = bytearray(shard.read_bytes())
-    body[-2] ^= 1
-    shard.write_bytes(body)
-    with pytest.raises(IntegrityError, match="does not match its hash"):
-        regenerate(chat_target, prompts, PLAN, tmp_path)
+    whole = regenerate(chat_target, prompts, PLAN, tmp_path / "whole")
+    first = regenerate(chat_target, prompts, PLAN, tmp_path / "two", ranks=Rank(0, 2))
+    assert len(first) == 5
+    alone = Counting()
+    second = regenerate(
+        chat_target, prompts, PLAN, tmp_path / "two", ranks=Rank(1, 2), console=alone
+    )
+    assert (alone.total, len(second)) == (2, 7)  # its share of the five that were left
+    assert regenerate(chat_target, prompts, PLAN, tmp_path / "two") == whole
 
 
 def test_another_plan_has_its_own_answers(chat_target: Target, tmp_path: Path) -> None:
@@ -152,7 +210,7 @@ def test_the_greedy_share_is_exact_and_seeds_are_distinct(share: float) -> None:
 
 def test_prompts_are_distinct_and_of_the_wanted_length(chat_target: Target) -> None:
     prompts = prompts_of(chat_target)
-    assert len({p.ids for p in prompts}) == len(prompts) == 10
+    assert len({tuple(p.ids) for p in prompts}) == len(prompts) == 10
     assert max(len(p.ids) for p in prompts) <= PLAN.prompt_tokens
     assert prompts == prompts_of(chat_target)
 
@@ -199,19 +257,96 @@ def test_fewer_rows_are_answered_together_when_their_caches_would_not_fit(
     assert slots_for(target, 10_000, budget=1000) == 1
 
 
-def test_conversations_are_answered_from_their_last_turn_if_there_is_room(
+ASKED = {"role": "user", "content": "hello"}
+TOLD = {"role": "assistant", "content": "world"}
+
+
+def test_every_turn_of_a_conversation_is_answered_behind_the_answers_before(
     chat_target: Target, tmp_path: Path
 ) -> None:
-    asked = {"role": "user", "content": "hello"}
-    told = {"role": "assistant", "content": "world"}
-    short = Sample("s:1", "chat", messages=(asked, told))
-    long = Sample("s:2", "chat", messages=(asked, told) * 8)
+    sample = Sample("s:1", "chat", messages=(ASKED, TOLD) * 3)
+    plan = replace(PLAN, prompts=1, greedy_share=1.0, longest=120)
+    (prompt,) = cut_prompts(chat_target, [sample], plan, Defects())
+    assert list(prompt.ids) == chat_target.encode_chat([ASKED])
+    writer = Ending(chat_target)
+    (answer,) = regenerate(chat_target, [prompt], plan, tmp_path, writer=writer)
+    assert [turn.finish_reason for turn in answer.turns] == ["eos", "eos", "eos"]
+    said = [ASKED]
+    for turn in answer.turns:
+        assert list(turn.prompt_ids) == chat_target.encode_chat(said)
+        content = chat_target.decode(turn.new_ids)
+        said = [*said, {"role": "assistant", "content": content}, ASKED]
+    (document,) = answer.documents()
+    learned = [t for turn in answer.turns for t in turn.new_ids]
+    assert document.ids[document.mask].tolist() == learned
+    before, journal = writer.count, AnswerJournal(next(tmp_path.glob("answers-*")), "")
+    assert regenerate(chat_target, [prompt], plan, tmp_path, writer=writer) == [answer]
+    assert writer.count == before
+    assert journal.read().turns == {}  # nothing of another plan is read
+
+
+def test_a_conversation_ends_where_its_next_prompt_does_not_fit(
+    chat_target: Target, tmp_path: Path
+) -> None:
+    sample = Sample("s:1", "chat", messages=(ASKED, TOLD) * 8)
+    first = len(chat_target.encode_chat([ASKED]))
+    plan = replace(PLAN, prompts=1, longest=first)
+    (prompt,) = cut_prompts(chat_target, [sample], plan, Defects())
+    (answer,) = regenerate(chat_target, [prompt], plan, tmp_path, writer=Ending(chat_target))
+    assert len(answer.turns) == 1
     defects = Defects()
-    prompts = cut_prompts(chat_target, [short, long], PLAN, defects, longest=40)
-    assert [p.ids for p in prompts] == [tuple(chat_target.encode_chat([asked]))]
-    assert defects.lines() == [
-        "1 x conversation of more than 40 tokens: no room for an answer (first: s:2)"
+    assert cut_prompts(chat_target, [sample], replace(plan, longest=first - 1), defects) == []
+    assert "no room for an answer (first: s:1)" in defects.lines()[0]
+
+
+def test_what_the_template_rewrites_begins_another_document() -> None:
+    turns = [
+        Turn(array("i", [1, 2]), array("i", [3, 9]), "eos"),
+        Turn(array("i", [1, 2, 3, 9, 4]), array("i", [5, 9]), "eos"),
+        Turn(array("i", [1, 2, 9, 4, 9, 4]), array("i", [6]), "length"),  # its 3 and 5 are gone
     ]
-    answer = regenerate(chat_target, prompts, PLAN, tmp_path)[0]
-    mask = [False] * len(prompts[0].ids) + [True] * len(answer.new_ids)
-    assert answer.document().mask.tolist() == mask
+    answer = WrittenAnswer(PromptCut((1, 2), "d"), tuple(turns), True)
+    one, two = answer.documents()
+    assert (one.ids.tolist(), one.ids[one.mask].tolist()) == ([1, 2, 3, 9, 4, 5, 9], [3, 9, 5, 9])
+    assert (two.ids.tolist(), two.ids[two.mask].tolist()) == ([1, 2, 9, 4, 9, 4, 6], [6])
+
+
+def test_a_call_whose_result_follows_stays_as_it_is() -> None:
+    call = {"role": "assistant", "content": "add(2, 2)"}
+    result = {"role": "tool", "content": "4"}
+    dialogue = Dialogue.of(Sample("s", "d", messages=(ASKED, call, result, TOLD, ASKED)))
+    assert dialogue.turns == (3, 5)
+    assert dialogue.said(()) == [ASKED, call, result]
+    assert dialogue.said(("four",))[3:] == [{"role": "assistant", "content": "four"}, ASKED]
+    assert len(dialogue.said(("four", "x"))) == 6
+
+
+def test_thinking_is_what_the_template_calls_it(chat_target: Target) -> None:
+    tokenizer = copy(chat_target.tokenizer)
+    tokenizer.chat_template = str(tokenizer.chat_template) + (
+        "{% if enable_thinking is defined and not enable_thinking %}none{% endif %}"
+    )
+    assert thinking_switch(tokenizer, None) == {}
+    assert thinking_switch(tokenizer, False) == {"enable_thinking": False}
+    asked = answerable(tokenizer, [ASKED], (), {"enable_thinking": False})
+    assert tokenizer.decode(asked).endswith("none")
+    assert not tokenizer.decode(answerable(tokenizer, [ASKED])).endswith("none")
+    with pytest.raises(RecipeError, match="no switch for thinking"):
+        thinking_switch(chat_target.tokenizer, True)
+
+
+class Ending:
+    """A writer whose answers are a word and the end of the turn."""
+
+    name = "ending"
+
+    def __init__(self, target: Target) -> None:
+        self.target, self.count = target, 0
+
+    def write(self, jobs: Any, done: Any) -> None:
+        for job in jobs:
+            more = job
+            while more is not None:
+                self.count += 1
+                words = self.target.tokenizer(f"f{more.turn}", add_special_tokens=False)
+                more = done(more, [*words["input_ids"], self.target.eos_ids[0]], "eos")

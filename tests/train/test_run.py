@@ -25,6 +25,7 @@ from specctl.core.errors import (
     RecipeError,
     ResourceError,
 )
+from specctl.core.files import Disk
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.reporter import SilentReporter
@@ -34,7 +35,6 @@ from specctl.train.metrics import read_log
 from specctl.train.planning import capacity as room
 from specctl.train.run import RunResult, train_draft
 from specctl.train.saving.checkpoint import Checkpoints
-from specctl.train.saving.disk import Disk
 from specctl.train.saving.lock import locked
 from specctl.train.saving.state import seed_everything
 from specctl.train.stop import Interrupted
@@ -371,3 +371,13 @@ def test_the_same_seed_gives_the_same_numbers_everywhere() -> None:
     assert torch.equal(torch.rand(2), first)
     seed_everything(3, rank=1)
     assert not torch.equal(torch.rand(2), first)
+
+
+def test_a_run_has_its_folders_name_and_one_curve_at_wandb(tmp_path: Path) -> None:
+    from specctl.train.run import tracker_names
+
+    (tmp_path / "link").symlink_to(tmp_path)
+    names = [tracker_names(path)["wandb"] for path in (tmp_path / "a", tmp_path / "link" / "a")]
+    assert names[0] == names[1]  # wherever a shared disk is mounted from, resumed or not
+    assert names[0]["name"] == "a"
+    assert names[0]["id"] != tracker_names(tmp_path / "b")["wandb"]["id"]

@@ -8,12 +8,15 @@ prefix of the ids of the whole conversation, so the answer begins where that pre
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specctl.core.errors import SpecctlError
+from specctl.core.errors import RecipeError, SpecctlError
 from specctl.train.data.records import Message, Sample
+
+THINKING = ("enable_thinking", "thinking")  # Qwen3, GLM and others; DeepSeek, Granite
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,18 +123,46 @@ def _answer_span(
     raise ValueError("the end of an answer cannot be told from the chat template")
 
 
+def thinking_switch(tokenizer: Any, wanted: bool | None) -> dict[str, bool]:
+    """What a chat template is told so that its model thinks before it answers, or does not (the
+    names that templates have for it); RecipeError for a template without such a switch."""
+    if wanted is None:
+        return {}
+    template = tokenizer.chat_template
+    known = [name for name in THINKING if re.search(rf"\b{name}\b", str(template or ""))]
+    if not known:
+        raise RecipeError(
+            "the target's chat template has no switch for thinking",
+            where="data.thinking",
+            found=f"{str(wanted).lower()}, and a template without " + " or ".join(THINKING),
+            expected="null",
+            do="leave data.thinking out",
+        )
+    return dict.fromkeys(known, wanted)
+
+
 def conversation_prompt(tokenizer: Any, sample: Sample) -> list[int]:
     """Ids of the conversation up to its last assistant turn, ready to be answered."""
     messages = sample.messages
     spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     cut = messages[: spoken[-1]] if spoken else messages
-    if not cut:
+    return answerable(tokenizer, cut, sample.tools)
+
+
+def answerable(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Sequence[Any] = (),
+    switch: Mapping[str, bool] | None = None,
+) -> list[int]:
+    """Ids of these messages and of the mark behind which the assistant speaks."""
+    if not messages:
         raise ValueError("nothing stands before the assistant's turn")
     if tokenizer.chat_template is None:
-        if len(cut) == 1:
-            return list(tokenizer(str(cut[0]["content"]))["input_ids"])
+        if len(messages) == 1:
+            return list(tokenizer(str(messages[0]["content"]))["input_ids"])
         raise ValueError("the tokenizer has no chat template")
-    out = render(tokenizer, cut, sample.tools, add_generation_prompt=True)
+    out = render(tokenizer, messages, tools, add_generation_prompt=True, **(switch or {}))
     return list(out["input_ids"])
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,18 +21,13 @@ from specctl.core.drafter import Drafter
 from specctl.core.errors import RecipeError
 from specctl.recipes.schema import Recipe
 from specctl.runtime.engine.engine import Engine
-from specctl.runtime.engine.request import Request
+from specctl.runtime.engine.request import Completion, Request
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import document_prompts, measuring_rows
+from specctl.train.data.answers import AnswerPlan, sampling_of
 from specctl.train.data.pack import Document, PackedRows, laid_out
 from specctl.train.data.prepare import LEAST_ANSWER
-from specctl.train.data.regenerate import (
-    AnswerPlan,
-    PromptCut,
-    WrittenAnswer,
-    sampling_of,
-    slots_for,
-)
+from specctl.train.data.regenerate import slots_for
 from specctl.train.data.rows import TokenData
 from specctl.train.data.supply import Mixed, Order, Prepared, Text
 from specctl.train.distributed.ranks import Ranks
@@ -108,15 +104,7 @@ class OnPolicy(Text):
             requests = [Request(p, s) for p, s in zip(prompts, samplings, strict=True)]
             done = engine.run(requests)
         module.train(is_training)
-        documents = [
-            WrittenAnswer(
-                PromptCut(c.request.tokens, ""),
-                c.tokens,
-                c.request.sampling.temperature == 0.0,
-                c.finish_reason,
-            ).document(writing.train_on_prompt)
-            for c in done
-        ]
+        documents = [_document(c, writing.train_on_prompt) for c in done]
         plan = [list(range(i, i + each)) for i in range(0, len(documents), each)]
         return laid_out([_opened(d) for d in documents], plan, writing.seq_len, writing.pad_id)
 
@@ -142,6 +130,13 @@ class OnPolicy(Text):
         if tensors:
             self._written = {name: tensors[name] for name in NAMES}
             self._began, self._first = tensors["began_first"].tolist()
+
+
+def _document(completion: Completion, train_on_prompt: bool) -> Document:
+    """An answer behind its prompt; only the answer is predicted, unless the prompt is wanted."""
+    prompt, new = completion.request.tokens, completion.tokens
+    mask = np.array([train_on_prompt] * len(prompt) + [True] * len(new))
+    return Document(np.array([*prompt, *new], dtype=np.int32), mask, "")
 
 
 def _opened(document: Document) -> Document:

@@ -15,30 +15,41 @@ from typing import Any
 import numpy as np
 
 from specctl.core.errors import RecipeError, SpecctlError
+from specctl.core.files import digest_of
 from specctl.recipes.schema import DataPart, Recipe
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.target.target import Target
-from specctl.train.data.chat import encode_sample
+from specctl.train.data.answers import AnswerPlan, WrittenAnswer
+from specctl.train.data.chat import encode_sample, thinking_switch
 from specctl.train.data.context import check_context, check_ids
+from specctl.train.data.endpoint import EndpointSettings, EndpointWriter
 from specctl.train.data.pack import Document, PackedRows, best_fit, cut_documents, pack
+from specctl.train.data.prompts import cut_prompts
 from specctl.train.data.records import Sample, without
-from specctl.train.data.regenerate import AnswerPlan, cut_prompts, regenerate
+from specctl.train.data.regenerate import regenerate
 from specctl.train.data.rows import FORMAT, TokenData, read_manifest, write_rows
 from specctl.train.data.sources import Defects, read_samples
-from specctl.train.saving.store import digest_of
+from specctl.train.distributed.ranks import Ranks
 
 LEAST_ANSWER = 16  # tokens of an answer for which a prompt must leave room in its row
+LATER = ("top_p", "top_k", "thinking")  # count where set, so that rows made before them stay
 POOR_FILL = 0.8  # below this, another row length is looked for
 
 __all__ = ["TokenData", "encode_document", "prepare"]
 
 
 def prepare(
-    recipe: Recipe, target: Target, out: Path, console: Reporter | None = None
+    recipe: Recipe,
+    target: Target,
+    out: Path,
+    console: Reporter | None = None,
+    ranks: Ranks | None = None,
 ) -> TokenData:
     """The training rows of a recipe in OUT/data: reused if nothing that decides them has changed,
-    else made anew; regeneration goes on where it was stopped."""
+    else made anew; regeneration goes on where it was stopped. With `ranks` all of them call this:
+    each has its share of the prompts answered, the first one writes the rows."""
     console = console if console is not None else SilentReporter()
+    ranks = ranks if ranks is not None else Ranks()
     check_context(recipe, target.spec)
     folder, data, defects = out / "data", recipe.data, Defects()
     if data.regenerate and data.limit_tokens is not None:
@@ -46,12 +57,36 @@ def prepare(
     samples, source_digest = _select(data, defects)
     settings = _settings(recipe, target, source_digest)
     digest = digest_of(settings)
-    manifest = read_manifest(folder)
+    manifest = None
+    with ranks.together():  # nobody writes before all have looked
+        manifest = read_manifest(folder)
     if manifest is not None and manifest.digest == digest:
         console.say(f"data: reusing {manifest.rows:,} rows ({digest[:12]})")
         return TokenData(folder, manifest)
+    answers: list[WrittenAnswer] = []
     if data.regenerate:
-        documents = _regenerated(recipe, target, samples, folder, defects, console)
+        answers = answer_prompts(recipe, target, samples, folder, defects, console, ranks)
+    with ranks.together():
+        if ranks.is_main:
+            _write(recipe, target, samples, answers, (folder, digest, settings), defects, console)
+    manifest = read_manifest(folder)
+    assert manifest is not None, "the first rank has written it"
+    return TokenData(folder, manifest)
+
+
+def _write(
+    recipe: Recipe,
+    target: Target,
+    samples: Sequence[Sample],
+    answers: Sequence[WrittenAnswer],
+    place: tuple[Path, str, dict[str, Any]],
+    defects: Defects,
+    console: Reporter,
+) -> None:
+    """The rows of answers and of the source's own words, in the folder, by digest and settings."""
+    data, (folder, digest, settings) = recipe.data, place
+    if data.regenerate:
+        documents = [each for a in answers for each in a.documents(data.train_on_prompt)]
         if data.text_tokens:
             documents += _encoded(data, target, samples, defects, data.text_tokens)
     else:
@@ -65,7 +100,6 @@ def prepare(
         f"data: {manifest.rows:,} rows of {manifest.seq_len}, {manifest.tokens:,} tokens, "
         f"{manifest.loss_tokens:,} to predict, {manifest.fill:.1%} full ({digest[:12]})"
     )
-    return TokenData(folder, manifest)
 
 
 def rows_digest(recipe: Recipe, target: Target) -> str:
@@ -110,8 +144,10 @@ def _settings(recipe: Recipe, target: Target, source_digest: str) -> dict[str, A
     writer = None
     if data.regenerate:
         used = {"seed", "prompts", "prompt_tokens", "new_tokens", "temperature", "greedy_share"}
+        used |= {name for name in LATER if getattr(data, name) != getattr(DataPart(), name)}
         used |= {"text_tokens"} if data.text_tokens else set()
-        writer = [target.fingerprint, target.inflated, str(target.dtype)]
+        here = str(target.dtype) if data.endpoint is None else EndpointWriter.name
+        writer = [target.fingerprint, target.inflated, here]
     return {
         "format": FORMAT,
         "source": source_digest,
@@ -124,15 +160,30 @@ def _settings(recipe: Recipe, target: Target, source_digest: str) -> dict[str, A
     }
 
 
-def _regenerated(
+def write_answers_alone(
+    recipe: Recipe, target: Target, out: Path, console: Reporter
+) -> list[WrittenAnswer]:
+    """The answers that `prepare` would make rows of, kept in OUT/data, without the rows."""
+    check_context(recipe, target.spec)
+    defects = Defects()
+    samples, _ = _select(recipe.data, defects)
+    answers = answer_prompts(recipe, target, samples, out / "data", defects, console)
+    defects.tell(console)
+    return answers
+
+
+def answer_prompts(
     recipe: Recipe,
     target: Target,
     samples: Sequence[Sample],
     folder: Path,
     defects: Defects,
     console: Reporter,
-) -> list[Document]:
-    data = recipe.data
+    ranks: Ranks | None = None,
+) -> list[WrittenAnswer]:
+    """The target's answers to prompts of the samples, kept in `folder`: by the engine, or by the
+    recipe's endpoint."""
+    data, ranks = recipe.data, ranks if ranks is not None else Ranks()
     plan = AnswerPlan(
         data.prompts,
         data.prompt_tokens,
@@ -140,15 +191,24 @@ def _regenerated(
         data.temperature,
         data.greedy_share,
         data.seed,
+        data.top_p,
+        data.top_k,
+        recipe.train.seq_len - min(LEAST_ANSWER, recipe.train.seq_len // 2),
+        thinking_switch(target.tokenizer, data.thinking),
     )
-    longest = recipe.train.seq_len - min(LEAST_ANSWER, recipe.train.seq_len // 2)
-    prompts = cut_prompts(target, samples, plan, defects, longest)
+    prompts = cut_prompts(target, samples, plan, defects)
     if len(prompts) < plan.prompts:
         console.warn(f"data: only {len(prompts):,} of {plan.prompts:,} prompts found in the source")
     if not prompts:
         raise _nothing_left(defects, "a prompt", "a larger train.seq_len gives long prompts room")
-    answers = regenerate(target, prompts, plan, folder, console=console)
-    return [answer.document(data.train_on_prompt) for answer in answers]
+    writer = None
+    if data.endpoint is not None:
+        where = EndpointSettings.of(data.endpoint, data.endpoint_model, data.endpoint_requests)
+        writer = EndpointWriter(target, where, console, ranks.size)
+    answers = regenerate(target, prompts, plan, folder, console=console, writer=writer, ranks=ranks)
+    if len(answers) < len(prompts):
+        defects.note("prompt without an answer", "data.endpoint", len(prompts) - len(answers))
+    return answers
 
 
 def _encoded(
@@ -174,7 +234,12 @@ def _encoded(
 
 def encode_document(target: Target, sample: Sample, train_on_prompt: bool = False) -> Document:
     """Token ids and loss mask of a sample; raw text counts whole and ends in EOS."""
-    if sample.messages:
+    if sample.ids:
+        ours = target.tokenizer_fingerprint or ""
+        if sample.tokenizer and not ours.startswith(sample.tokenizer):
+            raise ValueError("the token ids are of another tokenizer")
+        ids, mask = list(sample.ids), list(sample.mask)
+    elif sample.messages:
         encoded = encode_sample(target.tokenizer, sample, target.eos_ids)
         ids, mask = encoded.ids, encoded.mask
     else:

@@ -31,16 +31,24 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One document: `text`, or `messages` (role and content) with the tools they may call."""
+    """One document: `text`, or `messages` (role and content) with the tools they may call; and
+    where it has been tokenized, the very ids, which of them are to be predicted, and the
+    fingerprint of the tokenizer ("": unknown)."""
 
     where: str
     domain: str
     text: str = ""
     messages: tuple[Message, ...] = ()
     tools: tuple[Any, ...] = ()
+    ids: tuple[int, ...] = ()
+    mask: tuple[bool, ...] = ()
+    tokenizer: str = ""
 
     def digest(self) -> bytes:
         """sha256 of what the sample says; its place does not count, so data may be moved."""
+        if self.ids:
+            body = json.dumps([self.ids, self.mask, self.messages, self.tools, self.text])
+            return hashlib.sha256(b"ids:" + body.encode()).digest()
         if not self.messages:
             return hashlib.sha256(b"text:" + self.text.encode()).digest()
         body = json.dumps([self.messages, self.tools], sort_keys=True)
@@ -83,16 +91,35 @@ def sample_of(record: Any, where: str, domain: str = "") -> Sample:
         raise ValueError("tools is not a list")
     text = record.get("text")
     text = text if isinstance(text, str) and text.strip() else ""
+    encoded = _encoded(record)
     turns = _conversation(record) or ([] if text else _prompt_alone(record))
     if turns:
         messages = _messages(_with_system(record, turns))
         check_values(messages)
         check_values(tools, "a tool")
-        return Sample(where, domain, messages=messages, tools=tuple(tools))
+        return Sample(where, domain, messages=messages, tools=tuple(tools), **encoded)
     if text:
         _check_unicode(text)
-        return Sample(where, domain, text=text)
+        return Sample(where, domain, text=text, **encoded)
+    if encoded:
+        return Sample(where, domain, **encoded)
     raise ValueError("record has no messages, prompt and response, or text")
+
+
+def _encoded(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Ids and mask of a record that has been tokenized; nothing of another."""
+    ids, mask = record.get("input_ids"), record.get("loss_mask")
+    if ids is None or mask is None:
+        return {}
+    is_ids = isinstance(ids, list | tuple) and all(type(i) is int and i >= 0 for i in ids)
+    if not is_ids or not isinstance(mask, list | tuple) or len(mask) != len(ids) or not ids:
+        raise ValueError("input_ids and loss_mask are not token ids and as many marks")
+    tokenizer = record.get("tokenizer")
+    return {
+        "ids": tuple(ids),
+        "mask": tuple(bool(mark) for mark in mask),
+        "tokenizer": tokenizer if isinstance(tokenizer, str) else "",
+    }
 
 
 def _check_unicode(text: str) -> None:

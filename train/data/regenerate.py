@@ -1,177 +1,101 @@
 """The target writes the answers: a drafter must match the target's own words, not a data set's.
 
-Prompts are cut from the data and answered in batches by the engine, partly greedily, partly by
-sampling, each with its own seed. Answers are kept as the exact token ids that the target drew (text
-would not always encode back to them). Shards of 64 prompts are written whole, so a killed job goes
-on where it stopped, and what a shard holds depends on the plan alone. N prompts.
+Partly greedily, partly by sampling, each turn with its own seed; kept as the exact token ids that
+the target drew (text would not always encode back to them). What the answers are depends on the
+plan alone. Every process writes its share of those that are missing, and keeps each when it is
+written (`journal.py`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
-import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from array import array
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from random import Random
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
-from safetensors import SafetensorError, safe_open
 
-from specctl.core.errors import IntegrityError, SpecctlError
+from specctl.core.errors import SpecctlError
+from specctl.core.files import digest_of
 from specctl.runtime.engine.engine import Engine
-from specctl.runtime.engine.request import Completion, Request, Row
-from specctl.runtime.measure.reporter import Reporter, SilentReporter
-from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.engine.request import Request
+from specctl.runtime.measure.reporter import Advance, Reporter, SilentReporter
 from specctl.runtime.target.target import Target
-from specctl.train.data.chat import conversation_prompt
-from specctl.train.data.context import LEAST_PROMPT, check_ids
-from specctl.train.data.corpus import PROSE, regions
-from specctl.train.data.pack import Document
-from specctl.train.data.records import Sample
-from specctl.train.data.sources import Defects
-from specctl.train.saving.store import digest_of, write_arrays
-
-SHARD = 64
-EXTRA_PASSES = 2  # over the samples, where some gave nothing or the same again
-CHARS_PER_TOKEN = 16  # text read for a prompt; more than any usual token is long
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerPlan:
-    """How prompts are cut and answered."""
-
-    prompts: int
-    prompt_tokens: int
-    new_tokens: int
-    temperature: float
-    greedy_share: float
-    seed: int
+from specctl.train.data.answers import (
+    OVER,
+    AnswerJob,
+    AnswerPlan,
+    AnswerWriter,
+    Done,
+    PromptCut,
+    Turn,
+    WrittenAnswer,
+    sampling_of,
+)
+from specctl.train.data.journal import AnswerJournal
+from specctl.train.data.prompts import longest_prompt, prompt_key
+from specctl.train.distributed.ranks import Ranks
 
 
-@dataclass(frozen=True, slots=True)
-class PromptCut:
-    """A prompt made from a sample of the data."""
+class EngineWriter:
+    """The target in this process, in one run of the engine: a row that has ended makes room for the
+    next prompt at once. `batch` rows together; None takes what suits the device and its memory."""
 
-    ids: tuple[int, ...]
-    domain: str
+    name = "engine"
 
+    def __init__(self, target: Target, longest: int, batch: int | None = None) -> None:
+        slots = slots_for(target, longest) if batch is None else batch
+        self.longest = min(longest, target.spec.max_positions)
+        self.engine = Engine(target, num_slots=max(1, slots))
 
-@dataclass(frozen=True, slots=True)
-class WrittenAnswer:
-    """A prompt with what the target wrote after it, an ending EOS included."""
-
-    prompt: PromptCut
-    new_ids: tuple[int, ...]
-    is_greedy: bool
-    finish_reason: str
-
-    def document(self, train_on_prompt: bool = False) -> Document:
-        """As training text: only the answer is predicted, unless the prompt is wanted too."""
-        ids = np.array([*self.prompt.ids, *self.new_ids], dtype=np.int32)
-        mask = np.full(len(ids), True)
-        if not train_on_prompt:
-            mask[: len(self.prompt.ids)] = False
-        return Document(ids, mask, self.prompt.domain)
-
-
-def cut_prompts(
-    target: Target,
-    samples: Sequence[Sample],
-    plan: AnswerPlan,
-    defects: Defects,
-    longest: int | None = None,
-) -> list[PromptCut]:
-    """`plan.prompts` prompts, evenly from the samples: of a conversation all up to its last answer,
-    of raw text a stretch of `prompt_tokens` from its beginning or from the start of a line. None is
-    longer than `longest` or than the target's context leaves for it."""
-    room = target.spec.max_positions - plan.new_tokens
-    room = room if longest is None else min(room, longest)
-    cuts: list[PromptCut] = []
-    seen: set[tuple[int, ...]] = set()
-    passes = -(-plan.prompts // max(len(samples), 1)) + EXTRA_PASSES
-    for turn in range(passes):
-        for sample in samples:
-            if len(cuts) == plan.prompts:
-                return cuts
-            try:
-                cut = _cut_prompt(target, sample, turn, plan, room)
-            except ValueError as error:
-                if turn == 0:
-                    defects.note(str(error), sample.where)
-                continue
-            if cut.ids not in seen:
-                seen.add(cut.ids)
-                cuts.append(cut)
-    return cuts
+    def write(self, jobs: Iterator[AnswerJob], done: Done) -> None:
+        engine, waiting = self.engine, deque[AnswerJob]()
+        engine.open(self.longest)
+        open_jobs: dict[int, AnswerJob] = {}
+        while True:
+            while len(open_jobs) < engine.num_slots:
+                job = waiting.popleft() if waiting else next(jobs, None)
+                if job is None:
+                    break
+                open_jobs[job.index] = job
+                engine.submit(job.index, Request(tuple(job.prompt_ids), job.sampling))
+            if not open_jobs:
+                return
+            for emission in engine.step():
+                row = emission.row
+                if row.finished is None:
+                    continue
+                ended = row.completion()
+                more = done(open_jobs.pop(row.index), ended.tokens, ended.finish_reason)
+                if more is not None:
+                    waiting.append(more)
 
 
-def _cut_prompt(
-    target: Target, sample: Sample, turn: int, plan: AnswerPlan, room: int
-) -> PromptCut:
-    if sample.messages:
-        ids = conversation_prompt(target.tokenizer, sample)
-        if len(ids) > room:
-            raise ValueError(f"conversation of more than {room:,} tokens: no room for an answer")
-        check_ids(ids, target)
-        return PromptCut(tuple(ids), sample.domain)
-    start = _line_start(sample.text, Random(f"{plan.seed}:{sample.where}:{turn}"))
-    text = sample.text[start : start + CHARS_PER_TOKEN * plan.prompt_tokens]
-    ids = target.encode(text)[: min(plan.prompt_tokens, room)]
-    if len(ids) < LEAST_PROMPT:
-        raise ValueError("the text is shorter than two tokens")
-    check_ids(ids, target)
-    end = start + len(target.decode(ids))
-    return PromptCut(tuple(ids), domain_at(sample, end))
+def slots_for(target: Target, longest: int, budget: int | None = None) -> int:
+    """Rows whose caches fit a quarter of the free GPU memory, or 2 GiB on the host (`budget`)."""
+    spec, is_cuda = target.spec, target.device.type == "cuda"
+    if budget is None:
+        budget = torch.cuda.mem_get_info(target.device)[0] // 4 if is_cuda else 2 << 30
+    position = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * target.dtype.itemsize
+    return max(1, min(64 if is_cuda else 32, budget // (position * longest)))
 
 
-def domain_at(sample: Sample, place: int) -> str:
-    """The sample's domain; in Python files "docstring" or "code", as of the held-out prompts."""
-    if not sample.where.endswith(".py"):
-        return sample.domain
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the parsed file, e.g. a doubtful escape sequence
-        try:
-            found = regions(sample.text)
-        except (SyntaxError, ValueError, RecursionError):
-            return sample.domain
-    place = min(place, len(sample.text))  # examples inside docstrings belong to no region
-    return next((r.domain for r in found if r.begin < place <= r.end), PROSE)
-
-
-def _line_start(text: str, random: Random) -> int:
-    """The beginning one time in four, else the start of a line in the first nine tenths."""
-    if random.random() < 0.25:
-        return 0
-    return text.rfind("\n", 0, random.randrange(max(1, len(text) * 9 // 10))) + 1
-
-
-def sampling_of(index: int, plan: AnswerPlan) -> Sampling:
-    """How prompt `index` is answered: greedy ones are spread evenly, every prompt has its seed."""
-    share = plan.greedy_share
-    is_greedy = int((index + 1) * share + 1e-9) > int(index * share + 1e-9)
-    return Sampling(
-        temperature=0.0 if is_greedy else plan.temperature,
-        seed=plan.seed * 1_000_003 + index,
-        max_new_tokens=plan.new_tokens,
-    )
-
-
-def answers_digest(target: Target, prompts: Sequence[PromptCut], plan: AnswerPlan) -> str:
-    """Names the answers: the target, its precision, the exact prompts, how they are answered."""
+def answers_digest(
+    target: Target, prompts: Sequence[PromptCut], plan: AnswerPlan, writer: str
+) -> str:
+    """Names the answers: the target, its precision, the exact prompts, how they are answered. What
+    a server's precision is, and where it is, is not known here and does not count."""
+    is_here = writer == EngineWriter.name
     return digest_of(
         {
-            "format": 2,
+            "format": 3,
             "target": target.fingerprint,
             "inflated": target.inflated,
-            "dtype": str(target.dtype),
+            "writer": str(target.dtype) if is_here else writer,
             "plan": asdict(plan),
-            "prompts": digest_of({"ids": [[list(p.ids), p.domain] for p in prompts]}),
+            "prompts": digest_of({"all": [[prompt_key(p).hex(), p.domain] for p in prompts]}),
         }
     )
 
@@ -184,116 +108,121 @@ def regenerate(
     *,
     batch: int | None = None,
     console: Reporter | None = None,
+    writer: AnswerWriter | None = None,
+    ranks: Ranks | None = None,
 ) -> list[WrittenAnswer]:
-    """The target's answer to every prompt; finished shards in `folder` are read, not redone.
-
-    `batch` rows are answered together; None takes what suits the device and its memory."""
+    """The target's answers to the prompts, in their order; those in `folder` are read, not redone.
+    They are written by `writer`, else by the engine, each rank its share. Prompts that a server
+    could not answer are left out."""
     console = console if console is not None else SilentReporter()
+    ranks = ranks if ranks is not None else Ranks()
     if not prompts:
         raise SpecctlError("there are no prompts to answer", do="give data.source more text")
-    digest = answers_digest(target, prompts, plan)
+    if writer is None:
+        writer = EngineWriter(target, _longest(target, prompts, plan), batch)
+    digest = answers_digest(target, prompts, plan, writer.name)
     home = folder / f"answers-{digest[:12]}"
-    starts = range(0, len(prompts), SHARD)
-    missing = [s for s in starts if not (home / _name(s)).exists()]
-    if len(missing) < len(starts):
-        console.say(f"regenerate: {len(starts) - len(missing)} of {len(starts)} shards are done")
-    longest = max(len(p.ids) for p in prompts) + plan.new_tokens
-    slots = slots_for(target, longest) if batch is None else batch
-    engine = Engine(target, num_slots=max(1, min(slots, SHARD, len(prompts))))
-    waiting = sum(len(prompts[s : s + SHARD]) for s in missing)
-    started, num_tokens = time.perf_counter(), 0
-    with console.task("the target writes answers", waiting, "prompts") as advance:
-        for start in missing:
-            members = prompts[start : start + SHARD]
-            requests = [Request(p.ids, sampling_of(start + i, plan)) for i, p in enumerate(members)]
-
-            def report(row: Row, new: tuple[int, ...]) -> None:
-                nonlocal num_tokens
-                num_tokens += len(new)
-                if row.finished is not None:
-                    rate = num_tokens / (time.perf_counter() - started)
-                    advance(1, f"{rate:,.0f} tok/s")
-
-            _write_shard(home / _name(start), digest, engine.run(requests, report))
-    answers = [a for s in starts for a in _read_shard(home / _name(s), digest, prompts, s, plan)]
-    console.say(_summary(answers))
+    with AnswerJournal(home, digest, ranks.rank) as journal:
+        with ranks.together():  # nobody appends before all have read
+            found = journal.read()
+        desk = _Desk(target, prompts, plan, journal, found.turns)
+        missing = [i for i in range(len(prompts)) if desk.next_job(i) is not None]
+        if found.num_damaged:
+            console.warn(f"regenerate: {found.num_damaged:,} damaged records, answered anew")
+        if len(missing) < len(prompts):
+            num_done = len(prompts) - len(missing)
+            console.say(f"regenerate: {num_done:,} of {len(prompts):,} prompts are answered")
+        mine = missing[ranks.rank :: ranks.size]
+        label = "the target writes answers" + (f" (1 of {ranks.size})" if ranks.size > 1 else "")
+        with ranks.together(), console.task(label, len(mine), "prompts") as advance:
+            if mine:
+                desk.write(writer, mine, advance)
+    turns = desk.turns if ranks.size == 1 else AnswerJournal(home, digest).read().turns
+    answers = [
+        WrittenAnswer(prompt, tuple(turns[i]), sampling_of(i, plan).temperature == 0.0)
+        for i, prompt in enumerate(prompts)
+        if turns.get(i)
+    ]
+    if answers:
+        console.say(_summary(answers))
     return answers
 
 
-def slots_for(target: Target, longest: int, budget: int | None = None) -> int:
-    """Rows whose caches fit a quarter of the free GPU memory, or 2 GiB on the host (`budget`)."""
-    spec, is_cuda = target.spec, target.device.type == "cuda"
-    if budget is None:
-        budget = torch.cuda.mem_get_info(target.device)[0] // 4 if is_cuda else 2 << 30
-    position = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * target.dtype.itemsize
-    return max(1, min(64 if is_cuda else 32, budget // (position * longest)))
+def _longest(target: Target, prompts: Sequence[PromptCut], plan: AnswerPlan) -> int:
+    """Positions of the longest row: later prompts of a conversation are yet unknown."""
+    if any(prompt.num_turns > 1 for prompt in prompts):
+        return longest_prompt(target, plan) + plan.new_tokens
+    return max(len(prompt.ids) for prompt in prompts) + plan.new_tokens
 
 
-def _name(start: int) -> str:
-    return f"shard-{start // SHARD:05d}.safetensors"
+class _Desk:
+    """Hands out the turns that are missing and takes in those that are written. One writer: the
+    process that answers."""
 
+    def __init__(
+        self,
+        target: Target,
+        prompts: Sequence[PromptCut],
+        plan: AnswerPlan,
+        journal: AnswerJournal,
+        turns: dict[int, list[Turn]],
+    ) -> None:
+        self.target, self.prompts, self.plan = target, prompts, plan
+        self.journal, self.turns = journal, turns
 
-def _write_shard(path: Path, digest: str, completions: Sequence[Completion]) -> None:
-    ids = [token for c in completions for token in c.tokens]
-    arrays = {
-        "ids": np.array(ids, dtype=np.int32),
-        "lengths_N": np.array([len(c.tokens) for c in completions], dtype=np.int32),
-    }
-    reasons = json.dumps([c.finish_reason for c in completions])
-    notes = {"digest": digest, "finish_reasons": reasons}
-    write_arrays(path, arrays, notes | {"sha256": _content_digest(arrays, notes)})
+    def write(self, writer: AnswerWriter, indices: Sequence[int], advance: Advance) -> None:
+        """Have these prompts answered."""
+        started, num_tokens = time.perf_counter(), 0
 
+        def jobs() -> Iterator[AnswerJob]:
+            for index in indices:
+                job = self.next_job(index)
+                if job is not None:
+                    yield job
 
-def _content_digest(arrays: Mapping[str, npt.NDArray[Any]], notes: Mapping[str, str]) -> str:
-    """Of all that a shard says, so that a flipped bit is not taken for an answer."""
-    body = hashlib.sha256()
-    for name in ("ids", "lengths_N"):
-        body.update(arrays[name].astype("<i4").tobytes())
-    for name in ("digest", "finish_reasons"):
-        body.update(notes.get(name, "").encode() + b"\0")
-    return body.hexdigest()
+        def done(job: AnswerJob, new_ids: Sequence[int], reason: str) -> AnswerJob | None:
+            nonlocal num_tokens
+            turn = Turn(array("i", job.prompt_ids), array("i", new_ids), reason)
+            turns = self.turns.setdefault(job.index, [])
+            self.journal.append(job.index, job.turn, turns[-1] if turns else None, turn)
+            turns.append(turn)
+            num_tokens += len(new_ids)
+            more = self.next_job(job.index)
+            if more is None:
+                advance(1, f"{num_tokens / (time.perf_counter() - started):,.0f} tok/s")
+            return more
 
+        writer.write(jobs(), done)
 
-def _read_shard(
-    path: Path, digest: str, prompts: Sequence[PromptCut], start: int, plan: AnswerPlan
-) -> list[WrittenAnswer]:
-    members = prompts[start : start + SHARD]
-    try:
-        with safe_open(path, framework="np") as file:
-            notes = file.metadata() or {}
-            arrays = {name: file.get_tensor(name) for name in ("ids", "lengths_N")}
-    except SafetensorError as error:
-        raise _bad_shard(path, str(error)) from error
-    if notes.get("sha256") != _content_digest(arrays, notes):
-        raise _bad_shard(path, "its content does not match its hash")
-    lengths, ids = arrays["lengths_N"].tolist(), arrays["ids"].tolist()
-    if notes.get("digest") != digest or len(lengths) != len(members) or sum(lengths) != len(ids):
-        raise _bad_shard(path, "content of another plan")
-    answers, at = [], 0
-    reasons = json.loads(notes["finish_reasons"])
-    for i, (prompt, length) in enumerate(zip(members, lengths, strict=True)):
-        is_greedy = sampling_of(start + i, plan).temperature == 0.0
-        answers.append(WrittenAnswer(prompt, tuple(ids[at : at + length]), is_greedy, reasons[i]))
-        at += length
-    return answers
-
-
-def _bad_shard(path: Path, found: str) -> IntegrityError:
-    return IntegrityError(
-        "a shard of regenerated answers cannot be read",
-        where=str(path),
-        found=found,
-        expected="a shard as it was written",
-        do="delete that file; the next run writes it again",
-    )
+    def next_job(self, index: int) -> AnswerJob | None:
+        """The next turn of a prompt; None where it has all its answers. A conversation also ends
+        with an answer that was cut off, and where its next prompt would not fit."""
+        prompt, turns = self.prompts[index], self.turns.get(index, [])
+        number = len(turns)
+        if number == 0:
+            return AnswerJob(index, 0, prompt.ids, sampling_of(index, self.plan))
+        if number >= prompt.num_turns or turns[-1].finish_reason != OVER:
+            return None
+        assert prompt.dialogue is not None, "a text is answered once"
+        answers = [self.target.decode(turn.new_ids) for turn in turns]
+        try:
+            ids = prompt.dialogue.prompt(self.target.tokenizer, self.plan.switch, answers)
+        except ValueError:
+            return None
+        fits = len(ids) <= longest_prompt(self.target, self.plan)
+        is_known = max(ids) < self.target.spec.vocab_size
+        sampling = sampling_of(index, self.plan, number)
+        return AnswerJob(index, number, ids, sampling) if fits and is_known else None
 
 
 def _summary(answers: Sequence[WrittenAnswer]) -> str:
-    num_tokens = sum(len(a.new_ids) for a in answers)
-    ended = sum(a.finish_reason == "eos" for a in answers) / len(answers)
+    num_tokens = sum(a.num_tokens for a in answers)
+    num_turns = sum(len(a.turns) for a in answers)
+    ended = sum(turn.finish_reason == OVER for a in answers for turn in a.turns) / num_turns
     greedy = sum(a.is_greedy for a in answers) / len(answers)
+    turns = f" in {len(answers):,} conversations" if num_turns > len(answers) else ""
     return (
-        f"answers: {len(answers):,} with {num_tokens:,} tokens "
-        f"(mean {num_tokens / len(answers):.0f}, {ended:.0%} ended by themselves, "
+        f"answers: {num_turns:,}{turns} with {num_tokens:,} tokens "
+        f"(mean {num_tokens / num_turns:.0f}, {ended:.0%} ended by themselves, "
         f"{greedy:.0%} greedy)"
     )

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from specctl.core.batch import TrainBatch
 from specctl.core.errors import FileError, IntegrityError
+from specctl.core.files import sha256_file, write_json
 from specctl.train.data.pack import PackedRows
 from specctl.train.data.sources import Defects
-from specctl.train.saving.store import sha256_file, write_arrays, write_json
+from specctl.train.saving.tensorfile import write_arrays
 
 FORMAT = 1
 MANIFEST = "manifest.json"

@@ -67,10 +67,10 @@ class Ranks:
         error: Exception | None = None
         try:
             yield
-        except Exception as caught:  # raised again below, after the others were told
+        except Exception as caught:  # raised again below, after the others have heard of it
             error = caught
-        told = None if error is None else (str(error), getattr(error, "exit", Exit.BUG))
-        answers = self.gather(told)
+        sent = None if error is None else (str(error), getattr(error, "exit", Exit.BUG))
+        answers = self.gather(sent)
         if error is not None:
             raise error
         for rank, answer in enumerate(answers):

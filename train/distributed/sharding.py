@@ -5,7 +5,7 @@ is summed and cut after the backward pass. So a family need not know of it, whic
 it calls and how. Per process and number trained this leaves 16 / processes bytes of float32 weight,
 gradient and AdamW state, plus 8 while a batch is being learned.
 
-The frozen target may be spread, too: a layer is gathered when a batch comes to it and let go behind
+The frozen target may be sharded, too: a layer is gathered when a batch comes to it and let go after
 it, so that beside the drafter only one layer of the target is whole at a time. Embedding, norm and
 head stay whole: drafters borrow them. To decode, one process needs all layers; `whole_layers`
 gathers them for that while.
@@ -112,7 +112,7 @@ def _shared(drafter: Drafter) -> dict[int, Any]:
     return {id(value): value for value in held if isinstance(value, (Tensor, Borrowed))}
 
 
-def spread(recipe: Recipe, target: Target, ranks: Ranks) -> Target:
+def shard_target(recipe: Recipe, target: Target, ranks: Ranks) -> Target:
     """The same target with its layers spread over the ranks, where the recipe asks for that. The
     forward is transformers' own then, whichever it was before."""
     if not recipe.train.shard_target or ranks.size == 1:
@@ -143,8 +143,8 @@ def _layers(model: Any, count: int) -> nn.ModuleList:
     )
 
 
-def spread_layers(target: Target) -> list[FSDPModule]:
-    """The layers of a target that were spread."""
+def sharded_layers(target: Target) -> list[FSDPModule]:
+    """The layers of a target that were sharded."""
     return [part for part in target.lm.module.modules() if isinstance(part, FSDPModule)]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.core.batch import HeadRows, TrainBatch
@@ -15,6 +16,7 @@ from specctl.core.drafter import Needs
 from specctl.core.language_model import LanguageModel
 from specctl.models.fast_llama import FastLlama
 from specctl.models.kernels import linear
+from specctl.runtime.target.served import ServedLM
 from specctl.runtime.target.target import Target
 
 
@@ -53,12 +55,15 @@ def read(target: Target, batch: TrainBatch, needs: Needs) -> TrainBatch:
 
 def has_plain_head(lm: LanguageModel) -> bool:
     """True where logits are the last state times the head, with nothing after it."""
-    return isinstance(lm, FastLlama)
+    return isinstance(lm, FastLlama) or (isinstance(lm, ServedLM) and lm.has_plain_head)
 
 
 @torch.no_grad()
 def head_logits(lm: LanguageModel, state_BSD: Tensor) -> Tensor:
     """[B, S, V]: the logits of last states, by the very product that `capture` makes."""
+    if isinstance(lm, ServedLM):
+        head = lm.borrowed()
+        return F.linear(state_BSD, head.head_VD, head.head_bias_V)
     assert isinstance(lm, FastLlama), "the head of another model may not be a plain product"
     return linear(state_BSD, lm.module.weights().head)
 

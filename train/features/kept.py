@@ -23,7 +23,8 @@ from specctl.core.batch import HeadRows, TrainBatch
 from specctl.core.drafter import Needs
 from specctl.recipes.schema import DataPart
 from specctl.runtime.target.target import Target
-from specctl.train.features.capture import capture, has_plain_head, head_logits
+from specctl.train.features.capture import has_plain_head, head_logits
+from specctl.train.features.target_source import InProcess, TargetSource
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -75,11 +76,15 @@ class Form:
         return total
 
 
-def read_target(target: Target, batch: TrainBatch, form: Form) -> list[dict[str, Tensor]]:
-    """Per row of the batch, what the target says of its real tokens, in full precision."""
+def read_target(
+    target: Target, batch: TrainBatch, form: Form, source: TargetSource | None = None
+) -> list[dict[str, Tensor]]:
+    """Per row of the batch, what the target says of its real tokens, in full precision; by its
+    own forward, else by `source`."""
+    source = source if source is not None else InProcess(target)
     wanted = set(form.taps) | ({target.spec.num_layers} if form.teacher == "state" else set())
     needs = Needs(tuple(sorted(wanted)), teacher=form.teacher in ("logits", "topk"))
-    found = capture(target, batch, needs)
+    found = source.read(batch, needs)
     rows: list[dict[str, Tensor]] = []
     for row, length in enumerate((batch.document_BS >= 0).sum(dim=1).tolist()):
         raw = {f"tap-{tap}": found.taps[tap][row, :length] for tap in form.taps}

@@ -1,6 +1,6 @@
-"""Where a run's features come from: the target, batch by batch, or shards that it filled once.
+"""Where a run's features come from: its target source, batch by batch, or shards filled once.
 
-Offline, the target reads every row once, before the first step; each process fills its share of the
+Offline, the source reads every row once, before the first step; each process fills its share of the
 shards. Rows whose shard does not fit under `data.features_gb`, or is damaged, are read online.
 """
 
@@ -17,18 +17,19 @@ from torch import Tensor
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Needs
 from specctl.core.errors import RecipeError, ResourceError
+from specctl.core.files import Disk, digest_of
 from specctl.recipes.schema import DataPart, Recipe
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.target import Target
 from specctl.train.data.rows import TokenData
 from specctl.train.distributed.ranks import Ranks
-from specctl.train.features.capture import capture, to_device
+from specctl.train.features.capture import to_device
 from specctl.train.features.kept import Form, decode, encode, read_target, with_features
 from specctl.train.features.shards import ShardLayout, Shards, make_room, sweep
-from specctl.train.saving.disk import Disk
-from specctl.train.saving.store import digest_of
+from specctl.train.features.target_source import TargetSource, target_source
 
 BatchOf = Callable[[list[int]], TrainBatch]
+Ahead = Callable[[list[int]], None]
 FREE_SHARE = 0.95  # of the free disk that features may take
 HEADER_BYTES = 2048  # at most, of a shard's file
 
@@ -42,17 +43,24 @@ class FeatureSource:
     needs: Needs
     form: Form
     shards: Shards
+    source: TargetSource
 
     def batch(self, rows: list[int]) -> TrainBatch:
         """Those rows with what the target says of them."""
         plain = to_device(self.data.batch(rows), self.target.device)
-        stored = [self.shards.read(row) for row in rows]
+        stored = self.shards.read_rows(rows)
         absent = [place for place, found in enumerate(stored) if found is None]
         online = iter(
-            read_target(self.target, _rows_of(plain, absent), self.form) if absent else ()
+            read_target(self.target, _rows_of(plain, absent), self.form, self.source)
+            if absent
+            else ()
         )
         raw = [decode(found, self.form) if found is not None else next(online) for found in stored]
         return with_features(self.target, plain, raw, self.needs, self.form)
+
+    def ahead(self, rows: list[int]) -> None:
+        """Begin to read rows that will be asked for next."""
+        self.shards.ahead(rows)
 
     def fill(self, shard: int, group: int) -> None:
         """Let the target read a shard's rows, `group` at a time."""
@@ -60,10 +68,22 @@ class FeatureSource:
         parts: list[dict[str, Tensor]] = []
         for start in range(0, len(rows), group):
             batch = self.data.batch(rows[start : start + group])
-            parts += [encode(raw, self.form) for raw in read_target(self.target, batch, self.form)]
+            read = read_target(self.target, batch, self.form, self.source)
+            parts += [encode(raw, self.form) for raw in read]
         tokens = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         lengths = [len(next(iter(part.values()))) for part in parts]
         self.shards.write(shard, tokens, lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """Row numbers -> a batch with the target's features; `ahead` is told what comes next."""
+
+    batch: BatchOf
+    ahead: Ahead = lambda rows: None
+
+    def __call__(self, rows: list[int]) -> TrainBatch:
+        return self.batch(rows)
 
 
 def feature_source(
@@ -75,10 +95,11 @@ def feature_source(
     reporter: Reporter,
     ranks: Ranks,
     disk: Disk | None = None,
-) -> BatchOf:
-    """Row numbers -> a batch with the target's features, the way that the recipe says."""
+) -> Features:
+    """Features, the way that the recipe says."""
+    source = target_source(recipe.data, target, reporter)
     if recipe.data.features == "online":
-        return lambda rows: capture(target, data.batch(rows), needs)
+        return Features(lambda rows: source.read(data.batch(rows), needs))
     if not needs.taps and not needs.teacher:
         raise RecipeError(
             "there are no features to keep: this drafter learns from the text alone",
@@ -87,18 +108,24 @@ def feature_source(
             do="--set data.features=online",
             where="data.features",
         )
-    features = _features(recipe.data, target, data, needs, out, disk)
+    features = _features(recipe.data, source, target, data, needs, out, disk)
     todo = _todo(recipe.data, features, out / "features", reporter, ranks)
     group = max(1, recipe.train.rows // ranks.size)
     with ranks.together(), reporter.task("features", len(todo), "shard") as advance:
         for shard in todo[ranks.rank :: ranks.size]:
             features.fill(shard, group)
             advance(min(ranks.size, len(todo)))
-    return features.batch
+    return Features(features.batch, features.ahead)
 
 
 def _features(
-    part: DataPart, target: Target, data: TokenData, needs: Needs, out: Path, disk: Disk | None
+    part: DataPart,
+    source: TargetSource,
+    target: Target,
+    data: TokenData,
+    needs: Needs,
+    out: Path,
+    disk: Disk | None,
 ) -> FeatureSource:
     form = Form.of(part, target, needs)
     layout = ShardLayout.of(data.num_rows, data.seq_len * form.bytes_per_token)
@@ -106,11 +133,12 @@ def _features(
         "data": data.digest,
         "target": target.fingerprint,
         "dtype": str(target.dtype),
+        "source": "inprocess" if part.target_source == "inprocess" else "engine",
         "form": asdict(form),
         "rows": [layout.num_rows, layout.each],
     }
     folder = out / "features" / digest_of(about)[:12]
-    return FeatureSource(target, data, needs, form, Shards(folder, layout, disk))
+    return FeatureSource(target, data, needs, form, Shards(folder, layout, disk), source)
 
 
 def _todo(

@@ -10,20 +10,26 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from specctl.train.saving.disk import Disk, FileEntry, file_entry, write_whole
+from specctl.core.files import Disk, FileEntry, file_entry, write_whole
 from specctl.train.saving.tensorfile import tensor_chunks
 
 SCHEMA = "specctl.features/1"
 SHARD_BYTES = 64_000_000
+LEAST_ROWS = 8  # of a shard, however long they are: terabytes are then not millions of files
+MOST_OPEN = 64  # shards of one process that stay mapped
+READERS = 4  # threads that hash and read
 OFFSETS = "offsets"
 _NAME = "shard-" + 5 * "[0-9]"  # as a pattern: files that a user named alike are none of ours
 
@@ -37,7 +43,8 @@ class ShardLayout:
 
     @classmethod
     def of(cls, num_rows: int, bytes_per_row: int) -> ShardLayout:
-        return cls(num_rows, max(1, min(num_rows, SHARD_BYTES // max(1, bytes_per_row))))
+        fitting = max(LEAST_ROWS, SHARD_BYTES // max(1, bytes_per_row))
+        return cls(num_rows, max(1, min(num_rows, fitting)))
 
     @property
     def num_shards(self) -> int:
@@ -52,12 +59,18 @@ class ShardLayout:
 
 
 class Shards:
-    """The shards of one key. Several processes may write different shards; all may read."""
+    """The shards of one key. Several processes may write different shards; all may read. A shard's
+    hash is checked once a process; the most recently read stay mapped."""
 
     def __init__(self, folder: Path, layout: ShardLayout, disk: Disk | None = None) -> None:
         self.folder, self.layout, self.disk = folder, layout, disk or Disk()
-        self._open: dict[int, Any] = {}
+        self._open: OrderedDict[int, Any] = OrderedDict()
+        self._whole: set[int] = set()
         self._absent: set[int] = set()
+        self._locks: defaultdict[int, Lock] = defaultdict(Lock)
+        self._lock = Lock()
+        self._readers = ThreadPoolExecutor(READERS, "features")
+        self._coming: dict[int, Future[dict[str, Tensor] | None]] = {}
 
     def file(self, shard: int) -> Path:
         return self.folder / f"shard-{shard:05d}.safetensors"
@@ -74,6 +87,7 @@ class Shards:
         about = {"schema": SCHEMA, "bytes": entry.bytes, "sha256": entry.sha256}
         write_whole(self.disk, self.manifest(shard), json.dumps(about).encode())
         self._absent.discard(shard)
+        self._whole.discard(shard)
         return entry.bytes
 
     def is_there(self, shard: int) -> bool:
@@ -90,21 +104,54 @@ class Shards:
             return None
         start, end = file.get_slice(OFFSETS)[place : place + 2].tolist()
         names = (name for name in file.keys() if name != OFFSETS)  # noqa: SIM118
-        return {name: file.get_slice(name)[start:end] for name in names}
+        return {name: file.get_slice(name)[start:end].clone() for name in names}
+
+    def ahead(self, rows: Sequence[int]) -> None:
+        """Begin to read rows that will be asked for next, in other threads."""
+        for row in rows:
+            if row not in self._coming:
+                self._coming[row] = self._begin(row)
+
+    def read_rows(self, rows: Sequence[int]) -> list[dict[str, Tensor] | None]:
+        """`read` of each, several at once."""
+        coming = [
+            self._coming.pop(row) if row in self._coming else self._begin(row) for row in rows
+        ]
+        return [future.result() for future in coming]
+
+    def _begin(self, row: int) -> Future[dict[str, Tensor] | None]:
+        return self._readers.submit(self.read, row)
 
     def _opened(self, shard: int) -> Any:
-        if shard in self._open:
-            return self._open[shard]
-        if shard in self._absent:
-            return None
-        entry = self._entry(shard)
-        if entry is None or not self.file(shard).exists() or file_entry(self.file(shard)) != entry:
-            self._absent.add(shard)
-            self.manifest(shard).unlink(missing_ok=True)
-            return None
-        os.utime(self.manifest(shard))
-        self._open[shard] = safe_open(self.file(shard), framework="pt")
-        return self._open[shard]
+        with self._lock:
+            own = self._locks[shard]
+        with own:  # another thread may be hashing it
+            with self._lock:
+                if shard in self._open:
+                    self._open.move_to_end(shard)
+                    return self._open[shard]
+                if shard in self._absent:
+                    return None
+            if not self._is_whole(shard):
+                self._absent.add(shard)
+                self.manifest(shard).unlink(missing_ok=True)
+                return None
+            os.utime(self.manifest(shard))
+            file = safe_open(self.file(shard), framework="pt")
+            with self._lock:
+                self._open[shard] = file
+                while len(self._open) > MOST_OPEN:
+                    self._open.popitem(last=False)
+            return file
+
+    def _is_whole(self, shard: int) -> bool:
+        """Whether the file is the one that was written; hashed when first asked."""
+        if not self.is_there(shard):
+            return False
+        if shard not in self._whole and file_entry(self.file(shard)) != self._entry(shard):
+            return False
+        self._whole.add(shard)
+        return True
 
     def _entry(self, shard: int) -> FileEntry | None:
         try:

@@ -1,4 +1,4 @@
-"""JointModel training of drafter and target (Medusa-2, arXiv 2401.10774, section 2.2.2).
+"""Joint training of drafter and target (Medusa-2, arXiv 2401.10774, section 2.2.2).
 
 The target learns, too, by low-rank additions to its hidden matrices, so that its states tell more
 of the tokens ahead: L = L_target + weight * L_drafter. What keeps the target near itself is its own

@@ -33,7 +33,7 @@ FOLDER, CONFIG = "target", "config.json"
 TEXTS, ROWS_AT_ONCE = 64, 8  # measured on; read at a time
 
 
-def settled(
+def save_joint_target(
     joint: JointModel, original: Target, recipe: Recipe, data: TokenData, out: Path
 ) -> Target:
     """Write OUT/target and read it back: the target that the drafter is for, with what changed."""

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from specctl.core.errors import IncompatibleError, RecipeError
+from specctl.core.files import write_json
 from specctl.recipes.load import build_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
@@ -28,7 +29,6 @@ from specctl.train.assemble import trainable_family
 from specctl.train.planning.plan import build_shape
 from specctl.train.run import train_draft
 from specctl.train.saving.fingerprint import check_same_run, config_fields
-from specctl.train.saving.store import write_json
 
 MARK = "point.json"
 GAIN = 0.1  # of tau, whose price is told

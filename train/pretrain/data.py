@@ -5,7 +5,6 @@ The tokenizer is a byte-level BPE over Python text, with chat markers.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from specctl.core.files import write_bytes
 from specctl.train.data.corpus import heldout_texts, training_texts
 from specctl.train.data.supply import Order
 from specctl.train.pretrain.recipe import PretrainRecipe
@@ -112,12 +112,6 @@ class PretrainData:
     heldout: Ids
 
 
-def _write_ids(path: Path, ids: Ids) -> None:
-    partial = path.with_name(path.name + ".partial")
-    ids.tofile(partial)
-    os.replace(partial, path)
-
-
 def prepare_data(recipe: PretrainRecipe, out: Path) -> PretrainData:
     """Tokenizer and ids from OUT, made there from this machine's corpus where they are missing."""
     folder, data = out / "tokenizer", recipe.data
@@ -129,9 +123,10 @@ def prepare_data(recipe: PretrainRecipe, out: Path) -> PretrainData:
     tokenizer = load_tokenizer(folder)
     train, heldout = out / "train.bin", out / "heldout.bin"
     if not train.exists():
-        _write_ids(train, encode_documents(tokenizer, training_texts(data.limit_bytes, data.seed)))
+        texts = training_texts(data.limit_bytes, data.seed)
+        write_bytes(train, encode_documents(tokenizer, texts).tobytes())
     if not heldout.exists():
-        _write_ids(heldout, encode_documents(tokenizer, heldout_texts()))
+        write_bytes(heldout, encode_documents(tokenizer, heldout_texts()).tobytes())
     return PretrainData(
         tokenizer, np.fromfile(train, dtype=np.uint16), np.fromfile(heldout, dtype=np.uint16)
     )

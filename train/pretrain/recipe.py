@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import yaml
+from pydantic import ValidationError, model_validator
 
 from specctl.core.errors import FileError, RecipeError, nearest
+from specctl.recipes.section import Positive, Section
 
-Section = TypeVar("Section")
 
-
-@dataclass(frozen=True, slots=True)
-class DataRecipe:
+class DataRecipe(Section):
     """Text: bytes for the tokenizer, bytes to train on (None: all), seed of every order."""
 
     tokenizer_bytes: int
@@ -24,17 +21,16 @@ class DataRecipe:
     seed: int
 
 
-@dataclass(frozen=True, slots=True)
-class TrainRecipe:
+class TrainRecipe(Section):
     """Batch, schedule and optimizers; all learning rates follow the same schedule.
 
     The decay may use longer rows (`decay_seq_len`), fewer of them, the same tokens a step.
     """
 
-    seq_len: int
-    decay_seq_len: int
-    micro_batch: int
-    accumulate: int
+    seq_len: Positive
+    decay_seq_len: Positive
+    micro_batch: Positive
+    accumulate: Positive
     total_tokens: int
     decay_tokens: int
     warmup_tokens: int
@@ -51,9 +47,14 @@ class TrainRecipe:
     def tokens_per_step(self) -> int:
         return self.seq_len * self.micro_batch * self.accumulate
 
+    @model_validator(mode="after")
+    def _rows_divide_a_batch(self) -> Self:
+        if self.micro_batch * self.seq_len % self.decay_seq_len:
+            raise ValueError("decay_seq_len does not divide the tokens of a micro-batch")
+        return self
 
-@dataclass(frozen=True, slots=True)
-class ReportRecipe:
+
+class ReportRecipe(Section):
     """When to log, evaluate, save and export."""
 
     log_tokens: int
@@ -64,8 +65,7 @@ class ReportRecipe:
     export_every_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class PretrainRecipe:
+class PretrainRecipe(Section):
     """All that decides a run; `model` is handed to `LlamaConfig` as it is."""
 
     model: dict[str, Any]
@@ -74,61 +74,26 @@ class PretrainRecipe:
     report: ReportRecipe
 
 
-def _section(path: Path, raw: Mapping[str, Any], name: str, kind: type[Section]) -> Section:
-    given = raw[name]
-    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    for key in given:
-        if key not in known:
-            raise RecipeError(
-                f"unknown key '{name}.{key}'",
-                expected=f"one of {nearest(key, known)}",
-                do="correct the key or take it out",
-                where=str(path),
-            )
-    missing = [key for key in known if key not in given]
-    if missing:
-        raise RecipeError(
-            f"section '{name}' lacks {', '.join(missing)}",
-            do="add the keys; recipes/tiny-target.yaml has them all",
-            where=str(path),
-        )
-    return kind(**given)
-
-
-def _check_rows(path: Path, train: TrainRecipe) -> None:
-    if train.micro_batch * train.seq_len % train.decay_seq_len:
-        raise RecipeError(
-            "train.decay_seq_len does not divide the tokens of a micro-batch",
-            found=f"{train.decay_seq_len}",
-            expected=f"a divisor of {train.micro_batch} x {train.seq_len}",
-            do="change train.decay_seq_len or train.micro_batch",
-            where=str(path),
-        )
-
-
 def load_pretrain_recipe(path: Path) -> PretrainRecipe:
     """The recipe in a YAML file; every key must be there and known."""
     if not path.exists():
         raise FileError(f"no recipe at {path}", do="name a YAML file")
-    raw = yaml.safe_load(path.read_text())
-    sections = {"model", "data", "train", "report"}
-    if not isinstance(raw, dict) or set(raw) != sections:
-        found = ", ".join(sorted(raw)) if isinstance(raw, dict) else type(raw).__name__
+    try:
+        return PretrainRecipe.model_validate(yaml.safe_load(path.read_text()))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name, expected = ".".join(map(str, problem["loc"])), problem["msg"]
+        if problem["type"] == "extra_forbidden":
+            section, _, key = name.rpartition(".")
+            owner = PretrainRecipe.model_fields[section].annotation if section else PretrainRecipe
+            expected = "one of " + nearest(key, getattr(owner, "model_fields", ()))
         raise RecipeError(
-            "not a pre-training recipe",
-            found=found,
-            expected=", ".join(sorted(sections)),
-            do="start from recipes/tiny-target.yaml",
+            f"'{name}' of the pretraining recipe is not valid",
             where=str(path),
-        )
-    train = _section(path, raw, "train", TrainRecipe)
-    _check_rows(path, train)
-    return PretrainRecipe(
-        model=raw["model"],
-        data=_section(path, raw, "data", DataRecipe),
-        train=train,
-        report=_section(path, raw, "report", ReportRecipe),
-    )
+            found=repr(problem["input"])[:120],
+            expected=expected.removeprefix("Value error, "),
+            do="correct it; recipes/tiny-target.yaml has every key",
+        ) from error
 
 
 class TokenSchedule:

@@ -34,6 +34,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Drafter, DraftState, Needs, Space
 from specctl.core.errors import DivergedError, FileError
+from specctl.core.files import write_json
 from specctl.recipes.schema import TrainPart
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.train.data.supply import Order, Text
@@ -48,9 +49,8 @@ from specctl.train.pretrain.recipe import (
     load_pretrain_recipe,
 )
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot
+from specctl.train.saving.integrity import saved_steps
 from specctl.train.saving.state import Optimizers
-from specctl.train.saving.store import write_json
-from specctl.train.saving.whole import saved_steps
 from specctl.train.stop import Interrupted, Stop
 
 STATE, LOG, EXPORT = "state", "log.jsonl", "export"
@@ -186,7 +186,7 @@ def evaluate(model: Any, ids: Ids, seq_len: int, max_tokens: int) -> Evaluation:
 # -- what the loop reads and writes ---------------------------------------------------------------
 
 
-class Places(Order):
+class StreamPlaces(Order):
     """The places of the stream themselves: which rows lie there depends on the phase."""
 
     def __init__(self) -> None:
@@ -305,7 +305,7 @@ def pretrain(
     plan, report = recipe.train, recipe.report
     torch.set_num_threads(plan.num_threads)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "run.yaml").write_text(yaml.safe_dump(asdict(recipe), sort_keys=False))
+    (out / "run.yaml").write_text(yaml.safe_dump(recipe.model_dump(), sort_keys=False))
     data = prepare_data(recipe, out)
     model = build_model(recipe, data.tokenizer)
     schedule, stop = TokenSchedule(plan), Stop("run the same command again")
@@ -380,7 +380,7 @@ def _job(
         drafter=trained,
         settings=settings,
         schedule=text.schedule,
-        order=Places(),
+        order=StreamPlaces(),
         batch=text.batch,
         measure=lambda: Evaluation(0.0, 0.0, 0),
         optimizers=build_optimizers(model, plan),

@@ -20,7 +20,7 @@ from specctl.train.planning.work import ANSWERS
 from specctl.train.prune.cut import prunable
 from specctl.train.prune.shapes import DraftShape
 from specctl.train.run import train_draft
-from specctl.train.saving.whole import step_name
+from specctl.train.saving.integrity import step_name
 
 
 def quick_recipe(recipe: Recipe, options: Mapping[str, Any], steps: int) -> Recipe:

@@ -58,7 +58,7 @@ class _Sums:
 
 
 class _Watched(FastLlama):
-    """A LeanLM that sums up what flows through it at the tokens of `keep_BS`."""
+    """A FastLlama that sums up what flows through it at the tokens of `keep_BS`."""
 
     def __init__(self, lm: FastLlama) -> None:
         super().__init__(lm.module, lm.spec)

@@ -31,8 +31,8 @@ def read_mark(folder: Path) -> Mapping[str, Any] | None:
     except FileNotFoundError:
         return None
     for name in ("best", "package"):
-        told = mark.get(name)
-        mark[name] = None if told is None else Path(os.path.normpath(folder / told))
+        relative = mark.get(name)
+        mark[name] = None if relative is None else Path(os.path.normpath(folder / relative))
     is_lost = mark["package"] is not None and not mark["package"].exists()
     return None if is_lost else mark
 

@@ -13,8 +13,7 @@ from specctl.core.errors import FileError
 from specctl.recipes.load import parse_yaml
 from specctl.train.log import read_log
 from specctl.train.runs.finished import read_mark
-from specctl.train.saving.lock import Holder, live_holder
-from specctl.train.saving.whole import (
+from specctl.train.saving.integrity import (
     damage,
     left_over,
     progress,
@@ -22,6 +21,7 @@ from specctl.train.saving.whole import (
     set_aside,
     step_name,
 )
+from specctl.train.saving.lock import Holder, live_holder
 
 RECORD, LOG, SAVES = "run.yaml", "metrics.jsonl", "checkpoints"
 RUNNING, INTERRUPTED, FINISHED, DAMAGED = "running", "interrupted", "finished", "damaged"

@@ -24,12 +24,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specctl.core.errors import IntegrityError, SpecctlError
+from specctl.core.files import SLACK, Disk, FileEntry, naming, write_file
 from specctl.runtime.measure.reporter import Reporter
 from specctl.train.distributed.ranks import Ranks
-from specctl.train.saving.disk import SLACK, Disk, FileEntry, naming, write_file
 from specctl.train.saving.fingerprint import RESTART
-from specctl.train.saving.tensorfile import num_bytes, tensor_chunks
-from specctl.train.saving.whole import (
+from specctl.train.saving.integrity import (
     MANIFEST,
     SCHEMA,
     canonical,
@@ -43,6 +42,7 @@ from specctl.train.saving.whole import (
     set_aside,
     step_name,
 )
+from specctl.train.saving.tensorfile import num_bytes, tensor_chunks
 
 WHAT = "a checkpoint"  # as errors call what could not be saved
 MIN_VALID = 2  # whole checkpoints that retention always leaves
@@ -157,9 +157,9 @@ class Checkpoints:
         body = memoryview(canonical(manifest | {"sha256": digest(manifest)}))
         disk = self.disk
         write_file(disk, part / MANIFEST, iter([body]))
-        disk.fsync_folder(part)
+        disk.fsync_path(part)
         disk.replace(part, final)
-        disk.fsync_folder(self.folder)
+        disk.fsync_path(self.folder)
         self._point("latest", final.name)
         self._retain(pinned)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import yaml
 
+from specctl.core.files import write_bytes
 from specctl.recipes.schema import Recipe
-from specctl.train.saving.store import write_bytes
 
 RECORD = "run.yaml"
 PACKAGES = ("specctl", "torch", "transformers", "accelerate", "safetensors")

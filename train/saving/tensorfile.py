@@ -6,11 +6,19 @@ hashed as it goes, so that a save needs no second copy of the state in memory.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from safetensors.numpy import save
 from torch import Tensor
+
+from specctl.core.files import write_bytes
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -45,3 +53,13 @@ def tensor_chunks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
 def num_bytes(tensors: Mapping[str, Tensor]) -> int:
     """Bytes of the tensors, without the header."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def write_arrays(
+    path: Path, arrays: Mapping[str, npt.NDArray[Any]], notes: Mapping[str, str]
+) -> str:
+    """Write a safetensors file; returns its sha256."""
+    whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    body = save(whole, metadata=dict(notes))
+    write_bytes(path, body)
+    return hashlib.sha256(body).hexdigest()

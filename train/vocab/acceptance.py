@@ -8,10 +8,6 @@ drafts goes n + 1 tokens further. Greedily both distributions are one-hot and w_
 drafted exactly while it is kept and no kept id has a larger logit, an interval of k. For chains
 verified token by token the walk is exact; block verification accepts a little more, trees are
 scaled to their measured tau.
-
-`overlap` is the other reading of acceptance, alpha_k = sum_v min(p(v), q_k(v)), at given positions.
-Id v adds p(v) from the size on that keeps it until q_k(v) < p(v), and q(v) / Q_k from there on; so
-two cumulative sums over sorted events give every k in one pass.
 Letters: R roots, L drafted tokens, K draft vocabulary, N sizes, M rows.
 """
 
@@ -21,7 +17,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.core.vocab import VocabMap
@@ -185,30 +180,3 @@ def walk(
             alive_N = next_N
         flow[min(root + depth + 1, R)] += alive_N
     return SizeCurve(tuple(sizes), R, flow[:R].sum(0), accepted_N, tested_N)
-
-
-def overlap(
-    draft_MK: Tensor, target_MV: Tensor, ranked: Ranked, ids_K: Tensor, temperature: float = 1.0
-) -> Tensor:
-    """float64 [M, K]: sum_v min(p(v), q_k(v)) for every size k = 1 .. K; `ids_K` names the target
-    id of each rank. At temperature 0 both distributions are one-hot."""
-    if temperature == 0.0:
-        best_M = target_MV.argmax(-1)
-        every_N = torch.arange(1, ranked.row_K.numel() + 1, device=draft_MK.device)
-        return _greedy(draft_MK, best_M, ranked, every_N)
-    q_MK = (draft_MK[:, ranked.row_K].double() / temperature).softmax(-1)
-    p_MK = (target_MV.double() / temperature).softmax(-1)[:, ids_K]
-    mass_MK = q_MK.cumsum(-1)
-    K = q_MK.shape[1]
-    kept_K = torch.arange(K, device=q_MK.device).expand_as(q_MK)
-    ratio_MK = torch.where(p_MK > 0, q_MK / p_MK.clamp(min=1e-300), torch.inf)
-    # q_k(v) < p(v) as soon as Q_k > q(v) / p(v)
-    turn_MK = torch.searchsorted(mass_MK, ratio_MK, right=True).maximum(kept_K)
-    whole_MK = _from(kept_K, p_MK, K) - _from(turn_MK, p_MK, K)
-    return whole_MK + _from(turn_MK, q_MK, K) / mass_MK
-
-
-def _from(start_MK: Tensor, value_MK: Tensor, num_sizes: int) -> Tensor:
-    """[M, K]: entry k sums the values whose start is at most k."""
-    begun = F.pad(torch.zeros_like(value_MK), (0, 1)).scatter_add_(1, start_MK, value_MK)
-    return begun.cumsum(-1)[:, :num_sizes]

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from specctl.core.drafter import Drafter
 from specctl.core.errors import SpecctlError
+from specctl.core.files import write_json
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.policies import Policy
 from specctl.runtime.target.target import Target
-from specctl.train.saving.store import write_json
 from specctl.train.vocab.candidates import (
     Material,
     Measure,
@@ -30,13 +30,7 @@ from specctl.train.vocab.candidates import (
     TrimTrial,
     VocabCandidates,
 )
-from specctl.train.vocab.coverage import (
-    always_kept,
-    coverage_curve,
-    cumulative,
-    ranking,
-    size_grid,
-)
+from specctl.train.vocab.coverage import always_kept, coverage_curve, cumulative, ranking, size_grid
 from specctl.train.vocab.measure import (
     HeadCost,
     MeasuredDrafter,
@@ -46,14 +40,7 @@ from specctl.train.vocab.measure import (
     moved_bytes,
     target_bytes,
 )
-from specctl.train.vocab.report import (
-    ALL,
-    CurvePoint,
-    Moved,
-    Side,
-    TrimReport,
-    domain_rows,
-)
+from specctl.train.vocab.report import ALL, CurvePoint, Moved, Side, TrimReport, domain_rows
 
 
 @dataclass(frozen=True, slots=True)

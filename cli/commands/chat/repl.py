@@ -13,11 +13,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from specctl.api.targets import target_json
 from specctl.cli.app.console import Console
 from specctl.cli.commands.chat.session import ChatSession, ChatTurn
-from specctl.cli.commands.generated import stats_lines
 from specctl.cli.options.prompts import check_text
-from specctl.cli.options.target_choice import target_json
 from specctl.core.errors import FileError, SpecctlError, nearest
 
 BLOCK = '"""'
@@ -282,7 +281,7 @@ class ChatRepl:
     def _stats(self, rest: str) -> None:
         del rest
         if self.talk.past or self.talk.turns:
-            self.console.say("\n".join(stats_lines(self.talk.stats())))
+            self.console.say(str(self.talk.stats()))
         else:
             self.console.say("(nothing was answered yet)")
 

@@ -1,12 +1,12 @@
 """A Llama-shaped model as a GGUF file: names, hyperparameters and the order of rotated rows.
 
 llama.cpp has one graph per `general.architecture`. `llama` rotates neighbours (2i, 2i + 1) while
-transformers rotates halves (i, i + D/2), so rows of its query and key projections (and biases) are
+transformers rotates halves (i, i + E/2), so rows of its query and key projections (and biases) are
 reordered; `qwen3` rotates halves and takes the rows as they are. A draft of Qwen2's shape is
 written for the `llama` graph, which has room for its biases, too: the graph `qwen2` demands
 heads x width of a head = width of the model, which drafts (and widened ones) need not keep. Vectors
 are float32, which norms and biases demand; matrices keep the dtype of the package.
-Letters: D head width, H heads, E inputs.
+Letters: E head width, H query heads, I input width.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def tensors_of(model: GgufModel, arch: str) -> dict[str, Tensor]:
 
 
 def neighbours(weight: Tensor, num_heads: int) -> Tensor:
-    """[H D] or [H D, E]: rows i and i + D/2 of every head as rows 2i and 2i + 1."""
+    """[H E] or [H E, I]: rows i and i + E/2 of every head as rows 2i and 2i + 1."""
     halves = weight.reshape(num_heads, 2, -1, *weight.shape[1:])
     return halves.transpose(1, 2).reshape(weight.shape).contiguous()
 

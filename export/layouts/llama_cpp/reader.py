@@ -4,7 +4,7 @@ Mirrors src/llama-model.cpp and src/models/{llama,qwen3}.cpp: defaults of missin
 graph by `general.architecture` (llama rotates neighbours, qwen3 halves), an absent `output`
 read from the embedding, `rope_freqs` as divisors in the llama graph only; a tensor that the graph
 does not ask for, or lacks, stops the load. It shares nothing with the writer.
-Letters: S sequence, H query heads, K key/value heads, D head width, V vocabulary.
+Letters: D hidden width, E head width, H query heads, S sequence, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -122,14 +122,14 @@ class GgufReader:
         weight = self._tensor(f"{name}.weight", x.shape[-1])
         return x * (x.pow(2).mean(-1, keepdim=True) + self.eps).rsqrt() * weight
 
-    def _rotated(self, x_SHD: Tensor) -> Tensor:
-        at_S = torch.arange(x_SHD.shape[0], dtype=torch.float64)
+    def _rotated(self, x_SHE: Tensor) -> Tensor:
+        at_S = torch.arange(x_SHE.shape[0], dtype=torch.float64)
         angle = (at_S[:, None] * self.inv_freq)[:, None]
         cos, sin = angle.cos(), angle.sin()
         if self.arch == "llama":
-            a, b = x_SHD[..., 0::2], x_SHD[..., 1::2]
+            a, b = x_SHE[..., 0::2], x_SHE[..., 1::2]
             return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
-        a, b = x_SHD.chunk(2, dim=-1)
+        a, b = x_SHE.chunk(2, dim=-1)
         return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
     def _attention(self, x: Tensor, own: str) -> Tensor:
@@ -152,8 +152,8 @@ class GgufReader:
     def logits(self, ids_S: Tensor) -> Tensor:
         """[S, V]."""
         size = len(self.tokens.tokens)
-        embedding_VE = self._tensor("token_embd.weight", size, self.width)
-        x = embedding_VE[ids_S]
+        embedding_VD = self._tensor("token_embd.weight", size, self.width)
+        x = embedding_VD[ids_S]
         for layer in range(self.num_layers):
             own = f"blk.{layer}"
             x = x + self._attention(self._norm(x, f"{own}.attn_norm"), own)
@@ -163,8 +163,8 @@ class GgufReader:
             x = x + self._linear(inner, f"{own}.ffn_down", self.width)
         x = self._norm(x, "output_norm")
         if "output.weight" in self._tensors:
-            embedding_VE = self._tensor("output.weight", size, self.width)
+            embedding_VD = self._tensor("output.weight", size, self.width)
         unread = sorted(set(self._tensors) - self._used)
         if unread:
             raise gate(f"{unread[0]}, which the {self.arch} graph does not read", "no such tensor")
-        return x @ embedding_VE.T
+        return x @ embedding_VD.T

@@ -6,6 +6,7 @@ would drop the bias without a word, and no weight could take it in for every tok
 SGLang's, which vLLM does not know and refuses. SGLang would draft all of the target's ids; a
 drafter of a trimmed vocabulary goes with a token map, a pickled list, which is not written here but
 made by the first of the commands, from `d2t`.
+Letters: K draft vocabulary.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ layout, from which SGLang, vLLM, TensorRT-LLM and llama.cpp's converter all star
 It is written for two engines at once. The list of layers stands twice: at the top it counts hidden
 states (vLLM), inside `eagle_config` it counts layers (SGLang). `norm_before_residual` is written
 because engines disagree on what its absence means.
+Letters: D hidden width, V target vocabulary.
 """
 
 from __future__ import annotations

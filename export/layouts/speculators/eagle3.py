@@ -5,6 +5,7 @@ router over the LM head has no place there: the whole head is written. The embed
 without it speculators 0.9.0 computes with zeros, and vLLM shares the target's again where they are
 the same. So a target that scales its embeddings (Gemma) is no obstacle, as the scaled rows are
 written. Norms on queries and keys make it a qwen3 layer, else it is a llama layer.
+Letters: D hidden width, V target vocabulary.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 A masked row stands for a token that is not known yet. Engines give it the embedding of a token, the
 mask token, so the drafter's learned mask becomes that token's row and the embedding goes along with
 the drafter. The token must be one that no text contains; it costs acceptance, never correctness,
-where one does. Letters: V target vocabulary, D width.
+where one does.
+Letters: D hidden width, V target vocabulary.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.prefill import STEP
 from specctl.runtime.engine.request import Request
 from specctl.runtime.generate import generate
-from specctl.runtime.measure.cost import adaptive
+from specctl.runtime.measure.cost import measure_costs
 from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.policies import make_policy
 from specctl.runtime.policies.length import FixedLength, LengthChooser
@@ -427,7 +427,8 @@ def test_a_budget_of_zero_decodes_plainly(target):
 
 def test_an_adaptive_engine_measures_itself_and_keeps_the_text(target):
     policy = make_policy({"policy": "chain", "length": 3})
-    chooser = adaptive(target, RecomputeDrafter(target.lm), policy, context=4)()
+    drafter = RecomputeDrafter(target.lm)
+    chooser = LengthChooser(measure_costs(target, drafter, policy, [[1, 2, 3, 4]], rounds=16))
     assert sorted(chooser.costs.verify) == [0, 1, 2, 3]
     assert all(seconds > 0 for seconds in chooser.costs.verify.values())
     result = generate(

@@ -47,7 +47,7 @@ def battery(make_target: Any) -> Any:
     shape = {"num_layers": 2, "vocab": 32}
     target = make_target(**shape)
     drafter = disturbed(make_target, target, **shape)
-    level = prove.ProofLevel(3, 12, samples=320, length=4, all_rules=False, enumeration="slice")
+    level = prove.ProofLevel(3, 12, samples=200, length=4, all_rules=False, enumeration="slice")
     prompts = [(1, 2, 3), (9,), (4, 4, 8, 15, 16, 23, 31)]
 
     def make(policy: Policy) -> prove._Battery:

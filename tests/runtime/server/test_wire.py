@@ -207,9 +207,8 @@ def test_draining_finishes_what_runs_refuses_what_comes_and_leaves_with_0() -> N
             thread.start()
         assert wait_until(lambda: service.status().running == 6)
         server.listener.end(signal.SIGTERM)
-        started = time.monotonic()
         assert wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
-        assert time.monotonic() - started < 0.5
+        assert service.status().running == 6, "told while all of them still run"
         refused = httpx.post(f"{server.url}{PATH}", json={"prompt": "x"})
         assert (refused.status_code, error_of(refused)["code"]) == (503, "draining")
         for thread in threads:

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specctl.core.drafter import Drafter
 from specctl.recipes.load import load_recipe
 from specctl.runtime.target.target import Target
-from specctl.train.distributed.sharding import spread_layers
+from specctl.train.distributed.sharding import sharded_layers
 from specctl.train.pretrain.data import train_tokenizer
 from specctl.train.run import train_draft
 
@@ -32,7 +32,7 @@ def run(out: Path, text: Path, sets: list[str]) -> None:
     """Train; leave how many layers of the target were spread, and what was handed over."""
 
     def package(drafter: Drafter, target: Target, folder: Path, acceptance: object) -> None:
-        layers = spread_layers(target)
+        layers = sharded_layers(target)
         shapes = {name: list(tensor.shape) for name, tensor in drafter.tensors().items()}
         kinds = sorted({type(tensor).__name__ for tensor in drafter.tensors().values()})
         report = {"layers": len(layers), "shapes": shapes, "kinds": kinds}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Drafter, DraftState, Needs, Space
+from specctl.core.files import Disk
 from specctl.core.spec import ModelSpec
 from specctl.recipes.schema import TrainPart
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
@@ -27,7 +28,6 @@ from specctl.train.loop import Job
 from specctl.train.metrics import MeasuredAcceptance, MetricsLog
 from specctl.train.optim import Gradient, RecipeSchedule, build_optimizers
 from specctl.train.saving.checkpoint import Checkpoints
-from specctl.train.saving.disk import Disk
 from specctl.train.saving.state import seed_everything
 from specctl.train.stop import Stop
 

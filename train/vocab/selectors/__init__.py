@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from specctl.core.errors import RecipeError, nearest
+from specctl.core.errors import unknown
 from specctl.core.plugins import plugins
 from specctl.train.vocab.selectors.base import Evidence, Selector
 
@@ -21,11 +21,5 @@ def selector(name: str, where: str = "--selector") -> Selector:
     """The selector of that name; an unknown name raises with the nearest known ones."""
     known = selectors()
     if name not in known:
-        raise RecipeError(
-            f"unknown vocabulary selector {name!r}",
-            where=where,
-            found=name,
-            expected="one of " + ", ".join(known),
-            do=f"write {nearest(name, known, 1)}",
-        )
+        raise unknown("vocabulary selector", name, known, where, "specctl vocab-trim --help")
     return known[name]

@@ -1,0 +1,119 @@
+"""bench(): timed comparisons of drafters against plain decoding, as `specctl bench` makes them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from specctl.api.against import cannot_assist, parse_against, transformers_contenders
+from specctl.api.drafting import DrafterLike, LoadedDraft, load_draft
+from specctl.api.failures import raises_user_errors
+from specctl.api.progress import Progress, as_reporter
+from specctl.api.prompts import Prompt, encode_prompts
+from specctl.api.targets import TargetLike, target_or_own
+from specctl.core.drafter import Drafter
+from specctl.runtime.measure import bench as measure
+from specctl.runtime.measure.bench import BenchReport, Contender, engine_contender
+from specctl.runtime.measure.reporter import Reporter
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
+from specctl.train.data.heldout import heldout_prompts
+
+DEFAULT_DRAFTS = ("prompt-lookup", "token-recycling")
+DEFAULT_SAMPLINGS = (Sampling(), Sampling(temperature=0.8))
+
+
+@raises_user_errors
+def bench(
+    target: TargetLike = None,
+    drafters: DrafterLike | Sequence[DrafterLike] = DEFAULT_DRAFTS,
+    *,
+    prompts: Path | Prompt | Sequence[Prompt] | None = None,
+    num_prompts: int = 16,
+    domain: str | None = None,
+    samplings: Sampling | Sequence[Sampling] = DEFAULT_SAMPLINGS,
+    max_new_tokens: int = 64,
+    seed: int = 0,
+    repeats: int = 3,
+    batch: int = 1,
+    against: str | Sequence[str] = (),
+    progress: Progress = None,
+    **drafting: Any,
+) -> BenchReport:
+    """Measure tau, tokens per second and speed-up of drafters, interleaved in one process; ratios
+    are to plain decoding by specctl on the same target.
+
+    `prompts`: texts, or a Path to a file of them; else the held-out prompts (of that `domain`).
+    `against`: more baselines, "ngram" (prompt-lookup) and "hf" (transformers' own generate, plain
+    and assisted by the same drafters). `drafting` is how to draft, as in `generate`. What a round
+    costs here is kept, and chooses the draft lengths of `generate` from then on.
+    """
+    reporter = as_reporter(progress)
+    baselines = parse_against(against if isinstance(against, str) else ",".join(against))
+    listed: list[Any] = (
+        [drafters]
+        if drafters is None or isinstance(drafters, (str, Path, Drafter, LoadedDraft))
+        else list(drafters)
+    )
+    model = target_or_own(target, *listed)
+    if prompts is None or isinstance(prompts, Path):
+        ids = [p.ids for p in heldout_prompts(model, num_prompts, domain, prompts)]
+    else:
+        ids = [p.ids for p in encode_prompts(model, prompts)]
+    wanted = [*listed, *(["prompt-lookup"] if "ngram" in baselines else [])]
+    drafts, names = list[LoadedDraft](), list[str]()
+    for one in wanted:
+        draft = load_draft(one, model, **({} if isinstance(one, LoadedDraft) else drafting))
+        same = names.count(draft.name)
+        if draft.drafter is None or (same and not isinstance(one, Drafter)):
+            continue
+        if draft is not one:
+            draft.announce(reporter)
+        names.append(draft.name)
+        drafts.append(replace(draft, name=f"{draft.name} {same + 1}") if same else draft)
+    several = [samplings] if isinstance(samplings, Sampling) else samplings
+    asked = [replace(one, seed=seed, max_new_tokens=max_new_tokens) for one in several]
+    contenders = [engine_contender("plain", model, batch=batch)]
+    contenders += [_contender(draft, model, batch, ids, asked) for draft in drafts]
+    with tempfile.TemporaryDirectory(prefix="specctl-") as folder:
+        if "hf" in baselines:
+            contenders += _transformers(reporter, model, drafts, Path(folder), batch)
+        return measure.bench(model, contenders, ids, asked, repeats=repeats, reporter=reporter)
+
+
+def _transformers(
+    reporter: Reporter, model: Target, drafts: Sequence[LoadedDraft], folder: Path, batch: int
+) -> list[Contender]:
+    for name in cannot_assist(drafts):
+        reporter.warn(f"transformers cannot draft with {name}: no row for it")
+    if batch > 1:
+        reporter.warn("transformers decodes one prompt at a time, specctl here several at once")
+    return list(transformers_contenders(model, drafts, folder))
+
+
+def _contender(
+    loaded: LoadedDraft,
+    model: Target,
+    batch: int,
+    prompts: Sequence[Sequence[int]],
+    samplings: Sequence[Sampling],
+) -> Contender:
+    """The drafter as it is served. Its costs are measured anew, for whoever generates later."""
+    size = min(batch, len(prompts))
+    measured = {
+        sampled: loaded.costs(model, prompts, size, sampled=sampled, measure=True)
+        for sampled in {not one.greedy for one in samplings}
+    }
+    return engine_contender(
+        loaded.name,
+        model,
+        loaded.drafter,
+        loaded.policy,
+        rule=loaded.rule,
+        batch=batch,
+        costs=lambda one: measured[one.temperature > 0] if loaded.is_adaptive else None,
+        parallel=loaded.parallel,
+    )

@@ -1,0 +1,255 @@
+"""What a `drafter` argument stands for, and how it is served: policy, rule, costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specctl.api.cost_cache import describe, read_costs, write_costs
+from specctl.api.failures import raises_user_errors
+from specctl.api.targets import TargetLike, target_or_own
+from specctl.core.drafter import Drafter
+from specctl.core.errors import RecipeError, SpecctlError, did_you_mean, one_of
+from specctl.drafters import family
+from specctl.export.package import folder as packages
+from specctl.export.package.manifest import MANIFEST, read_manifest
+from specctl.recipes.serve import POLICY_FIELDS
+from specctl.runtime.cross_vocab.translate import check_method
+from specctl.runtime.measure.cost import measure_costs
+from specctl.runtime.measure.cost_table import CostTable
+from specctl.runtime.measure.reporter import Reporter
+from specctl.runtime.policies import Policy, make_policy, policies_of
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.stops.learned import read_stop
+from specctl.runtime.target.target import Target
+
+COST_ROUNDS = 16  # timed rounds of each draft length
+NO_DRAFTER = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDraft:
+    """A drafter ready to be served; drafter None decodes plainly. `source` tells it from other
+    drafters: the digest of a package, else its name; empty where nothing does."""
+
+    name: str
+    drafter: Drafter | None
+    policy: Policy | None
+    rule: str
+    is_adaptive: bool | None  # None: where the costs are known
+    parallel: bool = False
+    source: str = ""
+
+    def announce(self, reporter: Reporter) -> None:
+        """Say what a user should know before this drafter is used."""
+        if self.drafter is None:
+            return
+        if self.drafter.note:
+            reporter.say(self.drafter.note)
+        if not self.drafter.lossless:
+            reporter.warn(
+                f"{self.drafter.family} is approximate: it changes the target's answers by design"
+            )
+
+    def costs(
+        self,
+        target: Target,
+        prompts: Sequence[Sequence[int]],
+        batch: int = 1,
+        *,
+        sampled: bool = False,
+        measure: bool = False,
+    ) -> CostTable | None:
+        """The costs that choose each round's draft length; None when the length is fixed.
+
+        They are kept between commands. `measure` takes them anew, an adaptive drafter only where
+        they are not known yet; for any other the length stays fixed where they are not known.
+        `sampled` rounds have prices of their own.
+        """
+        if self.is_adaptive is False or self.drafter is None or self.policy is None:
+            return None
+        if self.parallel:
+            return None
+        about = self._about(target, batch, sampled)
+        found = None if measure or about is None else read_costs(about)
+        if found is None and (measure or self.is_adaptive):
+            found = measure_costs(
+                target,
+                self.drafter,
+                self.policy,
+                prompts,
+                batch=batch,
+                rounds=COST_ROUNDS,
+                sampling=Sampling(temperature=1.0 if sampled else 0.0),
+            )
+            if about is not None:
+                write_costs(about, found)
+        return found
+
+    def _about(self, target: Target, batch: int, sampled: bool) -> dict[str, Any] | None:
+        """All that its costs depend on; None where they cannot be told from another drafter's."""
+        if not self.source or self.drafter is None or self.policy is None:
+            return None
+        about = describe(target, self.drafter, self.policy, self.source, batch)
+        return {**about, "sampled": sampled}
+
+
+PLAIN = LoadedDraft("plain", None, None, "auto", False)
+DrafterLike = str | Path | Drafter | LoadedDraft | None
+
+
+@raises_user_errors
+def load_drafter(
+    drafter: str | Path | Drafter,
+    target: TargetLike = None,
+    *,
+    allow: Sequence[str] = (),
+    translate: str | None = None,
+) -> Drafter:
+    """A drafter from a package folder, a transformers folder or hub id, or a family's name. Without
+    a target, for the one its package was made for.
+
+    Every file is verified and every mismatch with the target refused; `allow` lets named soft
+    mismatches pass ("target", "tokenizer", "template", "eos", ...). A language model of another
+    tokenizer is refused, too, unless `translate` says how its tokens become the target's: "tli",
+    "slem", "slrs" or "auto" (docs/verification.md).
+    """
+    if isinstance(drafter, Drafter):
+        return drafter
+    model = target_or_own(target, drafter)
+    return packages.load_drafter(drafter, model, allow=allow, translate=translate)
+
+
+def load_draft(
+    drafter: DrafterLike,
+    target: Target,
+    *,
+    policy: str | Policy | None = None,
+    length: int | None = None,
+    nodes: int | None = None,
+    rule: str | None = None,
+    stop_rule: str | None = None,
+    controller: str | None = None,
+    parallel: bool | None = None,
+    adaptive: bool | None = None,
+    allow: Sequence[str] | None = None,
+    translate: str = "auto",
+) -> LoadedDraft:
+    """The drafter with the policy and rule it is to be served by. What is None is as the package
+    says, then the family. None or "none" decodes plainly."""
+    settings = {
+        "policy": policy,
+        "length": length,
+        "nodes": nodes,
+        "rule": rule,
+        "stop_rule": stop_rule,
+        "controller": controller,
+        "parallel": parallel,
+        "adaptive": adaptive,
+    }
+    given = {name: value for name, value in settings.items() if value is not None}
+    if isinstance(drafter, LoadedDraft):
+        if given:
+            raise SpecctlError(
+                "how this drafter drafts was decided when it was loaded",
+                found=", ".join(given),
+                expected="a name or a Drafter beside these settings",
+                do="leave them out",
+            )
+        return drafter
+    if drafter is None or drafter == NO_DRAFTER:
+        _refuse_settings(given)
+        return PLAIN
+    name = drafter.family if isinstance(drafter, Drafter) else str(drafter)
+    if not isinstance(drafter, Drafter):
+        how = None if translate == "none" else translate
+        if how is not None:
+            check_method(how)  # also where nothing needs to be translated
+        loaded = load_drafter(drafter, target, allow=tuple(allow or ()), translate=how)
+        source = _source(name)
+    else:
+        loaded, source = drafter, ""
+    if not (policy is None or isinstance(policy, str)):
+        return LoadedDraft(name, loaded, policy, rule or "auto", adaptive, bool(parallel), source)
+    policies = loaded.policies or policies_of(family(loaded.family))
+    serve = _serve({} if loaded.policies else loaded.serve, policies, given)
+    adaptive = True if serve.get("adaptive") else adaptive
+    return LoadedDraft(
+        name,
+        loaded,
+        make_policy(serve),
+        str(serve.get("rule") or "auto"),
+        adaptive,
+        bool(serve.get("parallel")),
+        source,
+    )
+
+
+DRAFTING = tuple(load_draft.__kwdefaults__ or ())  # the settings that it takes
+
+
+def _serve(
+    packaged: Mapping[str, Any], policies: Sequence[str], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The settings of serving: what was given over what the package says."""
+    serve = dict(packaged)
+    if "policy" in given and given["policy"] != packaged.get("policy"):
+        kept = ("length", "rule", "adaptive", "parallel")
+        serve = {k: v for k, v in serve.items() if k in kept}
+    serve |= {k: v for k, v in given.items() if k != "stop_rule"}
+    serve |= _stop_settings(given.get("stop_rule"))
+    serve.setdefault("policy", policies[0])
+    if serve["policy"] not in policies:
+        raise RecipeError(
+            f"this drafter cannot be grown by policy {serve['policy']!r}",
+            where="--policy",
+            found=str(serve["policy"]),
+            expected=one_of(policies, "specctl recipes schema --field serve"),
+            do=did_you_mean(str(serve["policy"]), policies, f"--policy {policies[0]}"),
+        )
+    for key in ("nodes", "stop_rule", "controller"):
+        field = "stop" if key == "stop_rule" else key
+        if key in given and field not in POLICY_FIELDS[serve["policy"]]:
+            raise _ignored(field, str(given[key]), serve["policy"], policies)
+    return serve
+
+
+def _refuse_settings(given: Mapping[str, Any]) -> None:
+    if given:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise SpecctlError(
+            f"{flags} says how to draft, but there is no drafter",
+            where="the command line",
+            found="--draft none",
+            expected="a package folder, prompt-lookup or token-recycling",
+            do="--draft prompt-lookup",
+        )
+
+
+def _stop_settings(word: str | None) -> dict[str, Any]:
+    """What --stop-rule stands for: a rule, or a file with the weights of one."""
+    if word is None:
+        return {}
+    if not Path(word).is_file():
+        return {"stop": word}
+    return {"stop": read_stop(Path(word))[0], "stop_file": word}
+
+
+def _ignored(key: str, value: str, policy: str, policies: Sequence[str]) -> RecipeError:
+    flag = "--stop-rule" if key == "stop" else f"--{key}"
+    other = next(name for name in (*policies, *POLICY_FIELDS) if key in POLICY_FIELDS[name])
+    return RecipeError(
+        f"{flag} is ignored by policy {policy}",
+        where=flag,
+        found=value,
+        expected="a policy that has it, such as " + other,
+        do=f"--policy {other}, or leave {flag} out",
+    )
+
+
+def _source(name: str) -> str:
+    """What tells two drafters apart: the digest of a package, else the name."""
+    folder = Path(name)
+    return read_manifest(folder).digest if (folder / MANIFEST).is_file() else name

@@ -1,0 +1,83 @@
+"""export(): write a drafter in another format, read back and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specctl.api.failures import raises_user_errors
+from specctl.api.outputs import check_folder
+from specctl.api.targets import TargetLike, target_or_own
+from specctl.core.errors import SpecctlError
+from specctl.core.table import Table, Tabled
+from specctl.export.formats import export as write
+from specctl.export.formats import filled, find_format
+from specctl.export.package.manifest import Manifest, package_in, read_manifest
+from specctl.recipes.targets import resolve
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ExportResult(Tabled):
+    """What was written. `serve` are the shell commands that serve it, `notes` what a user must
+    know of it."""
+
+    out: Path
+    manifest: Manifest
+    serve: tuple[str, ...]
+
+    @property
+    def files(self) -> list[str]:
+        return sorted(path.name for path in self.out.iterdir())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(self.manifest.notes)
+
+    def table(self) -> Table:
+        """Where it is, and how it is served."""
+        rows = [
+            ("format", self.manifest.format),
+            ("files", ", ".join(self.files)),
+            ("sha256", self.manifest.digest[:12]),
+            *(("serve", line) for line in self.serve),
+        ]
+        return Table(("export", str(self.out)), rows, [f"note: {note}" for note in self.notes])
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "out": str(self.out),
+            "format": self.manifest.format,
+            "files": self.files,
+            "sha256": self.manifest.digest,
+            "serve": list(self.serve),
+        }
+
+
+@raises_user_errors
+def export(
+    drafter: str | Path,
+    to: str,
+    out: str | Path,
+    *,
+    target: TargetLike = None,
+    allow: Sequence[str] = (),
+) -> ExportResult:
+    """Write a package (its folder, or its run's) in the format of a serving engine at `out`. What
+    was written is read back by that engine's rules and must draft what the drafter drafts.
+    `target`: the one that it was made for, unless another is given; docs/export.md lists formats.
+    """
+    folder, out = package_in(Path(drafter)), Path(out)
+    manifest = read_manifest(folder)
+    find_format(to, manifest.family)
+    check_folder(out)
+    model = target_or_own(target, folder)
+    manifest = write(folder, to, out, model, allow=allow)
+    try:
+        place = resolve(model.name).path
+    except SpecctlError:  # a model in memory
+        place = None
+    return ExportResult(
+        out, manifest, tuple(filled(line, out, place) for line in manifest.served_by)
+    )

@@ -1,0 +1,156 @@
+"""generate(): continue prompts with a drafter, as `specctl generate` does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from specctl.api.drafting import DRAFTING, DrafterLike, load_draft
+from specctl.api.failures import raises_user_errors
+from specctl.api.progress import Progress, as_reporter, warnings_of
+from specctl.api.prompts import Prompt, encode_prompts
+from specctl.api.targets import TargetLike, target_or_own
+from specctl.core.errors import RecipeError, did_you_mean
+from specctl.core.table import Table, Tabled
+from specctl.runtime import generate as runtime
+from specctl.runtime.generate import OnTokens, Output
+from specctl.runtime.measure.cost import equip, fitted_sizes
+from specctl.runtime.measure.stats import Stats
+from specctl.runtime.policies.length import LengthChooser
+from specctl.runtime.sampling.sampling import Sampling
+
+SAMPLING = tuple(field.name for field in fields(Sampling))
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class GenerateResult(Tabled):
+    """What was generated, in the order of the prompts, and what the run counted. `chooser` chose
+    the draft lengths (None: they were fixed); `fitted` is what of the policy was fitted to measured
+    costs; `note` is what is to be known of the drafter."""
+
+    outputs: tuple[Output, ...]
+    stats: Stats
+    draft: str
+    note: str
+    chooser: LengthChooser | None
+    fitted: Mapping[str, Any]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def texts(self) -> list[str]:
+        """The text of every continuation."""
+        return [output.text for output in self.outputs]
+
+    @property
+    def text(self) -> str:
+        """The text; of several prompts all of them, blank lines between."""
+        return "\n\n".join(self.texts)
+
+    def __str__(self) -> str:
+        return "\n".join([self.text, *self.stats.lines(), *self._notes()])
+
+    def table(self) -> Table:
+        """A row for every prompt."""
+        rows = [(o.prompt, o.text, len(o.token_ids), o.finish_reason) for o in self.outputs]
+        notes = [*self.stats.lines(), *self._notes()]
+        return Table(("prompt", "text", "tokens", "ended by"), rows, notes)
+
+    def _notes(self) -> list[str]:
+        return [f"warning: {text}" for text in self.warnings]
+
+    def adaptive_json(self) -> dict[str, Any] | None:
+        """What was chosen by measured costs."""
+        fitted = {"fitted": dict(self.fitted)} if self.fitted else {}
+        if self.chooser is None:
+            return fitted or None
+        figures = {"rounds": self.chooser.rounds, "rounds_off": self.chooser.rounds_off}
+        return {**fitted, **figures, "acceptance": round(self.chooser.estimate(), 3)}
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "outputs": [output.to_json() for output in self.outputs],
+            "stats": self.stats.to_json(),
+            "draft": self.draft,
+            "note": self.note,
+            "adaptive": self.adaptive_json(),
+        }
+
+
+@raises_user_errors
+def generate(
+    target: TargetLike,
+    prompts: Prompt | Sequence[Prompt],
+    drafter: DrafterLike = None,
+    *,
+    sampling: Sampling | None = None,
+    batch: int = 1,
+    chat: bool = False,
+    on_tokens: OnTokens | None = None,
+    progress: Progress = None,
+    **settings: Any,
+) -> GenerateResult:
+    """Continue a prompt, or each of several; prompt i uses seed `sampling.seed + i`.
+
+    `settings` are fields of Sampling (`temperature=0.8`, `max_new_tokens=64`) and how to draft:
+    `policy`, `length`, `nodes`, `rule`, `stop_rule`, `controller`, `parallel`, `adaptive`, and
+    `allow` and `translate` of load_drafter. `on_tokens(index, new_ids)` is called as tokens come.
+    Lossless for every drafter of a lossless family, and independent of `batch`.
+    """
+    reporter = as_reporter(progress)
+    sampling, how = _split(sampling, settings)
+    model = target_or_own(target, drafter)
+    draft = load_draft(drafter, model, **how)
+    if draft is not drafter:
+        draft.announce(reporter)
+    if draft.parallel and batch > 1:
+        reporter.warn("--batch is ignored: drafting in parallel serves one prompt at a time")
+    encoded = encode_prompts(model, prompts, chat)
+    ids = [prompt.ids for prompt in encoded]
+    costs = draft.costs(model, ids, min(batch, len(ids)), sampled=sampling.temperature > 0)
+    chosen = equip(draft.policy, costs)
+    made = runtime.generate(
+        model,
+        ids,
+        drafter=draft.drafter,
+        sampling=sampling,
+        policy=chosen.policy,
+        rule=draft.rule,
+        batch=batch,
+        chooser=chosen.chooser,
+        on_tokens=on_tokens,
+        parallel=draft.parallel,
+    )
+    pairs = zip(made.outputs, encoded, strict=True)
+    return GenerateResult(
+        outputs=tuple(replace(output, prompt=prompt.text) for output, prompt in pairs),
+        stats=made.stats,
+        draft=draft.name,
+        note="" if draft.drafter is None else draft.drafter.note,
+        chooser=chosen.chooser,
+        fitted=fitted_sizes(draft.policy, chosen.policy),
+        warnings=warnings_of(reporter),
+    )
+
+
+def _split(
+    sampling: Sampling | None, settings: Mapping[str, Any]
+) -> tuple[Sampling, dict[str, Any]]:
+    """Settings of sampling, and those of drafting."""
+    known = (*SAMPLING, *DRAFTING)
+    for name in settings:
+        if name not in known:
+            raise RecipeError(
+                f"unknown setting {name!r}",
+                where="specctl.generate",
+                found=name,
+                expected="a field of specctl.Sampling, or one of " + ", ".join(DRAFTING),
+                do=did_you_mean(name, known, "help(specctl.generate)"),
+            )
+    own = {name: value for name, value in settings.items() if name in SAMPLING}
+    if isinstance(own.get("stop"), str):
+        own["stop"] = (own["stop"],)
+    return (
+        replace(sampling or Sampling(), **own),
+        {name: value for name, value in settings.items() if name in DRAFTING},
+    )

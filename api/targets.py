@@ -1,0 +1,121 @@
+"""What a `target` argument stands for: a name, a folder, a transformers model, or a Target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specctl.api.failures import raises_user_errors
+from specctl.core.errors import SpecctlError
+
+if TYPE_CHECKING:
+    from specctl.export.package.manifest import TargetRecord
+    from specctl.recipes.schema import TargetPart
+    from specctl.runtime.target.target import Target
+
+TargetLike = Any  # str, Path, Target, or a causal language model of transformers
+
+
+@raises_user_errors
+def load_target(
+    target: TargetLike,
+    *,
+    tokenizer: Any = None,
+    revision: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    inflate: str | None = None,
+    offline: bool = False,
+    compile: bool = False,
+) -> Target:
+    """The target of that name: an alias such as "tiny" or "llama3-8b", a folder, or a hub id.
+
+    A transformers model is frozen, put in evaluation mode and used as it is, with `tokenizer`, else
+    the one of the folder or repository it was loaded from. A Target is returned as it is.
+    """
+    from specctl.runtime.target.target import Target
+    from specctl.runtime.target.target import load_target as load
+
+    if isinstance(target, Target):
+        return target
+    if isinstance(target, (str, Path)):
+        return load(
+            str(target),
+            revision=revision,
+            dtype=dtype,
+            device=device,
+            inflate=inflate,
+            offline=offline,
+            compile=compile,
+        )
+    if not (hasattr(target, "config") and hasattr(target, "generate")):
+        raise SpecctlError(
+            "this is no target",
+            where="target",
+            found=type(target).__name__,
+            expected="a name or folder, a causal language model of transformers, or a Target",
+            do='specctl.load_target("tiny")',
+        )
+    name = str(getattr(target, "name_or_path", "") or type(target).__name__)
+    return Target.from_model(target, tokenizer or _tokenizer_of(target), name)
+
+
+def _tokenizer_of(model: Any) -> Any:
+    """The tokenizer that lies where the model came from; None if there is none."""
+    from transformers import AutoTokenizer
+
+    source = getattr(model, "name_or_path", "")
+    if not source:
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError):
+        return None
+
+
+def in_memory(target: TargetLike | None) -> Target | None:
+    """The target of a model or a Target; None where a name stands for one."""
+    return None if target is None or isinstance(target, (str, Path)) else load_target(target)
+
+
+def target_or_own(target: TargetLike | None, *drafters: object, dtype: str = "auto") -> Target:
+    """The target; where none was named, the one that the first package was made for, else tiny."""
+    record = own_target(*drafters) if target is None else None
+    if record is None:
+        return load_target("tiny" if target is None else target, dtype=dtype)
+    return load_target(record.name, revision=record.revision, inflate=record.inflated, dtype=dtype)
+
+
+def own_target(*drafters: object) -> TargetRecord | None:
+    """What the first of these drafters that is a package was made for; no torch."""
+    from specctl.export.package.manifest import MANIFEST, package_in, read_manifest
+
+    paths = (Path(one).expanduser() for one in drafters if isinstance(one, (str, Path)))
+    folders = (package_in(path) for path in paths)
+    package = next((f for f in folders if (f / MANIFEST).is_file()), None)
+    return None if package is None else read_manifest(package).target
+
+
+def target_of_recipe(part: TargetPart) -> Target:
+    """The target that a recipe names."""
+    return load_target(part.name, revision=part.revision, dtype=part.dtype, inflate=part.inflate)
+
+
+def inflated_note(target: Target) -> str:
+    """What every report about an inflated target must say."""
+    from specctl.runtime.target import inflate
+
+    return inflate.inflated_note(target.name, str(target.inflated))
+
+
+def target_json(target: Target) -> dict[str, Any]:
+    """How results name the target."""
+    return {
+        "name": target.name,
+        "revision": target.revision,
+        "fingerprint": target.fingerprint,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": str(target.device),
+        "inflated": target.inflated,
+        "note": inflated_note(target) if target.inflated else None,
+    }

@@ -1,0 +1,167 @@
+"""Where the seconds of a training step go, and what they were in another checkout.
+
+    python benchmarks/train_step.py --recipe eagle3 --against ../before
+
+A process per checkout; they take turns, step by step, so that both meet the same machine. Times are
+medians: `target` reads the batch, `loss` runs the drafter and its head (whose gradient is taken in
+the same pass), `backward` the rest of it, `update` the optimizer. Ids are random: time is all that
+is measured. The first losses must agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+HERE = Path(__file__).resolve().parents[1]
+PARTS = ("target", "loss", "backward", "update")
+
+
+def batch_of(args: argparse.Namespace, vocab_size: int) -> Any:
+    """Rows of random documents of `--document` tokens."""
+    import torch
+
+    from specctl.core.batch import TrainBatch
+
+    shape = args.rows, args.seq_len
+    at = torch.arange(args.seq_len).expand(shape)
+    ids = torch.randint(0, vocab_size, shape)
+    number, position = at // args.document, at % args.document
+    return TrainBatch(ids, torch.ones(shape, dtype=torch.bool), number, position)
+
+
+def work(args: argparse.Namespace) -> None:
+    """A step for each line of standard input; its seconds by part, as a line."""
+    import torch
+
+    from specctl.core.vocab import VocabMap
+    from specctl.recipes.load import load_recipe
+    from specctl.runtime.target.target import load_target
+    from specctl.train.assemble import build_drafter
+    from specctl.train.features.capture import capture
+    from specctl.train.init.initial import completed
+    from specctl.train.optim import Gradient, build_optimizers
+
+    torch.set_num_threads(args.threads)
+    recipe = load_recipe(args.recipe, args.set)
+    target = load_target(recipe.target.name, dtype=args.dtype or recipe.target.dtype)
+    torch.manual_seed(0)
+    size = recipe.vocab.size
+    kept = torch.randperm(target.spec.vocab_size)[:size].sort().values if size else None
+    vocab = None if kept is None else VocabMap(kept, target.spec.vocab_size)
+    drafter = build_drafter(completed(recipe, target.spec), target.spec, vocab)
+    if drafter.needs().borrow:
+        drafter.bind(target.borrowed())
+    sizes = frozenset({target.spec.vocab_size, size or 0})
+    trainable = drafter.trainable()
+    optimizers = build_optimizers(trainable, recipe.train, sizes)
+    gradient = Gradient(trainable)
+    torch.manual_seed(1)
+    batch = batch_of(args, target.spec.vocab_size)
+    if importlib.util.find_spec("specctl.train.features.reading"):  # not in older checkouts
+        from specctl.train.features.reading import reading_target
+
+        target = reading_target(target)
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        gradient.zero()
+        marks = [time.perf_counter()]
+        full = capture(target, batch, drafter.needs())
+        marks.append(time.perf_counter())
+        torch.manual_seed(0)
+        with torch.autocast("cpu", torch.bfloat16, enabled=recipe.train.precision == "bf16"):
+            out = drafter.loss(full)
+        marks.append(time.perf_counter())
+        out.sum.backward()  # type: ignore[no-untyped-call]
+        marks.append(time.perf_counter())
+        gradient.divide(out.count.clamp(min=1e-9))
+        for optimizer in optimizers.values():
+            optimizer.step()
+        marks.append(time.perf_counter())
+        loss = (out.sum / out.count).item()
+        spent = [end - start for start, end in pairwise(marks)]
+        print(json.dumps({"value": loss, **dict(zip(PARTS, spent, strict=True))}), flush=True)
+
+
+class Worker:
+    """One checkout at work."""
+
+    def __init__(self, root: Path) -> None:
+        words = [sys.executable, __file__, *sys.argv[1:], "--child"]
+        env = os.environ | {"PYTHONPATH": str(root / "src")}
+        self.process = subprocess.Popen(
+            words, text=True, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self._answer()
+
+    def step(self) -> dict[str, float]:
+        assert self.process.stdin is not None
+        self.process.stdin.write("step\n")
+        self.process.stdin.flush()
+        found: dict[str, float] = json.loads(self._answer())
+        return found
+
+    def _answer(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit("a checkout ended without an answer; its error is above")
+        return line
+
+
+def markdown(found: dict[str, list[dict[str, float]]], args: argparse.Namespace) -> str:
+    tokens = args.rows * args.seq_len
+    lines = [
+        f"Recipe {args.recipe}, {args.rows} rows of {args.seq_len}, documents of {args.document}, "
+        f"{args.threads} threads; medians of {args.steps} steps, in ms.",
+        "",
+        f"| checkout | {' | '.join(PARTS)} | step | tokens/s |",
+        f"|---|{'---|' * (len(PARTS) + 2)}",
+    ]
+    for name, steps in found.items():
+        parts = [median(step[part] for step in steps) for part in PARTS]
+        whole = median(sum(step[part] for part in PARTS) for step in steps)
+        cells = [f"{1000 * seconds:,.0f}" for seconds in (*parts, whole)]
+        lines.append(f"| {name} | {' | '.join(cells)} | {tokens / whole:,.0f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--recipe", default="eagle3")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--dtype", default=None, help="of the target")
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, default=288)
+    parser.add_argument("--document", type=int, default=144)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--against", type=Path, default=None, help="root of another checkout")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        work(args)
+        return
+    roots = {"this": HERE} if args.against is None else {"before": args.against, "this": HERE}
+    workers = {name: Worker(root.resolve()) for name, root in roots.items()}
+    first = {name: worker.step()["value"] for name, worker in workers.items()}
+    assert max(first.values()) - min(first.values()) < 0.02 * abs(first["this"]), first
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in workers}
+    for _ in range(args.steps):
+        for name, worker in workers.items():
+            found[name].append(worker.step())
+    print(json.dumps(found) if args.json else markdown(found, args))
+
+
+if __name__ == "__main__":
+    main()

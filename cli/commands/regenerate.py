@@ -1,0 +1,142 @@
+"""`specctl regenerate`: let the target write the answers, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specctl.api.preflight import check_out, check_run
+from specctl.cli.app.console import Console
+from specctl.cli.options.flags import Offline
+from specctl.cli.options.recipe_flags import RecipeFlags
+from specctl.cli.options.target_choice import go_offline
+from specctl.core.errors import RecipeError
+
+if TYPE_CHECKING:
+    from specctl.recipes.schema import Recipe
+    from specctl.runtime.target.target import Target
+
+FILE = "answers.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFlags:
+    """How the answers are sampled; what is left out is the recipe's."""
+
+    prompts: Annotated[
+        int | None, typer.Option("--prompts", min=1, help="How many prompts are answered.")
+    ] = None
+    new_tokens: Annotated[
+        int | None, typer.Option("--max-new-tokens", min=1, help="Tokens of each answer.")
+    ] = None
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", min=0.0, help="Of the sampled answers.")
+    ] = None
+    top_p: Annotated[float | None, typer.Option("--top-p", help="Of the sampled answers.")] = None
+    top_k: Annotated[int | None, typer.Option("--top-k", min=1, help="Of the sampled answers.")] = (
+        None
+    )
+    greedy_share: Annotated[
+        float | None,
+        typer.Option("--greedy-share", min=0.0, max=1.0, help="Share answered greedily."),
+    ] = None
+    thinking: Annotated[
+        bool | None,
+        typer.Option("--thinking/--no-thinking", help="The switch of the chat template."),
+    ] = None
+
+    def given(self) -> dict[str, Any]:
+        """The fields of the recipe that were given."""
+        names = ("prompts", "new_tokens", "temperature", "top_p", "top_k", "greedy_share")
+        given = {f"data.{name}": getattr(self, name) for name in (*names, "thinking")}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class _Run(RecipeFlags):
+    """The flags of a run together with those of the answers."""
+
+    answers: AnswerFlags = AnswerFlags()
+
+    def _fields(self) -> dict[str, Any]:
+        return {**RecipeFlags._fields(self), **self.answers.given()}
+
+
+RUN, AS_RECIPE = RecipeFlags(), AnswerFlags()
+
+
+def regenerate(
+    console: Console,
+    run: RecipeFlags = RUN,
+    answers: AnswerFlags = AS_RECIPE,
+    offline: Offline = False,
+) -> None:
+    """Let the target answer the prompts of the data, and write the answers to OUT/answers.jsonl.
+
+    Every assistant turn of a conversation is written anew. With --endpoint a server that has the
+    target writes them, and its weights are not loaded here. A run that was stopped goes on where it
+    was. Train on them with --data OUT/answers.jsonl --set data.regenerate=false.
+
+    Examples:
+
+      specctl regenerate --target tiny --prompts 20 --max-new-tokens 32 --out runs/answers
+      specctl regenerate --target qwen3-8b --data chats.jsonl --endpoint http://a:8000,http://b:8000
+    """
+    flags = {field.name: getattr(run, field.name) for field in fields(RecipeFlags)}
+    recipe = _Run(**flags, answers=answers).load()
+    if run.init is not None:
+        raise RecipeError(
+            "nothing is trained here",
+            where="--init",
+            found=run.init,
+            expected="no weights to start from",
+            do="leave --init out",
+        )
+    if not recipe.data.regenerate:
+        raise RecipeError(
+            "the recipe takes the data's own answers",
+            where="data.regenerate",
+            found="false",
+            expected="true",
+            do="--set data.regenerate=true",
+        )
+    out = run.folder(recipe)
+    check_out(out)
+    check_run(recipe, out)
+    if offline:
+        go_offline()
+    from specctl.train.data.answers_file import write_answers
+    from specctl.train.data.prepare import write_answers_alone
+    from specctl.train.saving.lock import locked
+
+    with locked(out, console):
+        target = _target(recipe)
+        found = write_answers_alone(recipe, target, out, console)
+        lines = write_answers(out / FILE, found, target)
+    num_tokens = sum(answer.num_tokens for answer in found)
+    path = out / FILE
+    console.out(f"{path}: {lines:,} documents, {num_tokens:,} tokens written by the target")
+    result = {
+        "out": str(out),
+        "answers": str(path),
+        "conversations": len(found),
+        "documents": lines,
+        "tokens": num_tokens,
+    }
+    name = recipe.target.name
+    words = f"specctl train-draft --target {name} --data {path} --set data.regenerate=false"
+    console.done(result, next=[words])
+
+
+def _target(recipe: Recipe) -> Target:
+    """The target; without its layers where a server answers."""
+    part = recipe.target
+    if recipe.data.endpoint is not None and part.inflate is None:
+        from specctl.runtime.target.served import load_served
+
+        return load_served(part.name, revision=part.revision, dtype=part.dtype)
+    from specctl.runtime.target.target import load_target
+
+    return load_target(part.name, revision=part.revision, dtype=part.dtype, inflate=part.inflate)

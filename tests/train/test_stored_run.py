@@ -1,0 +1,61 @@
+"""A run folder written before the rooms and classes had their present names: it is listed, its
+package drafts, and cut at step 2 it goes on to the weights of that day, to the rounding of another
+processor.
+
+Made by `train-draft --target tiny --recipe medusa` (its settings are in `stored_run/run.yaml`) at
+commit fc7fefa; only the curve was left out.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specctl import Sampling, generate, load_drafter, load_target
+from specctl.cli.main import main
+
+STORED = Path(__file__).parent / "stored_run"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    shutil.copytree(STORED, tmp_path / "medusa", symlinks=True)
+    return tmp_path / "medusa"
+
+
+def test_it_is_listed_with_its_figures(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", "ls", str(run), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["result"]["runs"]
+    assert (found["state"], found["step"], found["steps"]) == ("finished", 4, 4)
+    assert found["tau"] == pytest.approx(1.142857)
+
+
+def test_its_package_drafts(run: Path) -> None:
+    target = load_target("tiny", dtype="float32")
+    drafter = load_drafter(run / "package", target).to(target.device, target.dtype)
+    sampling = Sampling(max_new_tokens=24)
+    plain = generate(target, ["import os\n"], sampling=sampling)
+    drafted = generate(target, ["import os\n"], drafter=drafter, sampling=sampling)
+    assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
+    assert drafted.stats.drafted > 0
+
+
+def test_cut_at_a_checkpoint_it_ends_in_the_weights_of_that_day(run: Path) -> None:
+    for name in ("package", "checkpoints/step000004"):
+        shutil.rmtree(run / name)
+    latest = run / "checkpoints" / "latest"
+    latest.unlink()
+    latest.symlink_to("step000002")
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().splitlines(keepends=True)[0])
+    assert main(["runs", "resume", str(run)]) == 0
+    name = "checkpoints/step000004/model.safetensors"
+    torch.testing.assert_close(load_file(run / name), load_file(STORED / name), atol=1e-4, rtol=0)
+    earlier = load_file(STORED / name.replace("4", "2"))
+    moved = [(earlier[key] - new).abs().max() for key, new in load_file(run / name).items()]
+    assert min(moved) > 1e-3

@@ -1,0 +1,60 @@
+"""Answers as a file of records that people and programs can read, ours again without a loss.
+
+A line a document: the exact ids and which of them are answers (`input_ids`, `loss_mask`), which is
+what training reads, and the same as `messages` or `text` for everybody else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from specctl.runtime.target.target import Target
+from specctl.train.data.answers import WrittenAnswer
+
+
+def write_answers(path: Path, answers: Sequence[WrittenAnswer], target: Target) -> int:
+    """Write the file, whole or not at all; returns its lines."""
+    part, count = path.with_name(f".{path.name}.tmp"), 0
+    with part.open("w", encoding="utf-8") as file:
+        for answer in answers:
+            for record in records(answer, target):
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                count += 1
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+    return count
+
+
+def records(answer: WrittenAnswer, target: Target) -> Iterator[dict[str, Any]]:
+    """The lines of an answer: one, or one for each piece of a conversation whose beginning the chat
+    template writes otherwise later."""
+    documents = answer.documents()
+    for number, document in enumerate(documents):
+        record = {
+            "input_ids": document.ids.tolist(),
+            "loss_mask": document.mask.astype(int).tolist(),
+            "tokenizer": target.tokenizer_fingerprint,
+            "finish_reason": answer.finish_reason,
+            "greedy": answer.is_greedy,
+        }
+        if document.domain:
+            record["domain"] = document.domain
+        if number == len(documents) - 1:
+            record |= _said(answer, target)
+        yield record
+
+
+def _said(answer: WrittenAnswer, target: Target) -> dict[str, Any]:
+    """The same in words."""
+    words = [target.decode(turn.new_ids) for turn in answer.turns]
+    if answer.prompt.dialogue is None:
+        return {"text": target.decode(answer.prompt.ids) + words[0]}
+    dialogue = answer.prompt.dialogue
+    said = dialogue.said(words[:-1])
+    tools = {"tools": list(dialogue.tools)} if dialogue.tools else {}
+    return {"messages": [*said, {"role": "assistant", "content": words[-1]}], **tools}

@@ -1,0 +1,110 @@
+"""Prompts out of the data: stretches of text, and conversations up to where an assistant speaks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from array import array
+from collections.abc import Sequence
+from random import Random
+
+from specctl.runtime.target.target import Target
+from specctl.train.data.answers import AnswerPlan, Dialogue, PromptCut
+from specctl.train.data.context import LEAST_PROMPT, check_ids
+from specctl.train.data.corpus import PROSE, regions
+from specctl.train.data.records import Sample
+from specctl.train.data.sources import Defects
+
+EXTRA_PASSES = 2  # over the samples, where some gave nothing or the same again
+CHARS_PER_TOKEN = 16  # text read for a prompt; more than any usual token is long
+
+
+def cut_prompts(
+    target: Target,
+    samples: Sequence[Sample],
+    plan: AnswerPlan,
+    defects: Defects,
+) -> list[PromptCut]:
+    """`plan.prompts` prompts, evenly from the samples: conversations, to be answered turn by turn;
+    of raw text a stretch of `prompt_tokens` from its beginning or from the start of a line. None is
+    longer than the plan or the target's context leaves room for."""
+    room = longest_prompt(target, plan)
+    cuts: list[PromptCut] = []
+    seen: set[bytes] = set()
+    passes = -(-plan.prompts // max(len(samples), 1)) + EXTRA_PASSES
+    for turn in range(passes):
+        for sample in samples:
+            if len(cuts) == plan.prompts:
+                return cuts
+            try:
+                cut = _cut_prompt(target, sample, turn, plan, room)
+            except ValueError as error:
+                if turn == 0:
+                    defects.note(str(error), sample.where)
+                continue
+            key = prompt_key(cut)
+            if key not in seen:
+                seen.add(key)
+                cuts.append(cut)
+    return cuts
+
+
+def longest_prompt(target: Target, plan: AnswerPlan) -> int:
+    """Tokens that a prompt may have."""
+    room = target.spec.max_positions - plan.new_tokens
+    return room if plan.longest is None else min(room, plan.longest)
+
+
+def prompt_key(cut: PromptCut) -> bytes:
+    """The same for prompts that ask for the same answers: what is rewritten does not count."""
+    body = hashlib.sha256(array("i", cut.ids).tobytes())
+    if cut.dialogue is not None:
+        said = cut.dialogue.said([""] * len(cut.dialogue.turns))
+        body.update(json.dumps([said, cut.dialogue.tools], sort_keys=True).encode())
+    return body.digest()
+
+
+def _cut_prompt(
+    target: Target, sample: Sample, turn: int, plan: AnswerPlan, room: int
+) -> PromptCut:
+    if sample.messages:
+        dialogue = Dialogue.of(sample)
+        if not dialogue.turns:
+            raise ValueError("nothing stands before the assistant's turn")
+        ids = dialogue.prompt(target.tokenizer, plan.switch, ())
+        if len(ids) > room:
+            raise ValueError(f"conversation of more than {room:,} tokens: no room for an answer")
+        check_ids(ids, target)
+        return PromptCut(array("i", ids), sample.domain, dialogue)
+    if not sample.text:
+        raise ValueError("record has token ids alone, and neither messages nor text to answer")
+    start = _line_start(sample.text, Random(f"{plan.seed}:{sample.where}:{turn}"))
+    text = sample.text[start : start + CHARS_PER_TOKEN * plan.prompt_tokens]
+    ids = target.encode(text)[: min(plan.prompt_tokens, room)]
+    if len(ids) < LEAST_PROMPT:
+        raise ValueError("the text is shorter than two tokens")
+    check_ids(ids, target)
+    end = start + len(target.decode(ids))
+    return PromptCut(array("i", ids), domain_at(sample, end))
+
+
+def domain_at(sample: Sample, place: int) -> str:
+    """The sample's domain; in Python files "docstring" or "code", as of the held-out prompts."""
+    if not sample.where.endswith(".py"):
+        return sample.domain
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the parsed file, e.g. a doubtful escape sequence
+        try:
+            found = regions(sample.text)
+        except (SyntaxError, ValueError, RecursionError):
+            return sample.domain
+    place = min(place, len(sample.text))  # examples inside docstrings belong to no region
+    return next((r.domain for r in found if r.begin < place <= r.end), PROSE)
+
+
+def _line_start(text: str, random: Random) -> int:
+    """The beginning one time in four, else the start of a line in the first nine tenths."""
+    if random.random() < 0.25:
+        return 0
+    return text.rfind("\n", 0, random.randrange(max(1, len(text) * 9 // 10))) + 1
