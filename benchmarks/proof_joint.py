@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, PreTrai
 from specctl.core.drafter import Drafter
 from specctl.core.vocab import VocabMap
 from specctl.drafters import families
-from specctl.drafters.nets.borrowing import BorrowingDrafter
+from specctl.drafters.nets.self_drafter import SelfDrafter
 from specctl.drafters.small_lm import SmallLm
 from specctl.runtime.cross_vocab.translate import translated
 from specctl.runtime.engine.engine import Engine
@@ -161,7 +161,7 @@ def borrowing() -> Iterator[tuple[str, Draft]]:
     """Every family that runs the target's own layers, as its first policy grows it."""
     for name, method in families().items():
         drafter = fresh(name)
-        if isinstance(drafter, BorrowingDrafter):
+        if isinstance(drafter, SelfDrafter):
             yield name, Draft(partial(fresh, name), {"policy": method.policies[0], "length": 3})
 
 

@@ -27,8 +27,8 @@ from specctl.core.language_model import LanguageModel
 from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
 from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.borrowing import BorrowingDrafter, check_layers
-from specctl.drafters.nets.heads import check_count, check_options
+from specctl.drafters.nets.self_drafter import SelfDrafter, check_layers
+from specctl.drafters.option_checks import check_count, check_options
 from specctl.drafters.states.borrowed_state import BorrowedState, read_out
 
 
@@ -71,7 +71,7 @@ def best_choice(alpha: Mapping[int, float], num_layers: int, most: int) -> ExitC
     return choice
 
 
-class Del(BorrowingDrafter):
+class Del(SelfDrafter):
     """Every exit's layers may run."""
 
     family: ClassVar[str] = "del"
@@ -144,7 +144,7 @@ class DelState(BorrowedState):
         super().observe(outcome)
         W = max(1, *(len(new) for new in outcome.emitted))
         state_BTD = torch.cat([outcome.taps[layers][:, :W] for layers in self.layers], dim=1)
-        said_BCW = read_out(self.lm, state_BTD).argmax(-1).unflatten(1, (len(self.layers), W)).cpu()
+        said_BCW = read_out(self.lm, state_BTD).argmax(-1).view(-1, len(self.layers), W).cpu()
         rows = zip(outcome.view.slots, before, outcome.emitted, strict=True)
         for b, (slot, position, new) in enumerate(rows):
             for i, token in enumerate(new):
@@ -152,10 +152,6 @@ class DelState(BorrowedState):
                     self.right_ZC[slot] *= self.options.memory
                     self.right_ZC[slot] += (said_BCW[b, :, i] == token).double()
                     self.seen_Z[slot] = self.options.memory * self.seen_Z[slot] + 1.0
-
-
-def build(options: DelOptions, spec: ModelSpec, vocab: VocabMap | None) -> Del:
-    return Del(options, spec, vocab)
 
 
 FAMILY = Family(
@@ -168,7 +164,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2504.05598",
     options=DelOptions,
-    build=build,
+    build=Del,
     trainable=False,
     policies=("chain",),
 )

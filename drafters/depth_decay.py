@@ -19,11 +19,9 @@ from typing import ClassVar
 
 from specctl.core.drafter import Family, Space
 from specctl.core.language_model import LanguageModel
-from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
-from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.borrowing import BorrowingDrafter
-from specctl.drafters.nets.heads import check_choice, check_count, check_options
+from specctl.drafters.nets.self_drafter import SelfDrafter
+from specctl.drafters.option_checks import check_choice, check_count, check_options
 from specctl.drafters.states.borrowed_state import BorrowedState
 
 SCHEDULES = ("skip-decode", "d3")
@@ -67,7 +65,7 @@ class DepthDecayOptions:
         return SubLayers(layers, layers)
 
 
-class DepthDecay(BorrowingDrafter):
+class DepthDecay(SelfDrafter):
     """What runs for the first drafted token may run for any."""
 
     family: ClassVar[str] = "depth-decay"
@@ -93,10 +91,6 @@ class DepthDecayState(BorrowedState):
         return self.options.parts(first, self.lm.spec.num_layers)
 
 
-def build(options: DepthDecayOptions, spec: ModelSpec, vocab: VocabMap | None) -> DepthDecay:
-    return DepthDecay(options, spec, vocab)
-
-
 FAMILY = Family(
     name="depth-decay",
     summary=(
@@ -106,7 +100,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2307.02628",
     options=DepthDecayOptions,
-    build=build,
+    build=DepthDecay,
     trainable=False,
     policies=("chain",),
 )

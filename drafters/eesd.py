@@ -13,7 +13,6 @@ from typing import ClassVar
 
 from specctl.core.drafter import Family
 from specctl.core.spec import ModelSpec
-from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.blocks import DecoderLayer, LayerShape
 from specctl.drafters.nets.exit_drafter import ExitDrafter, ExitOptions
 
@@ -39,10 +38,6 @@ class Eesd(ExitDrafter):
         return max(1, spec.num_layers // 8)
 
 
-def build(options: EesdOptions, spec: ModelSpec, vocab: VocabMap | None) -> Eesd:
-    return Eesd(options, spec, vocab)
-
-
 FAMILY = Family(
     name="eesd",
     summary=(
@@ -52,7 +47,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2406.03853",
     options=EesdOptions,
-    build=build,
+    build=Eesd,
     trainable=True,
     policies=("chain",),
 )

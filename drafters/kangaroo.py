@@ -13,7 +13,6 @@ from typing import ClassVar
 
 from specctl.core.drafter import Family
 from specctl.core.spec import ModelSpec
-from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.blocks import DecoderLayer, LayerShape
 from specctl.drafters.nets.cross_drafter import AttentionLayer
 from specctl.drafters.nets.exit_drafter import ExitDrafter, ExitOptions
@@ -40,10 +39,6 @@ class Kangaroo(ExitDrafter):
         return min(2 if spec.num_layers < 40 else 3, spec.num_layers - 1)
 
 
-def build(options: KangarooOptions, spec: ModelSpec, vocab: VocabMap | None) -> Kangaroo:
-    return Kangaroo(options, spec, vocab)
-
-
 FAMILY = Family(
     name="kangaroo",
     summary=(
@@ -53,7 +48,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2404.18911",
     options=KangarooOptions,
-    build=build,
+    build=Kangaroo,
     trainable=True,
     policies=("chain", "dynamic-tree"),
 )

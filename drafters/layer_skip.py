@@ -16,7 +16,7 @@ from specctl.core.drafter import Family, Space
 from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
 from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.borrowing import BorrowingDrafter, check_layer
+from specctl.drafters.nets.self_drafter import SelfDrafter, check_layer
 from specctl.drafters.states.borrowed_state import FixedState
 
 
@@ -27,7 +27,7 @@ class LayerSkipOptions:
     layers: int | None = None
 
 
-class LayerSkip(BorrowingDrafter):
+class LayerSkip(SelfDrafter):
     """The lower layers."""
 
     family: ClassVar[str] = "layer-skip"
@@ -47,10 +47,6 @@ class LayerSkip(BorrowingDrafter):
         return FixedState(self.lm, self.parts, space)
 
 
-def build(options: LayerSkipOptions, spec: ModelSpec, vocab: VocabMap | None) -> LayerSkip:
-    return LayerSkip(options, spec, vocab)
-
-
 FAMILY = Family(
     name="layer-skip",
     summary=(
@@ -60,7 +56,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2404.16710",
     options=LayerSkipOptions,
-    build=build,
+    build=LayerSkip,
     trainable=False,
     policies=("chain", "dynamic-tree"),
 )

@@ -32,9 +32,10 @@ from specctl.drafters.losses.head_losses import (
     teacher_logits,
     weighted_sum,
 )
-from specctl.drafters.nets.borrowing import BorrowingDrafter
-from specctl.drafters.nets.heads import check_count, cut_rows, head_rows
+from specctl.drafters.nets.heads import cut_rows, head_rows
 from specctl.drafters.nets.options import HeadOptions
+from specctl.drafters.nets.self_drafter import SelfDrafter
+from specctl.drafters.option_checks import check_count
 from specctl.drafters.states.borrowed_state import BorrowedState
 from specctl.models.kernels import Weight, can_pack, linear, pack
 
@@ -66,7 +67,7 @@ class LookAheadNet(nn.Module):
         return self.tokens * LOUD
 
 
-class LookAhead(BorrowingDrafter):
+class LookAhead(SelfDrafter):
     """All layers of the target run."""
 
     family: ClassVar[str] = "pass"
@@ -117,7 +118,10 @@ class LookAhead(BorrowingDrafter):
         anchor_BA = self._anchors(batch)
         ready_BATD = self._read(batch, anchor_BA, lm)
         how, parts = options.compared(), []
-        teacher, head = teacher_logits(batch, how), LinearHead(self.head_weight().float())
+        teacher, head = (
+            teacher_logits(batch, how, self.vocab),
+            LinearHead(self.head_weight().float()),
+        )
         for i in range(options.num_heads):
             rows, ready_RD = self._aimed(batch, anchor_BA, i), ready_BATD[:, :, i].flatten(0, 1)
             out = head_loss(ready_RD.float(), head, rows, self.vocab, how, teacher)
@@ -172,7 +176,7 @@ class LookAhead(BorrowingDrafter):
         masks = Masks(mask[:, None], windows)
         x_BMD = self.behind(newest_BAD)
         feed = Feed(torch.zeros_like(at_BM), position_BM, masks, (last,), False, residual_BTD=x_BMD)
-        return lm.run(feed, kv).taps[last].unflatten(1, (A, T))
+        return lm.run(feed, kv).taps[last].view(B, A, T, -1)
 
     def open(self, space: Space) -> LookAheadState:
         return LookAheadState(self, space)
@@ -222,10 +226,6 @@ class LookAheadState(BorrowedState):
         return self._ready_BMD[:, min(self._depth, self._ready_BMD.shape[1] - 1)]
 
 
-def build(options: LookAheadOptions, spec: ModelSpec, vocab: VocabMap | None) -> LookAhead:
-    return LookAhead(options, spec, vocab)
-
-
 FAMILY = Family(
     name="pass",
     summary=(
@@ -236,7 +236,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2311.13581",
     options=LookAheadOptions,
-    build=build,
+    build=LookAhead,
     trainable=True,
     policies=("chain",),
 )

@@ -22,9 +22,9 @@ from specctl.core.errors import RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
 from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.borrowing import BorrowingDrafter, check_layers
-from specctl.drafters.nets.heads import check_count, check_options
 from specctl.drafters.nets.layer_search import search
+from specctl.drafters.nets.self_drafter import SelfDrafter, check_layers
+from specctl.drafters.option_checks import check_count, check_options
 from specctl.drafters.states.borrowed_state import FixedState
 
 TEXT, MOST_TEXTS = 128, 16  # tokens of a text that is searched on, and how many
@@ -46,7 +46,7 @@ class SkipLayersOptions:
         check_count("trials", self.trials, most=1_000_000)
 
 
-class SkipLayers(BorrowingDrafter):
+class SkipLayers(SelfDrafter):
     """A set that was searched for becomes part of the options, and so of the package."""
 
     family: ClassVar[str] = "skip-layers"
@@ -92,10 +92,6 @@ class SkipLayers(BorrowingDrafter):
         self.parts = found.parts
 
 
-def build(options: SkipLayersOptions, spec: ModelSpec, vocab: VocabMap | None) -> SkipLayers:
-    return SkipLayers(options, spec, vocab)
-
-
 FAMILY = Family(
     name="skip-layers",
     summary=(
@@ -105,7 +101,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2309.08168",
     options=SkipLayersOptions,
-    build=build,
+    build=SkipLayers,
     trainable=False,
     policies=("chain",),
 )

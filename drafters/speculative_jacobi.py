@@ -22,9 +22,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.drafter import Drafter, Family, Needs, Outcome, RoundView, Space, StepState
-from specctl.core.spec import ModelSpec
-from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.heads import check_choice, check_count
+from specctl.drafters.option_checks import check_choice, check_count
 
 FILLS = ("repeat", "uniform")
 
@@ -105,12 +103,6 @@ class SpeculativeJacobiState(StepState):
         self.logp_ZWC[slot_B] = new_BWC.masked_fill(~is_fed_BW[:, :, None], torch.nan)
 
 
-def build(
-    options: SpeculativeJacobiOptions, spec: ModelSpec, vocab: VocabMap | None
-) -> SpeculativeJacobi:
-    return SpeculativeJacobi(options, spec, vocab)
-
-
 FAMILY = Family(
     name="speculative-jacobi",
     summary=(
@@ -121,7 +113,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2410.01699",
     options=SpeculativeJacobiOptions,
-    build=build,
+    build=SpeculativeJacobi,
     trainable=False,
     policies=("chain",),
 )

@@ -25,8 +25,8 @@ from specctl.core.language_model import LanguageModel
 from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
 from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.borrowing import BorrowingDrafter
-from specctl.drafters.nets.heads import check_choice, check_count, check_options
+from specctl.drafters.nets.self_drafter import SelfDrafter
+from specctl.drafters.option_checks import check_choice, check_count, check_options
 from specctl.drafters.retrieval.store_registry import Scope, StoreRegistry
 from specctl.drafters.states.borrowed_state import BorrowedState, shadow_logits
 
@@ -140,7 +140,7 @@ def _similar(a_RI: Tensor, b_CI: Tensor) -> Tensor:
     return (-squared_RC / (0.5 * a_RI.shape[1])).exp()
 
 
-class Swift(BorrowingDrafter):
+class Swift(SelfDrafter):
     """All layers may run."""
 
     family: ClassVar[str] = "swift"
@@ -215,10 +215,6 @@ class SwiftState(BorrowedState):
             search.learn(parts, sum(map(int.__eq__, right, read[1:])) / window)
 
 
-def build(options: SwiftOptions, spec: ModelSpec, vocab: VocabMap | None) -> Swift:
-    return Swift(options, spec, vocab)
-
-
 FAMILY = Family(
     name="swift",
     summary=(
@@ -229,7 +225,7 @@ FAMILY = Family(
     ),
     paper="https://arxiv.org/abs/2410.06916",
     options=SwiftOptions,
-    build=build,
+    build=Swift,
     trainable=False,
     policies=("chain",),
 )

@@ -31,9 +31,9 @@ from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import aim
 from specctl.drafters.losses.head_losses import LinearHead, head_loss
 from specctl.drafters.nets.blocks import DecoderLayer, LayerShape, RmsNorm, attending
-from specctl.drafters.nets.borrowing import BorrowingDrafter, check_layer
 from specctl.drafters.nets.heads import cut_rows, head_rows
 from specctl.drafters.nets.options import CompareOptions
+from specctl.drafters.nets.self_drafter import SelfDrafter, check_layer
 from specctl.drafters.states.borrowed_state import BorrowedState
 from specctl.models.kernels import Weight, can_pack, linear, pack
 
@@ -54,7 +54,7 @@ class ExitNet(nn.Module):
         self.layer, self.norm = layer, RmsNorm(shape.hidden_size, shape.norm_eps)
 
 
-class ExitDrafter(BorrowingDrafter):
+class ExitDrafter(SelfDrafter):
     """Binding, trimming, loss. A family gives its layer and how deep it leaves."""
 
     module: ExitNet
@@ -126,11 +126,11 @@ class ExitDrafter(BorrowingDrafter):
         head = LinearHead(self.head_weight())
         return head_loss(ready_RD, head, aim(batch, 1), self.vocab, self.options.compared())
 
-    def open(self, space: Space) -> ExitState:
-        return ExitState(self, space)
+    def open(self, space: Space) -> ExitAdapterState:
+        return ExitAdapterState(self, space)
 
 
-class ExitState(BorrowedState):
+class ExitAdapterState(BorrowedState):
     """The lower layers' cache, and beside it one for the module, in the module's precision."""
 
     def __init__(self, drafter: ExitDrafter, space: Space) -> None:

@@ -1,4 +1,4 @@
-"""BorrowingDrafter: the frame of families that draft with the target's own layers."""
+"""SelfDrafter: the frame of families that draft with the target's own layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from specctl.core.errors import RecipeError
 from specctl.core.language_model import Borrowed, LanguageModel
 
 
-class BorrowingDrafter(Drafter):
+class SelfDrafter(Drafter):
     """Runs layers of the target, whose states at all of `attention` it reads."""
 
     _lm: LanguageModel | None = None
