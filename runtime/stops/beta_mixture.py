@@ -7,6 +7,7 @@ expectation maximisation that the paper takes from those labels), weighed by its
 least probability from which on the chance of agreement reaches `goal`, fitted anew every `every`
 pairs for the first `most`; then it stays. In FREE the shallow tokens that disagree are kept; here
 the target verifies them.
+Letters: B rows, K draft vocabulary.
 """
 
 from __future__ import annotations
