@@ -30,8 +30,9 @@ from specctl.drafters.nets.routed import add_router, check_routing
 
 @dataclass(frozen=True, slots=True)
 class CoralOptions(HassOptions):
-    """`align_weight` times the alignment at `align_temperature` is added, all tokens weighing 1. `head_groups` splits the
-    LM head's rows, of which the `head_top` best groups are read; None reads all."""
+    """`align_weight` times the alignment at `align_temperature` is added, all tokens weighing 1.
+    `head_groups` splits the LM head's rows, of which the `head_top` best groups are read; None
+    reads all."""
 
     align_weight: float = 1.0
     align_temperature: float = 0.07

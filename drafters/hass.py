@@ -30,8 +30,8 @@ from specctl.drafters.option_checks import check_count
 @dataclass(frozen=True, slots=True)
 class HassOptions(FeatureOptions):
     """`top_weight` times the loss over the target's `top` likeliest tokens is added: as much as the
-    features weigh, since the paper adds SmoothL1 1.0, all tokens 0.1 and top-K 1.0 (weights here are
-    relative to that of all tokens)."""
+    features weigh, since the paper adds SmoothL1 1.0, all tokens 0.1 and top-K 1.0 (weights here
+    are relative to that of all tokens)."""
 
     ttt_steps: int = 3
     top: int = 10
