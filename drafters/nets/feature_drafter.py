@@ -99,6 +99,10 @@ class FeatureDrafter(BorrowingDrafter):
     def make_net(self, shape: LayerShape) -> TrunkNet:
         return TrunkNet(shape)
 
+    def step_weight(self, step: int) -> float:
+        """What the loss of that step, or of the parallel head behind the steps, weighs."""
+        return float(self.options.decay**step)
+
     def term(
         self, out: LossOut, ready_RD: Tensor, rows: AlignedRows, teacher: TeacherLogits | None
     ) -> LossOut:
@@ -192,7 +196,8 @@ class FeatureDrafter(BorrowingDrafter):
         return steps
 
     def loss(self, batch: TrainBatch) -> LossOut:
-        """Sum over steps of decay^j times the loss of predicting 2 + j ahead (A1)."""
+        """Sum over steps of their weights (decay^j) times the loss of predicting 2 + j ahead
+        (A1)."""
         options = self.options
         how = options.compared()
         teacher, head, parts = (
@@ -211,7 +216,7 @@ class FeatureDrafter(BorrowingDrafter):
                 out = joined(out, near, options.feature_weight)
             out = self.term(out, ready_RD, rows, teacher)
             out = with_router(out, self.router, ready_RD, rows, self.vocab, teacher)
-            parts.append((options.decay**step, out))
+            parts.append((self.step_weight(step), out))
         return self.whole_loss(weighted_sum(parts), steps, batch)
 
 
