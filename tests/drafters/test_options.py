@@ -24,7 +24,10 @@ STORED = json.loads(Path(__file__).with_name("stored_options.json").read_text())
 # Defaults that are no longer those of version 0.1.0; packages name theirs and keep it.
 CHANGED: dict[str, dict[str, object]] = {
     "coral": {"align_weight": 1.0, "top_weight": 10.0},
+    "dflash": {"layers": 5},
+    "dspark": {"layers": 5},
     "hass": {"top_weight": 10.0},
+    "moa": {"feature_weight": 10.0},
 }
 
 
