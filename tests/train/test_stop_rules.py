@@ -19,6 +19,7 @@ from specctl.runtime.stops import trained_stops
 from specctl.runtime.stops.learned import write_stop
 from specctl.runtime.target.target import Target
 from specctl.train.stop_rules import Collector, collect, fit, learned_rule, roc_area
+from specctl_testing.drafters.head_cases import make_heads
 
 SIZE = 12
 PROMPTS = [[i % SIZE] for i in range(24)]
@@ -194,3 +195,32 @@ def test_a_length_is_learned_from_what_is_known_before_the_first_pass(
     assert 0.0 in found.labels
     learned = fit(rule, found, steps=150)
     assert learned.loss < 0.97 * learned.constant
+
+
+def test_rounds_that_draft_nothing_keep_a_feature_drafter_in_step(
+    make_target: Any, tmp_path: Path
+) -> None:
+    """Whoever drafts after rounds without a draft has still read every token: text and drafts are
+    those of a drafter that is told to draft always."""
+    target = make_target(num_layers=2, vocab=24)
+    drafter = make_heads(target, "eagle")
+    texts, accepted = [], []
+    for bias in (None, 9.0, 0.2):
+        policy = Chain(length=3)
+        if bias is not None:
+            torch.manual_seed(2)
+            net = learned_rule("ada-eagle").new_net(2 * target.spec.hidden_size)
+            with torch.no_grad():
+                net[-1].weight.mul_(6.0)
+                net[-1].bias.fill_(bias)
+            path = tmp_path / f"{bias}.safetensors"
+            write_stop(path, "ada-eagle", net, {})
+            policy = Chain(length=3, stop="ada-eagle", stop_file=str(path))
+        engine = Engine(target, drafter, policy, num_slots=2)
+        sampling = Sampling(max_new_tokens=30, ignore_eos=True)
+        found = engine.run([Request((3 + i, 1, 4), sampling) for i in range(3)])
+        texts.append([one.tokens for one in found])
+        accepted.append([(one.stats.drafted, one.stats.rounds) for one in found])
+    assert texts[0] == texts[1] == texts[2]
+    assert accepted[0] == accepted[1]
+    assert 0 < sum(d for d, _ in accepted[2]) < sum(d for d, _ in accepted[0])
