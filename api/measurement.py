@@ -82,6 +82,8 @@ def target_words(target: Target) -> list[str]:
         words += ["--revision", record.revision]
     if target.inflated is not None:
         words += ["--inflate", target.inflated]
+    for one in target.adapters:
+        words += ["--adapter", one.text()]
     return [*words, "--dtype", str(target.dtype).removeprefix("torch.")]
 
 

@@ -209,10 +209,11 @@ class LlamaModel(nn.Module):
         self.packs.clear()
         super()._load_from_state_dict(*args, **kwargs)
 
-    def weights(self) -> Weights:
+    def weights(self, is_fused: bool = True) -> Weights:
         """What a forward reads: the parameters themselves while they are being trained or the
-        forward is compiled, fused copies otherwise (rebuilt whenever a parameter has changed)."""
-        if torch.compiler.is_compiling():
+        forward is compiled, fused copies otherwise (rebuilt whenever a parameter has changed; not
+        `is_fused`: the parameters, through which gradients flow to what is fed)."""
+        if torch.compiler.is_compiling() or not is_fused:
             return self._collect(is_fused=False)
         packs = self.packs
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):

@@ -36,6 +36,7 @@ PROVEN_ELSEWHERE = {
     "specctl regenerate --target qwen3-8b": "tests/cli/test_regenerate.py, small",
     "specctl train-stop": "tests/train/test_stop_rules.py, small",
     "specctl train-draft": "tests/cli/test_commands.py, small",
+    "specctl datastore": "tests/drafters, small; draft-verify by benchmarks/self_speculation.py",
     "specctl distill": "tests/cli/test_commands.py, small",
     "specctl vocab-trim": "tests/cli/test_commands.py, small",
     "specctl prune": "tests/cli/test_prune.py, small",

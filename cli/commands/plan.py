@@ -327,7 +327,14 @@ def plan_scaling(console: Console, recipe: Recipe, out: Path) -> None:
     from specctl.train.planning.scaling import fit, grid, report, run_grid, save_picture
 
     cells, part = grid(recipe, out), recipe.target
-    target = TargetChoice(part.name, part.revision, part.dtype, inflate=part.inflate).load(console)
+    choice = TargetChoice(
+        part.name,
+        part.revision,
+        part.dtype,
+        inflate=part.inflate,
+        adapter=list(part.adapters),
+    )
+    target = choice.load(console)
     points = run_grid(cells, target, console, ["specctl", *sys.argv[1:]])
     law = fit(points)
     found = report(points, law)

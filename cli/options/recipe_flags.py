@@ -25,7 +25,7 @@ class RecipeFlags:
 
     FIELDS: ClassVar[Mapping[str, str]] = {
         "target": "target.name", "data": "data.source", "endpoint": "data.endpoint",
-        "init": "drafter.init",
+        "init": "drafter.init", "adapter": "target.adapters",
     }  # fmt: skip
     FAMILIES: ClassVar[tuple[str, ...]] = ()  # that the command trains; empty: all
     recipe: Annotated[
@@ -39,6 +39,14 @@ class RecipeFlags:
     data: Annotated[
         str | None,
         typer.Option("--data", help="Text, JSONL, parquet or hub data set; else the recipe's."),
+    ] = None
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapter",
+            metavar="FOLDER[@WEIGHT]",
+            help="LoRA adapter of peft, added to the target (repeatable, in order).",
+        ),
     ] = None
     endpoint: Annotated[
         str | None,

@@ -24,6 +24,13 @@ from specctl.models.hf_spec import spec_of
 from specctl.models.read_only import ReadingLM
 from specctl.recipes.targets import resolve
 from specctl.runtime.sampling.generation_config import Suggested
+from specctl.runtime.target.adapter import (
+    Adapter,
+    AppliedAdapter,
+    combined_fingerprint,
+    read_adapters,
+    with_adapters,
+)
 from specctl.runtime.target.checkpoint import load_checkpoint
 from specctl.runtime.target.device import LARGE, choose_device, choose_dtype, refuse_idle_cuda
 
@@ -56,7 +63,8 @@ class Target:
     loaded in; `inflated` is the size it was inflated to, None for the model as published;
     `changed` says how far it is from the target that a joint training made it of; `inside_of` is
     the kind of multimodal model whose text side it is; `suggested` the sampling that its checkpoint
-    asks for."""
+    asks for; `adapters` what was added to the weights, in that order: `fingerprint` then covers
+    them, and `base_fingerprint` is that of the weights alone."""
 
     name: str
     revision: str | None
@@ -70,6 +78,8 @@ class Target:
     changed: TargetChange | None = None
     inside_of: str | None = None
     suggested: Suggested | None = None
+    adapters: tuple[AppliedAdapter, ...] = ()
+    base_fingerprint: str | None = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -216,20 +226,23 @@ def load_target(
     inflate: str | None = None,
     offline: bool = False,
     compile: bool = False,
+    adapters: Sequence[str] = (),
     is_read_only: bool = False,
 ) -> Target:
     """The target called `name`: an alias such as "tiny" or "llama3-8b", a local folder, or a hub
     id. `inflate` names a size ("100m", "300m", "1b", "8b") to which a Llama-shaped target is blown
     up without changing its distribution, for measurements of speed. `compile`: its rounds are
-    recorded in fixed shapes and replayed (CUDA graphs, torch.compile on the CPU). `is_read_only`:
-    also an architecture that cannot be run here, to train drafters for it."""
+    recorded in fixed shapes and replayed (CUDA graphs, torch.compile on the CPU). `adapters`:
+    folders of LoRA adapters as peft writes them, each FOLDER or FOLDER@WEIGHT, added in order.
+    `is_read_only`: also an architecture that cannot be run here, to train drafters for it."""
+    added = read_adapters(adapters)
     resolved = resolve(name, revision)
     if device == "auto":
         refuse_idle_cuda()
     where = choose_device(device)
     first = "float32" if inflate is not None else dtype
     loaded = load_checkpoint(resolved, first, where, offline, is_read_only)
-    target = Target.from_model(loaded.model, loaded.tokenizer, name, is_read_only)
+    target = _adapted(loaded.model, loaded.tokenizer, name, is_read_only, added)
     target = replace(
         target,
         revision=loaded.revision,
@@ -241,6 +254,24 @@ def load_target(
 
         target = blow_up(target, inflate, choose_dtype(dtype, where, num_parameters=LARGE))
     return replace(target, lm=CompiledLM(target.lm)) if compile else target
+
+
+def _adapted(
+    model: Any, tokenizer: Any, name: str, is_read_only: bool, added: Sequence[Adapter]
+) -> Target:
+    """A target around a model with these adapters: merged where our own forward runs it."""
+    if not added:
+        return Target.from_model(model, tokenizer, name, is_read_only)
+    base = fingerprint(model)
+    is_fast = fast_llama_from_hf(model) is not None
+    model = with_adapters(model, added, is_merged=is_fast)
+    applied = tuple(one.applied for one in added)
+    return replace(
+        Target.from_model(model, tokenizer, name, is_read_only),
+        fingerprint=combined_fingerprint(base, applied),
+        adapters=applied,
+        base_fingerprint=base,
+    )
 
 
 _CONFIG_FIELDS = (

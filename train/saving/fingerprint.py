@@ -12,9 +12,9 @@ from specctl.recipes.section import Section, flatten
 # Recipe fields that change what is written or shown, never what is learned.
 FREE = frozenset(
     {
-        "name", "train.save_every", "train.keep", "train.log_every", "train.nan_patience",
-        "train.trackers", "data.endpoint", "data.endpoint_model", "data.endpoint_requests",
-        "data.states",
+        "name", "train.save_every", "train.keep", "train.lora.keep", "train.log_every",
+        "train.nan_patience", "train.trackers", "data.endpoint", "data.endpoint_model",
+        "data.endpoint_requests", "data.states",
     }
 )  # fmt: skip
 PARTS = ("config", "target", "data", "vocab", "init", "world-size")  # of a run's fingerprint
@@ -70,10 +70,12 @@ def changed_fields(saved: Mapping[str, Any], now: Mapping[str, Any], part: str) 
 
 
 def default_of(field: str) -> Any:
-    """Of a field as `data.source`: what a run has that was started before the field was known."""
+    """Of a field as `data.source`, as JSON has it: what a run has that was started before the field
+    was known."""
     section, _, name = field.partition(".")
     info = SECTIONS[section].model_fields.get(name) if section in SECTIONS else None
-    return None if info is None or info.is_required() else info.get_default()
+    found = None if info is None or info.is_required() else info.get_default()
+    return list(found) if isinstance(found, tuple) else found
 
 
 def check_same_run(
