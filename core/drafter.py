@@ -186,6 +186,12 @@ class StepState(DraftState):
             do="choose a stop rule that reads probabilities only, such as disco or svip",
         )
 
+    def known(self, view: RoundView) -> Tensor | None:
+        """[B, 2, D]: what is known of each row before the drafter's first pass of a round: the
+        root's embedding, and the target's state before it. None: nothing to read without a pass."""
+        del view
+        return None
+
     def confidence(self) -> Tensor:
         """[B]: how likely the next token is to be accepted, by the drafter's own estimate."""
         raise RecipeError(

@@ -5,7 +5,7 @@ ends at each fed token takes in the target's own probabilities (`states/ngram_di
 what the target favours rises, what it no longer mentions fades. A pair never seen falls back to its
 last token alone. Three makers turn the model into a tree of the round's node budget:
 
-    mcts        the most visited nodes of a PUCT search over path probabilities
+    mcts        the most visited nodes of a PUCT search over path probabilities (the paper's)
     best-first  the nodes with the largest path probability, which is the tree that maximises the
                 expected accepted tokens if P is right, for a tenth of the work
     ranks       a fixed shape, whatever P is: what adapting the shape is measured against
@@ -57,7 +57,7 @@ class AdedOptions:
 
     topk: int = 8
     keep: float = 0.25
-    maker: str = "best-first"
+    maker: str = "mcts"
     simulations: int = 64
     scope: str = Scope.REQUEST
     max_mib: int = 32

@@ -4,31 +4,35 @@ A drafted token enters as a trigram: the embeddings of the two tokens before it 
 a residual block of that width and a projection. One decoder layer then lets it attend to the states
 of the target up to the newest known one, t, and to the drafted tokens before it, nothing else of
 the text. The LM head reads cat(f_t, output), twice as wide, both halves started from the target's
-rows. Training reads the text's tokens where the paper feeds its own argmax, so that a token is
-scored as while drafting.
-Letters: A anchors, B rows, D hidden width, I input width, K draft vocabulary, M new nodes, P path,
-S sequence, T fed tokens, W window, X any axes.
+rows. Loss: distributions at every depth, and the distillation of hidden states: the distance of the
+first output to the target's next state, f_{t+1} (mean squared error). Training reads the text's
+tokens where the paper feeds its own argmax, so that a token is scored as while drafting.
+Letters: A anchors, B rows, D hidden width, I input width, K draft vocabulary, M new nodes, O output
+width (2 D), P path, Q picked rows, R flat rows, S sequence, T fed tokens, W window, X any axes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from specctl.core.batch import TrainBatch
+from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import DraftState, Family, Space
 from specctl.core.kv_cache import SlotKV
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
+from specctl.drafters.losses.head_losses import joined
+from specctl.drafters.losses.teacher import wide
 from specctl.drafters.nets.block_drafter import BlockDrafter
 from specctl.drafters.nets.block_net import BlockNet
 from specctl.drafters.nets.blocks import DecoderLayer, LayerShape, RmsNorm, attending, rotary
+from specctl.drafters.nets.head_drafter import HeadLearned
 from specctl.drafters.nets.heads import ResBlock, draft_size
-from specctl.drafters.nets.options import HeadOptions
+from specctl.drafters.nets.options import ADDED, HeadOptions
 from specctl.drafters.option_checks import check_count
 from specctl.drafters.states.path_state import REACH, Nodes, PathState
 
@@ -37,16 +41,19 @@ from specctl.drafters.states.path_state import REACH, Nodes, PathState
 class ChimeraOptions(HeadOptions):
     """Trained `num_heads` tokens deep behind `anchors` positions of each row. `trigrams`: False
     shows the layer only a token's own embedding; `context`: False hides the target's states from
-    it (two ablations)."""
+    it (two ablations). `hidden_weight`: of the distillation of hidden states beside 1 of the
+    distributions (the sum of both is the paper's; what each weighs in it is our choice)."""
 
     decay: float = 0.8
     anchors: int = 64
     trigrams: bool = True
     context: bool = True
+    hidden_weight: float = field(default=1.0, metadata=ADDED)
 
     def __post_init__(self) -> None:
         HeadOptions.__post_init__(self)
         check_count("anchors", self.anchors)
+        check_count("hidden_weight", self.hidden_weight, 0, 1_000)
 
 
 class ChimeraNet(nn.Module):
@@ -127,6 +134,18 @@ class Chimera(BlockDrafter):
         feature_BSD = self.gathered(batch.taps)
         for out_BSD in super().unroll(batch, anchor_BA):
             yield torch.cat([feature_BSD, out_BSD.to(feature_BSD)], dim=-1)
+
+    def beside(self, out: LossOut, learned: HeadLearned, batch: TrainBatch) -> LossOut:
+        """The first output is pulled towards the state that the target has there."""
+        if learned.index > 0 or self.options.hidden_weight == 0:
+            return out
+        state_RD, rows = batch.taps[self.spec.num_layers].flatten(0, 1), learned.rows
+        said_QD = wide(learned.ready_RO[rows.row_Q, self.spec.hidden_size :])
+        off_QD = said_QD - wide(state_RD.detach()[rows.teacher_row_Q])
+        count = torch.tensor(float(rows.row_Q.numel()), device=off_QD.device)
+        loss = off_QD.square().mean(-1).sum()
+        term = LossOut(loss, count, {"hidden": (loss.detach(), count)})
+        return joined(out, term, self.options.hidden_weight)
 
     # -- serving --------------------------------------------------------------------------------
 

@@ -4,8 +4,9 @@ Cross-step representation alignment: over the unrolled steps, states that stand 
 of the target are drawn together and others apart (InfoNCE over cosines), so that a feature looks
 alike however many drafted tokens stand before it. Routed head: a small router picks the groups of
 the LM head's rows that are multiplied at all (see nets/routed); without them the head is more than
-half of drafting at a vocabulary of 128k. The weight of the first and its temperature are our
-choice.
+half of drafting at a vocabulary of 128k. The alignment is added to HASS's losses with a tenth of
+the weight of its features (on this scale 1, beside 10, 1 and 10); that tenth and the temperature
+are our choice, the paper's are not known to us.
 Letters: B rows, D hidden width, Q picked rows, S sequence.
 """
 
@@ -29,10 +30,11 @@ from specctl.drafters.nets.routed import add_router, check_routing
 
 @dataclass(frozen=True, slots=True)
 class CoralOptions(HassOptions):
-    """`align_weight` times the alignment at `align_temperature` is added. `head_groups` splits the
-    LM head's rows, of which the `head_top` best groups are read; None reads all."""
+    """`align_weight` times the alignment at `align_temperature` is added, all tokens weighing 1.
+    `head_groups` splits the LM head's rows, of which the `head_top` best groups are read; None
+    reads all."""
 
-    align_weight: float = 0.1
+    align_weight: float = 1.0
     align_temperature: float = 0.07
     head_groups: int | None = None
     head_top: int = 4

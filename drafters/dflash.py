@@ -23,18 +23,20 @@ from specctl.drafters.nets.block_drafter import TappedBlocks
 from specctl.drafters.nets.block_net import BlockNet
 from specctl.drafters.nets.blocks import RmsNorm
 from specctl.drafters.nets.options import ADDED, HeadOptions
+from specctl.drafters.nets.taps import even_taps
 from specctl.drafters.option_checks import check_count
 
 
 @dataclass(frozen=True, slots=True)
 class DFlashOptions(HeadOptions):
     """`num_heads` tokens are drafted by `layers` layers. `taps` are hidden_states indices, None
-    chooses them. `anchors`: blocks per row of a training batch. `mask_id`: the token whose row of
-    the target's embedding every mask is, as engines have it; None learns a vector for it."""
+    chooses five of them, evenly. `anchors`: blocks per row of a training batch. `mask_id`: the
+    token whose row of the target's embedding every mask is, as engines have it; None learns a
+    vector for it."""
 
     decay: float = 0.78
     num_heads: int = 5
-    layers: int = 2
+    layers: int = 5
     taps: tuple[int, ...] | None = None
     anchors: int = 64
     mask_id: int | None = field(default=None, metadata=ADDED)
@@ -72,6 +74,7 @@ class InjectedNet(nn.Module):
 class InjectedBlocks(TappedBlocks):
     """Blocks whose layers read injected features."""
 
+    chosen_taps = staticmethod(even_taps)
     module: InjectedNet
 
     def own_heads(self) -> list[nn.Linear]:

@@ -32,7 +32,7 @@ Y carry, Z slots.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -46,6 +46,7 @@ from specctl.drafters.losses.align import ahead_mask, shifted
 from specctl.drafters.nets.attention import Seen
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions, Unrolled
+from specctl.drafters.nets.options import ADDED
 from specctl.drafters.nets.recompute import is_large, run
 from specctl.drafters.nets.stride_net import StrideNet, pick
 from specctl.drafters.option_checks import check_count
@@ -58,7 +59,8 @@ AT_ONCE = 256  # rows of logits alive while the first pass is judged
 
 @dataclass(frozen=True, slots=True)
 class FalconOptions(FeatureOptions):
-    """`stride` tokens per pass, an LSTM of `lstm_layers`. `glance` times as many blocks as tokens
+    """`stride` tokens per pass, an LSTM of `lstm_layers`, between which `dropout` of
+    what is handed on is dropped while training. `glance` times as many blocks as tokens
     were wrong are shown a part of the answer, falling to `glance_last` at the end (0: none)."""
 
     temperature: float = 0.95
@@ -67,11 +69,13 @@ class FalconOptions(FeatureOptions):
     lstm_layers: int = 2
     glance: float = 0.45
     glance_last: float = 0.1
+    dropout: float = field(default=0.1, metadata=ADDED)
 
     def __post_init__(self) -> None:
         FeatureOptions.__post_init__(self)
         check_count("stride", self.stride, 2)
         check_count("lstm_layers", self.lstm_layers)
+        check_count("dropout", self.dropout, 0, 0.99)
         if self.ttt_steps != 1:
             raise RecipeError(
                 "Falcon is not unrolled in training",
@@ -95,7 +99,8 @@ class Falcon(FeatureDrafter):
     options: FalconOptions
 
     def make_net(self, shape: LayerShape) -> StrideNet:
-        return StrideNet(shape, self.options.stride, self.options.lstm_layers)
+        options = self.options
+        return StrideNet(shape, options.stride, options.lstm_layers, options.dropout)
 
     def open(self, space: Space) -> StrideState:
         return StrideState(self, space)

@@ -4,16 +4,17 @@ the later ones.
 An early wrong token ends the draft, so early tokens deserve the most care: `serial` passes through
 two decoder layers in EAGLE's manner draft them. Head i then guesses the token after them from
 cat(fc(e, f)) of the last two positions, all heads at once: a linear map 2 D -> D, residual blocks,
-the target's LM head. Loss: EAGLE's, step or head j weighing decay^j. Our own choices: training
-feeds the serial outputs back as drafting does, where the published code reads them from true
-features; the heads' map starts as "pass on the newest", and no width of the tree is set apart for
-them.
+the target's LM head. Loss: EAGLE's; a serial step weighs 1, head i (from 0) decay^(i + 1) / 9, as
+in the published trainer, so that what the heads want moves the serial layers little. Our own
+choices: training feeds the serial outputs back as drafting does, where the published code reads
+them from true features; the heads' map starts as "pass on the newest", and no width of the tree is
+set apart for them.
 Letters: D hidden width, O output width, X any axes, Y carry (2 D).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -23,6 +24,7 @@ from specctl.core.drafter import Family
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions
 from specctl.drafters.nets.heads import ResBlock
+from specctl.drafters.nets.options import ADDED
 from specctl.drafters.nets.trunk import TrunkNet
 from specctl.drafters.option_checks import check_count
 
@@ -30,18 +32,22 @@ from specctl.drafters.option_checks import check_count
 @dataclass(frozen=True, slots=True)
 class GumihoOptions(FeatureOptions):
     """`ttt_steps` tokens are drafted serially by `layers` layers, `mlp_heads` more in parallel, by
-    `num_blocks` residual blocks each."""
+    `num_blocks` residual blocks each. `head_weight` times decay^(i + 1) is what head i weighs in
+    the loss beside 1 of a serial step; None: step or head j weighs decay^j."""
 
     ttt_steps: int = 2
     decay: float = 0.8
     layers: int = 2
     mlp_heads: int = 5
     num_blocks: int = 5
+    head_weight: float | None = field(default=1.0 / 9.0, metadata=ADDED)
 
     def __post_init__(self) -> None:
         FeatureOptions.__post_init__(self)
         for name in ("layers", "mlp_heads", "num_blocks"):
             check_count(name, getattr(self, name))
+        if self.head_weight is not None:
+            check_count("head_weight", self.head_weight, 0, 1_000)
 
     @property
     def num_heads(self) -> int:
@@ -89,6 +95,13 @@ class Gumiho(FeatureDrafter):
 
     def make_net(self, shape: LayerShape) -> TrunkNet:
         return GumihoNet(shape, self.options)
+
+    def step_weight(self, step: int) -> float:
+        options = self.options
+        if options.head_weight is None:
+            return super().step_weight(step)
+        head = step - options.ttt_steps
+        return 1.0 if head < 0 else float(options.head_weight * options.decay ** (head + 1))
 
 
 FAMILY = Family(

@@ -4,7 +4,8 @@ Harmonised context alignment: training is unrolled over `ttt_steps` forwards. In
 reads its own output of forward j - 1 (no gradient goes through it), and attends to true features
 far back but to its own outputs of forwards 1 .. j nearest by, as after j drafted tokens. Harmonised
 objective: besides the loss over the whole distribution, -sum p log q over the target's `top`
-likeliest tokens, since nothing else will be drafted. The disallowed keys are masked before the
+likeliest tokens, since nothing else will be drafted. The three losses weigh 10 (features), 1 (all
+tokens) and 10 (the likeliest): the paper's 1, 0.1 and 1. The disallowed keys are masked before the
 softmax.
 Letters: D hidden width, R flat rows.
 """
@@ -28,11 +29,13 @@ from specctl.drafters.option_checks import check_count
 
 @dataclass(frozen=True, slots=True)
 class HassOptions(FeatureOptions):
-    """`top_weight` times the loss over the target's `top` likeliest tokens is added."""
+    """`top_weight` times the loss over the target's `top` likeliest tokens is added: as much as the
+    features weigh, since the paper adds SmoothL1 1.0, all tokens 0.1 and top-K 1.0 (weights here
+    are relative to that of all tokens)."""
 
     ttt_steps: int = 3
     top: int = 10
-    top_weight: float = 1.0
+    top_weight: float = 10.0
 
     def __post_init__(self) -> None:
         FeatureOptions.__post_init__(self)

@@ -13,27 +13,33 @@ axes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Family, Needs
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.blocks import DecoderLayer, LayerShape, attending
 from specctl.drafters.nets.cross_drafter import CrossDrafter, CrossNet, CrossOptions
+from specctl.drafters.nets.options import ADDED
 from specctl.drafters.nets.recompute import is_large, run
 
 
 @dataclass(frozen=True, slots=True)
 class MoaOptions(CrossOptions):
     """`layer_attention`: False takes the mean of the states as they are (an ablation).
-    `feature_weight`: of the distance to the target's last state (10 in the paper)."""
+    `feature_weight`: of the distance to the target's last state, beside 1 of the distributions (the
+    paper's 1 and 0.1). `staircase`: in the first half of training some batches, all at the
+    beginning and fewer and fewer, hide the text before a draft from its tokens' own attention, as
+    the paper's do."""
 
     layer_attention: bool = True
-    feature_weight: float = 1.0
+    feature_weight: float = 10.0
+    staircase: bool = field(default=False, metadata=ADDED)
 
 
 class MoaNet(CrossNet):
@@ -56,6 +62,12 @@ class Moa(CrossDrafter):
         self.feature_weight = options.feature_weight
         self.module = MoaNet(spec, options.layer_attention)
         self.own_taps = tuple(range(1, spec.num_layers + 1))
+
+    def is_staircase(self, batch: TrainBatch) -> bool:
+        """The share of batches that see the whole text rises linearly to 1 at mid-training."""
+        if not (self.options.staircase and torch.is_grad_enabled()):
+            return False
+        return bool(torch.rand(()) >= 2 * batch.progress)
 
     def needs(self) -> Needs:
         return Needs(self.own_taps, teacher=self.options.loss != "ce", borrow=True)

@@ -1,12 +1,14 @@
 """Training of stop rules: SpecDec++'s acceptance head, DISCO's classifier, AdaEAGLE's predictor.
 
 The drafter decodes prompts with chains of full length, half of them greedily and half sampled; what
-a rule would have read at every step is noted beside what became of the token. Only tokens that were
-tested count, the accepted ones and the first rejected one: those behind it were never looked at.
-Labels are these outcomes themselves, whose mean is the acceptance probability; every prefix of a
-tested token is the target's own text, so none has to be mixed in. Rejected tokens weigh more where
-the paper says so (six times in SpecDec++). One row in five is kept to measure what was learned.
-Letters: B rows, N examples, F features.
+a rule would have read at every step is noted beside a label. Of DISCO this is what became of the
+token, and only tokens that were tested count, the accepted ones and the first rejected one: those
+behind it were never looked at. SpecDec++ learns from the chance to be accepted, min(1, p / q), of
+every drafted token, so that prefixes mix the target's text with drafted tokens, rejected ones among
+them (the paper mixes them by a share of .15 along one text; here a chain's own tokens stand behind
+the target's, and p is the target's behind both). Rejected tokens weigh more where the paper says so
+(six times in SpecDec++). One row in five is kept to measure what was learned.
+Letters: B rows, K draft vocabulary, N examples, F features, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
-from specctl.core.drafter import Drafter, Outcome, RoundSeconds
+from specctl.core.drafter import Drafter, Outcome, RoundSeconds, RoundView, StepState
 from specctl.core.errors import IncompatibleError, RecipeError, SpecctlError
 from specctl.drafters import family
 from specctl.runtime.engine.engine import Engine
@@ -42,16 +45,34 @@ class Collector(StopRule):
 
     rule: LearnedStop
     seen: list[Tensor] = field(default_factory=list)
+    is_known: bool = False
+    target: Target | None = None
+    temperature: float = 0.0
+    chances: list[Tensor] = field(default_factory=list)
     features: list[Tensor] = field(default_factory=list)
     labels: list[float] = field(default_factory=list)
 
+    def planned(self, view: RoundView, state: StepState) -> None:
+        """Decides nothing, but notes what a rule would have read."""
+        known_BF = self.rule.before(view, state)
+        self.is_known, self.seen = known_BF is not None, []
+        if known_BF is not None:
+            self.seen.append(known_BF.cpu())
+
     def stops(self, step: DraftStep) -> None:
+        if self.is_known:
+            return
         if step.index == 0:
-            self.seen = []
+            self.seen, self.chances = [], []
+        if self.rule.soft:
+            self.chances.append(self._log_q(step))
         self.seen.append(self.rule.features(step).cpu())
 
     def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:
         del seconds
+        if self.rule.soft:
+            self._note_chances(outcome)
+            return
         for tested in tested_rows(outcome):
             if self.rule.lengths:
                 if self.seen:  # a full draft counts as its length, the most that will be asked for
@@ -62,6 +83,50 @@ class Collector(StopRule):
                     is_kept = float(token < tested.accepted)
                     self._add(token + self.rule.lag, tested.row, is_kept)
         self.seen = []
+
+    def _log_q(self, step: DraftStep) -> Tensor:
+        """[B]: with which chance each row's token was drafted (1: it is the drafter's first)."""
+        if self.temperature == 0:
+            return torch.zeros(len(step.row_B))
+        log_q_BK = (step.logits_BK.float() / self.temperature).log_softmax(-1)
+        return log_q_BK.gather(1, step.row_B[:, None])[:, 0].cpu()
+
+    @torch.no_grad()
+    def _note_chances(self, outcome: Outcome) -> None:
+        """What was read behind every drafted token, and its min(1, p / q), p behind the same
+        tokens."""
+        view, tree, target = outcome.view, outcome.tree, self.target
+        assert target is not None, "chances are the target's"
+        count = min(len(self.seen) - self.rule.lag, tree.num_nodes)
+        if count > 0:
+            ends, drafted = (view.kept_len_B + 1).tolist(), tree.token_BN.tolist()
+            texts = [
+                [*text[:end], *row[:count]]
+                for text, end, row in zip(view.tokens, ends, drafted, strict=True)
+            ]
+            ids_BT = pad_sequence([torch.tensor(text) for text in texts], batch_first=True)
+            ids_BT = ids_BT.to(target.device)
+            masks = target.lm.document_masks(torch.zeros_like(ids_BT))
+            at_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
+            logits_BTV = target.lm.dense(ids_BT, at_BT, masks).logits_BTV
+            assert logits_BTV is not None
+            for row, end in enumerate(ends):
+                if outcome.finished[row] is None:
+                    self._add_chances(row, logits_BTV[row, end - 1 : end - 1 + count], outcome)
+        self.seen, self.chances = [], []
+
+    def _add_chances(self, row: int, logits_TV: Tensor, outcome: Outcome) -> None:
+        valid_N = outcome.tree.valid_BN[row].tolist()
+        for token, said_V in enumerate(logits_TV.float().cpu()):
+            if not valid_N[token]:
+                break
+            drafted = int(outcome.tree.token_BN[row, token])
+            if self.temperature == 0:
+                chance = float(int(said_V.argmax()) == drafted)
+            else:
+                log_p = (said_V / self.temperature).log_softmax(-1)[drafted]
+                chance = float((log_p - self.chances[token][row]).exp().clamp(max=1.0))
+            self._add(token + self.rule.lag, row, chance)
 
     def _add(self, step: int, row: int, label: float) -> None:
         self.features.append(self.seen[step][row])
@@ -128,8 +193,9 @@ def collect(
             expected="a drafter that policy chain can grow, such as eagle3 or distill",
             do="specctl train-draft --recipe distill",
         )
-    collector = Collector(rule)
+    collector = Collector(rule, target=target)
     for temperature in (0.0, 0.8):
+        collector.temperature = temperature
         settings = Sampling(temperature, max_new_tokens=new_tokens, ignore_eos=True)
         engine = Engine(
             target, drafter, WatchedChain(length=length, collector=collector), num_slots=batch
@@ -182,21 +248,22 @@ def _loss(rule: LearnedStop, out_N: Tensor, label_N: Tensor) -> Tensor:
     """Absolute error of lengths, more for those too short; weighted cross-entropy of acceptance."""
     if rule.lengths:
         return torch.where(out_N < label_N, rule.too_short, 1.0) * (out_N - label_N).abs()
-    weight_N = torch.where(label_N > 0, 1.0, rule.rejected)
-    return weight_N * F.binary_cross_entropy_with_logits(out_N, label_N, reduction="none")
+    kept_N, lost_N = label_N * F.softplus(-out_N), (1 - label_N) * F.softplus(out_N)
+    return kept_N + rule.rejected * lost_N
 
 
 def _constant(rule: LearnedStop, label_N: Tensor) -> float:
     """The best answer that looks at nothing."""
     if rule.lengths:
         return float(label_N.quantile(rule.too_short / (1.0 + rule.too_short)))
-    weight_N = torch.where(label_N > 0, 1.0, rule.rejected)
-    return float(torch.logit((weight_N * label_N).sum() / weight_N.sum(), eps=1e-4))
+    kept, lost = label_N.sum(), rule.rejected * (1 - label_N).sum()
+    return float(torch.logit(kept / (kept + lost), eps=1e-4))
 
 
 def roc_area(score_N: Tensor, label_N: Tensor) -> float:
-    """Chance that an accepted token scores above a rejected one (ties count half)."""
-    yes, no = score_N[label_N > 0], score_N[label_N == 0]
+    """Chance that an accepted token scores above a rejected one (ties count half); of chances to be
+    accepted those above one half count as accepted."""
+    yes, no = score_N[label_N > 0.5], score_N[label_N <= 0.5]
     if not len(yes) or not len(no):
         return 0.5
     above = (yes[:, None] > no).float() + 0.5 * (yes[:, None] == no).float()

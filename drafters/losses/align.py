@@ -55,6 +55,15 @@ def ahead_mask(batch: TrainBatch, steps: int) -> Tensor:
     return same_BS & (batch.document_BS >= 0) & wanted_BS
 
 
+def document_lengths(batch: TrainBatch) -> Tensor:
+    """[B, S]: how many tokens of its document the row holds, at every position."""
+    changes_BS = torch.zeros_like(batch.document_BS)
+    changes_BS[:, 1:] = (batch.document_BS[:, 1:] != batch.document_BS[:, :-1]).long()
+    place_BS = changes_BS.cumsum(1)
+    count_BS = torch.zeros_like(place_BS).scatter_add_(1, place_BS, torch.ones_like(place_BS))
+    return count_BS.gather(1, place_BS)
+
+
 def aim(batch: TrainBatch, steps: int) -> AlignedRows:
     """Everything that rows looking `steps` ahead are trained on."""
     row_Q = ahead_mask(batch, steps).flatten().nonzero()[:, 0]

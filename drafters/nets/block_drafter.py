@@ -28,7 +28,7 @@ from specctl.drafters.losses.align import AlignedRows, aim, behind, random_ancho
 from specctl.drafters.nets.block_net import Block, BlockNet
 from specctl.drafters.nets.parallel_heads import ParallelHeads, first_ranks
 from specctl.drafters.nets.prefix import PrefixState
-from specctl.drafters.nets.taps import taps_of
+from specctl.drafters.nets.taps import default_taps, taps_of
 from specctl.drafters.states.head_state import DraftFeatures
 
 
@@ -123,10 +123,13 @@ class BlockDrafter(ParallelHeads):
 
 
 class TappedBlocks(BlockDrafter):
-    """Blocks that read the depths their options name (`taps`; None: those of EAGLE-3)."""
+    """Blocks that read the depths their options name (`taps`; None: those that the family chooses,
+    by default EAGLE-3's)."""
+
+    chosen_taps = staticmethod(default_taps)
 
     def __init__(self, options: Any, spec: ModelSpec, vocab: VocabMap | None = None) -> None:
-        self.own_taps = taps_of(options.taps, spec)
+        self.own_taps = taps_of(options.taps, spec, self.chosen_taps)
         super().__init__(replace(options, taps=self.own_taps), spec, vocab)
 
 

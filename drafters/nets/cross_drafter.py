@@ -147,6 +147,24 @@ class CrossDrafter(HeadDrafter):
         rows = aim(batch, 2 + index)
         return rows if anchor_BA is None else behind(rows, batch, anchor_BA)
 
+    def is_staircase(self, batch: TrainBatch) -> bool:
+        """Whether drafted tokens attend to drafted tokens alone in this batch: to nothing before
+        the draft, where drafts of other lengths would have been accepted."""
+        del batch
+        return False
+
+    def _since(self, anchor_BA: Tensor, at_BA: Tensor, batch: TrainBatch) -> Tensor:
+        """[B, A, D]: what the first layer makes of tokens that see the draft since its root."""
+        own, ids_BS = self.net.own, batch.ids_BS
+        token = own.input_layernorm(self.embed(ids_BS))
+        pair = own.self_attn.key_value(token, self.rope(batch.position_BS))
+        x_BAD = self.embed(ids_BS.gather(1, at_BA))
+        rope = self.rope(batch.position_BS.gather(1, at_BA))
+        query = own.self_attn.query(own.input_layernorm(x_BAD), rope)
+        since = Seen((anchor_BA + 1).clamp(max=ids_BS.shape[1] - 1), at_BA)
+        out_BAD: Tensor = own.finish(x_BAD + own.self_attn.o_proj(attending(since)(query, *pair)))
+        return out_BAD
+
     def unroll(self, batch: TrainBatch, anchor_BA: Tensor | None = None) -> Iterator[Tensor]:
         """[B, S, D] per depth of a draft, zero where none begins."""
         anchor_BA = self.anchors(batch) if anchor_BA is None else anchor_BA
@@ -154,11 +172,14 @@ class CrossDrafter(HeadDrafter):
         visible = Seen.text(batch.document_BS)
         x_BSD = net.own(self.embed(batch.ids_BS), rope, attending(visible))
         seen = net.cross.seen(self.summary(self.gathered(batch.taps)), rope)
+        is_staircase = self.is_staircase(batch)
         for depth in range(self.options.num_heads):
             at_BA = (anchor_BA + 1 + depth).clamp(max=last)
             until_BA = anchor_BA if self.options.strict else (at_BA - 1)
             to_BAD = anchor_BA[:, :, None].expand(-1, -1, x_BSD.shape[-1])
             query_BAD = x_BSD.gather(1, at_BA[:, :, None].expand_as(to_BAD))
+            if is_staircase:
+                query_BAD = self._since(anchor_BA, at_BA, batch)
             at_rope = self.rope(batch.position_BS.gather(1, at_BA))
             ready_BAD = self.ready(
                 depth, net.cross.look(query_BAD, at_rope, seen, visible.rows(until_BA))

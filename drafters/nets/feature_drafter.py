@@ -16,7 +16,7 @@ Y carry.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
@@ -28,7 +28,7 @@ from specctl.core.language_model import Borrowed
 from specctl.core.masks import chain_mask
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
-from specctl.drafters.losses.align import AlignedRows, aim, shifted
+from specctl.drafters.losses.align import AlignedRows, aim, document_lengths, shifted
 from specctl.drafters.losses.head_losses import (
     LinearHead,
     feature_loss,
@@ -41,7 +41,7 @@ from specctl.drafters.losses.teacher import TeacherLogits
 from specctl.drafters.nets.attention import Seen
 from specctl.drafters.nets.blocks import Attending, LayerShape, attending
 from specctl.drafters.nets.heads import BorrowingDrafter, cut_rows, head_rows
-from specctl.drafters.nets.options import DepthOptions
+from specctl.drafters.nets.options import ADDED, DepthOptions
 from specctl.drafters.nets.recompute import is_large, run
 from specctl.drafters.nets.routed import Router, cut_router, read_head, served_head, with_router
 from specctl.drafters.nets.trunk import Chains, TrunkNet
@@ -53,17 +53,22 @@ from specctl.drafters.states.tree_layout import Place
 @dataclass(frozen=True, slots=True)
 class FeatureOptions(DepthOptions):
     """What all of them have. `ttt_steps` steps are unrolled; `noise` is the half-width of uniform
-    noise on the features that are read while training; `intermediate` is the width of the MLP, None
-    that of the target."""
+    noise on the features that are read while training; in documents of more than `noise_length`
+    tokens it falls as the inverse of their length, as in EAGLE's trainer (which raises it in
+    shorter ones, too; None: the same in all); `intermediate` is the width of the MLP, None that of
+    the target."""
 
     ttt_steps: int = 1
     feature_weight: float = 10.0
     noise: float = 0.0
     intermediate: int | None = None
+    noise_length: int | None = field(default=512, metadata=ADDED)
 
     def __post_init__(self) -> None:
         DepthOptions.__post_init__(self)
         check_count("ttt_steps", self.ttt_steps)
+        if self.noise_length is not None:
+            check_count("noise_length", self.noise_length, most=10**9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +98,10 @@ class FeatureDrafter(BorrowingDrafter):
 
     def make_net(self, shape: LayerShape) -> TrunkNet:
         return TrunkNet(shape)
+
+    def step_weight(self, step: int) -> float:
+        """What the loss of that step, or of the parallel head behind the steps, weighs."""
+        return float(self.options.decay**step)
 
     def term(
         self, out: LossOut, ready_RD: Tensor, rows: AlignedRows, teacher: TeacherLogits | None
@@ -143,7 +152,11 @@ class FeatureDrafter(BorrowingDrafter):
         """[B, S, D]: the target's features with the noise of training."""
         state_BSD = batch.taps[self.tap].to(self.dtype)
         if self.options.noise > 0:
-            state_BSD = state_BSD + self.options.noise * (2 * torch.rand_like(state_BSD) - 1)
+            noise_BSD = self.options.noise * (2 * torch.rand_like(state_BSD) - 1)
+            if self.options.noise_length is not None:
+                share_BS = (self.options.noise_length / document_lengths(batch)).clamp(max=1.0)
+                noise_BSD = noise_BSD * share_BS[:, :, None].to(noise_BSD)
+            state_BSD = state_BSD + noise_BSD
         return state_BSD
 
     def unroll(self, batch: TrainBatch) -> list[Unrolled]:
@@ -183,7 +196,8 @@ class FeatureDrafter(BorrowingDrafter):
         return steps
 
     def loss(self, batch: TrainBatch) -> LossOut:
-        """Sum over steps of decay^j times the loss of predicting 2 + j ahead (A1)."""
+        """Sum over steps of their weights (decay^j) times the loss of predicting 2 + j ahead
+        (A1)."""
         options = self.options
         how = options.compared()
         teacher, head, parts = (
@@ -202,7 +216,7 @@ class FeatureDrafter(BorrowingDrafter):
                 out = joined(out, near, options.feature_weight)
             out = self.term(out, ready_RD, rows, teacher)
             out = with_router(out, self.router, ready_RD, rows, self.vocab, teacher)
-            parts.append((options.decay**step, out))
+            parts.append((self.step_weight(step), out))
         return self.whole_loss(weighted_sum(parts), steps, batch)
 
 

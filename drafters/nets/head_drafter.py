@@ -41,9 +41,10 @@ from specctl.drafters.states.head_state import DraftFeatures, GroundedState, Las
 
 @dataclass(frozen=True, slots=True)
 class HeadLearned:
-    """What a head has just learned from: the states its LM head read, which rows of them, the LM
-    head, and the target's distributions (None: it learned from the text)."""
+    """What head `index` has just learned from: the states its LM head read, which rows of them, the
+    LM head, and the target's distributions (None: it learned from the text)."""
 
+    index: int
     ready_RO: Tensor
     rows: AlignedRows
     head: LinearHead
@@ -207,7 +208,7 @@ class HeadDrafter(BorrowingDrafter):
             head = LinearHead(weights[min(i, len(weights) - 1)])
             ready_RO = ready_BSO.flatten(0, 1)
             out = head_loss(ready_RO, head, rows, self.vocab, how, teacher)
-            out = self.beside(out, HeadLearned(ready_RO, rows, head, teacher), batch)
+            out = self.beside(out, HeadLearned(i, ready_RO, rows, head, teacher), batch)
             parts.append((options.decay**i, out))
         total = weighted_sum(parts)
         return total if len(parts) == options.num_heads else replace(total, metrics={})

@@ -22,10 +22,12 @@ from specctl.drafters.nets.trunk import TrunkNet
 
 
 class TextLstm(nn.LSTM):
-    """torch's LSTM with the batch first, for documents and for tokens one by one."""
+    """torch's LSTM with the batch first, for documents and for tokens one by one. `drop` is the
+    share of what one layer hands to the next that is dropped where gradients are wanted."""
 
-    def __init__(self, input_width: int, width: int, num_layers: int) -> None:
+    def __init__(self, input_width: int, width: int, num_layers: int, drop: float = 0.0) -> None:
         super().__init__(input_width, width, num_layers, batch_first=True)
+        self.drop = drop
 
     @property
     def memory_width(self) -> int:
@@ -38,7 +40,10 @@ class TextLstm(nn.LSTM):
         start_R = is_start_BS.flatten().nonzero()[:, 0]
         lengths = torch.diff(start_R, append=start_R.new_tensor([document_BS.numel()])).tolist()
         texts = torch.split(x_BSI.flatten(0, 1), lengths)
+        learns = self.training and torch.is_grad_enabled()
+        self.dropout = self.drop if learns and self.num_layers > 1 else 0.0
         out_RTD, _ = self(pad_sequence(list(texts), batch_first=True))
+        self.dropout = 0.0
         rows = [row_TD[:length] for row_TD, length in zip(out_RTD, lengths, strict=True)]
         return torch.cat(rows).view(*document_BS.shape, -1)
 
@@ -67,11 +72,11 @@ class TextLstm(nn.LSTM):
 class StrideNet(TrunkNet):
     """EAGLE's `fc` and `layers` (one), and the LSTM."""
 
-    def __init__(self, shape: LayerShape, stride: int, lstm_layers: int) -> None:
+    def __init__(self, shape: LayerShape, stride: int, lstm_layers: int, drop: float = 0.0) -> None:
         super().__init__(shape)
         width = shape.hidden_size
         self.stride = stride
-        self.lstm = TextLstm(2 * width, width, lstm_layers)
+        self.lstm = TextLstm(2 * width, width, lstm_layers, drop)
 
     @property
     def memory_width(self) -> int:

@@ -47,6 +47,7 @@ class FeatureState(StepState):
         self, drafter: BorrowingDrafter, shape: LayerShape, num_layers: int, space: Space
     ) -> None:
         first = next(drafter.module.parameters())
+        self._embed = drafter.embed
         self.shape, self.device, self.dtype = shape, first.device, first.dtype
         self.kv = SlotKV(
             num_layers,
@@ -198,6 +199,13 @@ class FeatureState(StepState):
         if self._rope_L2E.shape[0] < self.kv.max_len:
             self._rope_L2E = self._rotations()
         return self.nodes(token_BM, parent_BM, place)
+
+    def known(self, view: RoundView) -> Tensor:
+        last_B = torch.tensor(
+            [max(self.num_pending[slot], 1) - 1 for slot in view.slots], device=self.device
+        )
+        state_BD = self.pending_ZWD[view.slot_B, last_B]
+        return torch.stack([self._embed(view.root_B), state_BD], dim=1)
 
     def hidden(self) -> Tensor:
         return self._states[-1][:, -1]

@@ -77,10 +77,17 @@ class Chain:
             return empty_tree(len(growth.view.slots), growth.view.slot_B.device)
         if stopper is not None:
             depth = stopper.length(depth)
+        wanted_B = None if stopper is None else stopper.planned(growth.view, growth.steps)
+        if wanted_B is not None:
+            depth = min(depth, int(wanted_B.max()))
+            if depth <= 0:  # no pass of the drafter either
+                return empty_tree(len(growth.view.slots), growth.view.slot_B.device)
         logits_BK = growth.root()
         tokens, distributions, valids = [], [], []
         alive_B = torch.ones_like(growth.view.slot_B, dtype=torch.bool)
         for step in range(depth):
+            if wanted_B is not None:
+                alive_B = alive_B & (step < wanted_B)
             row_B, distribution_BK = self.pick(growth, logits_BK, step)
             if growth.may_draft_nothing:
                 alive_B = alive_B & (logits_BK.amax(-1) > -torch.inf)

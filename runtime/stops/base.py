@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specctl.core.drafter import Outcome, RoundSeconds, StepState
+from specctl.core.drafter import Outcome, RoundSeconds, RoundView, StepState
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,12 @@ class StopRule:
     def length(self, most: int) -> int:
         """Tokens to draft this round, decided before the first one (1 to `most`)."""
         return most
+
+    def planned(self, view: RoundView, state: StepState) -> Tensor | None:
+        """Int [B]: how many tokens each row is to draft (0: none), decided before the drafter's
+        first pass; None = not decided then."""
+        del view, state
+        return None
 
     def stops(self, step: DraftStep) -> Tensor | None:
         """Bool [B]: rows that draft nothing more; None = no row is stopped."""

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from specctl.core.drafter import RoundView, StepState
 from specctl.core.errors import FileError, IncompatibleError, RecipeError
 from specctl.runtime.stops.base import DraftStep, StopRule
 
@@ -42,16 +43,25 @@ def residual_net(num_inputs: int, num_blocks: int) -> nn.Module:
     return nn.Sequential(norm, nn.Linear(num_inputs, HIDDEN), *blocks, nn.Linear(HIDDEN, 1))
 
 
+def num_features(net: nn.Module) -> int:
+    """How many figures such a network reads."""
+    return next(m for m in net.modules() if isinstance(m, nn.Linear)).in_features
+
+
 @dataclass(slots=True)
 class LearnedStop(StopRule, ABC):
     """A rule with a network. `net` is None until weights are given. What it is trained on: the
-    features at a step speak of the token drafted `lag` steps before; a rule of `lengths` reads the
-    first step only and predicts how many tokens are accepted. Rejected tokens weigh `rejected`, a
+    features at a step speak of the token drafted `lag` steps before; a rule of `lengths` reads
+    what is known before the drafter's first pass (else the first step) and predicts how many tokens
+    are accepted. A `soft` rule learns
+    from the chance min(1, p / q) of every drafted token, others from what became of those that were
+    tested. Rejected tokens weigh `rejected`, a
     length that is predicted too short weighs `too_short` per token."""
 
     name: ClassVar[str] = ""
     lag: ClassVar[int] = 0
     lengths: ClassVar[bool] = False
+    soft: ClassVar[bool] = False
     rejected: ClassVar[float] = 1.0
     too_short: ClassVar[float] = 1.0
     net: nn.Module | None = field(default=None, repr=False)
@@ -60,6 +70,12 @@ class LearnedStop(StopRule, ABC):
     def features(self, step: DraftStep) -> Tensor:
         """[B, F] float32: what the network reads at that step."""
 
+    def before(self, view: RoundView, state: StepState) -> Tensor | None:
+        """[B, F] float32: what a rule of `lengths` reads before the drafter's first pass; None: it
+        reads the first step."""
+        del view, state
+        return None
+
     @classmethod
     @abstractmethod
     def new_net(cls, num_inputs: int) -> nn.Module:
@@ -67,7 +83,10 @@ class LearnedStop(StopRule, ABC):
 
     def output_B(self, step: DraftStep) -> Tensor:
         """What the network says at that step."""
-        features_BF = self.features(step)
+        return self.said_B(self.features(step))
+
+    def said_B(self, features_BF: Tensor) -> Tensor:
+        """What the network says of those features."""
         if self.net is None:
             raise RecipeError(
                 f"stop rule {self.name} has no weights",
@@ -75,7 +94,7 @@ class LearnedStop(StopRule, ABC):
                 expected="a file written by train-stop",
                 do=f"specctl train-stop --draft PACKAGE --stop {self.name} --out stop.safetensors",
             )
-        wanted = next(m for m in self.net.modules() if isinstance(m, nn.Linear)).in_features
+        wanted = num_features(self.net)
         if wanted != features_BF.shape[1]:
             raise IncompatibleError(
                 f"the weights of stop rule {self.name} are of another drafter",

@@ -26,6 +26,7 @@ class SpecDecPp(StateReader):
 
     name: ClassVar[str] = "specdec-pp"
     lag: ClassVar[int] = 1
+    soft: ClassVar[bool] = True
     rejected: ClassVar[float] = 6.0
     threshold: float = 0.3
     least: int = 2

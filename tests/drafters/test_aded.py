@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.core.drafter import Budget
+from specctl.core.drafter import Budget, Space
 from specctl.core.errors import RecipeError
 from specctl.drafters.aded import Aded, AdedOptions, Puct, most_visited
 from specctl.drafters.retrieval.best_first import Guess, best_first
@@ -68,6 +68,26 @@ def test_many_walks_find_nearly_the_best_tree_and_few_do_not() -> None:
     many, few = (value(most_visited(guesses, (), budget, Puct(n))) for n in (600, 12))
     assert 0.95 * best < many <= best + 1e-9
     assert few < many
+
+
+def test_the_papers_tree_search_is_the_default(
+    make_target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, asked = make_target(num_layers=2), list[str]()
+    for name, maker in (("most_visited", most_visited), ("best_first", best_first)):
+
+        def spy(*given: Any, name: str = name, maker: Any = maker) -> Trie:
+            asked.append(name)
+            return maker(*given)
+
+        monkeypatch.setattr(f"specctl.drafters.aded.{name}", spy)
+    for options in (AdedOptions(), AdedOptions(maker="best-first")):
+        state = Aded(options, target.spec).open(
+            Space(1, 64, 16, torch.device("cpu"), torch.float32)
+        )
+        state.start(0, [3, 1, 4, 1, 5, 3, 1], {})
+        assert len(state.draft_row(0, [3, 1, 5, 3, 1], Budget(4, 3)).tokens) > 0
+    assert asked == ["most_visited", "best_first"]
 
 
 def test_visited_nodes_form_a_tree_with_path_probabilities() -> None:

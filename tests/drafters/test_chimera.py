@@ -10,6 +10,7 @@ import torch
 from specctl.core.batch import TrainBatch
 from specctl.core.errors import RecipeError
 from specctl.drafters.chimera import ChimeraOptions
+from specctl.drafters.losses.align import aim
 from specctl_testing.drafters.cross_cases import check_no_depth_sees_a_feature_behind_its_anchor
 from specctl_testing.drafters.head_cases import fit, make_heads
 
@@ -38,6 +39,27 @@ def test_without_trigrams_it_learns_less_in_the_same_steps(
         batch = make_batch(target, drafter, rows=4, seq_len=24)
         final.append(losses(drafter, [batch, batch], 40))
     assert final[0] < 0.9 * final[1], final
+
+
+def test_the_first_output_alone_is_pulled_towards_the_next_state(
+    make_target: Any, make_batch: Any
+) -> None:
+    """The mean squared distance to f_{t+1}, row t having read token t + 1."""
+    target = make_target(num_layers=2, vocab=24)
+    drafter, plain = (
+        make_heads(target, "chimera", num_heads=2, anchors=99, hidden_weight=w) for w in (3.0, 0.0)
+    )
+    batch = make_batch(target, drafter)
+    with torch.no_grad():
+        out, without = drafter.loss(batch), plain.loss(batch)
+        said_BSD = next(drafter.unroll(batch, drafter.anchors(batch)))[..., 32:]
+    rows = aim(batch, 2)
+    wanted_QD = batch.taps[2].flatten(0, 1)[rows.row_Q + 1]
+    distance = (said_BSD.flatten(0, 1)[rows.row_Q] - wanted_QD).square().mean()
+    added = (out.sum - without.sum) / rows.row_Q.numel()
+    assert float(added) == pytest.approx(3.0 * float(distance), rel=1e-3)
+    assert "hidden" in out.metrics
+    assert "hidden/1" not in out.metrics
 
 
 def said_at_the_start(rows: int, seed: int, size: int = 24, width: int = 32) -> TrainBatch:

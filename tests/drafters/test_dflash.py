@@ -11,6 +11,7 @@ import torch
 from specctl.core.batch import TrainBatch
 from specctl.core.errors import RecipeError
 from specctl.drafters.dflash import DFlashOptions
+from specctl.drafters.nets.taps import even_taps
 from specctl_testing.drafters.block_cases import passes
 from specctl_testing.drafters.head_cases import fit, make_heads
 
@@ -69,7 +70,7 @@ def test_without_the_targets_features_a_block_knows_its_root_only(
     """Injected features are all that a block sees of the text; the root alone says nothing here."""
     target, found = make_target(num_layers=2, vocab=24), {}
     for share in (1.0, 0.0):
-        drafter = make_heads(target, "dflash", num_heads=2, loss="ce", anchors=8)
+        drafter = make_heads(target, "dflash", num_heads=2, layers=2, loss="ce", anchors=8)
         seen, unseen = (
             replace(batch, taps={tap: share * x for tap, x in batch.taps.items()})
             for batch in (
@@ -95,3 +96,19 @@ def test_sizes_out_of_range_are_refused() -> None:
     for name in ("num_heads", "layers", "anchors"):
         with pytest.raises(RecipeError, match="too small"):
             DFlashOptions(**{name: 0})
+
+
+def test_five_depths_and_five_layers_are_the_default(make_target: Any) -> None:
+    """DFlash's: hidden states evenly from layer 2 to the last but two, [2, 10, 18, 26, 34] of
+    36."""
+    assert even_taps(36) == (2, 10, 18, 26, 34)
+    assert even_taps(32) == (2, 9, 16, 23, 30)
+    assert even_taps(8) == (2, 3, 4, 5, 6)
+    assert [even_taps(n) for n in (2, 4, 6)] == [(0, 1, 2), (0, 1, 2, 3, 4), (0, 2, 3, 4, 6)]
+    target = make_target(num_layers=8, vocab=24)
+    for name in ("dflash", "dspark"):
+        drafter = make_heads(target, name)
+        assert drafter.options.taps == (2, 3, 4, 5, 6)
+        assert drafter.module.fc.in_features == 5 * 32
+        assert len(drafter.module.net.layers) == 5
+    assert make_heads(target, "p-eagle").options.taps == (2, 4, 5)  # EAGLE-3's

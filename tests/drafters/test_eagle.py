@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from specctl.runtime.target.target import Target
@@ -36,6 +38,20 @@ def test_noise_is_added_while_training_only(make_target: Any, make_batch: Any, d
     assert not torch.equal(first, second)
     served = [drive(target, drafter).chain_logits([5, 17, 3, 8], 3) for _ in range(2)]
     torch.testing.assert_close(*served, rtol=0.0, atol=0.0)
+
+
+@torch.no_grad()
+def test_noise_falls_with_the_length_of_a_document(make_target: Any, make_batch: Any) -> None:
+    """U(-0.1, 0.1) 512 / S of EAGLE's trainer, never louder than that of S = 512."""
+    target = make_target(num_layers=2, vocab=24)
+    for length, share in ((10, 10 / 22), (None, 1.0)):
+        drafter = make_heads(target, "eagle", noise=0.5, noise_length=length)
+        document_BS = torch.where(torch.arange(32) < 10, 0, 1).expand(8, -1)  # 10 and 22 tokens
+        batch = make_batch(target, drafter, rows=8, seq_len=32)
+        batch = replace(batch, document_BS=document_BS)
+        off_BSD = (drafter.noisy(batch) - batch.taps[drafter.tap]).abs()
+        assert float(off_BSD[:, :10].amax()) == pytest.approx(0.5, rel=0.02)
+        assert float(off_BSD[:, 10:].amax()) == pytest.approx(0.5 * share, rel=0.02)
 
 
 def test_tensor_names_are_those_of_the_public_format(make_target: Any) -> None:

@@ -98,6 +98,22 @@ def test_the_recurrence_begins_anew_with_every_document_and_goes_on_while_drafti
         torch.testing.assert_close(rest, lstm(x_BSI[row : row + 1])[0][:, count:])
 
 
+def test_the_recurrence_drops_between_its_layers_while_it_learns_only() -> None:
+    """0.1 of the published trainer's LSTM; serving and the first pass of glancing drop nothing."""
+    assert FalconOptions().dropout == 0.1
+    torch.manual_seed(0)
+    lstm, x_BSI = TextLstm(6, 4, num_layers=2, drop=0.5), torch.randn(2, 9, 6)
+    document_BS = torch.zeros(2, 9, dtype=torch.long)
+    whole, _ = lstm(x_BSI)
+    assert not torch.allclose(lstm.over(x_BSI, document_BS), whole)
+    with torch.no_grad():
+        torch.testing.assert_close(lstm.over(x_BSI, document_BS), whole)
+    served, _ = lstm.onward(x_BSI, torch.zeros(2, lstm.memory_width), (9, 9))
+    torch.testing.assert_close(served, whole)
+    lstm.eval()
+    torch.testing.assert_close(lstm.over(x_BSI, document_BS), whole)
+
+
 def test_a_share_of_the_wrong_tokens_is_shown_from_the_beginning_of_blocks() -> None:
     is_end_BS = torch.zeros(1, 60, dtype=torch.bool)
     is_end_BS[:, 5:45] = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
 
 from specctl_testing.drafters.head_cases import fit, make_heads, nearly_markov
@@ -33,6 +34,20 @@ def test_a_serial_beginning_beats_heads_alone_and_itself_alone(
     assert paper[2] > early[2] + 0.03, (paper, early)
     assert accepted(paper) > accepted(early) + 0.005, (paper, early)
     assert accepted(paper) > accepted(paper[:2]) + 0.01, paper
+
+
+def test_late_heads_weigh_a_ninth(make_target: Any, make_batch: Any) -> None:
+    """The published trainer's 1 of the serial part and .8^(i + 1) / 9 of head i."""
+    target = make_target(num_layers=2, vocab=24)
+    drafter = make_heads(target, "gumiho", mlp_heads=2, **FIELDS)
+    assert [drafter.step_weight(step) for step in range(4)] == pytest.approx(
+        [1.0, 1.0, 0.8 / 9, 0.64 / 9]
+    )
+    plain = make_heads(target, "gumiho", mlp_heads=2, head_weight=None, **FIELDS)
+    assert [plain.step_weight(step) for step in range(4)] == pytest.approx([1.0, 0.8, 0.64, 0.512])
+    batch = make_batch(target, drafter)
+    share = float(drafter.loss(batch).count.detach() / plain.loss(batch).count.detach())
+    assert share == pytest.approx((2 + 1.44 / 9) / 2.952, rel=0.1)  # later rows are fewer
 
 
 @torch.no_grad()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 
+from specctl.drafters.coral import CoralOptions
 from specctl.drafters.losses.align import aim
 from specctl.drafters.losses.head_losses import LinearHead
 from specctl.drafters.losses.step_losses import topk_loss
@@ -54,3 +56,20 @@ def test_the_top_k_loss_is_the_sum_over_the_likeliest_tokens(
     torch.testing.assert_close(out.sum, expected)
     whole = topk_loss(ready_RD, head, rows, None, TeacherLogits(rows.teacher_RV), 99)
     torch.testing.assert_close(whole.sum, -(p_NV * log_q_NV).sum())
+
+
+def test_the_losses_weigh_as_in_the_paper(make_target: Any, make_batch: Any) -> None:
+    """SmoothL1 1, all tokens 0.1, the ten likeliest 1, on a scale where all tokens weigh 1; and
+    CORAL's alignment a tenth of its features (our choice)."""
+    target, found = make_target(num_layers=2, vocab=24), {}
+    off = {"feature_weight": 0.0, "top_weight": 0.0}
+    for name, left in (("all", set()), ("features", {"feature_weight"}), ("top", {"top_weight"})):
+        fields = {key: value for key, value in off.items() if key not in left}
+        drafter = make_heads(target, "hass", ttt_steps=1, **fields)
+        out = drafter.loss(make_batch(target, drafter))
+        found[name] = (float(out.sum / out.count), out.metrics)
+    for name, metric in (("features", "feature"), ("top", "topk")):
+        mean, metrics = found[name]
+        term = float(metrics[metric][0] / metrics[metric][1])
+        assert mean - found["all"][0] == pytest.approx(10.0 * term, rel=1e-3)
+    assert CoralOptions().align_weight == 0.1 * CoralOptions().feature_weight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 
 from specctl.core.errors import RecipeError
 from specctl.drafters.moa import MoaOptions
+from specctl.drafters.nets.attention import Seen
+from specctl.drafters.nets.blocks import attending
 from specctl_testing.drafters.cross_cases import check_no_depth_sees_a_feature_behind_its_anchor
 from specctl_testing.drafters.head_cases import make_heads
 
@@ -59,3 +62,44 @@ def test_sizes_out_of_range_are_refused() -> None:
     for name in ("num_heads", "anchors"):
         with pytest.raises(RecipeError, match="too small"):
             MoaOptions(**{name: 0})
+
+
+def test_under_the_staircase_a_draft_sees_no_token_before_it(
+    make_target: Any, make_batch: Any
+) -> None:
+    """Other tokens there, with the same features: all drafts say the same, but without it."""
+    target = make_target(num_layers=2, vocab=24)
+    for progress, is_hidden in ((0.0, True), (0.5, False)):
+        drafter = make_heads(target, "moa", num_heads=3, staircase=True)
+        torch.nn.init.normal_(drafter.net.own.self_attn.o_proj.weight, std=0.3)
+        batch = replace(make_batch(target, drafter, rows=2), progress=progress)
+        anchor_BA = torch.tensor([[5, 14], [6, 15]])
+        other_BS = batch.ids_BS.clone()
+        other_BS[:, :5] = (other_BS[:, :5] + 1) % 24
+        changed = replace(batch, ids_BS=other_BS)
+        pairs = zip(
+            drafter.unroll(batch, anchor_BA), drafter.unroll(changed, anchor_BA), strict=True
+        )
+        for one, two in pairs:
+            assert torch.allclose(one[:, 5:7], two[:, 5:7], atol=1e-6) == is_hidden
+    with torch.no_grad():
+        assert not drafter.is_staircase(replace(batch, progress=0.0)), (
+            "drafting sees the whole text"
+        )
+
+
+@torch.no_grad()
+def test_a_draft_without_text_before_it_is_the_same_under_the_staircase(
+    make_target: Any, make_batch: Any
+) -> None:
+    target = make_target(num_layers=2, vocab=24)
+    drafter = make_heads(target, "moa", num_heads=3, staircase=True)
+    torch.nn.init.normal_(drafter.net.own.self_attn.o_proj.weight, std=0.3)
+    batch = make_batch(target, drafter, rows=1)
+    ids_1S, at_1S = batch.ids_BS[:, :6], torch.arange(6)[None]
+    whole = drafter.net.own(
+        drafter.embed(ids_1S), drafter.rope(at_1S), attending(Seen.text(at_1S * 0))
+    )
+    anchor_1A, at_1A = torch.tensor([[-1, -1]]), torch.tensor([[2, 4]])
+    small = replace(batch, ids_BS=ids_1S, position_BS=at_1S)
+    torch.testing.assert_close(drafter._since(anchor_1A, at_1A, small), whole[:, [2, 4]])

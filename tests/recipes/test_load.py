@@ -190,3 +190,8 @@ def test_reading_recipes_imports_no_torch() -> None:
         check=True,
     )
     assert shown.stdout.strip() == "False"
+
+
+def test_opt_tree_expands_as_many_nodes_as_it_keeps() -> None:
+    """Its paper's proof that no better tree is missed needs a beam as wide as the budget."""
+    assert load_recipe("opt-tree").serve.beam is None

@@ -287,6 +287,46 @@ def test_ada_eagle_drafts_what_it_predicts(tmp_path: Path) -> None:
     assert tree.valid_BN.sum(1).tolist() == [2, 2, 2]
 
 
+class KnownTable(Table):
+    """The same, with something to read before the first pass, which it counts."""
+
+    passes = 0
+
+    def root(self, view: RoundView) -> Tensor:
+        self.passes += 1
+        return super().root(view)
+
+    def known(self, view: RoundView) -> Tensor:
+        embedding_B1V = torch.nn.functional.one_hot(view.slot_B[:, None] % SIZE, SIZE).float()
+        return torch.cat([embedding_B1V, 2 * embedding_B1V], dim=1)
+
+
+def test_ada_eagle_decides_before_a_pass_and_may_draft_nothing() -> None:
+    """It reads embedding and state of the root, each of its own scale, and wants 0, 2, 4, 1."""
+    policy, reads = Chain(length=6, stop="ada-eagle"), list[Tensor]()
+
+    def said(features_BF: Tensor) -> Tensor:
+        reads.append(features_BF)
+        slots = features_BF[:, :SIZE].argmax(-1)
+        return torch.tensor([-0.6, 2.2, 3.9, 1.0])[slots][:, None]
+
+    class Net(torch.nn.Linear):
+        def forward(self, features_BF: Tensor) -> Tensor:
+            return said(features_BF)
+
+    rule: Any = policy.stopper
+    rule.net = Net(2 * SIZE, 1)
+    state = KnownTable(distributions(1))
+    for temperature in (0.0, 1.0):
+        tree = policy.grow(growth_of(state, 4, temperature, 6))
+        assert tree.valid_BN.sum(1).tolist() == [0, 2, 4, 1]
+    torch.testing.assert_close(reads[0][:, :SIZE], reads[0][:, SIZE:], atol=1e-4, rtol=1e-4)
+    assert state.passes == 2
+    empty = policy.grow(growth_of(state, 1, 0.0, 6))  # slot 0 wants nothing
+    assert empty.num_nodes == 0
+    assert state.passes == 2, "nobody drafts, so the drafter is not asked"
+
+
 def test_specdec_pp_multiplies_the_chances_of_tokens_already_read() -> None:
     rule: Any = make_stop("specdec-pp", 0.5)
     seen: list[int] = []
