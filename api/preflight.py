@@ -102,6 +102,7 @@ def check_made_for(
 
 def check_fits(recipe: Recipe, out: Path, processes: int) -> None:
     """Refuse what the memory of this machine or its GPU cannot hold, before a weight is read."""
+    from specctl.train.data.context import check_context
     from specctl.train.planning.capacity import lacking_memory, refuse_lacks
     from specctl.train.planning.hardware import Cluster
     from specctl.train.planning.target_shape import target_shape
@@ -110,7 +111,9 @@ def check_fits(recipe: Recipe, out: Path, processes: int) -> None:
 
     cluster = Cluster.here(processes)
     for stage in remaining(recipe, out):
-        weighing = Weighing(stage, target_shape(stage.target), cluster)
+        shape = target_shape(stage.target)
+        check_context(stage, shape.spec)
+        weighing = Weighing(stage, shape, cluster)
         lacks = lacking_memory(weighing, is_exact=False)
         refuse_lacks(lacks, f"{stage.name} for {stage.target.name}", out)
 

@@ -39,5 +39,6 @@ def made_for(target: str, families: Collection[str] = ()) -> list[str]:
         family = tree.get("drafter", {}).get("family")
         named = tree.get("target", {}).get("name", DEMONSTRATION)
         if is_same(target, named) and (not families or family in families):
-            found.append((family not in PREFERRED, len(name), name))
+            is_usual = family in PREFERRED and name.endswith(family)
+            found.append((not is_usual, family not in PREFERRED, len(name), name))
     return [name for *_, name in sorted(found)]

@@ -122,8 +122,15 @@ class Target:
                 do="leave the system message out, or put it in front of the first user's",
             ) from error
 
-    def chat_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """A conversation as its template writes it, up to where the assistant speaks next."""
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """A conversation as its template writes it, up to where the assistant speaks next. `tools`:
+        functions that it may call, as OpenAI's API describes them; `variables`: what else the
+        template reads, such as enable_thinking."""
         tokenizer = self._tokenizer()
         if self.template_digest is None:
             raise IncompatibleError(
@@ -134,7 +141,11 @@ class Target:
             )
         return str(
             tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=False
+                list(messages),
+                tools=list(tools) or None,
+                add_generation_prompt=True,
+                tokenize=False,
+                **(variables or {}),
             )
         )
 

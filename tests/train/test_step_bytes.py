@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from specctl.core.spec import ModelSpec
 from specctl.models.hf_spec import spec_of
+from specctl.models.kernels import kept_scalar, rms_norm
 from specctl.recipes.load import load_recipe
 from specctl.recipes.made_for import made_for, target_of
 from specctl.runtime.target.target import Target
@@ -138,3 +139,11 @@ def test_the_recipes_of_a_target_are_known_by_its_repository() -> None:
     assert set(made_for("llama3-8b", ("small-lm",))) >= {"llama3-8b-distill"}
     assert target_of("distill") == "tiny"
     assert target_shape(load_recipe("llama3-8b-eagle3").target).parameters > 7e9
+
+
+def test_nothing_of_a_trace_meets_real_tensors_later() -> None:
+    kept_scalar.cache_clear()
+    with traced(), torch.no_grad():
+        rms_norm(torch.ones(2, 8), torch.ones(8), 1e-5)
+    with torch.no_grad():
+        assert type(rms_norm(torch.ones(2, 8), torch.ones(8), 1e-5)) is torch.Tensor

@@ -21,6 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from specctl.models.kernels import kept_scalar
+
 aten = torch.ops.aten
 
 
@@ -51,6 +53,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = torch.stack(_all_places(args[0]), dim=-1)
         elif self._is_fake and func is aten.index.Tensor:
             out = func(args[0], _without_masks(args[1]))
+        elif self._is_fake and func is aten.bincount.default:
+            bins = (kwargs or {}).get("minlength", args[2] if len(args) > 2 else 0)
+            out = args[0].new_empty(max(1, bins), dtype=torch.long)
         else:
             out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
@@ -92,4 +97,7 @@ def traced() -> Iterator[LiveBytes]:
     live = LiveBytes()
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True), live:
         warnings.simplefilter("ignore")  # of speed, which is not that of the run
-        yield live
+        try:
+            yield live
+        finally:
+            kept_scalar.cache_clear()  # else what was made in here would meet real tensors later

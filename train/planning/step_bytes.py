@@ -22,6 +22,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 from transformers import AutoModelForCausalLM
 
 from specctl.core.batch import TrainBatch
@@ -48,6 +52,7 @@ from specctl.train.planning.live_bytes import LiveBytes, traced
 
 LONGEST = 1536  # positions of a traced row; a longer row is reckoned from shorter ones
 SHARES = (0.5, 0.75)  # of it, for two more points: long enough to fill a slice of logits
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 ANY_KV = (KVShape(1, 1, 1, 1),)  # a fake model is not tried; nothing is decoded with it
 
 
@@ -88,14 +93,15 @@ class StepBytes:
     gradient: int
     optimizer: int
     phases: Mapping[str, Growth]
+    untraced: str = ""  # why the phases are not known: an operator whose result depends on content
 
     @property
     def target(self) -> int:
         return self.layers + self.beside_layers
 
     def batch(self, rows: int, seq_len: int) -> int:
-        """Peak of a step over so many rows above what is always there."""
-        return max(phase.at(rows, seq_len) for phase in self.phases.values())
+        """Peak of a step over so many rows above what is always there; 0 where it is untraced."""
+        return max((phase.at(rows, seq_len) for phase in self.phases.values()), default=0)
 
 
 def step_bytes(recipe: Recipe, config: Any, spec: ModelSpec, dtype: str, is_gpu: bool) -> StepBytes:
@@ -158,13 +164,24 @@ def _asked(asked: _Known) -> StepBytes:
         step = TracedStep(live, target, drafter, train.precision == "bf16", update)
         update()  # the optimizer's state is made by its first step
         optimizer = live.now - after
-        ones = [step.peaks(1, length) for length in lengths]
-        two = step.peaks(2, lengths[0])
+        ones, two, untraced = [], dict[str, int](), ""
+        try:
+            ones = [step.peaks(1, length) for length in lengths]
+            two = step.peaks(2, lengths[0])
+        except DATA_DEPENDENT as error:
+            untraced = str(error).partition("\n")[0]
         flat = gradient.flat_N.untyped_storage().nbytes()
     phases = {
         name: Growth.through(lengths, [peaks[name] for peaks in ones], two[name]) for name in two
     }
-    return StepBytes(*found, weights=weights, gradient=flat, optimizer=optimizer, phases=phases)
+    return StepBytes(
+        *found,
+        weights=weights,
+        gradient=flat,
+        optimizer=optimizer,
+        phases=phases,
+        untraced=untraced,
+    )
 
 
 @dataclass(frozen=True, slots=True)

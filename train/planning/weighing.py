@@ -58,6 +58,9 @@ class Weighing:
         step = replace(step, layers=round(share * step.layers))
         joint = joint_memory(recipe.train, shape, dtype.itemsize)
         is_fast = shape.plain_head and shape.spec.model_type in FAST
+        if step.untraced:
+            rows = -(-recipe.train.rows // self.cluster.processes)
+            joint = {**joint, "batch, a bound from above": self._batch_at_most(rows)}
         return held(recipe, shape.spec, step, self.cluster, dtype.itemsize, joint, is_fast)
 
     @property
@@ -77,16 +80,20 @@ class Weighing:
     def most(self) -> Held:
         """A bound from above for all but unusual recipes."""
         train, spec = self.recipe.train, self.shape.spec
-        rows, places = -(-train.rows // self.cluster.processes), train.seq_len
+        rows = -(-train.rows // self.cluster.processes)
+        weights = 2 * self.dtype.itemsize * self.shape.parameters
+        layer = 12 * spec.hidden_size * (spec.hidden_size + spec.intermediate_size)
+        drafter = 24 * (8 * layer + 2 * spec.vocab_size * spec.hidden_size)
+        found = {"target": weights, "drafter": drafter, "batch": self._batch_at_most(rows)}
+        return self._on_its_device(found)
+
+    def _batch_at_most(self, rows: int) -> int:
+        spec, places = self.shape.spec, self.recipe.train.seq_len
         steps = int(self.recipe.drafter.options.get("ttt_steps", 8))
         each = 4 * spec.hidden_size * (GENEROUS * steps + 2 * spec.num_layers)
         each += 4 * (3 * spec.vocab_size + 4 * spec.intermediate_size)
         each += 4 * steps * 4 * spec.num_heads * places
-        weights = 2 * self.dtype.itemsize * self.shape.parameters
-        layer = 12 * spec.hidden_size * (spec.hidden_size + spec.intermediate_size)
-        drafter = 24 * (8 * layer + 2 * spec.vocab_size * spec.hidden_size)
-        found = {"target": weights, "drafter": drafter, "batch": rows * places * each}
-        return self._on_its_device(found)
+        return rows * places * each
 
     def _on_its_device(self, found: dict[str, int]) -> Held:
         count = self.cluster.per_node
