@@ -1,7 +1,7 @@
 # Two commands set everything up on a machine that has only Python 3.11 or newer:
 #   make quickstart   environment, then a drafter trained, proved and measured in ten minutes
 #   make test         the test suite
-# Others: check (lint, types, tests), proof (long batteries), bench (measured comparisons), locks (hashes anew).
+# Others: docs (the site, in build/site), check (lint, types, tests), proof (long batteries), bench (measured comparisons), locks (hashes anew).
 # GPU=1 takes the default build of torch instead of the CPU build.
 
 SHELL := /bin/bash
@@ -23,7 +23,7 @@ HASHED := $(BIN)/python -m pip install --disable-pip-version-check --quiet --req
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 BUILD_LOG := $(VENV)/install.log
 
-.PHONY: help install dev locks quickstart test lint types check proof bench clean former proof-training \
+.PHONY: help install dev docs locks quickstart test lint types check proof bench clean former proof-training \
   proof-kill proof-faults proof-resume proof-order proof-nan proof-damage proof-term proof-changed \
   proof-shards proof-lock proof-answers proof-joint proof-page proof-serving \
   proof-serve-fuzz proof-serve-streams proof-serve-load proof-serve-life
@@ -106,6 +106,16 @@ types: $(VENV)/.dev
 	$(BIN)/mypy
 
 check: lint types test
+
+$(VENV)/.docs: $(VENV)/.installed
+	@echo "installing what builds the site"
+	@$(PIP) --no-build-isolation -e ".[docs]"
+	@touch $@
+
+# Written from docs/ and from the code; nothing is fetched, and every warning is an error.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 # Training that cannot lose work; every target of it can be made alone.
 PROOF := $(TEST_ENV) $(BIN)/python benchmarks

@@ -13,7 +13,7 @@ from specctl.api.targets import TargetLike, target_or_own
 from specctl.core.errors import SpecctlError
 from specctl.core.table import Table, Tabled
 from specctl.export.formats import export as write
-from specctl.export.formats import filled, find_format
+from specctl.export.formats import filled, find_format, format_for
 from specctl.export.package.manifest import Manifest, package_in, read_manifest
 from specctl.recipes.targets import resolve
 
@@ -66,10 +66,13 @@ def export(
 ) -> ExportResult:
     """Write a package (its folder, or its run's) in the format of a serving engine at `out`. What
     was written is read back by that engine's rules and must draft what the drafter drafts.
-    `target`: the one that it was made for, unless another is given; docs/export.md lists formats.
+    `to` is a format, or an engine (vllm, sglang, llama.cpp, trtllm), whose format is chosen by the
+    family. `target`: the one that it was made for, unless another is given; docs/export.md lists
+    formats.
     """
     folder, out = package_in(Path(drafter)), Path(out)
     manifest = read_manifest(folder)
+    to = format_for(to, manifest.family)
     find_format(to, manifest.family)
     check_folder(out)
     model = target_or_own(target, folder)

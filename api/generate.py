@@ -14,7 +14,7 @@ from specctl.api.targets import TargetLike, target_or_own
 from specctl.core.errors import RecipeError, did_you_mean
 from specctl.core.table import Table, Tabled
 from specctl.runtime import generate as runtime
-from specctl.runtime.generate import OnTokens, Output
+from specctl.runtime.generate import OnRound, OnTokens, Output
 from specctl.runtime.measure.cost import equip, fitted_sizes
 from specctl.runtime.measure.stats import Stats
 from specctl.runtime.policies.length import LengthChooser
@@ -87,6 +87,7 @@ def generate(
     batch: int = 1,
     chat: bool = False,
     on_tokens: OnTokens | None = None,
+    on_round: OnRound | None = None,
     progress: Progress = None,
     **settings: Any,
 ) -> GenerateResult:
@@ -94,7 +95,8 @@ def generate(
 
     `settings` are fields of Sampling (`temperature=0.8`, `max_new_tokens=64`) and how to draft:
     `policy`, `length`, `nodes`, `rule`, `stop_rule`, `controller`, `parallel`, `adaptive`, and
-    `allow` and `translate` of load_drafter. `on_tokens(index, new_ids)` is called as tokens come.
+    `allow` and `translate` of load_drafter. `on_tokens(index, new_ids)` is called as tokens come,
+    `on_round(index, new_ids, accepted)` as well says how many of them were drafted.
     Lossless for every drafter of a lossless family, and independent of `batch`.
     """
     reporter = as_reporter(progress)
@@ -119,6 +121,7 @@ def generate(
         batch=batch,
         chooser=chosen.chooser,
         on_tokens=on_tokens,
+        on_round=on_round,
         parallel=draft.parallel,
     )
     pairs = zip(made.outputs, encoded, strict=True)

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from specctl.core.errors import FileError, SpecctlError
+from specctl.core.installed import pip_install
+
+PICTURES = (".png", ".svg", ".pdf")
 
 
 def check_folder(path: Path) -> None:
@@ -30,6 +36,29 @@ def check_file(path: Path | None) -> None:
         check_folder(path.parent)
     elif not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+def check_plot(path: Path | None) -> None:
+    """Refuse a picture that cannot be drawn: another kind of file, no matplotlib, no place."""
+    if path is None:
+        return
+    check_file(path)
+    if path.suffix.lower() not in PICTURES:
+        raise FileError(
+            f"{path} is no kind of picture that can be drawn",
+            where="--plot",
+            found=path.suffix or "no suffix",
+            expected="one of " + ", ".join(PICTURES),
+            do=f"--plot {path.with_suffix('.png')}",
+        )
+    if importlib.util.find_spec("matplotlib") is None:
+        raise SpecctlError(
+            "drawing needs matplotlib",
+            where="--plot",
+            found="no module matplotlib",
+            expected="the optional dependency that draws",
+            do=pip_install("plots"),
+        )
 
 
 def write_report(path: Path, body: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from specctl.api.outputs import check_folder
 from specctl.core.errors import FileError, RecipeError, SpecctlError, unknown
+from specctl.core.printable import counted
 from specctl.recipes.stages import PREFIX
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ def check_made_for(
         return
     fitting = made_for(name, families)
     what = f"recipe {recipe.name} was made for the target {DEMONSTRATION}, not for {name}"
-    steps = f"{recipe.train.steps:,} steps of {recipe.train.rows} rows of {recipe.train.seq_len}"
+    steps, rows = counted(recipe.train.steps, "step"), counted(recipe.train.rows, "row")
+    steps = f"{steps} of {rows} of {recipe.train.seq_len}"
     do = "a recipe of your own: specctl recipes show llama3-8b-eagle3"
     if fitting:
         do = "--recipe " + " or ".join(fitting[:3])

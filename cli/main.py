@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
 import os
+import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,6 +57,9 @@ COMMANDS = {
     "chat": Entry("chat", USE, "Talk with a target, its answers drafted ahead."),
     "serve": Entry("serve", USE, "An OpenAI-compatible server for many users at once."),
     "bench": Entry("bench", USE, "Compare drafters: tau, tokens per second, speed-up."),
+    "bench-families": Entry(
+        "bench_families", USE, "Train drafter families alike and compare them."
+    ),
     "verify": Entry("verify", LOOK, "Prove that a package is whole, compatible and lossless."),
     "show": Entry("show", LOOK, "What a package, a run or a model folder contains."),
     "runs": Entry("runs", LOOK, "List, follow, resume, compare and clean run folders."),
@@ -109,10 +114,16 @@ app = typer.Typer(
 )
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"specctl {__version__}")
-        raise typer.Exit
+def _show_version(ctx: typer.Context, wanted: bool) -> None:
+    if not wanted:
+        return
+    console = console_of(ctx)
+    console.out(f"specctl {__version__}")
+    versions = {"version": __version__, "python": platform.python_version()}
+    for name in ("torch", "transformers", "accelerate"):
+        versions[name] = importlib.metadata.version(name)
+    console.done(versions)
+    raise typer.Exit
 
 
 HELP = """
@@ -135,7 +146,8 @@ def _everywhere(
     no_color: NoColor = False,
     config_file: ConfigFile = None,
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="And leave.")
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
     del version, config_file

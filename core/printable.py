@@ -30,6 +30,11 @@ def printable(text: str) -> str:
     return text.translate(SHOWN)
 
 
+def counted(count: int, one: str, many: str = "") -> str:
+    """A count with its word: "1 row", "1,200 rows", "2 families"."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
 def one_line(text: str) -> str:
     """The same where nothing but one line belongs: a cell, a label, a command to be typed."""
     return printable(text).replace("\n", "\\n")

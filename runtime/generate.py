@@ -23,6 +23,7 @@ from specctl.runtime.target.target import Target
 from specctl.runtime.verify.choice import verification_of
 
 OnTokens = Callable[[int, tuple[int, ...]], None]
+OnRound = Callable[[int, tuple[int, ...], int], None]  # prompt, new ids, how many were drafted
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ def generate(
     batch: int = 1,
     chooser: LengthChooser | None = None,
     on_tokens: OnTokens | None = None,
+    on_round: OnRound | None = None,
     parallel: bool = False,
 ) -> Generated:
     """Continue every prompt (text or token ids). Prompt i uses seed `sampling.seed + i`.
@@ -108,10 +110,15 @@ def generate(
     else:
         engine = Engine(target, drafter, policy, rule, num_slots=slots, chooser=chooser)
     started = time.perf_counter()
+    told: dict[int, int] = {}  # prompt -> accepted tokens of the rounds before
 
     def report(row: Row, new: tuple[int, ...]) -> None:
         if on_tokens is not None:
             on_tokens(row.index, new)
+        if on_round is not None:
+            accepted = row.stats.accepted - told.get(row.index, 0)
+            told[row.index] = row.stats.accepted
+            on_round(row.index, new, min(accepted, len(new)))
 
     completions = engine.run(requests, report)
     seconds = time.perf_counter() - started

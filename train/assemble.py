@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Drafter, Family
 from specctl.core.errors import RecipeError, nearest, one_of
+from specctl.core.printable import counted
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters import family as family_named
@@ -230,7 +231,7 @@ def say_data(recipe: Recipe, num_rows: int, reporter: Reporter) -> None:
     if fresh:
         every = recipe.data.on_policy_every
         reporter.say(f"the drafter writes {fresh:.0%} of every batch, anew every {every:,} steps")
-    reporter.say(f"{num_rows:,} rows to train on, {epochs:.1f} epochs")
+    reporter.say(f"{counted(num_rows, 'row')} to train on, {epochs:.1f} epochs")
     if epochs > 40:
         reporter.warn(
             f"each row will be read {epochs:.0f} times: the drafter will learn the rows, not the "

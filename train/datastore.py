@@ -16,6 +16,7 @@ from torch import Tensor
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Drafter, Needs
 from specctl.core.errors import RecipeError
+from specctl.core.printable import counted
 from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.target.target import Target
@@ -53,7 +54,7 @@ def fill(
     found = list(_documents(drafter, data, target))
     drafter.learn([ids for ids, _ in found], [taps for _, taps in found])
     num_tokens = sum(len(ids) for ids, _ in found)
-    console.say(f"store: {len(found):,} texts, {num_tokens:,} tokens")
+    console.say(f"store: {counted(len(found), 'text')}, {counted(num_tokens, 'token')}")
     return num_tokens
 
 

@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import Any, Concatenate, ParamSpec, get_type_hints
+from typing import Annotated, Any, Concatenate, ParamSpec, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -66,7 +66,7 @@ def command(
         console = console_of(ctx)
         console.command = name or body.__name__.strip("_").replace("_", "-")
         configure(console, {flag: given.pop(flag) for flag in GLOBAL_FLAGS})
-        del given["config_file"]  # its callback has done its work
+        del given["help_all"], given["config_file"]  # their callbacks have done their work
         for option in own:
             _check_numbers(ctx, option, given[option.name])
         given |= {group.name: group.gather(given) for group in groups}
@@ -87,14 +87,71 @@ def command(
 
 
 class Command(TyperCommand):
-    """A command whose help names no type beside a switch, which takes no value."""
+    """A command whose help names no type beside a switch, which takes no value. `--help` leaves out
+    the less usual flags of the shared panels, `--help-all` shows all there are."""
+
+    is_whole = False
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _untyped(super().get_params(ctx))
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        rare: list[Any] = [p for p in self.params if not self.is_whole and _is_rare(p)]
+        if len(rare) < FEW:
+            rare = []
+        for parameter in rare:
+            parameter.hidden = True
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            for parameter in rare:
+                parameter.hidden = False
+        if rare:
+            typer.echo(f" {len(rare)} more flags: {ctx.command_path} --help-all\n")
+
+
+FEW = 8  # flags that need no help screen of their own
+RARE_PANELS = ("Drafting", "Sampling", "Target", "Hardware", "Everywhere", "Run")
+USUAL = {
+    "--draft", "--length", "--adaptive", "--temperature", "--max-new-tokens", "--target", "--dtype",
+    "--device", "--inflate", "--json", "--quiet", "--gpus", "--steps", "--dry-run", "--resume",
+    "--help-all",
+}  # fmt: skip
+
+
+def _is_rare(parameter: Any) -> bool:
+    panel = getattr(parameter, "rich_help_panel", None)
+    return panel in RARE_PANELS and USUAL.isdisjoint(parameter.opts) and not parameter.hidden
+
+
+def show_whole_help(ctx: typer.Context, wanted: bool) -> None:
+    """The callback of --help-all."""
+    if wanted:
+        command: Any = ctx.command
+        command.is_whole = True
+        try:
+            typer.echo(ctx.get_help())
+        finally:
+            command.is_whole = False
+        raise typer.Exit
+
+
+HelpAll = Annotated[
+    bool,
+    typer.Option(
+        "--help-all",
+        is_eager=True,
+        callback=show_whole_help,
+        rich_help_panel="Everywhere",
+        help="Show every flag and exit.",
+    ),
+]
+
 
 class Group(TyperGroup):
     """The same for a group of commands."""
+
+    is_whole = False
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _untyped(super().get_params(ctx))
@@ -180,9 +237,11 @@ def _spread(parameter: inspect.Parameter, kind: Any) -> Iterator[inspect.Paramet
 
 def _everywhere() -> list[inspect.Parameter]:
     """The flags of every command."""
+    whole = inspect.Parameter("help_all", _KEYWORD, default=False, annotation=HelpAll)
     config = inspect.Parameter("config_file", _KEYWORD, default=None, annotation=ConfigFile)
     return [
         config,
+        whole,
         *(
             inspect.Parameter(flag, _KEYWORD, default=False, annotation=kind)
             for flag, kind in GLOBAL_FLAGS.items()

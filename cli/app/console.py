@@ -25,6 +25,7 @@ from specctl.core.printable import one_line, printable
 from specctl.core.table import Table, format_table
 from specctl.runtime.measure.reporter import Advance, SilentReporter
 
+ACCEPTED, PLAIN_COLOUR = "\x1b[32m", "\x1b[0m"  # tokens that were drafted and accepted; others
 STOPPED = (75, 130, 143)  # exit codes of Ctrl-C and SIGTERM
 
 
@@ -187,7 +188,8 @@ class Console:
             answer = {"ok": False, "result": self.result, "warnings": self.warnings}
             self._object({**answer, "next": [do], "error": body})
         if self.is_main:
-            lines = [f"error[{code}]: {printable(error.what)}"]
+            head = f"error[{code}]: {error.what}" if code not in STOPPED else error.what
+            lines = [printable(head)]
             lines += [self._part(name, parts[name]) for name in list(parts)[1:] if parts[name]]
             text = "\n".join(lines)
             if code in STOPPED and self.stderr.isatty():
@@ -216,3 +218,8 @@ class Console:
     def _object(self, body: dict[str, Any]) -> None:
         self.is_answered = True
         self._event({"event": "result", **body} if self.jsonl else body)
+
+
+def has_colours(console: Console) -> bool:
+    """Whether stdout is a terminal that shows colours."""
+    return console.color and console.stdout.isatty() and not console.json

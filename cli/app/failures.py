@@ -28,6 +28,18 @@ INTERRUPTED, PIPE_CLOSED, TERMINATED = 130, 141, 143
 ALIKE = 0.75  # a flag less alike than this is not suggested
 
 
+# What other tools call our commands.
+MEANT = {
+    "train": "train-draft", "train-head": "train-draft", "finetune": "train-draft",
+    "fit": "train-draft", "distil": "distill", "tune": "adapt", "lora": "adapt",
+    "refresh": "adapt", "trim": "vocab-trim", "benchmark": "bench", "eval": "bench",
+    "evaluate": "bench", "compare": "bench", "families": "bench-families", "convert": "export",
+    "push": "export", "load": "import", "server": "serve", "start": "serve", "run": "generate",
+    "complete": "generate", "prove": "verify", "check": "verify", "test": "verify",
+    "inspect": "show", "info": "show", "list": "recipes", "ls": "recipes", "help": "quickstart",
+    "init": "quickstart", "demo": "quickstart", "env": "doctor", "estimate": "plan",
+}  # fmt: skip
+
 _HEARD: list[int] = []  # the signal that unwinds this command
 
 
@@ -130,7 +142,8 @@ def _usage(error: Exception) -> SpecctlError:
     if context is not None and message.startswith("No such command"):
         wanted = message.split("'")[1] if "'" in message else ""
         near = difflib.get_close_matches(wanted, context.command.list_commands(context), 1, 0.5)
-        close = "".join(near)
+        meant = MEANT.get(wanted, "") if context.parent is None else ""
+        close = meant or "".join(near)
         message = f"unknown command {wanted!r}"
     option = getattr(error, "option_name", None)
     if option is not None and context is not None and message.startswith("No such option"):

@@ -130,16 +130,16 @@ def leave_exit_code(code: int) -> None:
         Path(path).write_text(str(code))
 
 
-def check_gpus(wanted: int) -> None:
+def check_gpus(wanted: int, flag: str = "--gpus") -> None:
     """Refuse more GPUs than there are."""
     import torch
 
     found = torch.cuda.device_count()
     if wanted > found:
         raise ResourceError(
-            f"{wanted} GPUs were asked for",
-            where="--gpus",
+            f"{wanted} GPU{'s were' if wanted != 1 else ' was'} asked for",
+            where=flag,
             found=f"{found} GPU{'s' if found != 1 else ''}",
             expected=f"at least {wanted}",
-            do=f"--gpus {found}" if found else "leave --gpus out, or --processes 2 for CPU ones",
+            do=f"--gpus {found}" if found else f"leave {flag} out, or --processes 2 for CPU ones",
         )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specctl.cli.app.console import Console
+from specctl.cli.options.positional import DraftFlag, Word, one_drafter
 from specctl.cli.options.recipe_flags import TrainingFlags
 from specctl.cli.options.training import run_training
 from specctl.core.errors import RecipeError
@@ -32,12 +33,10 @@ class _Adapting(TrainingFlags):
 
 def adapt(
     console: Console,
-    draft: Annotated[Path, typer.Option("--draft", "-d", help="The drafter: a package or a run.")],
+    package: Word = None,
+    draft: DraftFlag = None,
     rank: Annotated[
         int | None, typer.Option("--rank", min=1, help="Rank of the additions; else the recipe's.")
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option("--steps", min=1, help="Training steps; else the recipe's.")
     ] = None,
     keep_adapter: Annotated[
         bool,
@@ -55,23 +54,24 @@ def adapt(
 
     Examples:
 
-      specctl adapt --draft runs/eagle3 --target ./my-tuned-model --data chats.jsonl --out runs/new
-      specctl adapt --draft runs/distill/package --target tiny --data notes.txt --rank 16
-      specctl adapt --draft runs/eagle3 --adapter ./my-lora --data chats.jsonl --out runs/new
+      specctl adapt runs/eagle3 --target ./my-tuned-model --data chats.jsonl --out runs/new
+      specctl adapt runs/distill --target tiny --data notes.txt --rank 16
+      specctl adapt runs/eagle3 --adapter ./my-lora --data chats.jsonl --out runs/new
     """
-    given = drafter_fields(draft)
-    chosen = {"train.lora.rank": rank, "train.steps": steps}
-    given |= {name: value for name, value in chosen.items() if value is not None}
+    source = Path(one_drafter(package, draft, "specctl adapt runs/NAME"))
+    given = drafter_fields(source)
+    if rank is not None:
+        given["train.lora.rank"] = rank
     given["train.lora.keep"] = keep_adapter
     if run.adapter and run.target is None:
-        given |= target_fields(draft)
+        given |= target_fields(source)
     if run.init is not None:
         raise RecipeError(
             "adapt starts from the drafter",
             where="--init",
             found=run.init,
             expected="--draft alone",
-            do=f"specctl adapt --draft {run.init}",
+            do=f"specctl adapt {run.init}",
         )
     flags = {item.name: getattr(run, item.name) for item in fields(run)}
 

@@ -10,23 +10,28 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specctl.api.against import parse_against
-from specctl.api.outputs import check_file, check_folder, write_report
+from specctl.api.outputs import check_file, check_plot, write_report
 from specctl.api.targets import target_json
 from specctl.cli.app.console import Console
-from specctl.cli.commands.bench_families import Heat, TrainingBudget, bench_families
+from specctl.cli.commands.bench_families import (
+    FAMILIES_OUT,
+    Heat,
+    Plot,
+    TrainingBudget,
+    compare_families,
+)
 from specctl.cli.options.flags import DRAFTING, Compile, Seed, Sets
 from specctl.cli.options.loading import DraftingFlags
+from specctl.cli.options.names import complete_draft
 from specctl.cli.options.sampling import GenerationConfigFlag, check_choice, followed, tell
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
 from specctl.core.errors import GateError, RecipeError
 
 if TYPE_CHECKING:
-    from specctl.runtime.measure.bench import BenchRow
+    from specctl.runtime.measure.bench import BenchReport, BenchRow
     from specctl.runtime.sampling.sampling import Sampling
     from specctl.runtime.target.target import Target
 
-FAMILIES = "Families"
-FAMILIES_OUT = Path("runs/families")
 COMPARISONS = {">=": float.__ge__, "<=": float.__le__, ">": float.__gt__, "<": float.__lt__}
 
 
@@ -34,12 +39,23 @@ def bench(
     console: Console,
     drafting: DraftingFlags,
     target: TargetChoice = OWN_TARGET,
+    drafters: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[DRAFTER]...",
+            help="Package or run folders, or drafters' names; else prompt-lookup and "
+            "token-recycling.",
+            autocompletion=complete_draft,
+            show_default=False,
+        ),
+    ] = None,
     draft: Annotated[
         list[str] | None,
         typer.Option(
             "--draft",
             "-d",
-            help="Drafter to measure (repeatable): a package, prompt-lookup, token-recycling.",
+            help="The same as DRAFTER (repeatable).",
+            autocompletion=complete_draft,
             rich_help_panel=DRAFTING,
         ),
     ] = None,
@@ -54,7 +70,7 @@ def bench(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 64,
     temperature: Annotated[
         list[float] | None,
-        typer.Option(min=0.0, help="Repeatable; else greedy and 0.8, of --families greedy."),
+        typer.Option(min=0.0, help="Repeatable; else greedy and 0.8."),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each; medians are shown.")] = 3,
     batch: Annotated[int, typer.Option(min=1, max=256, help="Prompts decoded at once.")] = 1,
@@ -73,17 +89,15 @@ def bench(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", "-o", help="Write the result as JSON, too; the folder of --families."
-        ),
+        typer.Option("--out", "-o", help="Write the result as JSON, too."),
     ] = None,
     families: Annotated[
         str | None,
         typer.Option(
             "--families",
             metavar="all|LIST",
-            help="Train these families alike and compare them.",
-            rich_help_panel=FAMILIES,
+            help="The same as specctl bench-families.",
+            hidden=True,
         ),
     ] = None,
     budget_steps: Annotated[
@@ -92,9 +106,10 @@ def bench(
             "--budget-steps",
             min=1,
             help="Training steps of every family.",
-            rich_help_panel=FAMILIES,
+            hidden=True,
         ),
     ] = None,
+    plot: Plot = None,
     sets: Sets = None,
     generation_config: GenerationConfigFlag = None,
     seed: Seed = 0,
@@ -107,21 +122,19 @@ def bench(
 
     What a round costs here is measured and kept: generate then chooses its draft lengths by it.
 
-    With --families: trains each family's recipe for target tiny on the same data for the same
-    steps in OUT/NAME (what is finished is kept), and measures all as a chain and as a tree, on the
-    target and on its --inflate.
-
     Examples:
 
-      specctl bench --target tiny --draft runs/quickstart/package
-      specctl bench --draft runs/distill/package --against hf --dtype float32
-      specctl bench --draft prompt-lookup --inflate 300m --num-prompts 4 --temperature 0
-      specctl bench --draft runs/quickstart/package --gate "speedup>=1.2" --json
-      specctl bench --families medusa,eagle3 --budget-steps 200 --inflate 300m
+      specctl bench runs/quickstart prompt-lookup --plot bench.png
+      specctl bench runs/distill --against hf --dtype float32
+      specctl bench prompt-lookup --inflate 300m --num-prompts 4 --temperature 0
+      specctl bench runs/quickstart --gate "speedup>=1.2" --json
     """
     gates = [parse_gate(text) for text in gate or ()]
     baselines = parse_against(against or "")
     check_choice(generation_config)
+    draft = [*(drafters or ()), *(draft or ())] or None
+    drafting.check(*(draft or ()))
+    check_plot(plot)
     target = target.or_own(*(draft or ()))
     refuse_ignored(
         families,
@@ -133,13 +146,12 @@ def bench(
         budget = TrainingBudget(
             families, target, budget_steps, tuple(sets or ()), out or FAMILIES_OUT
         )
-        check_folder(budget.out)
         heats = tuple(temperature or (0.0,))
         heat = Heat(
             prompts, num_prompts, domain, max_new_tokens, heats, repeats, batch, seed, compiled,
             "hf" in baselines,
         )  # fmt: skip
-        bench_families(console, budget, heat)
+        compare_families(console, budget, heat, plot)
         return
     check_file(out)
     from specctl.api.bench import DEFAULT_DRAFTS
@@ -170,8 +182,32 @@ def bench(
     console.result = result
     if out is not None:
         write_report(out, result)
+    if plot is not None:
+        result["plot"] = str(plot)
+        _draw(report, plot)
+        console.say(f"picture: {plot}")
     check_gates(report.rows, gates)
     console.done(result, next=_next(report.rows, target.name))
+
+
+def _draw(report: BenchReport, path: Path) -> None:
+    """Speed-up of every drafter and setting, and acceptance by position in the first setting."""
+    from specctl.train.comparison_plot import save_comparison
+
+    names = list(dict.fromkeys(row.name for row in report.rows))
+    speeds: dict[str, dict[str, float]] = {}
+    for row in report.rows:
+        speeds.setdefault(row.setting, {})[row.name] = row.speedup
+    series = {setting: [by.get(name) for name in names] for setting, by in speeds.items()}
+    first = report.rows[0].setting
+    positions = {
+        row.name: row.accepted_per_position
+        for row in report.rows
+        if row.setting == first and row.accepted_per_position
+    }
+    about = f"{report.target} {report.dtype} on {report.device}"
+    about += f", inflated to {report.inflated}" if report.inflated else ""
+    save_comparison(names, series, positions, f"Speculative decoding of {about}", path)
 
 
 def _samplings(

@@ -1,7 +1,8 @@
-"""`specctl bench --families`: every trained family under one budget, in one table and one plot.
+"""`specctl bench-families`: every trained family under one budget, in one table and one plot.
 
 OUT/NAME            an ordinary run of family NAME; a finished one holds finished.json and is kept
-OUT/families.json   the rows        OUT/families.png   speed-ups over plain decoding
+OUT/families.json   the rows
+OUT/families.png    speed-up over plain decoding and acceptance by position, also at --plot
 """
 
 from __future__ import annotations
@@ -13,17 +14,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from specctl.api.against import transformers_contenders
+import typer
+
+from specctl.api.against import parse_against, transformers_contenders
 from specctl.api.families import check_options, family_infos
+from specctl.api.outputs import check_folder, check_plot
 from specctl.api.targets import inflated_note, target_json
 from specctl.cli.app.console import Console
 from specctl.cli.app.failures import as_told
+from specctl.cli.commands.family_tables import show_tables
+from specctl.cli.options.flags import Compile, Seed, Sets
 from specctl.cli.options.loading import DraftingFlags
+from specctl.cli.options.names import complete_family
 from specctl.cli.options.recipe_flags import RecipeFlags
 from specctl.cli.options.target_choice import TargetChoice
 from specctl.core.errors import Exit, GateError, RecipeError, did_you_mean
+from specctl.core.printable import counted
 from specctl.recipes.load import RecipeInfo, list_recipes, load_recipe
 
 if TYPE_CHECKING:
@@ -40,11 +48,6 @@ OWN = ("steps", "learning_rate", "schedule", "warmup", "decay", "optimizer", "we
 CHAIN = {"policy": "chain", "length": 5}
 TREE = "dynamic-tree"
 PROBE_TOKENS = 8
-LEGEND = (
-    "size: trained and frozen parameters of its own; sec: training; alpha: chance at the first "
-    "three positions; chain, tree: tau; of the faster of the two: draft (share of the time), "
-    "tok/s, plain (speed-up over plain decoding), hf (over transformers' assisted generation)"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +98,96 @@ class FamilyEntry:
     contenders: dict[str, Contender]
 
 
-def bench_families(console: Console, budget: TrainingBudget, heat: Heat) -> None:
+TINY = TargetChoice()
+FAMILIES_OUT = Path("runs/families")
+PLOTTED = "Draw speed-up and acceptance by position into this file (.png, .svg, .pdf)."
+Plot = Annotated[Path | None, typer.Option("--plot", help=PLOTTED)]
+
+
+def bench_families(
+    console: Console,
+    families: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[FAMILY]...",
+            help="Families to train and compare; else all that have a recipe for target tiny.",
+            autocompletion=complete_family,
+            show_default=False,
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option("--steps", "--budget-steps", min=1, help="Training steps of every family."),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder of runs, table and picture.")
+    ] = FAMILIES_OUT,
+    sets: Sets = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", "-f", help="Text or JSONL file; else the held-out prompts."),
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 16,
+    domain: Annotated[
+        str | None, typer.Option(help="Only the held-out prompts of this domain.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 64,
+    temperature: Annotated[
+        list[float] | None, typer.Option(min=0.0, help="Repeatable; else greedy.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each; medians are shown.")] = 3,
+    batch: Annotated[int, typer.Option(min=1, max=256, help="Prompts decoded at once.")] = 1,
+    against: Annotated[
+        str | None,
+        typer.Option("--against", help="hf: transformers' assisted generation as well."),
+    ] = None,
+    plot: Plot = None,
+    seed: Seed = 0,
+    compiled: Compile = False,
+    target: TargetChoice = TINY,
+) -> None:
+    """Train drafter families alike and compare them: one target, one set of data, one number of
+    steps. Each is measured as a chain and as a tree, on the target and on its --inflate.
+
+    What is trained is kept in OUT/NAME, and the same command continues where it was interrupted.
+
+    Examples:
+
+      specctl bench-families medusa eagle3 --steps 200 --inflate 300m
+      specctl bench-families --out runs/families --plot families.svg
+    """
+    baselines = parse_against(against or "")
+    if "ngram" in baselines:
+        raise RecipeError(
+            "families are not compared with prompt-lookup here",
+            where="--against",
+            found=str(against),
+            expected="hf, or nothing",
+            do="leave ngram out; specctl bench compares drafters with it",
+        )
+    words = "all" if not families else ",".join(families)
+    budget = TrainingBudget(words, target, steps, tuple(sets or ()), out)
+    heat = Heat(
+        prompts, num_prompts, domain, max_new_tokens, tuple(temperature or (0.0,)), repeats, batch,
+        seed, compiled, "hf" in baselines,
+    )  # fmt: skip
+    compare_families(console, budget, heat, plot)
+
+
+def compare_families(
+    console: Console, budget: TrainingBudget, heat: Heat, plot: Path | None = None
+) -> None:
     """Train what is not trained yet, measure all of it, report; GateError if a family failed."""
+    check_folder(budget.out)
+    check_plot(plot)
     recipes = {name: family_recipe(name, budget) for name in chosen(budget.families)}
     budget.out.mkdir(parents=True, exist_ok=True)
     trained: list[Trained] = []
     errors: dict[str, str] = {}
     for number, (name, recipe) in enumerate(recipes.items(), start=1):
-        console.say(f"family {number} of {len(recipes)}: {name}, {recipe.train.steps:,} steps")
+        console.say(
+            f"family {number} of {len(recipes)}: {name}, " + counted(recipe.train.steps, "step")
+        )
         try:
             done = [one.package.parent for one in trained]
             trained.append(train_family(console, name, recipe, budget.out / name, done))
@@ -116,7 +201,7 @@ def bench_families(console: Console, budget: TrainingBudget, heat: Heat) -> None
         rows += measure(console, target, trained, heat)
     rows += [{"family": name, "recipe": recipes[name].name, "error": errors[name]}
              for name in errors]  # fmt: skip
-    picture = show_tables(console, rows, budget.out)
+    picture = show_tables(console, rows, budget.out, plot)
     result = {
         "rows": rows,
         "targets": [target_json(target) for target in targets],
@@ -337,55 +422,6 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 3)
 
 
-def show_tables(console: Console, rows: Sequence[dict[str, Any]], out: Path) -> Path | None:
-    """A table for every target and setting, and OUT/families.png with all their speed-ups, ordered
-    as the last table is."""
-    from specctl.train.plot import save_bars
-
-    measured = [row for row in rows if row["error"] is None]
-    settings = dict.fromkeys(f"{row['target']}, {row['setting']}" for row in measured)
-    speeds: dict[str, dict[str, float]] = {}
-    for title in settings:
-        mine = [row for row in measured if f"{row['target']}, {row['setting']}" == title]
-        columns = ["family", "size", "sec", "alpha", "chain", "tree", "draft", "tok/s", "plain"]
-        has_assisted = any(row["speedup_over_assisted"] is not None for row in mine)
-        ordered = sorted(mine, key=lambda row: -row["speedup"])
-        console.table(
-            [*columns, "hf"] if has_assisted else columns,
-            [_cells(row, has_assisted) for row in ordered],
-            title=title,
-        )
-        speeds[title] = {row["family"]: row["speedup"] for row in ordered}
-    names = list(dict.fromkeys(name for found in reversed(speeds.values()) for name in found))
-    series = {title: [found.get(name, 0.0) for name in names] for title, found in speeds.items()}
-    console.prose(LEGEND)
-    return save_bars(names, series, "speed-up over plain decoding", out / "families.png")
-
-
-def _cells(row: dict[str, Any], has_assisted: bool) -> list[object]:
-    over = row["speedup_over_assisted"]
-    cells = [
-        row["family"],
-        short(row["parameters"]),
-        f"{row['train_seconds']:.0f}",
-        " ".join(f"{x:.2f}".removeprefix("0") for x in row["alpha"][:3]),
-        row["tau_chain"],
-        row["tau_tree"],
-        None if row["draft_share"] is None else f"{row['draft_share']:.0%}",
-        f"{row['tokens_per_second']:.0f}",
-        f"{row['speedup']:.2f}x",
-    ]
-    return [*cells, None if over is None else f"{over:.2f}x"] if has_assisted else cells
-
-
-def short(count: int) -> str:
-    """117,600 -> "118k"."""
-    for size, unit in ((1e9, "b"), (1e6, "m"), (1e3, "k")):
-        if count >= size:
-            return f"{count / size:.{1 if count < 10 * size else 0}f}{unit}"
-    return str(count)
-
-
 def explained(error: Exception) -> str:
     """An error in one line for a table. An interruption is none: it ends the command."""
     told = as_told(error)
@@ -400,7 +436,8 @@ def refuse_failed(rows: Sequence[dict[str, Any]]) -> None:
     failed = {row["family"]: row["error"] for row in rows if row["error"] is not None}
     if failed:
         raise GateError(
-            f"{len(failed)} families could not be compared: {', '.join(failed)}",
+            f"{counted(len(failed), 'family', 'families')} could not be compared: "
+            + ", ".join(failed),
             where="--families",
             found="; ".join(f"{name}: {why}" for name, why in failed.items())[:600],
             expected="figures for every family",

@@ -10,7 +10,7 @@ import typer
 
 from specctl.api.recipe import INDEPENDENT, refuse_dependent
 from specctl.cli.app.console import Console
-from specctl.cli.options.recipe_flags import RecipeFlags, TrainingFlags
+from specctl.cli.options.recipe_flags import TrainingFlags
 from specctl.cli.options.training import run_training
 
 METHOD = "Method"
@@ -21,7 +21,7 @@ class DistillFlags(TrainingFlags):
     """The flags of training, and those that name a way of distillation."""
 
     FIELDS: ClassVar[Mapping[str, str]] = {
-        **RecipeFlags.FIELDS,
+        **TrainingFlags.FIELDS,
         "layers": "drafter.options.layers",
         "width": "drafter.options.width",
         "loss": "drafter.options.loss",

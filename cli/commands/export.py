@@ -10,6 +10,8 @@ import typer
 from specctl.api.outputs import check_folder
 from specctl.cli.app.console import Console
 from specctl.cli.options.flags import Allow
+from specctl.cli.options.names import ENGINES, complete_format
+from specctl.cli.options.positional import DraftFlag, Word, one_drafter
 from specctl.cli.options.pushing import Public, Push, Yes, pushed
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
 from specctl.core.errors import RecipeError, nearest
@@ -20,14 +22,22 @@ FORMATS = tuple(declared("specctl.export.formats", "FORMAT"))
 
 def export(
     console: Console,
-    draft: Annotated[
-        Path, typer.Option("--draft", "-d", help="Package folder to export, or its run.")
-    ],
+    package: Word = None,
+    draft: DraftFlag = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder to write; else only --push.")
     ] = None,
     to: Annotated[
-        str | None, typer.Option("--to", help="Format, else hf: " + ", ".join(FORMATS) + ".")
+        str | None,
+        typer.Option(
+            "--to",
+            help="Engine (its format is chosen by the family): "
+            + ", ".join(ENGINES)
+            + "; or a format, else hf: "
+            + ", ".join(FORMATS)
+            + ".",
+            autocompletion=complete_format,
+        ),
     ] = None,
     allow: Allow = None,
     push: Push = None,
@@ -44,34 +54,39 @@ def export(
 
     Examples:
 
-      specctl export --draft runs/distill/package --to hf --out runs/distill-hf
-      specctl export --draft runs/eagle3/package --to speculators --out exports/my-eagle3
-      specctl export --draft runs/eagle3/package --push OWNER/my-eagle3
+      specctl export runs/eagle3 --to vllm --out exports/my-eagle3
+      specctl export runs/distill --to hf --out runs/distill-hf
+      specctl export runs/eagle3 --push OWNER/my-eagle3
     """
+    folder = Path(one_drafter(package, draft, "specctl export runs/NAME --to vllm --out FOLDER"))
     _refuse_useless(out, to, push, "--public" if public else "--yes" if yes else "")
     if out is None:
         assert push is not None
         console.done(
-            {"push": pushed(console, draft, push, public, yes)}, next=[f"specctl show {draft}"]
+            {"push": pushed(console, folder, push, public, yes)}, next=[f"specctl show {folder}"]
         )
         return
     to = to or "hf"
-    if to not in FORMATS:
+    if to not in (*FORMATS, *ENGINES):
         raise RecipeError(
             f"unknown format {to!r}",
             where="--to",
             found=to,
-            expected="one of " + ", ".join(FORMATS),
-            do=f"--to {nearest(to, FORMATS, 1)}",
+            expected="one of " + ", ".join(dict.fromkeys([*ENGINES, *FORMATS])),
+            do=f"--to {nearest(to, [*FORMATS, *ENGINES], 1)}",
         )
     check_folder(out)
     from specctl.api.export import export as export_
+    from specctl.export.formats import format_for
     from specctl.export.package.manifest import package_in, read_manifest
 
-    draft = package_in(draft)
-    read_manifest(draft)  # what is no package fails before torch is imported
-    model = target.or_own(str(draft)).load(console, is_read_only=True)
-    result = export_(draft, to, out, target=model, allow=tuple(allow or ()))
+    folder = package_in(folder)
+    family = read_manifest(folder).family  # what is no package fails before torch is imported
+    form = format_for(to, family)
+    if form != to:
+        console.say(f"{to} reads a drafter of family {family} in format {form}")
+    model = target.or_own(str(folder)).load(console, is_read_only=True)
+    result = export_(folder, form, out, target=model, allow=tuple(allow or ()))
     console.out(f"{out}: {', '.join(result.files)}")
     for note in result.notes:
         console.warn(note)

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specctl.api.targets import target_json
-from specctl.cli.app.console import Console
+from specctl.cli.app.console import ACCEPTED, PLAIN_COLOUR, Console, has_colours
 from specctl.cli.commands.generated import check_forms, show_stats, tell_ends
 from specctl.cli.options.flags import Compile
 from specctl.cli.options.loading import NO_DRAFTER, DraftChoice
+from specctl.cli.options.positional import looks_like_package
 from specctl.cli.options.prompts import PromptText, read_prompts
 from specctl.cli.options.sampling import GrammarFlags, SamplingFlags
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
+from specctl.core.errors import SpecctlError
 
 if TYPE_CHECKING:
     from specctl.api.drafting import LoadedDraft
@@ -32,8 +34,14 @@ def generate(
     sampling: SamplingFlags,
     grammar: GrammarFlags,
     target: TargetChoice = OWN_TARGET,
-    prompt: Annotated[
-        str | None, typer.Argument(help="The text to continue; - reads standard input.")
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[DRAFTER] [PROMPT]",
+            help="What drafts (a package or run folder, or a name; the same as --draft), and the "
+            "text to continue (- reads standard input). One word alone is the text.",
+            show_default=False,
+        ),
     ] = None,
     file: Annotated[
         Path | None,
@@ -49,6 +57,13 @@ def generate(
         bool, typer.Option("--compare", help="Decode plainly as well, and show a table.")
     ] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Show what the run counted.")] = False,
+    show_accepted: Annotated[
+        bool | None,
+        typer.Option(
+            "--show-accepted/--no-show-accepted",
+            help="Colour the text that was drafted and accepted; on at a terminal.",
+        ),
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, max=256, help="Prompts decoded at once.")] = 1,
     compiled: Compile = False,
 ) -> None:
@@ -60,10 +75,12 @@ def generate(
 
       specctl generate "def main("
       specctl generate --draft prompt-lookup --compare "import os"
-      specctl generate --draft runs/quickstart/package --temperature 0.8 --stats "class Tree:"
+      specctl generate runs/quickstart --temperature 0.8 --stats "class Tree:"
       specctl generate -f prompts.txt --batch 4 --json
       specctl generate --draft prompt-lookup --json-schema person.json "data = "
     """
+    drafter, prompt = told_apart(words or (), file)
+    draft = draft.worded(drafter)
     prompts = read_prompts(prompt, file, limit)
     if compare and draft.draft == NO_DRAFTER:
         draft = replace(draft, draft="prompt-lookup")
@@ -74,7 +91,11 @@ def generate(
     settings = replace(sampling.settle(console, model), grammar=grammar.load(model))
     loaded = draft.load(model)
     loaded.announce(console)
-    job = GenerateJob(console, model, loaded, settings, prompts, batch, chat)
+    can = has_colours(console)
+    if show_accepted and not can:
+        console.warn("--show-accepted is ignored: stdout is no terminal that shows colours")
+    colours = can and show_accepted is not False and loaded.drafter is not None
+    job = GenerateJob(console, model, loaded, settings, prompts, batch, chat, colours)
     if compare:
         made, result = _compare(console, job)
     else:
@@ -91,6 +112,24 @@ def generate(
     console.done(result, next=_next(where, draft.draft, compare))
 
 
+def told_apart(words: Sequence[str], file: Path | None) -> tuple[str | None, str | None]:
+    """Drafter and prompt of `[DRAFTER] [PROMPT]`. One word is the prompt, unless it is the folder
+    of a package, which nobody continues."""
+    if len(words) > 2:
+        raise SpecctlError(
+            "there are too many words",
+            where="the command line",
+            found=f"{len(words)} words: {' '.join(words)[:80]}",
+            expected="a drafter and a prompt; a prompt of several words stands in quotes",
+            do='specctl generate runs/NAME "def main("',
+        )
+    if len(words) == 2:
+        return words[0], words[1]
+    if words and looks_like_package(words[0]):
+        return words[0], None
+    return None, words[0] if words else None
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateJob:
     """All that one call of generate() needs."""
@@ -102,8 +141,9 @@ class GenerateJob:
     prompts: Sequence[PromptText]
     batch: int
     chat: bool
+    colours: bool = False
 
-    def run(self, draft: LoadedDraft, on_tokens: Any = None) -> GenerateResult:
+    def run(self, draft: LoadedDraft, on_round: Any = None) -> GenerateResult:
         from specctl.api.generate import generate as generate_
 
         return generate_(
@@ -113,7 +153,7 @@ class GenerateJob:
             sampling=self.sampling,
             batch=self.batch,
             chat=self.chat,
-            on_tokens=on_tokens,
+            on_round=on_round,
             progress=self.console,
         )
 
@@ -149,7 +189,7 @@ def _stream(console: Console, job: GenerateJob) -> GenerateResult:
     current = -1
     heard: list[list[int]] = [[] for _ in job.prompts]
 
-    def show(index: int, new: tuple[int, ...]) -> None:
+    def show(index: int, new: tuple[int, ...], accepted: int) -> None:
         nonlocal current
         heard[index] += new
         if not is_live:
@@ -157,7 +197,13 @@ def _stream(console: Console, job: GenerateJob) -> GenerateResult:
         if index != current:
             _open_output(console, job, index, after=current >= 0)
             current = index
-        console.write("".join(map(streams[index].add, new)))
+        drafted = "".join(map(streams[index].add, new[:accepted]))
+        if job.colours and drafted:
+            console.colour(ACCEPTED)
+            console.write(drafted)
+            console.colour(PLAIN_COLOUR)
+            drafted = ""
+        console.write(drafted + "".join(map(streams[index].add, new[accepted:])))
 
     try:
         run = job.run(job.draft, show)

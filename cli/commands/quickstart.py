@@ -20,6 +20,7 @@ from specctl.cli.app.memory import peak_memory, peak_text
 from specctl.cli.app.progress import duration
 from specctl.cli.options.flags import Sets
 from specctl.core.errors import Exit, SpecctlError
+from specctl.core.printable import counted
 
 if TYPE_CHECKING:
     from specctl.api.drafting import LoadedDraft
@@ -161,7 +162,7 @@ def _train(console: Console, recipe: Recipe, out: Path) -> float | None:
 
     result = train_and_package(console, recipe, out, command=["specctl", *sys.argv[1:]])
     tau = "not measured" if result.tau is None else f"{result.tau:.2f}"
-    console.say(f"trained {result.steps:,} steps in {duration(result.seconds)}, tau {tau}")
+    console.say(f"trained {counted(result.steps, 'step')} in {duration(result.seconds)}, tau {tau}")
     return result.tau
 
 

@@ -3,30 +3,60 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specctl.cli.app.command import command_group
 from specctl.cli.app.console import Console
 from specctl.cli.options.flags import Sets
+from specctl.cli.options.names import complete_family, complete_recipe, complete_target
 
-Name = Annotated[str, typer.Argument(help="A recipe's name, or a YAML file.")]
+if TYPE_CHECKING:
+    from specctl.recipes.load import RecipeInfo
+
+Name = Annotated[
+    str,
+    typer.Argument(help="A recipe's name, or a YAML file.", autocompletion=complete_recipe),
+]
+DEFAULTS = ("default", "base")  # origins of values that a recipe leaves alone
+RECOMMENDED = (
+    "quickstart",
+    "auto",
+    "distill",
+    "eagle3",
+)  # to begin with; docs/choosing.md says why
 
 
 def ls(
     console: Console,
     target: Annotated[
-        str | None, typer.Option("--target", "-t", help="Only those for this target.")
+        str | None,
+        typer.Option(
+            "--target",
+            "-t",
+            help="Only those for this target.",
+            autocompletion=complete_target,
+        ),
+    ] = None,
+    family: Annotated[
+        str | None,
+        typer.Option("--family", help="Only those of this family.", autocompletion=complete_family),
+    ] = None,
+    search: Annotated[
+        str | None,
+        typer.Option("--search", "-s", help="Only those with this word in name, text or paper."),
     ] = None,
 ) -> None:
-    """List the recipes that come with specctl: those for the embedded target first, then those for
-    real ones, target by target.
+    """List the recipes that come with specctl: first those to begin with, then those for the
+    embedded target, trained and without training, then those for real targets.
 
-    Example:
+    Examples:
 
       specctl recipes ls --target qwen3-8b
+      specctl recipes ls --family eagle3 --search vocabulary
     """
+    from specctl.api.families import family_infos
     from specctl.core.errors import unknown
     from specctl.recipes.load import EMBEDDED, list_recipes
 
@@ -36,23 +66,67 @@ def ls(
         if target not in known:
             raise unknown("target of a recipe", target, known, "--target")
         infos = [info for info in infos if info.target == target]
-    rows = [(i.name, i.family, i.target, _first_sentence(i.summary)) for i in infos]
-    console.table(("recipe", "family", "target", "what"), rows)
+    if family is not None:
+        if family not in family_infos():
+            raise unknown("drafter family", family, family_infos(), "--family")
+        infos = [info for info in infos if info.family == family]
+    if search is not None:
+        infos = [i for i in infos if search.lower() in f"{i.name} {i.summary} {i.paper}".lower()]
+    trained = {name for name, info in family_infos().items() if info.trainable}
+    groups: dict[str, list[RecipeInfo]] = {name: [] for name in GROUPS}
+    for info in infos:
+        groups[_group(info, trained)].append(info)
+    for title, found in groups.items():
+        if found:
+            rows = [(i.name, i.family, i.target, _first_sentence(i.summary)) for i in found]
+            console.table(("recipe", "family", "target", "what"), rows, title=f"{title}:")
+            console.out()
+    if not infos:
+        console.out("no recipe is like that")
     fields = ("name", "family", "target", "summary", "paper")
     console.done(
-        {"recipes": [{f: getattr(i, f) for f in fields} for i in infos]},
-        next=[f"specctl recipes show {infos[0].name}"],
+        {
+            "recipes": [
+                {**{f: getattr(i, f) for f in fields}, "group": title}
+                for title, found in groups.items()
+                for i in found
+            ]
+        },
+        next=[f"specctl recipes show {next(i for g in groups.values() for i in g).name}"]
+        if infos
+        else ["specctl recipes ls"],
     )
 
 
-def show(console: Console, name: Name, set_: Sets = None) -> None:
-    """Explain a recipe: what it does, the paper, and every value with where it comes from: which
-    layer of settings it is of and, in recipes for real targets, which paper or trainer.
+GROUPS = ("recommended", "trained", "no training", "for real targets")
+
+
+def _group(info: RecipeInfo, trained: set[str]) -> str:
+    from specctl.recipes.load import EMBEDDED
+
+    if info.name in RECOMMENDED:
+        return "recommended"
+    if info.target != EMBEDDED:
+        return "for real targets"
+    return "trained" if info.family in trained else "no training"
+
+
+def show(
+    console: Console,
+    name: Name,
+    set_: Sets = None,
+    all_: Annotated[
+        bool, typer.Option("--all", help="Also the values that are left at their defaults.")
+    ] = False,
+) -> None:
+    """Explain a recipe: what it does, the paper, and what differs from the defaults, with where
+    each value comes from: which layer of settings and, in recipes for real targets, which paper or
+    trainer.
 
     Examples:
 
       specctl recipes show eagle3
-      specctl recipes show eagle3 --set train.steps=100
+      specctl recipes show eagle3 --all --set train.steps=100
     """
     from specctl.recipes.load import load_recipe, read_source
     from specctl.recipes.notes import named_sources, notes_of
@@ -72,9 +146,12 @@ def show(console: Console, name: Name, set_: Sets = None) -> None:
     rows = [
         (k, _shown(v), recipe.origin[k], *([notes.get(k, "")] if notes else []))
         for k, v in values.items()
-        if k not in prose
+        if k not in prose and (all_ or recipe.origin[k] not in DEFAULTS)
     ]
     console.table(("field", "value", "from", *(["because"] if notes else [])), rows)
+    hidden = len(values) - len(rows) - sum(k in values for k in prose)
+    if hidden:
+        console.out(f"{hidden} more at their defaults (--all shows them)")
     if sources:
         console.out()
         console.table(("source", "is"), list(sources.items()))
@@ -201,8 +278,7 @@ def rules(console: Console) -> None:
 
 
 def _first_sentence(text: str) -> str:
-    sentence = text.split(". ")[0].removesuffix(".")
-    return sentence if len(sentence) <= 88 else sentence[:85] + "..."
+    return text.split(". ")[0].removesuffix(".")
 
 
 def _shown(value: object) -> str:

@@ -15,6 +15,7 @@ import typer
 from specctl.cli.app.console import Console
 from specctl.cli.options.flags import Compile, panel
 from specctl.cli.options.loading import NO_DRAFTER, DraftChoice
+from specctl.cli.options.positional import Word
 from specctl.cli.options.sampling import GenerationConfigFlag, check_choice, followed, tell
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
 from specctl.core.errors import SpecctlError, unknown
@@ -156,6 +157,7 @@ def serve(
     access: AccessFlags,
     limit: LimitFlags,
     target: TargetChoice = OWN_TARGET,
+    drafter: Word = None,
     name: Annotated[
         str | None, typer.Option("--name", help="What clients call the model; else --target.")
     ] = None,
@@ -198,11 +200,12 @@ def serve(
 
     Examples:
 
-      specctl serve --draft prompt-lookup
-      specctl serve --target qwen3-8b --draft runs/eagle3/package --max-batch 16 --port 0
+      specctl serve prompt-lookup
+      specctl serve runs/eagle3 --target qwen3-8b --max-batch 16 --port 0
       specctl serve --host 0.0.0.0 --api-key-file keys.txt --record traffic.jsonl
     """
     _check_extra()
+    draft = draft.worded(drafter)
     check_batching(batching, draft.draft != NO_DRAFTER)
     check_choice(generation_config)
     if tool_parser not in ("auto", "none", *TOOL_PARSERS):

@@ -3,29 +3,46 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specctl.cli.app.console import Console
+from specctl.cli.options.names import complete_target
 from specctl.core.errors import FileError, IntegrityError, no_folder
 
 if TYPE_CHECKING:
     from specctl.export.package.manifest import Manifest
+    from specctl.recipes.targets import ResolvedTarget
 
 
 def show(
     console: Console,
-    path: Annotated[Path, typer.Argument(help="A package, a run folder or a model folder.")],
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PATH|TARGET",
+            help="A package, a run folder, a model folder, or a target's name.",
+            autocompletion=complete_target,
+        ),
+    ],
 ) -> None:
-    """Show what a folder contains: kind, parameters, target, acceptance, how to use it.
+    """Show what a folder contains: kind, parameters, target, acceptance, how to use it. Of a
+    target's name: what it stands for, and its sizes.
 
     Examples:
 
       specctl show runs/quickstart/package
       specctl show runs/quickstart --json
+      specctl show tiny
     """
+    target = _target_named(path)
+    if target is not None:
+        result, following = _target(console, target)
+        console.done(result, next=following)
+        return
     if not path.is_dir():
         kinds = "a package, a run folder or a model folder"
         raise no_folder(path, kinds, "specctl show runs/NAME/package")
@@ -47,6 +64,48 @@ def show(
             do="give the folder that was printed at the end of training, or one of its parents",
         )
     console.done(result, next=following)
+
+
+def _target_named(path: Path) -> ResolvedTarget | None:
+    """The target of that name where no folder is called so."""
+    from specctl.recipes.targets import HUB_ID, aliases, resolve
+
+    name = str(path)
+    is_hub_id = HUB_ID.fullmatch(name) is not None and not path.parent.is_dir()
+    known = name in aliases() or is_hub_id
+    return resolve(name) if known and not path.exists() else None
+
+
+def _target(console: Console, found: ResolvedTarget) -> tuple[dict[str, Any], list[str]]:
+    from specctl.recipes.load import list_recipes
+
+    place = str(found.path or found.repo)
+    recipes = [info.name for info in list_recipes() if info.target == found.name]
+    rows: list[tuple[str, object]] = [("kind", "target"), ("name", found.name), ("is", place)]
+    if found.revision is not None:
+        rows.append(("revision", found.revision + ("" if found.is_pinned else " (may move)")))
+    if found.note:
+        rows.append(("note", found.note))
+    sizes: dict[str, Any] = {}
+    if found.shape is not None:
+        sizes = {**asdict(found.shape), "parameters": found.shape.parameters}
+        rows += [
+            (name.replace("_", " "), f"{value:,}" if type(value) is int else value)
+            for name, value in sizes.items()
+        ]
+    rows.append(("recipes", ", ".join(recipes) or "any, with --target"))
+    console.table(("field", "value"), rows)
+    result = {
+        "kind": "target",
+        "name": found.name,
+        "path": None if found.path is None else place,
+        "repo": found.repo,
+        "revision": found.revision,
+        "shape": sizes or None,
+        "recipes": recipes,
+    }
+    recipe = recipes[0] if recipes else "eagle3"
+    return result, [f"specctl plan --target {found.name} --recipe {recipe}"]
 
 
 def _package(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:

@@ -10,6 +10,8 @@ import typer
 from specctl.api.outputs import check_file
 from specctl.cli.app.console import Console
 from specctl.cli.options.loading import DraftChoice
+from specctl.cli.options.names import check_drafter
+from specctl.cli.options.positional import DraftFlag, Word, one_drafter
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
 from specctl.core.errors import SpecctlError
 
@@ -19,7 +21,8 @@ if TYPE_CHECKING:
 
 def train_stop(
     console: Console,
-    draft: Annotated[str, typer.Option("--draft", "-d", help="Package of a stepwise drafter.")],
+    package: Word = None,
+    draft: DraftFlag = None,
     rule: Annotated[
         str, typer.Option("--stop-rule", help="A stop rule that is trained, such as disco.")
     ] = "specdec-pp",
@@ -38,8 +41,10 @@ def train_stop(
 
     Example:
 
-      specctl train-stop --draft runs/distill/package --stop-rule disco --out runs/disco.safetensors
+      specctl train-stop runs/distill --stop-rule disco --out runs/disco.safetensors
     """
+    draft = one_drafter(package, draft, "specctl train-stop runs/NAME")
+    check_drafter(draft)
     from specctl.runtime.stops.learned import write_stop
     from specctl.train.data.heldout import heldout_prompts
     from specctl.train.stop_rules import collect, fit, learned_rule

@@ -13,6 +13,7 @@ from specctl.api.targets import target_json
 from specctl.cli.app.console import Console
 from specctl.cli.options.flags import Allow, TranslateFlag
 from specctl.cli.options.loading import DraftChoice
+from specctl.cli.options.names import check_drafter
 from specctl.cli.options.target_choice import OWN, TargetChoice, go_offline
 from specctl.core.errors import GateError
 
@@ -70,6 +71,7 @@ def verify(
     )
 
     check_level(level)
+    check_drafter(draft)
     check_file(out)
     if target.offline:
         go_offline()

@@ -11,6 +11,8 @@ import typer
 from specctl.api.outputs import check_folder
 from specctl.cli.app.console import Console
 from specctl.cli.options.flags import Allow, Out
+from specctl.cli.options.names import check_drafter
+from specctl.cli.options.positional import DraftFlag, Word, one_drafter
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
 
 if TYPE_CHECKING:
@@ -19,8 +21,9 @@ if TYPE_CHECKING:
 
 def vocab_trim(
     console: Console,
-    draft: Annotated[str, typer.Option("--draft", "-d", help="Package (or model folder) to trim.")],
     out: Out,
+    package: Word = None,
+    draft: DraftFlag = None,
     size: Annotated[
         str | None,
         typer.Option(help="Tokens to keep: a number, 8k, or auto (what pays most here, default)."),
@@ -82,10 +85,11 @@ def vocab_trim(
 
     Examples:
 
-      specctl vocab-trim --draft runs/quickstart/package --size auto --out runs/trimmed
-      specctl vocab-trim --draft runs/distill/package --recipe fr-spec --size 2k --out runs/fr-spec
-      specctl vocab-trim --draft runs/distill/package --search tpe --trials 80 --out runs/searched
+      specctl vocab-trim runs/quickstart --size auto --out runs/trimmed
+      specctl vocab-trim runs/distill --recipe fr-spec --size 2k --out runs/fr-spec
+      specctl vocab-trim runs/distill --search tpe --trials 80 --out runs/searched
     """
+    draft = one_drafter(package, draft, "specctl vocab-trim runs/NAME --size auto --out FOLDER")
     from specctl.api.vocab_trim import trim_settings
     from specctl.api.vocab_trim import vocab_trim as trim
 
@@ -101,6 +105,7 @@ def vocab_trim(
         "temperature": temperature,
     }
     trim_settings(**asked)  # what cannot be is refused before the target is read
+    check_drafter(draft)
     check_folder(out)
     target = target.or_own(draft)
     result = trim(

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from specctl.cli.app.config_file import apply
+from specctl.cli.options.names import complete_draft, complete_policy
 from specctl.core.plugins import declared
 
 DRAFTING = "Drafting"
@@ -48,6 +49,7 @@ Draft = Annotated[
         "--draft",
         "-d",
         help="Package folder, model folder or hub id, prompt-lookup, token-recycling, or none.",
+        autocompletion=complete_draft,
     ),
 ]
 Allow = Annotated[
@@ -61,7 +63,9 @@ Allow = Annotated[
 PolicyFlag = Annotated[
     str | None,
     drafting_option(
-        "--policy", help="How drafts grow: chain, direct, or a tree (docs/trees.md lists them)."
+        "--policy",
+        help="How drafts grow: chain, direct, or a tree (docs/trees.md lists them).",
+        autocompletion=complete_policy,
     ),
 ]
 LengthFlag = Annotated[

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from specctl.cli.options.flags import (
@@ -18,6 +18,8 @@ from specctl.cli.options.flags import (
     StopRuleFlag,
     TranslateFlag,
 )
+from specctl.cli.options.names import check_drafter, check_drafting
+from specctl.core.errors import one_of_two
 
 if TYPE_CHECKING:
     from specctl.api.drafting import LoadedDraft
@@ -45,6 +47,12 @@ class DraftingFlags:
         """The settings by name."""
         return {field.name: getattr(self, field.name) for field in fields(DraftingFlags)}
 
+    def check(self, *drafts: str) -> None:
+        """Refuse names that nothing has, before torch is imported or a target is read."""
+        check_drafting(self.policy, self.rule, self.controller, self.stop_rule)
+        for draft in drafts:
+            check_drafter(draft)
+
     def of(self, draft: str) -> DraftChoice:
         """The same settings for the drafter of that name."""
         return DraftChoice(draft, **self.given())
@@ -55,6 +63,20 @@ class DraftChoice(DraftingFlags):
     """What the drafting flags say, drafter included."""
 
     draft: Draft = NO_DRAFTER
+
+    def worded(self, drafter: str | None) -> DraftChoice:
+        """This choice with the drafter that stands as a word of its own, and all names checked."""
+        found = self
+        if drafter is not None:
+            if self.draft != NO_DRAFTER:
+                raise one_of_two(
+                    "the drafter was given twice",
+                    f"{drafter} and --draft {self.draft}",
+                    f"leave out --draft {self.draft}",
+                )
+            found = replace(self, draft=drafter)
+        found.check(found.draft)
+        return found
 
     def load(self, target: Target) -> LoadedDraft:
         """The drafter with the policy and rule it is to be served by."""

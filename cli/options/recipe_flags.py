@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 
 from specctl.cli.options.flags import Offline, Sets, panel
+from specctl.cli.options.names import complete_recipe, complete_target
 
 if TYPE_CHECKING:
     from specctl.recipes.schema import Recipe
@@ -30,11 +31,21 @@ class RecipeFlags:
     FAMILIES: ClassVar[tuple[str, ...]] = ()  # that the command trains; empty: all
     recipe: Annotated[
         str,
-        typer.Option("--recipe", "-r", help="A recipe's name (specctl recipes ls) or a YAML file."),
+        typer.Option(
+            "--recipe",
+            "-r",
+            help="A recipe's name (specctl recipes ls) or a YAML file.",
+            autocompletion=complete_recipe,
+        ),
     ] = "distill"
     target: Annotated[
         str | None,
-        typer.Option("--target", "-t", help="Alias, hub id or folder; else the recipe's."),
+        typer.Option(
+            "--target",
+            "-t",
+            help="Alias, hub id or folder; else the recipe's.",
+            autocompletion=complete_target,
+        ),
     ] = None
     data: Annotated[
         str | None,
@@ -98,6 +109,23 @@ class RecipeFlags:
 class TrainingFlags(RecipeFlags):
     """The flags of a training command."""
 
+    FIELDS: ClassVar[Mapping[str, str]] = {
+        **RecipeFlags.FIELDS, "steps": "train.steps", "lr": "train.learning_rate",
+        "batch_size": "train.rows",
+    }  # fmt: skip
+    steps: Annotated[
+        int | None, run_option("--steps", min=1, help="Training steps; else the recipe's.")
+    ] = None
+    lr: Annotated[
+        float | None, run_option("--lr", min=0.0, help="Peak learning rate; else the recipe's.")
+    ] = None
+    batch_size: Annotated[
+        int | None,
+        run_option("--batch-size", min=1, help="Rows of a batch, over all processes."),
+    ] = None
+    device: Annotated[
+        str, hardware_option("--device", help="auto, cpu, cuda, cuda:1: what trains.")
+    ] = "auto"
     gpus: Annotated[
         int, hardware_option("--gpus", min=1, max=1024, help="GPUs, one process each.")
     ] = 1

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from specctl.cli.app.console import Console
 from specctl.cli.options.flags import Offline, target_option
+from specctl.cli.options.names import complete_target
 
 if TYPE_CHECKING:
     from specctl.runtime.target.target import Target
@@ -20,7 +21,13 @@ class TargetChoice:
     """What the target flags say."""
 
     name: Annotated[
-        str, target_option("--target", "-t", help="Alias (tiny, qwen3-8b), hub id, or folder.")
+        str,
+        target_option(
+            "--target",
+            "-t",
+            help="Alias (tiny, qwen3-8b), hub id, or folder.",
+            autocompletion=complete_target,
+        ),
     ] = "tiny"
     revision: Annotated[
         str | None, target_option("--revision", help="Commit of the hub repository.")

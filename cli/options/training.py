@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,7 +27,7 @@ from specctl.cli.app.progress import duration
 from specctl.cli.commands.plan import show_plans, without_dry_run
 from specctl.cli.options.recipe_flags import RecipeFlags, TrainingFlags
 from specctl.cli.options.target_choice import go_offline
-from specctl.core.errors import SpecctlError
+from specctl.core.errors import SpecctlError, one_of_two, unknown
 from specctl.recipes.stages import runs_of
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ def run_training(
     and returns it for --json."""
     recipe = flags.load()
     out = flags.folder(recipe)
+    use_device(flags.device, flags.gpus)
     if flags.offline:
         go_offline()
     check_allowed(flags.allow or ())
@@ -85,6 +88,29 @@ def _check_before(
         check_made_for(recipe, flags.recipe, console.warn, flags.FAMILIES, is_chosen)
     if "memory" not in allowed:
         check_fits(recipe, out, processes)
+
+
+def use_device(device: str, gpus: int) -> None:
+    """Have Accelerate train on that device; to be called before torch is imported."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", device):
+        raise unknown("device", device, ("auto", "cpu", "cuda", "cuda:1"), "--device")
+    if device == "auto":
+        return
+    if gpus > 1 and device != "cuda":
+        raise one_of_two(
+            "one device and several GPUs were asked for",
+            f"--device {device} --gpus {gpus}",
+            f"leave out --device {device}",
+        )
+    if device == "cpu":
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        return
+    number = device.partition(":")[2]
+    if number and not is_launched():
+        check_gpus(int(number) + 1, f"--device {device}")
+        os.environ["ACCELERATE_TORCH_DEVICE"] = device
+    else:
+        check_gpus(1, f"--device {device}")
 
 
 def _processes(flags: TrainingFlags, rows: int) -> tuple[int, bool]:

@@ -66,6 +66,52 @@ def formats() -> dict[str, Format]:
     return plugins(__name__, "FORMAT")
 
 
+# Where engines read more than one format, the one that an engine's own tools write comes first.
+# TensorRT-LLM is given what its loaders name: EAGLE-3's flat checkpoint and plain draft models.
+ENGINES: dict[str, tuple[str, ...]] = {
+    "vllm": ("speculators", "hf", "vllm-medusa", "mlp-speculator"),
+    "sglang": ("sglang", "hf"),
+    "llama.cpp": ("gguf",),
+    "trtllm": ("sglang", "hf"),
+}
+ONLY_EAGLE3 = ("trtllm",)  # engines that read of the flat checkpoints EAGLE-3's alone
+PREFERRED = ("speculators", "sglang", "hf", "vllm-medusa", "mlp-speculator")
+
+
+def format_for(name: str, family: str) -> str:
+    """The format of `name`: its own where it is one, else the one in which the engine of that name
+    reads a family. An engine that reads no format of the family is refused with what there is.
+
+    `sglang` is an engine and a format: families that the format cannot hold get the engine's other.
+    """
+    known = formats()
+    if name not in ENGINES:
+        return name
+    for form in ENGINES[name]:
+        is_flat = form == "sglang" and name in ONLY_EAGLE3
+        if known[form].holds(family) and (not is_flat or family == "eagle3"):
+            return form
+    fits = _fitting(family)
+    readers = [e for e in ENGINES if e != name and any(f in ENGINES[e] for f in fits)]
+    raise IncompatibleError(
+        f"no format lets {name} read a drafter of family {family}",
+        where="--to",
+        found=f"family {family}",
+        expected="an engine or a format that holds it: " + ", ".join([*readers, *fits]),
+        do=f"--to {fits[0]}",
+    )
+
+
+def _fitting(family: str) -> list[str]:
+    """The formats that hold a family, an engine's before our own."""
+    fits = [n for n, form in formats().items() if form.holds(family)]
+    return sorted(fits, key=lambda n: (n == "specctl", n not in PREFERRED, *_place(n)))
+
+
+def _place(name: str) -> tuple[int, str]:
+    return (PREFERRED.index(name) if name in PREFERRED else len(PREFERRED), name)
+
+
 def find_format(name: str, family: str) -> Format:
     """The format of that name; one that cannot hold the family is refused with those that can."""
     known = formats()
@@ -77,7 +123,7 @@ def find_format(name: str, family: str) -> Format:
             do=f"--to {nearest(name, known, 1)}",
         )
     if not known[name].holds(family):
-        fits = [n for n, form in known.items() if form.holds(family)]
+        fits = _fitting(family)
         raise IncompatibleError(
             f"format {name} cannot hold a drafter of family {family}",
             found=f"family {family}",

@@ -14,9 +14,9 @@ from specctl.cli.commands.bench_families import (
     chosen,
     family_recipe,
     recipes_of,
-    short,
     tree_of,
 )
+from specctl.cli.commands.family_tables import short
 from specctl.cli.options.target_choice import TargetChoice
 from specctl.core.errors import Exit, RecipeError
 

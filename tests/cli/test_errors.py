@@ -96,7 +96,7 @@ MISTAKES = {
         (*G, "-d", "prompt-lookup", "--policy", "chain", "x"), 3, "--policy direct"
     ),
     "unknown policy": Mistake(
-        (*G, "-d", "prompt-lookup", "--policy", "tree", "x"), 3, "--policy direct"
+        (*G, "-d", "prompt-lookup", "--policy", "tree", "x"), 3, "--policy opt-tree"
     ),
     "unknown rule": Mistake((*G, "-d", "prompt-lookup", "--rule", "best", "x"), 3, ""),
     "illegal rule": Mistake(

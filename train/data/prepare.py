@@ -16,6 +16,7 @@ import numpy as np
 
 from specctl.core.errors import RecipeError, SpecctlError
 from specctl.core.files import digest_of
+from specctl.core.printable import counted
 from specctl.recipes.schema import DataPart, Recipe
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.target.target import Target
@@ -61,7 +62,7 @@ def prepare(
     with ranks.together():  # nobody writes before all have looked
         manifest = read_manifest(folder)
     if manifest is not None and manifest.digest == digest:
-        console.say(f"data: reusing {manifest.rows:,} rows ({digest[:12]})")
+        console.say(f"data: reusing {counted(manifest.rows, 'row')} ({digest[:12]})")
         return TokenData(folder, manifest)
     answers: list[WrittenAnswer] = []
     if data.regenerate:
@@ -97,7 +98,8 @@ def _write(
     manifest = write_rows(folder, rows, digest, settings, writer, defects)
     defects.tell(console)
     console.say(
-        f"data: {manifest.rows:,} rows of {manifest.seq_len}, {manifest.tokens:,} tokens, "
+        f"data: {counted(manifest.rows, 'row')} of {manifest.seq_len}, "
+        f"{counted(manifest.tokens, 'token')}, "
         f"{manifest.loss_tokens:,} to predict, {manifest.fill:.1%} full ({digest[:12]})"
     )
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from specctl.core.drafter import Drafter, Family, Needs
+from specctl.core.printable import counted
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.recipes.schema import Recipe, TrainPart
@@ -267,7 +268,7 @@ def _time(
         left = max(0, recipe.train.steps - behind)
         within = (0.9 * left * seconds, 1.2 * left * seconds)
         return {
-            "parts": (Part("training", f"{left:,} steps", within),),
+            "parts": (Part("training", counted(left, "step"), within),),
             "basis": f"measured {behind} steps in {out}, for the steps that are left",
         }
     sizes = WorkSizes.of(drafter, shape.active)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from specctl.core.printable import counted
 from specctl.recipes.schema import Recipe, TrainPart
 from specctl.runtime.measure.reporter import Advance, SilentReporter
 from specctl.train.data.rows import read_manifest
@@ -66,7 +67,7 @@ class Rehearsal:
     def _spent(self, recipe: Recipe) -> Iterator[tuple[str, str, float]]:
         prompts = recipe.data.prompts if recipe.data.regenerate else 0
         yield "start, text, package", "once", self.once
-        yield ANSWERS, f"{prompts:,} prompts", prompts * self.answer
+        yield ANSWERS, counted(prompts, "prompt"), prompts * self.answer
         first = reference_stage(recipe)
         if first is not None:
             for name, amount, seconds in self._training(first):
@@ -78,7 +79,7 @@ class Rehearsal:
         if recipe.data.on_policy:
             writes = math.ceil(train.steps / recipe.data.on_policy_every)
         yield "the drafter writes", f"{writes:,} times", writes * self.write
-        yield "training", f"{train.steps:,} steps", train.steps * self.step
+        yield "training", counted(train.steps, "step"), train.steps * self.step
         measures = num_measures(train)
         yield "measuring tau", f"{measures:,} time{'s' * (measures != 1)}", measures * self.tau
         yield "saving", f"{num_saves(train):,} times", num_saves(train) * self.save

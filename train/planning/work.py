@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specctl.core.drafter import Drafter
+from specctl.core.printable import counted
 from specctl.core.spec import ModelSpec
 from specctl.recipes.low_rank import JointPart
 from specctl.recipes.schema import Recipe, TrainPart
@@ -158,7 +159,7 @@ def work_of(
     if data.regenerate:
         tokens = data.prompts * (data.prompt_tokens + data.new_tokens)
         found.append(
-            Work(ANSWERS, f"{data.prompts:,} prompts", writing=2.0 * sizes.target * tokens)
+            Work(ANSWERS, counted(data.prompts, "prompt"), writing=2.0 * sizes.target * tokens)
         )
     if data.features == "offline" and sizes.reads_target:
         reading = 2.0 * sizes.target * row_tokens
@@ -182,7 +183,7 @@ def _training(recipe: Recipe, sizes: WorkSizes) -> Iterable[Work]:
         each += (2.0 + joint_passes(train.joint)) * sizes.target
     if train.select in COMPARING:
         each += sizes.passes * 2.0 * sizes.drafter  # the reference reads the batch, too
-    yield Work("training", f"{train.steps:,} steps", each * tokens)
+    yield Work("training", counted(train.steps, "step"), each * tokens)
     yield measuring(recipe, sizes, num_measures(train))
 
 

@@ -357,31 +357,37 @@ class TrimReport:
         return "\n".join(lines)
 
     def save_png(self, path: Path) -> Path:
-        """Coverage above, predicted tau and speed-up below, as a picture; needs matplotlib."""
+        """Coverage, predicted tau and predicted speed-up over the ids kept, each on its own axes;
+        needs matplotlib."""
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
             raise SpecctlError(
                 "drawing the coverage curve needs matplotlib", do=pip_install("plots")
             ) from error
-        figure = Figure(figsize=(6.4, 6.4), layout="constrained")
-        upper, lower = figure.subplots(2, 1, sharex=True)
+        figure = Figure(figsize=(7, 8.4), layout="constrained")
+        figure.suptitle("What a smaller draft vocabulary keeps and gains", fontsize=13)
+        upper, middle, lower = figure.subplots(3, 1, sharex=True)
         sizes = [point.size for point in self.curve]
         upper.plot(sizes, [100 * p.coverage for p in self.curve], marker="o", label="all domains")
         upper.plot(sizes, [100 * p.worst for p in self.curve], ls="--", label="worst domain")
-        upper.set(ylabel="coverage, % of held-out tokens")
-        lower.plot(sizes, [p.speedup for p in self.curve], marker="o", label="speed-up, predicted")
-        lower.plot(sizes, [p.tau for p in self.curve], ls="--", label="tau, predicted")
+        upper.set(ylabel="coverage (% of held-out tokens)")
+        middle.plot(sizes, [p.tau for p in self.curve], marker="o", label="predicted")
+        middle.set(ylabel="tau (tokens per target forward)")
+        lower.plot(sizes, [p.speedup for p in self.curve], marker="o", label="predicted")
         tried = [(t.predicted.size, t.speedup) for t in self.trials]
-        lower.scatter(
-            *zip(*tried, strict=True), color="k", zorder=3, label="speed-up, measured tau"
-        )
-        lower.set(xscale="log", xlabel="ids kept", ylabel="tau; speed-up over plain decoding")
-        for axes in (upper, lower):
+        if tried:
+            lower.scatter(*zip(*tried, strict=True), color="k", zorder=3, label="with measured tau")
+        lower.set(
+            xscale="log", xlabel="ids kept in the draft vocabulary",
+            ylabel="speed-up (times plain decoding)",
+        )  # fmt: skip
+        for axes in (upper, middle, lower):
             axes.axvline(self.size, color="0.6", lw=1, label=f"chosen: {self.size:,}")
+            axes.grid(axis="y", color="0.9")
             axes.legend()
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=120)
+        figure.savefig(path, dpi=150)
         return path
 
 

@@ -7,11 +7,12 @@ from typing import Annotated
 
 import typer
 
-from specctl.cli.app.console import Console
+from specctl.cli.app.console import Console, has_colours
 from specctl.cli.commands.chat.repl import ChatRepl, Interrupts, Lines, Look
 from specctl.cli.commands.chat.session import ChatSession
 from specctl.cli.options.flags import Compile
 from specctl.cli.options.loading import NO_DRAFTER, DraftChoice
+from specctl.cli.options.positional import Word
 from specctl.cli.options.sampling import GrammarFlags, SamplingFlags
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
 
@@ -24,6 +25,7 @@ def chat(
     grammar: GrammarFlags,
     target: TargetChoice = OWN_TARGET,
     sampling: SamplingFlags = LONG_ANSWERS,
+    drafter: Word = None,
     system: Annotated[
         str | None, typer.Option("--system", help="Told to the model before everything else.")
     ] = None,
@@ -40,10 +42,11 @@ def chat(
 
     Examples:
 
-      specctl chat --draft auto
+      specctl chat auto
       specctl chat --target tiny --draft prompt-lookup --show-accepted --stats
       echo "write a loop" | specctl chat --max-new-tokens 32 --json
     """
+    draft = draft.worded(drafter)
     sampling.sampling()  # what cannot be is refused before the target is read
     target = target.or_own(draft.draft)
     model = target.load(console, compiled)
@@ -66,7 +69,7 @@ def chat(
 
 
 def _has_colours(console: Console) -> bool:
-    if console.color and console.stdout.isatty():
+    if has_colours(console):
         return True
     console.warn("--show-accepted is ignored: stdout is no terminal that shows colours")
     return False

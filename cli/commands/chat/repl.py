@@ -14,14 +14,13 @@ from types import FrameType
 from typing import Any
 
 from specctl.api.targets import target_json
-from specctl.cli.app.console import Console
+from specctl.cli.app.console import ACCEPTED, PLAIN_COLOUR, Console
 from specctl.cli.commands.chat.session import ChatSession, ChatTurn
 from specctl.cli.options.prompts import check_text
 from specctl.core.errors import FileError, SpecctlError, nearest
 
 BLOCK = '"""'
 PROMPT, MORE = "> ", "... "
-ACCEPTED, PLAIN = "\x1b[32m", "\x1b[0m"
 HELP = """\
 /reset          begin anew
 /system TEXT    what the model is told before everything else; without TEXT, nothing
@@ -224,10 +223,10 @@ class ChatRepl:
                 for new, accepted in self.talk.answer(text, interrupts.is_stopped):
                     if self.look.colours and new and accepted != colour:
                         colour = accepted
-                        self.console.colour(ACCEPTED if colour else PLAIN)
+                        self.console.colour(ACCEPTED if colour else PLAIN_COLOUR)
                     self.console.write(new)
             finally:
-                self.console.colour(PLAIN if colour else "")
+                self.console.colour(PLAIN_COLOUR if colour else "")
         self.console.out()
         self._after(self.talk.turns[before])
 

@@ -1,0 +1,100 @@
+"""The names that a command line may give: checked before anything heavy loads, and completed by the
+shell. All of them are read from sources and YAML; neither torch nor transformers is imported."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from specctl.core.errors import FileError, did_you_mean, unknown
+from specctl.core.plugins import declared
+
+AUTO, NONE = "auto", "none"
+ENGINES = ("vllm", "sglang", "llama.cpp", "trtllm")
+
+
+def check_drafting(
+    policy: str | None, rule: str | None, controller: str | None, stop_rule: str | None
+) -> None:
+    """Refuse a word that no policy, rule, controller or stop rule has as its name."""
+    _check("tree policy", policy, declared("specctl.runtime.policies", "POLICY"), "--policy")
+    rules = [AUTO, *declared("specctl.runtime.verify", "RULE")]
+    _check("verification rule", rule, rules, "--rule")
+    controllers = declared("specctl.runtime.controllers", "CONTROLLER")
+    _check("controller", controller, controllers, "--controller")
+    if stop_rule is not None and not re.search(r"[/\\.]", stop_rule):  # else a file
+        rules_of_stopping = [NONE, *declared("specctl.runtime.stops", "STOP")]
+        if not Path(stop_rule).exists():
+            _check("stop rule", stop_rule, rules_of_stopping, "--stop-rule")
+
+
+def check_drafter(name: str) -> None:
+    """Refuse a plain word that is no drafter's name, alias or folder."""
+    from specctl.api.families import family_infos
+    from specctl.recipes.load import recipe_names
+    from specctl.recipes.targets import aliases
+
+    if not name or re.search(r"[/\\]", name) or Path(name).expanduser().exists():
+        return  # a place, or a hub id: whether there is one is seen where it is read
+    known = {NONE, *family_infos(), *recipe_names(), *aliases()}
+    if name not in known:
+        raise FileError(
+            f"unknown drafter {ascii(name)[:80]}",
+            where="the command line",
+            found=ascii(name)[:80],
+            expected="a package or run folder, a hub id owner/name, or a drafter without training",
+            do=did_you_mean(name, [*free_drafters(), *aliases()], "`specctl recipes ls` shows them")
+            + " (a folder is written ./NAME)",
+        )
+
+
+def _check(kind: str, name: str | None, known: Iterable[str], flag: str) -> None:
+    if name is not None and name not in (listed := list(known)):
+        raise unknown(kind, name, listed, flag)
+
+
+def free_drafters() -> list[str]:
+    """The families that draft without training."""
+    from specctl.api.families import family_infos
+
+    return [name for name, info in family_infos().items() if not info.trainable]
+
+
+# -- what the shell completes ----------------------------------------------------------------------
+
+
+def complete_recipe(incomplete: str) -> list[str]:
+    from specctl.recipes.load import recipe_names
+
+    return _starting(incomplete, recipe_names())
+
+
+def complete_target(incomplete: str) -> list[str]:
+    from specctl.recipes.targets import aliases
+
+    return _starting(incomplete, aliases())
+
+
+def complete_format(incomplete: str) -> list[str]:
+    return _starting(incomplete, [*ENGINES, *declared("specctl.export.formats", "FORMAT")])
+
+
+def complete_draft(incomplete: str) -> list[str]:
+    """Names of drafters without training, and the packages below runs/."""
+    packages = [str(file.parent) for file in Path("runs").glob("*/package/manifest.json")]
+    return _starting(incomplete, [NONE, *free_drafters(), *sorted(packages)])
+
+
+def complete_family(incomplete: str) -> list[str]:
+    from specctl.api.families import family_infos
+
+    return _starting(incomplete, family_infos())
+
+
+def complete_policy(incomplete: str) -> list[str]:
+    return _starting(incomplete, declared("specctl.runtime.policies", "POLICY"))
+
+
+def _starting(incomplete: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.startswith(incomplete)]

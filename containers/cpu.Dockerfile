@@ -1,0 +1,24 @@
+# specctl in a container. NOT BUILT YET by its authors.
+# The CPU build of PyTorch.
+#   docker build -f containers/cpu.Dockerfile -t specctl:cpu .
+FROM python:3.11-slim
+
+ENV PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1 HF_HOME=/cache/huggingface XDG_CACHE_HOME=/cache
+WORKDIR /opt/specctl
+
+# What changes rarely comes first: the pinned dependencies, each checked by its sha256.
+COPY locks locks
+COPY constraints.txt ./
+RUN pip install --no-cache-dir --require-hashes --no-deps -r locks/run.lock
+RUN pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cpu "torch==2.13.0+cpu"
+
+COPY . .
+RUN pip install --no-cache-dir -c constraints.txt ".[plots,data,serve,grammar]"
+
+RUN useradd --uid 1000 --create-home specctl \
+    && mkdir -p /work/runs /cache && chown -R specctl /work /cache
+USER specctl
+WORKDIR /work
+EXPOSE 8000
+ENTRYPOINT ["specctl"]
+CMD ["--help"]

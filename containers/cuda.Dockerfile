@@ -1,0 +1,26 @@
+# specctl in a container. NOT BUILT YET by its authors.
+# The default build of PyTorch, which brings its CUDA libraries; the host has the driver and the NVIDIA
+# container toolkit.
+#   docker build -f containers/cuda.Dockerfile -t specctl:cuda .
+FROM python:3.11-slim
+
+ENV PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1 HF_HOME=/cache/huggingface XDG_CACHE_HOME=/cache
+WORKDIR /opt/specctl
+
+# What changes rarely comes first: the pinned dependencies, each checked by its sha256.
+COPY locks locks
+COPY constraints.txt ./
+RUN pip install --no-cache-dir --require-hashes --no-deps -r locks/run.lock
+RUN pip install --no-cache-dir -r locks/torch.lock --require-hashes --no-deps \
+    && pip install --no-cache-dir -c constraints.txt "torch==2.13.0"
+
+COPY . .
+RUN pip install --no-cache-dir -c constraints.txt ".[plots,data,serve,grammar]"
+
+RUN useradd --uid 1000 --create-home specctl \
+    && mkdir -p /work/runs /cache && chown -R specctl /work /cache
+USER specctl
+WORKDIR /work
+EXPOSE 8000
+ENTRYPOINT ["specctl"]
+CMD ["--help"]

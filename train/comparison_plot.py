@@ -1,0 +1,78 @@
+"""A picture of a comparison: speed-up over plain decoding, and acceptance by position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+MARKERS = "osD^vP*X<>"
+MOST_LINES = 10  # of acceptance by position; more cannot be told apart
+
+
+def save_comparison(
+    names: Sequence[str],
+    series: Mapping[str, Sequence[float | None]],
+    positions: Mapping[str, Sequence[float]],
+    title: str,
+    path: Path,
+) -> Path | None:
+    """Bars of speed-up for every name, one a series (a sampling, a target), and beside them the
+    share of drafted tokens accepted at each position. None without matplotlib or anything to draw.
+
+    `series[label][i]` belongs to `names[i]`; None leaves the bar out. `positions[name][k]` is the
+    chance, in 0..1, that position k + 1 is accepted given that it was reached.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    if not names or not series:
+        return None
+    height = max(3.6, 1.6 + 0.2 * len(names) * (0.6 + len(series)))
+    figure = Figure(figsize=(11 if positions else 7, height), layout="constrained")
+    figure.suptitle(title, fontsize=13)
+    if positions:
+        left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+        _lines(right, positions)
+    else:
+        left = figure.subplots()
+    _bars(left, names, series)
+    if len(series) > 1:
+        handles, labels = left.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower left", ncols=2, fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def _bars(axes: Any, names: Sequence[str], series: Mapping[str, Sequence[float | None]]) -> None:
+    thick = 0.8 / len(series)
+    for number, (label, values) in enumerate(series.items()):
+        offset = (number - (len(series) - 1) / 2) * thick
+        drawn = [(i + offset, value) for i, value in enumerate(values) if value is not None]
+        places, sizes = [place for place, _ in drawn], [size for _, size in drawn]
+        bars = axes.barh(places, sizes, thick, label=label)
+        axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=9)
+    axes.axvline(1.0, color="0.4", linestyle="--", linewidth=1)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.margins(x=0.12, y=0.02)
+    axes.set(xlabel="speed-up (times plain decoding; dashed: plain)", title="Speed-up")
+
+
+def _lines(axes: Any, positions: Mapping[str, Sequence[float]]) -> None:
+    shown = list(positions.items())[:MOST_LINES]
+    for (name, shares), marker in zip(shown, MARKERS, strict=False):
+        places = range(1, len(shares) + 1)
+        axes.plot(places, [100 * x for x in shares], marker=marker, label=name, linewidth=1.5)
+    longest = max((len(shares) for _, shares in shown), default=1)
+    axes.set_xticks(range(1, longest + 1, max(1, longest // 8)))
+    axes.set_ylim(0, 102)
+    axes.grid(axis="y", color="0.9")
+    axes.set(
+        xlabel="position in the draft (tokens)",
+        ylabel="accepted (% where reached)",
+        title="Acceptance by position",
+    )
+    axes.legend(fontsize=9)
