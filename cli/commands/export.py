@@ -12,17 +12,23 @@ from specctl.cli.app.console import Console
 from specctl.cli.options.flags import Allow
 from specctl.cli.options.pushing import Public, Push, Yes, pushed
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
-from specctl.core.errors import RecipeError, nearest
+from specctl.core.errors import GateError, RecipeError, nearest
 from specctl.core.plugins import declared
 
 FORMATS = tuple(declared("specctl.export.formats", "FORMAT"))
+ENGINES = tuple(declared("specctl.export.engines", "ENGINE"))
 
 
 def export(
     console: Console,
     draft: Annotated[
-        Path, typer.Option("--draft", "-d", help="Package folder to export, or its run.")
-    ],
+        Path | None,
+        typer.Option(
+            "--draft",
+            "-d",
+            help="Package folder to export, or its run; without one the target becomes GGUF.",
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder to write; else only --push.")
     ] = None,
@@ -30,6 +36,15 @@ def export(
         str | None, typer.Option("--to", help="Format, else hf: " + ", ".join(FORMATS) + ".")
     ] = None,
     allow: Allow = None,
+    prove: Annotated[
+        bool, typer.Option("--prove", help="Serve it in its engine and compare with specctl.")
+    ] = False,
+    engine: Annotated[
+        str | None, typer.Option("--engine", help="Engine that proves it: " + ", ".join(ENGINES))
+    ] = None,
+    engine_python: Annotated[
+        str | None, typer.Option("--engine-python", help="Python that has the engine, else this.")
+    ] = None,
     push: Push = None,
     public: Public = False,
     yes: Yes = False,
@@ -37,6 +52,9 @@ def export(
 ) -> None:
     """Write a package in a serving engine's format. What was written is read back by that engine's
     rules and must draft what the drafter drafts; the commands that serve it are printed.
+
+    With --prove the engine that is installed (or that of --engine-python) serves it: texts and
+    accepted tokens are compared with specctl's own, and the result stands on the card.
 
     docs/export.md tells which format holds which family and which engine reads it. With --push what
     was written is uploaded to the hub, or, without --out, the package itself with the record of its
@@ -46,8 +64,13 @@ def export(
 
       specctl export --draft runs/distill/package --to hf --out runs/distill-hf
       specctl export --draft runs/eagle3/package --to speculators --out exports/my-eagle3
+      specctl export --draft runs/distill/package --to hf --out distill-hf --prove
+      specctl export --target tiny --to gguf --out tiny-gguf
       specctl export --draft runs/eagle3/package --push OWNER/my-eagle3
     """
+    if draft is None:
+        _write_target(console, out, to, target)
+        return
     _refuse_useless(out, to, push, "--public" if public else "--yes" if yes else "")
     if out is None:
         assert push is not None
@@ -76,9 +99,52 @@ def export(
     for note in result.notes:
         console.warn(note)
     told: dict[str, Any] = result.to_json()
+    if prove:
+        told["proof"] = _proved(console, draft, out, engine, engine_python, model.name)
     if push is not None:
         told["push"] = pushed(console, out, push, public, yes)
     console.done(told, next=[f"specctl show {out}", *result.serve])
+
+
+def _write_target(console: Console, out: Path | None, to: str | None, choice: TargetChoice) -> None:
+    """The target itself, for llama.cpp."""
+    if to != "gguf" or out is None:
+        raise RecipeError(
+            "there is no package to export",
+            where="--draft",
+            found="no --draft",
+            expected="a package; a target without one is written with --to gguf --out FOLDER",
+            do="--draft FOLDER",
+        )
+    check_folder(out)
+    from specctl.export.layouts.llama_cpp.target import FILE, export_target
+
+    for note in export_target(choice.or_own().load(console), out):
+        console.warn(note)
+    console.out(f"{out}: {FILE}")
+    told = {"out": str(out), "format": "gguf", "files": [FILE]}
+    console.done(told, next=[f"llama-server -m {out / FILE}"])
+
+
+def _proved(
+    console: Console, draft: Path, out: Path, engine: str | None, python: str | None, target: str
+) -> dict[str, Any]:
+    """The export in its engine; a difference is an error, and the folder stays."""
+    from specctl.api.engine_proof import prove_export
+
+    console.say(f"serving {out} in its engine, plain and drafted; this takes minutes")
+    proof = prove_export(draft, out, engine=engine, python=python, target=target)
+    for line in str(proof).splitlines():
+        console.out(line)
+    if not proof.passed:
+        raise GateError(
+            f"{proof.engine} does not do with the export what specctl does with the package",
+            where=str(out),
+            found="; ".join(proof.faults)[:400],
+            expected="the same texts, and as many drafted tokens accepted",
+            do="do not serve it there; report it with the output of the same command and --json",
+        )
+    return proof.to_json()
 
 
 def _refuse_useless(out: Path | None, to: str | None, push: str | None, also: str) -> None:
