@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from specctl.runtime.target.target import Target
 
 MOST_AT_ONCE = 256  # prompts that `specctl bench --batch` takes
+ESTIMATED = "alphas over documents of the training data that were kept back; nothing was decoded"
 HELD_OUT, KEPT_BACK = "held-out prompts", "documents of the training data that were kept back"
 
 
@@ -34,6 +35,7 @@ class Measurement:
     new_tokens: int
     batch: int = 1
     prompts: Path | None = None
+    is_estimate: bool = False  # from the alphas of text that was kept back; nothing was decoded
 
     def record(self, target: Target) -> dict[str, Any]:
         """The manifest's `acceptance`, measured again by `specctl bench`."""
@@ -50,6 +52,8 @@ class Measurement:
         where only it has the prompts, documents of its data that it did not train on."""
         from specctl.train.data.sources import is_corpus
 
+        if self.is_estimate:
+            return self._record(words, ESTIMATED) | {"temperature": 1.0}
         if is_corpus(recipe.data.source):
             return self.record(target)
         return self._record(words, KEPT_BACK)
@@ -78,6 +82,8 @@ def target_words(target: Target) -> list[str]:
         words += ["--revision", record.revision]
     if target.inflated is not None:
         words += ["--inflate", target.inflated]
+    for one in target.adapters:
+        words += ["--adapter", one.text()]
     return [*words, "--dtype", str(target.dtype).removeprefix("torch.")]
 
 

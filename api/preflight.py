@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specctl.api.outputs import check_folder
-from specctl.core.errors import FileError, SpecctlError, unknown
+from specctl.core.errors import FileError, RecipeError, SpecctlError, unknown
 from specctl.recipes.stages import PREFIX
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # What systems leave in a folder that is empty for people.
 HARMLESS = frozenset({".DS_Store", ".gitignore", ".gitkeep", "lost+found"})
+BEFORE = ("memory", "recipe")  # what is checked before a run begins, and may be waived
 HALF = "half"  # the first run of `prune --two-step`, which is there before that of the folder
 
 
@@ -58,6 +59,63 @@ def check_out(out: Path) -> None:
         )
 
 
+def check_made_for(
+    recipe: Recipe,
+    given: str,
+    warn: Callable[[str], None],
+    families: Collection[str] = (),
+    is_chosen: bool = True,
+) -> None:
+    """A demonstration is no training of a real target. Where nobody chose the recipe `given` and
+    one of these families was made for the target, that is named and refused; else it is warned
+    of."""
+    from specctl.recipes.made_for import DEMONSTRATION, REAL, is_same, made_for, target_of
+    from specctl.train.planning.target_shape import target_shape
+
+    name = recipe.target.name
+    if name == DEMONSTRATION or target_of(given) != DEMONSTRATION:
+        return
+    if recipe.target.inflate is not None or is_same(name, DEMONSTRATION):
+        return
+    count = target_shape(recipe.target).parameters
+    if count < REAL:
+        return
+    fitting = made_for(name, families)
+    what = f"recipe {recipe.name} was made for the target {DEMONSTRATION}, not for {name}"
+    steps = f"{recipe.train.steps:,} steps of {recipe.train.rows} rows of {recipe.train.seq_len}"
+    do = "a recipe of your own: specctl recipes show llama3-8b-eagle3"
+    if fitting:
+        do = "--recipe " + " or ".join(fitting[:3])
+    if is_chosen or not fitting:
+        warn(f"{what}: {steps} are a demonstration; take {do}")
+        return
+    raise RecipeError(
+        what,
+        where="--recipe",
+        found=f"{steps}, for {count / 1e9:,.1f}B parameters",
+        expected="settings for a target of this size",
+        do=f"{do}   (--allow recipe: train as it is)",
+    )
+
+
+def check_fits(recipe: Recipe, out: Path, processes: int) -> None:
+    """Refuse what the memory of this machine or its GPU cannot hold, before a weight is read."""
+    from specctl.train.data.context import check_context
+    from specctl.train.planning.capacity import lacking_memory, refuse_lacks
+    from specctl.train.planning.hardware import Cluster
+    from specctl.train.planning.target_shape import target_shape
+    from specctl.train.planning.weighing import Weighing
+    from specctl.train.runs.finished import remaining
+
+    cluster = Cluster.here(processes)
+    for stage in remaining(recipe, out):
+        shape = target_shape(stage.target)
+        check_context(stage, shape.spec)
+        weighing = Weighing(stage, shape, cluster)
+        lacks = lacking_memory(weighing, is_exact=False)
+        refuse_lacks(lacks, f"{stage.name} for {stage.target.name}", out)
+
+
 def _check_drafter(name: str) -> None:
     """Refuse a drafter that is nowhere here, or a package that was changed; the hub is not
     asked."""
@@ -77,7 +135,7 @@ def check_allowed(names: Collection[str]) -> None:
     nothing."""
     from specctl.train.saving.fingerprint import PARTS, RESTART
 
-    known = (*PARTS, RESTART)
+    known = (*PARTS, RESTART, *BEFORE)
     for name in names:
         if name not in known:
             raise unknown("part of a run", name, known, "--allow", kind=SpecctlError)

@@ -77,6 +77,7 @@ def _target_fields(target: TargetLike) -> dict[str, Any]:
         "target.revision": model.revision,
         "target.dtype": str(model.dtype).removeprefix("torch."),
         "target.inflate": model.inflated,
+        "target.adapters": [one.text() for one in model.adapters],
     }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +29,11 @@ def load_target(
     inflate: str | None = None,
     offline: bool = False,
     compile: bool = False,
+    adapters: Sequence[str] = (),
 ) -> Target:
     """The target of that name: an alias such as "tiny" or "llama3-8b", a folder, or a hub id.
 
+    `adapters`: LoRA adapters as peft writes them, each FOLDER or FOLDER@WEIGHT, added in order.
     A transformers model is frozen, put in evaluation mode and used as it is, with `tokenizer`, else
     the one of the folder or repository it was loaded from. A Target is returned as it is.
     """
@@ -47,6 +51,7 @@ def load_target(
             inflate=inflate,
             offline=offline,
             compile=compile,
+            adapters=adapters,
         )
     if not (hasattr(target, "config") and hasattr(target, "generate")):
         raise SpecctlError(
@@ -83,7 +88,13 @@ def target_or_own(target: TargetLike | None, *drafters: object, dtype: str = "au
     record = own_target(*drafters) if target is None else None
     if record is None:
         return load_target("tiny" if target is None else target, dtype=dtype)
-    return load_target(record.name, revision=record.revision, inflate=record.inflated, dtype=dtype)
+    return load_target(
+        record.name,
+        revision=record.revision,
+        inflate=record.inflated,
+        dtype=dtype,
+        adapters=record.adapter_words(),
+    )
 
 
 def own_target(*drafters: object) -> TargetRecord | None:
@@ -98,7 +109,13 @@ def own_target(*drafters: object) -> TargetRecord | None:
 
 def target_of_recipe(part: TargetPart) -> Target:
     """The target that a recipe names."""
-    return load_target(part.name, revision=part.revision, dtype=part.dtype, inflate=part.inflate)
+    return load_target(
+        part.name,
+        revision=part.revision,
+        dtype=part.dtype,
+        inflate=part.inflate,
+        adapters=part.adapters,
+    )
 
 
 def inflated_note(target: Target) -> str:
@@ -117,5 +134,6 @@ def target_json(target: Target) -> dict[str, Any]:
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": str(target.device),
         "inflated": target.inflated,
+        "adapters": [asdict(one) for one in target.adapters],
         "note": inflated_note(target) if target.inflated else None,
     }

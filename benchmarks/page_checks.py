@@ -46,6 +46,7 @@ def choose(page: Page, mode: str) -> None:
 def shows_what_the_api_answers(page: Page, server: Server) -> str | None:
     """A greedy completion: the same text, its colours and figures those of the API."""
     choose(page, "completion")
+    set_field(page, "temperature", "0")
     set_field(page, "max-tokens", "48")
     send(page, PROMPT)
     body = {"prompt": PROMPT, "max_tokens": 48, "temperature": 0}
@@ -68,6 +69,7 @@ def shows_what_the_api_answers(page: Page, server: Server) -> str | None:
 def talks(page: Page, server: Server) -> str | None:
     """A chat of two turns: the second answer knows the first."""
     choose(page, "chat")
+    set_field(page, "temperature", "0")
     set_field(page, "max-tokens", "16")
     messages: list[dict[str, str]] = []
     for text in ("write a loop", "and a class"):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, PreTrai
 from specctl.core.drafter import Drafter
 from specctl.core.vocab import VocabMap
 from specctl.drafters import families
+from specctl.drafters.nets.self_drafter import SelfDrafter
 from specctl.drafters.small_lm import SmallLm
 from specctl.runtime.cross_vocab.translate import translated
 from specctl.runtime.engine.engine import Engine
@@ -152,7 +153,19 @@ DRAFTS: dict[str, Draft] = {
     "medusa": Draft(lambda: fresh("medusa"), TREE),
     "prompt-lookup": Draft(lambda: fresh("prompt-lookup"), {"policy": "direct"}),
     "token-recycling": Draft(lambda: fresh("token-recycling"), {"policy": "direct"}),
+    "speculative-jacobi": Draft(lambda: fresh("speculative-jacobi"), CHAIN),
 }
+
+
+def borrowing() -> Iterator[tuple[str, Draft]]:
+    """Every family that runs the target's own layers, as its first policy grows it."""
+    for name, method in families().items():
+        drafter = fresh(name)
+        if isinstance(drafter, SelfDrafter):
+            yield name, Draft(partial(fresh, name), {"policy": method.policies[0], "length": 3})
+
+
+DRAFTS.update(borrowing())
 EACH = 3  # sampling settings of every drafter; together they take every setting in turn
 
 

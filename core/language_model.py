@@ -16,9 +16,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from specctl.core.errors import IncompatibleError
 from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.masks import chain_mask, document_mask, tree_mask
 from specctl.core.spec import ModelSpec
+from specctl.core.sub_layers import SubLayers
 from specctl.core.tree import DraftTree
 
 
@@ -41,7 +43,12 @@ class Masks:
 @dataclass(frozen=True, slots=True)
 class Feed:
     """What one forward reads and what it is asked for: taps, and logits at every fed token, at one
-    fed index per row (`only`, then [B, 1, V]), or none."""
+    fed index per row (`only`, then [B, 1, V]), or none.
+
+    Borrowed layers: `parts` are the sub-layers that run (None: all; see `SubLayers`), and
+    `residual_BTD` is what stands in front of the first of them instead of the embeddings of
+    `ids_BT`, which then say no more than how many rows and tokens there are. A tap k is the
+    residual in front of layer k, whatever ran before it."""
 
     ids_BT: Tensor
     position_BT: Tensor
@@ -49,6 +56,8 @@ class Feed:
     taps: tuple[int, ...] = ()
     logits: bool = True
     only: tuple[int, ...] | None = None
+    parts: SubLayers | None = None
+    residual_BTD: Tensor | None = None
 
     def asked(self, rows_BTX: Tensor, first: int = 0) -> Tensor:
         """The rows whose logits are wanted; `rows_BTX` begins at fed index `first`."""
@@ -60,12 +69,27 @@ class Feed:
 
 @dataclass(frozen=True, slots=True)
 class Borrowed:
-    """Frozen pieces of the target that a drafter may share; never saved with it."""
+    """Frozen pieces of the target that a drafter may share; never saved with it. `lm` is the model
+    itself, whose layers a drafter runs through `Feed.parts` against a cache of its own; None where
+    a model does not lend them."""
 
     embedding_VD: Tensor
     head_VD: Tensor
     embed_scale: float = 1.0
     head_bias_V: Tensor | None = None
+    lm: LanguageModel | None = None
+
+    def layers(self) -> LanguageModel:
+        """The model whose layers may be run; an error where they may not."""
+        if self.lm is None:
+            raise IncompatibleError(
+                "this target does not lend its layers",
+                found="an inflated target, or one behind a wrapper of its own",
+                expected="a target loaded as it was published",
+                do="leave --inflate out, or choose a drafter with weights of its own",
+            )
+        self.lm.check_lending()
+        return self.lm
 
 
 class LanguageModel(ABC):
@@ -74,6 +98,7 @@ class LanguageModel(ABC):
     spec: ModelSpec
     module: nn.Module
     windows: tuple[int, ...] = ()  # sliding-window sizes for which `forward` needs a mask
+    can_run: bool = True  # in rounds, with a cache; else whole documents are read, and no more
 
     @abstractmethod
     def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
@@ -107,6 +132,20 @@ class LanguageModel(ABC):
     def borrowed(self) -> Borrowed:
         """The embedding and LM head, detached views of the model's own storage."""
 
+    def check_lending(self) -> None:
+        """Raise IncompatibleError where layers cannot be run apart from each other."""
+        return
+
+    def write_kv(self, state: Mapping[int, Tensor], position_BT: Tensor, kv: SlotKV) -> None:
+        """Write keys and values of the fed tokens into the aimed `kv`, of each layer whose incoming
+        residual [B, T, D] is given: what a forward with those residuals would have written."""
+        del state, position_BT, kv
+        raise IncompatibleError(
+            f"{type(self).__name__} does not lend its layers",
+            expected="a target as it was published",
+            do="choose a drafter with weights of its own",
+        )
+
     def chain_masks(self, kept_len_B: Tensor, num_fed: int, span: int) -> Masks:
         """Masks of a causal run of `num_fed` tokens behind the kept positions."""
         windows = {w: chain_mask(kept_len_B, num_fed, span, w) for w in self.windows}
@@ -134,6 +173,14 @@ class LanguageModel(ABC):
 
     def new_kv(self, num_slots: int, max_len: int) -> SlotKV:
         return SlotKV.of(self.kv_layers, num_slots, max_len, self.dtype, self.device)
+
+    def borrowed_kv(self, attention: tuple[int, ...], num_slots: int, max_len: int) -> SlotKV:
+        """A cache for a borrower: the model's own, empty but for those layers."""
+        nothing = KVShape(0, 0, 0, 0)
+        layers = [
+            shape if layer in attention else nothing for layer, shape in enumerate(self.kv_layers)
+        ]
+        return SlotKV.of(layers, num_slots, max_len, self.dtype, self.device)
 
     @property
     def device(self) -> torch.device:

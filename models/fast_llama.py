@@ -3,7 +3,8 @@
 The same arithmetic as transformers' modules with a third of their operations: query, key and value
 are one product, gate and up another, rotary tables are made once in float32, keys and values are
 never repeated.
-Letters: B rows, D hidden width, E head width, H query heads, O output width, T fed tokens.
+Letters: B rows, D hidden width, E head width, H query heads, O output width, T fed tokens, V target
+vocabulary.
 """
 
 from __future__ import annotations
@@ -45,17 +46,22 @@ class FastLlama(LanguageModel):
         self.windows = () if window is None else (window,)
 
     def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
-        module, shape, taps = self.module, self.module.shape, feed.taps
-        weights = module.weights()
-        x = F.embedding(feed.ids_BT, module.model.embed_tokens.weight)
+        module, shape, taps, parts = self.module, self.module.shape, feed.taps, feed.parts
+        weights = module.weights(feed.residual_BTD is None or not feed.residual_BTD.requires_grad)
+        if feed.residual_BTD is None:
+            x = F.embedding(feed.ids_BT, module.model.embed_tokens.weight)
+        else:
+            x = feed.residual_BTD
         mask = feed.masks.full if shape.window is None else feed.masks.windows[shape.window]
         scores, rope = self._scores_and_rope(mask, feed.position_BT, x.dtype)
         found: dict[int, Tensor] = {}
         for index, layer in enumerate(weights.layers):
             if index in taps:
                 found[index] = x
-            x = self._attention(x, layer, index, rope, scores, kv)
-            x = self._mlp(x, layer)
+            if parts is None or index in parts.attention:
+                x = self._attention(x, layer, index, rope, scores, kv)
+            if parts is None or index in parts.mlp:
+                x = self._mlp(x, layer)
         if feed.logits or shape.num_layers in taps:
             x = rms_norm(x, module.model.norm.weight, shape.norm_eps)
             if shape.num_layers in taps:
@@ -108,6 +114,16 @@ class FastLlama(LanguageModel):
         kv: SlotKV | None,
     ) -> Tensor:
         """[B, T, H * head width]: what the heads put out."""
+        query, key, value = self._query_key_value(x, layer, rope)
+        if kv is not None:
+            key, value = kv.update(index, key, value)
+        out = attend(query, key, value, scores)
+        return out.transpose(1, 2).flatten(2)
+
+    def _query_key_value(
+        self, x: Tensor, layer: LayerWeights, rope: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, H, T, E] each (keys and values of fewer heads), rotated."""
         shape = self.module.shape
         B, T, _ = x.shape
         H, K = shape.num_heads, shape.num_kv_heads
@@ -119,11 +135,15 @@ class FastLlama(LanguageModel):
             both = rms_norm(both, None, eps) * layer.qk_norm_HE
         cos, sin = rope
         both = torch.addcmul(both * cos, both.roll(shape.head_dim // 2, -1), sin).transpose(1, 2)
-        query, key = both[:, :H], both[:, H:]
-        if kv is not None:
-            key, value = kv.update(index, key, value)
-        out = attend(query, key, value, scores)
-        return out.transpose(1, 2).reshape(B, T, H * shape.head_dim)
+        return both[:, :H], both[:, H:], value
+
+    @torch.no_grad()
+    def write_kv(self, state: Mapping[int, Tensor], position_BT: Tensor, kv: SlotKV) -> None:
+        layers = self.module.weights().layers
+        for index, x in state.items():
+            rope = self.module.rotary.at(position_BT, kv.aim.span, x.dtype)
+            _, key, value = self._query_key_value(x, layers[index], rope)
+            kv.update(index, key, value)
 
     def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
         return x + linear(self._neurons(x, layer), layer.down)
@@ -136,9 +156,8 @@ class FastLlama(LanguageModel):
         return F.silu(gate) * up
 
     def borrowed(self) -> Borrowed:
-        return Borrowed(
-            self.module.model.embed_tokens.weight.detach(), self.module.head_weight.detach()
-        )
+        embedding_VD = self.module.model.embed_tokens.weight.detach()
+        return Borrowed(embedding_VD, self.module.head_weight.detach(), lm=self)
 
 
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")

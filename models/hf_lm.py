@@ -9,6 +9,8 @@ tokens, V target vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from inspect import signature
 from typing import Any
@@ -22,6 +24,8 @@ from transformers.masking_utils import sdpa_mask
 from specctl.core.errors import IncompatibleError
 from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut, Masks
+from specctl.core.sub_layers import SubLayers
+from specctl.models.hf_parts import DecoderParts, check_parts, refused
 from specctl.models.hf_probe import ask_plainly, check_rounds, narrowed
 from specctl.models.hf_spec import field_of, head_scale, refuse_stateful, spec_of
 from specctl.models.kernels import attend
@@ -161,6 +165,8 @@ class HfLM(LanguageModel):
         self._is_mixed = len(set(kinds)) > 1 and window is not None
         self._can_skip = "logits_to_keep" in signature(type(model).forward).parameters
         self._layers = kv_layers
+        self._decoder: DecoderParts | None = None
+        self._lends = False
         if kv_layers or self.embedding.is_meta:
             self._implementation = _choose_attention(model)
         else:
@@ -210,17 +216,60 @@ class HfLM(LanguageModel):
         num_fed, span = feed.ids_BT.shape[1], feed.masks.full.shape[-1]
         first = min(feed.only) if feed.only is not None and feed.logits and self._can_skip else 0
         some = {"logits_to_keep": num_fed - first} if first else {}
-        out = model(
-            input_ids=feed.ids_BT,
-            attention_mask=self._mask(feed.masks),
-            position_ids=feed.position_BT,
-            past_key_values=None if kv is None else _SlotCache(kv, num_fed, span),
-            use_cache=kv is not None,
-            output_hidden_states=bool(feed.taps),
-            **some,
-        )
+        given = None if feed.residual_BTD is None else {0: feed.residual_BTD}
+        is_whole = feed.parts is None and given is None
+        with nullcontext() if is_whole else self._parts().only(feed.parts, given):
+            out = model(
+                input_ids=feed.ids_BT,
+                attention_mask=self._mask(feed.masks),
+                position_ids=feed.position_BT,
+                past_key_values=None if kv is None else _SlotCache(kv, num_fed, span),
+                use_cache=kv is not None,
+                output_hidden_states=bool(feed.taps),
+                **some,
+            )
         taps = self._taps(out, feed) if feed.taps else {}
         return LmOut(feed.asked(out.logits, first) if feed.logits else None, taps)
+
+    # -- borrowed layers ------------------------------------------------------------------------
+
+    def _parts(self) -> DecoderParts:
+        """The module's layers, looked for once."""
+        if self._decoder is None:
+            self._decoder = DecoderParts.of(self.module, self.spec.num_layers)
+        return self._decoder
+
+    def check_lending(self) -> None:
+        if self._lends:
+            return
+        if any(shape.size == 0 for shape in self.kv_layers):
+            raise refused(self.module, "layers that read another layer's cache")
+
+        def run(parts: SubLayers, state_1TD: Tensor) -> Tensor:
+            ids_1T = torch.zeros(state_1TD.shape[:2], dtype=torch.long, device=state_1TD.device)
+            masks = self.document_masks(ids_1T)
+            position_1T = torch.arange(ids_1T.shape[1], device=ids_1T.device)[None]
+            last = self.spec.num_layers - 1
+            feed = Feed(ids_1T, position_1T, masks, (last,), False, None, parts, state_1TD)
+            return self.run(feed, None).taps[last]
+
+        with torch.no_grad():
+            check_parts(self.module, run, self.spec.hidden_size)
+        self._lends = True
+
+    @torch.no_grad()
+    def write_kv(self, state: Mapping[int, Tensor], position_BT: Tensor, kv: SlotKV) -> None:
+        B, T = position_BT.shape
+        everything = torch.ones(B, 1, T, kv.aim.span, dtype=torch.bool, device=self.device)
+        masks = Masks(everything, dict.fromkeys(self.windows, everything))
+        with self._parts().only(SubLayers(tuple(state), ()), state):
+            self.module.base_model(
+                input_ids=torch.zeros_like(position_BT),
+                attention_mask=self._mask(masks),
+                position_ids=position_BT,
+                past_key_values=_SlotCache(kv, T, kv.aim.span),
+                use_cache=True,
+            )
 
     def _taps(self, out: Any, feed: Feed) -> dict[int, Tensor]:
         states, want = out.hidden_states, (*feed.ids_BT.shape, self.spec.hidden_size)
@@ -257,6 +306,7 @@ class HfLM(LanguageModel):
             head_VD if scale == 1.0 else head_VD * scale,
             self.spec.embed_scale,
             None if bias is None else bias.detach(),
+            self,
         )
 
 

@@ -280,6 +280,31 @@ def _looks_ahead(model: Any, plain: Plain) -> str:
     return "later tokens change what it says of earlier ones" + more
 
 
+@torch.no_grad()
+def check_reading(model: Any) -> None:
+    """Refuse a model that reads a document otherwise beside a longer one than alone."""
+    ids_RS, short = _ids(model), min(KEPT)
+    beside = ids_RS[:2].clone()
+    beside[0, short:] = 0
+    is_exact = field_of(model.config, "quantization_config") is None
+    with _told(model, "a plain forward of it fails"):
+        try:
+            with widened(model) if is_exact else nullcontext():
+                alone, both = _read_twice(model, ids_RS[:1, :short], beside)
+        except Exception:  # a kernel of one dtype
+            is_exact = False
+            alone, both = _read_twice(model, ids_RS[:1, :short], beside)
+    away_N = _distance(both[0, :short], alone[0])
+    away = float(away_N.max() if is_exact else away_N.median())
+    if not away <= (BOUND if is_exact else ROUGH):
+        raise refused(model, "a document is read otherwise beside a longer one than alone", away)
+
+
+def _read_twice(model: Any, alone: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
+    first, second = (model(input_ids=ids, use_cache=False).logits for ids in (alone, both))
+    return first, second
+
+
 @contextmanager
 def _told(model: Any, what: str) -> Iterator[None]:
     """Whatever a foreign forward raises means that it cannot do this."""

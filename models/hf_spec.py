@@ -23,6 +23,7 @@ OTHER_KINDS = {
     "hybrid": "a recurrent state beside attention",
     "hybrid_sliding": "a recurrent state beside attention",
 }
+USUAL_HEAD = 64  # width of a head, for drafters of a model that has no heads itself
 ALIBI = ("bloom", "mpt")  # no switch says so in their configurations
 
 
@@ -41,6 +42,7 @@ def spec_of(config: Any, eos_ids: tuple[int, ...] = ()) -> ModelSpec:
     kinds = [rope[kind] for kind in KINDS if rope.get(kind)]  # full layers may go without
     rope = kinds[0] if kinds else rope
     heads = _first(text, ("decoder_attention_heads", "num_attention_heads"), None)
+    heads = heads or max(1, text.hidden_size // USUAL_HEAD)  # a state space has none
     head_dim = field_of(text, "head_dim") or text.hidden_size // heads
     intermediate = field_of(text, "intermediate_size") or 4 * text.hidden_size
     return ModelSpec(
@@ -106,14 +108,15 @@ def head_scale(config: Any) -> float:
     return float(getattr(text, "logit_scale", None) or 1.0)
 
 
-def refuse_stateful(model_class: type, config: Any) -> None:
-    """Raise for architectures whose state cannot be rolled back to an accepted path."""
+def refuse_stateful(model_class: type, config: Any, is_read_only: bool = False) -> None:
+    """Raise for architectures whose state cannot be rolled back to an accepted path. One that is
+    only read (`is_read_only`) need not roll back, but it must be a causal decoder."""
     text = config.get_text_config()
     kinds = set(field_of(text, "layer_types") or KINDS) - {*KINDS, "mlp", "moe"}
     found = ""
-    if kinds:
+    if kinds and not is_read_only:
         found = "layers with " + ", ".join(sorted({OTHER_KINDS.get(kind, kind) for kind in kinds}))
-    elif getattr(model_class, "_is_stateful", False):
+    elif getattr(model_class, "_is_stateful", False) and not is_read_only:
         found = "a state beside its keys and values"
     elif field_of(config, "is_encoder_decoder"):
         found = "an encoder-decoder"

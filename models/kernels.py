@@ -97,13 +97,14 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         return F.rms_norm(x, (width,), weight, eps)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     length = torch.linalg.vector_norm(x, 2, -1, keepdim=True, dtype=wide)
-    scale = torch.addcmul(_scalar(eps, wide), length, length, value=1.0 / width).rsqrt_()
+    scale = torch.addcmul(kept_scalar(eps, wide), length, length, value=1.0 / width).rsqrt_()
     out = scale * x if weight is None else (scale * x).mul_(weight)
     return out.to(x.dtype)
 
 
 @lru_cache
-def _scalar(value: float, dtype: torch.dtype) -> Tensor:
+def kept_scalar(value: float, dtype: torch.dtype) -> Tensor:
+    """A number as a tensor, made once."""
     return torch.tensor(value, dtype=dtype)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from specctl.models.kernels import Weight, can_pack, pack
 
@@ -208,10 +209,11 @@ class LlamaModel(nn.Module):
         self.packs.clear()
         super()._load_from_state_dict(*args, **kwargs)
 
-    def weights(self) -> Weights:
+    def weights(self, is_fused: bool = True) -> Weights:
         """What a forward reads: the parameters themselves while they are being trained or the
-        forward is compiled, fused copies otherwise (rebuilt whenever a parameter has changed)."""
-        if torch.compiler.is_compiling():
+        forward is compiled, fused copies otherwise (rebuilt whenever a parameter has changed; not
+        `is_fused`: the parameters, through which gradients flow to what is fed)."""
+        if torch.compiler.is_compiling() or not is_fused:
             return self._collect(is_fused=False)
         packs = self.packs
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
@@ -226,7 +228,7 @@ class LlamaModel(nn.Module):
 
     def _has_room(self) -> bool:
         weight = self.head_weight
-        if weight.is_meta:
+        if weight.is_meta or isinstance(weight, FakeTensor):  # only its shape is asked for
             return False
         size = sum(p.numel() * p.element_size() for p in self.parameters())
         return size <= PACK_SHARE * _memory_bytes(weight.device)

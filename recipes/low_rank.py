@@ -20,7 +20,7 @@ class LoraPart(Section):
         default=None, description="endings of the weights that are adapted; null: hidden matrices"
     )
     keep: bool = Field(
-        default=False, description="also write the additions, OUT/adapter.safetensors"
+        default=False, description="also write the additions as an adapter of peft, OUT/adapter"
     )
 
 

@@ -36,6 +36,11 @@ class TargetPart(Section):
     inflate: InflateName | None = Field(
         default=None, description="grow the target to the cost of this many parameters, e.g. 300m"
     )
+    adapters: tuple[str, ...] = Field(
+        default=(),
+        description="LoRA adapters of peft, added to the weights in this order: FOLDER or "
+        "FOLDER@WEIGHT",
+    )
 
 
 class DrafterPart(Section):
@@ -317,6 +322,16 @@ class Recipe(Section):
     )
 
     _origin: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _adapters_are_here(self) -> Self:
+        is_elsewhere = self.data.endpoint is not None or self.data.target_source != "inprocess"
+        if self.target.adapters and is_elsewhere:
+            raise ValueError(
+                "target.adapters are added in this process, which a server of the target does not "
+                "see; merge them into one model (merge_and_unload of peft), serve that and name it"
+            )
+        return self
 
     @property
     def origin(self) -> dict[str, str]:

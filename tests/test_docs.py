@@ -25,7 +25,6 @@ PROVEN_ELSEWHERE = {
     "make test": "CI (it is this very suite)",
     "make check": "CI",
     "make proof": "benchmarks/, before a release",
-    "make bench": "benchmarks/, before a release",
     "source .venv/bin/activate": "the shell",
     "accelerate launch": "several machines; its words are taken apart below",
     "torchrun": "several machines; its words are taken apart below",
@@ -37,6 +36,7 @@ PROVEN_ELSEWHERE = {
     "specctl regenerate --target qwen3-8b": "tests/cli/test_regenerate.py, small",
     "specctl train-stop": "tests/train/test_stop_rules.py, small",
     "specctl train-draft": "tests/cli/test_commands.py, small",
+    "specctl datastore": "tests/drafters, small; draft-verify by benchmarks/self_speculation.py",
     "specctl distill": "tests/cli/test_commands.py, small",
     "specctl vocab-trim": "tests/cli/test_commands.py, small",
     "specctl prune": "tests/cli/test_prune.py, small",
@@ -45,7 +45,6 @@ PROVEN_ELSEWHERE = {
     "specctl export": "tests/cli/test_commands.py",
     "specctl import": "tests/export/test_import.py, on heads published there",
     "specctl show runs/": "tests/cli/test_commands.py, on a run made there",
-    "specctl generate --target tiny --draft runs/": "tests/cli/test_commands.py",
     "specctl generate --draft runs/": "tests/cli/test_commands.py",
     "specctl generate --target runs/": "tests/cli/test_joint.py, on a target changed there",
     "specctl adapt --draft runs/": "tests/cli/test_adapt.py",
@@ -55,6 +54,7 @@ PROVEN_ELSEWHERE = {
     "python3 -c": "any Python; the file of keys that it makes is read by tests/runtime",
     "chmod 600 keys.txt": "the shell",
     "specctl plan --scaling": "tests/cli/test_scaling.py",
+    "specctl plan --target llama3-8b": "tests/cli/test_plan_gpus.py",
 }
 
 

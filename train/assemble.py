@@ -117,11 +117,26 @@ def _names(named: dict[str, torch.nn.Parameter], most: int = 6) -> str:
     return ", ".join(names[:most]) + more
 
 
-def measuring_rows(part: DataPart, data: TokenData) -> range:
+def check_answers(recipe: Recipe, target: Target) -> None:
+    """A target that is only read writes no answers, and drafts nothing."""
+    data = recipe.data
+    asked = data.on_policy or (data.regenerate and not data.endpoint)
+    if target.can_run or not asked:
+        return
+    raise RecipeError(
+        f"target {target.name} can be read here, but not run, so it writes no answers",
+        where="data.regenerate" if data.regenerate else "data.on_policy",
+        found=getattr(target.lm, "reason", ""),
+        expected="data with the target's own answers in them, written by a serving engine",
+        do="--set data.regenerate=false --set data.on_policy=0 --data ANSWERS.jsonl",
+    )
+
+
+def measuring_rows(part: DataPart, data: TokenData, can_run: bool = True) -> range:
     """Rows kept out of training so that tau is measured on the user's own kind of text; the
-    built-in corpus has held-out prompts of its own, so nothing is kept back there, unless tau has
-    to be estimated on rows."""
-    decodes = part.target_source == "inprocess"
+    built-in corpus has held-out prompts of its own, so nothing is kept back there, unless the
+    target cannot be run with them."""
+    decodes = can_run and part.target_source == "inprocess"
     if (is_corpus(part.source) and decodes) or data.num_rows < 2:
         return range(0)
     return range(data.num_rows - max(1, data.num_rows // HELD_SHARE), data.num_rows)
@@ -129,6 +144,8 @@ def measuring_rows(part: DataPart, data: TokenData) -> range:
 
 def measuring_prompts(recipe: Recipe, target: Target, data: TokenData) -> Prompts:
     """What tau is measured on: held-out prompts, or the beginnings of kept-back documents."""
+    if not target.can_run:
+        return []
     held, count = measuring_rows(recipe.data, data), recipe.train.tau_prompts
     if not held:
         return [prompt.ids for prompt in heldout_prompts(target, count)]
@@ -177,23 +194,30 @@ def decoder(
 
 
 def estimator(
-    recipe: Recipe, features: BatchOf, drafter: Drafter, rows: Sequence[int]
+    recipe: Recipe, drafter: Drafter, batch: BatchOf, rows: Sequence[int]
 ) -> Callable[[], MeasuredAcceptance]:
-    """A function that reckons tau from the acceptance that the loss finds on rows: for a target
-    whose layers are elsewhere, so that nothing can be decoded."""
+    """A function that estimates acceptance without decoding: the alphas of the loss over rows that
+    were kept back, each position behind the text itself, and the tau of a chain that passes with
+    them. For a target that cannot be run here, or whose layers are elsewhere."""
+    train, length = recipe.train, recipe.serve.length
+    held = list(rows)[: train.tau_prompts]
 
     def measure() -> MeasuredAcceptance:
         totals = Totals()
-        for start in range(0, len(rows), recipe.train.rows):
-            batch = features(list(rows[start : start + recipe.train.rows]))
-            totals = totals.plus(drafter.loss(batch), batch)
-        found = totals.to_floats()
-        averages = means(found)
-        alpha = alphas(averages) or (averages.get("top1", 0.0),)
-        tau = simulated_tau(alpha, recipe.serve.length)
-        assert tau is not None, "there is an alpha"
-        num_tokens = int(found["tokens"][1])
-        return MeasuredAcceptance(tau, alpha[0], alpha, len(rows), num_tokens, 1.0, True)
+        for first in range(0, len(held), train.rows):
+            read = batch(held[first : first + train.rows])
+            totals = totals.plus(drafter.loss(read), read)
+        figures = means(totals.to_floats())
+        alpha = alphas(figures) or (figures.get("top1", 0.0),)
+        return MeasuredAcceptance(
+            tau=simulated_tau(alpha, length) or 1.0,
+            alpha=alpha[0],
+            accepted_per_position=alpha[:length],
+            prompts=len(held),
+            tokens=round(float(totals.pairs["tokens"][0])),
+            temperature=1.0,
+            is_estimate=True,
+        )
 
     return measure
 

@@ -47,6 +47,8 @@ def fill(
             expected="a family with a store, such as rest, suffix-automaton or token-recycling",
             do="specctl datastore --recipe rest",
         )
+    if drafter.needs().borrow:
+        drafter.bind(target.borrowed())
     data = prepare(recipe, target, out, console)
     found = list(_documents(drafter, data, target))
     drafter.learn([ids for ids, _ in found], [taps for _, taps in found])
@@ -59,8 +61,15 @@ def teach(drafter: Drafter, target: Target, texts: Sequence[Sequence[int]]) -> N
     """Store these token sequences in a drafter that retrieves from texts, with the target's states
     where it keeps them; any other drafter stays as it is."""
     if isinstance(drafter, TextStore):
-        needs = drafter.needs()
+        if drafter.needs().borrow:
+            drafter.bind(target.borrowed())
+        needs = _wanted(drafter)
         drafter.learn(texts, [_states(target, ids, needs) for ids in texts])
+
+
+def _wanted(drafter: Drafter) -> Needs:
+    """What is kept of a text beside its tokens."""
+    return drafter.needs() if drafter.learns_states else Needs()
 
 
 def _states(target: Target, ids: Sequence[int], needs: Needs) -> dict[int, Tensor]:
@@ -77,7 +86,7 @@ def _documents(
     drafter: Drafter, data: TokenData, target: Target
 ) -> Iterator[tuple[list[int], dict[int, Tensor]]]:
     """Token ids and taps of each document of the rows."""
-    needs = drafter.needs()
+    needs = _wanted(drafter)
     for row in range(data.num_rows):
         batch = data.batch([row])
         taps = capture(target, batch, needs).taps if needs.taps else {}

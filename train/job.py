@@ -74,7 +74,8 @@ def make_job(
     check_rows(recipe.train.rows, ranks.size)
     drafter = _initial_drafter(recipe, inputs, ranks, reporter)
     selection = selection_of(settings, drafter, reference)
-    num_rows = data.num_rows - len(measuring_rows(recipe.data, data))
+    held = measuring_rows(recipe.data, data, target.can_run)
+    num_rows = data.num_rows - len(held)
     say_data(recipe, num_rows, reporter)
     trained = _trained(settings, drafter, target, ranks, reporter)
     joint = trained if isinstance(trained, JointModel) else None
@@ -95,7 +96,7 @@ def make_job(
         order=order,
         ahead=features.ahead if recipe.data.on_policy == 0.0 else None,
         batch=_batches(recipe.data, reading, drafter.needs(), text, features, selection),
-        measure=_measure(recipe, decoding, drafter, data, features.batch),
+        measure=_measure(recipe, decoding, drafter, data, features.batch, reporter),
         optimizers=_optimizers(settings, trained, frozenset(vocab_sizes)),
         gradient=Gradient(trainable, ranks),
         checkpoints=checkpoints,
@@ -114,13 +115,23 @@ def make_job(
 
 
 def _measure(
-    recipe: Recipe, target: Target, drafter: Drafter, data: TokenData, features: BatchOf
+    recipe: Recipe,
+    target: Target,
+    drafter: Drafter,
+    data: TokenData,
+    features: BatchOf,
+    reporter: Reporter,
 ) -> Callable[[], MeasuredAcceptance]:
-    """Tau by decoding held-out prompts; reckoned from held-out rows where no target is here."""
-    if recipe.data.target_source == "inprocess":
+    """Tau by decoding held-out prompts; from the alphas of held-out rows where the target cannot
+    be run."""
+    if target.can_run:
         return decoder(recipe, target, drafter, measuring_prompts(recipe, target, data))
-    held = measuring_rows(recipe.data, data)
-    return estimator(recipe, features, drafter, held or range(data.num_rows))
+    reporter.warn(
+        f"target {target.name} cannot be run here: tau is that of a chain by the alphas of "
+        "text kept back, not measured by decoding"
+    )
+    held = measuring_rows(recipe.data, data, can_run=False)
+    return estimator(recipe, drafter, features, held or range(data.num_rows))
 
 
 def _trained(

@@ -197,7 +197,7 @@ def review(job: Job, progress: TrainProgress) -> None:
         job.log.write(step=step, **found.log_line())
         job.log_more({key: figures[key]}, step)
         best = f"best so far {progress.best[key]:.3f} at step {progress.best_step}"
-        how = "reckoned" if figures.get("is_estimate") else "measured"
+        how = "estimated" if figures.get("is_estimate") else "measured"
         job.reporter.say(f"step {step}: {how} {key} {figures[key]:.3f} ({best})")
     is_round = step > 0 and (is_end or step % settings.save_every == 0)
     if is_round or progress.best_step == step:

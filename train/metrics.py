@@ -106,8 +106,8 @@ class HeldOutMeasurement(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredAcceptance:
-    """What a short real decode through the engine measured; or, with `is_estimate`, the tau that
-    the loss's own figures on held-out rows stand for, where no target is here to decode with."""
+    """What a short real decode through the engine measured; or, `is_estimate`, the loss over text
+    that was kept back, at temperature 1, where the target cannot be run here."""
 
     key: ClassVar[str] = "tau"
     tau: float

@@ -22,16 +22,18 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from torch import nn
 
 from specctl.core.drafter import Drafter
 from specctl.core.errors import FileError, IntegrityError, RecipeError
 from specctl.core.files import write_json
+from specctl.recipes.low_rank import LoraPart
 from specctl.recipes.schema import Recipe, TrainPart
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.target.device import refuse_idle_cuda
 from specctl.runtime.target.served import ServedLM, load_served
 from specctl.runtime.target.target import Target, load_target
-from specctl.train.assemble import trainable_family
+from specctl.train.assemble import check_answers, trainable_family
 from specctl.train.data.prepare import prepare, rows_digest
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.distributed.sharding import shard_target
@@ -41,7 +43,7 @@ from specctl.train.joint.check import check_joint, check_target
 from specctl.train.joint.joint import JointModel
 from specctl.train.joint.joint_target import FOLDER, log_change, save_joint_target, say_change
 from specctl.train.loop import Job, TrainProgress, measure, restore, train
-from specctl.train.lora import ADAPTER, merge, save_adapter
+from specctl.train.lora import ADAPTER, merge, save_adapter, unnameable
 from specctl.train.planning.capacity import lacking_disk, refuse_lacks
 from specctl.train.planning.plan import RunPlan, build_shape, disk_needs, plan
 from specctl.train.plot import save_learning_curve
@@ -181,7 +183,7 @@ def _save_results(
     adapted = drafter.module
     if recipe.train.lora is not None and adapted is not None:
         if recipe.train.lora.keep:
-            save_adapter(adapted, out / ADAPTER)
+            _save_additions(adapted, recipe.train.lora, recipe.drafter.init, out, job.reporter)
         merge(adapted)
     if isinstance(job.drafter, JointModel):
         target = save_joint_target(job.drafter, target, recipe, inputs.data, out)
@@ -190,6 +192,17 @@ def _save_results(
     if package is not None and result.package is not None:
         package(drafter, target, result.package, acceptance)
     write_mark(recipe, result, job.fingerprint)
+
+
+def _save_additions(
+    module: nn.Module, part: LoraPart, base: str | None, out: Path, reporter: Reporter
+) -> None:
+    """OUT/adapter, in peft's format; said where peft has no such layers."""
+    left = unnameable(module)
+    if left:
+        reporter.warn(f"no adapter is written: peft has no layer for {', '.join(left[:3])}")
+        return
+    save_adapter(module, out / ADAPTER, part, base)
 
 
 def write_mark(recipe: Recipe, result: RunResult, fingerprint: Mapping[str, Any]) -> None:
@@ -302,6 +315,7 @@ def tracker_names(out: Path) -> dict[str, dict[str, Any]]:
 def _check(recipe: Recipe, target: Target, initial: Initial | None) -> None:
     """Refuse a recipe that does not fit the target or the first weights."""
     check_fit(recipe.drafter, target.spec, initial)
+    check_answers(recipe, target)
     needs = build_shape(trainable_family(recipe), recipe, target.spec).needs()
     if recipe.train.joint is not None:
         check_target(target)
@@ -340,6 +354,8 @@ def _load_target(recipe: Recipe, device: torch.device) -> Target:
             dtype=part.dtype,
             device=str(device),
             inflate=part.inflate,
+            adapters=part.adapters,
+            is_read_only=True,
         )
     if part.inflate is not None or recipe.train.joint is not None:
         raise RecipeError(

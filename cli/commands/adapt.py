@@ -40,25 +40,31 @@ def adapt(
         int | None, typer.Option("--steps", min=1, help="Training steps; else the recipe's.")
     ] = None,
     keep_adapter: Annotated[
-        bool, typer.Option("--keep-adapter", help="Also write the additions alone.")
-    ] = False,
+        bool,
+        typer.Option(
+            "--keep-adapter/--no-keep-adapter", help="Also write the additions, OUT/adapter (peft)."
+        ),
+    ] = True,
     run: TrainingFlags = ADAPT,
 ) -> None:
     """Train low-rank additions (LoRA) to a drafter, and merge them into a package for the target.
 
     For a target that was fine-tuned after the drafter was made, or for a new kind of text. Tau is
-    measured before and after on held-out prompts of the data; what drafted best is packaged.
+    measured before and after on held-out prompts of the data; what drafted best is packaged. With
+    --adapter, the target is the given one, else the drafter's own, with that LoRA adapter added.
 
     Examples:
 
       specctl adapt --draft runs/eagle3 --target ./my-tuned-model --data chats.jsonl --out runs/new
       specctl adapt --draft runs/distill/package --target tiny --data notes.txt --rank 16
+      specctl adapt --draft runs/eagle3 --adapter ./my-lora --data chats.jsonl --out runs/new
     """
     given = drafter_fields(draft)
     chosen = {"train.lora.rank": rank, "train.steps": steps}
     given |= {name: value for name, value in chosen.items() if value is not None}
-    if keep_adapter:
-        given["train.lora.keep"] = True
+    given["train.lora.keep"] = keep_adapter
+    if run.adapter and run.target is None:
+        given |= target_fields(draft)
     if run.init is not None:
         raise RecipeError(
             "adapt starts from the drafter",
@@ -91,6 +97,15 @@ def drafter_fields(draft: Path) -> dict[str, Any]:
         "drafter.init": str(package),
         **serve,
     }
+
+
+def target_fields(draft: Path) -> dict[str, Any]:
+    """The target that a package was made for, without its adapters."""
+    from specctl.export.package.manifest import package_in, read_manifest
+
+    target = read_manifest(package_in(draft)).target
+    fields = {"name": target.name, "revision": target.revision, "inflate": target.inflated}
+    return {f"target.{key}": value for key, value in fields.items() if value is not None}
 
 
 def tau_at_start(out: Path) -> float | None:

@@ -40,7 +40,12 @@ def datastore(console: Console, flags: RecipeFlags = REST, offline: Offline = Fa
 
     part = recipe.target
     target = load_target(
-        part.name, revision=part.revision, dtype=part.dtype, inflate=part.inflate, offline=offline
+        part.name,
+        revision=part.revision,
+        dtype=part.dtype,
+        inflate=part.inflate,
+        offline=offline,
+        adapters=part.adapters,
     )
     if recipe.drafter.init is not None:
         drafter = load_drafter(recipe.drafter.init, target)

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from specctl.api.recipe import refuse_dependent
+from specctl.api.recipe import INDEPENDENT, refuse_dependent
 from specctl.cli.app.console import Console
 from specctl.cli.options.recipe_flags import RecipeFlags, TrainingFlags
 from specctl.cli.options.training import run_training
@@ -29,6 +29,8 @@ class DistillFlags(TrainingFlags):
         "select": "train.select",
         "reference": "train.reference",
     }
+
+    FAMILIES: ClassVar[tuple[str, ...]] = INDEPENDENT
 
     init: Annotated[
         str | None,

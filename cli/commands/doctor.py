@@ -26,6 +26,7 @@ NEEDED = ("transformers", "accelerate", "tokenizers", "safetensors", "numpy", "p
 OPTIONAL = {  # what it is for, and the extra that brings it
     "datasets": ("parquet files and hub data sets", "data"),
     "matplotlib": ("plots", "plots"),
+    "peft": ("targets with LoRA adapters", "lora"),
     "tensorboard": ("training curves in TensorBoard", "tracking"),
 }
 GIB = 2**30

@@ -93,7 +93,7 @@ def export(
 
     draft = package_in(draft)
     read_manifest(draft)  # what is no package fails before torch is imported
-    model = target.or_own(str(draft)).load(console)
+    model = target.or_own(str(draft)).load(console, is_read_only=True)
     result = export_(draft, to, out, target=model, allow=tuple(allow or ()))
     console.out(f"{out}: {', '.join(result.files)}")
     for note in result.notes:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specctl.api.preflight import check_out, check_run
+from specctl.api.preflight import check_made_for, check_out, check_run
 from specctl.cli.app.console import Console
 from specctl.cli.app.memory import peak_memory, size_text
 from specctl.cli.app.progress import duration
@@ -31,6 +31,7 @@ from specctl.core.errors import SpecctlError, one_of_two
 if TYPE_CHECKING:
     from specctl.recipes.schema import Recipe
     from specctl.train.planning.capacity import Lack
+    from specctl.train.planning.hardware import Cluster
     from specctl.train.planning.plan import RunPlan
     from specctl.train.planning.rehearsal import Rehearsal
     from specctl.train.planning.work import Part
@@ -47,12 +48,24 @@ def plan(
         bool,
         typer.Option("--scaling", help="Train the recipe's grid, and price the next 0.1 of tau."),
     ] = False,
+    gpu: Annotated[
+        str | None,
+        typer.Option("--gpu", help="Plan for GPUs of this kind, e.g. h100; none need be here."),
+    ] = None,
+    gpus: Annotated[
+        int, typer.Option("--gpus", min=1, max=1024, help="GPUs in all, one process each.")
+    ] = 1,
+    nodes: Annotated[
+        int | None,
+        typer.Option("--nodes", min=1, max=1024, help="Machines they are in; else 8 to a machine."),
+    ] = None,
     offline: Offline = False,
 ) -> None:
     """Show parameters, memory, disk and time of a training run. Nothing is loaded or written.
 
-    A plan that this machine or its GPU cannot hold ends with exit code 6. Memory and time are
-    estimates. With --rehearse the target is loaded and a small run made in a process and a folder
+    Memory is that of a step traced on tensors without content. A plan that does not fit this
+    machine, or the GPUs that --gpu names, ends with exit code 6 and says what to change. Time is an
+    estimate. With --rehearse the target is loaded and a small run made in a process and a folder
     of its own, so that both are measured; after twenty steps of a run in OUT its time is measured
     there. With --scaling a grid of small runs is trained in OUT (the same command continues it),
     the distribution of tau against tokens and size is fitted, and what more of either would bring
@@ -62,6 +75,7 @@ def plan(
 
       specctl plan --recipe eagle3 --target tiny
       specctl plan --recipe eagle3 --target tiny --rehearse
+      specctl plan --target llama3-8b --recipe llama3-8b-eagle3 --gpu h100 --gpus 8
       specctl plan --scaling --recipe scaling --out runs/scaling
       specctl plan --recipe medusa --set train.steps=2000 --json
     """
@@ -69,20 +83,48 @@ def plan(
     if rehearse and scaling:
         told = "one plan is either rehearsed or fitted to a grid of runs"
         raise one_of_two(told, "--rehearse --scaling", "leave --rehearse out")
+    from specctl.recipes.stages import runs_of
+    from specctl.train.job import check_rows
+
+    cluster = _cluster(gpu, gpus, nodes)
     if offline:
         go_offline()
     if scaling:
         plan_scaling(console, loaded, run.folder(loaded))
         return
+    if cluster is not None:
+        check_rows(min(each.train.rows for each in runs_of(loaded)), cluster.processes)
     check_out(run.folder(loaded))
     check_run(loaded, run.folder(loaded), None if rehearse else console.warn)
-    result = show_plans(console, loaded, run.folder(loaded), rehearse)
+    check_made_for(loaded, run.recipe, console.warn)
+    result = show_plans(console, loaded, run.folder(loaded), rehearse, cluster)
     chosen = "" if run.target is None else f" --target {run.target}"
     console.done(result, next=[f"specctl train-draft --recipe {run.recipe}{chosen}"])
 
 
+def _cluster(gpu: str | None, gpus: int, nodes: int | None) -> Cluster | None:
+    """The hardware that the flags name; None for one process here."""
+    from specctl.train.planning.hardware import Cluster
+
+    if gpu is not None:
+        return Cluster.of(gpu, gpus, nodes)
+    if nodes is not None or (gpus > 1 and Cluster.here().gpu is None):
+        raise SpecctlError(
+            "the kind of the GPUs is not given, and there are none here",
+            where="the command line",
+            found=f"--gpus {gpus}",
+            expected="--gpu with their kind",
+            do=f"--gpu h100 --gpus {gpus}",
+        )
+    return Cluster.here(gpus) if gpus > 1 else None
+
+
 def show_plans(
-    console: Console, recipe: Recipe, out: Path, is_rehearsed: bool = False
+    console: Console,
+    recipe: Recipe,
+    out: Path,
+    is_rehearsed: bool = False,
+    cluster: Cluster | None = None,
 ) -> dict[str, Any]:
     """The plan of a run, or of each stage of a pipeline; returns them for --json, or raises once
     they are shown if they do not fit here."""
@@ -90,7 +132,7 @@ def show_plans(
     from specctl.train.runs.stages import plans
 
     trainable_family(recipe)
-    made = plans(recipe, out)
+    made = plans(recipe, out, cluster)
     if is_rehearsed:
         made = [(recipe, _rehearsed(console, recipe))]
     return shown(console, recipe, made, out)
@@ -117,9 +159,10 @@ def _lacks(recipe: Recipe, made: Sequence[tuple[Recipe, RunPlan]], out: Path) ->
 
     folders = [*stage_folders(recipe.stages, out).values()] or [out] * len(made)
     lacks = lacking_disk([(f, plan.disk) for f, (_, plan) in zip(folders, made, strict=True)])
-    largest, plan = max(made, key=lambda one: one[1].memory_bytes)
-    is_spread = largest.train.parallel == "fsdp" or largest.train.shard_target
-    return [*lacking_memory(plan.memory, is_spread), *lacks]
+    if not made[0][1].cluster.is_here:
+        lacks = []  # of a disk elsewhere
+    largest = max((plan for _, plan in made), key=lambda plan: plan.memory_bytes)
+    return [*lacking_memory(largest.weighing), *lacks]
 
 
 def _shown(
@@ -172,12 +215,31 @@ def show_plan(console: Console, recipe: Recipe, plan: RunPlan) -> None:
         ("drafter parameters", f"{plan.parameters:,} ({plan.trainable:,} trained)"),
         *((("THE TARGET CHANGES", _change_text(plan)),) if plan.added else ()),
         ("steps", f"{plan.steps:,}"),
-        ("memory", _parts_text(plan.memory_bytes, plan.memory)),
+        ("hardware", plan.cluster.text()),
+        *_memory_rows(plan),
         ("disk", _parts_text(plan.disk_bytes, plan.disk)),
         ("time", f"{duration(low)} to {duration(high)} ({plan.basis})"),
         *((f"  {part.name}", _part_text(part)) for part in plan.parts),
+        *_hours_rows(plan),
     ]
     console.table(("what", "how much"), rows)
+
+
+def _memory_rows(plan: RunPlan) -> list[tuple[str, str]]:
+    held, place = plan.held, "memory"
+    if plan.cluster.gpu is not None:
+        place = "memory of a host"
+        on_gpu = _parts_text(held.device_bytes, held.device)
+        on_gpu += f"; of {size_text(plan.cluster.gpu.memory)}, fullest when {held.moment}"
+        return [("memory of a GPU", on_gpu), (place, _parts_text(held.host_bytes, held.host))]
+    return [(place, _parts_text(held.host_bytes, held.host))]
+
+
+def _hours_rows(plan: RunPlan) -> list[tuple[str, str]]:
+    if plan.cluster.gpu is None:
+        return []
+    low, high = plan.gpu_hours
+    return [("GPU-hours", f"{low:,.1f} to {high:,.1f}")]
 
 
 def _change_text(plan: RunPlan) -> str:
@@ -265,7 +327,14 @@ def plan_scaling(console: Console, recipe: Recipe, out: Path) -> None:
     from specctl.train.planning.scaling import fit, grid, report, run_grid, save_picture
 
     cells, part = grid(recipe, out), recipe.target
-    target = TargetChoice(part.name, part.revision, part.dtype, inflate=part.inflate).load(console)
+    choice = TargetChoice(
+        part.name,
+        part.revision,
+        part.dtype,
+        inflate=part.inflate,
+        adapter=list(part.adapters),
+    )
+    target = choice.load(console)
     points = run_grid(cells, target, console, ["specctl", *sys.argv[1:]])
     law = fit(points)
     found = report(points, law)

@@ -139,4 +139,10 @@ def _target(recipe: Recipe) -> Target:
         return load_served(part.name, revision=part.revision, dtype=part.dtype)
     from specctl.runtime.target.target import load_target
 
-    return load_target(part.name, revision=part.revision, dtype=part.dtype, inflate=part.inflate)
+    return load_target(
+        part.name,
+        revision=part.revision,
+        dtype=part.dtype,
+        inflate=part.inflate,
+        adapters=part.adapters,
+    )

@@ -35,6 +35,7 @@ EXTRA = ("fastapi", "uvicorn", "prometheus_client")
 load_option, access_option = panel("Load"), panel("Access")
 _KNOWN = declared("specctl.runtime.batching", "BATCHING")
 BATCHINGS = ("auto", *_KNOWN)
+TOOL_PARSERS = tuple(declared("specctl.runtime.server.tools", "TOOL_FORMAT"))
 MEASURED = [name for name, entry in _KNOWN.items() if entry.values.get("reads_costs")]
 SAMPLE = 'class Node:\n    """A value and what follows it."""\n\n    def __init__(self, value):\n'
 
@@ -168,14 +169,32 @@ def serve(
         Path | None,
         typer.Option(help="Append prompts and answers to this JSONL, for distill and adapt."),
     ] = None,
+    tool_parser: Annotated[
+        str,
+        typer.Option(
+            "--tool-parser",
+            help="How the target writes tool calls: auto (as its chat template shows), none, "
+            + ", ".join(TOOL_PARSERS)
+            + ".",
+        ),
+    ] = "auto",
+    reasoning: Annotated[
+        bool,
+        typer.Option(
+            "--reasoning/--no-reasoning",
+            help="Tell the thoughts of a thinking model apart, as reasoning_content.",
+        ),
+    ] = True,
     generation_config: GenerationConfigFlag = None,
     compiled: Compile = False,
 ) -> None:
     """Serve a target to many users at once. With a drafter the answers are the same, only sooner.
 
     The API is OpenAI's (/v1/chat/completions, /v1/completions, /v1/models), / is a page to try it,
-    /metrics is for Prometheus, /health and /ready for whoever watches. SIGTERM or Ctrl-C lets
-    running answers finish first; a second one does not. Logs go to stderr as JSON, without prompts.
+    /v1/responses works without storage, /docs lists every route and field, /metrics is for
+    Prometheus, /health and /ready for whoever watches. SIGTERM or Ctrl-C lets running answers
+    finish first; a second one does not. Logs go to stderr without prompts: short lines at a
+    terminal, JSON elsewhere.
 
     Examples:
 
@@ -186,6 +205,9 @@ def serve(
     _check_extra()
     check_batching(batching, draft.draft != NO_DRAFTER)
     check_choice(generation_config)
+    if tool_parser not in ("auto", "none", *TOOL_PARSERS):
+        known = ("auto", "none", *TOOL_PARSERS)
+        raise unknown("tool parser", tool_parser, known, "--tool-parser", kind=SpecctlError)
     from specctl.runtime.server.listen import Listener, bind, url_of
     from specctl.runtime.server.logs import log, send_logs
     from specctl.runtime.server.record import Recorder
@@ -201,6 +223,7 @@ def serve(
     loaded.announce(console)
     service, verification = _service(console, model, loaded, batching, limits)
     from specctl.runtime.server.app import create_app
+    from specctl.runtime.server.chat_template import ChatStyle
 
     app = create_app(
         service,
@@ -209,8 +232,10 @@ def serve(
         recorder=recorder,
         verification=verification,
         defaults=defaults,
+        style=ChatStyle.of(model, tool_parser, reasoning),
     )
-    send_logs(console.stderr, logging.WARNING if console.quiet else logging.INFO)
+    level = logging.WARNING if console.quiet else logging.INFO
+    send_logs(console.stderr, level, as_json=not console.stderr.isatty())
 
     def ready() -> None:
         about = {"url": url, "port": socket.getsockname()[1], "model": called}
@@ -289,6 +314,7 @@ def _service(
         limits=limits,
         say=say,
         why_off="no drafter was given" if draft.drafter is None else None,
+        drafter_name=draft.name if draft.drafter is not None else None,
     )
     mark = verification_of(rule, draft.drafter, service.policy, sampled=True)
     return service, str(mark["class"])

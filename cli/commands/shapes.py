@@ -118,7 +118,13 @@ def search_shapes(
 def recipe_target(console: Console, recipe: Recipe) -> Target:
     """The target of a recipe, announced."""
     part = recipe.target
-    choice = TargetChoice(part.name, part.revision, part.dtype, inflate=part.inflate)
+    choice = TargetChoice(
+        part.name,
+        part.revision,
+        part.dtype,
+        inflate=part.inflate,
+        adapter=list(part.adapters),
+    )
     return choice.load(console)
 
 

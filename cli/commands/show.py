@@ -104,6 +104,8 @@ def _target_text(target: Any) -> str:
         text += f"@{target.revision[:12]}"
     if target.inflated:
         text += f" inflated to {target.inflated}"
+    if target.adapters:
+        text += f" with {', '.join(target.adapter_words())}"
     if target.changed is not None:
         text += f", CHANGED from {target.changed.name} (KL {target.changed.kl:.4f} nats a token)"
     return f"{text} (fingerprint {target.fingerprint[:12]})"
@@ -147,6 +149,7 @@ def _run(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
         ("kind", "run"),
         ("recipe", recipe.get("name")),
         ("target", _nested(recipe, "target", "name")),
+        *(("adapter", name) for name in _nested(recipe, "target", "adapters") or ()),
         ("family", _nested(recipe, "drafter", "family")),
         ("steps", f"{last.get('step', 0)} of {_nested(recipe, 'train', 'steps')}"),
         ("last figures", _pairs({k: v for k, v in last.items() if k != "step"})),

@@ -25,8 +25,9 @@ class RecipeFlags:
 
     FIELDS: ClassVar[Mapping[str, str]] = {
         "target": "target.name", "data": "data.source", "endpoint": "data.endpoint",
-        "init": "drafter.init",
+        "init": "drafter.init", "adapter": "target.adapters",
     }  # fmt: skip
+    FAMILIES: ClassVar[tuple[str, ...]] = ()  # that the command trains; empty: all
     recipe: Annotated[
         str,
         typer.Option("--recipe", "-r", help="A recipe's name (specctl recipes ls) or a YAML file."),
@@ -38,6 +39,14 @@ class RecipeFlags:
     data: Annotated[
         str | None,
         typer.Option("--data", help="Text, JSONL, parquet or hub data set; else the recipe's."),
+    ] = None
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapter",
+            metavar="FOLDER[@WEIGHT]",
+            help="LoRA adapter of peft, added to the target (repeatable, in order).",
+        ),
     ] = None
     endpoint: Annotated[
         str | None,
@@ -105,7 +114,8 @@ class TrainingFlags(RecipeFlags):
             "--allow",
             metavar="FIELD",
             help="Continue although this changed: config, target, data, vocab, init, world-size. "
-            "restart: begin again where no checkpoint is whole.",
+            "restart: begin again where no checkpoint is whole. memory: although it does not fit. "
+            "recipe: although that was made for another target.",
         ),
     ] = None
     offline: Offline = False

@@ -37,6 +37,14 @@ class TargetChoice:
         ),
     ] = None
     offline: Offline = False
+    adapter: Annotated[
+        list[str] | None,
+        target_option(
+            "--adapter",
+            metavar="FOLDER[@WEIGHT]",
+            help="LoRA adapter of peft, added to the target (repeatable, in order).",
+        ),
+    ] = None
 
     def or_own(self, *drafts: str) -> TargetChoice:
         """This choice; where none was named, the target that the first package was made for, else
@@ -51,10 +59,14 @@ class TargetChoice:
         if record is None:
             return replace(self, name="tiny")
         inflate = self.inflate or record.inflated
-        return replace(self, name=record.name, revision=record.revision, inflate=inflate)
+        adapter = self.adapter or record.adapter_words()
+        return replace(
+            self, name=record.name, revision=record.revision, inflate=inflate, adapter=adapter
+        )
 
-    def load(self, console: Console, compiled: bool = False) -> Target:
-        """The target, announced with what an alias stands for and any inflation."""
+    def load(self, console: Console, compiled: bool = False, is_read_only: bool = False) -> Target:
+        """The target, announced with what an alias stands for and any inflation. `is_read_only`:
+        also one that cannot be run here."""
         from specctl.recipes.targets import resolve
 
         resolved = resolve(self.name)  # an unknown name fails before torch is imported
@@ -67,6 +79,8 @@ class TargetChoice:
 
             size_named(self.inflate)  # before the target is read
         console.detail(f"target {self.name} = {resolved.path or resolved.repo}")
+        for word in self.adapter or ():
+            console.detail(f"with adapter {word}")
         if self.revision is not None and resolved.path is not None:
             console.warn(f"--revision is ignored: target {self.name} is a folder of this machine")
         target = load_target(
@@ -77,6 +91,8 @@ class TargetChoice:
             inflate=self.inflate,
             offline=self.offline,
             compile=compiled,
+            adapters=self.adapter or (),
+            is_read_only=is_read_only,
         )
         if target.inflated:
             from specctl.api.targets import inflated_note

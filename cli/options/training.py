@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from specctl.api.preflight import check_allowed, check_out, check_run
+from specctl.api.measurement import ESTIMATED
+from specctl.api.preflight import (
+    BEFORE,
+    check_allowed,
+    check_fits,
+    check_made_for,
+    check_out,
+    check_run,
+)
 from specctl.cli.app.console import Console
 from specctl.cli.app.launch import check_gpus, is_launched, relaunch, watch_front
 from specctl.cli.app.memory import peak_memory, peak_text
 from specctl.cli.app.progress import duration
 from specctl.cli.commands.plan import show_plans, without_dry_run
-from specctl.cli.options.recipe_flags import TrainingFlags
+from specctl.cli.options.recipe_flags import RecipeFlags, TrainingFlags
 from specctl.cli.options.target_choice import go_offline
 from specctl.core.errors import SpecctlError
 from specctl.recipes.stages import runs_of
 
 if TYPE_CHECKING:
     from specctl.api.train import TrainResult
+    from specctl.recipes.schema import Recipe
 
 
 def run_training(
@@ -38,13 +48,16 @@ def run_training(
     if is_launched():
         watch_front()
     processes, is_cpu = _processes(flags, min(each.train.rows for each in runs_of(recipe)))
+    allow = [name for name in flags.allow or () if name not in BEFORE]
     check_out(out)
     if flags.dry_run:
         check_run(recipe, out)
         console.done(show_plans(console, recipe, out), next=[without_dry_run()])
         return
-    if processes > 1 and not is_launched():
+    if not is_launched():
         check_run(recipe, out)
+        _check_before(console, flags, recipe, out, processes)
+    if processes > 1 and not is_launched():
         code = relaunch(sys.argv[1:], processes, is_cpu, recipe.train.parallel)
         console.is_answered = True  # by the first process
         raise typer.Exit(code)
@@ -55,11 +68,23 @@ def run_training(
         recipe,
         out=out,
         resume=flags.resume,
-        allow=flags.allow or (),
+        allow=allow,
         progress=console,
         command=["specctl", *sys.argv[1:]],
     )
     finish(console, result, about(result) if console.is_main else {})
+
+
+def _check_before(
+    console: Console, flags: TrainingFlags, recipe: Recipe, out: Path, processes: int
+) -> None:
+    """Whether the recipe was made for this target and the run fits, unless that is allowed."""
+    allowed = flags.allow or ()
+    if "recipe" not in allowed:
+        is_chosen = flags.recipe != RecipeFlags().recipe or flags.init is not None
+        check_made_for(recipe, flags.recipe, console.warn, flags.FAMILIES, is_chosen)
+    if "memory" not in allowed:
+        check_fits(recipe, out, processes)
 
 
 def _processes(flags: TrainingFlags, rows: int) -> tuple[int, bool]:
@@ -87,8 +112,9 @@ def finish(console: Console, result: TrainResult, more: Mapping[str, Any] | None
         return
     answer, package = result.to_json(), result.package
     tau = "not measured" if result.tau is None else f"{result.tau:.2f}"
-    decodes = result.recipe.data.target_source == "inprocess"
-    how = "held-out" if decodes else "reckoned on held-out rows"
+    recorded = result.manifest.acceptance
+    is_estimate = recorded is not None and recorded.data == ESTIMATED
+    how = "from alphas, not decoded" if is_estimate else "held-out"
     console.out(
         f"checkpoint {answer['checkpoint']} (sha256 {answer['sha256'][:12]}) | acceptance tau "
         f"{tau} ({how}, k={result.recipe.serve.length}) | {duration(result.run.seconds)} | "

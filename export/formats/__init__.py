@@ -113,9 +113,14 @@ def export(
         written = [path.name for path in temp.iterdir()]
         assert not {CARD, MANIFEST} & set(written), f"format {to} wrote {written}"
         about = manifest.to_json() | {"format": to, "versions": versions()}
-        named = source.manifest.target.repo or TARGET
+        beside = source.manifest.target
+        named = TARGET if beside.adapters else beside.repo or TARGET
         about["served_by"] = [line.replace(TARGET, named) for line in form.serve(source, FOLDER)]
-        about["notes"] = [*_other_target(manifest, source), *form.notes(source)]
+        about["notes"] = [
+            *_other_target(manifest, source),
+            *_with_adapters(source),
+            *form.notes(source),
+        ]
         sealed = seal_folder(temp, {k: v for k, v in about.items() if k != "digest"})
         form.check(source, temp)
         return sealed
@@ -142,6 +147,17 @@ def _other_target(manifest: Manifest, source: ExportSource) -> list[str]:
         f"Exported beside {beside}, not beside {made_for}, which the drafter was made for: what is "
         "shared or copied of a target is that of the former, the acceptance above was measured "
         "with the latter."
+    ]
+
+
+def _with_adapters(source: ExportSource) -> list[str]:
+    from specctl.export.package.card import shown_target
+
+    if not source.manifest.target.adapters:
+        return []
+    return [
+        f"The target is {shown_target(source.manifest)} with LoRA adapters. An engine is to serve "
+        "it with them merged: `merge_and_unload()` and `save_pretrained(TARGET_FOLDER)` of peft."
     ]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from specctl.core.errors import GateError
 from specctl.export.formats import ExportSource, Format
-from specctl.export.package.card import given_target
+from specctl.export.package.card import adapter_flags, given_target
 from specctl.export.package.folder import package_tensors
 from specctl.export.package.load import read_package
 from specctl.export.package.manifest import WEIGHTS, check_files
@@ -35,8 +35,9 @@ def check(source: ExportSource, folder: Path) -> None:
 
 
 def serve(source: ExportSource, folder: str) -> tuple[str, ...]:
-    target = given_target(source.manifest.target)
-    return (shlex.join(["specctl", "serve", "--target", target, "--draft", folder]),)
+    record = source.manifest.target
+    words = ["specctl", "serve", "--target", given_target(record), *adapter_flags(record)]
+    return (shlex.join([*words, "--draft", folder]),)
 
 
 FORMAT = Format(

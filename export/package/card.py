@@ -38,6 +38,11 @@ def given_target(record: TargetRecord) -> str:
     return record.repo or (record.name if _last(record.name) == record.name else "TARGET_FOLDER")
 
 
+def adapter_flags(record: TargetRecord) -> list[str]:
+    """The flags that add the target's adapters; of folders, the last part."""
+    return [part for word in record.adapter_words() for part in ("--adapter", _last(word))]
+
+
 def _last(word: str) -> str:
     """A word with an absolute path cut to its last part."""
     absolute = word.startswith(("/", "~", "\\")) or re.match(r"[A-Za-z]:\\", word)
@@ -84,6 +89,12 @@ def _summary(manifest: Manifest) -> str:
             f"original's, the same greedy token in {changed.agreement:.1%} of places, "
             f"perplexity {changed.perplexity_before:.2f} before and {changed.perplexity:.2f} after "
             f"({changed.tokens:,} held-out tokens)."
+        )
+    if manifest.target.adapters:
+        names = ", ".join(f"`{_last(word)}`" for word in manifest.target.adapter_words())
+        text += (
+            f" **The target has LoRA adapters**: it is {shown_target(manifest)} with {names} "
+            "added to its weights, and the drafter is bound to both."
         )
     if vocabulary.digest is not None:
         text += (
@@ -139,7 +150,8 @@ def _words(measured: Acceptance) -> tuple[str, ...]:
 
 def _load(manifest: Manifest) -> str:
     target = given_target(manifest.target)
-    inflate = f" --inflate {manifest.target.inflated}" if manifest.target.inflated else ""
+    more = f" --inflate {manifest.target.inflated}" if manifest.target.inflated else ""
+    more += "".join(f" {shlex.quote(word)}" for word in adapter_flags(manifest.target))
     if manifest.format == "hf":
         folder = manifest.target.repo or "TARGET_FOLDER"
         return (
@@ -159,9 +171,9 @@ def _load(manifest: Manifest) -> str:
         return f"## Use\n\nWith the paths of your machine filled in:\n\n{lines}"
     return (
         "## Use\n\n"
-        f'    specctl generate --target {target}{inflate} --draft THIS_FOLDER "def main("\n'
-        f"    specctl verify THIS_FOLDER --target {target}{inflate}\n"
-        f"    specctl bench --target {target}{inflate} --draft THIS_FOLDER\n\n"
+        f'    specctl generate --target {target}{more} --draft THIS_FOLDER "def main("\n'
+        f"    specctl verify THIS_FOLDER --target {target}{more}\n"
+        f"    specctl bench --target {target}{more} --draft THIS_FOLDER\n\n"
         "```python\nimport specctl\n\n"
         f'specctl.generate("{target}", "def main(", drafter="THIS_FOLDER")\n```'
     )
@@ -173,6 +185,10 @@ def _identity(manifest: Manifest) -> str:
     rows = {
         "target revision": manifest.target.revision or "-",
         "target fingerprint": manifest.target.fingerprint,
+        **{
+            f"adapter {_last(one.name)}": f"weight {one.weight:g}, digest {one.digest}"
+            for one in manifest.target.adapters
+        },
         "tokenizer fingerprint": manifest.tokenizer or "-",
         "chat template": manifest.chat_template or "-",
         "taps (hidden_states indices)": ", ".join(map(str, taps)) or "none",

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specctl.core.errors import IncompatibleError, SpecctlError, nearest
 from specctl.export.package.manifest import Manifest
+from specctl.runtime.target.adapter import combined_fingerprint
 
 if TYPE_CHECKING:
     from specctl.runtime.target.target import Target
@@ -37,6 +38,7 @@ _SHAPE = ("num_layers", "hidden_size")
 
 ALLOWABLE = (
     "target",
+    "adapter",
     "tokenizer",
     "template",
     "eos",
@@ -98,7 +100,8 @@ def made_for(manifest: Manifest) -> str:
     """The target of a package in words: name, revision, inflation."""
     target = manifest.target
     text = target.name + (f"@{target.revision[:12]}" if target.revision else "")
-    return text + (f" inflated to {target.inflated}" if target.inflated else "")
+    text += f" inflated to {target.inflated}" if target.inflated else ""
+    return text + (f" with {', '.join(target.adapter_words())}" if target.adapters else "")
 
 
 def mismatches(manifest: Manifest, target: Target) -> list[Mismatch]:
@@ -192,6 +195,19 @@ def _weights(manifest: Manifest, target: Target) -> list[Mismatch]:
     record = manifest.target
     if record.fingerprint == target.fingerprint:
         return []
+    base = target.base_fingerprint or target.fingerprint
+    if record.fingerprint == combined_fingerprint(base, record.adapters):
+        theirs = ", ".join(record.adapter_words()) or "none"
+        ours = ", ".join(one.text() for one in target.adapters) or "none"
+        return [
+            Mismatch(
+                "adapter",
+                _with_digests(ours, target.adapters),
+                _with_digests(theirs, record.adapters),
+                _load_it(manifest),
+                "adapter",
+            )
+        ]
     here = target.name + (f"@{target.revision[:12]}" if target.revision else "")
     here += f" inflated to {target.inflated}" if target.inflated else ""
     return [
@@ -203,6 +219,11 @@ def _weights(manifest: Manifest, target: Target) -> list[Mismatch]:
             "target",
         )
     ]
+
+
+def _with_digests(text: str, adapters: Sequence[Any]) -> str:
+    """Names of adapters and what tells them apart."""
+    return text if not adapters else f"{text} ({', '.join(_short(a.digest) for a in adapters)})"
 
 
 def _short(digest: str | None) -> str:

@@ -164,6 +164,7 @@ def target_record(target: Target) -> dict[str, Any]:
         "inflated": target.inflated,
         "dtype": str(target.dtype).removeprefix("torch."),
         **({} if target.changed is None else {"changed": asdict(target.changed)}),
+        **({"adapters": [asdict(one) for one in target.adapters]} if target.adapters else {}),
     }
 
 

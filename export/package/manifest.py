@@ -74,10 +74,18 @@ class ChangeRecord(Record):
     tokens: Count
 
 
+class AdapterRecord(Record):
+    """A LoRA adapter that was added to the target's weights, `weight` times."""
+
+    name: str
+    weight: Annotated[float, Field(gt=0.0)]
+    digest: Sha256
+
+
 class TargetRecord(Record):
     """The model the drafter was made for. `inflated` is the size it was grown to, or null; `dtype`
     is what it computed in then (packages of before do not say); `changed` stands only where joint
-    training made that model."""
+    training made that model, `adapters` only where some were added (`fingerprint` covers them)."""
 
     name: str
     repo: str | None
@@ -86,6 +94,11 @@ class TargetRecord(Record):
     inflated: str | None
     dtype: str | None = None
     changed: ChangeRecord | None = None
+    adapters: tuple[AdapterRecord, ...] = ()
+
+    def adapter_words(self) -> list[str]:
+        """The adapters as --adapter takes them."""
+        return [a.name if a.weight == 1.0 else f"{a.name}@{a.weight:g}" for a in self.adapters]
 
 
 class TapsRecord(Record):
@@ -186,6 +199,8 @@ class Manifest(Record):
         for name in ("dtype", "changed"):
             if body["target"][name] is None:
                 del body["target"][name]
+        if not body["target"]["adapters"]:
+            del body["target"]["adapters"]
         for name in ("served_by", "notes"):
             if not body[name]:
                 del body[name]

@@ -76,6 +76,8 @@ def cut(row: Row, new: Sequence[int], target: Target) -> tuple[list[int], str | 
                 return kept, "grammar"
             if not sampling.ignore_eos:
                 return kept, "eos"
+        if token in sampling.stop_token_ids:
+            return kept, "stop"
         if sampling.stop and _ends_with_stop(row, kept, sampling.stop, target):
             return kept, "stop"
         if len(kept) >= room:

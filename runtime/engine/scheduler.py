@@ -74,7 +74,7 @@ class RoundPlanner:
         if self.batching is not None:
             lengths = self.batching.lengths(self._views(rows, rooms))
             depth = min(depth, max(lengths))
-        elif self._is_cut(rows) and min(rooms) < depth:
+        elif min(rooms) < depth and (self._is_cut(rows) or self._has_plain(rows)):
             lengths = tuple(max(0, min(depth, room)) for room in rooms)
         if most == 0 or lengths is None or self.policy.is_chain:
             depth = min(depth, most)
@@ -84,6 +84,9 @@ class RoundPlanner:
         """Whether every row is cut to its own room."""
         return self.follows_drafts and not all(row.request.sampling.greedy for row in rows)
 
+    def _has_plain(self, rows: Sequence[Row]) -> bool:
+        return not all(row.request.drafts for row in rows)
+
     def would_draft(self, rows: Sequence[Row]) -> bool:
         """Whether any of these rows may be expected to draft."""
         if self.batching is None:
@@ -91,7 +94,11 @@ class RoundPlanner:
         return self.batching.would_draft(self._views(rows, self._rooms(rows)))
 
     def _rooms(self, rows: Sequence[Row]) -> list[int]:
-        return [min(row.room, self.context - len(row.tokens)) - 1 for row in rows]
+        """How many drafted tokens every row could use; none where none are wanted."""
+        return [
+            min(row.room, self.context - len(row.tokens)) - 1 if row.request.drafts else 0
+            for row in rows
+        ]
 
     def _views(self, rows: Sequence[Row], rooms: Sequence[int]) -> list[RowView]:
         drafting = self.drafting

@@ -36,7 +36,8 @@ class ExactDistribution:
         the context is full. Stop strings are not modelled."""
         assert not sampling.stop, "stop strings are not modelled"
         longest = min(sampling.max_new_tokens, target.spec.max_positions - len(prompt))
-        ends = set() if sampling.ignore_eos else set(target.eos_ids)
+        ends = set(sampling.stop_token_ids)
+        ends |= set() if sampling.ignore_eos else set(target.eos_ids)
         done: dict[Text, float] = {}
         alive: dict[Text, float] = {(): 1.0}
         for size in range(1, longest + 1):

@@ -53,6 +53,7 @@ class Sampling:
     seed: int = 0
     max_new_tokens: int = 128
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     processors: tuple[Any, ...] = ()
     grammar: Grammar | None = None
@@ -77,6 +78,7 @@ class Sampling:
         self._check("seed", 0 <= self.seed < 2**63, "an integer in [0, 2^63)")
         self._check("max_new_tokens", self.max_new_tokens >= 1, "a count >= 1")
         self._check("stop", not isinstance(self.stop, str) and all(self.stop), "non-empty strings")
+        self._check("stop_token_ids", all(i >= 0 for i in self.stop_token_ids), "token ids")
         callables = all(callable(one) for one in self.processors)
         self._check("processors", callables, "LogitsProcessor objects")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -11,10 +12,19 @@ from typing import Any
 
 from specctl.runtime.measure.stats import add_counts, shares
 from specctl.runtime.server.contract import Piece, Ticket
+from specctl.runtime.server.message_parser import MessageParser, Parts
 from specctl.runtime.server.tokens import TokenTexts
 
 REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 Json = dict[str, Any]
+DONE = b"data: [DONE]\n\n"
+ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+
+
+def event(body: Json, name: str | None = None) -> bytes:
+    """A server-sent event. ASCII, so that no client takes U+2028 for the end of a line."""
+    head = f"event: {name}\n" if name is not None else ""
+    return f"{head}data: {ENCODER.encode(body)}\n\n".encode("ascii")
 
 
 @dataclass(slots=True)
@@ -28,12 +38,20 @@ class Choice:
     num_tokens: int = 0
     num_chars: int = 0
     reason: str | None = None
+    parser: MessageParser = field(default_factory=MessageParser)
 
-    def take(self, piece: Piece) -> None:
+    def take(self, piece: Piece) -> Parts:
+        """Counts a piece in; returns what it holds."""
         self.text.append(piece.text)
         self.num_tokens += len(piece.tokens)
         self.num_chars += len(piece.text)
         self.reason = REASONS.get(piece.finish_reason or "")
+        parts = self.parser.feed(piece.spans)
+        if self.reason is not None:
+            parts += self.parser.end()
+            if self.parser.calls and self.reason == "stop":
+                self.reason = "tool_calls"
+        return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,32 +63,62 @@ class ApiAnswer(ABC):
     verification: str
     prompt_tokens: int
     tells_rounds: bool
+    tells_usage: bool
     has_logprobs: bool
     choices: tuple[Choice, ...]
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def take(self, choice: Choice, piece: Piece) -> Json:
-        """Counts a piece in; returns the chunk that tells it."""
+    def take(self, choice: Choice, piece: Piece) -> Json | None:
+        """Counts a piece in; returns the chunk that tells it, None if it tells nothing."""
         logprobs = self._logprobs(choice, piece) if self.has_logprobs else None
-        is_first = not choice.text
-        choice.take(piece)
+        is_first = not choice.text  # told in any case: it names the role
+        parts = choice.take(piece)
         if logprobs is not None:
             choice.logprobs.append(logprobs)
-        body = {**self._part(piece.text, is_first), "index": choice.index, "logprobs": logprobs}
+        part = self._part(piece, parts, is_first)
+        body = {**part, "index": choice.index, "logprobs": logprobs}
         chunk = self._chunk([{**body, "finish_reason": choice.reason}])
+        is_news = is_first or any(part.values()) or bool(piece.logprobs)
         if self.tells_rounds and piece.tokens:
             chunk["specctl"] = {"spans": piece.spans, "accepted": piece.accepted}
         if choice.reason is not None:
             chunk.setdefault("specctl", {})["stats"] = self._stats([choice])
-        return chunk
+        return chunk if is_news or "specctl" in chunk else None
+
+    def add(self, choice: Choice, piece: Piece) -> None:
+        """Counts a piece in of an answer that is not streamed."""
+        self.take(choice, piece)
+
+    # -- events -----------------------------------------------------------------------------------
+
+    def opening(self) -> list[bytes]:
+        """What a stream begins with."""
+        return []
+
+    def events(self, choice: Choice, piece: Piece) -> list[bytes]:
+        """Counts a piece in; returns the events that tell it."""
+        chunk = self.take(choice, piece)
+        if chunk is None:
+            return []
+        if self.tells_usage:
+            chunk["usage"] = None
+        return [event(chunk)]
+
+    def closing(self) -> list[bytes]:
+        """What a stream ends with that is whole."""
+        return [*([event(self.usage_chunk())] if self.tells_usage else []), DONE]
+
+    def failure(self, error: Json) -> list[bytes]:
+        """What a stream ends with that broke off."""
+        return [event(error)]
 
     def whole(self) -> Json:
         """The answer of a request that is not streamed."""
         choices = [
             {
                 "index": choice.index,
-                **self._body("".join(choice.text)),
+                **self._body(choice),
                 "logprobs": self._joined(choice) if self.has_logprobs else None,
                 "finish_reason": choice.reason,
             }
@@ -85,12 +133,15 @@ class ApiAnswer(ABC):
 
     def usage(self) -> Json:
         new = sum(choice.num_tokens for choice in self.choices)
-        total = self.prompt_tokens + new
-        return {
+        thoughts = sum(choice.parser.num_thoughts for choice in self.choices)
+        found: Json = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": new,
-            "total_tokens": total,
+            "total_tokens": self.prompt_tokens + new,
         }
+        if thoughts:
+            found["completion_tokens_details"] = {"reasoning_tokens": thoughts}
+        return found
 
     # -- the two shapes ---------------------------------------------------------------------------
 
@@ -98,12 +149,12 @@ class ApiAnswer(ABC):
     whole_object = chunk_object = ""
 
     @abstractmethod
-    def _part(self, text: str, is_first: bool) -> Json:
-        """A piece of text in a chunk."""
+    def _part(self, piece: Piece, parts: Parts, is_first: bool) -> Json:
+        """A piece of an answer in a chunk."""
 
     @abstractmethod
-    def _body(self, text: str) -> Json:
-        """The whole text of a choice."""
+    def _body(self, choice: Choice) -> Json:
+        """The whole of a choice."""
 
     @abstractmethod
     def _logprobs(self, choice: Choice, piece: Piece) -> Json:

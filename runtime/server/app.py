@@ -21,16 +21,22 @@ from specctl.runtime.server import errors
 from specctl.runtime.server.answers import ApiAnswer, Choice
 from specctl.runtime.server.auth import AuthMiddleware, Door, Keys
 from specctl.runtime.server.body import BodyReader, StrictRoute
+from specctl.runtime.server.chat_template import ChatStyle
 from specctl.runtime.server.contract import Serving, Status
+from specctl.runtime.server.docs_page import DOCS, docs_route
 from specctl.runtime.server.errors import ApiError, ErrorBody
-from specctl.runtime.server.generate_request import DEFAULTS, RequestReader
+from specctl.runtime.server.generate_request import DEFAULTS, GeneratePlan, RequestReader
 from specctl.runtime.server.logs import RequestLog
+from specctl.runtime.server.message_parser import MessageParser
 from specctl.runtime.server.metrics import TYPE, Metrics
 from specctl.runtime.server.page import page_routes
-from specctl.runtime.server.protocol import ChatRequest, CompletionRequest
+from specctl.runtime.server.protocol import ChatRequest, CompletionRequest, ignored_fields
 from specctl.runtime.server.record import Recorder, chat_record, text_record
+from specctl.runtime.server.responses import ResponsesAnswer, repeated
+from specctl.runtime.server.responses_fields import ResponsesRequest
 from specctl.runtime.server.shapes import ChatAnswer, TextAnswer
 from specctl.runtime.server.sse import EventStream, cancel, collected, events_of, unless_gone
+from specctl.runtime.server.token_routes import token_routes
 from specctl.runtime.server.tokens import TokenTexts
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
@@ -40,6 +46,10 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 
 EVENTS: dict[str, Any] = {"text/event-stream": {}}
 ANSWERS: dict[int | str, dict[str, Any]] = {**REFUSALS, 200: {"content": EVENTS}}
+
+
+Body = ChatRequest | CompletionRequest | ResponsesRequest
+IGNORED = "X-Specctl-Ignored"  # names the fields of a request that change nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,51 +64,58 @@ class Front:
     recorder: Recorder | None
     started: int
 
-    async def answer(self, request: Request, body: ChatRequest | CompletionRequest) -> Response:
+    async def answer(self, request: Request, body: Body) -> Response:
         """One answer, or a stream of events."""
-        self._check_model(body.model)
-        plan = await unless_gone(self.desk.plan(body, request.state.owner), request.receive)
-        answer = await self._submit(body, plan.asks, plan.prompt_tokens)
+        self.check_model(body.model)
+        asked = body.as_chat() if isinstance(body, ResponsesRequest) else body
+        plan = await unless_gone(self.desk.plan(asked, request.state.owner), request.receive)
+        ignored = [*plan.ignored, *(ignored_fields(body) if asked is not body else ())]
+        headers = {IGNORED: ", ".join(ignored)} if ignored else {}
+        answer = await self._submit(body, asked, plan)
         try:
             if not body.stream:
                 whole = await unless_gone(collected(answer), request.receive)
-                self._note(request, body, answer)
-                return JSONResponse(whole)
-            events = self._noted(request, body, answer)
+                self._note(request, asked, answer)
+                return JSONResponse(whole, headers=headers)
+            events = self._noted(request, asked, answer)
             first = await unless_gone(anext(events), request.receive)
         except BaseException:
             cancel(answer)
             raise
-        return EventStream(answer, first, events)
+        return EventStream(answer, first, events, headers)
 
     async def _submit(
-        self, body: ChatRequest | CompletionRequest, asks: Any, prompt_tokens: int
+        self, body: Body, asked: ChatRequest | CompletionRequest, plan: GeneratePlan
     ) -> ApiAnswer:
         """The choices, each with its ticket; if one is refused, none is left behind."""
         choices: list[Choice] = []
         try:
-            for index, ask in enumerate(asks):
-                choices.append(Choice(index, await self.service.submit(ask)))
+            for index, ask in enumerate(plan.asks):
+                parser = MessageParser() if plan.parser is None else plan.parser()
+                choices.append(Choice(index, await self.service.submit(ask), parser=parser))
         except BaseException:
             for choice in choices:
                 choice.ticket.cancel()
             raise
-        shape = ChatAnswer if isinstance(body, ChatRequest) else TextAnswer
-        return shape(
-            model=self.name,
-            texts=self.texts,
-            verification=self.verification,
-            prompt_tokens=prompt_tokens,
-            tells_rounds=bool(body.specctl),
-            has_logprobs=asks[0].logprobs is not None,
-            choices=tuple(choices),
-        )
+        about: dict[str, Any] = {
+            "model": self.name,
+            "texts": self.texts,
+            "verification": self.verification,
+            "prompt_tokens": plan.prompt_tokens,
+            "tells_rounds": bool(asked.specctl),
+            "tells_usage": asked.includes_usage,
+            "has_logprobs": plan.asks[0].logprobs is not None,
+            "choices": tuple(choices),
+        }
+        if isinstance(body, ResponsesRequest):
+            return ResponsesAnswer(**about, asked=repeated(body, plan.asks[0].sampling))
+        return (ChatAnswer if isinstance(body, ChatRequest) else TextAnswer)(**about)
 
     async def _noted(
         self, request: Request, body: ChatRequest | CompletionRequest, answer: ApiAnswer
     ) -> AsyncIterator[bytes]:
         """The events; what was answered is noted when the last one is asked for."""
-        async for event in events_of(answer, body.includes_usage):
+        async for event in events_of(answer):
             yield event
         self._note(request, body, answer)
 
@@ -108,9 +125,13 @@ class Front:
         """For the log: counts. For the record, if there is one: prompts and answers."""
         rows = [choice.ticket.stats for choice in answer.choices]
         tokens, rounds = sum(r.tokens for r in rows), sum(r.rounds for r in rows)
-        request.state.log.update(answer.usage(), tau=round(tokens / max(rounds, 1), 3))
+        used = answer.usage()
+        used.pop("completion_tokens_details", None)
+        request.state.log.update(used, tau=round(tokens / max(rounds, 1), 3))
         if self.recorder is None or any(choice.reason is None for choice in answer.choices):
             return
+        if isinstance(body, ChatRequest) and body.has_tools:
+            return  # training knows no tools
         for choice in answer.choices:
             text = "".join(choice.text)
             if isinstance(body, ChatRequest):
@@ -120,7 +141,7 @@ class Front:
                 prompt = self.service.target.decode(choice.ticket.ask.tokens)
                 self.recorder.put(text_record(prompt, text))
 
-    def _check_model(self, name: str | None) -> None:
+    def check_model(self, name: str | None) -> None:
         if name is not None and name != self.name:
             message = f"the model {name!a} is not served here; {self.name!a} is"
             raise ApiError(404, message, param="model", code="model_not_found")
@@ -140,13 +161,16 @@ def create_app(
     recorder: Recorder | None = None,
     verification: str = "lossless",
     defaults: Sampling = DEFAULTS,
+    style: ChatStyle | None = None,
 ) -> FastAPI:
     """The application. `name`: what clients call the target. `keys` (or a whole `door`): who may
     ask; None lets everybody in. `verification`: lossless or approximate, told with every answer.
-    `defaults`: how a request is sampled that does not say it."""
+    `defaults`: how a request is sampled that does not say it. `style`: how the target writes tool
+    calls and thoughts, if that is not to be read from its chat template."""
     pages = page_routes()
     door = door if door is not None else Door(keys if keys is not None else Keys())
-    door = Door(door.keys, door.hosts, frozenset(page.path for page in pages))
+    browsed = frozenset(page.path for page in pages) | {DOCS}
+    door = Door(door.keys, door.hosts, browsed)
     metrics = Metrics(service, recorder)
 
     @asynccontextmanager
@@ -166,12 +190,15 @@ def create_app(
     app.state.bodies = BodyReader(service.limits.max_body)
     app.router.route_class = StrictRoute
     texts = TokenTexts(service.target)
-    desk = RequestReader(service, defaults)
+    desk = RequestReader(service, defaults, style)
     front = Front(service, name, verification, desk, texts, recorder, int(time.time()))
     _watch(app, service, metrics)
     _api(app, front)
+    token_routes(app, front.desk, front.check_model)
     app.router.routes.extend(pages)
-    errors.install(app, [*CompletionRequest.model_fields, *ChatRequest.model_fields])
+    app.router.routes.append(docs_route(app))
+    bodies = (CompletionRequest, ChatRequest, ResponsesRequest)
+    errors.install(app, [name for body in bodies for name in body.model_fields])
     app.add_middleware(AuthMiddleware, door=door)
     app.add_middleware(RequestLog, on_answered=metrics.answered)
     return app
@@ -188,7 +215,7 @@ def _api(app: FastAPI, front: Front) -> None:
     @app.get("/v1/models/{model:path}", responses=REFUSALS)
     async def model(model: str) -> dict[str, Any]:
         """That model, if it is served."""
-        front._check_model(model)
+        front.check_model(model)
         return front.model()
 
     @app.post("/v1/completions", responses=ANSWERS)
@@ -198,8 +225,19 @@ def _api(app: FastAPI, front: Front) -> None:
 
     @app.post("/v1/chat/completions", responses=ANSWERS)
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
-        """Continue a conversation."""
+        """Continue a conversation; with tools, perhaps by calling them."""
         return await front.answer(request, body)
+
+    @app.post("/v1/responses", responses=ANSWERS)
+    async def responses(request: Request, body: ResponsesRequest) -> Response:
+        """Continue a conversation, in the shape of OpenAI's Responses API. Nothing is stored."""
+        return await front.answer(request, body)
+
+    @app.post("/v1/embeddings", responses=REFUSALS)
+    async def embeddings() -> dict[str, Any]:
+        """Refused: a language model that is drafted for gives no embeddings."""
+        message = "embeddings are not served: this server generates text; use a model made for them"
+        raise ApiError(404, message, code="unsupported_endpoint")
 
 
 def _watch(app: FastAPI, service: Serving, metrics: Metrics) -> None:
@@ -219,6 +257,11 @@ def _watch(app: FastAPI, service: Serving, metrics: Metrics) -> None:
             later = {"Retry-After": str(errors.RETRY_SECONDS)}
             raise ApiError(503, f"the server is {state}", code=state, headers=later)
         return {"status": state}
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """The version of specctl."""
+        return {"version": __version__}
 
     @app.get("/v1/status", responses=REFUSALS)
     async def status() -> Status:

@@ -23,12 +23,15 @@ from specctl.runtime.target.target import Target
 class GenerateRequest:
     """One continuation. Asks of one `conversation` (a name that nobody else can guess) may reuse
     what was read of them before. `logprobs`: None for none, k for the drawn token and the k best.
+    `shown`: control tokens that are spelled in the text. `drafts`: False decodes it plainly.
     """
 
     tokens: tuple[int, ...]
     sampling: Sampling = field(default_factory=Sampling)
     conversation: str | None = None
     logprobs: int | None = None
+    shown: frozenset[int] = frozenset()
+    drafts: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +123,8 @@ class Ticket:
 @dataclass(frozen=True, slots=True)
 class Status:
     """`state` is "loading", "ready", "draining", "stopped" or "failed"; `context` the most tokens
-    of prompt and answer together; `why_off` says why nothing is drafted, None while it is."""
+    of prompt and answer together; `why_off` says why nothing is drafted, None while it is;
+    `drafter` names what drafts, None where nothing does."""
 
     state: str
     running: int
@@ -129,6 +133,7 @@ class Status:
     context: int
     speculation: str
     why_off: str | None = None
+    drafter: str | None = None
 
 
 @dataclass(slots=True)

@@ -8,20 +8,24 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from specctl.runtime.sampling.generation_config import SETTINGS
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.server.chat_template import turns_of, written
+from specctl.runtime.server.answer_form import answer_form, shown_ids
+from specctl.runtime.server.chat_template import ChatStyle
 from specctl.runtime.server.contract import GenerateRequest, Serving, TooLong, Unavailable
 from specctl.runtime.server.errors import ApiError
 from specctl.runtime.server.grammar_compiler import GrammarCompiler
-from specctl.runtime.server.protocol import ChatRequest, Common, CompletionRequest
+from specctl.runtime.server.message_parser import MessageParser
+from specctl.runtime.server.protocol import ChatRequest, Common, CompletionRequest, ignored_fields
 from specctl.runtime.target.chat_tokens import chat_tokens, spelled_controls
 from specctl.runtime.target.prompt_limits import least_tokens
 
+T = TypeVar("T")
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI's API has it
 LEAST_TEMPERATURE = 1e-3  # below: greedy; logits divided by less would leave float32
 SEEDS = 1 << 63
@@ -29,18 +33,33 @@ DEFAULTS = Sampling(temperature=1.0)  # as OpenAI's API has it
 
 
 @dataclass(frozen=True, slots=True)
+class Prompts:
+    """What the target reads: token ids of every prompt; whether a template has opened the thoughts
+    of the answer already."""
+
+    tokens: Sequence[Sequence[int]]
+    is_thinking: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class GeneratePlan:
-    """All that one request asks: its choices in order, and the length of its prompts."""
+    """All that one request asks: its choices in order, the length of its prompts, a parser for the
+    text of each choice (chats only), and the fields of the request that change nothing."""
 
     asks: tuple[GenerateRequest, ...]
     prompt_tokens: int
+    parser: Callable[[], MessageParser] | None = None
+    ignored: tuple[str, ...] = ()
 
 
 class RequestReader:
     """Makes plans. Stateless but for its threads."""
 
-    def __init__(self, service: Serving, defaults: Sampling = DEFAULTS) -> None:
+    def __init__(
+        self, service: Serving, defaults: Sampling = DEFAULTS, style: ChatStyle | None = None
+    ) -> None:
         self.service, self.defaults = service, defaults
+        self.style = style if style is not None else ChatStyle.of(service.target)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="specctl-prompts")
         self._forms = GrammarCompiler(service.target)
 
@@ -49,34 +68,95 @@ class RequestReader:
         if (state := self.service.status().state) != "ready":
             raise Unavailable(state)
         self._check_counts(body)
-        loop = asyncio.get_running_loop()
-        prompts = await loop.run_in_executor(self._thread, self._prompts, body)
-        sampling = await self._forms.hold(body, self._sampling(body))
-        return self._plan(body, prompts, sampling, owner)
+        sampling = self._sampling(body)
+        prompts = await self.in_thread(self.prompts, body)
+        held = await self._forms.hold(
+            lambda: answer_form(body, self.style, prompts.is_thinking),
+            body.form_field or "tools",
+            sampling,
+        )
+        return self._plan(body, prompts, held, owner)
+
+    async def in_thread(self, work: Callable[..., T], *given: Any) -> T:
+        """What needs the tokenizer, which one thread may use at a time."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *given)
 
     def _plan(
         self,
         body: ChatRequest | CompletionRequest,
-        prompts: Sequence[Sequence[int]],
+        prompts: Prompts,
         sampling: Sampling,
         owner: str,
     ) -> GeneratePlan:
         name = body.prompt_cache_key
         conversation = None if name is None else hashlib.sha256(f"{owner}:{name}".encode())
         asks: list[GenerateRequest] = []
-        for tokens in prompts:
+        shown = self._shown(body)
+        for tokens in prompts.tokens:
             room = self._room(body, len(tokens))
             for _ in range(body.n or 1):
                 seed = (sampling.seed + len(asks)) % SEEDS
                 asks.append(
                     GenerateRequest(
                         tuple(tokens),
-                        replace(sampling, seed=seed, max_new_tokens=room),
+                        replace(
+                            sampling,
+                            seed=seed,
+                            max_new_tokens=room,
+                            processors=self._processors(body, len(tokens)),
+                        ),
                         None if conversation is None else conversation.hexdigest(),
                         _num_logprobs(body),
+                        shown,
+                        body.draft is not False,
                     )
                 )
-        return GeneratePlan(tuple(asks), sum(map(len, prompts)))
+        ignored = ignored_fields(body)
+        if isinstance(body, ChatRequest):
+            ignored += self.style.variables_of(body)[1]
+        length, parser = sum(map(len, prompts.tokens)), self._parser(body, prompts.is_thinking)
+        return GeneratePlan(tuple(asks), length, parser, tuple(ignored))
+
+    def _parser(self, body: Common, is_thinking: bool) -> Callable[[], MessageParser] | None:
+        """What takes the text of a chat apart."""
+        if not isinstance(body, ChatRequest):
+            return None
+        names = frozenset(tool.function.name for tool in body.called)
+        format = self.style.tool_format if names else None
+        tags, id_chars = self.style.think_tags, None if format is None else format.id_chars
+
+        def make() -> MessageParser:
+            calls = None if format is None else format.parser(names)
+            return MessageParser(tags, is_thinking, calls, id_chars)
+
+        return make
+
+    def _shown(self, body: Common) -> frozenset[int]:
+        if not isinstance(body, ChatRequest):
+            return frozenset()
+        return shown_ids(self.style, bool(body.called))
+
+    def _processors(self, body: Common, num_prompt: int) -> tuple[Any, ...]:
+        """min_tokens: until then, nothing that ends a text is drawn."""
+        if not body.min_tokens:
+            return ()
+        from transformers import MinNewTokensLengthLogitsProcessor
+
+        target = self.service.target
+        ends = [*target.eos_ids, *(body.stop_token_ids or ())]
+        if not ends:
+            return ()
+        length = min(body.min_tokens, target.spec.max_positions)
+        return (
+            MinNewTokensLengthLogitsProcessor(num_prompt, length, ends, device=str(target.device)),
+        )
+
+    def _check_tools(self, body: Common) -> None:
+        """Refuse tools where nobody could read the calls."""
+        if isinstance(body, ChatRequest) and body.called and self.style.tool_format is None:
+            message = "tools are not supported with this target: its chat template writes calls in "
+            message += "no format known here; --tool-parser names one when the server starts"
+            raise ApiError(400, message, param="tools", code="unsupported_parameter")
 
     def _check_counts(self, body: ChatRequest | CompletionRequest) -> None:
         """The limits of this server, which may be narrower than what the protocol allows."""
@@ -96,19 +176,21 @@ class RequestReader:
             message = f"max_tokens: at most {most:,} tokens are generated per choice"
             raise ApiError(400, message, param="max_tokens", code="invalid_value")
 
-    def _prompts(self, body: ChatRequest | CompletionRequest) -> list[list[int]]:
+    def prompts(self, body: ChatRequest | CompletionRequest) -> Prompts:
         """Token ids of every prompt; runs in the thread."""
         target = self.service.target
         if isinstance(body, ChatRequest):
-            turns = turns_of(body.messages)
-            text = written(target, turns)
-            self._check_room(text, "messages")
-            return [chat_tokens(target, turns, text)]
+            self._check_tools(body)
+            said = self.style.write(target, body)
+            self.check_room(said.text, "messages")
+            tokens = chat_tokens(target, said.turns, said.text, said.tools, said.variables)
+            tags = self.style.think_tags
+            return Prompts([tokens], tags is not None and said.text.rstrip().endswith(tags[0]))
         given = body.prompt
         texts = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
         for one in texts:
             if isinstance(one, str):
-                self._check_room(one, "prompt")
+                self.check_room(one, "prompt")
         found = [target.encode(one) if isinstance(one, str) else list(one) for one in texts]
         size = target.spec.vocab_size
         for tokens in found:
@@ -119,9 +201,9 @@ class RequestReader:
                 message = "prompt: it holds a control token of the target, which this server "
                 message += "takes in no raw prompt; send messages to /v1/chat/completions"
                 raise ApiError(400, message, param="prompt", code="control_token")
-        return found
+        return Prompts(found)
 
-    def _check_room(self, text: str, field: str) -> None:
+    def check_room(self, text: str, field: str) -> None:
         """Refuse a text that cannot fit however it is split, before it is: that would take seconds,
         and nobody else's prompt would be read."""
         least = least_tokens(self.service.target.tokenizer, text)
@@ -153,18 +235,24 @@ class RequestReader:
         if bias and max(bias) >= vocab_size:
             message = f"logit_bias: token ids are below {vocab_size:,}"
             raise ApiError(400, message, param="logit_bias", code="invalid_value")
+        ends = tuple(body.stop_token_ids or ())
+        if ends and max(ends) >= vocab_size:
+            message = f"stop_token_ids: token ids are below {vocab_size:,}"
+            raise ApiError(400, message, param="stop_token_ids", code="invalid_value")
         asked = {name: getattr(body, name) for name in SETTINGS}
         asked = {n: getattr(self.defaults, n) if v is None else v for n, v in asked.items()}
         temperature, top_k = asked.pop("temperature"), asked.pop("top_k")
         return Sampling(
             **asked,
             temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
-            top_k=None if top_k is None else min(top_k, vocab_size),
+            top_k=None if top_k is None or top_k < 1 else min(top_k, vocab_size),
             frequency_penalty=body.frequency_penalty or None,
             presence_penalty=body.presence_penalty or None,
             logit_bias=bias or None,
             seed=secrets.randbelow(SEEDS) if body.seed is None else body.seed % SEEDS,
             stop=body.stops,
+            stop_token_ids=ends,
+            ignore_eos=bool(body.ignore_eos),
         )
 
 

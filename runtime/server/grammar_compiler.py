@@ -1,4 +1,4 @@
-"""Answers of a fixed form: a request's `response_format` or `grammar`, compiled for the target.
+"""Answers of a fixed form: the grammar that a request asks for, compiled for the target.
 
 Compiling a stranger's grammar may take its two seconds (`runtime/sampling/grammar.py` bounds it, in
 another process), so it has a thread of its own: prompts are read meanwhile, and few may wait for
@@ -8,6 +8,7 @@ it. Who is cancelled while waiting gives the place back, and the grammar is not 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -15,14 +16,6 @@ from specctl.runtime.sampling.grammar import Grammar, GrammarError, GrammarSpec,
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.server.contract import Busy
 from specctl.runtime.server.errors import ApiError
-from specctl.runtime.server.protocol import (
-    Common,
-    JsonSchemaFormat,
-    LarkGrammar,
-    RegexGrammar,
-    SchemaGrammar,
-    TextFormat,
-)
 from specctl.runtime.target.target import Target
 
 MOST_WAITING = 16  # requests whose grammar is not compiled yet
@@ -37,18 +30,20 @@ class GrammarCompiler:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="specctl-grammars")
         self._waiting = 0
 
-    async def hold(self, body: Common, sampling: Sampling) -> Sampling:
-        """The sampling held to the form that the request asks for, if it does. ApiError says what
-        is wrong with a grammar, Busy that too many are waited for."""
-        field = "response_format" if body.grammar is None else "grammar"
+    async def hold(
+        self, make: Callable[[], GrammarSpec | None], field: str, sampling: Sampling
+    ) -> Sampling:
+        """The sampling held to the form that `make` gives, if it gives one. ApiError says what is
+        wrong with the grammar, naming `field`; Busy that too many are waited for."""
         try:
-            if body.grammar is None and isinstance(body.response_format, TextFormat | None):
+            spec = make()
+            if spec is None:
                 return sampling
             if self._waiting >= MOST_WAITING:
                 raise Busy(RETRY_SECONDS, "too many grammars are being compiled")
             self._waiting += 1
             loop = asyncio.get_running_loop()
-            work = loop.run_in_executor(self._thread, self._compile, body)
+            work = loop.run_in_executor(self._thread, self._compile, spec)
             work.add_done_callback(self._done)
             return replace(sampling, grammar=await work)
         except GrammarError as error:
@@ -56,23 +51,9 @@ class GrammarCompiler:
             message = f"{field}: {why}"
             raise ApiError(400, message, param=field, code="invalid_grammar") from error
 
-    def _compile(self, body: Common) -> Grammar:
-        return compile_grammar(spec_of(body), self.target)
+    def _compile(self, spec: GrammarSpec) -> Grammar:
+        return compile_grammar(spec, self.target)
 
     def _done(self, work: object) -> None:
         del work
         self._waiting -= 1
-
-
-def spec_of(body: Common) -> GrammarSpec:
-    """The grammar as the request writes it: any JSON object, unless it says more."""
-    match body.grammar or body.response_format:
-        case JsonSchemaFormat(json_schema=found):
-            return GrammarSpec.of_schema(found.schema_)
-        case SchemaGrammar(schema_=schema):
-            return GrammarSpec.of_schema(schema)
-        case RegexGrammar(pattern=pattern):
-            return GrammarSpec("regex", pattern)
-        case LarkGrammar(grammar=text):
-            return GrammarSpec("lark", text)
-    return GrammarSpec("json_object")

@@ -31,7 +31,7 @@ class ServerJob:
     @property
     def request(self) -> Request:
         ask = self.ticket.ask
-        return Request(ask.tokens, ask.sampling, ask.conversation, ask.logprobs)
+        return Request(ask.tokens, ask.sampling, ask.conversation, ask.logprobs, ask.drafts)
 
     def seat(self, row: Row) -> None:
         """It has got a slot."""

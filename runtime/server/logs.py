@@ -1,7 +1,8 @@
-"""Structured logs: one JSON object per line on stderr, and one line per request. No prompts.
+"""Logs on stderr, one line per request: JSON, or short lines for people at a terminal. No prompts.
 
 json.dumps writes control characters and everything beyond ASCII as escapes, so that nothing that a
-client sends can end a line or move a terminal's cursor.
+client sends can end a line or move a terminal's cursor; lines for people are escaped alike. Whoever
+polls (/health, /metrics, the page) is not logged, unless something is wrong.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ LOG = logging.getLogger("specctl.server")
 LOGGED = (LOG.name, "uvicorn.error", "asyncio")
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 CLIENT_LEFT = 499  # as nginx has it: nobody was there to read the answer
+POLLED = frozenset({"/health", "/ready", "/metrics", "/v1/status"})
+EXPECTED = frozenset({200, 304, 503})  # 503: not ready yet, which the log tells by itself
 OnAnswered = Callable[[str, int], None]
 
 
@@ -50,15 +53,52 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+class ShortLines(logging.Formatter):
+    """A record as one line for people: the time, what happened, and the figures that matter."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = dict(getattr(record, "fields", {}))
+        stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
+        if getattr(record, "event", None) == "request":
+            return f"{stamp}  {_request(fields)}"
+        found = json.loads(JsonLines().format(record))
+        for name in ("time", "level", "trace"):
+            found.pop(name, None)
+        event = found.pop("event")
+        told = [_plain(str(found.pop("message")))] if "message" in found else []
+        told += [f"{_plain(name)}={_plain(str(value))}" for name, value in found.items()]
+        return "  ".join([stamp, record.levelname.lower(), _plain(str(event)), *told])
+
+
+def _request(fields: dict[str, Any]) -> str:
+    """One request: status, route, seconds, tokens, how fast, how many of a draft."""
+    seconds = float(fields["seconds"])
+    what = f"{_plain(fields['method'])} {_plain(fields['path'])}"
+    parts = [f"{fields['status']}  {what:<26}  {seconds:7.2f} s"]
+    if "completion_tokens" in fields:
+        new = fields["completion_tokens"]
+        parts.append(f"{fields['prompt_tokens']:,} + {new:,} tokens")
+        parts.append(f"{new / max(seconds, 1e-6):,.0f}/s  tau {fields['tau']:.2f}")
+    elif fields["status"] >= 400:
+        parts.append(_plain(fields["request"]))
+    return "  ".join(parts)
+
+
+def _plain(text: str) -> str:
+    """Printable ASCII, whatever a client sent."""
+    return json.dumps(text)[1:-1]
+
+
 def log(event: str, level: int = logging.INFO, **fields: Any) -> None:
     """One line."""
     LOG.log(level, event, extra={"event": event, "fields": fields})
 
 
-def send_logs(stream: TextIO, level: int = logging.INFO) -> None:
-    """Write the server's logs, and warnings of uvicorn and the event loop, to `stream`."""
+def send_logs(stream: TextIO, level: int = logging.INFO, as_json: bool = True) -> None:
+    """Write the server's logs, and warnings of uvicorn and the event loop, to `stream`: as JSON, or
+    as short lines for people."""
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(JsonLines())
+    handler.setFormatter(JsonLines() if as_json else ShortLines())
     for name in LOGGED:
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
@@ -102,8 +142,11 @@ class RequestLog:
         finally:
             route = getattr(scope.get("route"), "path", "unknown")
             self.on_answered(route, status)
+            is_poll = scope["path"] in POLLED or scope["path"].startswith("/page/")
+            level = logging.DEBUG if is_poll and status in EXPECTED else logging.INFO
             log(
                 "request",
+                level,
                 request=name,
                 client=(scope.get("client") or ("", 0))[0],
                 method=scope["method"][:16],

@@ -1,53 +1,42 @@
 """The requests of the API: every field with its type and range. What is not named here is refused.
 
 Fields that OpenAI's clients send as a matter of course and that change nothing here are accepted
-and not used (`Unused`); fields that would change the answer are accepted only where they ask for
-nothing, and refused in words otherwise (`errors.UNSUPPORTED`).
+and not used (`Unused`); fields of vLLM that would change something and do not are named in a header
+of the answer (`Ignored`); other fields that would change the answer are accepted only where they
+ask for nothing, and refused in words otherwise (`errors.UNSUPPORTED`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    model_validator,
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+
+from specctl.runtime.server.fields import (
+    CAPS,
+    Bias,
+    Few,
+    Ignored,
+    Nothing,
+    Stop,
+    Strict,
+    Text,
+    Token,
+    TokenList,
+    TokenName,
+    Unused,
+    Word,
+    one_or_many,
+    typed,
 )
-from pydantic_core import PydanticCustomError
+from specctl.runtime.server.form_fields import FormFields
+from specctl.runtime.server.tool_fields import CallId, NamedChoice, ToolCalls, ToolChoice, Tools
 
-from specctl.runtime.server.limits import Limits
-
-
-class Few(BeforeValidator):
-    """Refuses a list or an object with more than so many entries before it looks at one."""
-
-    def __init__(self, most: int) -> None:
-        def check(value: Any) -> Any:
-            if isinstance(value, list | dict) and len(value) > most:
-                about = {"most": most, "found": len(value)}
-                raise PydanticCustomError("too_long", "at most {most} entries, not {found}", about)
-            return value
-
-        super().__init__(check)
-
-
-CAPS = Limits()  # the widest that any server allows
-TEXT = 1 << 20
-Word = Annotated[str, Field(min_length=1, max_length=256)]
-Text = Annotated[str, Field(max_length=TEXT)]
-Stop = Annotated[str, Field(min_length=1, max_length=CAPS.max_stop_chars)]
-Token = Annotated[int, Field(ge=0, lt=1 << 31)]
-TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
-Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
-Nothing = Annotated[list[Any], Field(max_length=0), Few(0)]
-TokenList = Annotated[list[Token], Field(min_length=1, max_length=TEXT, fail_fast=True)]
-Unused = Annotated[Any, Field(description="Accepted and not used.")]
+MAX_STOP_TOKENS = 128
+Scalar = bool | int | Annotated[float, Field(allow_inf_nan=False)] | Word | None
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
+Variables = Annotated[dict[VariableName, Scalar], Field(max_length=32), Few(32)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 def _kind(value: Any) -> str:
@@ -58,98 +47,26 @@ def _kind(value: Any) -> str:
     return "tokens" if isinstance(first, int) else "lists" if isinstance(first, list) else "many"
 
 
-def _typed(kind: type) -> Callable[[Any], Any]:
-    """Refuses what only equals the one value that is allowed, as true equals 1."""
-
-    def check(value: Any) -> Any:
-        if value is not None and type(value) is not kind:
-            raise ValueError(f"not {kind.__name__}")
-        return value
-
-    return check
-
-
-def _one_or_many(value: Any) -> str:
-    return "many" if isinstance(value, list) else "one"
-
-
-class Strict(BaseModel):
-    """No guessing: a number is not a string, and unknown fields are errors."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
 class StreamOptions(Strict):
     """`include_usage`: one more event at the end that counts tokens."""
 
     include_usage: bool | None = None
     include_obfuscation: Unused = None
+    continuous_usage_stats: Ignored = None
 
 
-class JsonSchema(Strict):
-    """A JSON schema with the name that OpenAI's API gives it."""
-
-    name: Word
-    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
-    description: Text | None = None
-    strict: bool | None = None
-
-
-class TextFormat(Strict):
-    """No constraint."""
-
-    type: Literal["text"]
-
-
-class JsonObjectFormat(Strict):
-    """Any JSON object."""
-
-    type: Literal["json_object"]
-
-
-class JsonSchemaFormat(Strict):
-    """JSON that a schema describes."""
-
-    type: Literal["json_schema"]
-    json_schema: JsonSchema
-
-
-class RegexGrammar(Strict):
-    """Text that a regular expression describes from its first to its last character."""
-
-    type: Literal["regex"]
-    pattern: Annotated[str, Field(min_length=1, max_length=1 << 16)]
-
-
-class LarkGrammar(Strict):
-    """Text of a context-free grammar in llguidance's dialect of Lark."""
-
-    type: Literal["lark"]
-    grammar: Annotated[str, Field(min_length=1, max_length=1 << 16)]
-
-
-class SchemaGrammar(Strict):
-    """JSON that a schema describes."""
-
-    type: Literal["json_schema"]
-    schema_: dict[str, Any] = Field(alias="schema")
-
-
-ResponseFormat = Annotated[
-    TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")
-]
-Grammar = Annotated[RegexGrammar | LarkGrammar | SchemaGrammar, Field(discriminator="type")]
-
-
-class Common(Strict):
+class Common(FormFields):
     """What both kinds of requests share; null is the same as leaving a field out."""
 
     model: Word | None = None
     n: int | None = Field(None, ge=1, le=CAPS.max_n)
     max_tokens: int | None = Field(None, ge=1, lt=1 << 31)
+    min_tokens: int | None = Field(
+        None, ge=0, lt=1 << 31, description="So many tokens before the text may end by itself."
+    )
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
-    top_k: int | None = Field(None, ge=1, lt=1 << 31)
+    top_k: int | None = Field(None, ge=-1, lt=1 << 31, description="0 and -1 switch it off.")
     min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
     frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
@@ -162,33 +79,49 @@ class Common(Strict):
             | Annotated[
                 list[Stop], Field(max_length=CAPS.max_stop), Few(CAPS.max_stop), Tag("many")
             ],
-            Discriminator(_one_or_many),
+            Discriminator(one_or_many),
         ]
         | None
     ) = None
+    stop_token_ids: (
+        Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS), Few(MAX_STOP_TOKENS)] | None
+    ) = Field(None, description="Tokens that end the text, and belong to it.")
+    ignore_eos: bool | None = Field(None, description="Go on behind the end of a text.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
-    grammar: Grammar | None = None
     prompt_cache_key: Word | None = Field(
         None, description="Names a conversation: its requests reuse what was read before."
     )
     specctl: bool | None = Field(
         None, description="Say with every piece of text which tokens were drafted and accepted."
     )
+    draft: bool | None = Field(None, description="false: decode plainly, without the drafter.")
     user: Unused = None
     safety_identifier: Unused = None
     prompt_cache_retention: Unused = None
     store: Unused = None
     metadata: Unused = None
     service_tier: Unused = None
+    request_id: Ignored = None
+    priority: Ignored = None
+    cache_salt: Ignored = None
+    length_penalty: Ignored = None
+    skip_special_tokens: Ignored = None
+    spaces_between_special_tokens: Ignored = None
+    include_stop_str_in_output: Ignored = None
+    guided_decoding_backend: Ignored = None
+    guided_whitespace_pattern: Ignored = None
+    return_tokens_as_token_ids: Ignored = None
+    return_token_ids: Ignored = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> Common:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream: true")
-        if self.grammar is not None and self.response_format is not None:
-            raise ValueError("give either response_format or grammar")
+        if self.min_tokens and self.form_field is not None:
+            raise ValueError(f"give either min_tokens or {self.form_field}")
+        if self.min_tokens and self.max_tokens and self.min_tokens > self.max_tokens:
+            raise ValueError("min_tokens is more than max_tokens")
         return self
 
     @property
@@ -198,6 +131,18 @@ class Common(Strict):
     @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+def ignored_fields(body: Strict, path: str = "") -> list[str]:
+    """The fields of a request that were sent and change nothing, although they should."""
+    found: list[str] = []
+    for name in sorted(body.model_fields_set):
+        value, about = getattr(body, name), type(body).model_fields[name]
+        if isinstance(value, Strict):
+            found += ignored_fields(value, f"{path}{name}.")
+        elif value is not None and "X-Specctl-Ignored" in (about.description or ""):
+            found.append(path + name)
+    return found
 
 
 class CompletionRequest(Common):
@@ -218,9 +163,9 @@ class CompletionRequest(Common):
         Discriminator(_kind),
     ]
     logprobs: int | None = Field(None, ge=0, le=CAPS.max_logprobs)
-    echo: Annotated[Literal[False], BeforeValidator(_typed(bool))] | None = None
+    echo: Annotated[Literal[False], BeforeValidator(typed(bool))] | None = None
     suffix: Literal[""] | None = None
-    best_of: Annotated[Literal[1], BeforeValidator(_typed(int))] | None = None
+    best_of: Annotated[Literal[1], BeforeValidator(typed(int))] | None = None
 
 
 class TextPart(Strict):
@@ -230,50 +175,112 @@ class TextPart(Strict):
     text: Text
 
 
-class Message(Strict):
-    """One turn. An assistant's turn may be sent back as it was got, empty fields included."""
+Content = Annotated[
+    Annotated[Text, Tag("one")]
+    | Annotated[
+        list[TextPart],
+        Field(min_length=1, max_length=1024, fail_fast=True),
+        Few(1024),
+        Tag("many"),
+    ],
+    Discriminator(one_or_many),
+]
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[
-        Annotated[Text, Tag("one")]
-        | Annotated[
-            list[TextPart],
-            Field(min_length=1, max_length=1024, fail_fast=True),
-            Few(1024),
-            Tag("many"),
-        ],
-        Discriminator(_one_or_many),
-    ]
+
+def _joined(content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part.text for part in content)
+
+
+class Message(Strict):
+    """What the system or the user says."""
+
+    role: Literal["system", "developer", "user"]
+    content: Content
     name: Word | None = None
+
+    @property
+    def text(self) -> str:
+        return _joined(self.content)
+
+
+class AssistantMessage(Strict):
+    """A turn of the model. It may be sent back as it was got, empty fields included."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    name: Word | None = None
+    reasoning_content: Text | None = None
+    tool_calls: ToolCalls | None = None
     refusal: Unused = None
     annotations: Unused = None
     audio: None = None
     function_call: None = None
-    tool_calls: Nothing | None = None
+    parsed: Unused = None
+    provider_specific_fields: Unused = None
+
+    @model_validator(mode="after")
+    def _says_or_calls(self) -> AssistantMessage:
+        if self.content is None and not self.tool_calls and self.reasoning_content is None:
+            raise ValueError("content is missing, and there are no tool_calls")
+        return self
 
     @property
     def text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
-        return "\n".join(part.text for part in self.content)
+        return _joined(self.content)
+
+
+class ToolMessage(Strict):
+    """What a tool returned for a call of the turn before."""
+
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: CallId
+    name: Word | None = None
+
+    @property
+    def text(self) -> str:
+        return _joined(self.content)
+
+
+def _speaker(value: Any) -> str:
+    """Which kind of message it is, so that errors speak of that one."""
+    role = value.get("role") if isinstance(value, dict) else getattr(value, "role", None)
+    return {"assistant": "assistant", "tool": "tool"}.get(str(role), "other")
+
+
+AnyMessage = Annotated[
+    Annotated[Message, Tag("other")]
+    | Annotated[AssistantMessage, Tag("assistant")]
+    | Annotated[ToolMessage, Tag("tool")],
+    Discriminator(_speaker),
+]
 
 
 class ChatRequest(Common):
     """A conversation that the assistant is to continue."""
 
     messages: Annotated[
-        list[Message], Field(min_length=1, max_length=2048, fail_fast=True), Few(2048)
+        list[AnyMessage], Field(min_length=1, max_length=2048, fail_fast=True), Few(2048)
     ]
     max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=CAPS.max_logprobs)
-    tools: Nothing | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: Unused = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: Variables | None = Field(
+        None, description="Variables of the target's chat template, such as enable_thinking."
+    )
     functions: Nothing | None = None
     function_call: Literal["none", "auto"] | None = None
     modalities: list[Literal["text"]] | None = Field(None, max_length=1)
     audio: None = None
+    verbosity: Ignored = None
+    prediction: Ignored = None
+    include_reasoning: Ignored = None
 
     @model_validator(mode="after")
     def _logprobs_fit(self) -> ChatRequest:
@@ -283,3 +290,41 @@ class ChatRequest(Common):
         if None not in both and both[0] != both[1]:
             raise ValueError("give either max_tokens or max_completion_tokens")
         return self
+
+    @model_validator(mode="after")
+    def _tools_fit(self) -> ChatRequest:
+        names = [tool.function.name for tool in self.tools or ()]
+        twice = next((name for at, name in enumerate(names) if name in names[:at]), None)
+        if twice is not None:
+            raise ValueError(f"two tools are called {twice!r}")
+        if self.tool_choice == "required" and not names:
+            raise ValueError("tool_choice: required needs tools")
+        named = self.named_tool
+        if named is not None and named not in names:
+            raise ValueError(f"tool_choice names {named!r}, which is not among the tools")
+        if self.min_tokens and self.must_call:
+            raise ValueError("give either min_tokens or a tool_choice that must call")
+        return self
+
+    @property
+    def named_tool(self) -> str | None:
+        """The one tool that must be called."""
+        choice = self.tool_choice
+        return choice.function.name if isinstance(choice, NamedChoice) else None
+
+    @property
+    def must_call(self) -> bool:
+        return self.named_tool is not None or self.tool_choice == "required"
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether tools are spoken of anywhere."""
+        said = (
+            isinstance(m, ToolMessage) or bool(getattr(m, "tool_calls", 0)) for m in self.messages
+        )
+        return bool(self.tools) or any(said)
+
+    @property
+    def called(self) -> Tools:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools or []

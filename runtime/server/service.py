@@ -68,7 +68,8 @@ class Service:
 
     Rule "target-only" makes a seeded answer a function of the ask alone: not of the drafter, of the
     draft lengths or of who else is served. `batching` decides the draft length of every row. `say`
-    is told what whoever runs the server should know; `why_off` says why there is no drafter.
+    is told what whoever runs the server should know; `why_off` says why there is no drafter,
+    `drafter_name` what users know it by (None: its family).
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Service:
         limits: Limits | None = None,
         say: Callable[[str], None] = LOG.warning,
         why_off: str | None = None,
+        drafter_name: str | None = None,
     ) -> None:
         self.target, self.drafter, self.rule, self.batching = target, drafter, rule, batching
         self.policy = policy if policy is not None else default_policy(drafter)
@@ -92,6 +94,9 @@ class Service:
         self.room: Capacity = room_for(target, self.policy, self.limits, drafter)
         self.failure: str | None = None
         self._say, self._why_off = say, why_off
+        self._drafter_name = drafter_name
+        if drafter is not None and drafter_name is None:
+            self._drafter_name = drafter.family
         self._desk = RequestQueue(self.limits.max_queue)
         self._desk.slots = self.room.slots
         self._worker: Worker | None = None
@@ -215,4 +220,5 @@ class Service:
             self.room.context,
             "on" if why_off is None and self.drafter is not None else "off",
             why_off,
+            self._drafter_name,
         )

@@ -6,7 +6,9 @@ from itertools import accumulate
 
 from specctl.runtime.server.answers import ApiAnswer, Choice, Json
 from specctl.runtime.server.contract import Piece
+from specctl.runtime.server.message_parser import Call, Parts
 from specctl.runtime.server.tokens import LEAST
+from specctl.runtime.server.tools.base import CallDelta
 
 
 class ChatAnswer(ApiAnswer):
@@ -15,12 +17,26 @@ class ChatAnswer(ApiAnswer):
     prefix = "chatcmpl-"
     whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
 
-    def _part(self, text: str, is_first: bool) -> Json:
-        role = {"role": "assistant"} if is_first else {}
-        return {"delta": {**role, "content": text} if text or is_first else {}}
+    def _part(self, piece: Piece, parts: Parts, is_first: bool) -> Json:
+        del piece
+        delta: Json = {"role": "assistant", "content": ""} if is_first else {}
+        if parts.reasoning:
+            delta["reasoning_content"] = parts.reasoning
+        if parts.content:
+            delta["content"] = parts.content
+        if parts.calls:
+            delta["tool_calls"] = [_call_part(one) for one in parts.calls]
+        return {"delta": delta}
 
-    def _body(self, text: str) -> Json:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def _body(self, choice: Choice) -> Json:
+        found = choice.parser
+        message: Json = {"role": "assistant", "content": found.content, "refusal": None}
+        if found.reasoning:
+            message["reasoning_content"] = found.reasoning
+        if found.calls:
+            message["content"] = found.content or None
+            message["tool_calls"] = [_call(one) for one in found.calls]
+        return {"message": message}
 
     def _logprobs(self, choice: Choice, piece: Piece) -> Json:
         del choice
@@ -37,12 +53,12 @@ class TextAnswer(ApiAnswer):
     prefix = "cmpl-"
     whole_object = chunk_object = "text_completion"
 
-    def _part(self, text: str, is_first: bool) -> Json:
-        del is_first
-        return {"text": text}
+    def _part(self, piece: Piece, parts: Parts, is_first: bool) -> Json:
+        del parts, is_first
+        return {"text": piece.text}
 
-    def _body(self, text: str) -> Json:
-        return {"text": text}
+    def _body(self, choice: Choice) -> Json:
+        return {"text": "".join(choice.text)}
 
     def _logprobs(self, choice: Choice, piece: Piece) -> Json:
         drawn = piece.logprobs or ()
@@ -57,3 +73,17 @@ class TextAnswer(ApiAnswer):
     def _joined(self, choice: Choice) -> Json:
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         return {name: [x for part in choice.logprobs for x in part[name]] for name in names}
+
+
+def _call(one: Call) -> Json:
+    """A call of a message."""
+    about = {"name": one.name, "arguments": one.arguments}
+    return {"id": one.id, "type": "function", "function": about}
+
+
+def _call_part(one: CallDelta) -> Json:
+    """A piece of a call in a chunk: the first one names it."""
+    if one.name is None:
+        return {"index": one.index, "function": {"arguments": one.arguments}}
+    function = {"name": one.name, "arguments": one.arguments}
+    return {"index": one.index, "id": one.id, "type": "function", "function": function}

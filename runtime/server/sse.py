@@ -1,14 +1,13 @@
 """Pieces on their way to the client: together as one answer, or as server-sent events.
 
 A client that leaves is noticed in either case, and its tickets are cancelled: the rows it held go
-to others. Events are ASCII, so that no client takes U+2028 for the end of a line.
+to others.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -23,8 +22,6 @@ from specctl.runtime.server.errors import ApiError, api_error, broken, outgrown
 
 T = TypeVar("T")
 Pieces = AsyncGenerator[tuple[Choice, Piece], None]
-DONE = b"data: [DONE]\n\n"
-ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
 async def pieces_of(answer: ApiAnswer) -> Pieces:
@@ -84,36 +81,29 @@ async def collected(answer: ApiAnswer) -> Json:
     """The whole answer."""
     async with aclosing(pieces_of(answer)) as pieces:
         async for choice, piece in pieces:
-            answer.take(choice, piece)
+            answer.add(choice, piece)
     return answer.whole()
 
 
-async def events_of(answer: ApiAnswer, includes_usage: bool) -> AsyncGenerator[bytes, None]:
-    """The events of an answer, [DONE] last. A failure behind the first event is an event, too."""
+async def events_of(answer: ApiAnswer) -> AsyncGenerator[bytes, None]:
+    """The events of an answer. A failure behind the first event is an event, too."""
     is_begun = False
     try:
         async with aclosing(pieces_of(answer)) as pieces:
             async for choice, piece in pieces:
-                is_first = not choice.text  # told in any case: it names the role
-                chunk = answer.take(choice, piece)
-                if includes_usage:
-                    chunk["usage"] = None
-                if is_first or piece.text or piece.logprobs or choice.reason or "specctl" in chunk:
-                    is_begun = True
-                    yield _event(chunk)
+                opening = [] if is_begun else answer.opening()
+                is_begun = True
+                for event in [*opening, *answer.events(choice, piece)]:
+                    yield event
     except (ApiError, SpecctlError) as error:
         if not is_begun:
             raise
-        told = error if isinstance(error, ApiError) else api_error(error)
-        yield _event(told.body())
+        refusal = error if isinstance(error, ApiError) else api_error(error)
+        for event in answer.failure(refusal.body()):
+            yield event
         return
-    if includes_usage:
-        yield _event(answer.usage_chunk())
-    yield DONE
-
-
-def _event(body: Json) -> bytes:
-    return f"data: {ENCODER.encode(body)}\n\n".encode("ascii")
+    for event in answer.closing():
+        yield event
 
 
 async def unless_gone(work: Awaitable[T], receive: Receive) -> T:
@@ -139,13 +129,19 @@ async def _gone(receive: Receive) -> None:
 class EventStream(StreamingResponse):
     """Events, the first of which is there already; however it ends, the tickets are cancelled."""
 
-    def __init__(self, answer: ApiAnswer, first: bytes, rest: AsyncIterator[bytes]) -> None:
+    def __init__(
+        self,
+        answer: ApiAnswer,
+        first: bytes,
+        rest: AsyncIterator[bytes],
+        headers: Mapping[str, str],
+    ) -> None:
         async def events() -> AsyncIterator[bytes]:
             yield first
             async for event in rest:
                 yield event
 
-        quiet = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        quiet = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", **headers}
         super().__init__(events(), headers=quiet, media_type="text/event-stream")
         self.answer = answer
 

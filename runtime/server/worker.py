@@ -39,7 +39,7 @@ class Worker:
         self.engine, self.guard, self.desk, self.counters = engine, guard, desk, counters
         counters.spec_disabled = guard.num_disabled  # not 0 where the drafter could not be opened
         self.on_finish, self.queue_timeout = on_finish, queue_timeout
-        self.decoder = TokenDecoder.of(engine.target)
+        self._decoders = dict[frozenset[int], TokenDecoder]()
         self.jobs: dict[int, ServerJob] = {}
         self._index_of: dict[Ticket, int] = {}
         self._numbers, self._crashes = count(), 0
@@ -148,13 +148,19 @@ class Worker:
     # -- coming and going -----------------------------------------------------------------------
 
     def _enter(self, ticket: Ticket) -> None:
-        stream = TextStream(self.decoder, ticket.ask.sampling.stop)
+        stream = TextStream(self._decoder(ticket.ask.shown), ticket.ask.sampling.stop)
         job = ServerJob(next(self._numbers), ticket, stream, time.monotonic())
         self.jobs[job.index], self._index_of[ticket] = job, job.index
         try:
             self.engine.submit(job.index, job.request)
         except SpecctlError as error:
             self._leave(job, "error", error)
+
+    def _decoder(self, shown: frozenset[int]) -> TokenDecoder:
+        """One for each set of control tokens that are spelled."""
+        if shown not in self._decoders:
+            self._decoders[shown] = TokenDecoder.of(self.engine.target, shown)
+        return self._decoders[shown]
 
     def _cancel(self, ticket: Ticket) -> None:
         index = self._index_of.get(ticket)

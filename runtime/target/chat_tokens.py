@@ -6,6 +6,8 @@ also where the tokenizer would only make it one (full-width letters that NFKC fo
 strings become one side by side. It is found by what comes out: the template is written once more
 with every string between marks, and what is outside of them has the control tokens that the whole
 may have. Turns that a template writes in plain words ("### User:") cannot be told from a text.
+The same holds for tools: names, descriptions and schemas, the arguments of calls, the results.
+Keys, ids and types, which templates look up and compare, are refused where they spell such a token.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from specctl.core.errors import SpecctlError
 
 MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # no characters, by definition of Unicode
 BATCH = 256  # texts read at once
-NOT_PRINTED = ("role", "type")  # words that templates compare with their own
+COMPARED = ("role", "type", "id", "tool_call_id")  # words that templates look at
 Turns = Sequence[Mapping[str, Any]]
 
 
@@ -31,25 +33,39 @@ class ChatTarget(Protocol):
 
     @property
     def tokenizer(self) -> Any: ...
-    def chat_text(self, messages: Turns) -> str: ...
+    def chat_text(
+        self, messages: Turns, tools: Turns = (), variables: Mapping[str, Any] | None = None
+    ) -> str: ...
     def encode(self, text: str) -> list[int]: ...
 
 
-def chat_tokens(target: ChatTarget, turns: Turns, text: str | None = None) -> list[int]:
+def chat_tokens(
+    target: ChatTarget,
+    turns: Turns,
+    text: str | None = None,
+    tools: Turns = (),
+    variables: Mapping[str, Any] | None = None,
+) -> list[int]:
     """Token ids up to where the assistant speaks next. `text`: the turns as the template writes
-    them, where that is known. Raises TemplateError where the template refuses."""
-    text = target.chat_text(turns) if text is None else text
+    them, where that is known; `tools` and `variables` as of `Target.chat_text`. Raises
+    TemplateError where the template refuses."""
+
+    def write(change: Callable[[str], str]) -> str:
+        return target.chat_text(_mapped(turns, change), _mapped(tools, change), variables)
+
+    text = write(str) if text is None else text
     reader = ControlTokens(target)
+    _check_words(reader, turns, tools, variables or {})
     [tokens] = reader.read([text])
     begin, end, cut = _unused_marks(text)
-    pieces = _marked_pieces(target, turns, begin, end)
+    pieces = _marked_pieces(write, begin, end)
     own = None
     if pieces is not None:
         own = reader.controls([piece for piece, is_said in pieces if not is_said])
         if reader.among(tokens) == own:
             return tokens
-    spoiled = _mapped(turns, lambda said: cut.join(reader.spoiled(said)))
-    tokens = _joined(reader.read(target.chat_text(spoiled).split(cut)))
+    spoiled = write(lambda said: cut.join(reader.spoiled(said)))
+    tokens = _joined(reader.read(spoiled.split(cut)))
     if pieces is None or reader.among(tokens) == own:
         return tokens
     parts = [reader.spoiled(piece) if is_said else [piece] for piece, is_said in pieces]
@@ -140,12 +156,12 @@ def control_ids(tokenizer: Any) -> frozenset[int]:
 
 
 def _marked_pieces(
-    target: ChatTarget, turns: Turns, begin: str, end: str
+    write: Callable[[Callable[[str], str]], str], begin: str, end: str
 ) -> list[tuple[str, bool]] | None:
     """The conversation in pieces: text, and whether it is of a turn's string; None where the
     template takes a string apart."""
     try:
-        text = target.chat_text(_mapped(turns, lambda said: begin + said + end))
+        text = write(lambda said: begin + said + end)
     except TemplateError:
         return None
     parts = re.split(f"([{begin}{end}])", text)
@@ -160,10 +176,40 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value) if value else value
     if isinstance(value, Mapping):
-        return {k: v if k in NOT_PRINTED else _mapped(v, change) for k, v in value.items()}
+        return {
+            k: v if k in COMPARED and isinstance(v, str) else _mapped(v, change)
+            for k, v in value.items()
+        }
     if isinstance(value, Sequence):
         return [_mapped(each, change) for each in value]
     return value
+
+
+def _check_words(
+    reader: ControlTokens, turns: Turns, tools: Turns, variables: Mapping[str, Any]
+) -> None:
+    """Refuse tools, calls and variables whose keys, ids, types or values spell a control token."""
+    calls = [turn[key] for turn in turns for key in ("tool_calls", "tool_call_id") if key in turn]
+    words = list(_words([*tools, {"id": calls}, {"id": [*variables.values()]}]))
+    if words and reader.controls(words):
+        raise SpecctlError(
+            "a key, an id or a type spells a control token of the target",
+            where="tools, tool_calls, chat_template_kwargs",
+            do="give it another name",
+        )
+
+
+def _words(value: Any, is_compared: bool = False) -> Iterator[str]:
+    """Keys, and the strings that are left as they are."""
+    if isinstance(value, str) and is_compared:
+        yield value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield str(key)
+            yield from _words(inner, key in COMPARED)
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for inner in value:
+            yield from _words(inner, is_compared)
 
 
 def _unused_marks(text: str) -> list[str]:

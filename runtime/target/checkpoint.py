@@ -36,10 +36,12 @@ from specctl.runtime.target.checkpoint_folder import (
     from_folder,
     read_settings,
     stored_shapes,
+    straight_to,
     weight_files,
 )
 from specctl.runtime.target.device import check_memory, choose_dtype
 from specctl.runtime.target.multimodal import is_multimodal, load_text_side, text_config
+from specctl.runtime.target.quantised import quantisation, resident_bytes
 
 UNBUILDABLE = "transformers cannot build this configuration"
 
@@ -62,26 +64,36 @@ def load_checkpoint(
     dtype: str = "auto",
     device: torch.device | None = None,
     offline: bool = False,
+    is_read_only: bool = False,
 ) -> Loaded:
-    """Model and tokenizer of a resolved name; every failure says what to do next."""
-    folder = resolved.path or hub.download(resolved, offline, check_config)
-    config = check_folder(folder)
+    """Model and tokenizer of a resolved name; every failure says what to do next. One that is only
+    read need not be fit to be run."""
+
+    def check(folder: Path) -> Any:
+        return check_config(folder, is_read_only)
+
+    folder = resolved.path or hub.download(resolved, offline, check)
+    config = check_folder(folder, is_read_only)
     device = device or torch.device("cpu")
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     count = sum(p.stat().st_size for p in weight_files(folder)) // stored.itemsize
     wanted = choose_dtype(dtype, device, stored, count)
-    check_memory(count * wanted.itemsize, wanted, device, f"the target {resolved.name}")
+    need = count * wanted.itemsize
+    if quantisation(config) is not None:
+        files, count = weight_files(folder), num_parameters(config)
+        need = resident_bytes(config, files, count, wanted.itemsize, device, str(folder))
+    check_memory(need, wanted, device, f"the target {resolved.name}")
     suggested = read_suggested(folder)
     tokenizer = load_tokenizer(folder, config)
     whole = config.model_type if is_multimodal(config) else None
-    model = _load_model(folder, wanted, whole is not None).to(device)
+    model = _load_model(folder, wanted, whole is not None, device)
     commit = folder.name if resolved.path is None and folder.parent.name == "snapshots" else None
     return Loaded(model, tokenizer, commit or resolved.revision, whole, suggested)
 
 
-def check_folder(folder: Path) -> Any:
+def check_folder(folder: Path, is_read_only: bool = False) -> Any:
     """The transformers configuration of a folder that may be loaded; raises for every other."""
-    config = check_config(folder)
+    config = check_config(folder, is_read_only)
     shapes = stored_shapes(weight_files(folder))
     where = str(folder / "config.json")
     with foreign_config(UNBUILDABLE, where):
@@ -89,12 +101,20 @@ def check_folder(folder: Path) -> Any:
     return config
 
 
-def check_config(folder: Path) -> Any:
+def num_parameters(config: Any) -> int:
+    """Of the causal language model of a configuration, counted without storage."""
+    text = text_config(config) if is_multimodal(config) else config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(text)
+    return sum(part.numel() for part in model.parameters())
+
+
+def check_config(folder: Path, is_read_only: bool = False) -> Any:
     """The configuration of a folder whose weights need not be there yet."""
-    return _read_config(folder, read_settings(folder))
+    return _read_config(folder, read_settings(folder), is_read_only)
 
 
-def _read_config(folder: Path, raw: dict[str, Any]) -> Any:
+def _read_config(folder: Path, raw: dict[str, Any], is_read_only: bool) -> Any:
     kind, where = raw.get("model_type"), str(folder / "config.json")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -107,13 +127,14 @@ def _read_config(folder: Path, raw: dict[str, Any]) -> Any:
             where=where,
         ) from error
     with foreign_config(UNBUILDABLE, where):
-        check_causal(config, where)
+        check_causal(config, where, is_read_only)
         check_spec(spec_of(config))
     return config
 
 
-def check_causal(config: Any, where: str) -> None:
-    """Refuse what is no causal language model, or one whose cache cannot be rolled back."""
+def check_causal(config: Any, where: str, is_read_only: bool = False) -> None:
+    """Refuse what is no causal language model, or, unless it is only read, one whose cache cannot
+    be rolled back."""
     text = text_config(config) if is_multimodal(config) else config
     try:
         model_class = AutoModelForCausalLM._model_mapping[type(text)]
@@ -126,7 +147,7 @@ def check_causal(config: Any, where: str) -> None:
             do="choose a causal language model, or a multimodal one around a Llama, Qwen or Gemma",
             where=where,
         ) from None
-    refuse_stateful(model_class, text)
+    refuse_stateful(model_class, text, is_read_only)
 
 
 def load_tokenizer(folder: Path, config: Any) -> Any:
@@ -172,15 +193,23 @@ def _check_ids(tokenizer: Any, vocab_size: int, folder: Path) -> None:
         )
 
 
-def _load_model(folder: Path, dtype: torch.dtype, has_more_than_text: bool) -> Any:
+def _load_model(
+    folder: Path, dtype: torch.dtype, has_more_than_text: bool, device: torch.device
+) -> Any:
+    """The weights go from their files to the device one by one: no process holds the whole model in
+    host memory on the way."""
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         if has_more_than_text:
-            model, info = load_text_side(folder, dtype)
+            model, info = load_text_side(folder, dtype, device)
         else:
             model, info = from_folder(
-                AutoModelForCausalLM, folder, dtype=dtype, output_loading_info=True
+                AutoModelForCausalLM,
+                folder,
+                dtype=dtype,
+                output_loading_info=True,
+                **straight_to(device),
             )
     except SpecctlError:
         raise

@@ -52,7 +52,7 @@ _OTHER_LAYOUT = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 
 def read_settings(folder: Path) -> dict[str, Any]:
     """config.json, after all that transformers would follow in it and beside it was looked at."""
-    _refuse_special_files(folder)
+    refuse_special_files(folder)
     config = read_object(folder / "config.json")
     for name in SETTINGS:
         if (folder / name).exists():
@@ -141,7 +141,7 @@ def refuse_code(body: Mapping[str, Any], where: str) -> None:
             )
 
 
-def _refuse_special_files(folder: Path) -> None:
+def refuse_special_files(folder: Path) -> None:
     """A pipe or a device would be waited for."""
     for path in sorted(folder.iterdir()):
         if path.exists() and not (path.is_dir() or stat.S_ISREG(path.stat().st_mode)):
@@ -232,7 +232,7 @@ def _check_weight_file(folder: Path, name: str) -> None:
             do="fetch the checkpoint again",
             where=str(folder),
         )
-    if not _is_inside(path):
+    if not is_inside(path):
         raise IntegrityError(
             "a file of weights is a link out of the folder",
             found=ascii(name)[1:-1][:120],
@@ -242,7 +242,7 @@ def _check_weight_file(folder: Path, name: str) -> None:
         )
 
 
-def _is_inside(path: Path) -> bool:
+def is_inside(path: Path) -> bool:
     """Whether a file lies in its folder; a snapshot of the hub's cache links into its blobs."""
     real, folder = path.resolve(), path.parent.resolve()
     if real.parent == folder:
@@ -356,6 +356,12 @@ def from_folder(kind: Any, folder: Path, **fields: Any) -> Any:
         use_safetensors=True,
         **fields,
     )
+
+
+def straight_to(device: Any) -> dict[str, Any]:
+    """Fields of `from_pretrained` by which weights are read onto a device without passing through
+    host memory; on the CPU they are there already."""
+    return {} if device.type == "cpu" else {"device_map": {"": device}}
 
 
 def _short(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.utils import logging
 
 from specctl.core.errors import IncompatibleError
-from specctl.runtime.target.checkpoint_folder import from_folder
+from specctl.runtime.target.checkpoint_folder import from_folder, straight_to
 
 # Text towers without a causal model of their own, and the one that computes the same on text.
 TWINS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
@@ -82,13 +82,19 @@ def _laid_out_otherwise(full: Any, found: str) -> IncompatibleError:
     )
 
 
-def load_text_side(folder: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+def load_text_side(
+    folder: Path, dtype: torch.dtype, device: torch.device
+) -> tuple[Any, dict[str, Any]]:
     """The whole model of a folder, of which only the text side is kept, and what was loaded."""
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # what is said of the other towers helps nobody here
     try:
         full, info = from_folder(
-            AutoModelForImageTextToText, folder, dtype=dtype, output_loading_info=True
+            AutoModelForImageTextToText,
+            folder,
+            dtype=dtype,
+            output_loading_info=True,
+            **straight_to(device),
         )
     finally:
         logging.set_verbosity(level)

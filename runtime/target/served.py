@@ -141,6 +141,7 @@ class ServedLM(LanguageModel):
     """Embedding, final norm and LM head of a model that cannot be asked for anything else."""
 
     module: Any  # transformers' model, without storage
+    can_run = False
 
     def __init__(
         self,

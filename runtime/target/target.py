@@ -19,9 +19,18 @@ from specctl.core.spec import Identity, ModelSpec
 from specctl.models.compiled import CompiledLM
 from specctl.models.fast_llama import fast_llama_from_hf
 from specctl.models.hf_lm import HfLM
+from specctl.models.hf_probe import check_reading
 from specctl.models.hf_spec import spec_of
+from specctl.models.read_only import ReadingLM
 from specctl.recipes.targets import resolve
 from specctl.runtime.sampling.generation_config import Suggested
+from specctl.runtime.target.adapter import (
+    Adapter,
+    AppliedAdapter,
+    combined_fingerprint,
+    read_adapters,
+    with_adapters,
+)
 from specctl.runtime.target.checkpoint import load_checkpoint
 from specctl.runtime.target.device import LARGE, choose_device, choose_dtype, refuse_idle_cuda
 
@@ -54,7 +63,8 @@ class Target:
     loaded in; `inflated` is the size it was inflated to, None for the model as published;
     `changed` says how far it is from the target that a joint training made it of; `inside_of` is
     the kind of multimodal model whose text side it is; `suggested` the sampling that its checkpoint
-    asks for."""
+    asks for; `adapters` what was added to the weights, in that order: `fingerprint` then covers
+    them, and `base_fingerprint` is that of the weights alone."""
 
     name: str
     revision: str | None
@@ -68,6 +78,8 @@ class Target:
     changed: TargetChange | None = None
     inside_of: str | None = None
     suggested: Suggested | None = None
+    adapters: tuple[AppliedAdapter, ...] = ()
+    base_fingerprint: str | None = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -77,6 +89,11 @@ class Target:
     def identity(self) -> Identity:
         """What a memory of this target's token ids and habits is kept under."""
         return Identity(self.tokenizer_fingerprint, self.fingerprint)
+
+    @property
+    def can_run(self) -> bool:
+        """Whether it can be decoded with here; else drafters can be trained for it, no more."""
+        return self.lm.can_run
 
     @property
     def device(self) -> torch.device:
@@ -115,8 +132,15 @@ class Target:
                 do="leave the system message out, or put it in front of the first user's",
             ) from error
 
-    def chat_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """A conversation as its template writes it, up to where the assistant speaks next."""
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """A conversation as its template writes it, up to where the assistant speaks next. `tools`:
+        functions that it may call, as OpenAI's API describes them; `variables`: what else the
+        template reads, such as enable_thinking."""
         tokenizer = self._tokenizer()
         if self.template_digest is None:
             raise IncompatibleError(
@@ -127,7 +151,11 @@ class Target:
             )
         return str(
             tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=False
+                list(messages),
+                tools=list(tools) or None,
+                add_generation_prompt=True,
+                tokenize=False,
+                **(variables or {}),
             )
         )
 
@@ -149,20 +177,34 @@ class Target:
         return self.tokenizer
 
     @classmethod
-    def from_model(cls, model: Any, tokenizer: Any = None, name: str = "random") -> Target:
-        """A target around a transformers model, which is frozen and put in eval mode."""
+    def from_model(
+        cls, model: Any, tokenizer: Any = None, name: str = "random", is_read_only: bool = False
+    ) -> Target:
+        """A target around a transformers model, which is frozen and put in eval mode.
+        `is_read_only`: one that cannot be run here may still be read, to train drafters for it."""
         model.eval().requires_grad_(False)
         eos_ids = eos_ids_of(model, tokenizer)
         return cls(
             name=name,
             revision=None,
-            lm=fast_llama_from_hf(model, eos_ids) or HfLM(model, eos_ids),
+            lm=fast_llama_from_hf(model, eos_ids) or _any_lm(model, eos_ids, is_read_only),
             tokenizer=tokenizer,
             fingerprint=fingerprint(model),
             tokenizer_fingerprint=None if tokenizer is None else tokenizer_fingerprint(tokenizer),
             template_digest=None if tokenizer is None else template_digest(tokenizer),
             eos_ids=eos_ids,
         )
+
+
+def _any_lm(model: Any, eos_ids: tuple[int, ...], is_read_only: bool) -> LanguageModel:
+    try:
+        return HfLM(model, eos_ids)
+    except IncompatibleError as error:
+        if not is_read_only:
+            raise
+        read = ReadingLM(model, eos_ids, error.found or error.what)
+        check_reading(model)
+        return read
 
 
 def eos_ids_of(model: Any, tokenizer: Any = None) -> tuple[int, ...]:
@@ -184,18 +226,23 @@ def load_target(
     inflate: str | None = None,
     offline: bool = False,
     compile: bool = False,
+    adapters: Sequence[str] = (),
+    is_read_only: bool = False,
 ) -> Target:
     """The target called `name`: an alias such as "tiny" or "llama3-8b", a local folder, or a hub
     id. `inflate` names a size ("100m", "300m", "1b", "8b") to which a Llama-shaped target is blown
     up without changing its distribution, for measurements of speed. `compile`: its rounds are
-    recorded in fixed shapes and replayed (CUDA graphs, torch.compile on the CPU)."""
+    recorded in fixed shapes and replayed (CUDA graphs, torch.compile on the CPU). `adapters`:
+    folders of LoRA adapters as peft writes them, each FOLDER or FOLDER@WEIGHT, added in order.
+    `is_read_only`: also an architecture that cannot be run here, to train drafters for it."""
+    added = read_adapters(adapters)
     resolved = resolve(name, revision)
     if device == "auto":
         refuse_idle_cuda()
     where = choose_device(device)
     first = "float32" if inflate is not None else dtype
-    loaded = load_checkpoint(resolved, first, where, offline)
-    target = Target.from_model(loaded.model, loaded.tokenizer, name)
+    loaded = load_checkpoint(resolved, first, where, offline, is_read_only)
+    target = _adapted(loaded.model, loaded.tokenizer, name, is_read_only, added)
     target = replace(
         target,
         revision=loaded.revision,
@@ -207,6 +254,24 @@ def load_target(
 
         target = blow_up(target, inflate, choose_dtype(dtype, where, num_parameters=LARGE))
     return replace(target, lm=CompiledLM(target.lm)) if compile else target
+
+
+def _adapted(
+    model: Any, tokenizer: Any, name: str, is_read_only: bool, added: Sequence[Adapter]
+) -> Target:
+    """A target around a model with these adapters: merged where our own forward runs it."""
+    if not added:
+        return Target.from_model(model, tokenizer, name, is_read_only)
+    base = fingerprint(model)
+    is_fast = fast_llama_from_hf(model) is not None
+    model = with_adapters(model, added, is_merged=is_fast)
+    applied = tuple(one.applied for one in added)
+    return replace(
+        Target.from_model(model, tokenizer, name, is_read_only),
+        fingerprint=combined_fingerprint(base, applied),
+        adapters=applied,
+        base_fingerprint=base,
+    )
 
 
 _CONFIG_FIELDS = (

@@ -31,13 +31,30 @@ class TokenDecoder:
     special_ids: frozenset[int] = frozenset()  # left out of the text
 
     @classmethod
-    def of(cls, target: Target) -> TokenDecoder:
-        """That of a target; without a tokenizer every text is empty."""
+    def of(cls, target: Target, shown: frozenset[int] = frozenset()) -> TokenDecoder:
+        """That of a target; without a tokenizer every text is empty. `shown`: control tokens that
+        are spelled in the text, which otherwise leaves them out."""
         if target.tokenizer is None:
             return cls(lambda tokens: "")
         words = target.tokenizer.get_vocab()
         byte_ids = frozenset(i for word, i in words.items() if _BYTE.fullmatch(word))
-        return cls(target.decode, byte_ids, frozenset(target.tokenizer.all_special_ids))
+        added = target.tokenizer.added_tokens_decoder
+        special = {int(i) for i, token in added.items() if token.special}
+        hidden = special.union(target.tokenizer.all_special_ids) - shown
+        return cls(
+            _spelling(target, hidden) if shown else target.decode, byte_ids, frozenset(hidden)
+        )
+
+
+def _spelling(target: Target, hidden: set[int]) -> Callable[[Sequence[int]], str]:
+    """Decodes with all control tokens but the hidden ones."""
+
+    def decode(tokens: Sequence[int]) -> str:
+        said = [token for token in tokens if token not in hidden]
+        text = target.tokenizer.decode(said, clean_up_tokenization_spaces=False)
+        return str(text)
+
+    return decode
 
 
 class TextStream:

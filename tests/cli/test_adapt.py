@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from specctl.train.pretrain.data import train_tokenizer
 
@@ -57,7 +58,7 @@ def test_a_drafter_follows_its_target_into_a_package_of_its_own(
     assert made.code == 0, made.err
     words = (
         "adapt", "--draft", root / "first", "--target", places["new"], "--data", places["data"],
-        "--out", root / "second", *SMALL, "--steps", 4, "--rank", 2, "--keep-adapter", "--json",
+        "--out", root / "second", *SMALL, "--steps", 4, "--rank", 2, "--json",
     )  # fmt: skip
     ran = run(*words)
     assert ran.code == 0, ran.err
@@ -72,8 +73,10 @@ def test_a_drafter_follows_its_target_into_a_package_of_its_own(
     before, after = (load_file(root / r / "package" / "model.safetensors") for r in
                      ("first", "second"))  # fmt: skip
     assert before.keys() == after.keys()
-    adapter = load_file(root / "second" / "adapter.safetensors")
-    assert all(name.endswith((".up", ".down")) for name in adapter)
+    adapter = load_file(root / "second" / "adapter" / "adapter_model.safetensors")
+    assert all(name.endswith((".lora_A.weight", ".lora_B.weight")) for name in adapter)
+    config = json.loads((root / "second" / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["peft_type"]) == (2, "LORA")
     told = run("generate", "--target", places["new"], "--draft", root / "second" / "package", "def")
     assert told.code == 0, told.err
     refused = run("generate", "--target", places["new"], "--draft", root / "first" / "package", "d")
@@ -83,6 +86,40 @@ def test_a_drafter_follows_its_target_into_a_package_of_its_own(
     assert again.json["result"]["tau_before"] == result["tau_before"]
     kept = load_file(root / "second" / "package" / "model.safetensors")
     assert all(torch.equal(kept[name], after[name]) for name in after)
+
+
+def test_a_drafter_follows_its_target_to_an_adapter(run: Any, places: dict[str, Path]) -> None:
+    """--adapter alone: the target is the drafter's own, and the package is bound to both."""
+    peft = pytest.importorskip("peft")
+    root = places["root"]
+    made = run(
+        "distill", "--target", places["old"], "--data", places["data"], "--out", root / "plain",
+        "--set", "vocab.size=200",
+        *SMALL, "--set", "train.steps=2", "--set", "drafter.init=null", "--set",
+        "drafter.options={layers: 1, width: 16, heads: 2, head_dim: 8}",
+    )  # fmt: skip
+    assert made.code == 0, made.err
+    model = AutoModelForCausalLM.from_pretrained(places["old"])
+    config = peft.LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False)
+    peft.get_peft_model(model, config).save_pretrained(root / "lora")
+    ran = run(
+        "adapt", "--draft", root / "plain", "--adapter", root / "lora", "--data", places["data"],
+        "--out", root / "followed", *SMALL, "--steps", 2, "--rank", 2, "--json",
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    package = root / "followed" / "package"
+    record = json.loads((package / "manifest.json").read_text())["target"]
+    assert [one["name"] for one in record["adapters"]] == [str(root / "lora")]
+    assert record["name"] == str(places["old"])
+    told = run("generate", "--draft", package, "def")  # the package's own target and adapter
+    assert told.code == 0, told.err
+    named = run("generate", "--target", places["old"], "--adapter", root / "lora", "--draft",
+                package, "def")  # fmt: skip
+    assert named.code == 0, named.err
+    refused = run("generate", "--target", places["old"], "--draft", package, "def")
+    assert refused.code == 5
+    assert "adapter of target and drafter differ" in refused.err
+    assert str(root / "lora") in run("show", package).out
 
 
 def test_a_dry_run_of_a_pipeline_plans_every_stage(run: Any) -> None:

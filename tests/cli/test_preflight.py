@@ -14,7 +14,8 @@ from specctl.core.files import Disk
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.train.planning import capacity as room
-from specctl.train.planning.capacity import lacking_disk, machine_bytes
+from specctl.train.planning.capacity import lacking_disk
+from specctl.train.planning.hardware import machine_bytes
 from specctl.train.runs.finished import MARK, read_mark, remaining, stage_folders
 
 TWO = """
@@ -140,7 +141,7 @@ def test_a_plan_that_needs_more_memory_than_there_is_is_refused(
     monkeypatch.setattr(room, "machine_bytes", lambda: 10**8)
     ran = run("plan", *WORDS, "--out", tmp_path / "new", "--json")
     assert ran.code == Exit.RESOURCES
-    assert [lack["what"] for lack in ran.json["result"]["lacks"]] == ["memory"]
+    assert [lack["what"] for lack in ran.json["result"]["lacks"]] == ["memory of this machine"]
 
 
 def test_a_container_has_the_memory_of_its_limit(tmp_path: Path) -> None:

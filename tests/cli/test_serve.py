@@ -51,6 +51,7 @@ def test_the_batch_policies_it_offers_are_those_that_exist() -> None:
         (("--record", "absent/traffic.jsonl"), Exit.FILE, "--record"),
         (("--batching", "goodputt", "--draft", "auto"), Exit.USAGE, "--batching goodput"),
         (("--batching", "tetris"), Exit.USAGE, "--draft auto"),
+        (("--tool-parser", "hermess"), Exit.USAGE, "hermes"),
         (("--port", "70000"), Exit.USAGE, "specctl serve --help"),
         (("--max-batch", "0"), Exit.USAGE, "specctl serve --help"),
         (("--target", "tinny", "--port", "0"), Exit.USAGE, "tiny"),

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from specctl.cli.options.loading import DraftChoice
+from specctl.runtime.server.chat_template import ChatStyle
 from specctl.runtime.server.service import Service
 from specctl.runtime.target.target import Target
 from specctl_testing.cli import commands
@@ -37,7 +38,7 @@ def address(tiny_target: Target) -> Iterator[str]:
     """A server like that of the page's first command, in this process."""
     loaded = DraftChoice("prompt-lookup").load(tiny_target)
     service = Service(tiny_target, loaded.drafter, loaded.policy)
-    with running(service) as server:
+    with running(service, style=ChatStyle.of(tiny_target, "hermes")) as server:
         yield server.url
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ from specctl.core.vocab import VocabMap
 from specctl.drafters import families
 from specctl.recipes.load import load_recipe
 from specctl.recipes.low_rank import LoraPart
+from specctl.runtime.target.adapter import read_adapters
 from specctl.runtime.target.target import Target
-from specctl.train.lora import additions, attach, merge, save_adapter
+from specctl.train.lora import additions, attach, merge, save_adapter, unnameable
 from specctl.train.planning.plan import plan
 
 FAMILIES = [name for name, family in families().items() if family.trainable]
@@ -83,17 +86,62 @@ def test_only_the_additions_learn_and_merged_they_draft_the_same(
     adapted = learn(drafter, batch)
     assert adapted < untouched - 0.01
     assert all(a.up_OR.detach().abs().max() > 0 for _, a in additions(drafter.module))
-    save_adapter(drafter.module, tmp_path / "adapter.safetensors")
+    nameless = set(unnameable(drafter.module))
+    assert {n.partition(".")[0] for n in nameless} == ({"lstm"} if name == "falcon" else set())
+    if not nameless:
+        save_adapter(drafter.module, tmp_path / "adapter", LoraPart(rank=4, alpha=8.0), "base")
+    factors = {n: (a.scale * a.up_OR @ a.down_RI).detach() for n, a in additions(drafter.module)}
     merge(drafter.module)
     after = drafter.tensors()
     assert sorted(after) == sorted(names)
     assert learn(drafter, batch) == pytest.approx(adapted, abs=1e-5)
-    saved = load_file(tmp_path / "adapter.safetensors")
     moved = {n for n in names if not torch.equal(after[n], before[n])}
-    assert moved == {n.removesuffix(".up") for n in saved if n.endswith(".up")}
+    assert moved == set(factors)
     for n in moved:
-        product: Tensor = saved[f"{n}.up"] @ saved[f"{n}.down"]
-        torch.testing.assert_close(after[n], before[n] + product)
+        torch.testing.assert_close(after[n], before[n] + factors[n])
+    if not nameless:
+        check_format(tmp_path / "adapter", factors)
+
+
+def check_format(folder: Path, factors: dict[str, Tensor]) -> None:
+    """One rank and alpha for all, as engines read them; the products are what was learned."""
+    saved = load_file(folder / "adapter_model.safetensors")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 8.0)
+    assert 2 * len(factors) == len(saved)
+    for n, product in factors.items():
+        key = f"base_model.model.{n.removesuffix('.weight')}"
+        down, up = saved[f"{key}.lora_A.weight"], saved[f"{key}.lora_B.weight"]
+        assert down.shape[0] == up.shape[1] == 4
+        torch.testing.assert_close(2.0 * up @ down, product)
+    (found,) = read_adapters([str(folder)])
+    assert {f"{module}.weight" for module in found.ranks} == set(factors)
+
+
+@pytest.mark.parametrize("name", ["small-lm", "eagle3", "medusa"])
+def test_peft_reads_the_adapter_and_merges_what_we_merge(
+    target: Target, name: str, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    ours, theirs = make(target, name), make(target, name)
+    attach(ours, LoraPart(rank=40, alpha=20.0))  # more than some matrices are wide
+    torch.manual_seed(6)
+    with torch.no_grad():
+        for parameter in ours.trainable().values():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    save_adapter(ours.module, tmp_path / "adapter", LoraPart(rank=40, alpha=20.0), None)
+    merge(ours.module)
+    batch = batch_of(target, ours)
+    untouched = learn(theirs, batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a key that peft missed or did not know
+        wrapped = peft.PeftModel.from_pretrained(theirs.module, tmp_path / "adapter")
+    wrapped.merge_and_unload()
+    merged = theirs.tensors()
+    for key, tensor in ours.tensors().items():
+        torch.testing.assert_close(merged[key], tensor, atol=1e-5, rtol=1e-5)
+    assert learn(theirs, batch) == pytest.approx(learn(ours, batch), abs=1e-5)
+    assert learn(theirs, batch) != pytest.approx(untouched, abs=1e-3)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -127,7 +127,8 @@ def test_a_killed_job_asks_only_for_what_it_had_not(chat_target: Target, tmp_pat
         moved = replace(writer_for(chat_target, fake).settings, requests=3)
         again = EndpointWriter(chat_target, moved, SilentReporter())
         answers = ask(chat_target, tmp_path, again)
-    assert len(fake.answered) == 40 - 20  # the twentieth was kept when the console died of it
+    late = len(fake.answered) - (40 - 20)  # the twentieth was kept when the console died of it
+    assert 0 <= late <= 2, "only what was in flight then may have been answered after it"
     assert [list(a.new_ids) for a in answers] == [expected(chat_target, fake, i) for i in range(40)]
 
 

@@ -20,6 +20,7 @@ from specctl.core.errors import IncompatibleError, RecipeError, SpecctlError
 from specctl.export.package.folder import load_drafter, save_package
 from specctl.recipes.load import load_recipe
 from specctl.recipes.low_rank import JointPart
+from specctl.runtime.target.save_target import write_target
 from specctl.runtime.target.target import Target, load_target
 from specctl.train.joint.check import check_joint, check_stages, check_target
 from specctl.train.joint.joint import JointModel
@@ -91,6 +92,28 @@ def test_out_target_is_the_runs_target_with_its_additions(
     with torch.no_grad():
         far = (theirs(batch.ids_BS).logits - wanted).abs().max() / wanted.abs().max()
     assert float(far) < (1e-5 if target.dtype == torch.float32 else 5e-2)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_the_additions_to_the_target_are_an_adapter_that_peft_reads(
+    settle: Any, tmp_path: Path, kind: str
+) -> None:
+    peft = pytest.importorskip("peft")
+    original, _, changed, wanted = settle(kind)
+    write_target(original, tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    read = peft.PeftModel.from_pretrained(base, tmp_path / "target-adapter").eval()
+    size = original.spec.vocab_size
+    with torch.no_grad():
+        theirs = logits(Target.from_model(read.merge_and_unload()), rows(vocab=size))
+    torch.testing.assert_close(theirs, wanted, atol=1e-5, rtol=1e-5)
+    again = load_target(str(tmp_path), dtype="float32", adapters=[str(tmp_path / "target-adapter")])
+    torch.testing.assert_close(logits(again, rows(vocab=size)), wanted, atol=1e-5, rtol=1e-5)
+    assert again.base_fingerprint == original.fingerprint
+    assert again.fingerprint not in (original.fingerprint, changed.fingerprint)
+    if kind == "gemma2":
+        with pytest.raises(IncompatibleError, match="cannot learn"):
+            check_target(again)
 
 
 def test_the_package_is_for_the_changed_target_and_says_so(settle: Any, tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def small_recipe(path: Path, **train: Any) -> Path:
 
 @pytest.fixture(autouse=True)
 def little_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: tuple[CorpusFile, ...] = collect((STDLIB,))[:400]
+    found: tuple[CorpusFile, ...] = collect((STDLIB,))[:150]
     monkeypatch.setattr("specctl.train.data.corpus.collect", lambda: found)
 
 

@@ -82,8 +82,8 @@ def test_a_target_counts_in_the_dtype_it_will_be_loaded_in(monkeypatch: pytest.M
 
 
 def test_a_plan_refuses_what_cannot_be_a_target(tmp_path: Path) -> None:
-    AutoConfig.for_model("mamba", vocab_size=96, hidden_size=32).save_pretrained(tmp_path)
-    with pytest.raises(IncompatibleError, match="MambaForCausalLM cannot be a target"):
+    AutoConfig.for_model("t5", vocab_size=96).save_pretrained(tmp_path)
+    with pytest.raises(IncompatibleError, match="t5 is not a causal language model"):
         plan(load_recipe("medusa", target=str(tmp_path)), **SPEED)
 
 

@@ -32,6 +32,7 @@ from specctl.train.data.sources import Defects, read_samples
 from specctl.train.distributed.ranks import Ranks
 
 LEAST_ANSWER = 16  # tokens of an answer for which a prompt must leave room in its row
+LATER = ("top_p", "top_k", "thinking")  # count where set, so that rows made before them stay
 POOR_FILL = 0.8  # below this, another row length is looked for
 
 __all__ = ["TokenData", "encode_document", "prepare"]
@@ -143,7 +144,7 @@ def _settings(recipe: Recipe, target: Target, source_digest: str) -> dict[str, A
     writer = None
     if data.regenerate:
         used = {"seed", "prompts", "prompt_tokens", "new_tokens", "temperature", "greedy_share"}
-        used |= {"top_p", "top_k", "thinking"}
+        used |= {name for name in LATER if getattr(data, name) != getattr(DataPart(), name)}
         used |= {"text_tokens"} if data.text_tokens else set()
         here = str(target.dtype) if data.endpoint is None else EndpointWriter.name
         writer = [target.fingerprint, target.inflated, here]

@@ -100,6 +100,8 @@ def check_target(target: Target) -> None:
         problem = f"quantised weights ({kinds or 'by its configuration'})"
     elif type(lm) not in (FastLlama, HfLM) or (isinstance(lm, FastLlama) and lm.config is None):
         problem = f"a {type(lm).__name__} that did not come from transformers"
+    elif target.adapters and isinstance(lm, HfLM):
+        problem = "adapters that stay unmerged, for want of our own forward"
     elif target.inside_of is not None:
         problem = f"the text side of a {target.inside_of}, which would be written without the rest"
     elif target.tokenizer is None:

@@ -49,7 +49,7 @@ class JointModel(Drafter):
         assert drafter.module is not None, "a trained family has a module"
         self.module = nn.ModuleDict({"drafter": drafter.module})
         self.target = changing(target, part)
-        self._drafter, self._original, self._part = drafter, target, part
+        self._drafter, self._original, self.part = drafter, target, part
         self._additions = dict(additions(self.target.lm.module))
         moving = {n for n, p in self.target.lm.module.named_parameters() if p.requires_grad}
         assert len(moving) == 2 * len(self._additions), f"more than additions would move: {moving}"
@@ -98,7 +98,7 @@ class JointModel(Drafter):
 
     def loss(self, batch: TrainBatch) -> LossOut:
         """The drafter's loss on what the changed target says, and the target's own term."""
-        if batch.progress < self._part.warmup:
+        if batch.progress < self.part.warmup:
             return self._drafter.loss(capture(self._original, batch, self.needs()))
         batch = to_device(batch, self.target.device)
         taps = tuple(sorted({*self.needs().taps, self.spec.num_layers}))
@@ -111,15 +111,15 @@ class JointModel(Drafter):
 
     def _own_term(self, seen: TrainBatch) -> LossOut | None:
         """What the target learns for itself; None if it keeps nothing."""
-        if self._part.keep == "none":
+        if self.part.keep == "none":
             return None
-        teacher = None if self._part.keep == "ce" else original_distribution(self._original, seen)
+        teacher = None if self.part.keep == "ce" else original_distribution(self._original, seen)
         return target_loss(self.target, seen, teacher)
 
     def _shown(self, seen: TrainBatch) -> TrainBatch:
         """The batch as the drafter reads it: what comes back through its taps is weighted, and its
         teacher is the changed target as it stands."""
-        needs, weight = self.needs(), weight_at(seen.progress, self._part)
+        needs, weight = self.needs(), weight_at(seen.progress, self.part)
         taps = {tap: _border(seen.taps[tap], weight) for tap in needs.taps}
         plain = replace(seen, taps=taps, teacher_BSV=None, teacher_rows=None)
         if not needs.teacher:

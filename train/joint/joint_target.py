@@ -26,10 +26,10 @@ from specctl.train.data.heldout import heldout_prompts
 from specctl.train.data.rows import TokenData
 from specctl.train.features.capture import capture
 from specctl.train.joint.joint import TEACHER, JointModel, original_distribution, target_loss
-from specctl.train.lora import merge
+from specctl.train.lora import merge, save_adapter
 from specctl.train.metrics import MetricsLog, read_log
 
-FOLDER, CONFIG = "target", "config.json"
+FOLDER, CONFIG, ADAPTER = "target", "config.json", "target-adapter"
 TEXTS, ROWS_AT_ONCE = 64, 8  # measured on; read at a time
 
 
@@ -38,6 +38,7 @@ def save_joint_target(
 ) -> Target:
     """Write OUT/target and read it back: the target that the drafter is for, with what changed."""
     folder = out / FOLDER
+    save_adapter(joint.target.lm.module, out / ADAPTER, joint.part, original.name)
     _write(joint.target, folder)
     dtype = str(original.dtype).removeprefix("torch.")
     found = load_target(str(folder), dtype=dtype, device=str(original.device))

@@ -1,22 +1,21 @@
 """Whether a plan fits here: its files on the disk, what it holds into the memory of the device.
 
-Disk is counted, so that a run is refused before it starts. Memory is an estimate, unless it was
-rehearsed: a plan says that it does not fit, a run is not stopped by it.
+Disk is counted and memory traced, so that a run that cannot end is refused before it starts.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from specctl.core.errors import ResourceError
 from specctl.core.files import Disk
-from specctl.runtime.target.device import choose_device
 from specctl.train.joint.joint_target import FOLDER
+from specctl.train.planning.hardware import Cluster, machine_bytes
+from specctl.train.planning.memory import Held
+from specctl.train.planning.weighing import Weighing
 from specctl.train.runs.folders import size_of
 
 # Where in a run folder lies what a plan counts; what has no place there is only needed for a while.
@@ -28,8 +27,10 @@ PLACES = {
     "package": "package",
     "changed target": FOLDER,
 }
-HOST = ("process", "measured in a rehearsal", "more rows")  # memory that is not the GPU's
-LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+ELSEWHERE = (
+    "take a smaller target, or a machine that holds it; what one takes is told by: "
+    "specctl plan --target {target} --recipe {recipe} --gpu h100"
+)
 
 Needs = Sequence[tuple[Path, Mapping[str, int]]]  # run folder, bytes on disk by purpose
 
@@ -70,37 +71,40 @@ def _unwritten(out: Path, parts: Mapping[str, int]) -> int:
     return left
 
 
-def lacking_memory(memory: Mapping[str, int], is_spread: bool) -> list[Lack]:
-    """The machine or the GPU, if the plan holds more than its whole memory. `is_spread`: all GPUs
-    share what a plan puts on one."""
-    device, found = choose_device("auto"), list[Lack]()
-    is_gpu = device.type == "cuda"
-    on_host = sum(n for name, n in memory.items() if name in HOST or not is_gpu)
-    on_gpu = sum(memory.values()) - on_host
-    do = "--set train.rows=4 --set train.accumulate=4, a smaller target, or another machine"
-    if is_gpu:
-        total = torch.cuda.get_device_properties(device).total_memory
-        total *= torch.cuda.device_count() if is_spread else 1
-        if on_gpu > total:
-            found.append(Lack("GPU memory", on_gpu, total, do))
-    machine = machine_bytes()
-    if machine is not None and on_host > machine:
-        found.append(Lack("memory", on_host, machine, do))
+def lacking_memory(weighing: Weighing, is_exact: bool = True) -> list[Lack]:
+    """The host or the fullest device, if a run would hold more than there is, with the change of
+    recipe or hardware that would be enough. Unless the answer shall be exact, a run that surely
+    fits is not weighed."""
+    cluster = weighing.cluster
+    held = weighing.least()
+    if fits(held, cluster):
+        if not is_exact and fits(weighing.most(), cluster):
+            return []
+        held = weighing.held()
+    if fits(held, cluster):
+        return []
+    do = weighing.way_out(fits) or _elsewhere(weighing)
+    found = list[Lack]()
+    if cluster.gpu is not None and held.device_bytes > cluster.gpu.memory:
+        what = f"memory of each GPU ({cluster.gpu.name}), fullest when {held.moment}"
+        found.append(Lack(what, held.device_bytes, cluster.gpu.memory, do))
+    machine = machine_bytes() if cluster.is_here else None
+    if machine is not None and held.host_bytes > machine:
+        found.append(Lack("memory of this machine", held.host_bytes, machine, do))
     return found
 
 
-def machine_bytes(limits: Collection[str] = LIMITS) -> int | None:
-    """All memory of this machine, or of this container; None where it cannot be asked."""
-    try:
-        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        return None
-    for path in limits:
-        try:
-            whole = min(whole, int(Path(path).read_text()))
-        except (OSError, ValueError):  # no container, or one without a limit ("max")
-            continue
-    return whole
+def _elsewhere(weighing: Weighing) -> str:
+    recipe = weighing.recipe
+    return ELSEWHERE.format(target=recipe.target.name, recipe=recipe.name)
+
+
+def fits(held: Held, cluster: Cluster) -> bool:
+    """Whether the device and, where it can be asked, the host have room for what is held."""
+    if cluster.gpu is not None and held.device_bytes > cluster.gpu.memory:
+        return False
+    machine = machine_bytes() if cluster.is_here else None
+    return machine is None or held.host_bytes <= machine
 
 
 def refuse_lacks(lacks: Sequence[Lack], what: str, where: Path) -> None:

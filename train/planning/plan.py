@@ -1,9 +1,9 @@
 """What a run will take, before it is paid for: parameters, disk, memory, time, and on what basis.
 
-Nothing is loaded: the drafter is built without storage from the target's shape. Memory and time
-are then estimates (memory within a factor of 1.5); a rehearsal measures both, and after twenty
-steps of the run itself time is measured there. Disk is counted: it needs no guess but how many
-tokens the source holds and how far the rows fill.
+Nothing is loaded: target and drafter are built without storage from the target's shape. Memory is
+that of a step traced on tensors without content (`step_bytes`). Time is an estimate; a rehearsal
+measures it, and after twenty steps of the run itself it is measured there. Disk is counted: it
+needs no guess but how many tokens the source holds and how far the rows fill.
 """
 
 from __future__ import annotations
@@ -28,28 +28,26 @@ from specctl.train.joint.check import check_joint
 from specctl.train.lora import attach
 from specctl.train.metrics import read_log
 from specctl.train.optim import is_hidden_matrix
-from specctl.train.planning.rehearsal import Rehearsal, num_saves, small
+from specctl.train.planning.hardware import Cluster
+from specctl.train.planning.memory import Held
+from specctl.train.planning.rehearsal import Rehearsal, num_saves
 from specctl.train.planning.target_shape import TargetShape, shape_of, target_shape
+from specctl.train.planning.weighing import ROW_BYTES, Weighing, data_tokens
 from specctl.train.planning.work import (
     Part,
     Work,
     WorkSizes,
-    joint_memory,
     num_added,
     num_parameters,
-    passes,
     work_of,
 )
 from specctl.train.prune.cut import uncuttable
-from specctl.train.selective import COMPARING, reference_stage
+from specctl.train.selective import reference_stage
 
-ROW_BYTES = 13  # of a prepared token: id, document, position (4 each) and its loss mask
 ANSWER_BYTES = 3  # more for a token that the target wrote, kept as it was drawn
-SAMPLE_TOKENS = 4_700  # of a file of the corpus, on average
 FILL = 0.98  # share of a row that holds tokens
 STATE_BYTES = 20_000  # of a checkpoint beside its tensors: generators, progress, manifest
 MEASURED_STEPS = 20
-PROCESS_BYTES = 500_000_000  # python, torch, transformers and the text being read
 
 Before = Callable[[WorkSizes], Sequence[Work]]
 
@@ -62,11 +60,30 @@ class RunPlan:
     trainable: int
     target_parameters: int
     disk: Mapping[str, int]
-    memory: Mapping[str, int]
+    weighing: Weighing
     steps: int
     parts: tuple[Part, ...]
     basis: str
     added: int = 0  # numbers that joint training adds to the target, which it changes
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.weighing.cluster
+
+    @property
+    def held(self) -> Held:
+        """What each process holds; worked out when asked for, which takes seconds."""
+        return self.weighing.held()
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes by purpose, of the host and of the fullest device together."""
+        return {**self.held.host, **self.held.device}
+
+    @property
+    def gpu_hours(self) -> tuple[float, float]:
+        low, high = self.seconds_range
+        return low * self.cluster.processes / 3600, high * self.cluster.processes / 3600
 
     @property
     def seconds_range(self) -> tuple[float, float]:
@@ -90,7 +107,12 @@ class RunPlan:
             "disk_bytes": self.disk_bytes,
             "disk": dict(self.disk),
             "memory_bytes": self.memory_bytes,
-            "memory": dict(self.memory),
+            "memory": self.memory,
+            "host_bytes": self.held.host_bytes,
+            "device_bytes": self.held.device_bytes,
+            "fullest": self.held.moment,
+            "hardware": self.cluster.text(),
+            **({} if self.cluster.gpu is None else {"gpu_hours_range": list(self.gpu_hours)}),
             "steps": self.steps,
             "seconds_range": list(self.seconds_range),
             "parts": [part.to_json() for part in self.parts],
@@ -106,10 +128,13 @@ def plan(
     flops_per_second: float | None = None,
     rehearsal: Rehearsal | None = None,
     before: Before = lambda sizes: (),
+    cluster: Cluster | None = None,
 ) -> RunPlan:
     """The plan of a recipe for a target of shape `spec` (None: looked up by the target's name). If
     `out` holds a run of this recipe with enough steps behind it, the time is measured; so is all
-    that a rehearsal has measured. `before`: the work between the text and the first step."""
+    that a rehearsal has measured. `before`: the work between the text and the first step.
+    `cluster`: where it shall run, None for one process here."""
+    cluster = cluster or Cluster.here()
     shape = target_shape(recipe.target) if spec is None else shape_of(spec)
     check_context(recipe, shape.spec)
     if recipe.drafter.init == TARGET and (recipe.target.inflate or not shape.plain_head):
@@ -122,12 +147,10 @@ def plan(
         trainable=counts.trainable,
         target_parameters=shape.parameters,
         disk=_disk(recipe, shape, counts, data_tokens(recipe, rehearsal)),
-        memory=_memory(recipe, shape, drafter, 4 * counts.trainable + counts.optimizer)
-        if rehearsal is None
-        else _measured_memory(recipe, rehearsal),
+        weighing=Weighing(recipe, shape, cluster, rehearsal),
         steps=recipe.train.steps,
         added=counts.added,
-        **_time(recipe, shape, drafter, out, flops_per_second, rehearsal, before),
+        **_time(recipe, shape, drafter, out, flops_per_second, rehearsal, before, cluster),
     )
 
 
@@ -186,22 +209,6 @@ def _states(train: TrainPart, parameter: torch.Tensor, drafter: Drafter) -> int:
     return 1 if is_muon else 2
 
 
-def data_tokens(recipe: Recipe, rehearsal: Rehearsal | None = None) -> int:
-    """Tokens of the rows. Text is read from the samples that gave the prompts; what those hold is
-    known from a rehearsal, or guessed."""
-    data = recipe.data
-    if not data.regenerate:
-        source = Path(data.source)
-        in_file = source.stat().st_size // 4 if source.is_file() else 10_000_000
-        return min(in_file, data.limit_tokens or in_file)
-    each = data.prompt_tokens + data.new_tokens
-    in_sample = float(SAMPLE_TOKENS)
-    if rehearsal is not None:
-        prompts = small(recipe).data.prompts
-        in_sample = max(0.0, rehearsal.tokens / prompts - each)
-    return data.prompts * each + min(data.text_tokens, round(data.prompts * in_sample))
-
-
 def _disk(recipe: Recipe, shape: TargetShape, counts: _Counts, tokens: int) -> dict[str, int]:
     """Bytes at the fullest moment: while the last checkpoint is written and none is dropped yet, or
     when the package is written. One checkpoint more where the best is an old one."""
@@ -238,36 +245,6 @@ def _feature_bytes(recipe: Recipe, shape: TargetShape, needs: Needs) -> int:
     return form.bytes_per_token
 
 
-def _measured_memory(recipe: Recipe, rehearsal: Rehearsal) -> dict[str, int]:
-    """The rehearsal's peak, and the rows that it did without."""
-    more = max(0, data_tokens(recipe, rehearsal) - rehearsal.tokens)
-    found = {"measured in a rehearsal": rehearsal.memory, "more rows": more * ROW_BYTES}
-    return found | ({"on the GPU": rehearsal.gpu} if rehearsal.gpu else {})
-
-
-def _memory(recipe: Recipe, shape: TargetShape, drafter: Drafter, training: int) -> dict[str, int]:
-    """Bytes on one device while training; `training` = those of gradient and optimizer."""
-    spec, tokens, needs = shape.spec, recipe.train.rows * recipe.train.seq_len, drafter.needs()
-    wide = shape.itemsize(recipe.target)
-    width, parameters = spec.hidden_size, num_parameters(drafter)
-    assert drafter.module is not None
-    matrices = sum(p.numel() for p in drafter.module.parameters() if spec.vocab_size not in p.shape)
-    features = tokens * wide * (len(needs.taps) * width + 4 * width + spec.intermediate_size)
-    features += tokens * wide * spec.vocab_size if needs.teacher else 0
-    head = min(tokens, max(64, 2**24 // spec.vocab_size)) * spec.vocab_size * 4 * 6
-    body = tokens * 4 * passes(drafter) * 2 * matrices // width
-    compared = recipe.train.select in COMPARING
-    return {
-        "process": PROCESS_BYTES,
-        "target": wide * shape.parameters,
-        "drafter, gradient, optimizer": 4 * parameters + training,
-        **({"reference": 4 * parameters} if compared else {}),
-        "features of a batch": features,
-        "activations": head + body,
-        **joint_memory(recipe.train, shape, wide),
-    }
-
-
 def _time(
     recipe: Recipe,
     shape: TargetShape,
@@ -276,6 +253,7 @@ def _time(
     flops_per_second: float | None,
     rehearsal: Rehearsal | None,
     before: Before,
+    cluster: Cluster,
 ) -> dict[str, Any]:
     if rehearsal is not None:
         return {
@@ -292,9 +270,15 @@ def _time(
             "parts": (Part("training", f"{left:,} steps", within),),
             "basis": f"measured {behind} steps in {out}, for the steps that are left",
         }
-    speed = flops_per_second or matrix_speed()
     sizes = WorkSizes.of(drafter, shape.active)
     work = work_of(recipe, sizes, data_tokens(recipe), before(sizes))
+    if not cluster.is_here:
+        assert cluster.gpu is not None
+        return {
+            "parts": tuple(part.reckoned(cluster) for part in work),
+            "basis": f"reckoned from the data sheet of a {cluster.gpu.name}, not measured",
+        }
+    speed = flops_per_second or matrix_speed()
     return {
         "parts": tuple(part.timed(speed) for part in work),
         "basis": f"estimate from FLOPs at {speed / 1e9:,.0f} GFLOP/s measured in 1 s here",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from specctl.core.errors import NetworkError
 from specctl.core.spec import ModelSpec
@@ -34,13 +34,18 @@ class TargetShape:
     active: int
     stored: torch.dtype | None = None
     plain_head: bool = True
+    config: Any = None
 
-    def itemsize(self, part: TargetPart) -> int:
-        """Bytes of a number of the target once it is loaded here."""
+    def dtype(self, part: TargetPart, device: torch.device | None = None) -> torch.dtype:
+        """The dtype of the target once it is loaded, here or on such a device."""
         stored, count = self.stored, self.parameters
         if part.inflate is not None:
             stored, count = None, LARGE
-        return choose_dtype(part.dtype, choose_device("auto"), stored, count).itemsize
+        return choose_dtype(part.dtype, device or choose_device("auto"), stored, count)
+
+    def itemsize(self, part: TargetPart, device: torch.device | None = None) -> int:
+        """Bytes of a number of the target in that dtype."""
+        return self.dtype(part, device).itemsize
 
 
 def target_shape(part: TargetPart) -> TargetShape:
@@ -61,20 +66,40 @@ def target_shape(part: TargetPart) -> TargetShape:
             rope_theta=1e4,
             max_positions=known.positions,
         )
-        shape = TargetShape(spec, known.parameters, known.parameters, torch.bfloat16)
+        config = config_of(spec, known.model_type, known.tied)
+        count = known.parameters
+        shape = TargetShape(spec, count, count, torch.bfloat16, config=config)
     else:
-        shape = _counted(check_config(resolved.path) if resolved.path else _hub_config(resolved))
+        shape = _counted(
+            check_config(resolved.path, True) if resolved.path else _hub_config(resolved)
+        )
     if part.inflate is not None:
         unit = 10**9 if part.inflate[-1] in "bB" else 10**6
         count = round(float(part.inflate[:-1]) * unit)
-        shape = TargetShape(shape.spec, count, count)
+        shape = TargetShape(shape.spec, count, count, config=shape.config)
     return shape
 
 
 def shape_of(spec: ModelSpec) -> TargetShape:
     """What a spec alone says: a gated decoder, each of whose numbers every token meets."""
     count = parameters_of(spec)
-    return TargetShape(spec, count, count)
+    return TargetShape(spec, count, count, config=config_of(spec))
+
+
+def config_of(spec: ModelSpec, model_type: str = "llama", is_tied: bool = False) -> Any:
+    """A transformers configuration of that shape."""
+    return AutoConfig.for_model(
+        model_type,
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        num_hidden_layers=spec.num_layers,
+        num_attention_heads=spec.num_heads,
+        num_key_value_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        intermediate_size=spec.intermediate_size,
+        max_position_embeddings=spec.max_positions,
+        tie_word_embeddings=is_tied,
+    )
 
 
 def _counted(config: Any) -> TargetShape:
@@ -91,7 +116,7 @@ def _counted(config: Any) -> TargetShape:
     idle = round(experts * (1 - met / there)) if there else 0
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else None
     is_plain = fast_llama_from_hf(model) is not None
-    return TargetShape(spec_of(config), count, count - idle, stored, is_plain)
+    return TargetShape(spec_of(config), count, count - idle, stored, is_plain, text)
 
 
 def _hub_config(resolved: ResolvedTarget) -> Any:
@@ -110,7 +135,7 @@ def _hub_config(resolved: ResolvedTarget) -> Any:
             expected="a hub repository that can be reached",
             do="plan for an alias of the same size: specctl plan --target " + aliases()[1],
         ) from error
-    return check_config(Path(folder))
+    return check_config(Path(folder), True)
 
 
 def parameters_of(spec: ModelSpec) -> int:

@@ -17,6 +17,7 @@ from specctl.core.drafter import Drafter
 from specctl.core.spec import ModelSpec
 from specctl.recipes.low_rank import JointPart
 from specctl.recipes.schema import Recipe, TrainPart
+from specctl.train.planning.hardware import Cluster
 from specctl.train.planning.target_shape import TargetShape, layer_matrices
 from specctl.train.selective import COMPARING, reference_stage
 
@@ -68,6 +69,9 @@ def joint_passes(part: JointPart | None) -> float:
 
 EFFICIENCY = (1.1, 0.25)  # FLOPs as counted here per matrix FLOP of training: best, worst
 DECODE_EFFICIENCY = (0.3, 0.02)  # the same while text is written
+GPU_EFFICIENCY = (0.45, 0.15)  # of a GPU's bfloat16 products: best, worst
+GPU_DECODE_EFFICIENCY = (0.6, 0.1)  # of its memory's speed while text is written
+WRITTEN_AT_ONCE = 64  # rows
 ANSWERS = "the target writes answers"
 ROUND_TOKENS = 2  # of a round while tau is measured
 
@@ -99,6 +103,19 @@ class Work:
         low, high = (
             self.batches / (share * speed) + self.writing / (decode * speed)
             for share, decode in zip(EFFICIENCY, DECODE_EFFICIENCY, strict=True)
+        )
+        return Part(self.name, self.amount, (low, high))
+
+    def reckoned(self, cluster: Cluster) -> Part:
+        """On GPUs that are not here. Batches are shared by all of them and run at a share of their
+        products; text is written by one, `WRITTEN_AT_ONCE` rows for each reading of its memory."""
+        gpu = cluster.gpu
+        assert gpu is not None
+        written = min(gpu.speed, WRITTEN_AT_ONCE * gpu.bandwidth)  # 2 operations for 2 bytes
+        low, high = (
+            self.batches / (share * gpu.speed * cluster.processes)
+            + self.writing / (decode * written)
+            for share, decode in zip(GPU_EFFICIENCY, GPU_DECODE_EFFICIENCY, strict=True)
         )
         return Part(self.name, self.amount, (low, high))
 

@@ -24,8 +24,9 @@ from specctl.train.assemble import decoder, family_options, measuring_prompts, t
 from specctl.train.data.rows import TokenData
 from specctl.train.features.capture import capture
 from specctl.train.metrics import MeasuredAcceptance
-from specctl.train.planning.plan import RunPlan, build_shape, data_tokens, plan
+from specctl.train.planning.plan import RunPlan, build_shape, plan
 from specctl.train.planning.target_shape import target_shape
+from specctl.train.planning.weighing import data_tokens
 from specctl.train.planning.work import ANSWERS, Work, WorkSizes, measuring, num_parameters
 from specctl.train.prune.cut import (
     CALIBRATION_TOKENS,

@@ -26,6 +26,7 @@ from specctl.train.data.context import check_context
 from specctl.train.init.initial import Loader
 from specctl.train.joint.check import check_stages
 from specctl.train.planning.capacity import lacking_disk, refuse_lacks
+from specctl.train.planning.hardware import Cluster
 from specctl.train.planning.plan import RunPlan, disk_needs, plan
 from specctl.train.planning.target_shape import target_shape
 from specctl.train.run import (
@@ -58,11 +59,13 @@ def stages(recipe: Recipe, out: Path) -> list[Stage]:
     return [Stage(name, folders[name], resolved(part, names)) for name, part in found.items()]
 
 
-def plans(recipe: Recipe, out: Path) -> list[tuple[Recipe, RunPlan]]:
+def plans(
+    recipe: Recipe, out: Path, cluster: Cluster | None = None
+) -> list[tuple[Recipe, RunPlan]]:
     """The plan of a recipe; of a pipeline, one for each stage."""
     if not recipe.stages:
-        return [(recipe, plan(recipe, out=out))]
-    return [(s.recipe, plan(s.recipe, out=s.folder)) for s in stages(recipe, out)]
+        return [(recipe, plan(recipe, out=out, cluster=cluster))]
+    return [(s.recipe, plan(s.recipe, out=s.folder, cluster=cluster)) for s in stages(recipe, out)]
 
 
 def train_recipe(

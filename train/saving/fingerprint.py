@@ -6,19 +6,20 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from specctl.core.errors import IncompatibleError
-from specctl.recipes.schema import Recipe
-from specctl.recipes.section import flatten
+from specctl.recipes.schema import DataPart, Recipe, TargetPart, TrainPart
+from specctl.recipes.section import Section, flatten
 
 # Recipe fields that change what is written or shown, never what is learned.
 FREE = frozenset(
     {
-        "name", "train.save_every", "train.keep", "train.log_every", "train.nan_patience",
-        "train.trackers", "data.endpoint", "data.endpoint_model", "data.endpoint_requests",
-        "data.states",
+        "name", "train.save_every", "train.keep", "train.lora.keep", "train.log_every",
+        "train.nan_patience", "train.trackers", "data.endpoint", "data.endpoint_model",
+        "data.endpoint_requests", "data.states",
     }
 )  # fmt: skip
 PARTS = ("config", "target", "data", "vocab", "init", "world-size")  # of a run's fingerprint
 RESTART = "restart"  # allows a run that has lost every checkpoint to begin again
+SECTIONS: Mapping[str, type[Section]] = {"target": TargetPart, "data": DataPart, "train": TrainPart}
 DECIDING = ("target", "drafter", "data", "train", "vocab")
 PACKAGED = ("serve", "export")  # decide besides what is packaged of it
 
@@ -60,11 +61,21 @@ def changed_fields(saved: Mapping[str, Any], now: Mapping[str, Any], part: str) 
     old, new = saved.get(part), now.get(part)
     before = old if isinstance(old, Mapping) else {part: old}
     after = new if isinstance(new, Mapping) else {part: new}
-    return [
-        f"{key}: {before.get(key)} -> {after.get(key)}"
-        for key in sorted({*before, *after})
-        if before.get(key) != after.get(key)
-    ]
+    changed = []
+    for key in sorted({*before, *after}):
+        was, now_is = (fields.get(key, default_of(key)) for fields in (before, after))
+        if was != now_is:
+            changed.append(f"{key}: {was} -> {now_is}")
+    return changed
+
+
+def default_of(field: str) -> Any:
+    """Of a field as `data.source`, as JSON has it: what a run has that was started before the field
+    was known."""
+    section, _, name = field.partition(".")
+    info = SECTIONS[section].model_fields.get(name) if section in SECTIONS else None
+    found = None if info is None or info.is_required() else info.get_default()
+    return list(found) if isinstance(found, tuple) else found
 
 
 def check_same_run(

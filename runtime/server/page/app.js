@@ -3,7 +3,8 @@
 import { Counts } from "./counts.js";
 import { ApiError, read, stream } from "./stream.js";
 import {
-  Turn, element, say, showError, showFigures, showMode, showServer, showState,
+  Turn, element, say, showAgainst, showError, showExamples, showFigures, showMode, showServer,
+  showState,
 } from "./view.js";
 
 const POLL_SECONDS = 2;
@@ -15,6 +16,7 @@ let talk = newTalk(); // the chat so far
 let running = null; // the AbortController of the request that runs
 let model = null;
 let isChosen = false; // whether somebody has switched between chat and completion
+let last = null; // the newest whole answer: what was asked, its text, its pace
 let refused = null; // the key that the server did not take
 
 const mode = () => form.elements.mode.value;
@@ -35,7 +37,7 @@ function body(asked, text) {
     temperature: number("temperature"),
     top_p: number("top-p"),
     max_tokens: number("max-tokens"),
-    ...(Number.isNaN(seed) ? {} : { seed }),
+    seed: Number.isNaN(seed) ? crypto.getRandomValues(new Uint32Array(1))[0] : seed,
   };
   if (asked === "completion") return { ...sampling, prompt: text };
   const messages = [...talk.messages, { role: "user", content: text }];
@@ -48,12 +50,15 @@ async function generate(text) {
   const turn = new Turn(asked, text);
   const counts = new Counts(performance.now());
   begin();
+  last = null;
   let reason = "stopped";
   try {
     await ready();
-    for await (const event of stream(PATHS[asked], key(), body(asked, text), running.signal)) {
+    const sent = body(asked, text);
+    for await (const event of stream(PATHS[asked], key(), sent, running.signal)) {
       reason = take(event, turn, counts) ?? reason;
     }
+    last = { path: PATHS[asked], sent, text: turn.text, pace: counts.pace() };
     if (asked === "chat") remember(spoken, text, turn.text);
   } catch (error) {
     reason = error.name === "AbortError" ? "stopped" : "failed";
@@ -62,6 +67,30 @@ async function generate(text) {
   }
   turn.end(reason, counts.figures());
   finish(reason, turn);
+}
+
+/** The newest answer once more without the drafter: how much faster it was with it. */
+async function compare() {
+  if (last === null || running !== null) return;
+  const { path, sent, text, pace } = last;
+  const plain = new Counts(performance.now());
+  const asked = { ...sent, draft: false };
+  delete asked.prompt_cache_key;
+  let said = "";
+  begin();
+  showAgainst("Decoding the same prompt plainly...");
+  try {
+    for await (const event of stream(path, key(), asked, running.signal)) {
+      const { spans, accepted, stats } = event.specctl ?? {};
+      said += (spans ?? []).join("");
+      plain.add({ accepted, stats }, performance.now());
+    }
+    showAgainst(pace, plain.pace(), said === text);
+  } catch (error) {
+    showAgainst("The comparison was broken off.");
+    if (error.name !== "AbortError") fail(error);
+  }
+  end();
 }
 
 /** One event of the stream; returns why the answer ended, if it did. */
@@ -88,6 +117,14 @@ async function ready() {
   element("model").textContent = model;
   if (first.chat_template && !isChosen) form.elements.mode.value = "chat";
   showMode(mode());
+  showExamples(mode(), begun);
+}
+
+/** An example is chosen. */
+function begun(text) {
+  if (running !== null) return;
+  prompt.value = text;
+  form.requestSubmit();
 }
 
 function begin() {
@@ -95,16 +132,23 @@ function begin() {
   showError(null);
   element("stop").disabled = false;
   element("send").disabled = true;
+  element("compare").disabled = true;
+  showAgainst("");
   element("transcript").setAttribute("aria-busy", "true");
   say("Generating.");
   setTimeout(look, 200);
 }
 
-function finish(reason, turn) {
+function end() {
   running = null;
   element("stop").disabled = true;
   element("send").disabled = false;
+  element("compare").disabled = last === null || last.pace === null;
   element("transcript").removeAttribute("aria-busy");
+}
+
+function finish(reason, turn) {
+  end();
   if (reason === "failed" && !turn.text) {
     turn.box.remove();
     prompt.value ||= turn.asked.textContent;
@@ -159,9 +203,14 @@ element("stop").addEventListener("click", () => {
   prompt.focus();
 });
 
+element("compare").addEventListener("click", compare);
+
 element("clear").addEventListener("click", () => {
   running?.abort();
   talk = newTalk();
+  last = null;
+  element("compare").disabled = true;
+  showAgainst("");
   for (const turn of document.querySelectorAll(".turn")) turn.remove();
   element("welcome").hidden = false;
   showError(null);
@@ -181,9 +230,11 @@ for (const choice of form.elements.mode) {
   choice.addEventListener("change", () => {
     isChosen = true;
     showMode(mode());
+    showExamples(mode(), begun);
   });
 }
 
+showExamples(mode(), begun);
 if (matchMedia("(max-width: 860px)").matches) element("settings").open = false;
 setInterval(look, 1000 * POLL_SECONDS);
 look();

@@ -7,6 +7,7 @@ export class Counts {
     this.first = null; // when the first token came
     this.last = now;
     this.tokens = this.accepted = this.rounds = 0;
+    this.begun = 0; // tokens of the first event
     this.stats = null; // the server's word
   }
 
@@ -14,12 +15,19 @@ export class Counts {
   add({ accepted = [], stats = null }, now) {
     if (stats) this.stats = stats;
     if (!accepted.length) return;
+    if (this.first === null) this.begun = accepted.length;
     this.first ??= now;
     this.last = now;
     const taken = accepted.filter(Boolean).length;
     this.rounds += 1;
     this.tokens += accepted.length;
     this.accepted += taken;
+  }
+
+  /** Tokens per second behind the first event: reading the prompt is left out. Null if unknown. */
+  pace() {
+    const seconds = (this.last - this.first) / 1000;
+    return this.first !== null && seconds > 0 ? (this.tokens - this.begun) / seconds : null;
   }
 
   /** The figures to show; null where nothing is known yet. */

@@ -11,6 +11,11 @@ const ENDS = {
   failed: "broken off",
 };
 
+const EXAMPLES = {
+  chat: ["Write a function that adds two numbers", "Write a loop over a list", "What is a stack?"],
+  completion: ["def fibonacci(n):\n", "class Stack:\n    ", "import os\n\ndef main("],
+};
+
 /** A question and its answer in the transcript. */
 export class Turn {
   constructor(mode, prompt) {
@@ -51,6 +56,7 @@ export class Turn {
     const wasAtEnd = this.isAtEnd();
     this.answer.classList.remove("waiting");
     this.summary.textContent = summary(reason, figures);
+    if (this.text && navigator.clipboard) this.box.append(copyButton(() => this.text));
     this.follow(wasAtEnd);
   }
 
@@ -78,6 +84,43 @@ export function summary(reason, { tokens, tau, speed }) {
   return [...parts, ENDS[reason] ?? reason].join(" \u00b7 ");
 }
 
+/** A button that copies a text, and says so for a moment. */
+function copyButton(text) {
+  const button = make("button", "quiet copy", "Copy");
+  button.type = "button";
+  button.addEventListener("click", async () => {
+    const done = await navigator.clipboard.writeText(text()).then(() => true, () => false);
+    button.textContent = done ? "Copied" : "Not allowed";
+    say(button.textContent);
+    setTimeout(() => { button.textContent = "Copy"; }, 2000);
+  });
+  return button;
+}
+
+/** Prompts to begin with; `choose` is given the one that is pressed. */
+export function showExamples(mode, choose) {
+  const items = EXAMPLES[mode].map((text) => {
+    const item = make("li");
+    const button = make("button", "example", text.trim());
+    button.type = "button";
+    button.addEventListener("click", () => choose(text));
+    item.append(button);
+    return item;
+  });
+  element("examples").replaceChildren(...items);
+}
+
+/** The pace of an answer against plain decoding, or a text in its place. */
+export function showAgainst(pace, plain = null, isSame = false) {
+  if (typeof pace === "string") return set("against", pace);
+  if (!pace || !plain) return set("against", "The answer was too short to compare.");
+  const times = pace / plain;
+  const faster = times >= 1 ? `${times.toFixed(2)}x as fast as` : `slower (${times.toFixed(2)}x) than`;
+  const same = isSame ? "the same text" : "another text";
+  const speeds = `${rate(pace)} against ${rate(plain)} tokens/s behind the first token`;
+  return set("against", `With the drafter ${faster} plain decoding: ${speeds}, ${same}.`);
+}
+
 /** Figures and bars beside the transcript. */
 export function showFigures(figures) {
   const { tokens, rounds, tau, speed, share, firstSeconds, perPosition } = figures;
@@ -92,11 +135,11 @@ export function showFigures(figures) {
 }
 
 /** The server's state in the line at the top. */
-export function showServer({ state, running, waiting, slots, speculation, why_off: why }) {
+export function showServer({ state, running, waiting, slots, speculation, drafter, why_off: why }) {
   showState(state, state === "ready" ? "good" : "bad");
   set("running", `${running} of ${slots}`);
   set("waiting", String(waiting));
-  set("speculation", speculation);
+  set("drafter", speculation === "on" ? drafter ?? "on" : "none");
   element("why").hidden = !why;
   set("why", why ? `Nothing is drafted now: ${why}.` : "");
 }

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, normalizers
 
 from specctl.core.errors import SpecctlError
 from specctl.runtime.server.chat_template import turns_of, written
-from specctl.runtime.server.protocol import Message
+from specctl.runtime.server.protocol import AnyMessage, AssistantMessage, Message
 from specctl.runtime.target.chat_tokens import MARKS
 from specctl.runtime.target.chat_tokens import chat_tokens as tokens_of_turns
 from specctl.runtime.target.target import Target
@@ -24,11 +24,12 @@ NAMED = (
 )
 
 
-def said(text: str, role: Any = "user", name: str | None = None) -> Message:
-    return Message(role=role, content=text, name=name)
+def said(text: str, role: Any = "user", name: str | None = None) -> AnyMessage:
+    kind = AssistantMessage if role == "assistant" else Message
+    return kind(role=role, content=text, name=name)
 
 
-def chat_tokens(target: Target, messages: list[Message]) -> list[int]:
+def chat_tokens(target: Target, messages: list[AnyMessage]) -> list[int]:
     turns = turns_of(messages)
     return tokens_of_turns(target, turns, written(target, turns))
 

@@ -54,7 +54,7 @@ def test_what_a_client_sends_cannot_end_a_line_or_move_the_cursor(lines: Any) ->
     app = make_app()
     evil = 'x\r\n{"level": "error"}\x1b[2J\u2028\u202e'
     ask(app, "GET", "/" + quote(evil))
-    ask(app, "GET", "/health", headers={"x-request-id": "a b", "user-agent": "\x1b[31m"})
+    ask(app, "GET", "/v1/models", headers={"x-request-id": "a b", "user-agent": "\x1b[31m"})
     found = lines()
     assert [line["status"] for line in found] == [404, 200]
     assert all(re.fullmatch(r"req-[0-9a-f]{24}", line["request"]) for line in found)
@@ -147,3 +147,33 @@ def test_paths_that_do_not_exist_share_one_label() -> None:
     for number in range(5):
         ask(app, "GET", f"/nothing/{number}")
     assert scraped(app)["http_responses_total", ("unknown", "404")] == 5
+
+
+def test_polls_are_no_lines_unless_something_is_wrong(lines: Any) -> None:
+    service = StubService()
+    app = make_app(service)
+    for path in ("/health", "/ready", "/metrics", "/v1/status", "/page/app.js"):
+        assert ask(app, "GET", path).status_code == 200
+    assert lines() == []
+    ask(app, "GET", "/page/none.js")
+    assert [line["status"] for line in lines()] == [404]
+
+
+def test_at_a_terminal_a_request_is_one_short_line() -> None:
+    from specctl.runtime.server.logs import ShortLines
+
+    def line(event: str, **fields: Any) -> str:
+        record = logging.LogRecord("specctl.server", 20, "f", 1, event, None, None)
+        record.__dict__.update(event=event, fields=fields)
+        return ShortLines().format(record)
+
+    about = {"method": "POST", "path": "/v1/x\x1b[2J\n", "status": 200, "seconds": 0.5}
+    about["request"] = "r"
+    found = line("request", **about, prompt_tokens=7, completion_tokens=100, tau=2.5)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d  200  POST /v1/x.*", found)
+    assert all(word in found for word in ("0.50 s", "7 + 100 tokens", "200/s", "tau 2.50"))
+    assert "r" in line("request", **{**about, "status": 400}).split()
+    assert "path=a" in line("loaded", path="a")
+    for text in (found, line("evil\n", path="\x1b\u2028")):
+        assert text.isascii()
+        assert text.isprintable()

@@ -14,6 +14,7 @@ from specctl_testing.runtime.web import error_of, make_app, post
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "hi"}]}
+TOOL = {"type": "function", "function": {"name": "f"}}
 
 
 @cache
@@ -67,9 +68,17 @@ def test_a_field_out_of_range_is_an_error_that_names_it(field: str, value: Any, 
     ("body", "words"),
     [
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "assistant"}]}, "content is missing"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({**HELLO, "tools": [{}]}, "tools are not supported"),
+        ({**HELLO, "tools": [TOOL]}, "tools are not supported with this target"),
+        ({**HELLO, "tools": [{**TOOL, "type": "custom"}]}, "tools[0].type"),
+        ({**HELLO, "tools": [TOOL, TOOL]}, "two tools are called 'f'"),
+        ({**HELLO, "tool_choice": "required"}, "tool_choice: required needs tools"),
+        ({**HELLO, "functions": [{}]}, "send them as tools"),
+        ({**HELLO, "min_tokens": 2, "guided_regex": "a"}, "either min_tokens or guided_regex"),
+        ({**HELLO, "chat_template_kwargs": {"x": {}}}, "chat_template_kwargs"),
         ({**HELLO, "top_logprobs": 2}, "top_logprobs needs logprobs"),
         ({**HELLO, "stream_options": {}}, "stream_options needs stream"),
         ({**HELLO, "max_tokens": 2, "max_completion_tokens": 3}, "max_completion_tokens"),

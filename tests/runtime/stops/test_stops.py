@@ -4,6 +4,7 @@ a rule that looked at the token it withdraws would be caught."""
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from specctl.runtime.policies.chain import Chain
 from specctl.runtime.sampling.noise import RoundNoise
 from specctl.runtime.sampling.sampling import Sampling, SamplingBatch
 from specctl.runtime.stops import STOPS, DraftStep, LearnedStop, StopRule, make_stop, trained_stops
+from specctl.runtime.stops.beta_mixture import BetaMixture, fitted
 from specctl.runtime.stops.confidence import RocThreshold, best_threshold
 from specctl.runtime.stops.draft_verify import DraftVerify
 from specctl.runtime.stops.learned import write_stop
@@ -91,7 +93,7 @@ def with_weights(name: str, threshold: float | None, tmp_path: Path, width: int)
 THRESHOLDS = {
     "confidence": 0.7, "roc": 0.4, "svip": 0.32, "specdec-pp": 0.55, "disco": 0.5,
     "ada-eagle": 1.6, "draft-verify": 0.4, "heuristic": 0.0, "thompson": 0.0,
-    "confidence-head": 0.5,
+    "confidence-head": 0.5, "beta-mixture": 0.4,
 }  # fmt: skip
 COMMON = ("heuristic", "ada-eagle")  # these decide from the common past of all rows
 
@@ -363,3 +365,27 @@ def test_the_draft_model_shows_the_states_its_logits_came_from(make_target: Any)
 
 def test_every_learned_rule_is_one() -> None:
     assert [isinstance(make_stop(name), LearnedStop) for name in trained_stops()] == [True] * 3
+
+
+def test_the_mixture_finds_where_two_betas_cross() -> None:
+    """Beta(6, 2) of accepted and Beta(2, 6) of rejected tokens, equally many, cross at one half."""
+    coins = random.Random(0)
+    pairs = [(coins.betavariate(6, 2), True) for _ in range(2000)]
+    pairs += [(coins.betavariate(2, 6), False) for _ in range(2000)]
+    assert fitted(pairs, 0.5) == pytest.approx(0.5, abs=0.03)
+    strict = fitted(pairs, 0.9)
+    assert strict == pytest.approx(9**0.25 / (1 + 9**0.25), abs=0.04)  # (x / (1 - x))^4 = 9
+    rare = [pair for i, pair in enumerate(pairs) if not pair[1] or i % 10 == 0]
+    assert fitted(rare, 0.5) > 0.55  # the rarer agreement is, the surer a token must be
+    assert fitted(pairs[:2000], 0.5) is None
+
+
+def test_the_mixture_learns_from_tested_tokens_alone() -> None:
+    """Rejected at the second token: the third says nothing."""
+    rule = BetaMixture(threshold=0.0)
+    rule.length(3)
+    state = Table(torch.zeros(SIZE, SIZE))
+    for index in range(3):
+        rule.stops(DraftStep(index, torch.zeros(1, SIZE), torch.zeros(1, dtype=torch.long), state))
+    rule.observe(outcome_of([3], [1]), NO_TIME)
+    assert rule.pairs == [(0.25, True), (0.25, False)]

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE, WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from specctl.cli.options.prompts import PromptText
+from specctl.api.prompts import encode_prompts
 from specctl.core.errors import SpecctlError
 from specctl.runtime.cross_vocab.token_bytes import ALPHABET
 from specctl.runtime.generate import generate
@@ -63,11 +63,9 @@ def test_every_way_to_a_prompt_refuses_it_unread(unread: Target, tmp_path: Path)
     file.write_text(LONG)
     ways: dict[str, Callable[[], object]] = {
         "generate": lambda: generate(unread, [LONG]),
-        "specctl generate": lambda: PromptText(LONG).tokens(unread, False),
-        "--chat": lambda: PromptText(LONG).tokens(unread, True),
-        "messages": lambda: PromptText(LONG, ({"role": "user", "content": LONG},)).tokens(
-            unread, False
-        ),
+        "specctl generate": lambda: encode_prompts(unread, LONG),
+        "--chat": lambda: encode_prompts(unread, LONG, chat=True),
+        "messages": lambda: encode_prompts(unread, [{"role": "user", "content": LONG}]),
         "bench --prompts": lambda: heldout_prompts(unread, 1, path=file),
     }
     for way in ways.values():

@@ -27,6 +27,7 @@ from specctl.runtime.server.service import (
     Unavailable,
 )
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.text_stream import TextStream, TokenDecoder
 
 
 @cache
@@ -52,13 +53,15 @@ def target_around(tokenizer: Any, context: int = 1024) -> Target:
 class StubService:
     """Answers every ask with `text` (its first `max_new_tokens` tokens), `chunk` tokens a piece,
     the first token of a piece as drawn and the others as accepted drafts, `delay` seconds before
-    each piece. `fail_after`: so many pieces, then one with finish_reason "error". `refuse`: raised
-    by every submit. At most `limits.max_batch` run and `limits.max_queue` wait.
+    each piece. `ends`: the text ends by itself, not at a limit. `fail_after`: so many pieces, then
+    one with finish_reason "error". `refuse`: raised by every submit. At most `limits.max_batch` run
+    and `limits.max_queue` wait.
     """
 
     text: str = "def add(a, b):\n    return a + b\n"
     delay: float = 0.0
     chunk: int = 3
+    ends: bool = False
     fail_after: int | None = None
     refuse: SpecctlError | None = None
     target: Target = field(default_factory=stub_target)
@@ -132,14 +135,15 @@ class StubService:
 
     def _pieces(self, ask: GenerateRequest) -> list[Piece]:
         tokens = self.target.encode(self.text)[: ask.sampling.max_new_tokens]
-        whole = self.target.decode(tokens)
-        spans = [self.target.decode(tokens[: i + 1]) for i in range(len(tokens))]
-        ends = [len(span.rstrip("\ufffd")) for span in spans[:-1]] + [len(whole)]
-        texts = [whole[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+        is_whole = len(tokens) == len(self.target.encode(self.text))
+        stream = TextStream(TokenDecoder.of(self.target, ask.shown))
+        texts = [stream.add(token) for token in tokens]
+        texts[-1] += stream.end()
         pieces = []
         for at in range(0, len(tokens), self.chunk):
             ids, part = tokens[at : at + self.chunk], tuple(texts[at : at + self.chunk])
-            reason = "length" if at + self.chunk >= len(tokens) else None
+            last = "eos" if self.ends and is_whole else "length"
+            reason = last if at + self.chunk >= len(tokens) else None
             if self.fail_after is not None and len(pieces) >= self.fail_after:
                 return [*pieces, Piece((), (), "", (), None, "error")]
             logprobs = None

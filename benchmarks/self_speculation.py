@@ -1,0 +1,157 @@
+"""The table of docs/self-speculation.md: drafters without a second model, beside others.
+
+Trains what is missing (`specctl train-draft` or `datastore`, as the recipes say), then measures one
+method after another on held-out prompts of the embedded target:
+
+    alpha at positions 1 to 4    chains of 5 without a stop rule, greedy
+    tau, T = 0 and T = 0.8       as the recipe serves; mean of the prompts and its standard error
+    drafting share, tokens/s     greedy, one prompt at a time, as the recipe serves
+
+Every figure is written to OUT/NAME.json when it is there; run again, it goes on with what is
+missing.
+
+    python benchmarks/self_speculation.py --out runs/self [--methods kangaroo,swift] [--prompts 40]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from specctl import load_drafter, load_target
+from specctl.core.drafter import Drafter
+from specctl.drafters import family
+from specctl.recipes.load import load_recipe
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Completion, Request
+from specctl.runtime.measure.stats import add_counts, shares
+from specctl.runtime.policies import make_policy
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
+from specctl.train.data.heldout import heldout_prompts
+
+TRAINED = ("kangaroo", "eesd", "pass", "eagle3")
+SEARCHED = ("draft-verify",)
+METHODS = (
+    *TRAINED,
+    *SEARCHED,
+    "unified-skip",
+    "swift",
+    "layer-skip",
+    "del",
+    "skip-decode",
+    "depth-decay",
+    "speculative-jacobi",
+    "prompt-lookup",
+)
+
+
+def package(recipe: str, out: Path) -> Path:
+    """OUT/runs/RECIPE/package, made now if it is not there."""
+    folder = out / "runs" / recipe
+    if not (folder / "package" / "manifest.json").exists():
+        verb = "train-draft" if recipe in TRAINED else "datastore"
+        words = [sys.executable, "-m", "specctl", verb, "--recipe", recipe, "--out", str(folder)]
+        subprocess.run(words, check=True, stdout=sys.stderr)
+    return folder / "package"
+
+
+def drafter_of(recipe: str, target: Target, out: Path) -> Drafter:
+    if recipe in (*TRAINED, *SEARCHED):
+        return load_drafter(str(package(recipe, out)), target)
+    part = load_recipe(recipe).drafter
+    method = family(part.family)
+    return method.build(method.options(**part.options), target.spec, None)
+
+
+def decode(
+    target: Target,
+    drafter: Drafter | None,
+    serve: dict[str, Any],
+    args: Any,
+    heat: float,
+    rows: int,
+) -> tuple[list[Completion], Engine, float]:
+    policy = None if drafter is None else make_policy(serve)
+    engine = Engine(target, drafter, policy, num_slots=rows)
+    sampling = {"temperature": heat, "max_new_tokens": args.tokens, "ignore_eos": True}
+    prompts = heldout_prompts(target, args.prompts)
+    requests = [
+        Request(tuple(p.ids), Sampling(**sampling, seed=i), conversation=p.domain)
+        for i, p in enumerate(prompts)
+    ]
+    engine.run(requests[:1])
+    engine.draft_seconds = engine.verify_seconds = 0.0
+    began = time.perf_counter()
+    return engine.run(requests), engine, time.perf_counter() - began
+
+
+def taus(done: list[Completion]) -> dict[str, float]:
+    each = [row.stats.tokens / row.stats.rounds for row in done]
+    return {"tau": mean(each), "error": stdev(each) / len(each) ** 0.5}
+
+
+def measure(recipe: str, target: Target, found: dict[str, Any], args: Any) -> dict[str, Any]:
+    """The first figure of a method that is missing."""
+    drafter = None if recipe == "plain" else drafter_of(recipe, target, args.out)
+    serve = {} if drafter is None else load_recipe(recipe).serve.model_dump(mode="json")
+    if "weights" not in found:
+        own = {} if drafter is None else drafter.trainable()
+        return {"weights": sum(weight.numel() for weight in own.values())}
+    if "alpha" not in found:
+        if drafter is None or "chain" not in family(drafter.family).policies:
+            return {"alpha": []}
+        done, _, _ = decode(target, drafter, {"policy": "chain", "length": 5}, args, 0.0, 8)
+        accepted = add_counts(row.stats.accepted_at for row in done)
+        return {"alpha": shares(accepted, add_counts(row.stats.tested_at for row in done))}
+    if "sampled" not in found:
+        return {"sampled": taus(decode(target, drafter, serve, args, 0.8, 8)[0])}
+    done, engine, seconds = decode(target, drafter, serve, args, 0.0, 1)
+    spent = engine.draft_seconds + engine.verify_seconds
+    speed = sum(row.stats.tokens for row in done) / seconds
+    share = engine.draft_seconds / spent if spent else 0.0
+    return {"greedy": taus(done), "share": share, "speed": speed}
+
+
+def line(recipe: str, found: dict[str, Any]) -> str:
+    alpha = " ".join(f"{a:.2f}" for a in found["alpha"][:4]) or "-"
+    greedy, sampled = (
+        f"{found[name]['tau']:.2f} +- {found[name]['error']:.2f}" for name in ("greedy", "sampled")
+    )
+    return (
+        f"| {recipe} | {found['weights']:,} | {alpha} | {greedy} | {sampled} | "
+        f"{found['share']:.0%} | {found['speed']:.0f} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/self"))
+    parser.add_argument("--methods", default=",".join(("plain", *METHODS)))
+    parser.add_argument("--prompts", type=int, default=40)
+    parser.add_argument("--tokens", type=int, default=48)
+    args = parser.parse_args()
+    target = load_target("tiny", dtype="float32")
+    lines = []
+    for recipe in args.methods.split(","):
+        file = args.out / f"{recipe}.json"
+        found = json.loads(file.read_text()) if file.exists() else {}
+        while "speed" not in found:
+            found |= measure(recipe, target, found, args)
+            args.out.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(found))
+            print(f"{recipe}: {', '.join(found)}", file=sys.stderr, flush=True)
+        lines.append(line(recipe, found))
+    print("| method | weights | alpha | tau, greedy | tau, T = 0.8 | drafting | tokens/s |")
+    print("|---|---|---|---|---|---|---|")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

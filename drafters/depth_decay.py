@@ -1,0 +1,106 @@
+"""Fewer layers the further ahead: SkipDecode (arXiv 2307.02628) and D3 (2503.08524) as drafts.
+
+Both give a token as many layers as its place in the text asks for and leave out middle ones. Alone
+they change the text; here the place is that in the draft, and the target verifies, so that nothing
+changes. Draft token i (the first is 0) runs n(i) layers:
+
+    skip-decode   n falls linearly from `most` to `least` of the layers over `over` tokens; the
+                  first `warm_up` layers always run, then the uppermost
+    d3            floor(most L alpha^i), half of them the lowest, half the uppermost (head and tail
+                  are the paper's core; that the innermost layers go first is our choice)
+
+A layer that runs for a token has run for every token of the draft before it, so no key is missing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from specctl.core.drafter import Family, Space
+from specctl.core.language_model import LanguageModel
+from specctl.core.sub_layers import SubLayers
+from specctl.drafters.nets.self_drafter import SelfDrafter
+from specctl.drafters.option_checks import check_choice, check_count, check_options
+from specctl.drafters.states.borrowed_state import BorrowedState
+
+SCHEDULES = ("skip-decode", "d3")
+
+
+@dataclass(frozen=True, slots=True)
+class DepthDecayOptions:
+    """Shares of the target's layers: `most` for the first drafted token, never fewer than `least`.
+    `over`: tokens after which skip-decode is at its least; `warm_up`: its lowest layers; `alpha`:
+    the decay of d3."""
+
+    schedule: str = "skip-decode"
+    most: float = 0.75
+    least: float = 0.375
+    over: int = 4
+    warm_up: int = 1
+    alpha: float = 0.9
+
+    def __post_init__(self) -> None:
+        check_choice("schedule", self.schedule, SCHEDULES)
+        check_count("over", self.over)
+        check_count("warm_up", self.warm_up)
+        is_right = 0.0 < self.least <= self.most <= 1.0 and 0.0 < self.alpha <= 1.0
+        check_options(
+            self, is_right, ("most", "least", "alpha"), "shares above 0, up to 1, least <= most"
+        )
+
+    def count(self, index: int, num_layers: int) -> int:
+        """Layers that draft token `index` runs."""
+        if self.schedule == "d3":
+            share = self.most * self.alpha**index
+        else:
+            share = self.most - (self.most - self.least) * min(index / self.over, 1.0)
+        return max(1, int(max(share, self.least) * num_layers))
+
+    def parts(self, index: int, num_layers: int) -> SubLayers:
+        """The lowest and the uppermost layers, so many in all."""
+        count = self.count(index, num_layers)
+        low = (count + 1) // 2 if self.schedule == "d3" else min(self.warm_up, count)
+        layers = (*range(low), *range(num_layers - (count - low), num_layers))
+        return SubLayers(layers, layers)
+
+
+class DepthDecay(SelfDrafter):
+    """What runs for the first drafted token may run for any."""
+
+    family: ClassVar[str] = "depth-decay"
+    options: DepthDecayOptions
+
+    @property
+    def attention(self) -> tuple[int, ...]:
+        return self.options.parts(0, self.spec.num_layers).attention
+
+    def open(self, space: Space) -> DepthDecayState:
+        return DepthDecayState(self, self.lm, space)
+
+
+class DepthDecayState(BorrowedState):
+    """Node i of a chain is read for draft token i + 1, the root for the first."""
+
+    def __init__(self, drafter: DepthDecay, lm: LanguageModel, space: Space) -> None:
+        super().__init__(lm, drafter.attention, space)
+        self.options = drafter.options
+
+    def parts_of(self, slot: int, first: int) -> SubLayers:
+        del slot
+        return self.options.parts(first, self.lm.spec.num_layers)
+
+
+FAMILY = Family(
+    name="depth-decay",
+    summary=(
+        "The target without its middle layers drafts, with fewer layers for every further token of "
+        "a draft, as the chance that it is reached falls (SkipDecode, D3). Nothing to train; the "
+        "whole target verifies, so that the text is its own."
+    ),
+    paper="https://arxiv.org/abs/2307.02628",
+    options=DepthDecayOptions,
+    build=DepthDecay,
+    trainable=False,
+    policies=("chain",),
+)

@@ -1,0 +1,199 @@
+"""ExitDrafter: the target's lower layers, then a small trained module, then the target's LM head.
+
+The residual behind layer E of a token goes through one layer of the drafter's own and a norm, and
+predicts what the target predicts at that token: q_t = softmax(W norm(layer(h^E_<=t))) against p_t,
+the same position (A0). The target is frozen; the lower layers are run by the drafter itself for
+drafted tokens, and known tokens bring their residual with them, so that nothing is computed twice
+for the text. The module's own keys and values of the last drafted token are those of its residual,
+too, which the target's reading brings even where all of a draft was accepted.
+Letters: B rows, D hidden width, E head width, J key/value heads, K draft vocabulary, L positions, M
+new nodes, R flat rows, S sequence, T fed tokens, W window, Z slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specctl.core.batch import LossOut, TrainBatch
+from specctl.core.drafter import Needs, Space
+from specctl.core.kv_cache import SlotKV
+from specctl.core.language_model import Borrowed, Feed
+from specctl.core.masks import document_mask
+from specctl.core.spec import ModelSpec
+from specctl.core.sub_layers import SubLayers
+from specctl.core.vocab import VocabMap
+from specctl.drafters.losses.align import aim
+from specctl.drafters.losses.head_losses import LinearHead, head_loss
+from specctl.drafters.nets.blocks import DecoderLayer, LayerShape, RmsNorm, attending
+from specctl.drafters.nets.heads import cut_rows, head_rows
+from specctl.drafters.nets.options import CompareOptions
+from specctl.drafters.nets.self_drafter import SelfDrafter, check_layer
+from specctl.drafters.states.borrowed_state import BorrowedState
+from specctl.models.kernels import Weight, can_pack, linear, pack
+
+
+@dataclass(frozen=True, slots=True)
+class ExitOptions(CompareOptions):
+    """`layers`: how many of the target's layers a token goes through before the module; None is
+    what the family takes."""
+
+    layers: int | None = None
+
+
+class ExitNet(nn.Module):
+    """A layer and the norm in front of the LM head. Fresh, it passes the residual on."""
+
+    def __init__(self, layer: DecoderLayer, shape: LayerShape) -> None:
+        super().__init__()
+        self.layer, self.norm = layer, RmsNorm(shape.hidden_size, shape.norm_eps)
+
+
+class ExitDrafter(SelfDrafter):
+    """Binding, trimming, loss. A family gives its layer and how deep it leaves."""
+
+    module: ExitNet
+    options: ExitOptions
+
+    def __init__(
+        self, options: ExitOptions, spec: ModelSpec, vocab: VocabMap | None = None
+    ) -> None:
+        super().__init__(options, spec, vocab)
+        layers = self.usual_layers(spec) if options.layers is None else options.layers
+        self.parts = SubLayers.span(0, check_layer("layers", layers, spec.num_layers))
+        self.shape = LayerShape.of(spec)
+        self.module = ExitNet(self.make_layer(self.shape), self.shape)
+        self._head_KD: Tensor | None = None
+
+    def make_layer(self, shape: LayerShape) -> DecoderLayer:
+        """The drafter's own layer."""
+        raise NotImplementedError
+
+    def usual_layers(self, spec: ModelSpec) -> int:
+        """Where a token leaves unless the options say otherwise."""
+        raise NotImplementedError
+
+    @property
+    def exit(self) -> int:
+        """The tap that the module reads."""
+        return len(self.parts.attention)
+
+    @property
+    def attention(self) -> tuple[int, ...]:
+        return self.parts.attention
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.module.norm.weight.dtype
+
+    def needs(self) -> Needs:
+        taps = (*self.attention, self.exit)
+        return Needs(taps, teacher=self.options.loss != "ce", teacher_rows=True, borrow=True)
+
+    def bind(self, borrowed: Borrowed) -> None:
+        super().bind(borrowed)
+        self._head_KD = head_rows(borrowed, self.vocab)
+
+    def head_weight(self) -> Tensor:
+        """[K, D]: the target's LM head over the draft vocabulary."""
+        assert self._head_KD is not None, "bind() the target's LM head first"
+        return self._head_KD.to(self.dtype)
+
+    def trimmed(self, vocab: VocabMap) -> Self:
+        small = type(self)(self.options, self.spec, vocab)
+        small.module.to(self.module.norm.weight)
+        small.module.load_state_dict(self.module.state_dict())
+        small._lm = self._lm
+        if self._head_KD is not None:
+            small._head_KD = cut_rows(self._head_KD, self.vocab, vocab)
+        return small
+
+    def version(self) -> int:
+        """Changes whenever a weight does."""
+        return sum(parameter._version for parameter in self.module.parameters())
+
+    def loss(self, batch: TrainBatch) -> LossOut:
+        """Loss of predicting 1 ahead (A0) from the residual at the exit."""
+        state_BSD = batch.taps[self.exit].to(self.dtype)
+        look = attending(document_mask(batch.document_BS))
+        out_BSD = self.module.layer(state_BSD, self.shape.rope(batch.position_BS), look)
+        ready_RD = self.module.norm(out_BSD).flatten(0, 1)
+        head = LinearHead(self.head_weight())
+        return head_loss(ready_RD, head, aim(batch, 1), self.vocab, self.options.compared())
+
+    def open(self, space: Space) -> ExitAdapterState:
+        return ExitAdapterState(self, space)
+
+
+class ExitAdapterState(BorrowedState):
+    """The lower layers' cache, and beside it one for the module, in the module's precision."""
+
+    def __init__(self, drafter: ExitDrafter, space: Space) -> None:
+        super().__init__(drafter.lm, drafter.attention, space)
+        self.drafter, shape = drafter, drafter.shape
+        self.own = SlotKV(
+            1,
+            space.num_slots,
+            shape.num_kv_heads,
+            self.kv.max_len,
+            shape.head_dim,
+            drafter.dtype,
+            space.device,
+        )
+        self._version, self._head = drafter.version(), self._packed()
+
+    def _packed(self) -> Weight:
+        weight = self.drafter.head_weight()
+        return pack(weight) if can_pack(weight) else weight.detach()
+
+    def parts_of(self, slot: int, first: int) -> SubLayers:
+        del slot, first
+        return self.drafter.parts
+
+    def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
+        if self._version != self.drafter.version():
+            self._version, self._head = self.drafter.version(), self._packed()
+        super().start(slot, tokens, taps)
+
+    def _beside(self, num_fed: int) -> SlotKV:
+        """The module's cache, aimed as the lower layers' is."""
+        extra = self.kv.max_len - self.own.max_len
+        if extra > 0:
+            self.own.key_ZJLE = [F.pad(key, (0, 0, 0, extra)) for key in self.own.key_ZJLE]
+            self.own.value_ZJLE = [F.pad(value, (0, 0, 0, extra)) for value in self.own.value_ZJLE]
+            self.own.max_len += extra
+        aim = self.kv.aim
+        at_M = torch.arange(num_fed, device=aim.start_B1.device)
+        return self.own.aimed(aim, aim.start_B1 + at_M)
+
+    def _write(
+        self,
+        slots: tuple[int, ...],
+        slot_B: Tensor,
+        start_B: Tensor,
+        starts: Sequence[int],
+        taps: Mapping[int, Tensor],
+        W: int,
+    ) -> None:
+        super()._write(slots, slot_B, start_B, starts, taps, W)
+        layer = self.drafter.module.layer
+        state_BWD = taps[self.drafter.exit].to(self.drafter.dtype)
+        position_BW = start_B[:, None] + torch.arange(W, device=slot_B.device)
+        rope = self.drafter.shape.rope(position_BW)
+        key, value = layer.self_attn.key_value(layer.input_layernorm(state_BWD), rope)
+        self._beside(W).update(0, key, value)
+
+    def read(self, feed: Feed, rows: Sequence[int]) -> Tensor:
+        del rows
+        drafter, exit_at = self.drafter, self.drafter.exit
+        out = self.lm.run(replace(feed, taps=(exit_at,), logits=False), self.kv)
+        state_BMD = out.taps[exit_at].to(drafter.dtype)
+        look = attending(feed.masks.full, self._beside(feed.ids_BT.shape[1]), 0)
+        rope = drafter.shape.rope(feed.position_BT)
+        self._ready_BMD = drafter.module.norm(drafter.module.layer(state_BMD, rope, look))
+        return linear(self._ready_BMD, self._head)

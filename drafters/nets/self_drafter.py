@@ -1,0 +1,57 @@
+"""SelfDrafter: the frame of families that draft with the target's own layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specctl.core.drafter import Drafter, Needs
+from specctl.core.errors import RecipeError
+from specctl.core.language_model import Borrowed, LanguageModel
+
+
+class SelfDrafter(Drafter):
+    """Runs layers of the target, whose states at all of `attention` it reads."""
+
+    _lm: LanguageModel | None = None
+
+    @property
+    def attention(self) -> tuple[int, ...]:
+        """Layers whose attention may run."""
+        raise NotImplementedError
+
+    def needs(self) -> Needs:
+        return Needs(taps=self.attention, borrow=True)
+
+    def bind(self, borrowed: Borrowed) -> None:
+        self._lm = borrowed.layers()
+
+    @property
+    def lm(self) -> LanguageModel:
+        assert self._lm is not None, "bind() the target's layers first"
+        return self._lm
+
+
+def check_layer(name: str, layer: int, num_layers: int, least: int = 1) -> int:
+    """A number of layers below all of the target's."""
+    if not least <= layer < num_layers:
+        raise RecipeError(
+            f"{name} leaves nothing to skip, or nothing to run",
+            where=f"drafter.options.{name}",
+            found=str(layer),
+            expected=f"{least} to {num_layers - 1}, the target having {num_layers} layers",
+            do=f"write {name}: {max(least, num_layers // 4)}, or leave it out",
+        )
+    return layer
+
+
+def check_layers(name: str, layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """Layer numbers of the target, ascending."""
+    if list(layers) != sorted({*layers}) or any(not 0 <= one < num_layers for one in layers):
+        raise RecipeError(
+            f"{name} does not name layers of this target",
+            where=f"drafter.options.{name}",
+            found=str(list(layers)),
+            expected=f"ascending layer numbers, 0 to {num_layers - 1}",
+            do=f"leave {name} out, or correct it",
+        )
+    return tuple(layers)

@@ -1,0 +1,230 @@
+"""BorrowedState: the memory of a drafter that runs some of the target's own layers.
+
+It has a cache of its own for the layers it may run. What it holds of known tokens is what the
+target itself holds: keys and values are made of the residuals that the target's layers read (taps),
+never of what the drafter made of those tokens. Drafted tokens are written behind them, and
+forgotten when the round is over. So a draft begins from the target's true context whatever was left
+out while drafting, as where both share one cache.
+Letters: B rows, D hidden width, L positions, M new nodes, T fed tokens, V target vocabulary, W
+window, X any axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from specctl.core.drafter import Outcome, RoundView, Space, StepState
+from specctl.core.kv_cache import SlotKV
+from specctl.core.language_model import Feed, LanguageModel, Masks
+from specctl.core.sub_layers import NOTHING, SubLayers
+from specctl.drafters.states.tree_layout import TreeLayout
+
+CHUNK = 512  # known tokens written at once
+
+
+class BorrowedState(StepState):
+    """Memory of one engine. `attention`: the layers that may ever run; `extra` positions are kept
+    free behind the text and the nodes."""
+
+    prefills_in_parts = True
+
+    def __init__(
+        self, lm: LanguageModel, attention: tuple[int, ...], space: Space, extra: int = 0
+    ) -> None:
+        self.lm, self.attention = lm, attention
+        max_len = space.max_len + space.max_nodes + 3 + extra
+        self.kv = lm.borrowed_kv(attention, space.num_slots, max_len)
+        self.num_known = [0] * space.num_slots
+        self._num_prefilled = [0] * space.num_slots
+        self._growth: TreeLayout | None = None
+        self._ready_BMD = torch.empty(0)
+
+    # -- what a family decides --------------------------------------------------------------------
+
+    def parts_of(self, slot: int, first: int) -> SubLayers:
+        """What runs for a row, at nodes of which `first` (the root counted) came before."""
+        raise NotImplementedError
+
+    def read(self, feed: Feed, rows: Sequence[int]) -> Tensor:
+        """[B, M, V]: logits behind nodes. The cache is aimed at them; `rows` are the rows of the
+        round that are fed."""
+        del rows
+        last = self.lm.spec.num_layers
+        out = self.lm.run(replace(feed, taps=(last,)), self.kv)
+        assert out.logits_BTV is not None
+        self._ready_BMD = out.taps[last]
+        return out.logits_BTV
+
+    # -- known tokens -----------------------------------------------------------------------------
+
+    def prefill(
+        self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor], first: int, last: int
+    ) -> None:
+        del tokens
+        self._write_text(slot, taps, first, last)
+        self._num_prefilled[slot] = last
+
+    @torch.no_grad()
+    def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
+        first, self._num_prefilled[slot] = self._num_prefilled[slot], 0
+        last = self.num_known[slot] = len(tokens) - 1
+        self._write_text(slot, {tap: value[first:] for tap, value in taps.items()}, first, last)
+
+    def _write_text(self, slot: int, taps: Mapping[int, Tensor], first: int, last: int) -> None:
+        """Known tokens first .. last - 1 of a row, whose taps these are."""
+        slot_1 = torch.full((1,), slot, device=self.lm.device)
+        for at in range(first, last, CHUNK):
+            until = min(at + CHUNK, last)
+            part = {tap: value[None, at - first : until - first] for tap, value in taps.items()}
+            self._write((slot,), slot_1, slot_1 * 0 + at, [at], part, until - at)
+
+    @torch.no_grad()
+    def observe(self, outcome: Outcome) -> None:
+        """The root and the accepted tokens have been read by the target."""
+        view, self._growth = outcome.view, None
+        counts = [len(new) for new in outcome.emitted]
+        starts = [self.num_known[slot] for slot in view.slots]
+        W = max(1, *counts)
+        taps = {tap: value[:, :W] for tap, value in outcome.taps.items()}
+        self._write(view.slots, view.slot_B, view.kept_len_B, starts, taps, W)
+        for slot, count in zip(view.slots, counts, strict=True):
+            self.num_known[slot] += count
+
+    def _write(
+        self,
+        slots: tuple[int, ...],
+        slot_B: Tensor,
+        start_B: Tensor,
+        starts: Sequence[int],
+        taps: Mapping[int, Tensor],
+        W: int,
+    ) -> None:
+        """W known tokens of each row."""
+        same = starts[0] if min(starts) == max(starts) else None
+        self.kv.begin(slots, slot_B, start_B, W, max(starts) + W, same)
+        position_BW = self.within(start_B[:, None] + torch.arange(W, device=slot_B.device))
+        state = {layer: taps[layer].to(self.lm.dtype) for layer in self.attention}
+        self.lm.write_kv(state, position_BW, self.kv)
+
+    def within(self, position_X: Tensor) -> Tensor:
+        """Positions of the context; those of padding may lie beyond it."""
+        last = self.lm.spec.max_positions - 1
+        return position_X if self.kv.max_len <= last else position_X.clamp(max=last)
+
+    # -- a round ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def root(self, view: RoundView) -> Tensor:
+        kept = [self.num_known[slot] for slot in view.slots]
+        self._growth = TreeLayout(view, self.kv, kept, view.kept_len_B)
+        root_B1 = view.root_B[:, None]
+        return self._nodes(root_B1, torch.full_like(root_B1, -1))[:, 0]
+
+    @torch.no_grad()
+    def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
+        return self._nodes(token_BM, parent_BM + 1)
+
+    @property
+    def growth(self) -> TreeLayout:
+        assert self._growth is not None, "root() begins a round"
+        return self._growth
+
+    def _nodes(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
+        """[B, M, V]: logits behind nodes, of which the root is the first."""
+        growth, first = self.growth, self.growth.num_nodes
+        place = growth.place(parent_BM)
+        mask = place.mask
+        if mask is None:
+            shape = (len(token_BM), 1, 1, place.span)
+            mask = torch.ones(shape, dtype=torch.bool, device=token_BM.device)
+        windows = {window: mask & growth.near(place, window) for window in self.lm.windows}
+        feed = Feed(token_BM, self.within(place.position_BM), Masks(mask, windows))
+        groups: dict[SubLayers, list[int]] = {}
+        for row, slot in enumerate(growth.view.slots):
+            groups.setdefault(self.parts_of(slot, first), []).append(row)
+        if len(groups) == 1:
+            (parts,) = groups
+            return self.read(replace(feed, parts=parts), range(len(token_BM)))
+        return self._by_group(feed, groups, first, place.span)
+
+    def _by_group(
+        self, feed: Feed, groups: Mapping[SubLayers, list[int]], first: int, span: int
+    ) -> Tensor:
+        """Rows that run other layers are fed apart."""
+        view, start_B = self.growth.view, self.growth.kept_B + first
+        found: list[Tensor] = []
+        ready: list[Tensor] = []
+        for parts, rows in groups.items():
+            slots = tuple(view.slots[row] for row in rows)
+            masks = Masks(
+                feed.masks.full[rows], {w: mask[rows] for w, mask in feed.masks.windows.items()}
+            )
+            some = Feed(feed.ids_BT[rows], feed.position_BT[rows], masks, parts=parts)
+            self.kv.begin(slots, view.slot_B[rows], start_B[rows], feed.ids_BT.shape[1], span)
+            found.append(self.read(some, rows))
+            ready.append(self._ready_BMD)
+        order = [row for rows in groups.values() for row in rows]
+        back = torch.tensor(order, device=start_B.device).argsort()
+        self._ready_BMD = torch.cat(ready)[back]
+        return torch.cat(found)[back]
+
+    def hidden(self) -> Tensor:
+        return self._ready_BMD[:, -1]
+
+
+class FixedState(BorrowedState):
+    """The same layers for every row at every depth."""
+
+    def __init__(self, lm: LanguageModel, parts: SubLayers, space: Space) -> None:
+        super().__init__(lm, parts.attention, space)
+        self.parts = parts
+
+    def parts_of(self, slot: int, first: int) -> SubLayers:
+        del slot, first
+        return self.parts
+
+
+@torch.no_grad()
+def shadow_logits(
+    lm: LanguageModel,
+    kv: SlotKV,
+    slots: tuple[int, ...],
+    ids_BW: Tensor,
+    first: int,
+    num_known: int,
+    parts: SubLayers,
+) -> Tensor:
+    """[B, W, V]: what `parts` say behind the known tokens at positions first .. first + W - 1, each
+    as the first token of a draft: it sees the target's own keys of all tokens before it, and its
+    own. Nothing of what is known is written over: the tokens stand behind `num_known` rows."""
+    W, device = ids_BW.shape[1], ids_BW.device
+    slot_B = torch.tensor(slots, device=device)
+    kv.begin(slots, slot_B, slot_B * 0 + num_known, W, num_known + W, num_known)
+    position_W = first + torch.arange(W, device=device)
+    at_L = torch.arange(num_known + W, device=device)
+    own_WL = at_L == (num_known + torch.arange(W, device=device))[:, None]
+    mask_WL = own_WL | ((at_L < position_W[:, None]) & (at_L < num_known))
+    windows = {w: own_WL | (mask_WL & (position_W[:, None] - at_L < w)) for w in lm.windows}
+    shape = (len(slots), 1, W, num_known + W)
+    masks = Masks(mask_WL.expand(shape), {w: mask.expand(shape) for w, mask in windows.items()})
+    position_BW = position_W.clamp(max=lm.spec.max_positions - 1).expand_as(ids_BW)
+    out = lm.run(Feed(ids_BW, position_BW, masks, parts=parts), kv)
+    assert out.logits_BTV is not None
+    return out.logits_BTV
+
+
+@torch.no_grad()
+def read_out(lm: LanguageModel, state_BTD: Tensor) -> Tensor:
+    """[B, T, V]: what the final norm and the LM head make of residuals."""
+    none_BT = torch.zeros(state_BTD.shape[:2], dtype=torch.long, device=state_BTD.device)
+    all_BT1 = torch.ones((*state_BTD.shape[:2], 1), dtype=torch.bool, device=none_BT.device)
+    mask = all_BT1[:, None].expand(-1, -1, -1, state_BTD.shape[1])
+    masks = Masks(mask, dict.fromkeys(lm.windows, mask))
+    feed = Feed(none_BT, none_BT, masks, parts=NOTHING, residual_BTD=state_BTD)
+    out = lm.run(feed, None)
+    assert out.logits_BTV is not None
+    return out.logits_BTV

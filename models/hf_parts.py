@@ -1,0 +1,127 @@
+"""Sub-layers of a transformers module run apart: some left out, some with a residual handed in.
+
+transformers' own forward stays in charge. For the while of one forward, an attention or an MLP that
+is left out answers zero, and a layer may be given another residual than the one that reaches it.
+Neither asks for more than that a layer adds what its parts put out to its residual, which
+`check_parts` tries on the module before anything relies on it.
+Letters: B rows, D hidden width, T fed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specctl.core.errors import IncompatibleError
+from specctl.core.sub_layers import SubLayers
+
+ATTENTION = ("self_attn", "attn", "attention", "self_attention")
+MLP = ("mlp", "feed_forward", "block_sparse_moe", "ffn", "moe")
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderParts:
+    """The layers of a module, and the attention and the MLP of each."""
+
+    layers: tuple[nn.Module, ...]
+    attentions: tuple[nn.Module, ...]
+    mlps: tuple[nn.Module, ...]
+
+    @classmethod
+    def of(cls, model: Any, num_layers: int) -> DecoderParts:
+        for module in model.base_model.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+                layers = tuple(module)
+                break
+        else:
+            raise refused(model, f"no list of {num_layers} layers")
+        attentions = tuple(_part(model, layer, ATTENTION) for layer in layers)
+        return cls(layers, attentions, tuple(_part(model, layer, MLP) for layer in layers))
+
+    @contextmanager
+    def only(
+        self, parts: SubLayers | None, residual: Mapping[int, Tensor] | None = None
+    ) -> Iterator[None]:
+        """Run `parts` alone (None: all), each layer of `residual` behind that state."""
+        with ExitStack() as held:
+            for layer, state in (residual or {}).items():
+                hook = _given(state)
+                handle = self.layers[layer].register_forward_pre_hook(hook, with_kwargs=True)
+                held.callback(handle.remove)
+            if parts is not None:
+                for layer in range(len(self.layers)):
+                    if layer not in parts.attention:
+                        held.enter_context(_silent(self.attentions[layer], _no_attention))
+                    if layer not in parts.mlp:
+                        held.enter_context(_silent(self.mlps[layer], _no_mlp))
+            yield
+
+
+def _part(model: Any, layer: nn.Module, names: tuple[str, ...]) -> nn.Module:
+    for name in names:
+        found = getattr(layer, name, None)
+        if isinstance(found, nn.Module):
+            return found
+    raise refused(model, f"{type(layer).__name__} without any of {', '.join(names)}")
+
+
+def refused(model: Any, found: str) -> IncompatibleError:
+    """The error for a module whose layers cannot be run apart."""
+    return IncompatibleError(
+        f"{type(model).__name__} does not lend its layers",
+        found=found,
+        expected="layers that add an attention and an MLP to a residual",
+        do="choose a drafter with weights of its own, or one that needs no training",
+    )
+
+
+def _given(state: Tensor) -> Callable[..., Any]:
+    def swap(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        del module
+        if "hidden_states" in kwargs:
+            return args, {**kwargs, "hidden_states": state}
+        return (state, *args[1:]), kwargs
+
+    return swap
+
+
+@contextmanager
+def _silent(part: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    part.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        del part.__dict__["forward"]
+
+
+def _input(args: Any, kwargs: Any) -> Tensor:
+    found = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _no_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    return torch.zeros_like(_input(args, kwargs)), None
+
+
+def _no_mlp(*args: Any, **kwargs: Any) -> Tensor:
+    return torch.zeros_like(_input(args, kwargs))
+
+
+def check_parts(model: Any, run: Callable[[SubLayers, Tensor], Tensor], width: int) -> None:
+    """Try that a state passes a layer whose parts are left out as it is. `run` gives the residual
+    in front of the last layer."""
+    like = model.get_input_embeddings().weight
+    generator = torch.Generator().manual_seed(0)
+    state_1TD = torch.randn(1, 3, width, generator=generator).to(like.device, like.dtype)
+    try:
+        out_1TD = run(SubLayers((), ()), state_1TD)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise refused(model, f"{type(error).__name__}: {error}"[:200]) from error
+    if not torch.equal(out_1TD, state_1TD):
+        raise refused(model, "a residual that changes where nothing is added to it")

@@ -1,0 +1,149 @@
+"""Bytes of a step: those of tensors that exist, at sizes that were not traced, and what follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from specctl.core.spec import ModelSpec
+from specctl.models.hf_spec import spec_of
+from specctl.models.kernels import kept_scalar, rms_norm
+from specctl.recipes.load import load_recipe
+from specctl.recipes.made_for import made_for, target_of
+from specctl.runtime.target.target import Target
+from specctl.train.assemble import build_drafter
+from specctl.train.planning.capacity import fits, lacking_memory
+from specctl.train.planning.hardware import GPUS, Cluster
+from specctl.train.planning.live_bytes import LiveBytes, traced
+from specctl.train.planning.step_bytes import TracedStep, fake_drafter, fake_target, step_bytes
+from specctl.train.planning.target_shape import TargetShape, config_of, target_shape
+from specctl.train.planning.weighing import Weighing
+
+SPEC = ModelSpec("llama", 4, 32, 96, 4, 2, 8, 64, 1e-5, 1e4, 1024)
+SIZES: dict[str, tuple[str, dict[str, Any], float]] = {
+    "8B": ("llama", {"num_attention_heads": 32, "hidden_size": 4096, "num_hidden_layers": 32,
+                     "intermediate_size": 14336, "vocab_size": 128256}, 8.03e9),
+    "32B": ("qwen3", {"num_attention_heads": 64, "hidden_size": 5120, "num_hidden_layers": 64,
+                      "intermediate_size": 25600, "vocab_size": 151936, "head_dim": 128}, 32.8e9),
+    "70B": ("llama", {"num_attention_heads": 64, "hidden_size": 8192, "num_hidden_layers": 80,
+                      "intermediate_size": 28672, "vocab_size": 128256}, 70.6e9),
+    "MoE": ("qwen3_moe", {"num_attention_heads": 32, "hidden_size": 2048, "num_hidden_layers": 48,
+                          "num_key_value_heads": 4, "moe_intermediate_size": 768, "head_dim": 128,
+                          "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936},
+            30.5e9),
+}  # fmt: skip
+
+
+def shape_named(name: str, layers: int | None = None) -> TargetShape:
+    kind, fields, count = SIZES[name]
+    given = {"num_key_value_heads": 8} | fields
+    given |= {} if layers is None else {"num_hidden_layers": layers}
+    config = AutoConfig.for_model(kind, tie_word_embeddings=False, **given)
+    return TargetShape(spec_of(config), int(count), int(count), torch.bfloat16, config=config)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_real_target_has_the_weights_that_its_fake_tensors_have(name: str) -> None:
+    shape = shape_named(name)
+    with traced() as live:
+        model = AutoModelForCausalLM.from_config(shape.config, dtype=torch.bfloat16)
+        weights = sum(p.untyped_storage().nbytes() for p in model.parameters())
+    assert weights == pytest.approx(2 * shape.parameters, rel=0.01)
+    assert live.peak >= weights
+    recipe = load_recipe("llama3-8b-eagle3", target="tiny")
+    held = Weighing(recipe, shape, Cluster.of("h100", 1)).least()
+    assert held.device["target"] == pytest.approx(weights, rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "rows", "length"), [("8B", 2, 320), ("MoE", 6, 128)])
+def test_a_size_that_was_not_traced_is_reckoned_right(name: str, rows: int, length: int) -> None:
+    """At real widths; four layers, because a layer gives back what it takes."""
+    sets = ["train.seq_len=256", "drafter.options.ttt_steps=2", "drafter.options.chunk=128"]
+    recipe, shape = load_recipe("llama3-8b-eagle3", sets, target="tiny"), shape_named(name, 4)
+    found = step_bytes(recipe, shape.config, shape.spec, "bfloat16", is_gpu=True)
+    with traced() as live:
+        model = AutoModelForCausalLM.from_config(shape.config, dtype=torch.bfloat16).eval()
+        model.requires_grad_(False)
+        drafter = fake_drafter(recipe, shape.spec, 32000, is_gpu=True)
+        target = fake_target(model, shape.spec)
+        drafter.bind(target.borrowed())
+        for parameter in drafter.trainable().values():
+            parameter.grad = torch.zeros_like(parameter)
+        peaks = TracedStep(live, target, drafter, True, lambda: None).peaks(rows, length)
+    for phase in ("the target reads", "the loss", "the gradient"):
+        planned = found.phases[phase].at(rows, length)
+        assert planned == pytest.approx(peaks[phase], rel=0.03)
+
+
+def test_fake_tensors_take_what_real_ones_take(make_model: Callable[..., Any]) -> None:
+    recipe = load_recipe("eagle3", ["vocab.size=null", "drafter.options.intermediate=64"])
+    target = Target.from_model(make_model(dtype=torch.float32))
+    drafter = build_drafter(recipe, target.spec, None)
+    drafter.bind(target.borrowed())
+    for parameter in drafter.trainable().values():
+        parameter.grad = torch.zeros_like(parameter)
+    real = LiveBytes(is_fake=False)
+    step = TracedStep(real, target, drafter, False, lambda: None)
+    step.peaks(2, 64)  # what is made once: packed weights, of no known size
+    with real:
+        wanted = step.peaks(2, 64)
+    with traced() as live:
+        model = AutoModelForCausalLM.from_config(config_of(target.spec), dtype=torch.float32)
+        model.eval().requires_grad_(False)
+        fake = fake_drafter(recipe, target.spec, None, is_gpu=False)
+        reader = fake_target(model, target.spec)
+        fake.bind(reader.borrowed())
+        for parameter in fake.trainable().values():
+            parameter.grad = torch.zeros_like(parameter)
+        found = TracedStep(live, reader, fake, False, lambda: None).peaks(2, 64)
+    for phase in ("the target reads", "the loss", "the gradient"):
+        assert found[phase] == pytest.approx(wanted[phase], rel=0.05, abs=20_000)
+
+
+def test_what_does_not_fit_is_named_with_the_least_change_that_would_do() -> None:
+    shape = TargetShape(SPEC, 60_000, 60_000, torch.bfloat16, config=config_of(SPEC))
+    recipe = load_recipe("eagle3", ["train.rows=16", "train.seq_len=128", "vocab.size=null"])
+    whole = Weighing(recipe, shape, Cluster.of("h100", 1)).held()
+    fixed = whole.device_bytes - whole.device["batch"]
+    small = Cluster(1, 1, GPUS["h100"].__class__("toy", fixed + whole.device["batch"] // 3, 1, 1))
+    weighing = Weighing(recipe, shape, Cluster(1, 1, small.gpu, is_here=False))
+    [lack] = lacking_memory(weighing)
+    assert lack.need == whole.device_bytes
+    assert lack.do.startswith("--set train.rows=4 --set train.accumulate=4")
+    halved = recipe.train.model_copy(update={"rows": 4, "accumulate": 4})
+    other = Weighing(recipe.model_copy(update={"train": halved}), shape, weighing.cluster)
+    assert fits(other.held(), other.cluster)
+    assert lacking_memory(other) == []
+
+
+def test_spreading_over_gpus_takes_less_of_each() -> None:
+    shape = TargetShape(SPEC, 60_000, 60_000, torch.bfloat16, config=config_of(SPEC))
+
+    def step(*sets: str, gpus: int) -> int:
+        given = ["train.rows=16", "train.seq_len=128", "vocab.size=null", *sets]
+        held = Weighing(load_recipe("eagle3", given), shape, Cluster.of("h100", gpus)).held()
+        return sum(size for name, size in held.device.items() if name != "CUDA")
+
+    assert step(gpus=8) < step(gpus=1)
+    assert Cluster.of("h100", 64).nodes == 8
+    assert Cluster.of("h100", 12, 3).per_node == 4
+
+
+def test_the_recipes_of_a_target_are_known_by_its_repository() -> None:
+    assert made_for("llama3-8b")[0] == "llama3-8b-eagle3"
+    assert made_for("meta-llama/Meta-Llama-3-8B-Instruct") == made_for("llama3-8b")
+    assert set(made_for("llama3-8b", ("small-lm",))) >= {"llama3-8b-distill"}
+    assert target_of("distill") == "tiny"
+    assert target_shape(load_recipe("llama3-8b-eagle3").target).parameters > 7e9
+
+
+def test_nothing_of_a_trace_meets_real_tensors_later() -> None:
+    kept_scalar.cache_clear()
+    with traced(), torch.no_grad():
+        rms_norm(torch.ones(2, 8), torch.ones(8), 1e-5)
+    with torch.no_grad():
+        assert type(rms_norm(torch.ones(2, 8), torch.ones(8), 1e-5)) is torch.Tensor
