@@ -1,4 +1,4 @@
-"""llama.cpp beside specctl: a target as a GGUF file, and a server process on it."""
+"""llama.cpp beside specctl: a server process on a GGUF file."""
 
 from __future__ import annotations
 
@@ -7,26 +7,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from specctl.export.layouts.llama_cpp.model import GgufModel, write_gguf
-from specctl.export.layouts.llama_cpp.vocab import vocabulary_of
-from specctl.models.fast_llama import FastLlama
-from specctl.runtime.target.target import Target
-
 SERVER = Path(__file__).with_name("load_llama.py")
 
 
 class NoServer(Exception):
     """llama.cpp does not start here, or cannot hold this target."""
-
-
-def write_target(target: Target, path: Path) -> None:
-    """A Llama-shaped target in its own dtype. A known tokenizer's split has a name; one that has
-    none is asked in token ids only."""
-    if not isinstance(target.lm, FastLlama):
-        raise NoServer(f"{target.name} is not of Llama's shape")
-    module = target.lm.module
-    model = GgufModel(target.name, module.shape, dict(module.named_parameters()), target.spec)
-    write_gguf(path, model, vocabulary_of(target.tokenizer, target.spec))
 
 
 @contextmanager

@@ -10,11 +10,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from llama_common import NoServer, serving, write_target
+from llama_common import NoServer, serving
 from load_ways import Answer, Stamps, stream
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+from specctl.export.layouts.llama_cpp.target import write_target
 from specctl.runtime.target.checkpoint import as_transformers
 from specctl.runtime.target.target import Target
 

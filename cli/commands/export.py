@@ -14,10 +14,11 @@ from specctl.cli.options.names import ENGINES, complete_format
 from specctl.cli.options.positional import DraftFlag, Word, one_drafter
 from specctl.cli.options.pushing import Public, Push, Yes, pushed
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
-from specctl.core.errors import RecipeError, nearest
+from specctl.core.errors import GateError, RecipeError, nearest
 from specctl.core.plugins import declared
 
 FORMATS = tuple(declared("specctl.export.formats", "FORMAT"))
+PROVERS = tuple(declared("specctl.export.engines", "ENGINE"))
 
 
 def export(
@@ -40,6 +41,15 @@ def export(
         ),
     ] = None,
     allow: Allow = None,
+    prove: Annotated[
+        bool, typer.Option("--prove", help="Serve it in its engine and compare with specctl.")
+    ] = False,
+    engine: Annotated[
+        str | None, typer.Option("--engine", help="Engine that proves it: " + ", ".join(PROVERS))
+    ] = None,
+    engine_python: Annotated[
+        str | None, typer.Option("--engine-python", help="Python that has the engine, else this.")
+    ] = None,
     push: Push = None,
     public: Public = False,
     yes: Yes = False,
@@ -47,6 +57,9 @@ def export(
 ) -> None:
     """Write a package in a serving engine's format. What was written is read back by that engine's
     rules and must draft what the drafter drafts; the commands that serve it are printed.
+
+    With --prove the engine that is installed (or that of --engine-python) serves it: texts and
+    accepted tokens are compared with specctl's own, and the result stands on the card.
 
     docs/export.md tells which format holds which family and which engine reads it. With --push what
     was written is uploaded to the hub, or, without --out, the package itself with the record of its
@@ -56,8 +69,13 @@ def export(
 
       specctl export runs/eagle3 --to vllm --out exports/my-eagle3
       specctl export runs/distill --to hf --out runs/distill-hf
+      specctl export runs/distill --to hf --out distill-hf --prove
+      specctl export --target tiny --to gguf --out tiny-gguf
       specctl export runs/eagle3 --push OWNER/my-eagle3
     """
+    if package is None and not draft:
+        _write_target(console, out, to, target)
+        return
     folder = Path(one_drafter(package, draft, "specctl export runs/NAME --to vllm --out FOLDER"))
     _refuse_useless(out, to, push, "--public" if public else "--yes" if yes else "")
     if out is None:
@@ -91,9 +109,52 @@ def export(
     for note in result.notes:
         console.warn(note)
     told: dict[str, Any] = result.to_json()
+    if prove:
+        told["proof"] = _proved(console, folder, out, engine, engine_python, model.name)
     if push is not None:
         told["push"] = pushed(console, out, push, public, yes)
     console.done(told, next=[f"specctl show {out}", *result.serve])
+
+
+def _write_target(console: Console, out: Path | None, to: str | None, choice: TargetChoice) -> None:
+    """The target itself, for llama.cpp."""
+    if to not in ("gguf", "llama.cpp") or out is None:
+        raise RecipeError(
+            "there is no package to export",
+            where="PACKAGE",
+            found="no package named",
+            expected="a package; a target without one is written with --to gguf --out FOLDER",
+            do="specctl export runs/NAME --to vllm --out FOLDER",
+        )
+    check_folder(out)
+    from specctl.export.layouts.llama_cpp.target import FILE, export_target
+
+    for note in export_target(choice.or_own().load(console), out):
+        console.warn(note)
+    console.out(f"{out}: {FILE}")
+    told = {"out": str(out), "format": "gguf", "files": [FILE]}
+    console.done(told, next=[f"llama-server -m {out / FILE}"])
+
+
+def _proved(
+    console: Console, draft: Path, out: Path, engine: str | None, python: str | None, target: str
+) -> dict[str, Any]:
+    """The export in its engine; a difference is an error, and the folder stays."""
+    from specctl.api.engine_proof import prove_export
+
+    console.say(f"serving {out} in its engine, plain and drafted; this takes minutes")
+    proof = prove_export(draft, out, engine=engine, python=python, target=target)
+    for line in str(proof).splitlines():
+        console.out(line)
+    if not proof.passed:
+        raise GateError(
+            f"{proof.engine} does not do with the export what specctl does with the package",
+            where=str(out),
+            found="; ".join(proof.faults)[:400],
+            expected="the same texts, and as many drafted tokens accepted",
+            do="do not serve it there; report it with the output of the same command and --json",
+        )
+    return proof.to_json()
 
 
 def _refuse_useless(out: Path | None, to: str | None, push: str | None, also: str) -> None:

@@ -1,4 +1,5 @@
-"""An independent draft as one GGUF file, which llama.cpp's server takes beside its target (`-md`).
+"""A draft as one GGUF file, which llama.cpp's server takes beside its target (`-md`): a small
+language model of its own, or an EAGLE-3 layer (`specctl.export.layouts.llama_cpp.eagle3`).
 
 llama.cpp refuses a draft whose vocabulary is not the target's, text by text, so the file holds the
 target's own tokenizer and one LM-head row per target token; a trimmed draft is widened as for
@@ -18,20 +19,36 @@ from torch import Tensor
 from specctl.export.formats import TARGET, ExportSource, Format
 from specctl.export.formats.hf import compare_logits, own_logits, probe_ids, widened
 from specctl.export.layouts.engines import draft_length, gate
-from specctl.export.layouts.llama_cpp import library
+from specctl.export.layouts.llama_cpp import eagle3, library
+from specctl.export.layouts.llama_cpp.eagle3_reader import GgufEagle3
 from specctl.export.layouts.llama_cpp.model import GgufModel, architecture, write_gguf
-from specctl.export.layouts.llama_cpp.pretokenizers import KNOWN
 from specctl.export.layouts.llama_cpp.reader import GgufReader
+from specctl.export.layouts.llama_cpp.target import FILE as TARGET_FILE
 from specctl.export.layouts.llama_cpp.tokens import PROBES
 from specctl.export.layouts.llama_cpp.vocab import vocabulary_of
 from specctl.export.package.manifest import check_files
+from specctl.export.readers.trial import (
+    Trial,
+    compare,
+    drafted_logits,
+    embedding_of,
+    twin,
+    without_router,
+)
+from specctl.models.fast_llama import FastLlama
 
 FILE = "draft.gguf"
+SPEC_TYPES = {"eagle3": "draft-eagle3", "small-lm": "draft-simple"}
+ENGINE = "llama.cpp b11549"
+FED_BACK = 3  # states of the drafter's own that the check of EAGLE-3 compares
 DRAFTED = 4  # tokens that the file drafts on its own in `check`
 
 
 def write(source: ExportSource, folder: Path) -> None:
     library()
+    if source.manifest.family == "eagle3":
+        eagle3.write(source, folder / FILE)
+        return
     wide, spec = widened(source), source.manifest.model_spec
     architecture(wide.shape, spec.max_positions)
     name = f"specctl {source.manifest.family} draft"
@@ -42,16 +59,32 @@ def write(source: ExportSource, folder: Path) -> None:
 def check(source: ExportSource, folder: Path) -> None:
     """Read the file by llama.cpp's rules: the same logits, the same drafts, the same tokenizer."""
     check_files(folder)
-    reader = GgufReader(folder / FILE)
+    if source.manifest.family == "eagle3":
+        reader: GgufReader = _check_eagle3(source, folder / FILE)
+    else:
+        reader = GgufReader(folder / FILE)
+        _check_small_lm(source, reader)
+    _check_tokenizer(source, reader)
+    if reader.context != source.manifest.model_spec.max_positions:
+        raise gate(f"a context of {reader.context:,}", "that of the target")
+
+
+def _check_eagle3(source: ExportSource, path: Path) -> GgufEagle3:
+    """Behind random features and on its own states the file drafts what the drafter drafts."""
+    trial = Trial.of(source, FED_BACK)
+    reader = GgufEagle3(path, embedding_of(source))
+    ours = drafted_logits(twin(source, without_router(source.drafter)), trial)
+    compare(ENGINE, reader.drafted_logits(trial), ours)
+    return reader
+
+
+def _check_small_lm(source: ExportSource, reader: GgufReader) -> None:
     ids_1S = probe_ids(source)
     theirs = reader.logits(ids_1S[0])[None]
     if theirs.shape[-1] != source.manifest.vocabulary.target_size:
         raise gate(f"{theirs.shape[-1]:,} tokens", "one for every token of the target")
     compare_logits(source, theirs, own_logits(source, ids_1S), gate)
     _check_drafts(source, reader, ids_1S)
-    _check_tokenizer(source, reader)
-    if reader.context != source.manifest.model_spec.max_positions:
-        raise gate(f"a context of {reader.context:,}", "that of the target")
 
 
 def _check_drafts(source: ExportSource, reader: GgufReader, ids_1S: Tensor) -> None:
@@ -79,10 +112,8 @@ def _check_tokenizer(source: ExportSource, reader: GgufReader) -> None:
     eos = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else next(iter(spec.eos_ids))
     if reader.special_id("eos") != eos:
         raise gate(f"end of text {reader.special_id('eos')}", f"{eos}")
-    if reader.tokens.kind == "gpt2" and reader.tokens.pre not in KNOWN:
-        return
-    is_exact = vocabulary_of(tokenizer, spec).is_exact
-    for text in PROBES if is_exact else [text for text in PROBES if not text.startswith(" ")]:
+    vocabulary = vocabulary_of(tokenizer, spec)
+    for text in filter(vocabulary.is_read_alike, PROBES):
         ours = tokenizer.encode(text, add_special_tokens=False)
         theirs = reader.tokens.encode(text)
         if theirs != ours:
@@ -91,30 +122,28 @@ def _check_tokenizer(source: ExportSource, reader: GgufReader) -> None:
 
 def notes(source: ExportSource) -> tuple[str, ...]:
     """Said where llama.cpp splits some text otherwise than the tokenizer."""
-    vocabulary = vocabulary_of(source.target.tokenizer, source.manifest.model_spec)
-    if vocabulary.is_exact:
-        return ()
-    if vocabulary.kind == "llama":
-        return ("llama.cpp reads a text that begins with a blank with one blank more.",)
-    return (
-        "llama.cpp has no name for the way this tokenizer splits text (tokenizer.ggml.pre is "
-        "'default'). Drafts are right, but the engine would read text as other tokens, with this "
-        "file and with the target's: send prompts as token ids.",
-    )
+    found = vocabulary_of(source.target.tokenizer, source.manifest.model_spec).deviation
+    return () if found is None else (found,)
 
 
 def serve(source: ExportSource, folder: str) -> tuple[str, ...]:
-    """The target becomes a GGUF file first, by llama.cpp's own converter."""
+    """The target becomes a GGUF file first: by our writer, which knows more tokenizers, where it is
+    of Llama's shape, else by llama.cpp's converter."""
+    kind, length = SPEC_TYPES[source.manifest.family], str(draft_length(source))
     convert = ["python", "convert_hf_to_gguf.py", TARGET, "--outfile", "target.gguf"]
-    words = ["llama-server", "-m", "target.gguf", "-md", f"{folder}/{FILE}"]
-    words += ["--spec-type", "draft-simple", "--spec-draft-n-max", str(draft_length(source))]
+    model = "target.gguf"
+    if isinstance(source.target.lm, FastLlama):
+        convert = ["specctl", "export", "--target", TARGET, "--to", "gguf", "--out", "target-gguf"]
+        model = f"target-gguf/{TARGET_FILE}"
+    words = ["llama-server", "-m", model, "-md", f"{folder}/{FILE}"]
+    words += ["--spec-type", kind, "--spec-draft-n-max", length]
     return shlex.join(convert), shlex.join([*words, "--spec-draft-p-min", "0"])
 
 
 FORMAT = Format(
     name="gguf",
     summary="one GGUF file with the target's tokenizer, for llama.cpp",
-    families=("small-lm",),
+    families=("eagle3", "small-lm"),
     write=write,
     check=check,
     serve=serve,

@@ -5,12 +5,16 @@ Two engines read them and differ. A list of layers inside `eagle_config` counts 
 at the top counts hidden states (vLLM); without any both take the same three. A missing
 `norm_before_residual` is false, and SGLang knows none. The folder is proved by the rules of SGLang,
 unless only vLLM would understand it.
+
+ModelOpt's exporter writes YaRN positions (factor 32) into heads trained with plain ones, for texts
+beyond the trained length: such a head is read with the positions of its training.
 Letters: D hidden width, V target vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
@@ -27,6 +31,7 @@ from specctl.runtime.target.target import Target
 
 NAME = "LlamaForCausalLMEagle3"  # what both engines call the model, whatever its trainer wrote
 LAYERS = "eagle_aux_hidden_state_layer_ids"
+ADDED_YARN = {"rope_type", "type", "factor", "original_max_position_embeddings", "rope_theta"}
 NEEDED = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size",
     "draft_vocab_size",
@@ -43,6 +48,7 @@ def knows(config: Mapping[str, Any]) -> bool:
 
 
 def read(published: Published, target: Target) -> Imported:
+    published, notes = _as_trained(published, target)
     body = published.config
     _check(body)
     config = _derived(body)
@@ -63,7 +69,33 @@ def read(published: Published, target: Target) -> Imported:
             ).drafted_logits(trial)
         compare(engine, theirs, drafted_logits(twin(source, drafter), trial))
 
-    return Imported(drafter, engine, prove, LENGTH)
+    return Imported(drafter, engine, prove, LENGTH, notes)
+
+
+def _as_trained(published: Published, target: Target) -> tuple[Published, tuple[str, ...]]:
+    """Without the YaRN that ModelOpt's exporter adds; any other scaling stays, to be checked."""
+    body = dict(published.config)
+    scaling = body.get("rope_scaling") or body.get("rope_parameters") or {}
+    is_added = (
+        isinstance(scaling, Mapping)
+        and scaling.get("rope_type", scaling.get("type")) == "yarn"
+        and set(scaling) <= ADDED_YARN
+        and (target.spec.rope_scaling or {}).get("rope_type") != "yarn"
+    )
+    if not is_added:
+        return published, ()
+    theta = scaling.get("rope_theta", body.get("rope_theta"))
+    body["rope_scaling"], body["rope_parameters"] = None, {"rope_type": "default"}
+    if theta is not None:
+        body["rope_theta"] = body["rope_parameters"]["rope_theta"] = theta
+    factor, length = scaling.get("factor"), scaling.get("original_max_position_embeddings")
+    note = (
+        f"config.json scales positions by YaRN, factor {factor}. ModelOpt's exporter adds that to "
+        f"heads trained with plain positions, for texts beyond the {length} tokens of training: "
+        "the head is read with plain positions. Engines that serve the original folder scale from "
+        "the first token on; export the package for them, and compare by `specctl bench`."
+    )
+    return replace(published, config=body), (note,)
 
 
 def _check(body: Mapping[str, Any]) -> None:

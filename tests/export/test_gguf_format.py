@@ -239,7 +239,7 @@ def test_the_commands_convert_the_target_and_draft_with_the_file(
     drafter = shaken("small-lm", target, **SMALL)
     manifest = exported(drafter, target, tmp_path / "out", "gguf")
     convert, serve = manifest.served_by
-    assert convert == "python convert_hf_to_gguf.py some/target --outfile target.gguf"
+    assert convert == "specctl export --target some/target --to gguf --out target-gguf"
     assert f"-md THIS_FOLDER/{FILE} --spec-type draft-simple --spec-draft-n-max 3" in serve
     assert manifest.notes == ()
 
@@ -250,7 +250,7 @@ def test_specctl_says_whose_folder_it_is(target: Target, tmp_path: Path) -> None
     with pytest.raises(FileError, match=r"export for serving engines.*format gguf.*package"):
         load_drafter(out, target)
     show(Console(shown, shown), out)
-    assert f"llama-server -m target.gguf -md {out}/{FILE}" in shown.getvalue()
+    assert f"llama-server -m target-gguf/target.gguf -md {out}/{FILE}" in shown.getvalue()
     assert "specctl generate" not in shown.getvalue()
 
 

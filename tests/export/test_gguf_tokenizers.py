@@ -68,8 +68,23 @@ def test_a_known_split_gets_its_name(
         assert tokens.encode(text) == made.encode(text, add_special_tokens=False)
 
 
-def test_an_unknown_split_is_said_so(target: Target, tmp_path: Path) -> None:
+def test_a_split_without_contractions_gets_the_nearest_name_and_is_told(
+    target: Target, tmp_path: Path
+) -> None:
     made = byte_tokenizer(LLAMA3.replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)|", ""))
+    tokens = read(target, made, tmp_path / "out").tokens
+    vocabulary = vocabulary_of(made, target.spec)
+    assert tokens.pre == "smaug-bpe"
+    assert "apostrophe" in (vocabulary.deviation or "")
+    assert not vocabulary.is_read_alike("he said 'tell me'")
+    alike = [text for text in PROBES if vocabulary.is_read_alike(text)]
+    assert len(alike) == len(PROBES) - 1
+    for text in alike:
+        assert tokens.encode(text) == made.encode(text, add_special_tokens=False)
+
+
+def test_an_unknown_split_is_said_so(target: Target, tmp_path: Path) -> None:
+    made = byte_tokenizer(LLAMA3.replace("{1,3}", "{1,2}"))
     same = replace(target, tokenizer=made)
     drafter = shaken("small-lm", same, **SMALL)
     manifest = exported(drafter, same, tmp_path / "out", "gguf")

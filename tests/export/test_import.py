@@ -121,6 +121,15 @@ def modelopt(config: Config, tensors: Tensors) -> None:
     config["auto_map"] = {"AutoModel": "modeling.Evil"}
 
 
+def modelopt_yarn(config: Config, tensors: Tensors) -> None:
+    """As ModelOpt 0.47 exports by default: YaRN that was not there in training."""
+    modelopt(config, tensors)
+    del config["rope_parameters"]
+    config["rope_scaling"] = {
+        "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 2048,
+    }  # fmt: skip
+
+
 def top_list_alone(config: Config, tensors: Tensors) -> None:
     del config["eagle_config"]
 
@@ -141,6 +150,7 @@ def whole_tables(config: Config, tensors: Tensors) -> None:
     [
         (safe_ai_lab, {"kept": KEPT}, "SGLang"),
         (modelopt, {"kept": KEPT, "taps": (1, 3, 7)}, "SGLang"),
+        (modelopt_yarn, {"kept": KEPT, "taps": (1, 3, 7)}, "SGLang"),
         (top_list_alone, {"taps": (1, 3, 7)}, "vLLM"),
         (no_theta, {"rope_theta": 10000.0}, "SGLang"),
         (whole_tables, {}, "SGLang"),
@@ -161,6 +171,7 @@ def test_flat_folders_of_other_toolkits_are_read_as_their_engines_do(
     found: Any = load_drafter(tmp_path / "package", target)
     assert same_tensors(found, drafter)
     assert found.options.taps == options.get("taps", (2, 4, 5))
+    assert any("plain positions" in note for note in report.notes) == (change is modelopt_yarn)
     assert found.module.shape.rope_theta == options.get("rope_theta", target.spec.rope_theta)
 
 

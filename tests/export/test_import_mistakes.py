@@ -37,7 +37,8 @@ def no_table(config: Config, tensors: Tensors) -> None:
 
 
 def renamed(config: Config, tensors: Tensors) -> None:
-    tensors["layers.0.mlp.up.weight"] = tensors.pop("layers.0.mlp.up_proj.weight")
+    name = next(name for name in tensors if name.endswith("mlp.up_proj.weight"))
+    tensors[name.replace("up_proj", "up")] = tensors.pop(name)
 
 
 def extra(config: Config, tensors: Tensors) -> None:

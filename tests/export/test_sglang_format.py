@@ -74,7 +74,7 @@ def renamed(old: str, new: str) -> Change:
 def swapped_halves(config: Config, tensors: Tensors) -> None:
     del config
     for part in ("q_proj", "k_proj", "v_proj"):
-        name = f"layers.0.self_attn.{part}.weight"
+        name = f"midlayer.self_attn.{part}.weight"
         tensors[name] = torch.cat(tensors[name].chunk(2, dim=1)[::-1], dim=1).contiguous()
 
 
@@ -100,7 +100,7 @@ def without(*keys: str) -> Change:
 
 MISTAKES: dict[str, tuple[Change, str]] = {
     "a prefix on every name": (renamed("", "draft_model."), "parameters get no tensor"),
-    "a prefix on the layer": (renamed("layers.0", "model.model.layers.0"), "layers.0"),
+    "a prefix on the layer": (renamed("midlayer", "model.model.midlayer"), "layers.0"),
     "a norm under another name": (renamed("norm.", "final_norm."), "model.norm.weight"),
     "embedding and state swapped": (swapped_halves, "logits by SGLang"),
     "a table of ids, not of offsets": (absolute_ids, "d2t"),

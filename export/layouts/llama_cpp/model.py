@@ -45,7 +45,7 @@ _INNER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-_KINDS = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F32"}
+KINDS = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F32"}
 _FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16"}
 
 
@@ -85,16 +85,16 @@ def write_gguf(path: Path, model: GgufModel, vocabulary: Vocabulary) -> None:
     """Write one file that llama.cpp loads."""
     gguf, arch = library(), architecture(model.shape, model.spec.max_positions)
     embedding = model.tensors["model.embed_tokens.weight"]
-    kind = _KINDS[str(embedding.dtype).removeprefix("torch.")]
+    kind = KINDS[str(embedding.dtype).removeprefix("torch.")]
     writer = gguf.GGUFWriter(path, arch)
     writer.add_type("model")
     writer.add_name(model.name)
-    writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[kind]])
+    writer.add_file_type(file_type(gguf, kind))
     _sizes(writer, model)
     extra = _rope(writer, model, arch, gguf)
     vocabulary.write(writer)
     for name, tensor in {**tensors_of(model, arch), **extra}.items():
-        _add(writer, name, tensor, kind if tensor.dim() == 2 else "F32", gguf)
+        add_tensor(writer, name, tensor, kind if tensor.dim() == 2 else "F32", gguf)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -164,7 +164,13 @@ def _rope(writer: Any, model: GgufModel, arch: str, gguf: Any) -> dict[str, Tens
     )
 
 
-def _add(writer: Any, name: str, tensor: Tensor, kind: str, gguf: Any) -> None:
+def file_type(gguf: Any, kind: str) -> Any:
+    """The file type of matrices of that kind."""
+    return gguf.LlamaFileType[_FILE_TYPES[kind]]
+
+
+def add_tensor(writer: Any, name: str, tensor: Tensor, kind: str, gguf: Any) -> None:
+    """Add one in the kind of that name ("F32", "BF16")."""
     array = tensor.detach().to("cpu", torch.float32).contiguous().numpy()
     qtype = gguf.GGMLQuantizationType[kind]
     writer.add_tensor(name, gguf.quantize(array, qtype), raw_dtype=qtype)

@@ -1,7 +1,8 @@
 """How llama.cpp splits text in front of byte-level BPE, and which `tokenizer.ggml.pre` says so.
 
 llama.cpp knows splits by name only. A tokenizer is given a name when its own steps are those that
-the name stands for; there is no near enough. Source of the splits and of `ignore_merges`:
+the name stands for. One split that no name stands for has a near one (`NEAREST`), and what differs
+is told; others have none. Source of the splits and of `ignore_merges`:
 llama.cpp, src/llama-vocab.cpp.
 """
 
@@ -53,6 +54,16 @@ _STEPS: Mapping[tuple[tuple[str, ...], bool], str] = {
     ((_split(_CASELESS, _MARKED_WORD, r"\p{N}", _MARKED_OTHER), "bytes"), False): "qwen35",
 }
 
+# Like smaug-bpe but for contractions: 't of 'tell is no piece of its own.
+NEAREST: Mapping[tuple[tuple[str, ...], bool], str] = {
+    (("|".join((_WORD, r"\p{N}{1,3}", _OTHER, _END)), "bytes"), False): "smaug-bpe",
+}
+
+
+def nearest_pre(tokenizer: Mapping[str, Any]) -> str | None:
+    """The name of the split that differs in contractions alone, if `pre_of` finds none."""
+    return NEAREST.get(_steps(tokenizer)) if tokenizer.get("normalizer") is None else None
+
 
 def pre_of(tokenizer: Mapping[str, Any]) -> str | None:
     """The name of a tokenizer.json's split, None where llama.cpp has no name for it.
@@ -62,9 +73,12 @@ def pre_of(tokenizer: Mapping[str, Any]) -> str | None:
     normalizer = tokenizer.get("normalizer")
     if normalizer is not None and normalizer.get("type") != "NFC":
         return None
+    return _STEPS.get(_steps(tokenizer))
+
+
+def _steps(tokenizer: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
     steps = tuple(_step(step) for step in _flat(tokenizer.get("pre_tokenizer")))
-    ignores = bool(tokenizer["model"].get("ignore_merges", False))
-    return _STEPS.get((steps, ignores))
+    return steps, bool(tokenizer["model"].get("ignore_merges", False))
 
 
 def _flat(step: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:

@@ -1,8 +1,8 @@
 """Reference reader of a GGUF file: what llama.cpp (b11549) computes from it, in float64.
 
 Mirrors src/llama-model.cpp and src/models/{llama,qwen3}.cpp: defaults of missing keys, the
-graph by `general.architecture` (llama rotates neighbours, qwen3 halves), an absent `output`
-read from the embedding, `rope_freqs` as divisors in the llama graph only; a tensor that the graph
+graph by `general.architecture` (llama and eagle3 rotate neighbours, qwen3 halves), an absent
+`output` read from the embedding, `rope_freqs` as divisors, but for qwen3; a tensor that the graph
 does not ask for, or lacks, stops the load. It shares nothing with the writer.
 Letters: D hidden width, E head width, H query heads, S sequence, V target vocabulary.
 """
@@ -21,7 +21,8 @@ from specctl.export.layouts.engines import gate
 from specctl.export.layouts.llama_cpp import library
 from specctl.export.layouts.llama_cpp.tokens import GgufTokens
 
-_IS_BIASED = {"llama": None, "qwen3": False}  # of the attention; None: where there is a bias
+# Of the attention; None: where there is a bias.
+_IS_BIASED = {"llama": None, "qwen3": False, "eagle3": False}
 _REQUIRED = object()
 
 
@@ -34,13 +35,16 @@ class GgufReader:
         self._fields = {name: field.contents() for name, field in file.fields.items()}
         self._tensors: dict[str, Tensor] = {}
         for entry in file.tensors:
+            if entry.tensor_type.name == "I64":
+                self._tensors[entry.name] = torch.from_numpy(entry.data.copy())
+                continue
             array = gguf.dequantize(entry.data, entry.tensor_type)
             if array.ndim == 1 and entry.tensor_type.name != "F32":
                 raise gate(f"{entry.name} of {entry.tensor_type.name}", "vectors of F32")
             self._tensors[entry.name] = torch.from_numpy(array.copy()).double()
         self.arch = str(self._get("general.architecture"))
         if self.arch not in _IS_BIASED:
-            raise gate(f"architecture {self.arch}", "llama or qwen3")
+            raise gate(f"architecture {self.arch}", "llama, qwen3 or eagle3")
         self._used: set[str] = set()
         self._sizes()
         self.tokens = self._vocabulary()
@@ -79,7 +83,7 @@ class GgufReader:
         inv_freq = base ** (-2 * half / self.head_dim)
         if kind == "linear" and factor:
             inv_freq = inv_freq / factor
-        if self.arch == "llama" and "rope_freqs.weight" in self._tensors:
+        if self.arch != "qwen3" and "rope_freqs.weight" in self._tensors:
             inv_freq = inv_freq / self._tensor("rope_freqs.weight", self.head_dim // 2)
         return inv_freq
 
@@ -126,7 +130,7 @@ class GgufReader:
         at_S = torch.arange(x_SHE.shape[0], dtype=torch.float64)
         angle = (at_S[:, None] * self.inv_freq)[:, None]
         cos, sin = angle.cos(), angle.sin()
-        if self.arch == "llama":
+        if self.arch != "qwen3":
             a, b = x_SHE[..., 0::2], x_SHE[..., 1::2]
             return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
         a, b = x_SHE.chunk(2, dim=-1)

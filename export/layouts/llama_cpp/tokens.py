@@ -23,6 +23,9 @@ PROBES = (
     "7 42 365 2026 1234567 3.14 1,000,000",
     "na\u00efve caf\u00e9 \u2014 \u00fcber stra\u00dfe \u4f60\u597d\U0001f680!?",
     "x",
+    # every class of byte: ASCII, controls, the first and last characters of two, three, four bytes
+    "".join(map(chr, range(32, 127))),
+    "\x01\x07\x1b\x7f \x80\u07ff\u0800\uffef\U00010000\U0010fffd",
 )
 
 

@@ -21,11 +21,12 @@ from typing import Any
 from specctl.core.errors import IncompatibleError
 from specctl.core.spec import ModelSpec
 from specctl.export.layouts.llama_cpp import library
-from specctl.export.layouts.llama_cpp.pretokenizers import pre_of
+from specctl.export.layouts.llama_cpp.pretokenizers import nearest_pre, pre_of
 from specctl.runtime.target.save_target import write_tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "\u2581"
+_CONTRACTED = re.compile(r"'(?:s|t|re|ve|m|ll|d)(?=[^\W\d_])", re.IGNORECASE)
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _PLACEHOLDER = -1000.0  # score of what no merge forms
 _BRACKETS = (("<|", "|>"), ("<\uff5c", "\uff5c>"), ("<unused", ">"))
@@ -35,7 +36,7 @@ _NAMES = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     """`special` is the library's table of merges, special ids and chat template. `is_exact`: text
-    given to llama.cpp is split as the tokenizer splits it."""
+    given to llama.cpp is split as the tokenizer splits it; `deviation` says in which texts not."""
 
     kind: str
     pre: str
@@ -45,6 +46,33 @@ class Vocabulary:
     space_prefix: bool | None
     is_exact: bool
     special: Any
+
+    @property
+    def deviation(self) -> str | None:
+        if self.is_exact:
+            return None
+        if self.kind == "llama":
+            return "llama.cpp reads a text that begins with a blank with one blank more."
+        if self.pre != "default":
+            return (
+                f"llama.cpp has no name for the way this tokenizer splits text; the nearest, "
+                f"{self.pre}, differs in one thing: behind an apostrophe, s, t, re, ve, m, ll or d "
+                "is a piece of its own even where a word goes on ('tell). Where that matters, send "
+                "prompts as token ids."
+            )
+        return (
+            "llama.cpp has no name for the way this tokenizer splits text (tokenizer.ggml.pre is "
+            "'default'). Drafts are right, but the engine would read text as other tokens, with "
+            "this file and with the target's: send prompts as token ids."
+        )
+
+    def is_read_alike(self, text: str) -> bool:
+        """Whether llama.cpp splits this text as the tokenizer does."""
+        if self.is_exact:
+            return True
+        if self.kind == "llama":
+            return not text.startswith(" ")
+        return self.pre != "default" and _CONTRACTED.search(text) is None
 
     def write(self, writer: Any) -> None:
         """Add the tokenizer's fields to a GGUF file."""
@@ -75,8 +103,9 @@ def vocabulary_of(tokenizer: Any, spec: ModelSpec) -> Vocabulary:
         special = library().SpecialVocab(folder, kind == "gpt2", n_vocab=spec.vocab_size)
     tokens, types = _texts(tokenizer, body, kind, spec.vocab_size)
     if kind == "gpt2":
-        pre = pre_of(body)
-        return Vocabulary(kind, pre or "default", tokens, types, (), None, pre is not None, special)
+        pre, near = pre_of(body), nearest_pre(body)
+        name = pre or near or "default"
+        return Vocabulary(kind, name, tokens, types, (), None, pre is not None, special)
     scores, prefix = _scores(body["model"], tokens), _space_prefix(body)
     # Metaspace puts no blank in front of a blank, llama.cpp in front of every text
     is_exact = not (prefix and body.get("normalizer") is None)

@@ -3,7 +3,9 @@ layout, from which SGLang, vLLM, TensorRT-LLM and llama.cpp's converter all star
 
 It is written for two engines at once. The list of layers stands twice: at the top it counts hidden
 states (vLLM), inside `eagle_config` it counts layers (SGLang). `norm_before_residual` is written
-because engines disagree on what its absence means.
+because engines disagree on what its absence means. The layer is called `midlayer`, SafeAILab's
+name: SGLang and vLLM read `layers.0` as well, but OpenVINO's converter knows `midlayer` only and
+would draft with a random layer, saying no more than "newly initialized".
 Letters: D hidden width, V target vocabulary.
 """
 
@@ -35,7 +37,7 @@ from specctl.export.readers.trial import (
 )
 from specctl.export.readers.vllm_eagle3 import VllmEagle3, flat_config
 
-FED_BACK = 3
+FED_BACK, LAYER = 3, "midlayer"
 
 
 def write(source: ExportSource) -> FlatFolder:
@@ -58,7 +60,12 @@ def write(source: ExportSource) -> FlatFolder:
         "norm_before_fc": False,
         "norm_before_residual": False,
     }
-    return FlatFolder(config, written_tensors(source, options.taps))
+    tensors = written_tensors(source, options.taps)
+    return FlatFolder(config, {_theirs(name): tensor for name, tensor in tensors.items()})
+
+
+def _theirs(name: str) -> str:
+    return name.replace("layers.0.", f"{LAYER}.", 1) if name.startswith("layers.0.") else name
 
 
 def _refuse(drafter: Eagle3) -> None:

