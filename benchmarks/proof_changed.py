@@ -112,7 +112,7 @@ def free_fields(recipe: Recipe, out: Path, target: Target) -> list[str | None]:
     """Fields that decide nothing: accepted."""
     found: list[str | None] = []
     for field in sorted(FREE):
-        other = changed(recipe, field) if "." in field else None
+        other = changed(recipe, field) if field.count(".") == 1 else None
         if other is not None:
             error = refusal(other, out, target)
             found.append(None if error is None else f"{field}: {error}")

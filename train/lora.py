@@ -113,7 +113,7 @@ def additions(module: nn.Module) -> Iterator[tuple[str, LowRank]]:
     """Name of the weight and what is added to it."""
     for name, part in module.named_modules():
         if isinstance(part, LowRank):
-            yield name.replace(".parametrizations.", ".").removesuffix(".0"), part
+            yield f".{name}".replace(".parametrizations.", ".").removesuffix(".0")[1:], part
 
 
 def unnameable(module: nn.Module) -> list[str]:

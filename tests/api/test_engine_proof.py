@@ -12,7 +12,7 @@ import pytest
 
 from specctl.api import engine_proof
 from specctl.api.engine_proof import EngineProof
-from specctl.cli.commands.export import ENGINES
+from specctl.cli.commands.export import PROVERS
 from specctl.core.errors import IncompatibleError, ResourceError, SpecctlError
 from specctl.export.engines import Answers, EngineJob, engines, find_engine
 from specctl.export.engines import vllm as vllm_
@@ -94,7 +94,7 @@ def test_vllm_is_started_with_the_words_of_the_card(job: EngineJob) -> None:
 
 
 def test_engines_are_found_by_name_or_format() -> None:
-    assert set(ENGINES) == set(engines())
+    assert set(PROVERS) == set(engines())
     assert {to for engine in engines().values() for to in engine.reads} <= set(formats())
     assert find_engine(None, "gguf").name == "llama.cpp"
     assert find_engine("transformers", "hf").name == "transformers"

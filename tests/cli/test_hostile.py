@@ -141,8 +141,11 @@ REFUSED = {
     "an unknown translation": (("generate", "-d", "prompt-lookup", "--translate", "tly", "x"), 3),
     "a schema that is nowhere": (("generate", "--json-schema", "no.json", "x"), 4),
     "a schema that is no JSON": (("generate", "--json-schema", "FILE", "x"), 2),
-    "a trimming to one token": (("vocab-trim", "-d", "x", "-o", "NEW", "--size", "1"), 3),
-    "a trimming to all too many": (("vocab-trim", "-d", "x", "-o", "NEW", "--size", "9999k"), 3),
+    "a trimming to one token": (("vocab-trim", "-d", "FOLDER", "-o", "NEW", "--size", "1"), 3),
+    "a trimming to all too many": (
+        ("vocab-trim", "-d", "FOLDER", "-o", "NEW", "--size", "9999k"),
+        3,
+    ),
     "a trimming by no data": (("vocab-trim", "-d", "x", "-o", "NEW", "--data", "no.txt"), 4),
     "additions of absurd rank": (("plan", "-r", "adapt", "--set", "train.lora.rank=99999"), 3),
     "a trimming into a file": (("vocab-trim", "-d", "x", "--out", "FILE"), 4),

@@ -42,7 +42,7 @@ def test_a_drafter_is_trained_packaged_and_exported_for_a_hybrid(
     text, out = tmp_path / "words.txt", tmp_path / "run"
     text.write_text("\n".join(f"def name_{i}(value):\n    return value" for i in range(80)))
     words = ["train-draft", "--recipe", "eagle3", "--target", hybrid, "--data", text, "--out", out]
-    answers = run(*words, "--set", "data.format=text")
+    answers = run(*words, "--set", "data.format=text", "--set", "train.seq_len=64")
     assert answers.code != 0
     assert "data.regenerate=false" in answers.err
     made = run(*words, *(word for each in SETS for word in ("--set", each)), "--json")

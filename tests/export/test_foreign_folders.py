@@ -388,9 +388,12 @@ def test_every_reading_by_transformers_is_local_and_runs_no_code() -> None:
             owner = ast.unparse(node.func.value)
             given = {word.arg: ast.unparse(word.value) for word in node.keywords}
             where = f"{path.relative_to(ROOT)}:{node.lineno}"
-            assert given.get("trust_remote_code") == "False", where
             assert given.get("local_files_only") == "True", where
+            if owner == "GenerationConfig":  # plain values, of which no code is ever made
+                continue
+            assert given.get("trust_remote_code") == "False", where
             if owner != "AutoConfig" and "Tokenizer" not in owner:
                 assert given.get("use_safetensors") == "True", where
                 doors.append(str(path.relative_to(ROOT)))
-    assert doors == ["runtime/target/checkpoint_folder.py"]
+    engine = "export/engines/hosts/answer_transformers.py"  # runs in an environment of its own
+    assert doors == [engine, "runtime/target/checkpoint_folder.py"]

@@ -26,7 +26,13 @@ class Calls:
 
 
 def load(folder: str) -> Any:
-    made = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    made = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        trust_remote_code=False,
+        local_files_only=True,
+        use_safetensors=True,
+    )
     made.generation_config.eos_token_id = None  # every answer has the same number of tokens
     made.generation_config.pad_token_id = 0
     return made.eval()

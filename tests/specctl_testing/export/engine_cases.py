@@ -24,6 +24,11 @@ KEPT = (0, 2, 3, 4, 5, 7, 11, 20, 21, 22, 30, 31, 40, 47)
 
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]  # of config and tensors
 
+# Fewer layers and depths than the published ones, which a target of four layers has not.
+SMALL: dict[str, dict[str, Any]] = {
+    name: {"layers": 2, "taps": (1, 2, 3)} for name in ("dflash", "dspark")
+}
+
 
 def shaken(
     family: str,
@@ -36,7 +41,7 @@ def shaken(
     vocab = None if kept is None else VocabMap(torch.tensor(kept), target.spec.vocab_size)
     found = families()[family]
     torch.manual_seed(0)
-    drafter = found.build(found.options(**options), target.spec, vocab)
+    drafter = found.build(found.options(**SMALL.get(family, {}) | options), target.spec, vocab)
     drafter.bind(target.borrowed())
     assert drafter.module is not None
     with torch.no_grad():
