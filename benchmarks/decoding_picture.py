@@ -18,8 +18,9 @@ from pathlib import Path
 
 import torch
 
-from specctl import Sampling, generate, load_drafter, load_target
+from specctl import Sampling, load_drafter, load_target
 from specctl.core.drafter import Drafter
+from specctl.runtime.generate import generate
 from specctl.runtime.target.target import Target
 
 COLUMNS, ROWS = 46, 16
