@@ -1,6 +1,7 @@
 """A run folder written before the rooms and classes had their present names: it is listed, its
-package drafts, and cut at step 2 it goes on to the weights of that day, to the rounding of another
-processor.
+package drafts, and cut at step 2 it goes on to the weights of that day. Another processor's rounding
+moves single weights by up to 2e-4 (Adam divides by small numbers), all of them together by under 2 %
+of the way that the two steps go.
 
 Made by `train-draft --target tiny --recipe medusa` (its settings are in `stored_run/run.yaml`) at
 commit fc7fefa; only the curve was left out.
@@ -13,7 +14,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from specctl import Sampling, generate, load_drafter, load_target
@@ -55,7 +55,8 @@ def test_cut_at_a_checkpoint_it_ends_in_the_weights_of_that_day(run: Path) -> No
     metrics.write_text(metrics.read_text().splitlines(keepends=True)[0])
     assert main(["runs", "resume", str(run)]) == 0
     name = "checkpoints/step000004/model.safetensors"
-    torch.testing.assert_close(load_file(run / name), load_file(STORED / name), atol=1e-4, rtol=0)
     earlier = load_file(STORED / name.replace("4", "2"))
-    moved = [(earlier[key] - new).abs().max() for key, new in load_file(run / name).items()]
-    assert min(moved) > 1e-3
+    stored, found = load_file(STORED / name), load_file(run / name)
+    for key, weights in stored.items():
+        moved = (weights - earlier[key]).norm()
+        assert (found[key] - weights).norm() < 0.02 * moved

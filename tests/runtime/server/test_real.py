@@ -13,8 +13,8 @@ import pytest
 from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
 from specctl.runtime.generate import generate
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.server.limits import Limits
-from specctl.runtime.server.service import Service
+from specctl.runtime.server.engine_thread.service import Service
+from specctl.runtime.server.requests.limits import Limits
 from specctl.runtime.target.target import Target
 from specctl_testing.runtime.web import Running, running
 
@@ -105,7 +105,8 @@ def test_an_answer_that_broke_off_in_its_form_is_an_error(
     both = {"name": {"type": "string", "maxLength": 3}, "rest": wide}
     schema = {"type": "object", "properties": both, "required": ["name", "rest"]}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    asked = {"model": "tiny", "messages": TALK, "response_format": form, "max_tokens": 150}
+    asked: dict[str, Any] = {"model": "tiny", "messages": TALK, "temperature": 0}
+    asked |= {"response_format": form, "max_tokens": 150}
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(**asked)
     assert refused.value.code == "grammar_exceeded"
