@@ -21,8 +21,8 @@ from specctl.core.drafter import Drafter
 from specctl.runtime.batching import Batching
 from specctl.runtime.policies import Policy
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.server.limits import Limits
-from specctl.runtime.server.service import GenerateRequest, Service
+from specctl.runtime.server.engine_thread.service import GenerateRequest, Service
+from specctl.runtime.server.requests.limits import Limits
 from specctl.runtime.target.target import Target
 
 

@@ -21,8 +21,8 @@ from serve_wire import Heard, hear
 from specctl.core.drafter import Drafter
 from specctl.drafters import families
 from specctl.runtime.server.auth import Keys
-from specctl.runtime.server.limits import Limits
-from specctl.runtime.server.service import Service
+from specctl.runtime.server.engine_thread.service import Service
+from specctl.runtime.server.requests.limits import Limits
 from specctl.runtime.target.target import Target, load_target
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the stub, and the app on it

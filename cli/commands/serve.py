@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from specctl.runtime.batching import BatchCosts, Batching
     from specctl.runtime.sampling.sampling import Sampling
     from specctl.runtime.server.auth import Door
-    from specctl.runtime.server.limits import Limits
-    from specctl.runtime.server.service import Service
+    from specctl.runtime.server.engine_thread.service import Service
+    from specctl.runtime.server.requests.limits import Limits
     from specctl.runtime.target.target import Target
 
 RULE = "target-only"  # seeded answers do not depend on who else is served
@@ -87,7 +87,7 @@ class LimitFlags:
     ] = True
 
     def limits(self) -> Limits:
-        from specctl.runtime.server.limits import Limits
+        from specctl.runtime.server.requests.limits import Limits
 
         return Limits(
             max_batch=self.max_batch,
@@ -226,7 +226,7 @@ def serve(
     loaded.announce(console)
     service, verification = _service(console, model, loaded, batching, limits)
     from specctl.runtime.server.app import create_app
-    from specctl.runtime.server.chat_template import ChatStyle
+    from specctl.runtime.server.requests.chat_template import ChatStyle
 
     app = create_app(
         service,
@@ -266,7 +266,7 @@ def serve(
 def _defaults(console: Console, target: Target, choice: str | None) -> Sampling:
     """How a request is sampled that does not say it."""
     from specctl.runtime.sampling.generation_config import SETTINGS
-    from specctl.runtime.server.generate_request import DEFAULTS
+    from specctl.runtime.server.requests.generate_request import DEFAULTS
 
     suggested, used = followed(console, target, choice), DEFAULTS
     if suggested is not None:
@@ -293,8 +293,8 @@ def _service(
     console: Console, target: Target, draft: LoadedDraft, batching: str, limits: Limits
 ) -> tuple[Service, str]:
     """The service, and what kind of verification its answers have."""
+    from specctl.runtime.server.engine_thread.service import Service
     from specctl.runtime.server.logs import log
-    from specctl.runtime.server.service import Service
     from specctl.runtime.verify.choice import verification_of
 
     def say(text: str) -> None:

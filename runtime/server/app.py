@@ -18,26 +18,32 @@ from fastapi.responses import JSONResponse
 from specctl import __version__
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.server import errors
-from specctl.runtime.server.answers import ApiAnswer, Choice
 from specctl.runtime.server.auth import AuthMiddleware, Door, Keys
-from specctl.runtime.server.body import BodyReader, StrictRoute
-from specctl.runtime.server.chat_template import ChatStyle
-from specctl.runtime.server.contract import Serving, Status
 from specctl.runtime.server.docs_page import DOCS, docs_route
+from specctl.runtime.server.engine_thread.contract import Serving, Status
 from specctl.runtime.server.errors import ApiError, ErrorBody
-from specctl.runtime.server.generate_request import DEFAULTS, GeneratePlan, RequestReader
 from specctl.runtime.server.logs import RequestLog
-from specctl.runtime.server.message_parser import MessageParser
 from specctl.runtime.server.metrics import TYPE, Metrics
 from specctl.runtime.server.page import page_routes
-from specctl.runtime.server.protocol import ChatRequest, CompletionRequest, ignored_fields
 from specctl.runtime.server.record import Recorder, chat_record, text_record
-from specctl.runtime.server.responses import ResponsesAnswer, repeated
-from specctl.runtime.server.responses_fields import ResponsesRequest
-from specctl.runtime.server.shapes import ChatAnswer, TextAnswer
-from specctl.runtime.server.sse import EventStream, cancel, collected, events_of, unless_gone
+from specctl.runtime.server.replies.answers import ApiAnswer, Choice
+from specctl.runtime.server.replies.message_parser import MessageParser
+from specctl.runtime.server.replies.responses import ResponsesAnswer, repeated
+from specctl.runtime.server.replies.shapes import ChatAnswer, TextAnswer
+from specctl.runtime.server.replies.sse import (
+    EventStream,
+    cancel,
+    collected,
+    events_of,
+    unless_gone,
+)
+from specctl.runtime.server.replies.tokens import TokenTexts
+from specctl.runtime.server.requests.body import BodyReader, StrictRoute
+from specctl.runtime.server.requests.chat_template import ChatStyle
+from specctl.runtime.server.requests.generate_request import DEFAULTS, GeneratePlan, RequestReader
+from specctl.runtime.server.requests.protocol import ChatRequest, CompletionRequest, ignored_fields
+from specctl.runtime.server.requests.responses_fields import ResponsesRequest
 from specctl.runtime.server.token_routes import token_routes
-from specctl.runtime.server.tokens import TokenTexts
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody}

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from specctl.core.errors import SpecctlError
-from specctl.runtime.server.contract import Busy, TooLong, Unavailable
+from specctl.runtime.server.engine_thread.contract import Busy, TooLong, Unavailable
 
 RETRY_SECONDS = 5  # told with a 503: the server loads, or another one takes over
 UNSUPPORTED = {

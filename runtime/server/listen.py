@@ -25,7 +25,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specctl.core.errors import ResourceError, SpecctlError
-from specctl.runtime.server.contract import Serving
+from specctl.runtime.server.engine_thread.contract import Serving
 from specctl.runtime.server.errors import ApiError
 from specctl.runtime.server.logs import log
 

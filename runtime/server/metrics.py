@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from specctl.runtime.server.contract import Finished, Serving
+from specctl.runtime.server.engine_thread.contract import Finished, Serving
 from specctl.runtime.server.record import Recorder
 
 TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -9,10 +9,10 @@ from fastapi import FastAPI
 from pydantic import Field, model_validator
 
 from specctl.runtime.server.errors import ApiError, ErrorBody
-from specctl.runtime.server.fields import TEXT, Few, Strict, Text, Token, Word
-from specctl.runtime.server.generate_request import RequestReader
-from specctl.runtime.server.protocol import AnyMessage, ChatRequest, Variables
-from specctl.runtime.server.tool_fields import Tools
+from specctl.runtime.server.requests.fields import TEXT, Few, Strict, Text, Token, Word
+from specctl.runtime.server.requests.generate_request import RequestReader
+from specctl.runtime.server.requests.protocol import AnyMessage, ChatRequest, Variables
+from specctl.runtime.server.requests.tool_fields import Tools
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody} for status in (400, 401, 404, 413, 415, 503)

@@ -24,8 +24,8 @@ from specctl.runtime.sampling.generation_config import (
     suggested_in,
 )
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.server.generate_request import RequestReader
-from specctl.runtime.server.protocol import CompletionRequest
+from specctl.runtime.server.requests.generate_request import RequestReader
+from specctl.runtime.server.requests.protocol import CompletionRequest
 from specctl.runtime.target.checkpoint import as_transformers
 from specctl.runtime.target.target import Target, load_target
 

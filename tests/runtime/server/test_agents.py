@@ -12,9 +12,9 @@ import pytest
 from pydantic import BaseModel
 
 from specctl import __version__
-from specctl.runtime.server.chat_template import ChatStyle
-from specctl.runtime.server.limits import Limits
-from specctl.runtime.server.service import Service
+from specctl.runtime.server.engine_thread.service import Service
+from specctl.runtime.server.requests.chat_template import ChatStyle
+from specctl.runtime.server.requests.limits import Limits
 from specctl.runtime.target.target import Target
 from specctl_testing.runtime.serving import StubService
 from specctl_testing.runtime.tool_targets import THINKING, TIME, WEATHER, tool_target

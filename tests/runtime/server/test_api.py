@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from specctl.runtime.server.contract import Busy, Unavailable
-from specctl.runtime.server.limits import Limits
+from specctl.runtime.server.engine_thread.contract import Busy, Unavailable
+from specctl.runtime.server.requests.limits import Limits
 from specctl_testing.runtime.serving import StubService
 from specctl_testing.runtime.web import ask, ask_all, error_of, events, make_app, post
 

@@ -10,7 +10,7 @@ import torch
 from specctl.core.drafter import Space, tensor_bytes
 from specctl.core.errors import ResourceError
 from specctl.drafters import families
-from specctl.runtime.server.service import Limits, Service
+from specctl.runtime.server.engine_thread.service import Limits, Service
 from specctl.runtime.target.target import Target
 from specctl_testing.runtime.asking import (
     alone,

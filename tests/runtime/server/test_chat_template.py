@@ -10,8 +10,8 @@ import pytest
 from tokenizers import AddedToken, normalizers
 
 from specctl.core.errors import SpecctlError
-from specctl.runtime.server.chat_template import turns_of, written
-from specctl.runtime.server.protocol import AnyMessage, AssistantMessage, Message
+from specctl.runtime.server.requests.chat_template import turns_of, written
+from specctl.runtime.server.requests.protocol import AnyMessage, AssistantMessage, Message
 from specctl.runtime.target.chat_tokens import MARKS
 from specctl.runtime.target.chat_tokens import chat_tokens as tokens_of_turns
 from specctl.runtime.target.target import Target

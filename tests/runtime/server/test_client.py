@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from specctl.runtime.server.auth import Keys
-from specctl.runtime.server.contract import Busy
+from specctl.runtime.server.engine_thread.contract import Busy
 from specctl_testing.runtime.serving import StubService
 from specctl_testing.runtime.web import Running, running
 

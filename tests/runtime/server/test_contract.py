@@ -8,7 +8,13 @@ import pytest
 
 from specctl.core.errors import RecipeError
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.server.service import Busy, GenerateRequest, Limits, TooLong, Unavailable
+from specctl.runtime.server.engine_thread.service import (
+    Busy,
+    GenerateRequest,
+    Limits,
+    TooLong,
+    Unavailable,
+)
 from specctl_testing.runtime.serving import StubService, stub_target
 
 

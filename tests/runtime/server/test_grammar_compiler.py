@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from specctl.runtime.sampling.grammar import GrammarError, GrammarSpec
-from specctl.runtime.server import grammar_compiler as forms
+from specctl.runtime.server.requests import grammar_compiler as forms
 from specctl_testing.runtime.serving import StubService
 from specctl_testing.runtime.web import BASE, ask_all, error_of, make_app, post
 

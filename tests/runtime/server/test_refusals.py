@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from specctl.runtime.server.limits import Limits
+from specctl.runtime.server.requests.limits import Limits
 from specctl_testing.runtime.serving import StubService
 from specctl_testing.runtime.web import error_of, make_app, post
 

@@ -12,7 +12,7 @@ from specctl.runtime.batching import BATCHINGS, BatchCosts, make_batching
 from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.server.service import (
+from specctl.runtime.server.engine_thread.service import (
     Busy,
     GenerateRequest,
     Limits,

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.server.service import (
+from specctl.runtime.server.engine_thread.service import (
     GenerateRequest,
     Limits,
     Service,

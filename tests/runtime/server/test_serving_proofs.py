@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from specctl.runtime.server import body, listen
-from specctl.runtime.server.limits import Limits
+from specctl.runtime.server import listen
+from specctl.runtime.server.requests import body
+from specctl.runtime.server.requests.limits import Limits
 from specctl_testing.runtime.serving import StubService
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"

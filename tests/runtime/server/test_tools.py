@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from specctl.runtime.sampling.grammar import compile_grammar
-from specctl.runtime.server.chat_template import ChatStyle
-from specctl.runtime.server.message_parser import MessageParser
+from specctl.runtime.server.replies.message_parser import MessageParser
+from specctl.runtime.server.requests.chat_template import ChatStyle
 from specctl.runtime.server.tools import TOOL_FORMATS
 from specctl_testing.runtime.serving import StubService, stub_target
 from specctl_testing.runtime.tool_targets import (

@@ -14,10 +14,11 @@ import pytest
 
 from specctl.core.errors import ResourceError, SpecctlError
 from specctl.runtime.sampling.grammar import GrammarError, GrammarSpec
-from specctl.runtime.server import body, listen
-from specctl.runtime.server import grammar_compiler as forms
-from specctl.runtime.server.limits import Limits
+from specctl.runtime.server import listen
 from specctl.runtime.server.logs import CLIENT_LEFT
+from specctl.runtime.server.requests import body
+from specctl.runtime.server.requests import grammar_compiler as forms
+from specctl.runtime.server.requests.limits import Limits
 from specctl_testing.runtime.serving import StubService
 from specctl_testing.runtime.web import Running, error_of, running
 

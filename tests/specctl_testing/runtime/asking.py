@@ -10,7 +10,7 @@ from functools import cache
 from specctl.drafters import families
 from specctl.runtime.generate import generate
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.server.service import (
+from specctl.runtime.server.engine_thread.service import (
     GenerateRequest,
     Limits,
     Service,

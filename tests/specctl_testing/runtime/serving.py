@@ -13,7 +13,7 @@ from typing import Any
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from specctl.core.errors import SpecctlError
-from specctl.runtime.server.service import (
+from specctl.runtime.server.engine_thread.service import (
     Busy,
     Counters,
     Finished,

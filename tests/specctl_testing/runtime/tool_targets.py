@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-from specctl.runtime.server.contract import GenerateRequest, Piece
+from specctl.runtime.server.engine_thread.contract import GenerateRequest, Piece
 from specctl.runtime.target.target import Target
 from specctl_testing.runtime.serving import StubService, stub_target, target_around
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from specctl.runtime.server.fields import (
+from specctl.runtime.server.requests.fields import (
     CAPS,
     Bias,
     Few,
@@ -29,8 +29,14 @@ from specctl.runtime.server.fields import (
     one_or_many,
     typed,
 )
-from specctl.runtime.server.form_fields import FormFields
-from specctl.runtime.server.tool_fields import CallId, NamedChoice, ToolCalls, ToolChoice, Tools
+from specctl.runtime.server.requests.form_fields import FormFields
+from specctl.runtime.server.requests.tool_fields import (
+    CallId,
+    NamedChoice,
+    ToolCalls,
+    ToolChoice,
+    Tools,
+)
 
 MAX_STOP_TOKENS = 128
 Scalar = bool | int | Annotated[float, Field(allow_inf_nan=False)] | Word | None

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.server.answers import ApiAnswer, Choice, Json, event
-from specctl.runtime.server.contract import Piece
-from specctl.runtime.server.message_parser import Parts
-from specctl.runtime.server.responses_fields import ResponsesRequest
+from specctl.runtime.server.engine_thread.contract import Piece
+from specctl.runtime.server.replies.answers import ApiAnswer, Choice, Json, event
+from specctl.runtime.server.replies.message_parser import Parts
+from specctl.runtime.server.requests.responses_fields import ResponsesRequest
 
 
 @dataclass(slots=True)

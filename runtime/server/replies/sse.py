@@ -16,9 +16,9 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from specctl.core.errors import SpecctlError
-from specctl.runtime.server.answers import ApiAnswer, Choice, Json
-from specctl.runtime.server.contract import Piece
+from specctl.runtime.server.engine_thread.contract import Piece
 from specctl.runtime.server.errors import ApiError, api_error, broken, outgrown
+from specctl.runtime.server.replies.answers import ApiAnswer, Choice, Json
 
 T = TypeVar("T")
 Pieces = AsyncGenerator[tuple[Choice, Piece], None]

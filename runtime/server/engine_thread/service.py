@@ -25,8 +25,8 @@ from specctl.runtime.engine.request import TokenLogprob
 from specctl.runtime.generate import default_policy
 from specctl.runtime.policies.base import Policy
 from specctl.runtime.sampling.sampling import SamplingBatch
-from specctl.runtime.server.capacity import Capacity, room_for
-from specctl.runtime.server.contract import (
+from specctl.runtime.server.engine_thread.capacity import Capacity, room_for
+from specctl.runtime.server.engine_thread.contract import (
     Busy,
     Counters,
     Finished,
@@ -38,9 +38,9 @@ from specctl.runtime.server.contract import (
     TooLong,
     Unavailable,
 )
-from specctl.runtime.server.limits import Limits
-from specctl.runtime.server.request_queue import RequestQueue
-from specctl.runtime.server.worker import Worker
+from specctl.runtime.server.engine_thread.request_queue import RequestQueue
+from specctl.runtime.server.engine_thread.worker import Worker
+from specctl.runtime.server.requests.limits import Limits
 from specctl.runtime.target.target import Target
 from specctl.runtime.verify.choice import check_rule
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from specctl.runtime.server.fields import Few, Strict, Text, Unused, Word
+from specctl.runtime.server.requests.fields import Few, Strict, Text, Unused, Word
 from specctl.runtime.server.tools.base import Tool
 
 MAX_TOOLS = 128  # of a request, and calls of a message

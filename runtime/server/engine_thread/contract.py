@@ -15,7 +15,7 @@ from specctl.core.errors import ResourceError, SpecctlError
 from specctl.runtime.engine.request import TokenLogprob
 from specctl.runtime.measure.stats import RowStats
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.server.limits import Limits
+from specctl.runtime.server.requests.limits import Limits
 from specctl.runtime.target.target import Target
 
 

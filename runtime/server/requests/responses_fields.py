@@ -8,10 +8,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
 
-from specctl.runtime.server.fields import CAPS, Few, Ignored, Strict, Text, Unused, Word, typed
-from specctl.runtime.server.form_fields import JsonObjectFormat, TextFormat
-from specctl.runtime.server.protocol import ChatRequest, Effort, Variables
-from specctl.runtime.server.tool_fields import MAX_TOOLS, CallId, FunctionName
+from specctl.runtime.server.requests.fields import (
+    CAPS,
+    Few,
+    Ignored,
+    Strict,
+    Text,
+    Unused,
+    Word,
+    typed,
+)
+from specctl.runtime.server.requests.form_fields import JsonObjectFormat, TextFormat
+from specctl.runtime.server.requests.protocol import ChatRequest, Effort, Variables
+from specctl.runtime.server.requests.tool_fields import MAX_TOOLS, CallId, FunctionName
 
 MAX_ITEMS = 2048
 Off = Annotated[Literal[False], BeforeValidator(typed(bool))]

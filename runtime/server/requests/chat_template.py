@@ -12,8 +12,13 @@ from typing import Any
 from jinja2 import Environment, TemplateError, meta
 
 from specctl.core.errors import SpecctlError, unknown
-from specctl.runtime.server.message_parser import TAGS
-from specctl.runtime.server.protocol import AnyMessage, AssistantMessage, ChatRequest, ToolMessage
+from specctl.runtime.server.replies.message_parser import TAGS
+from specctl.runtime.server.requests.protocol import (
+    AnyMessage,
+    AssistantMessage,
+    ChatRequest,
+    ToolMessage,
+)
 from specctl.runtime.server.tools import TOOL_FORMATS, ToolFormat
 from specctl.runtime.target.target import Target
 

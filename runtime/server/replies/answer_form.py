@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from specctl.runtime.sampling.grammar import GrammarSpec
-from specctl.runtime.server.chat_template import ChatStyle
-from specctl.runtime.server.protocol import ChatRequest, Common
+from specctl.runtime.server.requests.chat_template import ChatStyle
+from specctl.runtime.server.requests.protocol import ChatRequest, Common
 from specctl.runtime.server.tools.rules import AnswerForm, literal
 
 MOST_CALLS = 8  # of an answer whose calls are held to a grammar

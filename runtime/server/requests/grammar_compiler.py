@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from specctl.runtime.sampling.grammar import Grammar, GrammarError, GrammarSpec, compile_grammar
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.server.contract import Busy
+from specctl.runtime.server.engine_thread.contract import Busy
 from specctl.runtime.server.errors import ApiError
 from specctl.runtime.target.target import Target
 

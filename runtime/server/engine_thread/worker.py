@@ -13,9 +13,9 @@ from specctl.core.errors import ResourceError, SpecctlError
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.guard import Guard, place_of
 from specctl.runtime.engine.request import Emission, Row
-from specctl.runtime.server.contract import Busy, Counters, Finished, Piece, Ticket
-from specctl.runtime.server.job import ServerJob
-from specctl.runtime.server.request_queue import RequestQueue
+from specctl.runtime.server.engine_thread.contract import Busy, Counters, Finished, Piece, Ticket
+from specctl.runtime.server.engine_thread.job import ServerJob
+from specctl.runtime.server.engine_thread.request_queue import RequestQueue
 from specctl.runtime.target.text_stream import TextStream, TokenDecoder
 
 LOG = logging.getLogger("specctl.server")

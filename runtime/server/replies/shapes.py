@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from specctl.runtime.server.answers import ApiAnswer, Choice, Json
-from specctl.runtime.server.contract import Piece
-from specctl.runtime.server.message_parser import Call, Parts
-from specctl.runtime.server.tokens import LEAST
+from specctl.runtime.server.engine_thread.contract import Piece
+from specctl.runtime.server.replies.answers import ApiAnswer, Choice, Json
+from specctl.runtime.server.replies.message_parser import Call, Parts
+from specctl.runtime.server.replies.tokens import LEAST
 from specctl.runtime.server.tools.base import CallDelta
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specctl.runtime.measure.stats import add_counts, shares
-from specctl.runtime.server.contract import Piece, Ticket
-from specctl.runtime.server.message_parser import MessageParser, Parts
-from specctl.runtime.server.tokens import TokenTexts
+from specctl.runtime.server.engine_thread.contract import Piece, Ticket
+from specctl.runtime.server.replies.message_parser import MessageParser, Parts
+from specctl.runtime.server.replies.tokens import TokenTexts
 
 REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 Json = dict[str, Any]

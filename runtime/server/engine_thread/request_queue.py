@@ -8,7 +8,7 @@ import math
 import threading
 from collections import deque
 
-from specctl.runtime.server.contract import Busy, Ticket, Unavailable
+from specctl.runtime.server.engine_thread.contract import Busy, Ticket, Unavailable
 
 
 class RequestQueue:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from specctl.runtime.engine.request import Emission, Request, Row
 from specctl.runtime.measure.stats import RowStats
-from specctl.runtime.server.contract import Counters, Finished, Piece, Ticket
+from specctl.runtime.server.engine_thread.contract import Counters, Finished, Piece, Ticket
 from specctl.runtime.target.text_stream import TextStream
 
 

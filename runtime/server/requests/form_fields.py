@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from specctl.runtime.sampling.grammar import GrammarError, GrammarSpec
-from specctl.runtime.server.fields import Few, Ignored, Strict, Text, Word, one_of
+from specctl.runtime.server.requests.fields import Few, Ignored, Strict, Text, Word, one_of
 
 MAX_GRAMMAR = 1 << 16  # characters
 Choices = Annotated[

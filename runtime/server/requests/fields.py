@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from specctl.runtime.server.limits import Limits
+from specctl.runtime.server.requests.limits import Limits
 
 
 class Few(BeforeValidator):

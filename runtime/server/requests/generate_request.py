@@ -15,13 +15,23 @@ from typing import Any, TypeVar
 
 from specctl.runtime.sampling.generation_config import SETTINGS
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.server.answer_form import answer_form, shown_ids
-from specctl.runtime.server.chat_template import ChatStyle
-from specctl.runtime.server.contract import GenerateRequest, Serving, TooLong, Unavailable
+from specctl.runtime.server.engine_thread.contract import (
+    GenerateRequest,
+    Serving,
+    TooLong,
+    Unavailable,
+)
 from specctl.runtime.server.errors import ApiError
-from specctl.runtime.server.grammar_compiler import GrammarCompiler
-from specctl.runtime.server.message_parser import MessageParser
-from specctl.runtime.server.protocol import ChatRequest, Common, CompletionRequest, ignored_fields
+from specctl.runtime.server.replies.answer_form import answer_form, shown_ids
+from specctl.runtime.server.replies.message_parser import MessageParser
+from specctl.runtime.server.requests.chat_template import ChatStyle
+from specctl.runtime.server.requests.grammar_compiler import GrammarCompiler
+from specctl.runtime.server.requests.protocol import (
+    ChatRequest,
+    Common,
+    CompletionRequest,
+    ignored_fields,
+)
 from specctl.runtime.target.chat_tokens import chat_tokens, spelled_controls
 from specctl.runtime.target.prompt_limits import least_tokens
 

@@ -9,7 +9,7 @@ from specctl.core.drafter import Drafter, Space
 from specctl.core.errors import ResourceError
 from specctl.runtime.engine.guard import place_of
 from specctl.runtime.policies.base import Policy
-from specctl.runtime.server.limits import Limits
+from specctl.runtime.server.requests.limits import Limits
 from specctl.runtime.target.device import available_bytes
 from specctl.runtime.target.target import Target
 
