@@ -4,6 +4,7 @@ for notebooks."""
 from __future__ import annotations
 
 import textwrap
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -37,13 +38,14 @@ class Table:
         return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>{notes}"
 
 
-class Tabled:
+class Tabled(ABC):
     """A result that prints as its table."""
 
     __slots__ = ()
 
+    @abstractmethod
     def table(self) -> Table:
-        raise NotImplementedError
+        """What is printed."""
 
     def __str__(self) -> str:
         return str(self.table())

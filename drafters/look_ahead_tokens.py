@@ -36,7 +36,7 @@ from specctl.drafters.nets.heads import cut_rows, head_rows
 from specctl.drafters.nets.options import HeadOptions
 from specctl.drafters.nets.self_drafter import SelfDrafter
 from specctl.drafters.option_checks import check_count
-from specctl.drafters.states.borrowed_state import BorrowedState
+from specctl.drafters.states.borrowed_state import KnownTokensState
 from specctl.models.kernels import Weight, can_pack, linear, pack
 
 LOUD = 16.0  # embeddings are kept this much smaller, to learn as fast as other weights do
@@ -182,7 +182,7 @@ class LookAhead(SelfDrafter):
         return LookAheadState(self, space)
 
 
-class LookAheadState(BorrowedState):
+class LookAheadState(KnownTokensState):
     """All of a draft is there when its first token is asked for."""
 
     may_draft_nothing = True
@@ -190,6 +190,7 @@ class LookAheadState(BorrowedState):
     def __init__(self, drafter: LookAhead, space: Space) -> None:
         super().__init__(drafter.lm, drafter.attention, space, extra=drafter.options.num_heads)
         self.drafter, self._depth = drafter, 0
+        self._ready_BMD = torch.empty(0)
         weight = drafter.head_weight()
         self._head: Weight = pack(weight) if can_pack(weight) else weight.detach()
 

@@ -12,6 +12,7 @@ new nodes, R flat rows, S sequence, T fed tokens, W window, Z slots.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
@@ -70,13 +71,13 @@ class ExitDrafter(SelfDrafter):
         self.module = ExitNet(self.make_layer(self.shape), self.shape)
         self._head_KD: Tensor | None = None
 
+    @abstractmethod
     def make_layer(self, shape: LayerShape) -> DecoderLayer:
         """The drafter's own layer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def usual_layers(self, spec: ModelSpec) -> int:
         """Where a token leaves unless the options say otherwise."""
-        raise NotImplementedError
 
     @property
     def exit(self) -> int:

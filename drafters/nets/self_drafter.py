@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 
 from specctl.core.drafter import Drafter, Needs
@@ -15,9 +16,9 @@ class SelfDrafter(Drafter):
     _lm: LanguageModel | None = None
 
     @property
+    @abstractmethod
     def attention(self) -> tuple[int, ...]:
         """Layers whose attention may run."""
-        raise NotImplementedError
 
     def needs(self) -> Needs:
         return Needs(taps=self.attention, borrow=True)

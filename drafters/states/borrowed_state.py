@@ -11,6 +11,7 @@ window, X any axes.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -26,9 +27,9 @@ from specctl.drafters.states.tree_layout import TreeLayout
 CHUNK = 512  # known tokens written at once
 
 
-class BorrowedState(StepState):
-    """Memory of one engine. `attention`: the layers that may ever run; `extra` positions are kept
-    free behind the text and the nodes."""
+class KnownTokensState(StepState):
+    """Known tokens in a cache of borrowed layers. `attention`: the layers that may ever run;
+    `extra` positions are kept free behind the text and the nodes."""
 
     prefills_in_parts = True
 
@@ -40,26 +41,6 @@ class BorrowedState(StepState):
         self.kv = lm.borrowed_kv(attention, space.num_slots, max_len)
         self.num_known = [0] * space.num_slots
         self._num_prefilled = [0] * space.num_slots
-        self._growth: TreeLayout | None = None
-        self._ready_BMD = torch.empty(0)
-
-    # -- what a family decides --------------------------------------------------------------------
-
-    def parts_of(self, slot: int, first: int) -> SubLayers:
-        """What runs for a row, at nodes of which `first` (the root counted) came before."""
-        raise NotImplementedError
-
-    def read(self, feed: Feed, rows: Sequence[int]) -> Tensor:
-        """[B, M, V]: logits behind nodes. The cache is aimed at them; `rows` are the rows of the
-        round that are fed."""
-        del rows
-        last = self.lm.spec.num_layers
-        out = self.lm.run(replace(feed, taps=(last,)), self.kv)
-        assert out.logits_BTV is not None
-        self._ready_BMD = out.taps[last]
-        return out.logits_BTV
-
-    # -- known tokens -----------------------------------------------------------------------------
 
     def prefill(
         self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor], first: int, last: int
@@ -85,7 +66,7 @@ class BorrowedState(StepState):
     @torch.no_grad()
     def observe(self, outcome: Outcome) -> None:
         """The root and the accepted tokens have been read by the target."""
-        view, self._growth = outcome.view, None
+        view = outcome.view
         counts = [len(new) for new in outcome.emitted]
         starts = [self.num_known[slot] for slot in view.slots]
         W = max(1, *counts)
@@ -114,6 +95,37 @@ class BorrowedState(StepState):
         """Positions of the context; those of padding may lie beyond it."""
         last = self.lm.spec.max_positions - 1
         return position_X if self.kv.max_len <= last else position_X.clamp(max=last)
+
+
+class BorrowedState(KnownTokensState):
+    """Drafts tree by tree with some of the borrowed layers."""
+
+    def __init__(
+        self, lm: LanguageModel, attention: tuple[int, ...], space: Space, extra: int = 0
+    ) -> None:
+        super().__init__(lm, attention, space, extra)
+        self._growth: TreeLayout | None = None
+        self._ready_BMD = torch.empty(0)
+
+    def observe(self, outcome: Outcome) -> None:
+        self._growth = None
+        super().observe(outcome)
+
+    # -- what a family decides --------------------------------------------------------------------
+
+    @abstractmethod
+    def parts_of(self, slot: int, first: int) -> SubLayers:
+        """What runs for a row, at nodes of which `first` (the root counted) came before."""
+
+    def read(self, feed: Feed, rows: Sequence[int]) -> Tensor:
+        """[B, M, V]: logits behind nodes. The cache is aimed at them; `rows` are the rows of the
+        round that are fed."""
+        del rows
+        last = self.lm.spec.num_layers
+        out = self.lm.run(replace(feed, taps=(last,)), self.kv)
+        assert out.logits_BTV is not None
+        self._ready_BMD = out.taps[last]
+        return out.logits_BTV
 
     # -- a round ----------------------------------------------------------------------------------
 
