@@ -18,9 +18,9 @@ COPY . .
 RUN pip install --no-cache-dir -c constraints.txt ".[plots,data,serve,grammar]"
 
 RUN useradd --uid 1000 --create-home specctl \
-    && mkdir -p /work/runs /cache && chown -R specctl /work /cache
+    && mkdir -p /srv/runs /cache && chown -R specctl /srv /cache
 USER specctl
-WORKDIR /work
+WORKDIR /srv
 EXPOSE 8000
 ENTRYPOINT ["specctl"]
 CMD ["--help"]

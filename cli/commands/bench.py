@@ -22,6 +22,14 @@ from specctl.cli.commands.bench_families import (
 )
 from specctl.cli.options.flags import DRAFTING, Compile, Seed, Sets
 from specctl.cli.options.loading import DraftingFlags
+from specctl.cli.options.measuring import (
+    Batch,
+    Domain,
+    NumPrompts,
+    PromptFile,
+    Repeats,
+    TokensEach,
+)
 from specctl.cli.options.names import complete_draft
 from specctl.cli.options.sampling import GenerationConfigFlag, check_choice, followed, tell
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
@@ -59,21 +67,16 @@ def bench(
             rich_help_panel=DRAFTING,
         ),
     ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option("--prompts", "-f", help="Text or JSONL file; else the held-out prompts."),
-    ] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 16,
-    domain: Annotated[
-        str | None, typer.Option(help="Only the held-out prompts of this domain.")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 64,
+    prompts: PromptFile = None,
+    num_prompts: NumPrompts = 16,
+    domain: Domain = None,
+    max_new_tokens: TokensEach = 64,
     temperature: Annotated[
         list[float] | None,
         typer.Option(min=0.0, help="Repeatable; else greedy and 0.8."),
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each; medians are shown.")] = 3,
-    batch: Annotated[int, typer.Option(min=1, max=256, help="Prompts decoded at once.")] = 1,
+    repeats: Repeats = 3,
+    batch: Batch = 1,
     gate: Annotated[
         list[str] | None,
         typer.Option(help='Fail (exit 8) unless every drafter meets it, e.g. "speedup>=1.3".'),

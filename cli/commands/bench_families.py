@@ -27,6 +27,14 @@ from specctl.cli.app.failures import as_told
 from specctl.cli.commands.family_tables import show_tables
 from specctl.cli.options.flags import Compile, Seed, Sets
 from specctl.cli.options.loading import DraftingFlags
+from specctl.cli.options.measuring import (
+    Batch,
+    Domain,
+    NumPrompts,
+    PromptFile,
+    Repeats,
+    TokensEach,
+)
 from specctl.cli.options.names import complete_family
 from specctl.cli.options.recipe_flags import RecipeFlags
 from specctl.cli.options.target_choice import TargetChoice
@@ -123,20 +131,15 @@ def bench_families(
         Path, typer.Option("--out", "-o", help="Folder of runs, table and picture.")
     ] = FAMILIES_OUT,
     sets: Sets = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option("--prompts", "-f", help="Text or JSONL file; else the held-out prompts."),
-    ] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 16,
-    domain: Annotated[
-        str | None, typer.Option(help="Only the held-out prompts of this domain.")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 64,
+    prompts: PromptFile = None,
+    num_prompts: NumPrompts = 16,
+    domain: Domain = None,
+    max_new_tokens: TokensEach = 64,
     temperature: Annotated[
         list[float] | None, typer.Option(min=0.0, help="Repeatable; else greedy.")
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each; medians are shown.")] = 3,
-    batch: Annotated[int, typer.Option(min=1, max=256, help="Prompts decoded at once.")] = 1,
+    repeats: Repeats = 3,
+    batch: Batch = 1,
     against: Annotated[
         str | None,
         typer.Option("--against", help="hf: transformers' assisted generation as well."),

@@ -19,7 +19,13 @@ from specctl.drafters.eagle3 import Eagle3
 from specctl.export.formats import ExportSource
 from specctl.export.layouts.engines import hidden_state_ids, refuse_scaled_embedding
 from specctl.export.layouts.llama_cpp import library
-from specctl.export.layouts.llama_cpp.model import KINDS, add_tensor, file_type, neighbours
+from specctl.export.layouts.llama_cpp.model import (
+    KINDS,
+    add_tensor,
+    file_type,
+    neighbours,
+    write_sizes,
+)
 from specctl.export.layouts.llama_cpp.vocab import vocabulary_of
 from specctl.export.layouts.speculators.eagle3 import written_tensors
 from specctl.models.llama import default_inv_freq
@@ -102,19 +108,9 @@ def tensors_of(source: ExportSource, drafter: Eagle3) -> dict[str, Tensor]:
 
 
 def _sizes(writer: Any, source: ExportSource, drafter: Eagle3) -> None:
-    shape, spec = drafter.module.shape, source.manifest.model_spec
-    writer.add_context_length(spec.max_positions)
+    spec = source.manifest.model_spec
     writer.add_vocab_size(spec.vocab_size)
-    writer.add_embedding_length(shape.hidden_size)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(shape.intermediate_size)
-    writer.add_head_count(shape.num_heads)
-    writer.add_head_count_kv(shape.num_kv_heads)
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
-    writer.add_layer_norm_rms_eps(shape.norm_eps)
-    writer.add_rope_dimension_count(shape.head_dim)
-    writer.add_rope_freq_base(shape.rope_theta)
+    write_sizes(writer, drafter.module.shape, spec, layers=1)
     taps = hidden_state_ids(sorted(drafter.options.taps or ()), spec.num_layers)
     writer.add_array(f"{ARCH}.target_layers", taps)
     writer.add_uint32(f"{ARCH}.target_hidden_size", spec.hidden_size)

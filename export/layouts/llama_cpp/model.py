@@ -21,6 +21,7 @@ from torch import Tensor
 
 from specctl.core.errors import IncompatibleError
 from specctl.core.spec import ModelSpec
+from specctl.drafters.nets.blocks import LayerShape
 from specctl.export.layouts.llama_cpp import library
 from specctl.export.layouts.llama_cpp.vocab import Vocabulary
 from specctl.models.fast_llama import LlamaShape
@@ -90,7 +91,8 @@ def write_gguf(path: Path, model: GgufModel, vocabulary: Vocabulary) -> None:
     writer.add_type("model")
     writer.add_name(model.name)
     writer.add_file_type(file_type(gguf, kind))
-    _sizes(writer, model)
+    writer.add_vocab_size(model.shape.vocab_size)
+    write_sizes(writer, model.shape, model.spec, model.shape.num_layers)
     extra = _rope(writer, model, arch, gguf)
     vocabulary.write(writer)
     for name, tensor in {**tensors_of(model, arch), **extra}.items():
@@ -124,12 +126,11 @@ def neighbours(weight: Tensor, num_heads: int) -> Tensor:
     return halves.transpose(1, 2).reshape(weight.shape).contiguous()
 
 
-def _sizes(writer: Any, model: GgufModel) -> None:
-    shape, spec = model.shape, model.spec
+def write_sizes(writer: Any, shape: LlamaShape | LayerShape, spec: ModelSpec, layers: int) -> None:
+    """What every graph of llama.cpp reads of a model of that many layers of one shape."""
     writer.add_context_length(spec.max_positions)
-    writer.add_vocab_size(shape.vocab_size)
     writer.add_embedding_length(shape.hidden_size)
-    writer.add_block_count(shape.num_layers)
+    writer.add_block_count(layers)
     writer.add_feed_forward_length(shape.intermediate_size)
     writer.add_head_count(shape.num_heads)
     writer.add_head_count_kv(shape.num_kv_heads)
