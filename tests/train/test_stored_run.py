@@ -1,7 +1,7 @@
 """A run folder written before the rooms and classes had their present names: it is listed, its
-package drafts, and cut at step 2 it goes on to the weights of that day. Another processor's rounding
-moves single weights by up to 2e-4 (Adam divides by small numbers), all of them together by under 2 %
-of the way that the two steps go.
+package drafts, and cut at step 2 it goes on to the weights of that day. Another processor's
+rounding moves single weights by up to 2e-4 (Adam divides by small numbers), all of them together by
+under 2 % of the way that the two steps go.
 
 Made by `train-draft --target tiny --recipe medusa` (its settings are in `stored_run/run.yaml`) at
 commit fc7fefa; only the curve was left out.
