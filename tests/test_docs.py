@@ -56,7 +56,7 @@ PROVEN_ELSEWHERE = {
     "specctl plan --scaling": "tests/cli/test_scaling.py",
     "specctl plan --target llama3-8b": "tests/cli/test_plan_gpus.py",
     "specctl plan --target qwen3-8b": "tests/cli/test_plan_gpus.py, for another target",
-    "specctl plan --recipe llama3-8b": "tests/cli/test_plan_gpus.py, and test_pipelines.py's stages",
+    "specctl plan --recipe llama3-8b": "tests/cli/test_plan_gpus.py",
 }
 
 
