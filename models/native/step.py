@@ -1,7 +1,8 @@
 """NativeStep: a model's weights as the compiled step reads them, and its call.
 
 The weights are the parameters themselves; nothing is copied. `module` is a `LlamaModel`.
-Letters: B rows, D hidden width, R flat rows, T fed tokens, V target vocabulary.
+Letters: B rows, D hidden width, E head width, J key/value heads, L positions, T fed tokens, Z
+slots.
 """
 
 from __future__ import annotations
