@@ -17,7 +17,7 @@ from specctl.train.planning.hardware import GPUS, Cluster, machine_bytes
 from specctl.train.planning.step_bytes import StepBytes
 from specctl.train.selective import COMPARING
 
-PROCESS_BYTES = 500_000_000  # python, torch, transformers and the text being read
+PROCESS_BYTES = 900_000_000  # python, torch, transformers, the text being read, a heap's gaps
 CUDA_HOST_BYTES = 2_500_000_000  # more of a process that uses a GPU: its libraries
 CUDA_BYTES = 1_500_000_000  # context, libraries' work space, and what allocation wastes
 NCCL_BYTES = 500_000_000  # buffers of the exchange, where there are several processes
