@@ -114,7 +114,7 @@ def check_fits(recipe: Recipe, out: Path, processes: int) -> None:
         shape = target_shape(stage.target)
         check_context(stage, shape.spec)
         weighing = Weighing(stage, shape, cluster)
-        lacks = lacking_memory(weighing, is_exact=False)
+        lacks = lacking_memory(weighing, False, recipe)
         refuse_lacks(lacks, f"{stage.name} for {stage.target.name}", out)
 
 

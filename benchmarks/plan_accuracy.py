@@ -1,9 +1,11 @@
-"""Is a plan right? For each recipe: the plan with a rehearsal (and without), then the run itself.
+"""Is a plan right? For each recipe: the plan (and one with a rehearsal), then the run itself.
 
-    python benchmarks/plan_accuracy.py --recipes distill,eagle3,medusa --set train.steps=120
+    python benchmarks/plan_accuracy.py --recipes eagle3,medusa --set train.steps=120 --rehearse
+    python benchmarks/plan_accuracy.py --processor
 
-Time is of the whole command; memory is the largest resident set; disk is what the
-run folder held at its fullest. All three as planned over measured.
+Time is of the whole command; memory is the largest resident set; disk is what the run folder held
+at its fullest. All three as planned over measured. `--processor` counts seconds of the processor on
+both sides, for a machine that does other work meanwhile: set OMP_NUM_THREADS=1 beside it.
 """
 
 from __future__ import annotations
@@ -12,11 +14,12 @@ import argparse
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +30,12 @@ PAUSE = 0.25  # seconds between two looks at the run
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one run: seconds, peak resident bytes, peak bytes on disk."""
+    """Of one run: seconds, peak resident bytes, peak bytes on disk; seconds of the processor."""
 
     seconds: float
     memory: float
     disk: float
+    processor: float = 0.0
 
 
 def planned(plan: dict[str, Any]) -> Figures:
@@ -53,6 +57,19 @@ def answer(words: list[str]) -> dict[str, Any]:
     return found
 
 
+def processor_seconds(recipe: str, target: str, sets: list[str]) -> float:
+    """What a plan's calibration comes to in seconds of the processor; for a process of its own."""
+    from specctl.recipes.load import load_recipe
+    from specctl.train.planning.calibration import calibrate
+    from specctl.train.planning.target_shape import target_shape
+    from specctl.train.planning.weighing import data_tokens
+
+    start, given = time.process_time(), load_recipe(recipe, sets, target=target)
+    pace = calibrate(given, target_shape(given.target), start=start, clock=time.process_time)
+    assert pace is not None, "a target that is calibrated"
+    return pace.seconds(given, data_tokens(given))
+
+
 def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(Path(specctl.__path__[0]).parent)}
 
@@ -60,6 +77,7 @@ def environment() -> dict[str, str]:
 def measured(words: list[str], out: Path) -> Figures:
     """What the run takes, watched from outside."""
     began, memory, disk = time.perf_counter(), 0, 0
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with (out.parent / "log").open("w") as log:
         process = subprocess.Popen(command(words), stdout=log, stderr=log, env=environment())
         while process.poll() is None:
@@ -68,7 +86,9 @@ def measured(words: list[str], out: Path) -> Figures:
             time.sleep(PAUSE)
     if process.returncode != 0:
         raise SystemExit((out.parent / "log").read_text()[-2000:])
-    return Figures(time.perf_counter() - began, memory, max(disk, folder_bytes(out)))
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Figures(time.perf_counter() - began, memory, max(disk, folder_bytes(out)), used)
 
 
 def resident(pid: int) -> int:
@@ -101,22 +121,40 @@ def ratios(plan: Figures, run: Figures) -> str:
     return " | ".join(parts)
 
 
+def compared(recipe: str, options: argparse.Namespace) -> None:
+    words = ["--recipe", recipe, "--target", options.target]
+    words += [word for field in options.sets for word in ("--set", field)]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        plan = planned(answer(["plan", *words]))
+        if options.processor:
+            mine = [sys.executable, __file__, "--recipes", recipe, "--target", options.target]
+            mine += [word for field in options.sets for word in ("--set", field)]
+            told = subprocess.check_output([*mine, "--calibrate"], env=environment(), text=True)
+            plan = replace(plan, seconds=float(told.split()[-1]))
+        close = planned(answer(["plan", "--rehearse", *words])) if options.rehearse else None
+        run = measured(["train-draft", *words, "--out", str(out)], out)
+    if options.processor:
+        run = replace(run, seconds=run.processor)
+    print(f"{recipe:12s} planned:   {ratios(plan, run)}", flush=True)
+    if close is not None:
+        print(f"{recipe:12s} rehearsed: {ratios(close, run)}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare plans with runs.")
-    parser.add_argument("--recipes", default="distill,eagle3,medusa")
+    parser.add_argument("--recipes", default="distill,eagle3,medusa,dflash,hass,p-eagle")
     parser.add_argument("--set", action="append", default=[], dest="sets")
     parser.add_argument("--target", default="tiny")
+    parser.add_argument("--rehearse", action="store_true", help="rehearse the plan, too")
+    parser.add_argument("--processor", action="store_true", help="seconds of the processor")
+    parser.add_argument("--calibrate", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     for recipe in options.recipes.split(","):
-        words = ["--recipe", recipe, "--target", options.target]
-        words += [word for field in options.sets for word in ("--set", field)]
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "run"
-            rough = planned(answer(["plan", *words]))
-            close = planned(answer(["plan", "--rehearse", *words]))
-            run = measured(["train-draft", *words, "--out", str(out)], out)
-        print(f"{recipe:8s} rehearsed: {ratios(close, run)}", flush=True)
-        print(f"{recipe:8s} estimated: {ratios(rough, run)}", flush=True)
+        if options.calibrate:
+            print(processor_seconds(recipe, options.target, options.sets))
+        else:
+            compared(recipe, options)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Plans of 8B, 32B, 70B and an MoE on 1, 4, 8 and 64 GPUs, against a whole step on fake tensors.
+"""Plans of 8B, 32B, 70B and an MoE on 1, 4, 8 and 64 GPUs: what a step holds, and the way out.
 
     python benchmarks/plan_table.py [--targets 8B,MoE] [--write docs/multi-gpu.md]
 
-A plan traces a few short steps and reckons the recipe's own size from them. Here the recipe's own
-size is traced: every row of a process at its full length. No GPU and no weights are needed.
+Every step is traced at the rows and length that a process has; no GPU and no weights are needed.
+`--many ROWS` traces a step of that many rows and compares it with what a plan reckons in a straight
+line from smaller ones, as it does beyond some number of slices of logits.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from specctl.core.spec import ModelSpec
 from specctl.models.hf_spec import spec_of
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
-from specctl.train.optim import Gradient, build_optimizers
+from specctl.train.optim import Gradient
 from specctl.train.planning.capacity import fits
 from specctl.train.planning.hardware import Cluster
 from specctl.train.planning.live_bytes import traced
@@ -70,9 +71,10 @@ def recipe_for(spec: ModelSpec) -> Recipe:
     return load_recipe("llama3-8b-eagle3", target="tiny")
 
 
-def whole_step(recipe: Recipe, target: TargetShape, rows: int) -> tuple[int, int]:
-    """Bytes of a step of `rows` rows at full length: all of them, and what comes above the
-    weights, gradients and optimizer state."""
+def compared(name: str, rows: int, most: int) -> str:
+    """Peaks of a step of `rows` rows, reckoned from at most `most` rows and traced."""
+    target = shape(name)
+    recipe = recipe_for(target.spec)
     kept = recipe.vocab.size
     assert isinstance(kept, int)
     with traced() as live:
@@ -84,24 +86,19 @@ def whole_step(recipe: Recipe, target: TargetShape, rows: int) -> tuple[int, int
         read = fake_target(model, target.spec)
         drafter.bind(read.borrowed())
         gradient = Gradient(drafter.trainable())
-        sizes = frozenset({target.spec.vocab_size, kept})
-        optimizers = build_optimizers(drafter.trainable(), recipe.train, sizes)
-
-        def update() -> None:
-            for optimizer in optimizers.values():
-                optimizer.step()
-
-        step = TracedStep(live, read, drafter, recipe.train.precision == "bf16", update)
-        update()
-        resident = live.now
-        above = max(step.peaks(rows, recipe.train.seq_len).values())
+        step = TracedStep(live, read, drafter, recipe.train.precision == "bf16", lambda: None)
+        reckoned = max(step.reckoned(rows, recipe.train.seq_len, most).values())
+        whole = max(step.peaks(rows, recipe.train.seq_len).values())
         del gradient
-    return resident + above, above
+    return (
+        f"{name}, {rows} rows: {reckoned / 1e9:,.2f} GB reckoned from {most}, "
+        f"{whole / 1e9:,.2f} GB traced = {reckoned / whole:.3f}"
+    )
 
 
 def rows_of(name: str) -> list[str]:
     """The lines of the table for a target."""
-    target, lines, traced_bytes = shape(name), [], dict[int, int]()
+    target, lines = shape(name), []
     for gpus in GPUS:
         recipe, cluster = recipe_for(target.spec), Cluster.of("h100", gpus)
         if gpus > recipe.train.rows:
@@ -110,13 +107,11 @@ def rows_of(name: str) -> list[str]:
         weighing = Weighing(recipe, target, cluster)
         held = weighing.held()
         rows = -(-recipe.train.rows // gpus)
-        if rows not in traced_bytes:
-            traced_bytes[rows] = whole_step(recipe, target, rows)[0]
-        step, seen = sum(n for k, n in held.device.items() if k in PARTS), traced_bytes[rows]
+        step = sum(size for name, size in held.device.items() if name in PARTS)
         verdict = "fits" if fits(held, cluster) else weighing.way_out(fits) or "nothing found"
         lines.append(
-            f"| {name} | {gpus} | {rows} | {step / 1e9:,.1f} | {seen / 1e9:,.1f} | "
-            f"{step / seen:.3f} | {held.device_bytes / 1e9:,.1f} | {verdict} |"
+            f"| {name} | {gpus} | {rows} | {step / 1e9:,.1f} | {held.device_bytes / 1e9:,.1f} | "
+            f"{verdict} |"
         )
         print(lines[-1], flush=True)
     return lines
@@ -126,15 +121,19 @@ PARTS = ("target", "drafter, gradient, optimizer", "batch")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Plans against whole steps on fake tensors.")
+    parser = argparse.ArgumentParser(description="Plans on GPUs that need not be here.")
     parser.add_argument("--targets", default=",".join(CONFIGS))
     parser.add_argument("--write", type=Path, help="Put the table between the marks of this file.")
+    parser.add_argument("--many", type=int, help="Compare with a trace of so many rows instead.")
     options = parser.parse_args()
+    if options.many is not None:
+        for name in options.targets.split(","):
+            print(compared(name, options.many, options.many // 2), flush=True)
+        return
     began = time.perf_counter()
     lines = [
-        "| Target | H100s | rows each | planned step, GB | traced step, GB | ratio | all, GB |"
-        " fits 80 GB, or what to change |",
-        "|---|---|---|---|---|---|---|---|",
+        "| Target | H100s | rows each | step, GB | all, GB | fits 80 GB, or what to change |",
+        "|---|---|---|---|---|---|",
     ]
     for name in options.targets.split(","):
         lines += rows_of(name)

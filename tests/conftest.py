@@ -38,3 +38,9 @@ def tiny_target() -> Target:
     from specctl.runtime.target.target import load_target
 
     return load_target("tiny", dtype="float32")
+
+
+@pytest.fixture(autouse=True)
+def uncalibrated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of commands estimate their time: to calibrate it takes seconds each."""
+    monkeypatch.setattr("specctl.cli.commands.plan.calibration", lambda console, processes=1: None)

@@ -32,8 +32,10 @@ if TYPE_CHECKING:
     from specctl.recipes.schema import Recipe
     from specctl.train.planning.capacity import Lack
     from specctl.train.planning.hardware import Cluster
-    from specctl.train.planning.plan import RunPlan
+    from specctl.train.planning.pace import Pace
+    from specctl.train.planning.plan import Calibrate, RunPlan
     from specctl.train.planning.rehearsal import Rehearsal
+    from specctl.train.planning.target_shape import TargetShape
     from specctl.train.planning.work import Part
 
 
@@ -61,15 +63,16 @@ def plan(
     ] = None,
     offline: Offline = False,
 ) -> None:
-    """Show parameters, memory, disk and time of a training run. Nothing is loaded or written.
+    """Show parameters, memory, disk and time of a training run. Nothing is written.
 
     Memory is that of a step traced on tensors without content. A plan that does not fit this
-    machine, or the GPUs that --gpu names, ends with exit code 6 and says what to change. Time is an
-    estimate. With --rehearse the target is loaded and a small run made in a process and a folder
-    of its own, so that both are measured; after twenty steps of a run in OUT its time is measured
-    there. With --scaling a grid of small runs is trained in OUT (the same command continues it),
-    the distribution of tau against tokens and size is fitted, and what more of either would bring
-    is told.
+    machine, or the GPUs that --gpu names, ends with exit code 6 and says what to change. Time is
+    calibrated: a few steps of the run, and rounds of writing, are made here, in some seconds; for
+    GPUs that are not here it is reckoned. With --rehearse a small run is made in a process and a
+    folder of its own, so that memory is measured, too; after twenty steps of a run in OUT its time
+    is measured there. With --scaling a grid of small runs is trained in OUT (the same command
+    continues it), the distribution of tau against tokens and size is fitted, and what more of
+    either would bring is told.
 
     Examples:
 
@@ -132,9 +135,11 @@ def show_plans(
     from specctl.train.runs.stages import plans
 
     trainable_family(recipe)
-    made = plans(recipe, out, cluster)
     if is_rehearsed:
         made = [(recipe, _rehearsed(console, recipe))]
+    else:
+        processes = 1 if cluster is None else cluster.processes
+        made = plans(recipe, out, cluster, calibration(console, processes))
     return shown(console, recipe, made, out)
 
 
@@ -162,7 +167,7 @@ def _lacks(recipe: Recipe, made: Sequence[tuple[Recipe, RunPlan]], out: Path) ->
     if not made[0][1].cluster.is_here:
         lacks = []  # of a disk elsewhere
     largest = max((plan for _, plan in made), key=lambda plan: plan.memory_bytes)
-    return [*lacking_memory(largest.weighing), *lacks]
+    return [*lacking_memory(largest.weighing, whole=recipe if recipe.stages else None), *lacks]
 
 
 def _shown(
@@ -209,7 +214,7 @@ def show_plan(console: Console, recipe: Recipe, plan: RunPlan) -> None:
     low, high = plan.seconds_range
     rows = [
         ("recipe", f"{recipe.name} ({recipe.digest[:12]})"),
-        ("target", recipe.target.name),
+        ("target", recipe.target.name + _where_text(recipe)),
         ("family", recipe.drafter.family),
         ("target parameters", f"{plan.target_parameters:,}"),
         ("drafter parameters", f"{plan.parameters:,} ({plan.trainable:,} trained)"),
@@ -223,6 +228,12 @@ def show_plan(console: Console, recipe: Recipe, plan: RunPlan) -> None:
         *_hours_rows(plan),
     ]
     console.table(("what", "how much"), rows)
+
+
+def _where_text(recipe: Recipe) -> str:
+    source = recipe.data.target_source
+    places = {"endpoint": ", its layers in a server", "files": ", its states in files"}
+    return places.get(source, "")
 
 
 def _memory_rows(plan: RunPlan) -> list[tuple[str, str]]:
@@ -248,12 +259,36 @@ def _change_text(plan: RunPlan) -> str:
 
 def _part_text(part: Part) -> str:
     low, high = part.seconds_range
+    if high == 0:
+        return part.amount
     return f"{part.amount}: {duration(low)} to {duration(high)}"
 
 
 def _parts_text(total: int, parts: Mapping[str, int]) -> str:
     shown = ", ".join(f"{name} {size_text(count)}" for name, count in parts.items() if count)
     return f"{size_text(total)} ({shown})"
+
+
+# -- calibration --------------------------------------------------------------------------------
+
+
+def calibration(console: Console, processes: int = 1) -> Calibrate:
+    """What measures a few pieces of a run here, in some seconds; where it cannot, that is said and
+    the time estimated."""
+    from specctl.train.planning.calibration import calibrate
+    from specctl.train.planning.stand_in import process_seconds
+
+    start = process_seconds()
+
+    def measured(recipe: Recipe, shape: TargetShape) -> Pace | None:
+        console.say("calibrating: a few steps and rounds of the run, some seconds")
+        try:
+            return calibrate(recipe, shape, processes, start)
+        except SpecctlError as error:
+            console.warn(f"not calibrated: {error.what}")
+            return None
+
+    return measured
 
 
 # -- rehearsal ----------------------------------------------------------------------------------

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
 
 from specctl.core.errors import Exit
-from specctl.train.planning import capacity
+from specctl.recipes.load import load_recipe
+from specctl.train.planning import capacity, hardware
+from specctl.train.planning.memory import way_out, ways
 from specctl_testing.cli.ran import Run
 
 SMALL = ("--set", "train.seq_len=64", "--set", "vocab.size=512")
@@ -24,6 +27,62 @@ def test_a_plan_for_other_gpus_says_what_each_holds_and_what_they_cost(
     assert 1e9 < plan["device_bytes"] < 24e9
     low, high = plan["gpu_hours_range"]
     assert (low, high) == tuple(16 * s / 3600 for s in plan["seconds_range"])
+
+
+def test_the_change_that_a_plan_proposes_makes_it_fit(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On GPUs with room for all but half of the batch, and for all but the batch."""
+    words = ("plan", "--recipe", "medusa", "--set", "train.rows=16", *SMALL)
+    words += ("--out", str(tmp_path / "new"), "--json", "--gpu")
+    plan = run(*words, "h100").json["result"]["plan"]
+    batch = plan["memory"]["batch"]
+    for lack, least in ((batch // 2, "--set train.rows="), (batch, "--gpu ")):
+        gpu = hardware.Gpu("toy", plan["device_bytes"] - lack, 1e12, 1e12)
+        monkeypatch.setitem(hardware.GPUS, "toy", gpu)
+        refused = run(*words, "toy")
+        assert refused.code == Exit.RESOURCES
+        do = refused.json["error"]["do"]
+        assert do.startswith(least), do
+        given = run(*words, "toy", *shlex.split(do))
+        assert given.code == 0, given.err
+
+
+def test_a_machine_is_told_nothing_of_gpus_that_it_does_not_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = hardware.Gpu("toy", 1, 0.0, 0.0)
+    recipe = load_recipe("medusa", ["train.rows=4"])
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    for is_here, most in ((True, 2), (False, 4)):
+        cluster = hardware.Cluster(1, 1, gpu, is_here=is_here)
+        found = [way for tried in ways(recipe, cluster) for way in tried]
+        assert max(way.cluster.processes for way in found) == most
+    here = hardware.Cluster(1, 1, gpu, is_here=True)
+    assert way_out(recipe, here, lambda recipe, cluster: cluster.gpu is not gpu) is None
+
+
+def test_a_target_whose_states_come_from_a_server_needs_no_room_for_it(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(hardware.GPUS, "toy", hardware.Gpu("toy", 10 * 10**9, 1e12, 1e12))
+    words = ("plan", "--target", "llama3-8b", "--recipe", "medusa", "--gpu", "toy", *SMALL)
+    words += ("--set", "train.rows=1", "--out", str(tmp_path / "new"), "--json")
+    refused = run(*words)
+    assert refused.code == Exit.RESOURCES
+    do = refused.json["error"]["do"]
+    assert "--endpoint URL --set data.target_source=endpoint --set data.states=URL" in do
+    states = ("data.target_source=endpoint", "data.states=http://a:8000")
+    more = [word for each in states for word in ("--set", each)]
+    ran = run(*words, "--endpoint", "http://b:8000", *more)
+    assert ran.code == 0, ran.err
+    plan = ran.json["result"]["plan"]
+    assert "target" not in plan["memory"]
+    assert plan["memory"]["target's embedding, norm, head"] < 5e9
+    assert plan["basis"].endswith("without the time of servers")
+    assert [part["amount"] for part in plan["parts"][:2]] == [
+        "800 prompts, by the endpoint: not counted", "by the servers, in every step: not counted"
+    ]  # fmt: skip
 
 
 def test_a_plan_without_the_kind_of_gpu_or_with_an_unknown_one_is_refused(run: Run) -> None:

@@ -166,3 +166,19 @@ def test_what_a_run_has_written_before_needs_no_room_again(
     assert lack.need == 1100  # more than was planned is no room for something else
     (tmp_path / "checkpoints").write_bytes(bytes(100))
     assert lacking_disk(needs) == []
+
+
+def test_as_many_features_are_proposed_as_the_disk_has_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Free(Disk):
+        def free(self, folder: Path) -> int:
+            return 950_000_000
+
+    monkeypatch.setattr(room, "Disk", Free)
+    needs = {"data": 300_000_000, "features": 10**9}
+    (lack,) = lacking_disk([(tmp_path, needs)])
+    assert lack.do.endswith("--set data.features_gb=0.6")
+    assert lacking_disk([(tmp_path, {**needs, "features": 600_000_000})]) == []
+    (lack,) = lacking_disk([(tmp_path, {**needs, "data": 10**9})])
+    assert "features_gb" not in lack.do

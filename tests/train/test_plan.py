@@ -24,7 +24,8 @@ from specctl.train.init.initial import completed
 from specctl.train.metrics import alphas, means, merged, simulated_tau
 from specctl.train.optim import Gradient, build_optimizers, is_hidden_matrix, learning_rate
 from specctl.train.planning.plan import STATE_BYTES, RunPlan, matrix_speed, plan
-from specctl.train.planning.rehearsal import Rehearsal, Stopwatch, num_saves, small, summary
+from specctl.train.planning.rehearsal import Rehearsal, Stopwatch, small, summary
+from specctl.train.planning.work import num_saves
 from specctl.train.plot import save_learning_curve
 from specctl.train.run import train_draft
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from specctl.core.errors import ResourceError
 from specctl.core.files import Disk
+from specctl.recipes.schema import Recipe
 from specctl.train.joint.joint_target import FOLDER
 from specctl.train.planning.hardware import Cluster, machine_bytes
 from specctl.train.planning.memory import Held
@@ -57,8 +58,11 @@ def lacking_disk(needs: Needs) -> list[Lack]:
     if need <= free:
         return []
     do = "free some space, or choose an --out on another disk"
-    if any("features" in parts for _, parts in needs):
-        do += ", or keep fewer features: --set data.features_gb=N"
+    kept = [(out, {"features": parts["features"]}) for out, parts in needs if "features" in parts]
+    others = need - sum(_unwritten(out, parts) for out, parts in kept)
+    tenths = int((free - others) / max(1, len(kept)) / 1e8)
+    if kept and tenths > 0:
+        do += f", or keep fewer features: --set data.features_gb={tenths / 10:g}"
     return [Lack(f"disk at {there}", need, free, do)]
 
 
@@ -71,10 +75,12 @@ def _unwritten(out: Path, parts: Mapping[str, int]) -> int:
     return left
 
 
-def lacking_memory(weighing: Weighing, is_exact: bool = True) -> list[Lack]:
+def lacking_memory(
+    weighing: Weighing, is_exact: bool = True, whole: Recipe | None = None
+) -> list[Lack]:
     """The host or the fullest device, if a run would hold more than there is, with the change of
-    recipe or hardware that would be enough. Unless the answer shall be exact, a run that surely
-    fits is not weighed."""
+    recipe or hardware that would be enough, for all of the pipeline `whole` if it is part of one.
+    Unless the answer shall be exact, a run that surely fits is not weighed."""
     cluster = weighing.cluster
     held = weighing.least()
     if fits(held, cluster):
@@ -83,7 +89,7 @@ def lacking_memory(weighing: Weighing, is_exact: bool = True) -> list[Lack]:
         held = weighing.held()
     if fits(held, cluster):
         return []
-    do = weighing.way_out(fits) or _elsewhere(weighing)
+    do = weighing.way_out(fits, whole) or _elsewhere(weighing)
     found = list[Lack]()
     if cluster.gpu is not None and held.device_bytes > cluster.gpu.memory:
         what = f"memory of each GPU ({cluster.gpu.name}), fullest when {held.moment}"

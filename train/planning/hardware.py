@@ -64,6 +64,10 @@ class Cluster:
     def per_node(self) -> int:
         return -(-self.processes // self.nodes)
 
+    def most_processes(self, most: int) -> int:
+        """Processes that there are devices for: those of this machine, or at most `most`."""
+        return min(most, torch.cuda.device_count()) if self.is_here else most
+
     def with_processes(self, count: int) -> Cluster:
         nodes = max(self.nodes, -(-count // max(PER_NODE, self.per_node)))
         return replace(self, processes=count, nodes=nodes)

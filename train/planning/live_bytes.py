@@ -4,7 +4,7 @@
 shape, a dtype and a storage of a size, and no content. Every storage that an operator makes counts
 from then until nothing refers to it any more, autograd's graph included, so the highest sum is what
 an allocator would have to hold. What depends on content takes the largest answer: each place of a
-mask is set, each choice of rows takes all of them.
+mask is set, each choice of rows takes all of them; a row is one document.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        out: Any
         if self._is_fake and func is aten._local_scalar_dense.default:
             return False if args[0].dtype == torch.bool else 1
         if self._is_fake and func is aten.nonzero.default:
@@ -56,6 +57,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif self._is_fake and func is aten.bincount.default:
             bins = (kwargs or {}).get("minlength", args[2] if len(args) > 2 else 0)
             out = args[0].new_empty(max(1, bins), dtype=torch.long)
+        elif self._is_fake and func is aten.unique_consecutive.default:
+            one = args[0].new_empty(1, dtype=torch.long)
+            out = (args[0].new_empty(1), torch.zeros_like(args[0], dtype=torch.long), one)
         else:
             out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
@@ -64,6 +68,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _note(self, tensor: Tensor) -> None:
+        if tensor.device.type == "meta":  # of a model without storage
+            return
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key in self._known:

@@ -17,10 +17,11 @@ from specctl.train.planning.hardware import GPUS, Cluster, machine_bytes
 from specctl.train.planning.step_bytes import StepBytes
 from specctl.train.selective import COMPARING
 
-PROCESS_BYTES = 500_000_000  # python, torch, transformers and the text being read
+PROCESS_BYTES = 900_000_000  # python, torch, transformers, the text being read, a heap's gaps
 CUDA_HOST_BYTES = 2_500_000_000  # more of a process that uses a GPU: its libraries
 CUDA_BYTES = 1_500_000_000  # context, libraries' work space, and what allocation wastes
 NCCL_BYTES = 500_000_000  # buffers of the exchange, where there are several processes
+IN_FLIGHT = 2  # batches of states from elsewhere: that of the step, and the next
 MOST_PROCESSES = 64  # that are proposed
 
 
@@ -47,18 +48,21 @@ def held(
 ) -> Held:  # fmt: skip
     """The fuller of the two moments. `wide`: bytes of a number of the target; `joint`: what joint
     training adds; `is_fast`: the target's forward is our own, which fuses its matrices."""
-    fused = _fused(recipe, step, cluster) if is_fast else {}
-    moments = {
-        "a step": _training(recipe, step, cluster) | dict(joint) | fused,
-        "tau is measured": _measuring(recipe, spec, step, cluster, wide) | fused,
-    }
+    is_elsewhere = recipe.data.target_source != "inprocess"
+    fused = _fused(recipe, step, cluster) if is_fast and not is_elsewhere else {}
+    moments = {"a step": _training(recipe, step, cluster) | dict(joint) | fused}
+    if not is_elsewhere:  # else tau is reckoned from a batch like those of the steps
+        moments["tau is measured"] = _measuring(recipe, spec, step, cluster, wide) | fused
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     found, count = moments[moment], cluster.per_node
+    states = {"states as they come in": IN_FLIGHT * step.states} if is_elsewhere else {}
     if cluster.gpu is None:
+        found |= states
         both = {name: count * size for name, size in found.items()}
         return Held({}, {"process": count * PROCESS_BYTES} | both, moment)
     found["CUDA"] = CUDA_BYTES + (NCCL_BYTES if cluster.processes > 1 else 0)
-    return Held(found, {"process": count * (PROCESS_BYTES + CUDA_HOST_BYTES)}, moment)
+    host = {"process": PROCESS_BYTES + CUDA_HOST_BYTES, **states}
+    return Held(found, {name: count * size for name, size in host.items()}, moment)
 
 
 def _fused(recipe: Recipe, step: StepBytes, cluster: Cluster) -> dict[str, int]:
@@ -77,13 +81,18 @@ def _training(recipe: Recipe, step: StepBytes, cluster: Cluster) -> dict[str, in
     if is_spread and train.shard_target:
         target = step.layers // count + step.beside_layers + 2 * step.largest_layer
     return {
-        "target": target,
+        _target_name(recipe): target,
         "drafter, gradient, optimizer": whole
         if not is_spread
         else whole // count + step.weights + step.gradient,
         **({"reference": step.weights} if train.select in COMPARING else {}),
-        "batch": step.batch(-(-train.rows // count), train.seq_len),
+        "batch": step.batch,
     }
+
+
+def _target_name(recipe: Recipe) -> str:
+    is_here = recipe.data.target_source == "inprocess"
+    return "target" if is_here else "target's embedding, norm, head"
 
 
 def _measuring(
@@ -102,18 +111,26 @@ def _measuring(
     }
 
 
-def ways(recipe: Recipe, cluster: Cluster) -> Iterator[tuple[str, Recipe, Cluster]]:
-    """Changes that need less memory of a device, the least first: what to say, and what it makes
-    of the run."""
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A change of a run: the words that say it, and what it makes of recipe and hardware."""
+
+    words: str
+    recipe: Recipe
+    cluster: Cluster
+
+
+def ways(recipe: Recipe, cluster: Cluster) -> Iterator[list[Way]]:
+    """Changes that need less memory of a device, the least first; in each list they differ by the
+    rows of a batch alone, so that if the last is not enough none of them is."""
     counts = [cluster.processes]
     if cluster.gpu is not None:
-        counts += [2**k for k in range(1, 7) if cluster.processes < 2**k <= MOST_PROCESSES]
+        most = cluster.most_processes(MOST_PROCESSES)
+        counts += [2**k for k in range(1, 7) if cluster.processes < 2**k <= most]
     for count in counts:
-        more = "" if count == cluster.processes else f"--gpus {count} "
-        wider = cluster if not more else cluster.with_processes(count)
-        for spread in ({}, {"parallel": "fsdp"}, {"parallel": "fsdp", "shard_target": True}):
-            if spread and (count == 1 or recipe.train.lora is not None):
-                continue
+        wider = cluster if count == cluster.processes else cluster.with_processes(count)
+        for spread in _spreads(recipe, count):
+            found = list[Way]()
             for halvings in range(10):
                 rows = recipe.train.rows >> halvings
                 if rows < count or (halvings and rows << halvings != recipe.train.rows):
@@ -121,19 +138,32 @@ def ways(recipe: Recipe, cluster: Cluster) -> Iterator[tuple[str, Recipe, Cluste
                 change = dict(spread)
                 if halvings:
                     change |= {"rows": rows, "accumulate": recipe.train.accumulate << halvings}
-                told = "".join(f"--set train.{k}={_word(v)} " for k, v in change.items())
+                told = [f"--gpus {count}"] if wider is not cluster else []
+                told += [f"--set train.{k}={_word(v)}" for k, v in change.items()]
                 train = recipe.train.model_copy(update=change)
-                if told or more:
-                    yield (more + told).strip(), recipe.model_copy(update={"train": train}), wider
+                if told:
+                    changed = recipe.model_copy(update={"train": train})
+                    found.append(Way(" ".join(told), changed, wider))
+            if found:
+                yield found
+
+
+def _spreads(recipe: Recipe, count: int) -> Iterator[dict[str, object]]:
+    """Settings of the train part that spread what a process holds over several."""
+    yield {}
+    if count > 1 and recipe.train.lora is None:
+        yield {"parallel": "fsdp"}
+        if recipe.data.target_source == "inprocess":
+            yield {"parallel": "fsdp", "shard_target": True}
 
 
 def way_out(
     recipe: Recipe, cluster: Cluster, fits: Callable[[Recipe, Cluster], bool]
 ) -> str | None:
-    """The first change after which the run fits; None if none of them is enough."""
-    tried = (told for told, changed, wider in ways(recipe, cluster) if fits(changed, wider))
-    found = next(tried, None)
-    if found is not None or cluster.gpu is None:
+    """The first change after which the run fits; None if none of them is enough. A machine that is
+    here gets no other GPUs than it has."""
+    found = _first(recipe, cluster, fits)
+    if found is not None or cluster.gpu is None or cluster.is_here:
         return found
     larger = sorted(
         (gpu for gpu in GPUS.values() if gpu.memory > cluster.gpu.memory), key=lambda g: g.memory
@@ -142,9 +172,16 @@ def way_out(
         other = Cluster(cluster.processes, cluster.nodes, gpu, is_here=False)
         if fits(recipe, other):
             return f"--gpu {gpu.name}"
-        for told, changed, wider in ways(recipe, other):
-            if fits(changed, wider):
-                return f"--gpu {gpu.name} {told}"
+        told = _first(recipe, other, fits)
+        if told is not None:
+            return f"--gpu {gpu.name} {told}"
+    return None
+
+
+def _first(recipe: Recipe, cluster: Cluster, fits: Callable[[Recipe, Cluster], bool]) -> str | None:
+    for tried in ways(recipe, cluster):
+        if fits(tried[-1].recipe, tried[-1].cluster):
+            return next(way.words for way in tried if fits(way.recipe, way.cluster))
     return None
 
 

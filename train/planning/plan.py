@@ -29,9 +29,11 @@ from specctl.train.joint.check import check_joint
 from specctl.train.lora import attach
 from specctl.train.metrics import read_log
 from specctl.train.optim import is_hidden_matrix
+from specctl.train.planning.capacity import fits
 from specctl.train.planning.hardware import Cluster
 from specctl.train.planning.memory import Held
-from specctl.train.planning.rehearsal import Rehearsal, num_saves
+from specctl.train.planning.pace import Pace
+from specctl.train.planning.rehearsal import WITHIN, Rehearsal
 from specctl.train.planning.target_shape import TargetShape, shape_of, target_shape
 from specctl.train.planning.weighing import ROW_BYTES, Weighing, data_tokens
 from specctl.train.planning.work import (
@@ -40,6 +42,8 @@ from specctl.train.planning.work import (
     WorkSizes,
     num_added,
     num_parameters,
+    num_saves,
+    parts_elsewhere,
     work_of,
 )
 from specctl.train.prune.cut import uncuttable
@@ -49,8 +53,10 @@ ANSWER_BYTES = 3  # more for a token that the target wrote, kept as it was drawn
 FILL = 0.98  # share of a row that holds tokens
 STATE_BYTES = 20_000  # of a checkpoint beside its tensors: generators, progress, manifest
 MEASURED_STEPS = 20
+CALIBRATED = (0.8, 1.25)  # of the seconds that a calibration promises
 
 Before = Callable[[WorkSizes], Sequence[Work]]
+Calibrate = Callable[[Recipe, TargetShape], Pace | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +136,13 @@ def plan(
     rehearsal: Rehearsal | None = None,
     before: Before = lambda sizes: (),
     cluster: Cluster | None = None,
+    calibrate: Calibrate | None = None,
 ) -> RunPlan:
     """The plan of a recipe for a target of shape `spec` (None: looked up by the target's name). If
     `out` holds a run of this recipe with enough steps behind it, the time is measured; so is all
-    that a rehearsal has measured. `before`: the work between the text and the first step.
-    `cluster`: where it shall run, None for one process here."""
+    that a rehearsal has measured. Else `calibrate` measures a few pieces of the run, if it shall
+    run here and fits; without it, time is estimated from FLOPs. `before`: the work between the text
+    and the first step. `cluster`: where it shall run, None for one process here."""
     cluster = cluster or Cluster.here()
     shape = target_shape(recipe.target) if spec is None else shape_of(spec)
     check_context(recipe, shape.spec)
@@ -143,15 +151,25 @@ def plan(
     counts = _counts(recipe, shape)
     drafter = counts.drafter
     check_joint(recipe, drafter.needs())
+    weighing = Weighing(recipe, shape, cluster, rehearsal)
+
+    def paced() -> Pace | None:
+        if calibrate is None or not cluster.is_here or not fits(weighing.held(), cluster):
+            return None
+        return calibrate(recipe, shape)
+
+    timed = _time(recipe, shape, drafter, out, flops_per_second, rehearsal, before, cluster, paced)
+    elsewhere = tuple(parts_elsewhere(recipe))
     return RunPlan(
         parameters=counts.parameters,
         trainable=counts.trainable,
         target_parameters=shape.parameters,
         disk=_disk(recipe, shape, counts, data_tokens(recipe, rehearsal)),
-        weighing=Weighing(recipe, shape, cluster, rehearsal),
+        weighing=weighing,
         steps=recipe.train.steps,
         added=counts.added,
-        **_time(recipe, shape, drafter, out, flops_per_second, rehearsal, before, cluster),
+        parts=(*elsewhere, *timed.parts),
+        basis=timed.basis + (", without the time of servers" if elsewhere else ""),
     )
 
 
@@ -246,6 +264,12 @@ def _feature_bytes(recipe: Recipe, shape: TargetShape, needs: Needs) -> int:
     return form.bytes_per_token
 
 
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    parts: tuple[Part, ...]
+    basis: str
+
+
 def _time(
     recipe: Recipe,
     shape: TargetShape,
@@ -255,35 +279,46 @@ def _time(
     rehearsal: Rehearsal | None,
     before: Before,
     cluster: Cluster,
-) -> dict[str, Any]:
+    paced: Callable[[], Pace | None],
+) -> _Timed:
+    tokens = data_tokens(recipe, rehearsal)
     if rehearsal is not None:
-        return {
-            "parts": tuple(rehearsal.parts(recipe)),
-            "basis": f"a rehearsal: {rehearsal.step:.3g} s a step, {rehearsal.answer:.3g} s a "
-            f"prompt, {rehearsal.once:.3g} s once",
-        }
+        return _Timed(
+            tuple(rehearsal.parts(recipe, tokens, WITHIN)),
+            f"a rehearsal: {rehearsal.step:.3g} s a step, {rehearsal.answer:.3g} s a prompt, "
+            f"{rehearsal.once:.3g} s once",
+        )
     measured = measured_step_seconds(out) if out is not None else None
     if measured is not None:
         seconds, behind = measured
         left = max(0, recipe.train.steps - behind)
         within = (0.9 * left * seconds, 1.2 * left * seconds)
-        return {
-            "parts": (Part("training", counted(left, "step"), within),),
-            "basis": f"measured {behind} steps in {out}, for the steps that are left",
-        }
+        return _Timed(
+            (Part("training", counted(left, "step"), within),),
+            f"measured {behind} steps in {out}, for the steps that are left",
+        )
+    began = time.perf_counter()
+    pace = paced()
+    if pace is not None:
+        spent = time.perf_counter() - began
+        return _Timed(
+            tuple(pace.parts(recipe, tokens, CALIBRATED)),
+            f"calibrated in {spent:.0f} s here: {pace.step:.3g} s a step, "
+            f"{pace.answer:.3g} s a prompt, {pace.tau:.3g} s a measurement of tau",
+        )
     sizes = WorkSizes.of(drafter, shape.active)
-    work = work_of(recipe, sizes, data_tokens(recipe), before(sizes))
+    work = work_of(recipe, sizes, tokens, before(sizes))
     if not cluster.is_here:
         assert cluster.gpu is not None
-        return {
-            "parts": tuple(part.reckoned(cluster) for part in work),
-            "basis": f"reckoned from the data sheet of a {cluster.gpu.name}, not measured",
-        }
+        return _Timed(
+            tuple(part.reckoned(cluster) for part in work),
+            f"reckoned from the data sheet of a {cluster.gpu.name}, not measured",
+        )
     speed = flops_per_second or matrix_speed()
-    return {
-        "parts": tuple(part.timed(speed) for part in work),
-        "basis": f"estimate from FLOPs at {speed / 1e9:,.0f} GFLOP/s measured in 1 s here",
-    }
+    return _Timed(
+        tuple(part.timed(speed) for part in work),
+        f"estimate from FLOPs at {speed / 1e9:,.0f} GFLOP/s measured in 1 s here",
+    )
 
 
 def measured_step_seconds(out: Path) -> tuple[float, int] | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
 import statistics
 import sys
@@ -20,12 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specctl.core.printable import counted
-from specctl.recipes.schema import Recipe, TrainPart
+from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.reporter import Advance, SilentReporter
 from specctl.train.data.rows import read_manifest
-from specctl.train.planning.work import ANSWERS, Part, num_measures
-from specctl.train.selective import reference_stage
+from specctl.train.planning.pace import Pace
+from specctl.train.planning.work import ANSWERS
 
 PROMPTS, STEPS = 64, 5  # one shard of answers; the first step is slower and is left out
 TRAIN = "train"
@@ -33,61 +31,16 @@ WITHIN = (0.85, 1.15)  # of the seconds that a rehearsal promises
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsal:
-    """What a small run took. Seconds: `once` whatever the size, `answer` a prompt, `step`, `tau` a
-    measurement, `save` a checkpoint, `write` a time that the drafter writes. Bytes at most:
-    `memory`, `gpu`. `tokens` of its rows."""
+class Rehearsal(Pace):
+    """What a small run took. Bytes at most: `memory`, `gpu`. `tokens` of its rows."""
 
-    once: float
-    answer: float
-    step: float
-    tau: float
-    save: float
     memory: int
     gpu: int
     tokens: int
-    write: float = 0.0
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Rehearsal:
         return cls(**fields)
-
-    def seconds(self, recipe: Recipe) -> float:
-        """Of the whole run."""
-        return sum(seconds for _, _, seconds in self._spent(recipe))
-
-    def parts(self, recipe: Recipe) -> list[Part]:
-        """The parts of the whole run."""
-        return [
-            Part(name, amount, (WITHIN[0] * seconds, WITHIN[1] * seconds))
-            for name, amount, seconds in self._spent(recipe)
-            if seconds
-        ]
-
-    def _spent(self, recipe: Recipe) -> Iterator[tuple[str, str, float]]:
-        prompts = recipe.data.prompts if recipe.data.regenerate else 0
-        yield "start, text, package", "once", self.once
-        yield ANSWERS, counted(prompts, "prompt"), prompts * self.answer
-        first = reference_stage(recipe)
-        if first is not None:
-            for name, amount, seconds in self._training(first):
-                yield f"reference: {name}", amount, seconds
-        yield from self._training(recipe)
-
-    def _training(self, recipe: Recipe) -> Iterator[tuple[str, str, float]]:
-        train, writes = recipe.train, 0
-        if recipe.data.on_policy:
-            writes = math.ceil(train.steps / recipe.data.on_policy_every)
-        yield "the drafter writes", f"{writes:,} times", writes * self.write
-        yield "training", counted(train.steps, "step"), train.steps * self.step
-        measures = num_measures(train)
-        yield "measuring tau", f"{measures:,} time{'s' * (measures != 1)}", measures * self.tau
-        yield "saving", f"{num_saves(train):,} times", num_saves(train) * self.save
-
-
-def num_saves(train: TrainPart) -> int:
-    """Checkpoints that a run writes, if every best one is also due."""
-    return math.ceil(train.steps / train.save_every)
 
 
 def small(recipe: Recipe) -> Recipe:

@@ -1,14 +1,15 @@
 """Bytes of a training step on one process, by tracing the step itself on fake tensors.
 
-The target's forward, the family's loss, its backward pass and the update run as they are, at a few
-short lengths, on tensors without content (see `live_bytes`). Whatever the code keeps is counted,
-and stays counted when the code changes. Between the lengths the peak of each phase is a polynomial,
+The target's forward, the family's loss, its backward pass and the update run as they are, over the
+rows that a process has and at their full length, on tensors without content (see `live_bytes`).
+Whatever the code keeps is counted, and stays counted when the code changes. Nothing is allocated: a
+target of 70B parameters takes seconds. They grow with the slices of logits, so that a batch of very
+many is reckoned in a straight line from two smaller ones, both of which are large enough to be
+fullest where it is.
 
-    constant + rows * (per_row + per_token * S + per_square * S^2)
-
-which is solved for from four points and then asked for the recipe's own rows and length S. Nothing
-is allocated: a target of 70B parameters takes seconds.
-Letters: B rows, D hidden width, S sequence, V target vocabulary.
+Where the target's layers run in a server, only its embedding, final norm and head are there, and
+its states come in from outside. Letters: B rows, D hidden width, K taps, N tokens, S sequence,
+V target vocabulary.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -42,49 +44,27 @@ from specctl.models.hf_spec import refuse_stateful
 from specctl.models.read_only import ReadingLM
 from specctl.recipes.schema import Recipe
 from specctl.runtime.target.device import DTYPES
+from specctl.runtime.target.served import ServedLM, StoredWeights
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import family_options, trainable_family
 from specctl.train.features.capture import capture
+from specctl.train.features.target_source import FromStates, Text, layers_for
 from specctl.train.init.initial import completed
 from specctl.train.lora import attach
 from specctl.train.optim import Gradient, build_optimizers
 from specctl.train.planning.live_bytes import LiveBytes, traced
+from specctl.train.planning.work import passes
 
-LONGEST = 1536  # positions of a traced row; a longer row is reckoned from shorter ones
-SHARES = (0.5, 0.75)  # of it, for two more points: long enough to fill a slice of logits
+MOST_SLICES = 160  # of logits in a traced step
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 ANY_KV = (KVShape(1, 1, 1, 1),)  # a fake model is not tried; nothing is decoded with it
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
-    """Bytes as a function of rows and their length."""
-
-    constant: float
-    per_row: float
-    per_token: float
-    per_square: float
-
-    @classmethod
-    def through(cls, lengths: Sequence[int], one_row: Sequence[int], two_rows: int) -> Growth:
-        """Through the bytes of one row at three lengths, and of two rows at the first of them."""
-        matrix = torch.tensor([[1.0, s, s * s] for s in lengths], dtype=torch.float64)
-        found = torch.linalg.solve(matrix, torch.tensor(one_row, dtype=torch.float64))
-        base, token, square = found.tolist()
-        first = lengths[0]
-        row = two_rows - one_row[0] - token * first - square * first * first
-        return cls(base - row, row, token, square)
-
-    def at(self, rows: int, seq_len: int) -> int:
-        grown = self.per_row + self.per_token * seq_len + self.per_square * seq_len * seq_len
-        return max(0, round(self.constant + rows * grown))
-
-
-@dataclass(frozen=True, slots=True)
 class StepBytes:
     """Of one process that holds everything whole: weights of the target, by whether they are those
-    of layers, which may be spread; the drafter's weights, gradient and optimizer state; and how the
-    peak of each phase of a step grows above them."""
+    of layers, which may be spread; the drafter's weights, gradient and optimizer state; and the
+    peak of each phase of a step above them."""
 
     layers: int
     beside_layers: int
@@ -92,28 +72,34 @@ class StepBytes:
     weights: int
     gradient: int
     optimizer: int
-    phases: Mapping[str, Growth]
+    phases: Mapping[str, int]
     untraced: str = ""  # why the phases are not known: an operator whose result depends on content
+    states: int = 0  # of a batch, as they come in from elsewhere
 
     @property
     def target(self) -> int:
         return self.layers + self.beside_layers
 
-    def batch(self, rows: int, seq_len: int) -> int:
-        """Peak of a step over so many rows above what is always there; 0 where it is untraced."""
-        return max((phase.at(rows, seq_len) for phase in self.phases.values()), default=0)
+    @property
+    def batch(self) -> int:
+        """Peak of a step above what is always there; 0 where it is untraced."""
+        return max(self.phases.values(), default=0)
 
 
-def step_bytes(recipe: Recipe, config: Any, spec: ModelSpec, dtype: str, is_gpu: bool) -> StepBytes:
-    """The bytes of a recipe's step for a target of that transformers configuration, held in that
-    dtype. `is_gpu`: with the slices of logits that a GPU gets."""
+def step_bytes(
+    recipe: Recipe, config: Any, spec: ModelSpec, dtype: str, is_gpu: bool, rows: int
+) -> StepBytes:
+    """The bytes of a step over so many of a recipe's rows, for a target of that transformers
+    configuration, held in that dtype. `is_gpu`: with the slices of logits that a GPU gets."""
     told = json.dumps(config.to_diff_dict(), sort_keys=True, default=str)
     drafter = recipe.drafter.model_dump_json()
     size = recipe.vocab.size
     kept = min(size, spec.vocab_size) if isinstance(size, int) else None
     train = recipe.train
     how = (train.precision, train.optimizer, train.seq_len, train.lora)
-    return _Known(recipe, config, spec).bytes((told, drafter, kept, how, dtype, is_gpu))
+    where = recipe.data.target_source != "inprocess"
+    key = (told, drafter, how, where, kept, dtype, is_gpu, rows)
+    return _Known(recipe, config, spec).bytes(key)
 
 
 class _Known:
@@ -136,17 +122,18 @@ class _Known:
 
 @lru_cache(maxsize=16)
 def _asked(asked: _Known) -> StepBytes:
-    *_, kept, _, dtype, is_gpu = asked.key
+    *_, is_elsewhere, kept, dtype, is_gpu, rows = asked.key
     recipe, train = asked.recipe, asked.recipe.train
-    longest = min(train.seq_len, LONGEST)
-    lengths = [max(8, round(longest * share)) for share in SHARES]
-    lengths.append(max(longest, lengths[-1] + 8))
     config = copy.deepcopy(asked.config)  # building a model writes into it
     with traced() as live:
-        model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype]).eval()
-        model.requires_grad_(False)
-        found = _layer_bytes(model)
-        target = fake_target(model, asked.spec)
+        if is_elsewhere:
+            target = served_target(config, asked.spec, DTYPES[dtype])
+            found = (0, live.now, 0)
+        else:
+            model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype]).eval()
+            model.requires_grad_(False)
+            found = _layer_bytes(model)
+            target = fake_target(model, asked.spec)
         before = live.now
         drafter = fake_drafter(recipe, asked.spec, kept, is_gpu)
         weights = live.now - before
@@ -164,16 +151,12 @@ def _asked(asked: _Known) -> StepBytes:
         step = TracedStep(live, target, drafter, train.precision == "bf16", update)
         update()  # the optimizer's state is made by its first step
         optimizer = live.now - after
-        ones, two, untraced = [], dict[str, int](), ""
+        phases, untraced = dict[str, int](), ""
         try:
-            ones = [step.peaks(1, length) for length in lengths]
-            two = step.peaks(2, lengths[0])
+            phases = step.reckoned(rows, train.seq_len, _most_rows(drafter, train.seq_len, is_gpu))
         except DATA_DEPENDENT as error:
             untraced = str(error).partition("\n")[0]
         flat = gradient.flat_N.untyped_storage().nbytes()
-    phases = {
-        name: Growth.through(lengths, [peaks[name] for peaks in ones], two[name]) for name in two
-    }
     return StepBytes(
         *found,
         weights=weights,
@@ -181,7 +164,21 @@ def _asked(asked: _Known) -> StepBytes:
         optimizer=optimizer,
         phases=phases,
         untraced=untraced,
+        states=_states(drafter, target, rows * train.seq_len) if is_elsewhere else 0,
     )
+
+
+def _states(drafter: Drafter, target: Target, tokens: int) -> int:
+    layers = layers_for(target, drafter.needs())
+    return tokens * len(layers) * target.spec.hidden_size * target.dtype.itemsize
+
+
+def _most_rows(drafter: Drafter, seq_len: int, is_gpu: bool) -> int:
+    """Rows whose logits are no more slices than are traced."""
+    width = drafter.spec.vocab_size if drafter.vocab is None else drafter.vocab.size
+    given = getattr(drafter.options, "chunk", None)
+    chunk = given or fitting_chunk(width, torch.device("cuda" if is_gpu else "cpu"))
+    return max(2, MOST_SLICES * chunk // (passes(drafter) * seq_len))
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,12 +191,22 @@ class TracedStep:
     is_autocast: bool
     update: Any
 
+    def reckoned(self, rows: int, seq_len: int, most: int) -> dict[str, int]:
+        """The same of any number of rows: `peaks`, or in a straight line from those of at most
+        `most` rows."""
+        if rows <= most:
+            return self.peaks(rows, seq_len)
+        half = most // 2
+        low, high = self.peaks(half, seq_len), self.peaks(most, seq_len)
+        share = (rows - most) / (most - half)
+        return {name: round(high[name] + share * (high[name] - low[name])) for name in high}
+
     def peaks(self, rows: int, seq_len: int) -> dict[str, int]:
         """Bytes above those that stay, at most, by phase. Each phase grows by itself: the highest
         of them at a short length need not be that at a long one."""
         live, found = self.live, dict[str, int]()
         before = live.begin()
-        batch = capture(self.target, _batch(rows, seq_len), self.drafter.needs())
+        batch = self._read(_batch(rows, seq_len))
         found["the target reads"] = live.peak - before
         live.begin()
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.is_autocast):
@@ -213,6 +220,12 @@ class TracedStep:
         self.update()
         found["the update"] = live.peak - before
         return found
+
+    def _read(self, batch: TrainBatch) -> TrainBatch:
+        needs = self.drafter.needs()
+        if isinstance(self.target.lm, ServedLM):
+            return FromStates(self.target, _NoStates(self.target)).read(batch, needs)
+        return capture(self.target, batch, needs)
 
 
 def _batch(rows: int, seq_len: int) -> TrainBatch:
@@ -244,6 +257,38 @@ def fake_target(model: Any, spec: ModelSpec) -> Target:
             lm = HfLM(model, kv_layers=ANY_KV)
         except IncompatibleError as error:
             lm = ReadingLM(model, (), error.found)
+    return Target("traced", None, lm, None, "", None, None, spec.eos_ids)
+
+
+class _NoWeights(StoredWeights):
+    """A checkpoint on fake tensors: every tensor has its shape and no content."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.folder, self.dtype = Path(), dtype
+
+    def whole(self, name: str, shape: Sequence[int], device: torch.device) -> Tensor:
+        del name
+        return torch.empty(tuple(shape), dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class _NoStates:
+    """States of any text, which take no room of their own: they come in one by one."""
+
+    target: Target
+
+    def states(self, texts: Sequence[Text], layers: Sequence[int]) -> list[Tensor]:
+        one = torch.zeros(1, dtype=self.target.dtype)
+        width = self.target.spec.hidden_size
+        return [one.expand(len(text), len(layers), width) for text in texts]
+
+
+def served_target(config: Any, spec: ModelSpec, dtype: torch.dtype) -> Target:
+    """A target whose layers are elsewhere: its embedding, norm and head, in the surrounding
+    trace."""
+    lm = ServedLM(config, _NoWeights(dtype), spec.eos_ids, dtype, torch.device("cpu"))
+    lm.borrowed()
+    lm.normed(torch.zeros(1, spec.hidden_size, dtype=dtype))
     return Target("traced", None, lm, None, "", None, None, spec.eos_ids)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from specctl.recipes.schema import Recipe
+from specctl.recipes.stages import runs_of
 from specctl.runtime.target.quantised import layer_share
 from specctl.train.planning.hardware import Cluster
 from specctl.train.planning.memory import PROCESS_BYTES, Held, held, way_out
@@ -25,6 +26,10 @@ ROW_BYTES = 13  # of a prepared token: id, document, position (4 each) and its l
 SAMPLE_TOKENS = 4_700  # of a file of the corpus, on average
 GENEROUS = 200  # numbers that any family keeps of a token, a step and a place of its width
 
+SERVED = (
+    "leave the target in a serving engine: {answers}--set data.target_source=endpoint "
+    "--set data.states=URL"
+)
 FAST = ("llama", "mistral", "qwen2", "qwen3")  # model types whose forward is our own
 
 Fits = Callable[[Held, Cluster], bool]
@@ -41,7 +46,7 @@ class Weighing:
 
     def held(self) -> Held:
         """Bytes of the fuller moment: measured in a rehearsal, with the rows that it did without,
-        or traced (once for all rows, lengths and clusters)."""
+        or traced (once for each number of rows)."""
         recipe, shape, seen = self.recipe, self.shape, self.rehearsal
         if seen is not None:
             more = max(0, data_tokens(recipe, seen) - seen.tokens)
@@ -50,7 +55,7 @@ class Weighing:
         dtype = self.dtype
         name = str(dtype).removeprefix("torch.")
         is_gpu = self.cluster.gpu is not None
-        step = step_bytes(recipe, shape.config, shape.spec, name, is_gpu)
+        step = step_bytes(recipe, shape.config, shape.spec, name, is_gpu, self._rows)
         if recipe.target.inflate is not None:
             step = replace(step, layers=dtype.itemsize * shape.parameters - step.beside_layers)
         gpu = self.cluster.gpu
@@ -59,9 +64,25 @@ class Weighing:
         joint = joint_memory(recipe.train, shape, dtype.itemsize)
         is_fast = shape.plain_head and shape.spec.model_type in FAST
         if step.untraced:
-            rows = -(-recipe.train.rows // self.cluster.processes)
-            joint = {**joint, "batch, a bound from above": self._batch_at_most(rows)}
+            joint = {**joint, "batch, a bound from above": self._batch_at_most(self._rows)}
         return held(recipe, shape.spec, step, self.cluster, dtype.itemsize, joint, is_fast)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the target's layers run in a server, or its states lie in files."""
+        return self.recipe.data.target_source != "inprocess"
+
+    @property
+    def _beside_layers(self) -> int:
+        """Numbers in the target's embedding and head."""
+        spec = self.shape.spec
+        is_tied = getattr(self.shape.config, "tie_word_embeddings", False)
+        return spec.vocab_size * spec.hidden_size * (1 if is_tied else 2)
+
+    @property
+    def _rows(self) -> int:
+        """Of a batch on one process."""
+        return -(-self.recipe.train.rows // self.cluster.processes)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -71,6 +92,8 @@ class Weighing:
     def least(self) -> Held:
         """A bound from below: the target's weights."""
         gpu, wide = self.cluster.gpu, self.dtype.itemsize
+        if self.is_elsewhere:
+            return self._on_its_device({"target": wide * self._beside_layers})
         share = layer_share(self.shape.config, None if gpu is None else gpu.name, wide)
         weights = round(share * wide * self.shape.parameters)
         is_spread = self.recipe.train.shard_target and self.cluster.processes > 1
@@ -79,12 +102,12 @@ class Weighing:
 
     def most(self) -> Held:
         """A bound from above for all but unusual recipes."""
-        train, spec = self.recipe.train, self.shape.spec
-        rows = -(-train.rows // self.cluster.processes)
-        weights = 2 * self.dtype.itemsize * self.shape.parameters
+        spec = self.shape.spec
+        count = self._beside_layers if self.is_elsewhere else self.shape.parameters
+        weights = 2 * self.dtype.itemsize * count
         layer = 12 * spec.hidden_size * (spec.hidden_size + spec.intermediate_size)
         drafter = 24 * (8 * layer + 2 * spec.vocab_size * spec.hidden_size)
-        found = {"target": weights, "drafter": drafter, "batch": self._batch_at_most(rows)}
+        found = {"target": weights, "drafter": drafter, "batch": self._batch_at_most(self._rows)}
         return self._on_its_device(found)
 
     def _batch_at_most(self, rows: int) -> int:
@@ -102,14 +125,40 @@ class Weighing:
         many = {name: count * size for name, size in found.items()}
         return Held({}, {"process": count * PROCESS_BYTES} | many, "a step")
 
-    def way_out(self, fits: Fits) -> str | None:
-        """The least change of recipe or hardware after which it fits."""
+    def way_out(self, fits: Fits, whole: Recipe | None = None) -> str | None:
+        """The least change of recipe or hardware after which it fits, and with it every stage of
+        the `whole` pipeline that it is part of."""
+        whole = self.recipe if whole is None else whole
 
         def tried(recipe: Recipe, cluster: Cluster) -> bool:
-            other = Weighing(recipe, self.shape, cluster)
-            return fits(other.least(), cluster) and fits(other.held(), cluster)
+            others = [Weighing(part, self.shape, cluster) for part in runs_of(recipe)]
+            return all(fits(other.least(), cluster) for other in others) and all(
+                fits(other.held(), cluster) for other in others
+            )
 
-        return way_out(self.recipe, self.cluster, tried)
+        found = way_out(whole, self.cluster, tried)
+        is_dear = found is None or found.startswith("--gpu ")
+        may = is_dear and self._could_be_elsewhere and not whole.stages
+        if may and tried(self._served(whole), self.cluster):
+            answers = "--endpoint URL " if self.recipe.data.regenerate else ""
+            served = SERVED.format(answers=answers)
+            return f"{found}, or {served}" if found else served
+        return found
+
+    @property
+    def _could_be_elsewhere(self) -> bool:
+        data, recipe = self.recipe.data, self.recipe
+        if self.cluster.gpu is None:
+            return False
+        is_only_read = recipe.train.joint is None and recipe.target.inflate is None
+        return not self.is_elsewhere and is_only_read and not data.on_policy
+
+    def _served(self, recipe: Recipe) -> Recipe:
+        """The recipe with the target's layers in a server."""
+        change = {"target_source": "endpoint", "states": "URL"}
+        data = recipe.data.model_copy(update=change)
+        train = recipe.train.model_copy(update={"shard_target": False})
+        return recipe.model_copy(update={"data": data, "train": train})
 
 
 def data_tokens(recipe: Recipe, rehearsal: Rehearsal | None = None) -> int:

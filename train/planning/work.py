@@ -156,12 +156,12 @@ def work_of(
     """All parts of a run over `row_tokens` tokens of text; `more` comes between making the text and
     learning it."""
     data, found = recipe.data, list[Work]()
-    if data.regenerate:
+    if data.regenerate and data.endpoint is None:
         tokens = data.prompts * (data.prompt_tokens + data.new_tokens)
         found.append(
             Work(ANSWERS, counted(data.prompts, "prompt"), writing=2.0 * sizes.target * tokens)
         )
-    if data.features == "offline" and sizes.reads_target:
+    if data.features == "offline" and sizes.reads_target and data.target_source == "inprocess":
         reading = 2.0 * sizes.target * row_tokens
         found.append(Work("the target reads the rows once", f"{row_tokens:,} tokens", reading))
     found += more
@@ -179,7 +179,8 @@ def _training(recipe: Recipe, sizes: WorkSizes) -> Iterable[Work]:
         fresh = round(data.on_policy * tokens)
         yield Work("the drafter writes", f"{fresh:,} tokens", writing=2.0 * sizes.drafter * fresh)
     each = sizes.passes * (4.0 * sizes.drafter + 2.0 * sizes.trainable)
-    if sizes.reads_target and data.features == "online":
+    is_here = data.target_source == "inprocess"
+    if sizes.reads_target and data.features == "online" and is_here:
         each += (2.0 + joint_passes(train.joint)) * sizes.target
     if train.select in COMPARING:
         each += sizes.passes * 2.0 * sizes.drafter  # the reference reads the batch, too
@@ -192,9 +193,32 @@ def num_measures(train: TrainPart) -> int:
     return math.ceil(train.steps / train.tau_every) + (train.lora is not None)
 
 
+def num_saves(train: TrainPart) -> int:
+    """Checkpoints that a run writes, if every best one is also due."""
+    return math.ceil(train.steps / train.save_every)
+
+
 def measuring(recipe: Recipe, sizes: WorkSizes, times: int = 1) -> Work:
     """Measurements of tau: rounds of drafting and checking."""
     train, length = recipe.train, recipe.serve.length
+    told = f"{times:,} time{'s' * (times != 1)}"
+    if recipe.data.target_source != "inprocess":  # reckoned from a pass over rows kept back
+        places = times * train.tau_prompts * train.seq_len
+        return Work("measuring tau", told, 2.0 * sizes.passes * sizes.drafter * places)
     rounds = times * train.tau_prompts * train.tau_tokens / ROUND_TOKENS
     each = 2.0 * sizes.target * (length + 1) + 2.0 * sizes.drafter * length
-    return Work("measuring tau", f"{times:,} time{'s' * (times != 1)}", writing=rounds * each)
+    return Work("measuring tau", told, writing=rounds * each)
+
+
+def parts_elsewhere(recipe: Recipe) -> list[Part]:
+    """What servers do for a run. How long they take is not known here; where every step waits for
+    them, they set its pace."""
+    data, found = recipe.data, list[Part]()
+    if data.regenerate and data.endpoint is not None:
+        amount = f"{counted(data.prompts, 'prompt')}, by the endpoint: not counted"
+        found.append(Part(ANSWERS, amount, (0.0, 0.0)))
+    if data.target_source == "endpoint":
+        often = "once, before the steps" if data.features == "offline" else "in every step"
+        amount = f"by the servers, {often}: not counted"
+        found.append(Part("the target reads rows", amount, (0.0, 0.0)))
+    return found

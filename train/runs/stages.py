@@ -27,7 +27,7 @@ from specctl.train.init.initial import Loader
 from specctl.train.joint.check import check_stages
 from specctl.train.planning.capacity import lacking_disk, refuse_lacks
 from specctl.train.planning.hardware import Cluster
-from specctl.train.planning.plan import RunPlan, disk_needs, plan
+from specctl.train.planning.plan import Calibrate, RunPlan, disk_needs, plan
 from specctl.train.planning.target_shape import target_shape
 from specctl.train.run import (
     Packager,
@@ -60,12 +60,14 @@ def stages(recipe: Recipe, out: Path) -> list[Stage]:
 
 
 def plans(
-    recipe: Recipe, out: Path, cluster: Cluster | None = None
+    recipe: Recipe, out: Path, cluster: Cluster | None = None, calibrate: Calibrate | None = None
 ) -> list[tuple[Recipe, RunPlan]]:
-    """The plan of a recipe; of a pipeline, one for each stage."""
-    if not recipe.stages:
-        return [(recipe, plan(recipe, out=out, cluster=cluster))]
-    return [(s.recipe, plan(s.recipe, out=s.folder, cluster=cluster)) for s in stages(recipe, out)]
+    """The plan of a recipe; of a pipeline, one for each stage. `calibrate` as in `plan`."""
+    runs = [(s.recipe, s.folder) for s in stages(recipe, out)] if recipe.stages else [(recipe, out)]
+    return [
+        (part, plan(part, out=folder, cluster=cluster, calibrate=calibrate))
+        for part, folder in runs
+    ]
 
 
 def train_recipe(
