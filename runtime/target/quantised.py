@@ -49,14 +49,19 @@ def quantisation(config: Any) -> dict[str, Any] | None:
 
 def stored_tensors(files: Iterable[Path]) -> list[StoredTensor]:
     """Every tensor of these files, from the headers alone."""
+    return list(stored_by_name(files).values())
+
+
+def stored_by_name(files: Iterable[Path]) -> dict[str, StoredTensor]:
+    """The same by name."""
     from safetensors import safe_open
 
-    found = []
+    found = {}
     for path in files:
         with safe_open(path, framework="numpy") as file:
             for name in file.keys():  # noqa: SIM118
                 part = file.get_slice(name)
-                found.append(StoredTensor(tuple(part.get_shape()), str(part.get_dtype())))
+                found[name] = StoredTensor(tuple(part.get_shape()), str(part.get_dtype()))
     return found
 
 
@@ -87,6 +92,8 @@ def is_widened(config: Any, device: torch.device, where: str) -> bool:
             do="install what is named, or take the checkpoint in bfloat16",
             where=where,
         ) from error
+    if method == "compressed-tensors" and not getattr(quantizer, "use_fp8_kernel", False):
+        return True  # its library unpacks every matrix for good in the first forward
     return bool(getattr(quantizer.quantization_config, "dequantize", False))
 
 

@@ -1,0 +1,60 @@
+"""A target whose matrices are spread over processes: what one holds, and what is refused.
+
+Two processes are run in test_sharding.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from specctl.core.errors import IncompatibleError, RecipeError, SpecctlError
+from specctl.recipes.schema import Recipe
+from specctl.runtime.target.target import load_target
+from specctl.runtime.target.tensor_parallel import bytes_of_process, check_plan
+from specctl.train.distributed.in_step import check_spread
+from specctl.train.distributed.ranks import Ranks
+
+
+def test_one_process_is_told_how_to_start_several() -> None:
+    with pytest.raises(SpecctlError, match="needs several processes") as caught:
+        load_target("tiny", tensor_parallel=True)
+    assert "torchrun" in caught.value.do
+
+
+def test_a_process_holds_a_share_of_what_the_plan_spreads() -> None:
+    config = LlamaConfig(
+        vocab_size=100, hidden_size=16, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=32, tie_word_embeddings=False,
+    )  # fmt: skip
+    matrices = 3 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32)
+    whole = 2 * 100 * 16 + 7 * 16  # embedding and head, unless the plan cuts them, and the norms
+    assert bytes_of_process(config, 2, 4) <= 4 * (matrices // 2 + whole)
+    assert bytes_of_process(config, 2, 4) >= 4 * ((matrices + 2 * 100 * 16) // 2 + 7 * 16)
+    with pytest.raises(IncompatibleError, match="cannot be spread") as caught:
+        check_plan(config, 4)
+    assert caught.value.found == "num_key_value_heads 2"
+
+
+@pytest.mark.parametrize(
+    ("target", "other", "found"),
+    [
+        ({"tensor_parallel": True}, {"train": {"parallel": "fsdp"}}, "train.parallel: fsdp"),
+        ({"tensor_parallel": True}, {"data": {"features": "offline"}}, "data.features: offline"),
+        ({"device_map": "auto"}, {}, "2 processes, each of which would take every GPU"),
+        ({"device_map": "cpu-offload"}, {}, None),
+        ({}, {"train": {"parallel": "fsdp"}}, None),
+    ],
+)
+def test_ways_that_exclude_each_other_are_refused(
+    target: dict[str, Any], other: dict[str, Any], found: str | None
+) -> None:
+    recipe, ranks = Recipe.model_validate({"target": target, **other}), Ranks(0, 2)
+    if found is None:
+        check_spread(recipe, ranks)
+        return
+    with pytest.raises(RecipeError) as caught:
+        check_spread(recipe, ranks)
+    assert caught.value.found == found
