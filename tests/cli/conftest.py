@@ -24,6 +24,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     """An empty cache of our own: no test may depend on what another one has measured."""
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    monkeypatch.setattr("specctl.api.drafting.COST_ROUNDS", 2)  # a few timed rounds are enough here
     return folder
 
 
