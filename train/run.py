@@ -123,7 +123,7 @@ def train_draft(
         if mark is not None and mark["package"] is None:
             mark = None  # its checkpoints are all it left; there is no package to leave alone
         snapshot = None if mark is not None else _found(recipe, checkpoints, allow)
-        check_spread(recipe, ranks)
+        check_spread(recipe, ranks.size)
         is_elsewhere = recipe.data.target_source != "inprocess"
         if target is None or (is_elsewhere and not isinstance(target.lm, ServedLM)):
             target = _load_target(recipe, accelerator.device)

@@ -46,6 +46,7 @@ from specctl.runtime.target.device import check_memory, choose_dtype
 from specctl.runtime.target.multimodal import is_multimodal, load_text_side, text_config
 from specctl.runtime.target.placement import Placement, place_target, read_device_map
 from specctl.runtime.target.quantised import (
+    check_places,
     is_widened,
     quantisation,
     resident_bytes,
@@ -173,7 +174,10 @@ def _spread_fields(
     with foreign_config(UNBUILDABLE, str(folder / "config.json")):
         placed: Placement = place_target(config, spread.device_map, device, dtype.itemsize, kept)
     placed.check(what)
-    return placed.fields(), None if placed.is_one else placed.text()
+    fields = placed.fields()
+    if quantisation(config) is not None:
+        check_places(config, fields["device_map"], str(folder))
+    return fields, None if placed.is_one else placed.text()
 
 
 def check_folder(folder: Path, is_read_only: bool = False) -> Any:

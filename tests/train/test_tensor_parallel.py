@@ -15,7 +15,6 @@ from specctl.recipes.schema import Recipe
 from specctl.runtime.target.target import load_target
 from specctl.runtime.target.tensor_parallel import bytes_of_process, check_plan
 from specctl.train.distributed.in_step import check_spread
-from specctl.train.distributed.ranks import Ranks
 
 
 def test_one_process_is_told_how_to_start_several() -> None:
@@ -51,10 +50,16 @@ def test_a_process_holds_a_share_of_what_the_plan_spreads() -> None:
 def test_ways_that_exclude_each_other_are_refused(
     target: dict[str, Any], other: dict[str, Any], found: str | None
 ) -> None:
-    recipe, ranks = Recipe.model_validate({"target": target, **other}), Ranks(0, 2)
+    recipe = Recipe.model_validate({"target": target, **other})
     if found is None:
-        check_spread(recipe, ranks)
+        check_spread(recipe, 2)
         return
     with pytest.raises(RecipeError) as caught:
-        check_spread(recipe, ranks)
+        check_spread(recipe, 2)
     assert caught.value.found == found
+
+
+def test_one_training_process_is_told_to_be_several() -> None:
+    with pytest.raises(RecipeError, match="there is one") as caught:
+        check_spread(Recipe.model_validate({"target": {"tensor_parallel": True}}), 1)
+    assert "--gpus 2" in caught.value.do

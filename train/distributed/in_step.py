@@ -90,8 +90,8 @@ def in_step(recipe: Recipe, target: Target, ranks: Ranks) -> Target:
     return replace(target, lm=InStepLM(target.lm, ranks))
 
 
-def check_spread(recipe: Recipe, ranks: Ranks) -> None:
-    """Refuse a way of spreading the target that these processes cannot take."""
+def check_spread(recipe: Recipe, processes: int) -> None:
+    """Refuse a way of spreading the target that so many processes cannot take."""
     part, train = recipe.target, recipe.train
     others = {
         "train.parallel: fsdp": train.parallel == "fsdp",
@@ -102,12 +102,20 @@ def check_spread(recipe: Recipe, ranks: Ranks) -> None:
             recipe.data.target_source != "inprocess"
         ),
     }
+    if part.tensor_parallel and processes == 1:
+        raise RecipeError(
+            "a target is spread over processes, and there is one",
+            where="target.tensor_parallel",
+            found="true, one process",
+            expected="one process for each GPU",
+            do="--gpus 2 (or torchrun), or --device-map auto --set target.tensor_parallel=false",
+        )
     if part.tensor_parallel:
         found = [name for name, is_set in others.items() if is_set]
     elif part.device_map is not None:
         found = [name for name in list(others)[1:3] if others[name]]
-        if ranks.size > 1 and part.device_map != "cpu-offload":
-            found.append(f"{ranks.size} processes, each of which would take every GPU")
+        if processes > 1 and part.device_map != "cpu-offload":
+            found.append(f"{processes} processes, each of which would take every GPU")
     else:
         return
     if found:
@@ -120,6 +128,6 @@ def check_spread(recipe: Recipe, ranks: Ranks) -> None:
             if part.tensor_parallel
             else "one process, or device_map: cpu-offload",
             do=f"leave out {found[0].split(':')[0]}"
-            if ranks.size == 1 or "processes" not in found[0]
+            if "processes" not in found[0]
             else "--set target.device_map=null --set target.tensor_parallel=true, or one process",
         )
