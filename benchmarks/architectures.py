@@ -99,6 +99,7 @@ FIELDS: dict[str, Any] = {
 }
 LATENT = {"head_dim": ..., "num_key_value_heads": 4}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 GEMMA4 = {
     "num_hidden_layers": 4,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -149,7 +150,6 @@ OWN: dict[str, dict[str, Any]] = {
             "afmoe",
             "cohere2",
             "cohere2_moe",
-            "cohere_compass_text",
             "exaone4",
             "exaone_moe",
             "gemma3_text",
@@ -163,6 +163,18 @@ OWN: dict[str, dict[str, Any]] = {
     ),
     "bailing_hybrid": {**LATENT, "layer_types": ["linear_attention", "full_attention"]},
     "bamba": {"attn_layer_indices": [1]},
+    "cohere_compass_text": {
+        **MIXED,
+        "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), PLAIN_ROPE),
+    },
+    "dbrx": {
+        "d_model": 32,
+        "n_heads": 4,
+        "n_layers": 2,
+        "max_seq_len": CONTEXT,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "dots3_note_text": {**LATENT, "layer_types": ["full_attention", "sliding_attention"]},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {
@@ -181,6 +193,8 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm3": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {
         **LATENT,
+        "head_dim": 8,
+        "qk_head_dim": 16,
         "num_layers": 2,
         "num_hidden_layers": 4,
         "ffn_hidden_size": 64,

@@ -27,7 +27,13 @@ from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut, Ma
 from specctl.core.sub_layers import SubLayers
 from specctl.models.hf_parts import DecoderParts, check_parts, refused
 from specctl.models.hf_probe import ask_plainly, check_rounds, narrowed
-from specctl.models.hf_spec import field_of, head_scale, refuse_stateful, spec_of
+from specctl.models.hf_spec import (
+    PLAIN_HEADS,
+    field_of,
+    head_scale,
+    refuse_stateful,
+    spec_of,
+)
 from specctl.models.kernels import attend
 from specctl.models.spread import is_parallel, is_spread, layer_devices, whole_weight
 
@@ -179,6 +185,12 @@ class HfLM(LanguageModel):
         """The embedding table [V, D]."""
         weight: Tensor = self.module.get_input_embeddings().weight
         return weight
+
+    @property
+    def has_plain_head(self) -> bool:
+        """Whether logits are the last state times the head, and nothing more: of what would run
+        through our own forward, were it in one piece."""
+        return type(self.module).__name__ in PLAIN_HEADS and is_spread(self.module)
 
     def _try(self, model: Any) -> None:
         """Learn the shapes of the cache, and refuse the module if rounds are not what it says."""

@@ -150,3 +150,4 @@ def test_a_target_of_tensor_parallelism_decodes_in_step_and_is_read_in_turns(ran
         assert rank["same head"]
         assert rank["same embedding"]
         assert rank["can run"] == [True, False]
+        assert rank["plain head"]

@@ -5,9 +5,11 @@ Two processes are run in test_sharding.py.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import LlamaConfig
 
 from specctl.core.errors import IncompatibleError, RecipeError, SpecctlError
@@ -15,6 +17,9 @@ from specctl.recipes.schema import Recipe
 from specctl.runtime.target.target import load_target
 from specctl.runtime.target.tensor_parallel import bytes_of_process, check_plan
 from specctl.train.distributed.in_step import check_spread
+from specctl.train.planning import memory
+from specctl.train.planning.hardware import GPUS, Cluster
+from specctl.train.planning.weighing import Weighing
 
 
 def test_one_process_is_told_how_to_start_several() -> None:
@@ -35,6 +40,27 @@ def test_a_process_holds_a_share_of_what_the_plan_spreads() -> None:
     with pytest.raises(IncompatibleError, match="cannot be spread") as caught:
         check_plan(config, 4)
     assert caught.value.found == "num_key_value_heads 2"
+
+
+@pytest.mark.parametrize(
+    ("target", "resident", "least"),
+    [
+        ({"tensor_parallel": True}, 800 // 4 + 100, 4),
+        ({"device_map": "cpu-offload"}, 100 + 50, None),  # the least: where layers go is open
+        ({}, 900, 1),
+    ],
+)
+def test_a_plan_counts_what_a_device_then_holds(
+    target: dict[str, Any], resident: int, least: int | None
+) -> None:
+    recipe = Recipe.model_validate({"target": target})
+    step: Any = SimpleNamespace(layers=800, beside_layers=100, largest_layer=50, target=900)
+    assert memory.resident(recipe, step, 4) == resident
+    shape: Any = SimpleNamespace(
+        config=None, parameters=1000, dtype=lambda part, device: torch.bfloat16
+    )
+    weighing = Weighing(recipe, shape, Cluster(4, 1, GPUS["h100"], is_here=False))
+    assert weighing.least().device["target"] == (0 if least is None else 2000 // least)
 
 
 @pytest.mark.parametrize(

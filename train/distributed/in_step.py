@@ -35,6 +35,11 @@ class InStepLM(LanguageModel):
         self.spec, self.module = inner.spec, inner.module
         self._borrowed: Borrowed | None = None
 
+    @property
+    def has_plain_head(self) -> bool:
+        """As the model that is spread."""
+        return self.inner.has_plain_head
+
     def document_masks(self, document_BS: Tensor) -> Masks:
         """The numbers of the documents; every process makes the masks of the rows at hand."""
         return Masks(document_BS)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoTokenizer
 
 import specctl.recipes
@@ -16,7 +17,7 @@ from specctl.recipes.schema import Recipe
 from specctl.runtime.generate import generate
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target, load_target
-from specctl.train.distributed.in_step import in_step
+from specctl.train.distributed.in_step import InStepLM, in_step
 from specctl.train.distributed.ranks import Ranks
 from specctl_testing.models import build_model
 
@@ -46,6 +47,10 @@ def compared(folder: str, ranks: Ranks) -> list[dict[str, Any]]:
     pairs = [(found.logits_BTV, wanted.logits_BTV)]
     pairs += [(found.taps[tap], wanted.taps[tap]) for tap in (1, 3)]
     whole, own = read.borrowed(), plain.borrowed()
+    assert wanted.logits_BTV is not None
+    assert isinstance(read.lm, InStepLM)
+    product = whole.head_VD @ states(read.lm, ids_BS, position_BS, document_BS).mT
+    pairs.append((product.mT, wanted.logits_BTV))
     report = {
         "same answers": answers(spread) == answers(plain),
         "same fingerprint": spread.fingerprint == plain.fingerprint,
@@ -56,8 +61,17 @@ def compared(folder: str, ranks: Ranks) -> list[dict[str, Any]]:
         "same head": torch.equal(whole.head_VD, own.head_VD),
         "same embedding": torch.equal(whole.embedding_VD, own.embedding_VD),
         "can run": [spread.can_run, read.can_run],
+        "plain head": read.lm.has_plain_head,
     }
     return ranks.gather(report)
+
+
+@torch.no_grad()
+def states(lm: InStepLM, ids_BS: Tensor, position_BS: Tensor, document_BS: Tensor) -> Tensor:
+    """[B, S, D]: the last states, which the head takes to logits."""
+    last = lm.spec.num_layers
+    out = lm.dense(ids_BS, position_BS, lm.document_masks(document_BS), (last,), logits=False)
+    return out.taps[last]
 
 
 def answers(target: Target) -> list[tuple[int, ...]]:
