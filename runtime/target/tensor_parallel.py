@@ -11,6 +11,7 @@ from inspect import signature
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
 from specctl.core.errors import IncompatibleError, SpecctlError
@@ -54,6 +55,14 @@ def check_plan(config: Any, size: int) -> None:
         heads = getattr(text, name, None)
         if heads is not None and heads % size:
             raise _refused(f"{name} {heads}", f"a multiple of the {size} processes")
+    if not is_known():
+        raise IncompatibleError(
+            "this transformers spreads matrices in a way that cannot be put together again",
+            where="--tp",
+            found=f"transformers {transformers.__version__}",
+            expected="one that spreads them as DTensors",
+            do="pip install -U transformers, or --device-map auto",
+        )
 
 
 def _refused(found: str, expected: str) -> IncompatibleError:
@@ -81,10 +90,16 @@ def bytes_of_process(config: Any, size: int, itemsize: int) -> int:
 
 def parallel_fields(size: int) -> dict[str, Any]:
     """For `from_pretrained`: the architecture's own plan, over all processes."""
+    from transformers.distributed import DistributedConfig
+
+    return {"distributed_config": DistributedConfig(tp_size=size, tp_plan="auto")}
+
+
+def is_known() -> bool:
+    """Whether the installed transformers spreads matrices as DTensors, which can be put together
+    again. Older ones keep parts of which nothing says what they are part of."""
     try:
         from transformers.distributed import DistributedConfig
     except ImportError:
-        return {"tp_plan": "auto"}
-    if "tp_plan" not in signature(DistributedConfig).parameters:  # as before transformers 5.17
-        return {"tp_plan": "auto"}
-    return {"distributed_config": DistributedConfig(tp_size=size, tp_plan="auto")}
+        return False
+    return "tp_plan" in signature(DistributedConfig).parameters

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
+from specctl.runtime.target.tensor_parallel import is_known
 from specctl.train.distributed.pieces import local
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.loop import TrainProgress, restore, train
@@ -62,7 +63,8 @@ report: dict[str, object] = {}
 whole_run()
 resumed_run()
 silent_rank()
-report["parallel"] = parallel_run.compared(str(out / "target"), ranks)
+if is_known():
+    report["parallel"] = parallel_run.compared(str(out / "target"), ranks)
 if ranks.is_main:
     (out / "report.json").write_text(json.dumps(report))
 sharded_run.run(out / "two", out / "words.txt", json.loads(sys.argv[3]))

@@ -15,6 +15,7 @@ import torch
 
 import specctl
 from specctl.runtime.measure.reporter import SilentReporter
+from specctl.runtime.target.tensor_parallel import is_known
 from specctl.train.distributed.muon import orthogonal_step
 from specctl.train.loop import TrainProgress, restore, train
 from specctl.train.metrics import read_log
@@ -140,6 +141,8 @@ def test_the_step_of_a_gathered_matrix_is_the_step_of_muon() -> None:
 
 def test_a_target_of_tensor_parallelism_decodes_in_step_and_is_read_in_turns(ran: Path) -> None:
     """Each process has other rows, and keeps half of the key/value heads."""
+    if not is_known():
+        pytest.skip("transformers spreads no matrices as DTensors")
     for rank in report(ran)["parallel"]:
         assert rank["same answers"]
         assert rank["same fingerprint"]
