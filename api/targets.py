@@ -30,10 +30,14 @@ def load_target(
     offline: bool = False,
     compile: bool = False,
     adapters: Sequence[str] = (),
+    device_map: str | None = None,
+    tensor_parallel: bool = False,
 ) -> Target:
     """The target of that name: an alias such as "tiny" or "llama3-8b", a folder, or a hub id.
 
     `adapters`: LoRA adapters as peft writes them, each FOLDER or FOLDER@WEIGHT, added in order.
+    `device_map`: auto, balanced, cpu-offload, or a map as JSON text or in a .json file, for a
+    target that one device does not hold; `tensor_parallel`: spread over torchrun's processes.
     A transformers model is frozen, put in evaluation mode and used as it is, with `tokenizer`, else
     the one of the folder or repository it was loaded from. A Target is returned as it is.
     """
@@ -52,6 +56,8 @@ def load_target(
             offline=offline,
             compile=compile,
             adapters=adapters,
+            device_map=device_map,
+            tensor_parallel=tensor_parallel,
         )
     if not (hasattr(target, "config") and hasattr(target, "generate")):
         raise SpecctlError(
@@ -115,6 +121,8 @@ def target_of_recipe(part: TargetPart) -> Target:
         dtype=part.dtype,
         inflate=part.inflate,
         adapters=part.adapters,
+        device_map=part.device_map,
+        tensor_parallel=part.tensor_parallel,
     )
 
 
@@ -133,6 +141,7 @@ def target_json(target: Target) -> dict[str, Any]:
         "fingerprint": target.fingerprint,
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": str(target.device),
+        "spread": target.spread,
         "inflated": target.inflated,
         "adapters": [asdict(one) for one in target.adapters],
         "note": inflated_note(target) if target.inflated else None,

@@ -32,8 +32,7 @@ NEWEST = "newest"
 TESTS = (
     "tests/drafters/test_contract.py",
     "tests/models",
-    "tests/runtime/target/test_target.py",
-    "tests/runtime/target/test_architectures.py",
+    "tests/runtime/target",
     "tests/export/test_hf_format.py",
     "tests/recipes",
 )

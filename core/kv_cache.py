@@ -70,10 +70,11 @@ class SlotKV:
         max_len: int,
         dtype: torch.dtype,
         device: torch.device,
+        devices: Sequence[torch.device] = (),
     ) -> SlotKV:
-        """A store whose layers need not be alike."""
+        """A store whose layers need not be alike, nor on one device (`devices`, one a layer)."""
         kv = cls.__new__(cls)
-        kv._fill(layers, num_slots, max_len, dtype, device)
+        kv._fill(layers, num_slots, max_len, dtype, device, devices)
         return kv
 
     def _fill(
@@ -83,12 +84,15 @@ class SlotKV:
         max_len: int,
         dtype: torch.dtype,
         device: torch.device,
+        devices: Sequence[torch.device] = (),
     ) -> None:
-        def zeros(heads: int, width: int) -> Tensor:
-            return torch.zeros(num_slots, heads, max_len, width, dtype=dtype, device=device)
+        def zeros(layer: int, heads: int, width: int) -> Tensor:
+            where = devices[layer] if devices else device
+            return torch.zeros(num_slots, heads, max_len, width, dtype=dtype, device=where)
 
-        self.key_ZJLE = [zeros(each.key_heads, each.key_width) for each in layers]
-        self.value_ZJLE = [zeros(each.value_heads, each.value_width) for each in layers]
+        shapes = list(enumerate(layers))
+        self.key_ZJLE = [zeros(i, each.key_heads, each.key_width) for i, each in shapes]
+        self.value_ZJLE = [zeros(i, each.value_heads, each.value_width) for i, each in shapes]
         self.num_slots, self.max_len, self.num_layers = num_slots, max_len, len(layers)
         self._slot_B1 = torch.zeros(1, 1, dtype=torch.long, device=device)
         self._start_B1 = self._at_BT = self._slot_B1
@@ -136,8 +140,9 @@ class SlotKV:
             keys[:B, :, at] = key_BJTE
             values[:B, :, at] = value_BJTE
         else:
-            keys[self._slot_B1, :, self._at_BT] = key_BJTE.transpose(1, 2)
-            values[self._slot_B1, :, self._at_BT] = value_BJTE.transpose(1, 2)
+            slot_B1, at_BT = self._slot_B1.to(keys.device), self._at_BT.to(keys.device)
+            keys[slot_B1, :, at_BT] = key_BJTE.transpose(1, 2)
+            values[slot_B1, :, at_BT] = value_BJTE.transpose(1, 2)
         return self.read(layer)
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -145,6 +150,7 @@ class SlotKV:
         keys, values, slot_B = self.key_ZJLE[layer], self.value_ZJLE[layer], self._slot_B1[:, 0]
         if self._whole:
             return keys[: len(slot_B), :, : self._span], values[: len(slot_B), :, : self._span]
+        slot_B = slot_B.to(keys.device)
         return keys[:, :, : self._span][slot_B], values[:, :, : self._span][slot_B]
 
     def keep(self, slot_B: Tensor, kept_len_B: Tensor, path_BP: Tensor) -> None:
@@ -153,6 +159,10 @@ class SlotKV:
         to_BP = kept_len_B[:, None] + torch.arange(path_BP.shape[1], device=path_BP.device)
         from_BP = torch.where(path_BP >= 0, kept_len_B[:, None] + path_BP, to_BP)
         to_BP, from_BP = to_BP.clamp(max=self.max_len - 1), from_BP.clamp(max=self.max_len - 1)
-        slot_B1 = slot_B[:, None]
+        indices = {slot_B.device: (slot_B[:, None], to_BP, from_BP)}
         for store in (*self.key_ZJLE, *self.value_ZJLE):
+            if store.device not in indices:
+                own = tuple(index.to(store.device) for index in indices[slot_B.device])
+                indices[store.device] = (own[0], own[1], own[2])
+            slot_B1, to_BP, from_BP = indices[store.device]
             store[slot_B1, :, to_BP] = store[slot_B1, :, from_BP]

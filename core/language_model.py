@@ -171,8 +171,14 @@ class LanguageModel(ABC):
         heads, width = self.spec.num_kv_heads, self.spec.head_dim
         return (KVShape(heads, width, heads, width),) * self.spec.num_layers
 
+    @property
+    def kv_devices(self) -> tuple[torch.device, ...]:
+        """Where each layer's keys and values are made; empty: all on `device`."""
+        return ()
+
     def new_kv(self, num_slots: int, max_len: int) -> SlotKV:
-        return SlotKV.of(self.kv_layers, num_slots, max_len, self.dtype, self.device)
+        layers, devices = self.kv_layers, self.kv_devices
+        return SlotKV.of(layers, num_slots, max_len, self.dtype, self.device, devices)
 
     def borrowed_kv(self, attention: tuple[int, ...], num_slots: int, max_len: int) -> SlotKV:
         """A cache for a borrower: the model's own, empty but for those layers."""

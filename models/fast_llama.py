@@ -23,6 +23,7 @@ from specctl.models.hf_spec import spec_of
 from specctl.models.kernels import Weight, additive_mask, attend, linear, rms_norm
 from specctl.models.llama import LayerWeights, LlamaModel, LlamaShape
 from specctl.models.native.step import MOST_ROWS, NativeStep
+from specctl.models.spread import is_spread
 
 __all__ = ["FastLlama", "LlamaModel", "LlamaShape", "fast_llama_from_hf"]
 
@@ -248,4 +249,5 @@ def _is_plain(model: Any) -> bool:
         and all(type(m) is nn.Linear for m in linears)
         and model.model.layers[0].mlp.gate_proj.bias is None
         and len({p.device for p in model.parameters()}) == 1
+        and not is_spread(model)
     )

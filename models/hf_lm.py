@@ -27,8 +27,15 @@ from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut, Ma
 from specctl.core.sub_layers import SubLayers
 from specctl.models.hf_parts import DecoderParts, check_parts, refused
 from specctl.models.hf_probe import ask_plainly, check_rounds, narrowed
-from specctl.models.hf_spec import field_of, head_scale, refuse_stateful, spec_of
+from specctl.models.hf_spec import (
+    PLAIN_HEADS,
+    field_of,
+    head_scale,
+    refuse_stateful,
+    spec_of,
+)
 from specctl.models.kernels import attend
+from specctl.models.spread import is_parallel, is_spread, layer_devices, whole_weight
 
 ATTENTION = "specctl"
 
@@ -165,6 +172,7 @@ class HfLM(LanguageModel):
         self._is_mixed = len(set(kinds)) > 1 and window is not None
         self._can_skip = "logits_to_keep" in signature(type(model).forward).parameters
         self._layers = kv_layers
+        self._devices = layer_devices(model, self.spec.num_layers)
         self._decoder: DecoderParts | None = None
         self._lends = False
         if kv_layers or self.embedding.is_meta:
@@ -178,6 +186,12 @@ class HfLM(LanguageModel):
         weight: Tensor = self.module.get_input_embeddings().weight
         return weight
 
+    @property
+    def has_plain_head(self) -> bool:
+        """Whether logits are the last state times the head, and nothing more: of what would run
+        through our own forward, were it in one piece."""
+        return type(self.module).__name__ in PLAIN_HEADS and is_spread(self.module)
+
     def _try(self, model: Any) -> None:
         """Learn the shapes of the cache, and refuse the module if rounds are not what it says."""
         given = self.windows
@@ -185,7 +199,8 @@ class HfLM(LanguageModel):
         self._implementation = _choose_attention(model)
         self._layers = plain.layers
         first = plain.layers[0]
-        if set(plain.layers) == {first} and first.key_width == first.value_width:
+        is_alike = set(plain.layers) == {first} and first.key_width == first.value_width
+        if is_alike and not is_parallel(model):  # there a process keeps its own heads only
             self.spec = replace(self.spec, num_kv_heads=first.key_heads, head_dim=first.key_width)
         with narrowed(model, given) as windows:
             self.windows = windows
@@ -195,6 +210,10 @@ class HfLM(LanguageModel):
     @property
     def kv_layers(self) -> tuple[KVShape, ...]:
         return self._layers or super().kv_layers
+
+    @property
+    def kv_devices(self) -> tuple[torch.device, ...]:
+        return self._devices
 
     def _mask(self, masks: Masks) -> Any:
         full = self._form(masks.full)
@@ -242,6 +261,8 @@ class HfLM(LanguageModel):
     def check_lending(self) -> None:
         if self._lends:
             return
+        if is_spread(self.module):
+            raise refused(self.module, "weights spread over devices, processes or files")
         if any(shape.size == 0 for shape in self.kv_layers):
             raise refused(self.module, "layers that read another layer's cache")
 
@@ -280,7 +301,7 @@ class HfLM(LanguageModel):
             if states[tap].shape != want:
                 found = f"hidden state {tap} of shape {list(states[tap].shape)}"
                 raise self._unreadable(found, f"shape {list(want)}")
-        return {tap: states[tap] for tap in feed.taps}
+        return {tap: states[tap].to(feed.ids_BT.device) for tap in feed.taps}
 
     def _unreadable(self, found: str, expected: str) -> IncompatibleError:
         return IncompatibleError(
@@ -300,9 +321,14 @@ class HfLM(LanguageModel):
                 f"both {width:,} wide",
             )
         bias = getattr(head, "bias", None)
-        scale, head_VD = head_scale(self.module.config), head.weight.detach()
+        scale, head_VD, embedding_VD = head_scale(self.module.config), head.weight, self.embedding
+        if is_parallel(self.module):  # its own, since a drafter asks for rows of its own
+            named = {id(p): name for name, p in self.module.named_parameters()}
+            embedding_VD = whole_weight(self.module, named[id(embedding_VD)])
+            head_VD = whole_weight(self.module, named[id(head_VD)])
+        head_VD = head_VD.detach()
         return Borrowed(
-            self.embedding.detach(),
+            embedding_VD.detach(),
             head_VD if scale == 1.0 else head_VD * scale,
             self.spec.embed_scale,
             None if bias is None else bias.detach(),

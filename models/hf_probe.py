@@ -32,6 +32,7 @@ from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.language_model import LanguageModel
 from specctl.core.tree import DraftTree, NodeKind
 from specctl.models.hf_spec import ALIBI, field_of
+from specctl.models.spread import is_piece
 
 KEPT = (9, 5)  # prompt tokens of the two rows
 WINDOW = 4  # what a longer window is narrowed to
@@ -87,6 +88,18 @@ class _Widened:
         return tree_map(_wide, out) if _looks_up(module) else None
 
 
+def _retype(module: nn.Module, name: str, dtype: torch.dtype) -> None:
+    """A weight that is elsewhere comes in the dtype of what stands for it."""
+    stand_in = torch.empty_like(getattr(module, name), dtype=dtype)
+    module._parameters[name] = nn.Parameter(stand_in, requires_grad=False)
+
+
+def _can_widen(model: Any) -> bool:
+    """Whether every weight is a plain number, in one piece."""
+    is_plain = field_of(model.config, "quantization_config") is None
+    return is_plain and not any(is_piece(w) for part in model.modules() for w in _half(part))
+
+
 def _half(module: nn.Module) -> list[nn.Parameter]:
     return [weight for weight in module.parameters(recurse=False) if weight.dtype in HALF]
 
@@ -100,13 +113,25 @@ def widened(model: Any) -> Iterator[None]:
     """Weights of half precision count as float32. They are the same objects, with the same values,
     afterwards."""
     parts = [part for part in model.modules() if _half(part)]
-    wide, precision = _Widened(parts), torch.get_float32_matmul_precision()
+    kept = [
+        (part, name, weight.dtype)
+        for part in parts
+        for name, weight in part.named_parameters(recurse=False)
+        if weight.is_meta and weight.dtype in HALF
+    ]
+    away = {part for part, _, _ in kept}
+    wide = _Widened([part for part in parts if part not in away])
+    precision = torch.get_float32_matmul_precision()
     hooks = [part.register_forward_pre_hook(wide.widen, with_kwargs=True) for part in parts]
     hooks += [part.register_forward_hook(wide.restore) for part in parts]
     try:
+        for part, name, _ in kept:
+            _retype(part, name, torch.float32)
         torch.set_float32_matmul_precision("highest")
         yield
     finally:
+        for part, name, dtype in kept:
+            _retype(part, name, dtype)
         torch.set_float32_matmul_precision(precision)
         for hook in hooks:
             hook.remove()
@@ -142,7 +167,7 @@ def ask_plainly(model: Any, windows: tuple[int, ...]) -> Plain:
     """The answers of the module by itself: no mask, no positions, attention written out (the one
     kernel with every soft cap and sink)."""
     ids_RS = _ids(model)
-    is_exact = field_of(model.config, "quantization_config") is None
+    is_exact = _can_widen(model)
     with _told(model, "a plain forward of it fails"), narrowed(model, windows):
         model.set_attn_implementation("eager")
         try:
@@ -203,7 +228,8 @@ def check_rounds(lm: LanguageModel, plain: Plain) -> None:
 def _round(lm: LanguageModel, plain: Plain) -> None:
     model, device, rows = lm.module, plain.ids_RS.device, range(len(KEPT))
     dtype = torch.float32 if plain.is_exact and lm.dtype in HALF else lm.dtype
-    kv = SlotKV.of(plain.layers, len(KEPT), LENGTH + len(PARENTS), dtype, device)
+    length = LENGTH + len(PARENTS)
+    kv = SlotKV.of(plain.layers, len(KEPT), length, dtype, device, lm.kv_devices)
     kept_B = torch.tensor(KEPT, device=device)
     with _told(model, "it does not read rows of different length through a cache"):
         found = _chain(lm, kv, plain.ids_RS[: len(KEPT), : max(KEPT)], kept_B * 0)
@@ -286,7 +312,7 @@ def check_reading(model: Any) -> None:
     ids_RS, short = _ids(model), min(KEPT)
     beside = ids_RS[:2].clone()
     beside[0, short:] = 0
-    is_exact = field_of(model.config, "quantization_config") is None
+    is_exact = _can_widen(model)
     with _told(model, "a plain forward of it fails"):
         try:
             with widened(model) if is_exact else nullcontext():

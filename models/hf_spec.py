@@ -23,6 +23,9 @@ OTHER_KINDS = {
     "hybrid": "a recurrent state beside attention",
     "hybrid_sliding": "a recurrent state beside attention",
 }
+PLAIN_HEADS = (  # whose logits are the normed last state times the head, and nothing more
+    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
+)  # fmt: skip
 USUAL_HEAD = 64  # width of a head, for drafters of a model that has no heads itself
 ALIBI = ("bloom", "mpt")  # no switch says so in their configurations
 

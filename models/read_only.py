@@ -81,11 +81,18 @@ class ReadingLM(HfLM):
         return model(input_ids=ids_QS, use_cache=False, output_hidden_states=bool(feed.taps))
 
     def _states(self, out: Any, taps: tuple[int, ...]) -> dict[int, Tensor]:
-        states, wanted = out.hidden_states if taps else None, self.spec.num_layers + 1
-        if taps and (states is None or len(states) != wanted):
+        if not taps:
+            return {}
+        states, wanted = out.hidden_states, self.spec.num_layers + 1
+        if states is None or len(states) != wanted:
             found = f"{0 if states is None else len(states):,} hidden states"
             raise self._unreadable(found, f"{wanted:,}")
-        return {} if states is None else {tap: states[tap] for tap in taps}
+        for tap in taps:
+            shape = states[tap].shape
+            if len(shape) != 3 or shape[-1] != self.spec.hidden_size:
+                found = f"hidden state {tap} of shape {list(shape)}"
+                raise self._unreadable(found, f"three axes, the last of {self.spec.hidden_size:,}")
+        return {tap: states[tap] for tap in taps}
 
     def new_kv(self, num_slots: int, max_len: int) -> SlotKV:
         raise self._refusal()

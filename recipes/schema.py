@@ -41,6 +41,16 @@ class TargetPart(Section):
         description="LoRA adapters of peft, added to the weights in this order: FOLDER or "
         "FOLDER@WEIGHT",
     )
+    device_map: str | None = Field(
+        default=None,
+        min_length=1,
+        description="layers over devices, host memory and disk: auto, balanced, cpu-offload, or a "
+        "map as JSON or in a .json file; null = one device",
+    )
+    tensor_parallel: bool = Field(
+        default=False,
+        description="every matrix over the processes of torchrun, which read all rows together",
+    )
 
 
 class DrafterPart(Section):

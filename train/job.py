@@ -34,6 +34,7 @@ from specctl.train.assemble import (
 from specctl.train.data.on_policy import text_of
 from specctl.train.data.rows import TokenData
 from specctl.train.data.supply import Order, Text
+from specctl.train.distributed.in_step import InStepLM
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.distributed.sharding import Sharded, sharded_layers
 from specctl.train.features.capture import capture
@@ -106,6 +107,7 @@ def make_job(
         out=out,
         draft_length=recipe.serve.length,
         measures_start=settings.lora is not None,
+        measures_together=isinstance(target.lm, InStepLM),
         autocast=_autocast(settings.precision, ranks.device),
         fingerprint=_fingerprint(recipe, inputs, drafter.vocab, ranks, reference),
         log_more=lambda figures, step: inputs.accelerator.log(figures, step),

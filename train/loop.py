@@ -73,8 +73,9 @@ class TrainProgress:
 class Job:
     """Everything the loop works with. `batch` turns row numbers of `text` into a batch with the
     target's features; `measure` decodes for real, before the first step as well if
-    `measures_start`; `log_more` hands figures to trackers; `between` does what else may be due
-    between two steps; `ahead` is told the rows of the next step."""
+    `measures_start`, on all ranks if `measures_together`; `log_more` hands figures to trackers;
+    `between` does what else may be due between two steps; `ahead` is told the rows of the next
+    step."""
 
     drafter: Drafter
     settings: TrainPart
@@ -93,6 +94,7 @@ class Job:
     autocast: Callable[[], AbstractContextManager[Any]]
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
     measures_start: bool = False
+    measures_together: bool = False
     log_more: Callable[[dict[str, float], int], None] = lambda figures, step: None
     between: Callable[[TrainProgress], None] = lambda progress: None
     ahead: Callable[[list[int]], None] | None = None
@@ -212,7 +214,7 @@ def measure(job: Job) -> HeldOutMeasurement:
     module.eval()
     found: HeldOutMeasurement | None = None
     with job.drafter.whole(), job.ranks.together(), untouched_random_state(job.ranks.device):
-        if job.ranks.is_main:
+        if job.ranks.is_main or job.measures_together:
             with torch.inference_mode():
                 found = job.measure()
     module.train()

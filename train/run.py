@@ -35,6 +35,7 @@ from specctl.runtime.target.served import ServedLM, load_served
 from specctl.runtime.target.target import Target, load_target
 from specctl.train.assemble import check_answers, trainable_family
 from specctl.train.data.prepare import prepare, rows_digest
+from specctl.train.distributed.in_step import check_spread, in_step
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.distributed.sharding import shard_target
 from specctl.train.init.initial import Initial, Loader, check_fit, initial_of, loaded
@@ -122,9 +123,13 @@ def train_draft(
         if mark is not None and mark["package"] is None:
             mark = None  # its checkpoints are all it left; there is no package to leave alone
         snapshot = None if mark is not None else _found(recipe, checkpoints, allow)
+        check_spread(recipe, ranks.size)
         is_elsewhere = recipe.data.target_source != "inprocess"
         if target is None or (is_elsewhere and not isinstance(target.lm, ServedLM)):
             target = _load_target(recipe, accelerator.device)
+            if target.spread is not None:
+                talker.say(f"target {target.name}: {target.spread}; its forward is transformers'")
+        target = in_step(recipe, target, ranks)
         # what this refuses, before answers are written
         initial = initial_of(recipe.drafter, target, load)
         if mark is not None:
@@ -356,6 +361,8 @@ def _load_target(recipe: Recipe, device: torch.device) -> Target:
             inflate=part.inflate,
             adapters=part.adapters,
             is_read_only=True,
+            device_map=part.device_map,
+            tensor_parallel=part.tensor_parallel,
         )
     if part.inflate is not None or recipe.train.joint is not None:
         raise RecipeError(

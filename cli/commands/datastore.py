@@ -8,7 +8,7 @@ from specctl.api.preflight import check_run
 from specctl.cli.app.console import Console
 from specctl.cli.options.flags import Offline
 from specctl.cli.options.recipe_flags import RecipeFlags
-from specctl.cli.options.target_choice import go_offline
+from specctl.cli.options.target_choice import go_offline, not_in_step
 
 REST = RecipeFlags(recipe="rest")
 
@@ -30,6 +30,8 @@ def datastore(console: Console, flags: RecipeFlags = REST, offline: Offline = Fa
     recipe = flags.load()
     out = flags.folder(recipe)
     check_run(recipe, out)
+    if recipe.target.tensor_parallel:
+        raise not_in_step("target.tensor_parallel")
     if offline:
         go_offline()
     from specctl.drafters import family
@@ -46,6 +48,7 @@ def datastore(console: Console, flags: RecipeFlags = REST, offline: Offline = Fa
         inflate=part.inflate,
         offline=offline,
         adapters=part.adapters,
+        device_map=part.device_map,
     )
     if recipe.drafter.init is not None:
         drafter = load_drafter(recipe.drafter.init, target)

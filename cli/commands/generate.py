@@ -87,7 +87,9 @@ def generate(
         console.warn("--compare without --draft compares with prompt-lookup")
     sampling.sampling()  # what cannot be is refused before the target is read
     target = target.or_own(draft.draft)
-    model = target.load(console, compiled)
+    if target.tensor_parallel:
+        draft = draft.in_step()
+    model = target.load(console, compiled, is_in_step=True)
     settings = replace(sampling.settle(console, model), grammar=grammar.load(model))
     loaded = draft.load(model)
     loaded.announce(console)

@@ -368,6 +368,7 @@ def plan_scaling(console: Console, recipe: Recipe, out: Path) -> None:
         part.dtype,
         inflate=part.inflate,
         adapter=list(part.adapters),
+        device_map=part.device_map,
     )
     target = choice.load(console)
     points = run_grid(cells, target, console, ["specctl", *sys.argv[1:]])

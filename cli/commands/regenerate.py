@@ -11,7 +11,7 @@ from specctl.api.preflight import check_out, check_run
 from specctl.cli.app.console import Console
 from specctl.cli.options.flags import Offline
 from specctl.cli.options.recipe_flags import RecipeFlags
-from specctl.cli.options.target_choice import go_offline
+from specctl.cli.options.target_choice import go_offline, not_in_step
 from specctl.core.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -105,6 +105,8 @@ def regenerate(
     out = run.folder(recipe)
     check_out(out)
     check_run(recipe, out)
+    if recipe.target.tensor_parallel:
+        raise not_in_step("target.tensor_parallel")
     if offline:
         go_offline()
     from specctl.train.data.answers_file import write_answers
@@ -145,4 +147,5 @@ def _target(recipe: Recipe) -> Target:
         dtype=part.dtype,
         inflate=part.inflate,
         adapters=part.adapters,
+        device_map=part.device_map,
     )

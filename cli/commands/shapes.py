@@ -124,6 +124,7 @@ def recipe_target(console: Console, recipe: Recipe) -> Target:
         part.dtype,
         inflate=part.inflate,
         adapter=list(part.adapters),
+        device_map=part.device_map,
     )
     return choice.load(console)
 

@@ -78,6 +78,18 @@ class DraftChoice(DraftingFlags):
         found.check(found.draft)
         return found
 
+    def in_step(self) -> DraftChoice:
+        """This choice where several processes do the same at every step: nothing may be decided by
+        the clock, nor run beside the target."""
+        for flag, given in (("--adaptive", self.adaptive), ("--parallel", self.parallel)):
+            if given:
+                raise one_of_two(
+                    f"--tp keeps processes in step, and {flag} goes by the clock of each",
+                    f"--tp and {flag}",
+                    f"leave out {flag}",
+                )
+        return replace(self, adaptive=False)
+
     def load(self, target: Target) -> LoadedDraft:
         """The drafter with the policy and rule it is to be served by."""
         from specctl.api.drafting import load_draft

@@ -26,7 +26,7 @@ class RecipeFlags:
 
     FIELDS: ClassVar[Mapping[str, str]] = {
         "target": "target.name", "data": "data.source", "endpoint": "data.endpoint",
-        "init": "drafter.init", "adapter": "target.adapters",
+        "init": "drafter.init", "adapter": "target.adapters", "device_map": "target.device_map",
     }  # fmt: skip
     FAMILIES: ClassVar[tuple[str, ...]] = ()  # that the command trains; empty: all
     recipe: Annotated[
@@ -57,6 +57,14 @@ class RecipeFlags:
             "--adapter",
             metavar="FOLDER[@WEIGHT]",
             help="LoRA adapter of peft, added to the target (repeatable, in order).",
+        ),
+    ] = None
+    device_map: Annotated[
+        str | None,
+        typer.Option(
+            "--device-map",
+            metavar="MODE|JSON|FILE",
+            help="Spread the target's layers: auto, balanced, cpu-offload, or a map.",
         ),
     ] = None
     endpoint: Annotated[

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from specctl.cli.app.console import Console
 from specctl.cli.options.flags import Offline, target_option
 from specctl.cli.options.names import complete_target
+from specctl.core.errors import SpecctlError
 
 if TYPE_CHECKING:
     from specctl.runtime.target.target import Target
@@ -52,6 +53,19 @@ class TargetChoice:
             help="LoRA adapter of peft, added to the target (repeatable, in order).",
         ),
     ] = None
+    device_map: Annotated[
+        str | None,
+        target_option(
+            "--device-map",
+            metavar="MODE|JSON|FILE",
+            help="Spread layers over GPUs, host memory and disk: auto, balanced (GPUs alone), "
+            "cpu-offload, or a map of modules to places.",
+        ),
+    ] = None
+    tensor_parallel: Annotated[
+        bool,
+        target_option("--tp", help="Spread every matrix over the processes of torchrun."),
+    ] = False
 
     def or_own(self, *drafts: str) -> TargetChoice:
         """This choice; where none was named, the target that the first package was made for, else
@@ -71,11 +85,20 @@ class TargetChoice:
             self, name=record.name, revision=record.revision, inflate=inflate, adapter=adapter
         )
 
-    def load(self, console: Console, compiled: bool = False, is_read_only: bool = False) -> Target:
+    def load(
+        self,
+        console: Console,
+        compiled: bool = False,
+        is_read_only: bool = False,
+        is_in_step: bool = False,
+    ) -> Target:
         """The target, announced with what an alias stands for and any inflation. `is_read_only`:
-        also one that cannot be run here."""
+        also one that cannot be run here. `is_in_step`: several processes that run the command do
+        the same at every step, as tensor parallelism asks."""
         from specctl.recipes.targets import resolve
 
+        if self.tensor_parallel and not is_in_step:
+            raise not_in_step("--tp")
         resolved = resolve(self.name)  # an unknown name fails before torch is imported
         if self.offline:
             go_offline()
@@ -104,7 +127,11 @@ class TargetChoice:
             compile=compiled,
             adapters=self.adapter or (),
             is_read_only=is_read_only,
+            device_map=self.device_map,
+            tensor_parallel=self.tensor_parallel,
         )
+        if target.spread is not None:
+            console.say(f"target {self.name}: {target.spread}; its forward is transformers'")
         if target.inflated:
             from specctl.api.targets import inflated_note
 
@@ -113,6 +140,17 @@ class TargetChoice:
 
 
 OWN_TARGET = TargetChoice(name=OWN)
+
+
+def not_in_step(where: str) -> SpecctlError:
+    """The error of a command whose processes would not all do the same."""
+    return SpecctlError(
+        "this command does not keep several processes in step",
+        where=where,
+        found="tensor parallelism",
+        expected="specctl generate --tp, or training with target.tensor_parallel",
+        do="--device-map auto, or let vLLM or SGLang serve the target",
+    )
 
 
 def go_offline() -> None:

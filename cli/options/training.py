@@ -82,7 +82,11 @@ def _check_before(
     console: Console, flags: TrainingFlags, recipe: Recipe, out: Path, processes: int
 ) -> None:
     """Whether the recipe was made for this target and the run fits, unless that is allowed."""
+    from specctl.train.distributed.in_step import check_spread
+
     allowed = flags.allow or ()
+    for each in runs_of(recipe):
+        check_spread(each, processes)
     if "recipe" not in allowed:
         is_chosen = flags.recipe != RecipeFlags().recipe or flags.init is not None
         check_made_for(recipe, flags.recipe, console.warn, flags.FAMILIES, is_chosen)

@@ -7,7 +7,9 @@ only pickled. Refused before weights are read: architectures whose cache cannot 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
+from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from specctl.core.errors import (
     IntegrityError,
     SpecctlError,
     is_out_of_memory,
+    one_of_two,
 )
 from specctl.core.language_model import LanguageModel
 from specctl.core.spec import check_spec
@@ -41,7 +44,21 @@ from specctl.runtime.target.checkpoint_folder import (
 )
 from specctl.runtime.target.device import check_memory, choose_dtype
 from specctl.runtime.target.multimodal import is_multimodal, load_text_side, text_config
-from specctl.runtime.target.quantised import quantisation, resident_bytes
+from specctl.runtime.target.placement import Placement, place_target, read_device_map
+from specctl.runtime.target.quantised import (
+    check_places,
+    is_widened,
+    quantisation,
+    resident_bytes,
+    stored_by_name,
+)
+from specctl.runtime.target.tensor_parallel import (
+    bytes_of_process,
+    check_launched,
+    check_plan,
+    local_device,
+    parallel_fields,
+)
 
 UNBUILDABLE = "transformers cannot build this configuration"
 
@@ -50,13 +67,42 @@ UNBUILDABLE = "transformers cannot build this configuration"
 class Loaded:
     """A checkpoint in memory, the commit it came from where that is known, the kind of the
     multimodal model whose text side it is (None: it is the whole model), and the sampling that it
-    asks for."""
+    asks for. `spread`: how its weights are spread, None for one device."""
 
     model: Any
     tokenizer: Any
     revision: str | None
     inside_of: str | None
     suggested: Suggested | None = None
+    spread: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How a target's weights are to be spread: by a device map (see `placement`), or over the
+    processes of torchrun."""
+
+    device_map: str | None = None
+    tensor_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        if self.device_map is not None:
+            read_device_map(self.device_map)
+        if self.device_map is not None and self.tensor_parallel:
+            raise one_of_two(
+                "a device map and tensor parallelism were both asked for",
+                f"--device-map {self.device_map} --tp",
+                "leave one of them out: --tp for several processes, --device-map for one",
+            )
+        if self.tensor_parallel:
+            check_launched()
+
+    @property
+    def is_asked(self) -> bool:
+        return self.device_map is not None or self.tensor_parallel
+
+
+NOWHERE = Spread()
 
 
 def load_checkpoint(
@@ -65,6 +111,7 @@ def load_checkpoint(
     device: torch.device | None = None,
     offline: bool = False,
     is_read_only: bool = False,
+    spread: Spread = NOWHERE,
 ) -> Loaded:
     """Model and tokenizer of a resolved name; every failure says what to do next. One that is only
     read need not be fit to be run."""
@@ -75,20 +122,62 @@ def load_checkpoint(
     folder = resolved.path or hub.download(resolved, offline, check)
     config = check_folder(folder, is_read_only)
     device = device or torch.device("cpu")
+    device = local_device(device) if spread.tensor_parallel else device
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     count = sum(p.stat().st_size for p in weight_files(folder)) // stored.itemsize
     wanted = choose_dtype(dtype, device, stored, count)
-    need = count * wanted.itemsize
-    if quantisation(config) is not None:
-        files, count = weight_files(folder), num_parameters(config)
-        need = resident_bytes(config, files, count, wanted.itemsize, device, str(folder))
-    check_memory(need, wanted, device, f"the target {resolved.name}")
+    what = f"the target {resolved.name}"
+    fields, said = straight_to(device), None
+    if spread.is_asked:
+        fields, said = _spread_fields(config, folder, spread, device, wanted, what)
+    else:
+        need = count * wanted.itemsize
+        if quantisation(config) is not None:
+            files, count = weight_files(folder), num_parameters(config)
+            need = resident_bytes(config, files, count, wanted.itemsize, device, str(folder))
+        check_memory(need, wanted, device, what)
     suggested = read_suggested(folder)
     tokenizer = load_tokenizer(folder, config)
     whole = config.model_type if is_multimodal(config) else None
-    model = _load_model(folder, wanted, whole is not None, device)
+    model = _load_model(folder, wanted, whole is not None, fields)
     commit = folder.name if resolved.path is None and folder.parent.name == "snapshots" else None
-    return Loaded(model, tokenizer, commit or resolved.revision, whole, suggested)
+    return Loaded(model, tokenizer, commit or resolved.revision, whole, suggested, said)
+
+
+def _spread_fields(
+    config: Any,
+    folder: Path,
+    spread: Spread,
+    device: torch.device,
+    dtype: torch.dtype,
+    what: str,
+) -> tuple[dict[str, Any], str | None]:
+    """What `from_pretrained` is told of places or processes, once every place has room for its
+    part, and how it is said; None where all of it is on one device."""
+    if is_multimodal(config):
+        raise IncompatibleError(
+            f"{what} is inside a multimodal model, which is read whole on one device",
+            where=str(folder),
+            found="--tp" if spread.tensor_parallel else "--device-map",
+            expected="a language model alone, to spread it",
+            do="let a server that has it answer (--endpoint), or save the language model alone",
+        )
+    if spread.tensor_parallel:
+        size = check_launched()
+        check_plan(config, size)
+        check_memory(bytes_of_process(config, size, dtype.itemsize), dtype, device, what)
+        return parallel_fields(size), f"tensor parallel over {size} processes"
+    kept = None
+    if quantisation(config) is not None and not is_widened(config, device, str(folder)):
+        kept = stored_by_name(weight_files(folder))
+    assert spread.device_map is not None
+    with foreign_config(UNBUILDABLE, str(folder / "config.json")):
+        placed: Placement = place_target(config, spread.device_map, device, dtype.itemsize, kept)
+    placed.check(what)
+    fields = placed.fields()
+    if quantisation(config) is not None:
+        check_places(config, fields["device_map"], str(folder))
+    return fields, None if placed.is_one else placed.text()
 
 
 def check_folder(folder: Path, is_read_only: bool = False) -> Any:
@@ -194,22 +283,24 @@ def _check_ids(tokenizer: Any, vocab_size: int, folder: Path) -> None:
 
 
 def _load_model(
-    folder: Path, dtype: torch.dtype, has_more_than_text: bool, device: torch.device
+    folder: Path, dtype: torch.dtype, has_more_than_text: bool, fields: Mapping[str, Any]
 ) -> Any:
-    """The weights go from their files to the device one by one: no process holds the whole model in
-    host memory on the way."""
-    bars = logging.is_progress_bar_enabled()
+    """The weights go from their files to their places one by one (`fields`): no process holds the
+    whole model in host memory on the way."""
+    bars, dispatch = logging.is_progress_bar_enabled(), getLogger("accelerate.big_modeling")
     logging.disable_progress_bar()
+    level = dispatch.level
+    dispatch.setLevel(ERROR)  # it warns that a device map does what it says
     try:
         if has_more_than_text:
-            model, info = load_text_side(folder, dtype, device)
+            model, info = load_text_side(folder, dtype, fields)
         else:
             model, info = from_folder(
                 AutoModelForCausalLM,
                 folder,
                 dtype=dtype,
                 output_loading_info=True,
-                **straight_to(device),
+                **fields,
             )
     except SpecctlError:
         raise
@@ -223,6 +314,7 @@ def _load_model(
             where=str(folder),
         ) from error
     finally:
+        dispatch.setLevel(level)
         if bars:
             logging.enable_progress_bar()
     _check_complete(info, folder)

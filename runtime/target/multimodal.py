@@ -8,6 +8,7 @@ trained on text (a text-only draft for LLaVA: arXiv 2404.08856).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.utils import logging
 
 from specctl.core.errors import IncompatibleError
-from specctl.runtime.target.checkpoint_folder import from_folder, straight_to
+from specctl.runtime.target.checkpoint_folder import from_folder
 
 # Text towers without a causal model of their own, and the one that computes the same on text.
 TWINS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
@@ -83,9 +84,10 @@ def _laid_out_otherwise(full: Any, found: str) -> IncompatibleError:
 
 
 def load_text_side(
-    folder: Path, dtype: torch.dtype, device: torch.device
+    folder: Path, dtype: torch.dtype, fields: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """The whole model of a folder, of which only the text side is kept, and what was loaded."""
+    """The whole model of a folder, of which only the text side is kept, and what was loaded.
+    `fields`: what `from_pretrained` is told of its place."""
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # what is said of the other towers helps nobody here
     try:
@@ -94,7 +96,7 @@ def load_text_side(
             folder,
             dtype=dtype,
             output_loading_info=True,
-            **straight_to(device),
+            **fields,
         )
     finally:
         logging.set_verbosity(level)

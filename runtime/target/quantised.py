@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,14 +49,19 @@ def quantisation(config: Any) -> dict[str, Any] | None:
 
 def stored_tensors(files: Iterable[Path]) -> list[StoredTensor]:
     """Every tensor of these files, from the headers alone."""
+    return list(stored_by_name(files).values())
+
+
+def stored_by_name(files: Iterable[Path]) -> dict[str, StoredTensor]:
+    """The same by name."""
     from safetensors import safe_open
 
-    found = []
+    found = {}
     for path in files:
         with safe_open(path, framework="numpy") as file:
             for name in file.keys():  # noqa: SIM118
                 part = file.get_slice(name)
-                found.append(StoredTensor(tuple(part.get_shape()), str(part.get_dtype())))
+                found[name] = StoredTensor(tuple(part.get_shape()), str(part.get_dtype()))
     return found
 
 
@@ -87,7 +92,26 @@ def is_widened(config: Any, device: torch.device, where: str) -> bool:
             do="install what is named, or take the checkpoint in bfloat16",
             where=where,
         ) from error
+    if method == "compressed-tensors" and not getattr(quantizer, "use_fp8_kernel", False):
+        return True  # its library unpacks every matrix for good in the first forward
     return bool(getattr(quantizer.quantization_config, "dequantize", False))
+
+
+def check_places(config: Any, places: Mapping[str, Any], where: str) -> None:
+    """Refuse a device map that the library of a quantised checkpoint does not follow."""
+    given = copy.deepcopy(config.quantization_config)
+    try:
+        quantizer = AutoHfQuantizer.from_config(given, pre_quantized=True)
+        quantizer.validate_environment(device_map=dict(places), dtype=torch.bfloat16)
+    except Exception as error:  # each method's own
+        method = (quantisation(config) or {}).get("quant_method")
+        raise IncompatibleError(
+            f"a checkpoint quantised by {method} cannot be spread like that",
+            found=" ".join(str(error).split())[:200],
+            expected="places that its library computes at",
+            do="--device-map balanced (GPUs alone), or take the checkpoint in bfloat16",
+            where=where,
+        ) from error
 
 
 def layer_share(config: Any, gpu: str | None, itemsize: int) -> float:

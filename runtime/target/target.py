@@ -7,12 +7,13 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specctl.core.errors import IncompatibleError
+from specctl.core.errors import IncompatibleError, one_of_two
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Borrowed, LanguageModel
 from specctl.core.spec import Identity, ModelSpec
@@ -22,6 +23,7 @@ from specctl.models.hf_lm import HfLM
 from specctl.models.hf_probe import check_reading
 from specctl.models.hf_spec import spec_of
 from specctl.models.read_only import ReadingLM
+from specctl.models.spread import whole_weight
 from specctl.recipes.targets import resolve
 from specctl.runtime.sampling.generation_config import Suggested
 from specctl.runtime.target.adapter import (
@@ -31,7 +33,7 @@ from specctl.runtime.target.adapter import (
     read_adapters,
     with_adapters,
 )
-from specctl.runtime.target.checkpoint import load_checkpoint
+from specctl.runtime.target.checkpoint import Spread, load_checkpoint
 from specctl.runtime.target.device import LARGE, choose_device, choose_dtype, refuse_idle_cuda
 
 
@@ -64,7 +66,8 @@ class Target:
     `changed` says how far it is from the target that a joint training made it of; `inside_of` is
     the kind of multimodal model whose text side it is; `suggested` the sampling that its checkpoint
     asks for; `adapters` what was added to the weights, in that order: `fingerprint` then covers
-    them, and `base_fingerprint` is that of the weights alone."""
+    them, and `base_fingerprint` is that of the weights alone; `spread` says how the weights are
+    spread over devices, files or processes, None for one device."""
 
     name: str
     revision: str | None
@@ -80,6 +83,7 @@ class Target:
     suggested: Suggested | None = None
     adapters: tuple[AppliedAdapter, ...] = ()
     base_fingerprint: str | None = None
+    spread: str | None = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -197,11 +201,13 @@ class Target:
 
 
 def _any_lm(model: Any, eos_ids: tuple[int, ...], is_read_only: bool) -> LanguageModel:
+    given = model.config._attn_implementation
     try:
         return HfLM(model, eos_ids)
     except IncompatibleError as error:
         if not is_read_only:
             raise
+        model.set_attn_implementation(given)  # as it is read by transformers
         read = ReadingLM(model, eos_ids, error.found or error.what)
         check_reading(model)
         return read
@@ -228,32 +234,56 @@ def load_target(
     compile: bool = False,
     adapters: Sequence[str] = (),
     is_read_only: bool = False,
+    device_map: str | None = None,
+    tensor_parallel: bool = False,
 ) -> Target:
     """The target called `name`: an alias such as "tiny" or "llama3-8b", a local folder, or a hub
     id. `inflate` names a size ("100m", "300m", "1b", "8b") to which a Llama-shaped target is blown
     up without changing its distribution, for measurements of speed. `compile`: its rounds are
     recorded in fixed shapes and replayed (CUDA graphs, torch.compile on the CPU). `adapters`:
     folders of LoRA adapters as peft writes them, each FOLDER or FOLDER@WEIGHT, added in order.
-    `is_read_only`: also an architecture that cannot be run here, to train drafters for it."""
+    `is_read_only`: also an architecture that cannot be run here, to train drafters for it.
+    `device_map`: auto, balanced, cpu-offload, or a map as JSON text or in a file, by which its
+    layers are spread over devices, host memory and files. `tensor_parallel`: over the processes of
+    torchrun, which then all do the same; either way the forward is transformers' own."""
+    spread = Spread(device_map, tensor_parallel)
+    _check_spread(spread, inflate, compile, adapters)
     added = read_adapters(adapters)
     resolved = resolve(name, revision)
     if device == "auto":
         refuse_idle_cuda()
     where = choose_device(device)
     first = "float32" if inflate is not None else dtype
-    loaded = load_checkpoint(resolved, first, where, offline, is_read_only)
+    loaded = load_checkpoint(resolved, first, where, offline, is_read_only, spread)
     target = _adapted(loaded.model, loaded.tokenizer, name, is_read_only, added)
     target = replace(
         target,
         revision=loaded.revision,
         inside_of=loaded.inside_of,
         suggested=loaded.suggested,
+        spread=loaded.spread,
     )
     if inflate is not None:
         from specctl.runtime.target.inflate import inflate as blow_up
 
         target = blow_up(target, inflate, choose_dtype(dtype, where, num_parameters=LARGE))
     return replace(target, lm=CompiledLM(target.lm)) if compile else target
+
+
+def _check_spread(
+    spread: Spread, inflate: str | None, compile: bool, adapters: Sequence[str]
+) -> None:
+    """Refuse what needs all weights on one device."""
+    words = {"--inflate": inflate, "--compile": compile, "--adapter": adapters}
+    given = [flag for flag, value in words.items() if value]
+    if spread.is_asked and given:
+        raise one_of_two(
+            f"{given[0]} needs all weights of the target on one device",
+            f"{given[0]} and {'--tp' if spread.tensor_parallel else '--device-map'}",
+            "merge the adapter first (peft: merge_and_unload, save_pretrained) and give that folder"
+            if given[0] == "--adapter"
+            else f"leave out {given[0]}",
+        )
 
 
 def _adapted(
@@ -295,9 +325,13 @@ def fingerprint(model: Any) -> str:
 
     Samples are hashed as bfloat16, so that one checkpoint has one fingerprint in every dtype.
     """
-    flat = {name: weight.detach().reshape(-1) for name, weight in model.named_parameters()}
     shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-    return fingerprint_of(model.config, shapes, lambda name, at, n: flat[name][at : at + n])
+
+    @lru_cache(maxsize=1)  # one that is spread is brought together once, and let go
+    def flat(name: str) -> Tensor:
+        return whole_weight(model, name).reshape(-1)
+
+    return fingerprint_of(model.config, shapes, lambda name, at, n: flat(name)[at : at + n].cpu())
 
 
 def fingerprint_of(

@@ -1,5 +1,5 @@
 """Run by torchrun in test_sharding.py: the toy job, its weights spread over two CPU processes, and
-a whole run on a target that is spread as well."""
+a whole run on a target that is spread as well; and a target of tensor parallelism."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
+from specctl.runtime.target.tensor_parallel import is_known
 from specctl.train.distributed.pieces import local
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.loop import TrainProgress, restore, train
-from specctl_testing.train import sharded_run, toy
+from specctl_testing.train import parallel_run, sharded_run, toy
 
 out = Path(sys.argv[1])
 torch.set_num_threads(1)
@@ -62,6 +63,8 @@ report: dict[str, object] = {}
 whole_run()
 resumed_run()
 silent_rank()
+if is_known():
+    report["parallel"] = parallel_run.compared(str(out / "target"), ranks)
 if ranks.is_main:
     (out / "report.json").write_text(json.dumps(report))
 sharded_run.run(out / "two", out / "words.txt", json.loads(sys.argv[3]))

@@ -15,11 +15,12 @@ import torch
 
 import specctl
 from specctl.runtime.measure.reporter import SilentReporter
+from specctl.runtime.target.tensor_parallel import is_known
 from specctl.train.distributed.muon import orthogonal_step
 from specctl.train.loop import TrainProgress, restore, train
 from specctl.train.metrics import read_log
 from specctl.train.saving.checkpoint import Checkpoints
-from specctl_testing.train import sharded_run, toy
+from specctl_testing.train import parallel_run, sharded_run, toy
 
 SAME: dict[str, Any] = {"dropout": 0.0, "accumulate": 2, "rows": 4, "save_every": 6, "keep": 4}
 TOLERANCE = 2e-5  # float32 sums in another order, through 12 updates
@@ -47,6 +48,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = out / "words.txt"
     text.write_text("\n\n".join(f"def f{i}(x):\n    return x + {i}" for i in range(100)))
     sharded_run.run(out / "single", text, SHORT)
+    parallel_run.write_target(out / "target")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     words = [str(out), json.dumps(SAME), json.dumps([*SHORT, *SPREAD])]
     source = str(Path(specctl.__path__[0]).parent)
@@ -135,3 +137,20 @@ def test_the_step_of_a_gathered_matrix_is_the_step_of_muon() -> None:
     muon.step()
     assert torch.equal(weight.detach(), expected)
     assert float(torch.linalg.svdvals(expected).std()) < 0.2 * float(expected.norm())
+
+
+def test_a_target_of_tensor_parallelism_decodes_in_step_and_is_read_in_turns(ran: Path) -> None:
+    """Each process has other rows, and keeps half of the key/value heads."""
+    if not is_known():
+        pytest.skip("transformers spreads no matrices as DTensors")
+    for rank in report(ran)["parallel"]:
+        assert rank["same answers"]
+        assert rank["same fingerprint"]
+        assert rank["same shape"]
+        assert rank["own heads"] == 1
+        assert rank["pieces"] > 4 * 7
+        assert max(rank["away"]) < 1e-4
+        assert rank["same head"]
+        assert rank["same embedding"]
+        assert rank["can run"] == [True, False]
+        assert rank["plain head"]

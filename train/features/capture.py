@@ -16,7 +16,6 @@ from specctl.core.drafter import Needs
 from specctl.core.language_model import LanguageModel
 from specctl.models.fast_llama import FastLlama
 from specctl.models.kernels import linear
-from specctl.runtime.target.served import ServedLM
 from specctl.runtime.target.target import Target
 
 
@@ -55,17 +54,17 @@ def read(target: Target, batch: TrainBatch, needs: Needs) -> TrainBatch:
 
 def has_plain_head(lm: LanguageModel) -> bool:
     """True where logits are the last state times the head, with nothing after it."""
-    return isinstance(lm, FastLlama) or (isinstance(lm, ServedLM) and lm.has_plain_head)
+    return isinstance(lm, FastLlama) or bool(getattr(lm, "has_plain_head", False))
 
 
 @torch.no_grad()
 def head_logits(lm: LanguageModel, state_BSD: Tensor) -> Tensor:
     """[B, S, V]: the logits of last states, by the very product that `capture` makes."""
-    if isinstance(lm, ServedLM):
-        head = lm.borrowed()
-        return F.linear(state_BSD, head.head_VD, head.head_bias_V)
-    assert isinstance(lm, FastLlama), "the head of another model may not be a plain product"
-    return linear(state_BSD, lm.module.weights().head)
+    if isinstance(lm, FastLlama):
+        return linear(state_BSD, lm.module.weights().head)
+    assert has_plain_head(lm), "the head of another model may not be a plain product"
+    head = lm.borrowed()
+    return F.linear(state_BSD, head.head_VD, head.head_bias_V)
 
 
 def to_device(batch: TrainBatch, device: torch.device) -> TrainBatch:

@@ -65,25 +65,41 @@ def held(
     return Held(found, {name: count * size for name, size in host.items()}, moment)
 
 
+def is_spread(recipe: Recipe) -> bool:
+    """Whether no device holds the whole target, by its device map or by tensor parallelism."""
+    return recipe.target.device_map is not None or recipe.target.tensor_parallel
+
+
+def resident(recipe: Recipe, step: StepBytes, processes: int) -> int:
+    """Bytes of the target on a device. By a device map the least that it must be, with a layer that
+    is brought there; where the others go is settled, and checked, as it is loaded."""
+    if recipe.target.tensor_parallel:
+        return step.layers // processes + step.beside_layers
+    if recipe.target.device_map is not None:
+        return step.beside_layers + step.largest_layer
+    return step.target
+
+
 def _fused(recipe: Recipe, step: StepBytes, cluster: Cluster) -> dict[str, int]:
     """Joined copies of the target's matrices, made where there is plenty of room for them."""
     room = machine_bytes() if cluster.gpu is None else cluster.gpu.memory
-    if recipe.train.joint is not None or recipe.train.shard_target or room is None:
+    is_joined = not (recipe.train.shard_target or is_spread(recipe))
+    if recipe.train.joint is not None or not is_joined or room is None:
         return {}
     return {"target, joined matrices": step.layers} if step.target <= PACK_SHARE * room else {}
 
 
 def _training(recipe: Recipe, step: StepBytes, cluster: Cluster) -> dict[str, int]:
     train, count = recipe.train, cluster.processes
-    is_spread = train.parallel == "fsdp" and count > 1
+    is_sharded = train.parallel == "fsdp" and count > 1
     whole = step.weights + step.gradient + step.optimizer
-    target = step.target
-    if is_spread and train.shard_target:
+    target = resident(recipe, step, count)
+    if is_sharded and train.shard_target:
         target = step.layers // count + step.beside_layers + 2 * step.largest_layer
     return {
         _target_name(recipe): target,
         "drafter, gradient, optimizer": whole
-        if not is_spread
+        if not is_sharded
         else whole // count + step.weights + step.gradient,
         **({"reference": step.weights} if train.select in COMPARING else {}),
         "batch": step.batch,
@@ -99,13 +115,13 @@ def _measuring(
     recipe: Recipe, spec: ModelSpec, step: StepBytes, cluster: Cluster, wide: int
 ) -> dict[str, int]:
     train, data, count = recipe.train, recipe.data, cluster.processes
-    is_spread = train.parallel == "fsdp" and count > 1
+    is_sharded = train.parallel == "fsdp" and count > 1
     whole = step.weights + step.gradient + step.optimizer
     position = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * wide
     places = train.tau_prompts * min(spec.max_positions, data.prompt_tokens + train.tau_tokens + 64)
     return {
-        "target": step.target,
-        "drafter, gradient, optimizer": whole // count if is_spread else whole,
+        "target": resident(recipe, step, count),
+        "drafter, gradient, optimizer": whole // count if is_sharded else whole,
         "drafter, prepared for drafting": step.weights,
         "KV cache": position * places,
     }

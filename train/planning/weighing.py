@@ -96,8 +96,10 @@ class Weighing:
             return self._on_its_device({"target": wide * self._beside_layers})
         share = layer_share(self.shape.config, None if gpu is None else gpu.name, wide)
         weights = round(share * wide * self.shape.parameters)
-        is_spread = self.recipe.train.shard_target and self.cluster.processes > 1
-        weights = weights // self.cluster.processes if is_spread else weights
+        is_cut = self.recipe.train.shard_target or self.recipe.target.tensor_parallel
+        weights = weights // self.cluster.processes if is_cut else weights
+        if self.recipe.target.device_map is not None:
+            weights = 0  # where layers go is settled as it is loaded
         return self._on_its_device({"target": weights})
 
     def most(self) -> Held:

@@ -29,6 +29,7 @@ from specctl.runtime.target.checkpoint import as_transformers
 from specctl.runtime.target.target import Target
 
 ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs/targets.md").read_text(encoding="utf-8")
 SLICE = (
     *(
         "afmoe",
@@ -40,7 +41,15 @@ SLICE = (
         "bloom",
         "codegen",
     ),
-    *("deepseek_v3", "doge", "exaone4", "falcon", "falcon, ALiBi", "gemma2, soft caps"),
+    *(
+        "deepseek_v3",
+        "deepseek_v4",
+        "doge",
+        "exaone4",
+        "falcon",
+        "falcon, ALiBi",
+        "gemma2, soft caps",
+    ),
     *("gemma3n_text", "gemma4_text, shared layers", "glm4_moe_lite", "gpt2", "gpt_neo", "gpt_oss"),
     *(
         "gptj",
@@ -153,7 +162,7 @@ def matrix() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def documented(matrix: ModuleType) -> Any:
-    return matrix.read_table((ROOT / "docs/targets.md").read_text(encoding="utf-8"))
+    return matrix.read_table(PAGE)
 
 
 @pytest.mark.parametrize("name", SLICE)
@@ -165,13 +174,16 @@ def test_an_architecture_does_what_the_document_says(
     if matrix.kind_of(name) not in matrix.names():
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
     found, told = matrix.find(name), documented[name]
+    is_other = found.verdict == "refused" != told.verdict
+    if is_other and f"transformers {transformers.__version__}:" not in PAGE:
+        assert "otherwise" in found.why  # an older transformers computes some of them wrongly
+        return
     assert (found.verdict, found.taps) == (told.verdict, told.taps), found.why
     assert re.sub(r"[\d.]+%", "", found.why) == re.sub(r"[\d.]+%", "", told.why)
 
 
 def test_the_document_has_a_row_for_every_architecture(matrix: ModuleType, documented: Any) -> None:
-    text = (ROOT / "docs/targets.md").read_text(encoding="utf-8")
-    if f"transformers {transformers.__version__}:" in text:
+    if f"transformers {transformers.__version__}:" in PAGE:
         assert list(documented) == matrix.names()
     assert sum(each.verdict != "not tried" for each in documented.values()) >= 90
 
@@ -247,9 +259,15 @@ def test_a_window_that_the_masks_ignore_is_found(
 
 
 def test_a_cache_keeps_what_each_layer_keeps(matrix: ModuleType) -> None:
-    """Latent attention keeps one compressed head and its turned part; shared layers nothing."""
-    latent = HfLM(matrix.tiny("deepseek_v3")).new_kv(2, 5)
-    assert latent.key_ZJLE[0].shape == (2, 1, 5, 16)
-    assert latent.value_ZJLE[0].shape == (2, 1, 5, 8)
-    shared = HfLM(matrix.tiny("gemma3n_text")).kv_layers
-    assert [layer.size > 0 for layer in shared] == [True, True, False]
+    """Latent attention keeps one compressed head and its turned part (in older transformers all
+    heads); shared layers nothing."""
+    model = matrix.tiny("deepseek_v3")
+    own = model(input_ids=torch.arange(5)[None], use_cache=True).past_key_values.layers[0]
+    if own.keys.shape[1] == 1:
+        assert (own.keys.shape[-1], own.values.shape[-1]) == (16, 8)
+    latent = HfLM(model).new_kv(1, 5)
+    assert latent.key_ZJLE[0].shape == own.keys.shape
+    assert latent.value_ZJLE[0].shape == own.values.shape
+    shared = [layer.size > 0 for layer in HfLM(matrix.tiny("gemma3n_text")).kv_layers]
+    assert shared[:2] == [True, True]
+    assert not any(shared[2:])  # older transformers leave such layers out

@@ -6,6 +6,7 @@ import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from transformers import AutoTokenizer
 import specctl.recipes
 from specctl.core.errors import IncompatibleError, ResourceError
 from specctl.runtime.target import checkpoint
-from specctl.runtime.target.quantised import layer_share, stored_tensors
+from specctl.runtime.target import quantised as quantised_module
+from specctl.runtime.target.quantised import is_widened, layer_share, stored_tensors
 from specctl.runtime.target.target import load_target
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
@@ -80,6 +82,28 @@ def test_a_format_whose_library_is_missing_is_named_before_weights_are_read(whol
     quantised(whole, {"quant_method": "awq", "bits": 4, "group_size": 32})
     with pytest.raises(IncompatibleError, match="gptqmodel"):
         load_target(str(whole))
+
+
+@pytest.mark.parametrize(
+    ("method", "fields", "widened"),
+    [
+        ("compressed-tensors", {}, True),  # by its library, in the first forward
+        ("compressed-tensors", {"use_fp8_kernel": True}, False),
+        ("gptq", {}, False),
+        ("mxfp4", {"dequantize": True}, True),
+    ],
+)
+def test_what_a_library_unpacks_while_it_runs_counts_as_what_it_becomes(
+    monkeypatch: pytest.MonkeyPatch, method: str, fields: dict[str, bool], widened: bool
+) -> None:
+    about = SimpleNamespace(dequantize=fields.get("dequantize", False))
+    quantizer = SimpleNamespace(
+        validate_environment=lambda **where: None, quantization_config=about, **fields
+    )
+    found = SimpleNamespace(from_config=lambda config, pre_quantized: quantizer)
+    monkeypatch.setattr(quantised_module, "AutoHfQuantizer", found)
+    config = _Config(quant_method=method)
+    assert is_widened(config, torch.device("cpu"), "here") == widened
 
 
 def test_what_is_kept_packed_counts_as_it_is_stored(tmp_path: Path) -> None:
