@@ -33,7 +33,10 @@ from specctl.train.data.heldout import heldout_prompts
 Way = Callable[[Sequence[int], int], tuple[float, list[int]]]
 ENGINES = {
     "llama.cpp": ("answer_llama_cpp.py", ["xllamacpp"]),
-    "OpenVINO": ("answer_openvino.py", ["torch==2.13.0", "openvino-genai", "optimum-intel[openvino]"]),
+    "OpenVINO": (
+        "answer_openvino.py",
+        ["torch==2.13.0", "openvino-genai", "optimum-intel[openvino]"],
+    ),
 }
 HOSTS = Path(__file__).parent / "peer_hosts"
 

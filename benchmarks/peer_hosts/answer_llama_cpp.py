@@ -1,6 +1,6 @@
-"""llama.cpp in its own Python: settings on the command line, then a request a line, answers a line.
+"""llama.cpp in its own Python: settings on the command line, then a request a line.
 
-ENV/bin/python answer_llama_cpp.py '{"model": GGUF, "draft": GGUF or null, "lookup": 0, "threads": 2}'
+ENV/bin/python answer_llama_cpp.py '{"model": GGUF, "draft": GGUF or null, "threads": 2}'
 Request: {"prompt": ids, "tokens": n}; answer: {"seconds": s, "ids": [...]}, seconds by the server's
 own clock, of prompt and answer.
 """

@@ -1,6 +1,6 @@
-"""OpenVINO GenAI in its own Python: settings on the command line, a request a line, answers a line.
+"""OpenVINO GenAI in its own Python: settings on the command line, then a request a line.
 
-ENV/bin/python answer_openvino.py '{"model": FOLDER, "draft": FOLDER or null, "lookup": 5, "threads": 2}'
+ENV/bin/python answer_openvino.py '{"model": FOLDER, "draft": FOLDER or null, "threads": 2}'
 FOLDER is a transformers folder; it is converted beside itself once, float32. Request: {"prompt":
 ids, "tokens": n}; answer: {"seconds": s, "ids": [...]}.
 """
