@@ -143,7 +143,15 @@ class DataPart(Section):
         default=None, description="target logits kept per token on disk; null keeps all"
     )
     features_gb: Annotated[float, Field(gt=0.0)] | None = Field(
-        default=None, description="most gigabytes of features on disk; the rest stays online"
+        default=None,
+        description="most gigabytes of features on disk; the rest stays online (of a URL: of the "
+        "cache; the rest is fetched again)",
+    )
+    features_at: str | None = Field(
+        default=None,
+        min_length=1,
+        description="where features are kept: a folder, or a URL of a store that fsspec knows "
+        "(s3://, gs://, hf://); null: OUT/features",
     )
     seed: SeedNumber = 0
 
@@ -174,7 +182,7 @@ class DataPart(Section):
     @model_validator(mode="after")
     def _no_ignored_features(self) -> Self:
         if self.features == "online":
-            for key in ("teacher_topk", "features_gb"):
+            for key in ("teacher_topk", "features_gb", "features_at"):
                 if getattr(self, key) is not None:
                     raise ValueError(f"{key} is ignored with features online; remove it")
         elif self.on_policy > 0:
