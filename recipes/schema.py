@@ -211,6 +211,9 @@ class TrainPart(Section):
     shard_target: bool = Field(
         default=False, description="with fsdp: spread the frozen target over the processes, too"
     )
+    sequence_parallel: Positive = Field(
+        default=1, description="so many processes compute one row together, a stretch each"
+    )
     select: Literal["none", "highest", "lowest", "random"] = Field(
         default="none",
         description="learn only some tokens of a batch: those on which the drafter is furthest "
@@ -262,6 +265,8 @@ class TrainPart(Section):
             raise ValueError("lora adapts whole weights, which fsdp spreads; set parallel: ddp")
         if self.shard_target and self.parallel != "fsdp":
             raise ValueError("shard_target is ignored with parallel ddp; set parallel: fsdp")
+        if self.sequence_parallel > 1 and (self.select != "none" or self.joint is not None):
+            raise ValueError("select and joint look at whole rows; set sequence_parallel: 1")
         return self
 
 

@@ -122,11 +122,11 @@ def take_step(job: Job, progress: TrainProgress, advance: Advance) -> None:
     rows = job.order.take(progress.position, settings.rows * settings.accumulate)
     if job.ahead is not None:
         later = job.order.take(progress.position + len(rows), len(rows))
-        for coming in share(later, settings.accumulate, job.ranks.rank, job.ranks.size):
+        for coming in own_share(job, later):
             job.ahead(coming)
     job.gradient.zero()
     totals = Totals()
-    for micro_rows in share(rows, settings.accumulate, job.ranks.rank, job.ranks.size):
+    for micro_rows in own_share(job, rows):
         batch = replace(job.batch(micro_rows), progress=progress.step / job.schedule.steps)
         with job.autocast():
             out = job.drafter.loss(batch)
@@ -156,6 +156,18 @@ def take_step(job: Job, progress: TrainProgress, advance: Advance) -> None:
     else:
         advance(1, "skipped")
         skip(job, progress, {"rows": rows, "loss": repr(figures["loss"][0]), "norm": repr(norm)})
+
+
+def own_share(job: Job, rows: list[int]) -> list[list[int]]:
+    """The micro-batches of this process, whose rows it may share with others of its group."""
+    settings, ranks = job.settings, job.ranks
+    group, groups = ranks.rank // settings.sequence_parallel, num_groups(settings, ranks)
+    return share(rows, settings.accumulate, group, groups)
+
+
+def num_groups(settings: TrainPart, ranks: Ranks) -> int:
+    """Processes, or groups of them, that have rows of their own."""
+    return max(1, ranks.size // settings.sequence_parallel)
 
 
 def skip(job: Job, progress: TrainProgress, bad: dict[str, Any]) -> None:
