@@ -25,7 +25,7 @@ BUILD_LOG := $(VENV)/install.log
 
 .PHONY: help install dev docs locks quickstart test lint types check proof bench gpu gpu-dry clean former proof-training \
   proof-kill proof-faults proof-resume proof-order proof-nan proof-damage proof-term proof-changed \
-  proof-shards proof-lock proof-answers proof-joint proof-page proof-serving \
+  proof-shards proof-lock proof-answers proof-nodes proof-joint proof-page proof-serving \
   proof-serve-fuzz proof-serve-streams proof-serve-load proof-serve-life
 
 help:
@@ -141,8 +141,10 @@ proof-lock: $(VENV)/.dev
 	$(PROOF)/proof_lock.py
 proof-answers: $(VENV)/.dev
 	$(PROOF)/proof_answers.py --kills 100
+proof-nodes: $(VENV)/.dev
+	$(PROOF)/proof_nodes.py --kills 4
 proof-training: proof-kill proof-faults proof-resume proof-order proof-nan proof-damage proof-term \
-  proof-changed proof-shards proof-lock proof-answers
+  proof-changed proof-shards proof-lock proof-answers proof-nodes
 
 # Every drafter under every kind of sampling against the exact law of whole short texts.
 proof-joint: $(VENV)/.dev

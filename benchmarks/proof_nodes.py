@@ -55,6 +55,8 @@ WAYS: dict[str, dict[str, str]] = {
     "fsdp, two to a row": {"train__parallel": "fsdp", "train__sequence_parallel": "2"},
 }
 LIMIT = 300.0  # seconds in which a run must have gone on
+# Without it a new agent never hears where to meet: the one that stayed says so in its first round.
+OWN = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 SAID = re.compile(r"continuing from step ([\d,]+)")
 
 
@@ -84,7 +86,7 @@ def train(out: Path, text: Path, part: str, way: str) -> None:
 
 def environment() -> dict[str, str]:
     source = str(Path(specctl.__path__[0]).parent)
-    more = {"PYTHONPATH": source, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    more = {"PYTHONPATH": source, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", OWN: "1"}
     return os.environ | more
 
 

@@ -251,6 +251,10 @@ class TrainPart(Section):
         default=(), description="trackers of Accelerate, e.g. tensorboard"
     )
 
+    def groups(self, processes: int) -> int:
+        """Processes, or groups that compute a row together, which divide the rows of a batch."""
+        return max(1, processes // self.sequence_parallel)
+
     @model_validator(mode="after")
     def _shares_fit(self) -> Self:
         if self.schedule == "wsd" and self.warmup + self.decay > 1.0:

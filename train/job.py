@@ -43,7 +43,7 @@ from specctl.train.features.offline import BatchOf, Features, feature_source
 from specctl.train.features.reading import reading_target
 from specctl.train.init.initial import Initial, Loader, completed, initialise, tensors_digest
 from specctl.train.joint.joint import JointModel
-from specctl.train.loop import Job, num_groups
+from specctl.train.loop import Job
 from specctl.train.lora import attach
 from specctl.train.metrics import MeasuredAcceptance, MetricsLog
 from specctl.train.optim import Gradient, RecipeSchedule, build_optimizers
@@ -73,7 +73,7 @@ def make_job(
     """Everything the loop works with; `reference` is what the selection of tokens compares with."""
     settings, ranks, reporter = recipe.train, checkpoints.ranks, checkpoints.reporter
     target, data, out = inputs.target, inputs.data, checkpoints.folder.parent
-    check_rows(recipe.train.rows, num_groups(settings, ranks))
+    check_rows(recipe.train.rows, settings.groups(ranks.size))
     drafter = _initial_drafter(recipe, inputs, ranks, reporter)
     part, needs = row_part(recipe, drafter, ranks), drafter.needs()
     if part is not None:

@@ -161,13 +161,8 @@ def take_step(job: Job, progress: TrainProgress, advance: Advance) -> None:
 def own_share(job: Job, rows: list[int]) -> list[list[int]]:
     """The micro-batches of this process, whose rows it may share with others of its group."""
     settings, ranks = job.settings, job.ranks
-    group, groups = ranks.rank // settings.sequence_parallel, num_groups(settings, ranks)
+    group, groups = ranks.rank // settings.sequence_parallel, settings.groups(ranks.size)
     return share(rows, settings.accumulate, group, groups)
-
-
-def num_groups(settings: TrainPart, ranks: Ranks) -> int:
-    """Processes, or groups of them, that have rows of their own."""
-    return max(1, ranks.size // settings.sequence_parallel)
 
 
 def skip(job: Job, progress: TrainProgress, bad: dict[str, Any]) -> None:

@@ -111,10 +111,9 @@ class SeenPart:
     def sets(self, key_BJLE: Tensor, value_BJLE: Tensor) -> list[KeySet]:
         """The sets that make up whole rows."""
         start, stop = self.part.bounds(self.length)
-        both = key_BJLE, value_BJLE
-        sets = [KeySet(*(x[:, :, start:stop] for x in both), self.own)]
+        sets = [KeySet(key_BJLE[:, :, start:stop], value_BJLE[:, :, start:stop], self.own)]
         if start:
-            sets.append(KeySet(*(x[:, :, :start] for x in both), self.before))
+            sets.append(KeySet(key_BJLE[:, :, :start], value_BJLE[:, :, :start], self.before))
         return sets
 
 

@@ -27,7 +27,6 @@ from specctl.runtime.target.target import Target
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.distributed.sequence import row_part
 from specctl.train.features.capture import capture
-from specctl.train.loop import num_groups
 
 PACKED = [[0] * 9 + [1] * 10 + [-1] * 2, [0] * 2 + [1] * 19]  # S = 21: stretches differ in length
 KEPT = [0, 1, 2, 3, 5, 8, 11, 12, 13, 20, 21]
@@ -136,7 +135,7 @@ def test_what_cannot_share_rows_is_refused(make_target: Any) -> None:
     with pytest.raises(RecipeError, match="do not divide"):
         row_part(recipe, built["eagle3"], Ranks(0, 6))
     assert row_part(load_recipe("eagle3"), built["medusa"], Ranks(0, 4)) is None
-    assert num_groups(recipe.train, Ranks(0, 8)) == 2
+    assert recipe.train.groups(8) == 2
     with pytest.raises(RecipeError, match="look at whole rows"):
         load_recipe("eagle3", sets=["train.sequence_parallel=2", "train.select=random"])
 

@@ -79,6 +79,20 @@ def test_a_size_that_was_not_traced_is_reckoned_right(name: str, rows: int, leng
         assert planned == pytest.approx(peaks[phase], rel=0.03)
 
 
+def test_a_stretch_of_a_row_takes_its_share_beside_the_features_of_all_of_it() -> None:
+    sets = ["train.seq_len=256", "drafter.options.ttt_steps=2", "drafter.options.chunk=128"]
+    recipe = load_recipe("llama3-8b-eagle3", [*sets, "train.sequence_parallel=4"], target="tiny")
+    shape = shape_named("8B", 4)
+    found = step_bytes(recipe, shape.config, shape.spec, "bfloat16", is_gpu=True)
+    features = 4 * 4096 * 2  # of a token: three taps and the last state, no logits
+    growth = found.phases["its features"]
+    assert growth.at(1, 4096) - growth.at(1, 2048) == pytest.approx(2048 * features, rel=0.01)
+    whole, part = found.batch(1, 8192), found.batch(1, 8192, 4)
+    assert part < 0.5 * whole
+    own = max(found.phases[phase].at(1, 2048) for phase in ("the loss", "the gradient"))
+    assert part >= own + 6144 * features * 0.99
+
+
 def test_fake_tensors_take_what_real_ones_take(make_model: Callable[..., Any]) -> None:
     recipe = load_recipe("eagle3", ["vocab.size=null", "drafter.options.intermediate=64"])
     target = Target.from_model(make_model(dtype=torch.float32))

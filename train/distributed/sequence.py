@@ -40,5 +40,5 @@ def row_part(recipe: Recipe, drafter: Drafter, ranks: Ranks) -> RowPart | None:
             expected=f"a multiple of {count} processes",
             do=f"--processes {count} or --gpus {count}, or --set {WHERE}=1",
         )
-    group, _ = dist.new_subgroups(group_size=count)
+    group, _ = dist.new_subgroups(group_size=count)  # type: ignore[no-untyped-call]
     return RowPart(ranks.rank % count, count, group)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from specctl.core.spec import ModelSpec
 from specctl.models.llama import PACK_SHARE
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import Recipe, TrainPart
 from specctl.train.planning.hardware import GPUS, Cluster, machine_bytes
 from specctl.train.planning.step_bytes import StepBytes
 from specctl.train.selective import COMPARING
@@ -82,8 +82,15 @@ def _training(recipe: Recipe, step: StepBytes, cluster: Cluster) -> dict[str, in
         if not is_spread
         else whole // count + step.weights + step.gradient,
         **({"reference": step.weights} if train.select in COMPARING else {}),
-        "batch": step.batch(-(-train.rows // count), train.seq_len),
+        "batch": step.batch(
+            rows_each(train, count), train.seq_len, min(count, train.sequence_parallel)
+        ),
     }
+
+
+def rows_each(train: TrainPart, processes: int) -> int:
+    """Rows of a batch that a process, or a group of them, has."""
+    return -(-train.rows // train.groups(processes))
 
 
 def _measuring(
@@ -116,7 +123,8 @@ def ways(recipe: Recipe, cluster: Cluster) -> Iterator[tuple[str, Recipe, Cluste
                 continue
             for halvings in range(10):
                 rows = recipe.train.rows >> halvings
-                if rows < count or (halvings and rows << halvings != recipe.train.rows):
+                least = recipe.train.groups(count)
+                if rows < least or (halvings and rows << halvings != recipe.train.rows):
                     break
                 change = dict(spread)
                 if halvings:

@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import (
 from transformers import AutoModelForCausalLM
 
 from specctl.core.batch import TrainBatch
-from specctl.core.drafter import Drafter
+from specctl.core.drafter import Drafter, Needs
 from specctl.core.errors import IncompatibleError
 from specctl.core.kv_cache import KVShape
 from specctl.core.language_model import LanguageModel
@@ -50,6 +50,7 @@ from specctl.train.lora import attach
 from specctl.train.optim import Gradient, build_optimizers
 from specctl.train.planning.live_bytes import LiveBytes, traced
 
+READING, FEATURES = "the target reads", "its features"
 LONGEST = 1536  # positions of a traced row; a longer row is reckoned from shorter ones
 SHARES = (0.5, 0.75)  # of it, for two more points: long enough to fill a slice of logits
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
@@ -99,9 +100,18 @@ class StepBytes:
     def target(self) -> int:
         return self.layers + self.beside_layers
 
-    def batch(self, rows: int, seq_len: int) -> int:
-        """Peak of a step over so many rows above what is always there; 0 where it is untraced."""
-        return max((phase.at(rows, seq_len) for phase in self.phases.values()), default=0)
+    def batch(self, rows: int, seq_len: int, parts: int = 1) -> int:
+        """Peak of a step over so many rows above what is always there; 0 where it is untraced.
+        `parts`: processes that compute one row together, each with the features of all of it."""
+        if parts == 1 or not self.phases:
+            return max((phase.at(rows, seq_len) for phase in self.phases.values()), default=0)
+        own, features = -(-seq_len // parts), self.phases[FEATURES]
+        more = features.at(rows, seq_len) - features.at(rows, own)
+        whole = (READING, FEATURES)
+        return max(
+            phase.at(rows, seq_len) if name in whole else phase.at(rows, own) + more
+            for name, phase in self.phases.items()
+        )
 
 
 def step_bytes(recipe: Recipe, config: Any, spec: ModelSpec, dtype: str, is_gpu: bool) -> StepBytes:
@@ -112,7 +122,7 @@ def step_bytes(recipe: Recipe, config: Any, spec: ModelSpec, dtype: str, is_gpu:
     size = recipe.vocab.size
     kept = min(size, spec.vocab_size) if isinstance(size, int) else None
     train = recipe.train
-    how = (train.precision, train.optimizer, train.seq_len, train.lora)
+    how = (train.precision, train.optimizer, train.seq_len, train.lora, train.sequence_parallel > 1)
     return _Known(recipe, config, spec).bytes((told, drafter, kept, how, dtype, is_gpu))
 
 
@@ -161,7 +171,10 @@ def _asked(asked: _Known) -> StepBytes:
             for optimizer in optimizers.values():
                 optimizer.step()
 
-        step = TracedStep(live, target, drafter, train.precision == "bf16", update)
+        needs = drafter.needs()
+        if train.sequence_parallel > 1:
+            needs = replace(needs, teacher_rows=needs.teacher)
+        step = TracedStep(live, target, drafter, train.precision == "bf16", update, needs)
         update()  # the optimizer's state is made by its first step
         optimizer = live.now - after
         ones, two, untraced = [], dict[str, int](), ""
@@ -193,14 +206,15 @@ class TracedStep:
     drafter: Drafter
     is_autocast: bool
     update: Any
+    needs: Needs | None = None  # None: the drafter's
 
     def peaks(self, rows: int, seq_len: int) -> dict[str, int]:
         """Bytes above those that stay, at most, by phase. Each phase grows by itself: the highest
         of them at a short length need not be that at a long one."""
         live, found = self.live, dict[str, int]()
         before = live.begin()
-        batch = capture(self.target, _batch(rows, seq_len), self.drafter.needs())
-        found["the target reads"] = live.peak - before
+        batch = capture(self.target, _batch(rows, seq_len), self.needs or self.drafter.needs())
+        found[READING], found[FEATURES] = live.peak - before, _feature_bytes(batch)
         live.begin()
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.is_autocast):
             out = self.drafter.loss(batch)
@@ -219,6 +233,14 @@ def _batch(rows: int, seq_len: int) -> TrainBatch:
     ids_BS = torch.zeros(rows, seq_len, dtype=torch.long)
     position_BS = torch.arange(seq_len).expand(rows, seq_len).contiguous()
     return TrainBatch(ids_BS, torch.ones_like(ids_BS, dtype=torch.bool), ids_BS, position_BS)
+
+
+def _feature_bytes(batch: TrainBatch) -> int:
+    """Of what the target said of a batch."""
+    kept = [*batch.taps.values(), batch.teacher_BSV]
+    kept.append(None if batch.teacher_rows is None else batch.teacher_rows.state_RD)
+    storages = {id(x.untyped_storage()): x for x in kept if x is not None}
+    return sum(x.untyped_storage().nbytes() for x in storages.values())
 
 
 def fake_drafter(recipe: Recipe, spec: ModelSpec, kept: int | None, is_gpu: bool) -> Drafter:

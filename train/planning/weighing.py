@@ -15,7 +15,7 @@ import torch
 from specctl.recipes.schema import Recipe
 from specctl.runtime.target.quantised import layer_share
 from specctl.train.planning.hardware import Cluster
-from specctl.train.planning.memory import PROCESS_BYTES, Held, held, way_out
+from specctl.train.planning.memory import PROCESS_BYTES, Held, held, rows_each, way_out
 from specctl.train.planning.rehearsal import Rehearsal, small
 from specctl.train.planning.step_bytes import step_bytes
 from specctl.train.planning.target_shape import TargetShape
@@ -59,7 +59,7 @@ class Weighing:
         joint = joint_memory(recipe.train, shape, dtype.itemsize)
         is_fast = shape.plain_head and shape.spec.model_type in FAST
         if step.untraced:
-            rows = -(-recipe.train.rows // self.cluster.processes)
+            rows = rows_each(recipe.train, self.cluster.processes)
             joint = {**joint, "batch, a bound from above": self._batch_at_most(rows)}
         return held(recipe, shape.spec, step, self.cluster, dtype.itemsize, joint, is_fast)
 
@@ -80,7 +80,7 @@ class Weighing:
     def most(self) -> Held:
         """A bound from above for all but unusual recipes."""
         train, spec = self.recipe.train, self.shape.spec
-        rows = -(-train.rows // self.cluster.processes)
+        rows = rows_each(train, self.cluster.processes)
         weights = 2 * self.dtype.itemsize * self.shape.parameters
         layer = 12 * spec.hidden_size * (spec.hidden_size + spec.intermediate_size)
         drafter = 24 * (8 * layer + 2 * spec.vocab_size * spec.hidden_size)
