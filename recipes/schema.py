@@ -211,6 +211,12 @@ class TrainPart(Section):
     shard_target: bool = Field(
         default=False, description="with fsdp: spread the frozen target over the processes, too"
     )
+    compile: bool = Field(
+        default=False, description="torch.compile what surrounds attention in the drafter's layers"
+    )
+    overlap: bool = Field(
+        default=False, description="the target reads the next batch while the drafter learns"
+    )
     sequence_parallel: Positive = Field(
         default=1, description="so many processes compute one row together, a stretch each"
     )
@@ -269,6 +275,10 @@ class TrainPart(Section):
             raise ValueError("lora adapts whole weights, which fsdp spreads; set parallel: ddp")
         if self.shard_target and self.parallel != "fsdp":
             raise ValueError("shard_target is ignored with parallel ddp; set parallel: fsdp")
+        if self.overlap and (self.shard_target or self.joint is not None):
+            raise ValueError("overlap needs a whole target that never changes; set overlap: false")
+        if self.compile and self.parallel == "fsdp":
+            raise ValueError("compile is for whole weights; set parallel: ddp, or compile: false")
         if self.sequence_parallel > 1 and (self.select != "none" or self.joint is not None):
             raise ValueError("select and joint look at whole rows; set sequence_parallel: 1")
         return self

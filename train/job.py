@@ -32,6 +32,7 @@ from specctl.train.assemble import (
     say_data,
     what_trains,
 )
+from specctl.train.compiled_layers import compile_layers
 from specctl.train.data.on_policy import text_of
 from specctl.train.data.rows import TokenData
 from specctl.train.data.supply import Order, Text
@@ -40,6 +41,7 @@ from specctl.train.distributed.sequence import row_part
 from specctl.train.distributed.sharding import Sharded, sharded_layers
 from specctl.train.features.capture import capture
 from specctl.train.features.offline import BatchOf, Features, feature_source
+from specctl.train.features.overlap import Overlapped, check_overlap
 from specctl.train.features.reading import reading_target
 from specctl.train.init.initial import Initial, Loader, completed, initialise, tensors_digest
 from specctl.train.joint.joint import JointModel
@@ -83,6 +85,8 @@ def make_job(
     num_rows = data.num_rows - len(held)
     say_data(recipe, num_rows, reporter)
     trained = _trained(settings, drafter, target, ranks, reporter)
+    if settings.compile:
+        compile_layers(drafter.module, drafter.family)
     joint = trained if isinstance(trained, JointModel) else None
     trainable = trained.trainable()
     vocab_sizes = {target.spec.vocab_size} | ({drafter.vocab.size} if drafter.vocab else set())
@@ -93,14 +97,18 @@ def make_job(
     reading = reading_target(target)
     if joint is None:
         features = feature_source(recipe, reading, data, needs, out, reporter, ranks)
+    check_overlap(recipe, drafter)
+    is_still = recipe.data.on_policy == 0.0
+    read = Overlapped(features, ranks.device) if settings.overlap else None
     decoding = target if joint is None else joint.target
     return Job(
         drafter=trained,
         settings=settings,
         schedule=RecipeSchedule(settings),
         order=order,
-        ahead=features.ahead if recipe.data.on_policy == 0.0 else None,
-        batch=_batches(recipe.data, reading, needs, text, features, selection, part),
+        ahead=_ahead(features, read) if is_still else None,
+        settle=(lambda: None) if read is None else read.settle,
+        batch=_batches(recipe.data, reading, needs, text, read or features, selection, part),
         measure=_measure(recipe, decoding, drafter, data, features.batch, reporter),
         optimizers=_optimizers(settings, trained, frozenset(vocab_sizes)),
         gradient=Gradient(trainable, ranks),
@@ -117,6 +125,17 @@ def make_job(
         ranks=ranks,
         text=text,
     )
+
+
+def _ahead(features: Features, read: Overlapped | None) -> Callable[[list[int]], None]:
+    """Who is told what comes next: threads that read files, and the one that asks the target."""
+
+    def ahead(rows: list[int]) -> None:
+        features.ahead(rows)
+        if read is not None:
+            read.ahead(rows)
+
+    return ahead
 
 
 def _measure(

@@ -74,7 +74,8 @@ class Job:
     """Everything the loop works with. `batch` turns row numbers of `text` into a batch with the
     target's features; `measure` decodes for real, before the first step as well if
     `measures_start`; `log_more` hands figures to trackers; `between` does what else may be due
-    between two steps; `ahead` is told the rows of the next step."""
+    between two steps; `ahead` is told the rows of the next step;
+    `settle` waits until nothing uses the target."""
 
     drafter: Drafter
     settings: TrainPart
@@ -96,6 +97,7 @@ class Job:
     log_more: Callable[[dict[str, float], int], None] = lambda figures, step: None
     between: Callable[[TrainProgress], None] = lambda progress: None
     ahead: Callable[[list[int]], None] | None = None
+    settle: Callable[[], None] = lambda: None
     ranks: Ranks = field(default_factory=Ranks)
     text: Text = field(default_factory=Text)
 
@@ -120,7 +122,7 @@ def take_step(job: Job, progress: TrainProgress, advance: Advance) -> None:
     settings, began = job.settings, time.perf_counter()
     job.text.refresh(progress.step, progress.position)
     rows = job.order.take(progress.position, settings.rows * settings.accumulate)
-    if job.ahead is not None:
+    if job.ahead is not None and progress.step + 1 < job.schedule.steps:
         later = job.order.take(progress.position + len(rows), len(rows))
         for coming in own_share(job, later):
             job.ahead(coming)
@@ -217,6 +219,7 @@ def measure(job: Job) -> HeldOutMeasurement:
     module = job.drafter.module
     assert module is not None
     module.eval()
+    job.settle()
     found: HeldOutMeasurement | None = None
     with job.drafter.whole(), job.ranks.together(), untouched_random_state(job.ranks.device):
         if job.ranks.is_main:
