@@ -34,6 +34,7 @@ from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import build_drafter
+from specctl.train.compiled_layers import BACKEND, compile_layers
 from specctl.train.features.capture import capture
 from specctl.train.init.initial import completed
 from specctl.train.optim import Gradient, build_optimizers
@@ -47,8 +48,8 @@ DRY_ROWS = ((1, 32), (2, 32))
 DRY_SETS = {"llama3.1-8b-dflash": ("drafter.options.taps=[0,2]", "drafter.options.mask_id=null")}
 
 
-def recipe_of(name: str, rows: int, seq_len: int, is_dry: bool) -> Recipe:
-    sets = [f"train.rows={rows}", f"train.seq_len={seq_len}", "drafter.init=null"]
+def recipe_of(name: str, rows: int, seq_len: int, is_dry: bool, *more: str) -> Recipe:
+    sets = [f"train.rows={rows}", f"train.seq_len={seq_len}", "drafter.init=null", *more]
     if is_dry:
         sets += ["vocab.size=64", *DRY_SETS.get(name, ())]
     return load_recipe(name, sets=sets)
@@ -67,7 +68,7 @@ def config_of(shape: LlamaShape) -> Any:
 class Step:
     """One step of a recipe, its parts timed."""
 
-    def __init__(self, recipe: Recipe, target: Target) -> None:
+    def __init__(self, recipe: Recipe, target: Target, backend: str) -> None:
         self.recipe, self.target, device = recipe, target, target.device
         size, vocab_size = recipe.vocab.size, target.spec.vocab_size
         vocab = None if size is None else VocabMap(torch.arange(int(size)), vocab_size)
@@ -76,6 +77,8 @@ class Step:
         self.drafter.to(device, torch.float32)
         if self.drafter.needs().borrow:
             self.drafter.bind(target.borrowed())
+        if recipe.train.compile:
+            compile_layers(self.drafter.module, self.drafter.family, backend)
         trainable = self.drafter.trainable()
         sizes = frozenset({vocab_size, int(size or 0)})
         self.optimizers = build_optimizers(trainable, recipe.train, sizes)
@@ -132,8 +135,10 @@ def main() -> None:
     def step_case(recipe: Recipe) -> dict[str, Any]:
         target()
         reset_peak(device)
-        step = Step(recipe, target())
-        step()
+        step = Step(recipe, target(), "eager" if cases.dry else BACKEND)
+        began = time.perf_counter()
+        step(mark)
+        first = time.perf_counter() - began
         with FlopCounterMode(display=False) as counter:
             step()
         reset_peak(device)
@@ -143,6 +148,7 @@ def main() -> None:
         whole = median(sum(one) for one in timed)
         operations = counter.get_total_flops()
         return {
+            "first_step_s": first,
             "step_s": whole,
             **parts,
             "tokens_per_second": recipe.train.rows * recipe.train.seq_len / whole,
@@ -184,6 +190,10 @@ def main() -> None:
         for count, length in rows if index == 0 else rows[1:2]:
             made = recipe_of(recipe, count, length, cases.dry)
             cases.case(f"{recipe}, {count} x {length}", lambda made=made: step_case(made))
+            if index == 0:
+                made = recipe_of(recipe, count, length, cases.dry, "train.compile=true")
+                name = f"{recipe}, {count} x {length}, compiled"
+                cases.case(name, lambda made=made: step_case(made))
     cases.finish()
 
 

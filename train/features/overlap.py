@@ -30,7 +30,9 @@ class Overlapped:
         self._read, self._announced = read, deque[list[int]]()
         self._coming: tuple[list[int], Future[TrainBatch]] | None = None
         self._worker = ThreadPoolExecutor(1, "overlap")
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def ahead(self, rows: list[int]) -> None:
         """These rows will be asked for, after all that were announced before."""
