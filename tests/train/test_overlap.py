@@ -4,7 +4,6 @@ while tau is measured."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from specctl.core.errors import RecipeError
 from specctl.drafters import family
 from specctl.recipes.load import load_recipe
 from specctl.runtime.target.target import Target
-from specctl.train.features import offline, target_source
+from specctl.train.features import target_source
 from specctl.train.features.overlap import Overlapped, check_overlap
 from specctl.train.metrics import read_log
 from specctl.train.run import train_draft
@@ -62,20 +61,16 @@ def test_what_fails_ahead_is_raised_when_it_is_asked_for() -> None:
         overlapped([1])
 
 
-@pytest.mark.parametrize("features", ["online", "offline"])
 def test_a_run_with_overlap_is_the_run_without(
-    chat_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, features: str
+    chat_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads = set[str]()
-    place: Any = target_source.InProcess if features == "online" else offline.FeatureSource
-    name = "read" if features == "online" else "batch"
-    real: Callable[..., Any] = getattr(place, name)
+    threads, real = set[str](), target_source.InProcess.read
 
     def noted(*args: Any) -> Any:
         threads.add(threading.current_thread().name.split("_")[0])
         return real(*args)
 
-    monkeypatch.setattr(place, name, noted)
+    monkeypatch.setattr(target_source.InProcess, "read", noted)
     text = tmp_path / "words.txt"
     text.write_text("\n\n".join(f"def f{i}(x):\n    return x + {i}" for i in range(100)))
     found = []
@@ -85,7 +80,7 @@ def test_a_run_with_overlap_is_the_run_without(
             "data.prompt_tokens=8", "data.text_tokens=0", "train.steps=5", "train.rows=4",
             "train.accumulate=2", "train.seq_len=32", "train.log_every=1", "train.tau_every=2",
             "train.tau_prompts=1", "train.tau_tokens=4", "vocab.size=null",
-            f"train.overlap={overlap}", f"data.features={features}",
+            f"train.overlap={overlap}",
         ]  # fmt: skip
         out = tmp_path / overlap
         train_draft(load_recipe("eagle3", sets=sets), out, target=chat_target)
