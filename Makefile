@@ -23,9 +23,9 @@ HASHED := $(BIN)/python -m pip install --disable-pip-version-check --quiet --req
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 BUILD_LOG := $(VENV)/install.log
 
-.PHONY: help install dev docs locks quickstart test lint types check proof bench clean former proof-training \
+.PHONY: help install dev docs locks quickstart test lint types check proof bench gpu gpu-dry clean former proof-training \
   proof-kill proof-faults proof-resume proof-order proof-nan proof-damage proof-term proof-changed \
-  proof-shards proof-lock proof-answers proof-joint proof-page proof-serving \
+  proof-shards proof-lock proof-answers proof-nodes proof-joint proof-page proof-serving \
   proof-serve-fuzz proof-serve-streams proof-serve-load proof-serve-life
 
 help:
@@ -141,8 +141,10 @@ proof-lock: $(VENV)/.dev
 	$(PROOF)/proof_lock.py
 proof-answers: $(VENV)/.dev
 	$(PROOF)/proof_answers.py --kills 100
+proof-nodes: $(VENV)/.dev
+	$(PROOF)/proof_nodes.py --kills 4
 proof-training: proof-kill proof-faults proof-resume proof-order proof-nan proof-damage proof-term \
-  proof-changed proof-shards proof-lock proof-answers
+  proof-changed proof-shards proof-lock proof-answers proof-nodes
 
 # Every drafter under every kind of sampling against the exact law of whole short texts.
 proof-joint: $(VENV)/.dev
@@ -175,6 +177,15 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/load.py --draft $(BENCH)/eagle3/package
 	$(BIN)/python benchmarks/forward.py
 	$(BIN)/python benchmarks/plan_accuracy.py --recipes $(RECIPES)
+
+# What is to be measured on a GPU, in this order; OUT/NAME.json keeps what is done, and a call that
+# ends with 75 goes on when it is made again. gpu-dry takes the same paths on the CPU, in two minutes.
+GPU_SCRIPTS := checks decode train families
+gpu: $(VENV)/.dev
+	for name in $(GPU_SCRIPTS); do $(PROOF)/gpu_$$name.py --out runs/gpu; done
+gpu-dry: $(VENV)/.dev
+	rm -rf build/gpu
+	for name in $(GPU_SCRIPTS); do $(PROOF)/gpu_$$name.py --dry-run --out build/gpu; done
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info

@@ -61,6 +61,10 @@ def work(args: argparse.Namespace) -> None:
     drafter = build_drafter(completed(recipe, target.spec), target.spec, vocab)
     if drafter.needs().borrow:
         drafter.bind(target.borrowed())
+    if getattr(recipe.train, "compile", False):  # not in older checkouts
+        from specctl.train.compiled_layers import compile_layers
+
+        compile_layers(drafter.module, drafter.family)
     sizes = frozenset({target.spec.vocab_size, size or 0})
     trainable = drafter.trainable()
     optimizers = build_optimizers(trainable, recipe.train, sizes)
@@ -95,8 +99,8 @@ def work(args: argparse.Namespace) -> None:
 class Worker:
     """One checkout at work."""
 
-    def __init__(self, root: Path) -> None:
-        words = [sys.executable, __file__, *sys.argv[1:], "--child"]
+    def __init__(self, root: Path, *more: str) -> None:
+        words = [sys.executable, __file__, *sys.argv[1:], *more, "--child"]
         env = os.environ | {"PYTHONPATH": str(root / "src")}
         self.process = subprocess.Popen(
             words, text=True, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -146,6 +150,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--against", type=Path, default=None, help="root of another checkout")
+    parser.add_argument("--compile", action="store_true", help="beside train.compile=true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -154,7 +159,13 @@ def main() -> None:
         return
     roots = {"this": HERE} if args.against is None else {"before": args.against, "this": HERE}
     workers = {name: Worker(root.resolve()) for name, root in roots.items()}
-    first = {name: worker.step()["value"] for name, worker in workers.items()}
+    if args.compile:
+        workers["this, compiled"] = Worker(HERE, "--set", "train.compile=true")
+    first = {}
+    for name, worker in workers.items():
+        began = time.perf_counter()
+        first[name] = worker.step()["value"]
+        print(f"{name}: first step {time.perf_counter() - began:.1f} s", file=sys.stderr)
     assert max(first.values()) - min(first.values()) < 0.02 * abs(first["this"]), first
     found: dict[str, list[dict[str, float]]] = {name: [] for name in workers}
     for _ in range(args.steps):

@@ -1,7 +1,7 @@
 """TrainBatch and LossOut: what a drafter trains on and what its loss returns.
 
 Letters: B rows, D hidden width, K draft vocabulary, Q picked rows, R flat rows, S sequence, V
-target vocabulary.
+target vocabulary, X any axes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from specctl.core.row_part import RowPart
 
 # KL(p || q) of the rows that a loss is about to sum -> bool: the rows it shall sum (AdaSPEC).
 Select = Callable[[Tensor], Tensor]
@@ -58,6 +60,7 @@ class TrainBatch:
     teacher_rows  the same as rows b * S + t, computed when asked; for `Needs.teacher_rows`
     select        which rows the losses over this batch may sum; None: all of them
     progress      share of the training steps that lie behind, for what changes on the way
+    part          the stretch of every row that is to be computed here; None: all of it
     """
 
     ids_BS: Tensor
@@ -69,6 +72,11 @@ class TrainBatch:
     teacher_rows: HeadRows | None = None
     select: Select | None = None
     progress: float = 0.0
+    part: RowPart | None = None
+
+    def own(self, values_BSX: Tensor) -> Tensor:
+        """The positions that are to be computed here."""
+        return values_BSX if self.part is None else self.part.of(values_BSX)
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,6 +217,8 @@ class Drafter(ABC):
     serve: Mapping[str, Any] = {}  # how its package or its recipe says it is served
     one_call: bool = False  # one call of its LM heads gives every position of a draft
     holds_data: bool = False  # `tensors` are a memory of any length, which `load_tensors` checks
+    runs_target: bool = False  # its loss runs layers of the target
+    splits_rows: bool = False  # its loss minds `TrainBatch.part`
     learns_states: bool = True  # a store of texts keeps what `needs` asks for of them, too
 
     def __init__(self, options: Any, spec: ModelSpec, vocab: VocabMap | None = None) -> None:

@@ -29,7 +29,7 @@ from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import aim, shifted
 from specctl.drafters.losses.head_losses import head_loss, teacher_logits, weighted_sum
-from specctl.drafters.nets.attention import Seen
+from specctl.drafters.nets.attention import seen_text
 from specctl.drafters.nets.blocks import FeatureNet, LayerShape, attend, attend_chains, rotate
 from specctl.drafters.nets.heads import BorrowingDrafter, cut_rows, draft_size, head_rows
 from specctl.drafters.nets.options import ADDED, DepthOptions
@@ -96,6 +96,7 @@ class Eagle3(BorrowingDrafter):
     """EAGLE-3 and 3.1."""
 
     family: ClassVar[str] = "eagle3"
+    splits_rows = True
     module: FeatureNet
 
     def __init__(
@@ -159,22 +160,24 @@ class Eagle3(BorrowingDrafter):
     def unroll(self, batch: TrainBatch, steps: int) -> list[Tensor]:
         """[B, S, D] per step: the normed states of training-time test, which the LM head reads."""
         net, layer, shape = self.module, self.module.layer, self.module.shape
-        seen = Seen.text(batch.document_BS)
+        seen, own = seen_text(batch), batch.own
         width, inner = shape.hidden_size, shape.intermediate_size
-        again = is_large(batch.ids_BS.numel(), steps, width, inner)
+        again = is_large(own(batch.ids_BS).numel(), steps, width, inner)
 
         def one(step: int, state_BSD: Tensor, *before: Tensor) -> tuple[Tensor, ...]:
             """State, what the LM head reads of it, key and value; `before`: those of the steps."""
-            rope = net.rope(batch.position_BS + step)
-            x = layer.mix(self.embed(shifted(batch.ids_BS, 1 + step)), state_BSD)
+            rope = net.rope(own(batch.position_BS) + step)
+            x = layer.mix(self.embed(own(shifted(batch.ids_BS, 1 + step))), state_BSD)
             key, value = layer.self_attn.key_value(x, rope)
+            if step == 0:  # later steps have entries of their own
+                key, value = seen.gathered(key), seen.gathered(value)
             query = layer.self_attn.query(x, rope)
             keys, values = [*before[::2], key], [*before[1::2], value]
             out_BSD = layer.finish(state_BSD, attend_chains(query, keys, values, seen))
             normed_BSD = net.norm(out_BSD)
             return normed_BSD if net.norm_output else out_BSD, normed_BSD, key, value
 
-        state_BSD = net.fc(net.gathered(batch.taps))
+        state_BSD = net.fc(net.gathered({k: own(tap) for k, tap in batch.taps.items()}))
         pairs, normed = list[Tensor](), list[Tensor]()
         for step in range(steps):
             state_BSD, normed_BSD, *pair = run(again, one, step, state_BSD, *pairs)
@@ -186,13 +189,18 @@ class Eagle3(BorrowingDrafter):
         """Sum over steps of decay^j times the loss of predicting 2 + j ahead (A1)."""
         how = self.options.compared()
         teacher, head, parts = teacher_logits(batch, how, self.vocab), self.module.lm_head, []
-        for step, normed_BSD in enumerate(self.unroll(batch, self.options.ttt_steps)):
+        steps = self.unroll(batch, self.options.ttt_steps)
+        for step, normed_BSD in enumerate(steps):
             rows = aim(batch, 2 + step)
             state_RD = normed_BSD.flatten(0, 1)
             out = head_loss(state_RD, head, rows, self.vocab, how, teacher)
             out = with_router(out, self.router, state_RD, rows, self.vocab, teacher)
             parts.append((self.options.decay**step, out))
-        return weighted_sum(parts)
+        total = weighted_sum(parts)
+        if batch.part is None:
+            return total
+        # A stretch without a token to predict must take part in the exchange of gradients, too.
+        return replace(total, sum=total.sum + 0.0 * steps[-1].sum())
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,7 +153,15 @@ class DataPart(Section):
         default=None, description="target logits kept per token on disk; null keeps all"
     )
     features_gb: Annotated[float, Field(gt=0.0)] | None = Field(
-        default=None, description="most gigabytes of features on disk; the rest stays online"
+        default=None,
+        description="most gigabytes of features on disk; the rest stays online (of a URL: of the "
+        "cache; the rest is fetched again)",
+    )
+    features_at: str | None = Field(
+        default=None,
+        min_length=1,
+        description="where features are kept: a folder, or a URL of a store that fsspec knows "
+        "(s3://, gs://, hf://); null: OUT/features",
     )
     seed: SeedNumber = 0
 
@@ -184,7 +192,7 @@ class DataPart(Section):
     @model_validator(mode="after")
     def _no_ignored_features(self) -> Self:
         if self.features == "online":
-            for key in ("teacher_topk", "features_gb"):
+            for key in ("teacher_topk", "features_gb", "features_at"):
                 if getattr(self, key) is not None:
                     raise ValueError(f"{key} is ignored with features online; remove it")
         elif self.on_policy > 0:
@@ -212,6 +220,15 @@ class TrainPart(Section):
     )
     shard_target: bool = Field(
         default=False, description="with fsdp: spread the frozen target over the processes, too"
+    )
+    compile: bool = Field(
+        default=False, description="torch.compile what surrounds attention in the drafter's layers"
+    )
+    overlap: bool = Field(
+        default=False, description="the target reads the next batch while the drafter learns"
+    )
+    sequence_parallel: Positive = Field(
+        default=1, description="so many processes compute one row together, a stretch each"
     )
     select: Literal["none", "highest", "lowest", "random"] = Field(
         default="none",
@@ -250,6 +267,10 @@ class TrainPart(Section):
         default=(), description="trackers of Accelerate, e.g. tensorboard"
     )
 
+    def groups(self, processes: int) -> int:
+        """Processes, or groups that compute a row together, which divide the rows of a batch."""
+        return max(1, processes // self.sequence_parallel)
+
     @model_validator(mode="after")
     def _shares_fit(self) -> Self:
         if self.schedule == "wsd" and self.warmup + self.decay > 1.0:
@@ -264,6 +285,12 @@ class TrainPart(Section):
             raise ValueError("lora adapts whole weights, which fsdp spreads; set parallel: ddp")
         if self.shard_target and self.parallel != "fsdp":
             raise ValueError("shard_target is ignored with parallel ddp; set parallel: fsdp")
+        if self.overlap and (self.shard_target or self.joint is not None):
+            raise ValueError("overlap needs a whole target that never changes; set overlap: false")
+        if self.compile and self.parallel == "fsdp":
+            raise ValueError("compile is for whole weights; set parallel: ddp, or compile: false")
+        if self.sequence_parallel > 1 and (self.select != "none" or self.joint is not None):
+            raise ValueError("select and joint look at whole rows; set sequence_parallel: 1")
         return self
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Drafter, Needs
 from specctl.core.errors import RecipeError
+from specctl.core.row_part import RowPart
 from specctl.core.vocab import VocabMap
 from specctl.recipes.schema import DataPart, Recipe, TrainPart
 from specctl.runtime.measure.reporter import Reporter
@@ -31,14 +32,17 @@ from specctl.train.assemble import (
     say_data,
     what_trains,
 )
+from specctl.train.compiled_layers import compile_layers
 from specctl.train.data.on_policy import text_of
 from specctl.train.data.rows import TokenData
 from specctl.train.data.supply import Order, Text
 from specctl.train.distributed.in_step import InStepLM
 from specctl.train.distributed.ranks import Ranks
+from specctl.train.distributed.sequence import row_part
 from specctl.train.distributed.sharding import Sharded, sharded_layers
 from specctl.train.features.capture import capture
 from specctl.train.features.offline import BatchOf, Features, feature_source
+from specctl.train.features.overlap import Overlapped, check_overlap
 from specctl.train.features.reading import reading_target
 from specctl.train.init.initial import Initial, Loader, completed, initialise, tensors_digest
 from specctl.train.joint.joint import JointModel
@@ -72,13 +76,18 @@ def make_job(
     """Everything the loop works with; `reference` is what the selection of tokens compares with."""
     settings, ranks, reporter = recipe.train, checkpoints.ranks, checkpoints.reporter
     target, data, out = inputs.target, inputs.data, checkpoints.folder.parent
-    check_rows(recipe.train.rows, ranks.size)
+    check_rows(recipe.train.rows, settings.groups(ranks.size))
     drafter = _initial_drafter(recipe, inputs, ranks, reporter)
+    part, needs = row_part(recipe, drafter, ranks), drafter.needs()
+    if part is not None:
+        needs = replace(needs, teacher_rows=needs.teacher)  # logits of whole rows are too many
     selection = selection_of(settings, drafter, reference)
     held = measuring_rows(recipe.data, data, target.can_run)
     num_rows = data.num_rows - len(held)
     say_data(recipe, num_rows, reporter)
     trained = _trained(settings, drafter, target, ranks, reporter)
+    if settings.compile:
+        compile_layers(drafter.module, drafter.family)
     joint = trained if isinstance(trained, JointModel) else None
     trainable = trained.trainable()
     vocab_sizes = {target.spec.vocab_size} | ({drafter.vocab.size} if drafter.vocab else set())
@@ -88,15 +97,19 @@ def make_job(
     features = Features(text.batch)
     reading = reading_target(target)
     if joint is None:
-        features = feature_source(recipe, reading, data, drafter.needs(), out, reporter, ranks)
+        features = feature_source(recipe, reading, data, needs, out, reporter, ranks)
+    check_overlap(recipe, drafter)
+    is_still = recipe.data.on_policy == 0.0
+    read = Overlapped(features, ranks.device) if settings.overlap else None
     decoding = target if joint is None else joint.target
     return Job(
         drafter=trained,
         settings=settings,
         schedule=RecipeSchedule(settings),
         order=order,
-        ahead=features.ahead if recipe.data.on_policy == 0.0 else None,
-        batch=_batches(recipe.data, reading, drafter.needs(), text, features, selection),
+        ahead=_ahead(features, read) if is_still else None,
+        settle=(lambda: None) if read is None else read.settle,
+        batch=_batches(recipe.data, reading, needs, text, read or features, selection, part),
         measure=_measure(recipe, decoding, drafter, data, features.batch, reporter),
         optimizers=_optimizers(settings, trained, frozenset(vocab_sizes)),
         gradient=Gradient(trainable, ranks),
@@ -114,6 +127,17 @@ def make_job(
         ranks=ranks,
         text=text,
     )
+
+
+def _ahead(features: Features, read: Overlapped | None) -> Callable[[list[int]], None]:
+    """Who is told what comes next: threads that read files, and the one that asks the target."""
+
+    def ahead(rows: list[int]) -> None:
+        features.ahead(rows)
+        if read is not None:
+            read.ahead(rows)
+
+    return ahead
 
 
 def _measure(
@@ -170,7 +194,7 @@ def check_rows(rows: int, processes: int) -> None:
         raise RecipeError(
             "fewer rows in a batch than processes",
             found=f"train.rows {rows}, {processes} processes",
-            expected="at least one row per process",
+            expected="at least one row per process (with sequence_parallel, per group of them)",
             do=f"--set train.rows={processes}",
             where="train.rows",
         )
@@ -212,12 +236,14 @@ def _batches(
     text: Text,
     features: BatchOf,
     selection: Selection | None,
+    stretch: RowPart | None,
 ) -> BatchOf:
     """Row numbers -> a batch. Rows that the drafter writes itself have no features to keep."""
 
     def batch(rows: list[int]) -> TrainBatch:
         is_still = part.on_policy == 0.0
         read = features(rows) if is_still else capture(target, text.batch(rows), needs)
+        read = replace(read, part=stretch)
         return read if selection is None else selection(read, rows)
 
     return batch

@@ -75,7 +75,7 @@ class Job:
     target's features; `measure` decodes for real, before the first step as well if
     `measures_start`, on all ranks if `measures_together`; `log_more` hands figures to trackers;
     `between` does what else may be due between two steps; `ahead` is told the rows of the next
-    step."""
+    step; `settle` waits until nothing uses the target."""
 
     drafter: Drafter
     settings: TrainPart
@@ -98,6 +98,7 @@ class Job:
     log_more: Callable[[dict[str, float], int], None] = lambda figures, step: None
     between: Callable[[TrainProgress], None] = lambda progress: None
     ahead: Callable[[list[int]], None] | None = None
+    settle: Callable[[], None] = lambda: None
     ranks: Ranks = field(default_factory=Ranks)
     text: Text = field(default_factory=Text)
 
@@ -122,13 +123,13 @@ def take_step(job: Job, progress: TrainProgress, advance: Advance) -> None:
     settings, began = job.settings, time.perf_counter()
     job.text.refresh(progress.step, progress.position)
     rows = job.order.take(progress.position, settings.rows * settings.accumulate)
-    if job.ahead is not None:
+    if job.ahead is not None and progress.step + 1 < job.schedule.steps:
         later = job.order.take(progress.position + len(rows), len(rows))
-        for coming in share(later, settings.accumulate, job.ranks.rank, job.ranks.size):
+        for coming in own_share(job, later):
             job.ahead(coming)
     job.gradient.zero()
     totals = Totals()
-    for micro_rows in share(rows, settings.accumulate, job.ranks.rank, job.ranks.size):
+    for micro_rows in own_share(job, rows):
         batch = replace(job.batch(micro_rows), progress=progress.step / job.schedule.steps)
         with job.autocast():
             out = job.drafter.loss(batch)
@@ -158,6 +159,13 @@ def take_step(job: Job, progress: TrainProgress, advance: Advance) -> None:
     else:
         advance(1, "skipped")
         skip(job, progress, {"rows": rows, "loss": repr(figures["loss"][0]), "norm": repr(norm)})
+
+
+def own_share(job: Job, rows: list[int]) -> list[list[int]]:
+    """The micro-batches of this process, whose rows it may share with others of its group."""
+    settings, ranks = job.settings, job.ranks
+    group, groups = ranks.rank // settings.sequence_parallel, settings.groups(ranks.size)
+    return share(rows, settings.accumulate, group, groups)
 
 
 def skip(job: Job, progress: TrainProgress, bad: dict[str, Any]) -> None:
@@ -212,6 +220,7 @@ def measure(job: Job) -> HeldOutMeasurement:
     module = job.drafter.module
     assert module is not None
     module.eval()
+    job.settle()
     found: HeldOutMeasurement | None = None
     with job.drafter.whole(), job.ranks.together(), untouched_random_state(job.ranks.device):
         if job.ranks.is_main or job.measures_together:

@@ -96,7 +96,8 @@ def plan(
         plan_scaling(console, loaded, run.folder(loaded))
         return
     if cluster is not None:
-        check_rows(min(each.train.rows for each in runs_of(loaded)), cluster.processes)
+        for each in runs_of(loaded):
+            check_rows(each.train.rows, each.train.groups(cluster.processes))
     check_out(run.folder(loaded))
     check_run(loaded, run.folder(loaded), None if rehearse else console.warn)
     check_made_for(loaded, run.recipe, console.warn)

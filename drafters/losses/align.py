@@ -17,12 +17,14 @@ from torch import Tensor
 
 from specctl.core.batch import HeadRows, Select, TrainBatch
 
+REACH = 64  # a loss over a part of the rows looks at most so far ahead
+
 
 @dataclass(frozen=True, slots=True)
 class AlignedRows:
     """The flat rows that have something to predict, and what.
 
-    row_Q          flat index b * S + t of the predicting state
+    row_Q          flat index b * S + t of the predicting state (of those computed here)
     label_Q        target id to be predicted
     teacher_row_Q  flat index of the teacher row that holds the target's distribution for it
     teacher_RV     raw target logits, at hand or computed by rows, or None
@@ -66,9 +68,30 @@ def document_lengths(batch: TrainBatch) -> Tensor:
 
 def aim(batch: TrainBatch, steps: int) -> AlignedRows:
     """Everything that rows looking `steps` ahead are trained on."""
-    row_Q = ahead_mask(batch, steps).flatten().nonzero()[:, 0]
+    row_Q = _own(batch, ahead_mask(batch, steps)).flatten().nonzero()[:, 0]
     label_Q = batch.ids_BS.flatten()[(row_Q + steps).clamp(max=batch.ids_BS.numel() - 1)]
-    return AlignedRows(row_Q, label_Q, row_Q + steps - 1, teacher_of(batch), batch.select)
+    found = AlignedRows(row_Q, label_Q, row_Q + steps - 1, teacher_of(batch), batch.select)
+    if batch.part is None:
+        return found
+    assert steps <= REACH, f"looks {steps} ahead"
+    length = batch.ids_BS.shape[1]
+    start, stop = batch.part.bounds(length)
+    row_Q, place_Q = row_Q // length, row_Q % length
+    return replace(found, row_Q=row_Q * (stop - start) + place_Q - start)
+
+
+def teacher_rows(batch: TrainBatch) -> Tensor:
+    """[Q]: flat rows of the teacher that losses over the batch may ask for."""
+    return _own(batch, ahead_mask(batch, 1), REACH).flatten().nonzero()[:, 0]
+
+
+def _own(batch: TrainBatch, wanted_BS: Tensor, more: int = 0) -> Tensor:
+    """False at positions that other processes compute, but for so many behind those of this one."""
+    if batch.part is None:
+        return wanted_BS
+    start, stop = batch.part.bounds(wanted_BS.shape[1])
+    at_S = torch.arange(wanted_BS.shape[1], device=wanted_BS.device)
+    return wanted_BS & (at_S >= start) & (at_S < stop + more)
 
 
 def teacher_of(batch: TrainBatch) -> Tensor | HeadRows | None:

@@ -18,8 +18,7 @@ from torch import Tensor
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.plugins import plugins
 from specctl.core.vocab import VocabMap
-from specctl.drafters.losses.align import AlignedRows, teacher_of
-from specctl.drafters.losses.align import aim as aim_at
+from specctl.drafters.losses.align import AlignedRows, teacher_of, teacher_rows
 from specctl.drafters.losses.divergences import (
     Loss,
     RowDistributions,
@@ -202,8 +201,7 @@ def teacher_logits(
     if teacher is None:
         return None
     size = options.chunk or fitting_chunk(teacher.shape[-1], teacher.device)
-    row_Q = aim_at(batch, 1).teacher_row_Q
-    found = TeacherLogits.of(teacher, row_Q, options.temperature, size)
+    found = TeacherLogits.of(teacher, teacher_rows(batch), options.temperature, size)
     return found if vocab is None else found.over(vocab.ids_K)
 
 

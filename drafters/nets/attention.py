@@ -22,6 +22,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from specctl.core.batch import TrainBatch
+from specctl.core.row_part import RowPart
+
 SLICE_SCORES = 2**24  # of one slice of queries, over all heads
 SLICE_QUERIES = 256  # at most: neighbours see about the same keys
 HALF = (torch.bfloat16, torch.float16)
@@ -62,6 +65,14 @@ class Seen:
         at_S = torch.arange(first_BS.shape[1], device=document_BS.device)
         return cls(first_BS, at_S.expand_as(first_BS), tuple(spans))
 
+    def gathered(self, key_BJLE: Tensor) -> Tensor:
+        """Keys or values of whole rows, which are here."""
+        return key_BJLE
+
+    def sets(self, key_BJLE: Tensor, value_BJLE: Tensor) -> list[KeySet]:
+        """Whole rows as one set."""
+        return [KeySet(key_BJLE, value_BJLE, self)]
+
     def rows(self, row_BT: Tensor) -> Seen:
         """Queries that see what these rows of the text see."""
         return Seen(self.first_BT.gather(1, row_BT), self.last_BT.gather(1, row_BT))
@@ -71,6 +82,46 @@ class Seen:
         at_L = torch.arange(num_keys, device=self.first_BT.device)
         low_BT1, high_BT1 = self.first_BT[:, :, None], self.last_BT[:, :, None]
         return ((at_L >= low_BT1) & (at_L <= high_BT1))[:, None]
+
+
+@dataclass(frozen=True, slots=True)
+class SeenPart:
+    """What the queries of a stretch of every row see of the text: those keys of the stretch itself,
+    and of the positions before it, which other processes have. Keys and values of whole rows are
+    gathered; the stretch goes through a flash kernel, and the two sets are joined."""
+
+    part: RowPart
+    length: int
+    own: Seen
+    before: Seen
+
+    @classmethod
+    def text(cls, document_BS: Tensor, part: RowPart) -> SeenPart:
+        """Rows of packed text, as `Seen.text` has them."""
+        whole, length = Seen.text(document_BS), document_BS.shape[1]
+        start = part.bounds(length)[0]
+        first_BT = part.of(whole.first_BT)
+        before = Seen(first_BT, torch.full_like(first_BT, start - 1))
+        return cls(part, length, Seen.text(part.of(document_BS)), before)
+
+    def gathered(self, own_BJTE: Tensor) -> Tensor:
+        """Keys or values of whole rows."""
+        return self.part.gathered(own_BJTE, self.length, dim=2)
+
+    def sets(self, key_BJLE: Tensor, value_BJLE: Tensor) -> list[KeySet]:
+        """The sets that make up whole rows."""
+        start, stop = self.part.bounds(self.length)
+        sets = [KeySet(key_BJLE[:, :, start:stop], value_BJLE[:, :, start:stop], self.own)]
+        if start:
+            sets.append(KeySet(key_BJLE[:, :, :start], value_BJLE[:, :, :start], self.before))
+        return sets
+
+
+def seen_text(batch: TrainBatch) -> Seen | SeenPart:
+    """What the positions that are computed here see of their rows."""
+    if batch.part is None:
+        return Seen.text(batch.document_BS)
+    return SeenPart.text(batch.document_BS, batch.part)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from specctl.core.kv_cache import SlotKV
 from specctl.core.spec import ModelSpec
-from specctl.drafters.nets.attention import KeySet, Seen, attend_seen
+from specctl.drafters.nets.attention import KeySet, Seen, SeenPart, attend_seen
 from specctl.drafters.nets.routed import Router
 
 Attending = Callable[[Tensor, Tensor, Tensor], Tensor]  # query, key, value -> attended
@@ -118,16 +118,17 @@ def attend(query_BHTE: Tensor, key_BHLE: Tensor, value_BHLE: Tensor, mask: Tenso
 
 
 def attend_chains(
-    query_BHSE: Tensor, keys: list[Tensor], values: list[Tensor], seen: Seen
+    query_BHSE: Tensor, keys: list[Tensor], values: list[Tensor], seen: Seen | SeenPart
 ) -> Tensor:
     """[B, S, H * E]: attention of training-time-test step j = len(keys) - 1 (EAGLE-3, sec. 3.2).
 
     Row t sees the true rows of step 0 that `seen` shows it, and of each later step only its own
-    entry: that entry stands for the token drafted i positions after row t.
+    entry: that entry stands for the token drafted i positions after row t. Keys and values of step
+    0 are those of whole rows (`seen.gathered`).
     """
-    pairs = zip(keys, values, strict=True)
-    sets = [KeySet(*pair, None if step else seen) for step, pair in enumerate(pairs)]
-    return attend_seen(query_BHSE, sets)
+    later = zip(keys[1:], values[1:], strict=True)
+    own = [KeySet(*pair, None) for pair in later]
+    return attend_seen(query_BHSE, [*seen.sets(keys[0], values[0]), *own])
 
 
 class Eagle3Attention(nn.Module):

@@ -13,6 +13,7 @@ from specctl.core.language_model import Borrowed, LanguageModel
 class SelfDrafter(Drafter):
     """Runs layers of the target, whose states at all of `attention` it reads."""
 
+    runs_target = True
     _lm: LanguageModel | None = None
 
     @property

@@ -23,6 +23,8 @@ head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export OMP_NUM_THREADS=8
 # Without them a run on a busy cluster waits for hours on a node that is gone.
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=1
+# Without it an agent that is started anew never hears from the one that stayed where to meet.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 srun --kill-on-bad-exit=1 torchrun \
   --nnodes "$SLURM_NNODES" --nproc-per-node "${SLURM_GPUS_ON_NODE:-8}" \

@@ -69,6 +69,8 @@ def test_more_steps_take_longer_and_larger_batches_more_memory() -> None:
     whole = of("data.features=offline").disk["features"]
     assert of("data.features=offline", "data.feature_dtype=fp8").disk["features"] < 0.6 * whole
     assert of("data.features=offline", "data.features_gb=0.001").disk["features"] == 1_000_000
+    away = of("data.features=offline", "data.features_at=s3://bucket/features")
+    assert "features" not in away.disk
 
 
 def test_the_optimizer_state_in_the_plan_is_the_state_that_is_kept() -> None:

@@ -22,7 +22,13 @@ from specctl.train.assemble import build_drafter
 from specctl.train.planning.capacity import fits, lacking_memory
 from specctl.train.planning.hardware import GPUS, Cluster
 from specctl.train.planning.live_bytes import LiveBytes, traced
-from specctl.train.planning.step_bytes import TracedStep, fake_drafter, fake_target, step_bytes
+from specctl.train.planning.step_bytes import (
+    StepBytes,
+    TracedStep,
+    fake_drafter,
+    fake_target,
+    step_bytes,
+)
 from specctl.train.planning.target_shape import TargetShape, config_of, target_shape
 from specctl.train.planning.weighing import Weighing
 
@@ -82,6 +88,23 @@ def test_more_rows_than_are_traced_are_reckoned_right(name: str, rows: int) -> N
         reckoned = step.reckoned(rows, 128, most=max(2, rows // 2))
     for phase in ("the target reads", "the loss", "the gradient"):
         assert found.phases[phase] == pytest.approx(reckoned[phase], rel=0.03)
+
+
+def test_a_stretch_of_a_row_takes_its_share_beside_the_features_of_all_of_it() -> None:
+    sets = ["drafter.options.ttt_steps=2", "drafter.options.chunk=128", "train.sequence_parallel=4"]
+    shape = shape_named("8B", 2)
+
+    def of(seq_len: int, parts: int) -> StepBytes:
+        more = [*sets, f"train.seq_len={seq_len}"]
+        recipe = load_recipe("llama3-8b-eagle3", more, target="tiny")
+        return step_bytes(recipe, shape.config, shape.spec, "bfloat16", True, 1, parts)
+
+    whole, part, own = of(1024, 1), of(1024, 4), of(256, 1)
+    features = 4 * 4096 * 2  # of a token: three taps and the last state, no logits
+    grown = whole.phases["its features"] - own.phases["its features"]
+    assert grown == pytest.approx(768 * features, rel=0.01)
+    assert part.batch < 0.5 * whole.batch
+    assert part.batch >= max(own.phases["the loss"], own.phases["the gradient"]) + grown
 
 
 def test_fake_tensors_take_what_real_ones_take(make_model: Callable[..., Any]) -> None:

@@ -59,6 +59,7 @@ class Sharded(Drafter):
     def __init__(self, drafter: Drafter, ranks: Ranks, layers: Sequence[FSDPModule] = ()) -> None:
         super().__init__(drafter.options, drafter.spec, drafter.vocab)
         self.family, self.lossless = drafter.family, drafter.lossless  # type: ignore[misc]
+        self.splits_rows = drafter.splits_rows
         self._whole, self._ranks, self._layers = drafter, ranks, layers
         self._own = copy.deepcopy(drafter, _shared(drafter))
         self.module = self._own.module

@@ -1,7 +1,8 @@
 """Where a run's features come from: its target source, batch by batch, or shards filled once.
 
 Offline, the source reads every row once, before the first step; each process fills its share of the
-shards. Rows whose shard does not fit under `data.features_gb`, or is damaged, are read online.
+shards. Rows whose shard does not fit under `data.features_gb`, or is damaged, are read online. At a
+URL (`data.features_at`) every shard is kept, and `features_gb` is the size of the cache here.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from specctl.train.data.rows import TokenData
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.features.capture import to_device
 from specctl.train.features.kept import Form, decode, encode, read_target, with_features
+from specctl.train.features.remote_shards import ObjectStore, RemoteShards, is_url
 from specctl.train.features.shards import ShardLayout, Shards, make_room, sweep
 from specctl.train.features.target_source import TargetSource, target_source
 
@@ -109,7 +111,7 @@ def feature_source(
             where="data.features",
         )
     features = _features(recipe.data, source, target, data, needs, out, disk)
-    todo = _todo(recipe.data, features, out / "features", reporter, ranks)
+    todo = _todo(recipe.data, features, reporter, ranks)
     group = max(1, recipe.train.rows // ranks.size)
     with ranks.together(), reporter.task("features", len(todo), "shard") as advance:
         for shard in todo[ranks.rank :: ranks.size]:
@@ -137,32 +139,42 @@ def _features(
         "form": asdict(form),
         "rows": [layout.num_rows, layout.each],
     }
-    folder = out / "features" / digest_of(about)[:12]
-    return FeatureSource(target, data, needs, form, Shards(folder, layout, disk), source)
+    shards = _shards(part, digest_of(about)[:12], layout, out, disk)
+    return FeatureSource(target, data, needs, form, shards, source)
 
 
-def _todo(
-    part: DataPart, features: FeatureSource, root: Path, reporter: Reporter, ranks: Ranks
-) -> list[int]:
+def _shards(part: DataPart, key: str, layout: ShardLayout, out: Path, disk: Disk | None) -> Shards:
+    """Where the recipe says: in a folder, or at a URL with a cache in the run folder."""
+    at = part.features_at
+    if at is not None and is_url(at):
+        cap = None if part.features_gb is None else int(part.features_gb * 1e9)
+        return RemoteShards(ObjectStore(at), out / "features" / key, layout, disk, cap)
+    root = out / "features" if at is None else Path(at.partition("://")[2] or at)
+    return Shards(root / key, layout, disk)
+
+
+def _todo(part: DataPart, features: FeatureSource, reporter: Reporter, ranks: Ranks) -> list[int]:
     """Shards that are missing and fit, in order; decided by the first rank."""
     todo: list[int] = []
     with ranks.together():
         if ranks.is_main:
-            sweep(root)
-            todo = _fitting(part, features, root, reporter)
+            sweep(features.shards.folder.parent)
+            todo = _fitting(part, features, reporter)
     return ranks.gather(todo)[0]
 
 
-def _fitting(part: DataPart, features: FeatureSource, root: Path, reporter: Reporter) -> list[int]:
+def _fitting(part: DataPart, features: FeatureSource, reporter: Reporter) -> list[int]:
     shards, form, data = features.shards, features.form, features.data
+    root, is_remote = shards.folder.parent, isinstance(shards, RemoteShards)
     whole = form.bytes_per_token * data.manifest.tokens
     kind = f"{len(form.taps)} taps, teacher {form.teacher}, {form.dtype}"
     reporter.say(
-        f"features: {data.manifest.tokens:,} tokens, {kind}: {whole / 1e9:,.3f} GB on disk"
+        f"features: {data.manifest.tokens:,} tokens, {kind}: {whole / 1e9:,.3f} GB "
+        + (f"at {part.features_at}" if is_remote else "on disk")
     )
     sizes = _sizes(features)
     todo = [shard for shard in sizes if not shards.is_there(shard)]
-    if part.features_gb is not None:
+    if part.features_gb is not None and not is_remote:
         cap = int(part.features_gb * 1e9)
         room = make_room(root, shards.folder, sum(sizes[s] for s in todo), cap)
         todo = [shard for shard in sizes if not shards.is_there(shard)]
@@ -170,7 +182,7 @@ def _fitting(part: DataPart, features: FeatureSource, root: Path, reporter: Repo
         todo = [shard for shard, end in zip(todo, ends, strict=True) if end <= room]
     root.mkdir(parents=True, exist_ok=True)
     need, free = sum(sizes[shard] for shard in todo), int(FREE_SHARE * shards.disk.free(root))
-    if need > free:
+    if need > free and not is_remote:
         raise ResourceError(
             "the features do not fit on this disk",
             found=f"{free / 1e9:,.2f} GB that may be taken",

@@ -13,6 +13,7 @@ import os
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -80,10 +81,8 @@ class Shards:
 
     def write(self, shard: int, tokens: Mapping[str, Tensor], lengths: list[int]) -> int:
         """Keep the tokens of a shard's rows, one after the other; returns its bytes."""
-        offsets = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
         assert len(lengths) == len(self.layout.rows(shard)), f"shard {shard}: {len(lengths)} rows"
-        body = b"".join(tensor_chunks({**tokens, OFFSETS: offsets}))
-        entry = write_whole(self.disk, self.file(shard), body)
+        entry = write_whole(self.disk, self.file(shard), packed(tokens, lengths))
         about = {"schema": SCHEMA, "bytes": entry.bytes, "sha256": entry.sha256}
         write_whole(self.disk, self.manifest(shard), json.dumps(about).encode())
         self._absent.discard(shard)
@@ -92,9 +91,7 @@ class Shards:
 
     def is_there(self, shard: int) -> bool:
         """Whether the shard was written to its end; its hash is checked when it is opened."""
-        entry = self._entry(shard)
-        path = self.file(shard)
-        return entry is not None and path.exists() and path.stat().st_size == entry.bytes
+        return self._is_here(shard)
 
     def read(self, row: int) -> dict[str, Tensor] | None:
         """What is kept of a row; None if its shard is not there or is damaged (it is dropped)."""
@@ -136,17 +133,29 @@ class Shards:
                 self._absent.add(shard)
                 self.manifest(shard).unlink(missing_ok=True)
                 return None
-            os.utime(self.manifest(shard))
-            file = safe_open(self.file(shard), framework="pt")
+            file = self._open_file(shard)
+            if file is None:
+                return None
+            with suppress(FileNotFoundError):
+                os.utime(self.manifest(shard))
             with self._lock:
                 self._open[shard] = file
                 while len(self._open) > MOST_OPEN:
                     self._open.popitem(last=False)
             return file
 
+    def _open_file(self, shard: int) -> Any:
+        """The file of a whole shard; None if it has gone."""
+        return safe_open(self.file(shard), framework="pt")
+
+    def _is_here(self, shard: int) -> bool:
+        """Whether a file of the right size lies in the folder."""
+        entry, path = self._entry(shard), self.file(shard)
+        return entry is not None and path.exists() and path.stat().st_size == entry.bytes
+
     def _is_whole(self, shard: int) -> bool:
         """Whether the file is the one that was written; hashed when first asked."""
-        if not self.is_there(shard):
+        if not self._is_here(shard):
             return False
         if shard not in self._whole and file_entry(self.file(shard)) != self._entry(shard):
             return False
@@ -155,12 +164,24 @@ class Shards:
 
     def _entry(self, shard: int) -> FileEntry | None:
         try:
-            about = json.loads(self.manifest(shard).read_bytes())
-            if about["schema"] != SCHEMA:
-                return None
-            return FileEntry(about["bytes"], about["sha256"])
-        except (OSError, ValueError, KeyError, TypeError):
+            return entry_of(self.manifest(shard).read_bytes())
+        except OSError:
             return None
+
+
+def packed(tokens: Mapping[str, Tensor], lengths: list[int]) -> bytes:
+    """The file of a shard: the tokens of its rows, one after the other."""
+    offsets = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
+    return b"".join(tensor_chunks({**tokens, OFFSETS: offsets}))
+
+
+def entry_of(manifest: bytes) -> FileEntry | None:
+    """What a manifest says of its file; None if it says nothing."""
+    try:
+        about = json.loads(manifest)
+        return FileEntry(about["bytes"], about["sha256"]) if about["schema"] == SCHEMA else None
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 @dataclass(frozen=True, slots=True)

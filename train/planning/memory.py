@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from specctl.core.spec import ModelSpec
 from specctl.models.llama import PACK_SHARE
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import Recipe, TrainPart
 from specctl.train.planning.hardware import GPUS, Cluster, machine_bytes
 from specctl.train.planning.step_bytes import StepBytes
 from specctl.train.selective import COMPARING
@@ -106,6 +106,11 @@ def _training(recipe: Recipe, step: StepBytes, cluster: Cluster) -> dict[str, in
     }
 
 
+def rows_each(train: TrainPart, processes: int) -> int:
+    """Rows of a batch that a process, or a group of them, has."""
+    return -(-train.rows // train.groups(processes))
+
+
 def _target_name(recipe: Recipe) -> str:
     is_here = recipe.data.target_source == "inprocess"
     return "target" if is_here else "target's embedding, norm, head"
@@ -149,7 +154,8 @@ def ways(recipe: Recipe, cluster: Cluster) -> Iterator[list[Way]]:
             found = list[Way]()
             for halvings in range(10):
                 rows = recipe.train.rows >> halvings
-                if rows < count or (halvings and rows << halvings != recipe.train.rows):
+                least = recipe.train.groups(count)
+                if rows < least or (halvings and rows << halvings != recipe.train.rows):
                     break
                 change = dict(spread)
                 if halvings:

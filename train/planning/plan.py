@@ -24,6 +24,7 @@ from specctl.recipes.schema import Recipe, TrainPart
 from specctl.train.assemble import family_options, trainable_family
 from specctl.train.data.context import check_context
 from specctl.train.features.kept import Form
+from specctl.train.features.remote_shards import is_url
 from specctl.train.init.initial import TARGET, completed
 from specctl.train.joint.check import check_joint
 from specctl.train.lora import attach
@@ -247,9 +248,11 @@ def _disk(recipe: Recipe, shape: TargetShape, counts: _Counts, tokens: int) -> d
     if train.joint is not None:
         found["changed target"] = shape.itemsize(recipe.target) * shape.parameters
     if data.features == "offline":
-        found["features"] = _feature_bytes(recipe, shape, drafter.needs()) * tokens
+        features = _feature_bytes(recipe, shape, drafter.needs()) * tokens
         if data.features_gb is not None:
-            found["features"] = min(found["features"], int(data.features_gb * 1e9))
+            features = min(features, int(data.features_gb * 1e9))
+        if data.features_at is None or (is_url(data.features_at) and data.features_gb):
+            found["features"] = features  # a cache without a limit takes what is free, no more
     return found
 
 

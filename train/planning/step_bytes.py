@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import (
 from transformers import AutoModelForCausalLM
 
 from specctl.core.batch import TrainBatch
-from specctl.core.drafter import Drafter
+from specctl.core.drafter import Drafter, Needs
 from specctl.core.errors import IncompatibleError
 from specctl.core.kv_cache import KVShape
 from specctl.core.language_model import LanguageModel
@@ -55,6 +55,7 @@ from specctl.train.optim import Gradient, build_optimizers
 from specctl.train.planning.live_bytes import LiveBytes, traced
 from specctl.train.planning.work import passes
 
+READING, FEATURES = "the target reads", "its features"
 MOST_SLICES = 160  # of logits in a traced step
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 ANY_KV = (KVShape(1, 1, 1, 1),)  # a fake model is not tried; nothing is decoded with it
@@ -87,10 +88,17 @@ class StepBytes:
 
 
 def step_bytes(
-    recipe: Recipe, config: Any, spec: ModelSpec, dtype: str, is_gpu: bool, rows: int
+    recipe: Recipe,
+    config: Any,
+    spec: ModelSpec,
+    dtype: str,
+    is_gpu: bool,
+    rows: int,
+    parts: int = 1,
 ) -> StepBytes:
     """The bytes of a step over so many of a recipe's rows, for a target of that transformers
-    configuration, held in that dtype. `is_gpu`: with the slices of logits that a GPU gets."""
+    configuration, held in that dtype. `is_gpu`: with the slices of logits that a GPU gets. `parts`:
+    processes that compute one row together, each with the features of all of it."""
     told = json.dumps(config.to_diff_dict(), sort_keys=True, default=str)
     drafter = recipe.drafter.model_dump_json()
     size = recipe.vocab.size
@@ -98,7 +106,7 @@ def step_bytes(
     train = recipe.train
     how = (train.precision, train.optimizer, train.seq_len, train.lora)
     where = recipe.data.target_source != "inprocess"
-    key = (told, drafter, how, where, kept, dtype, is_gpu, rows)
+    key = (told, drafter, how, where, kept, dtype, is_gpu, rows, parts)
     return _Known(recipe, config, spec).bytes(key)
 
 
@@ -122,7 +130,7 @@ class _Known:
 
 @lru_cache(maxsize=16)
 def _asked(asked: _Known) -> StepBytes:
-    *_, is_elsewhere, kept, dtype, is_gpu, rows = asked.key
+    *_, is_elsewhere, kept, dtype, is_gpu, rows, parts = asked.key
     recipe, train = asked.recipe, asked.recipe.train
     config = copy.deepcopy(asked.config)  # building a model writes into it
     with traced() as live:
@@ -148,12 +156,15 @@ def _asked(asked: _Known) -> StepBytes:
             for optimizer in optimizers.values():
                 optimizer.step()
 
-        step = TracedStep(live, target, drafter, train.precision == "bf16", update)
+        needs = drafter.needs()
+        if train.sequence_parallel > 1:
+            needs = replace(needs, teacher_rows=needs.teacher)
+        step = TracedStep(live, target, drafter, train.precision == "bf16", update, needs)
         update()  # the optimizer's state is made by its first step
         optimizer = live.now - after
         phases, untraced = dict[str, int](), ""
         try:
-            phases = step.reckoned(rows, train.seq_len, _most_rows(drafter, train.seq_len, is_gpu))
+            phases = step.shared(rows, train.seq_len, parts, is_gpu)
         except DATA_DEPENDENT as error:
             untraced = str(error).partition("\n")[0]
         flat = gradient.flat_N.untyped_storage().nbytes()
@@ -190,6 +201,21 @@ class TracedStep:
     drafter: Drafter
     is_autocast: bool
     update: Any
+    needs: Needs | None = None  # None: the drafter's
+
+    def shared(self, rows: int, seq_len: int, parts: int, is_gpu: bool) -> dict[str, int]:
+        """The peaks of a process that computes one of `parts` stretches of each row: the target
+        reads all of it, and its features stay."""
+        whole = self.reckoned(rows, seq_len, _most_rows(self.drafter, seq_len, is_gpu))
+        if parts == 1:
+            return whole
+        length = -(-seq_len // parts)
+        own = self.reckoned(rows, length, _most_rows(self.drafter, length, is_gpu))
+        more = whole[FEATURES] - own[FEATURES]
+        return {
+            name: peak if name in (READING, FEATURES) else own[name] + more
+            for name, peak in whole.items()
+        }
 
     def reckoned(self, rows: int, seq_len: int, most: int) -> dict[str, int]:
         """The same of any number of rows: `peaks`, or in a straight line from those of at most
@@ -207,7 +233,7 @@ class TracedStep:
         live, found = self.live, dict[str, int]()
         before = live.begin()
         batch = self._read(_batch(rows, seq_len))
-        found["the target reads"] = live.peak - before
+        found[READING], found[FEATURES] = live.peak - before, _feature_bytes(batch)
         live.begin()
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.is_autocast):
             out = self.drafter.loss(batch)
@@ -222,7 +248,7 @@ class TracedStep:
         return found
 
     def _read(self, batch: TrainBatch) -> TrainBatch:
-        needs = self.drafter.needs()
+        needs = self.needs or self.drafter.needs()
         if isinstance(self.target.lm, ServedLM):
             return FromStates(self.target, _NoStates(self.target)).read(batch, needs)
         return capture(self.target, batch, needs)
@@ -232,6 +258,14 @@ def _batch(rows: int, seq_len: int) -> TrainBatch:
     ids_BS = torch.zeros(rows, seq_len, dtype=torch.long)
     position_BS = torch.arange(seq_len).expand(rows, seq_len).contiguous()
     return TrainBatch(ids_BS, torch.ones_like(ids_BS, dtype=torch.bool), ids_BS, position_BS)
+
+
+def _feature_bytes(batch: TrainBatch) -> int:
+    """Of what the target said of a batch."""
+    kept = [*batch.taps.values(), batch.teacher_BSV]
+    kept.append(None if batch.teacher_rows is None else batch.teacher_rows.state_RD)
+    storages = {id(x.untyped_storage()): x for x in kept if x is not None}
+    return sum(x.untyped_storage().nbytes() for x in storages.values())
 
 
 def fake_drafter(recipe: Recipe, spec: ModelSpec, kept: int | None, is_gpu: bool) -> Drafter:

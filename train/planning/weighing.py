@@ -16,7 +16,7 @@ from specctl.recipes.schema import Recipe
 from specctl.recipes.stages import runs_of
 from specctl.runtime.target.quantised import layer_share
 from specctl.train.planning.hardware import Cluster
-from specctl.train.planning.memory import PROCESS_BYTES, Held, held, way_out
+from specctl.train.planning.memory import PROCESS_BYTES, Held, held, rows_each, way_out
 from specctl.train.planning.rehearsal import Rehearsal, small
 from specctl.train.planning.step_bytes import step_bytes
 from specctl.train.planning.target_shape import TargetShape
@@ -55,7 +55,8 @@ class Weighing:
         dtype = self.dtype
         name = str(dtype).removeprefix("torch.")
         is_gpu = self.cluster.gpu is not None
-        step = step_bytes(recipe, shape.config, shape.spec, name, is_gpu, self._rows)
+        parts = min(self.cluster.processes, recipe.train.sequence_parallel)
+        step = step_bytes(recipe, shape.config, shape.spec, name, is_gpu, self._rows, parts)
         if recipe.target.inflate is not None:
             step = replace(step, layers=dtype.itemsize * shape.parameters - step.beside_layers)
         gpu = self.cluster.gpu
@@ -81,8 +82,8 @@ class Weighing:
 
     @property
     def _rows(self) -> int:
-        """Of a batch on one process."""
-        return -(-self.recipe.train.rows // self.cluster.processes)
+        """Of a batch on one process, or on a group that computes rows together."""
+        return rows_each(self.recipe.train, self.cluster.processes)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -14,7 +14,8 @@ FREE = frozenset(
     {
         "name", "train.save_every", "train.keep", "train.lora.keep", "train.log_every",
         "train.nan_patience", "train.trackers", "data.endpoint", "data.endpoint_model",
-        "data.endpoint_requests", "data.states", "target.device_map", "target.tensor_parallel",
+        "data.endpoint_requests", "data.states", "data.features_at", "target.device_map",
+        "target.tensor_parallel",
     }
 )  # fmt: skip
 PARTS = ("config", "target", "data", "vocab", "init", "world-size")  # of a run's fingerprint

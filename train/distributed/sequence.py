@@ -1,0 +1,44 @@
+"""Long rows over several processes (`train.sequence_parallel`): which of them share a row.
+
+So many consecutive processes form a group that reads the same rows, and each computes one stretch
+of them (`core/row_part.py`). Groups divide the rows of a batch among themselves, as processes do
+otherwise.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from specctl.core.drafter import Drafter
+from specctl.core.errors import RecipeError
+from specctl.core.row_part import RowPart
+from specctl.recipes.schema import Recipe
+from specctl.train.distributed.ranks import Ranks
+
+WHERE = "train.sequence_parallel"
+
+
+def row_part(recipe: Recipe, drafter: Drafter, ranks: Ranks) -> RowPart | None:
+    """This process' part of every row; None where it computes rows whole. Every process must ask,
+    because asking forms the groups."""
+    count = recipe.train.sequence_parallel
+    if count == 1:
+        return None
+    if not drafter.splits_rows:
+        raise RecipeError(
+            f"{drafter.family} computes whole rows",
+            where=WHERE,
+            found=f"sequence_parallel {count}",
+            expected="a family whose steps look at other positions by attention alone: eagle3",
+            do=f"--set {WHERE}=1",
+        )
+    if ranks.size % count:
+        raise RecipeError(
+            "the processes do not divide into groups that share a row",
+            where=WHERE,
+            found=f"sequence_parallel {count}, {ranks.size} processes",
+            expected=f"a multiple of {count} processes",
+            do=f"--processes {count} or --gpus {count}, or --set {WHERE}=1",
+        )
+    group, _ = dist.new_subgroups(group_size=count)  # type: ignore[no-untyped-call]
+    return RowPart(ranks.rank % count, count, group)
