@@ -152,9 +152,17 @@ class Rotary:
         cos, sin = F.embedding(position_BT, table)[:, :, None].chunk(2, dim=-1)
         return cos, sin
 
+    def of(self, position_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The same for a few tokens at any positions, without a table."""
+        cos, sin = self._rows(position_BT.float()).to(dtype)[:, :, None].chunk(2, dim=-1)
+        return cos, sin
+
     def _table(self, rows: int, device: torch.device) -> Tensor:
-        at = torch.arange(rows, device=device, dtype=torch.float32)
-        angle = at[:, None] * self.inv_freq.to(device)
+        return self._rows(torch.arange(rows, device=device, dtype=torch.float32))
+
+    def _rows(self, at_X: Tensor) -> Tensor:
+        """[X, 2 E] float32."""
+        angle = at_X[..., None] * self.inv_freq.to(at_X.device)
         cos, sin = angle.cos() * self.scale, angle.sin() * self.scale
         return torch.cat([cos, cos, -sin, sin], dim=-1)
 
