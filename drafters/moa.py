@@ -188,7 +188,7 @@ class Moa(CrossDrafter):
                 out_RLD: Tensor = along(part_RLD, rope, attending(None))
                 return out_RLD.mean(1)
 
-            parts = depth_RLD.split(CHUNK) if again else (depth_RLD,)
+            parts = torch.split(depth_RLD, CHUNK) if again else (depth_RLD,)
             mean_RD = torch.cat([run(again, mixed, part) for part in parts])
         else:
             mean_RD = depth_RLD.mean(1)
@@ -243,6 +243,11 @@ class Moa(CrossDrafter):
         masks = Masks(mask_BML[:, None], windows)
         feed = Feed(at_BM * 0, position_BM, masks, residual_BTD=x_BAPD.flatten(1, 2))
         return self.inferred(feed, kv).view(B, A, P, -1)
+
+    def loss(self, batch: TrainBatch) -> LossOut:
+        out = super().loss(batch)
+        self._drafted = []  # nothing of a batch outlives its loss
+        return out
 
     def beside(self, out: LossOut, learned: HeadLearned, batch: TrainBatch) -> LossOut:
         """With target layer inference half of the distance is that of the states in front of the
