@@ -96,7 +96,7 @@ quickstart: $(VENV)/.installed
 	$(BIN)/specctl quickstart --out $(OUT)
 
 test: $(VENV)/.dev
-	$(TEST_ENV) $(BIN)/python -m pytest -q -n $(WORKERS) --durations=10
+	$(TEST_ENV) $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --durations=10
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -22,6 +22,7 @@ from specctl.core.spec import ModelSpec
 from specctl.models.hf_spec import spec_of
 from specctl.models.kernels import Weight, additive_mask, attend, linear, rms_norm
 from specctl.models.llama import LayerWeights, LlamaModel, LlamaShape
+from specctl.models.native.step import MOST_ROWS, NativeStep
 
 __all__ = ["FastLlama", "LlamaModel", "LlamaShape", "fast_llama_from_hf"]
 
@@ -46,6 +47,20 @@ class FastLlama(LanguageModel):
         self.windows = () if window is None else (window,)
 
     def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
+        step = None if kv is None else self._native(feed)
+        return self._eager(feed, kv) if step is None or kv is None else step.run(feed, kv)
+
+    def _native(self, feed: Feed) -> NativeStep | None:
+        """The compiled step, where it may do this forward: few tokens, on a CPU, no gradient."""
+        ids_BT = feed.ids_BT
+        if ids_BT.numel() > MOST_ROWS or ids_BT.device.type != "cpu" or type(ids_BT) is not Tensor:
+            return None
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return None
+        step = self.module.native()
+        return step if step is not None and ids_BT.numel() <= step.most_rows else None
+
+    def _eager(self, feed: Feed, kv: SlotKV | None) -> LmOut:
         module, shape, taps, parts = self.module, self.module.shape, feed.taps, feed.parts
         weights = module.weights(feed.residual_BTD is None or not feed.residual_BTD.requires_grad)
         if feed.residual_BTD is None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from specctl.models.kernels import Weight, can_pack, pack
+from specctl.models.native.step import NativeStep, native_step
 
 PACK_SHARE = 0.25  # of the device's memory that copies of the weights may take
 
@@ -122,9 +123,12 @@ class _Packs:
     weights: Weights | None = None
     parameters: tuple[nn.Parameter, ...] = ()
     version: int = -1
+    native: NativeStep | None = None
+    is_native_tried: bool = False
 
     def clear(self) -> None:
         self.weights, self.parameters, self.version = None, (), -1
+        self.native, self.is_native_tried = None, False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Packs:
         return _Packs()
@@ -144,11 +148,7 @@ class Rotary:
 
     def at(self, position_BT: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and signed sin at positions below `length`, each [B, T, 1, E]."""
-        key = (position_BT.device, dtype)
-        table = self.tables.get(key)
-        if table is None or table.shape[0] < length:
-            rows = max(256, 1 << (length - 1).bit_length())
-            table = self.tables[key] = self._table(rows, position_BT.device).to(dtype)
+        table = self.table(length, position_BT.device, dtype)
         cos, sin = F.embedding(position_BT, table)[:, :, None].chunk(2, dim=-1)
         return cos, sin
 
@@ -156,6 +156,14 @@ class Rotary:
         """The same for a few tokens at any positions, without a table."""
         cos, sin = self._rows(position_BT.float()).to(dtype)[:, :, None].chunk(2, dim=-1)
         return cos, sin
+
+    def table(self, length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """[at least `length`, 2 E]: cos and signed sin of every position."""
+        found = self.tables.get((device, dtype))
+        if found is None or found.shape[0] < length:
+            rows = max(256, 1 << (length - 1).bit_length())
+            found = self.tables[device, dtype] = self._table(rows, device).to(dtype)
+        return found
 
     def _table(self, rows: int, device: torch.device) -> Tensor:
         return self._rows(torch.arange(rows, device=device, dtype=torch.float32))
@@ -233,6 +241,13 @@ class LlamaModel(nn.Module):
             packs.version = sum(p._version for p in packs.parameters)
             packs.weights = self._collect(is_fused=self._has_room())
         return packs.weights
+
+    def native(self) -> NativeStep | None:
+        """The compiled step over these weights; None where there is none for them."""
+        packs = self.packs
+        if not packs.is_native_tried or (packs.native is not None and not packs.native.is_current):
+            packs.native, packs.is_native_tried = native_step(self), True
+        return packs.native
 
     def _has_room(self) -> bool:
         weight = self.head_weight

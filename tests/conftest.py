@@ -13,6 +13,8 @@ from specctl_testing.models import build_model
 
 # A shell that starts the tests in the background hands down an ignored Ctrl-C; some tests press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+if hasattr(signal, "SIGHUP"):  # so does nohup with a hang-up
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

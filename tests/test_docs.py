@@ -55,6 +55,8 @@ PROVEN_ELSEWHERE = {
     "chmod 600 keys.txt": "the shell",
     "specctl plan --scaling": "tests/cli/test_scaling.py",
     "specctl plan --target llama3-8b": "tests/cli/test_plan_gpus.py",
+    "specctl plan --target qwen3-8b": "tests/cli/test_plan_gpus.py, for another target",
+    "specctl plan --recipe llama3-8b": "tests/cli/test_plan_gpus.py",
 }
 
 

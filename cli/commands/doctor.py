@@ -106,11 +106,23 @@ def _namesakes() -> Iterator[Finding]:
 def _machine() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield Finding("cpu", GREEN, f"{cores} cores, {_vector_units()}")
+    yield _step()
     free = _free_memory()
     if free is not None:
         low = free < 2 * GIB
         do = "close other programs, or use small targets" if low else ""
         yield Finding("memory", YELLOW if low else GREEN, f"{free / GIB:.1f} GiB free", do)
+
+
+def _step() -> Finding:
+    """The compiled step, built here if it is not yet."""
+    from specctl.models.native.library import library
+
+    missing = library().missing
+    if not missing:
+        return Finding("compiled step", GREEN, "built for this processor")
+    do = "install a C++ compiler (Debian: apt install g++): decoding on a CPU is then 1.5 to 2.7x"
+    return Finding("compiled step", YELLOW, missing, f"{do} faster")
 
 
 def _vector_units() -> str:

@@ -90,6 +90,10 @@ class TargetChoice:
             console.detail(f"with adapter {word}")
         if self.revision is not None and resolved.path is not None:
             console.warn(f"--revision is ignored: target {self.name} is a folder of this machine")
+        from specctl.models.native.library import is_to_be_built
+
+        if is_to_be_built():
+            console.say("compiling the decoding step for this processor, once: a few seconds")
         target = load_target(
             self.name,
             revision=self.revision,

@@ -14,6 +14,8 @@ import pytest
 
 from specctl.cli.app.console import Console
 from specctl.cli.main import main
+from specctl.models.native.library import folder as native_folder
+from specctl.models.native.library import library
 from specctl_testing.cli.ran import Ran, Run
 
 ROOT = Path(__file__).parents[2]
@@ -21,9 +23,14 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of our own: no test may depend on what another one has measured."""
+    """An empty cache of our own: no test may depend on what another one has measured. The compiled
+    step is the same for all."""
     folder = tmp_path_factory.mktemp("cache")
+    if library().functions is not None:
+        (folder / "specctl").mkdir()
+        (folder / "specctl" / "native").symlink_to(native_folder())
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    monkeypatch.setattr("specctl.api.drafting.COST_ROUNDS", 2)  # a few timed rounds are enough here
     return folder
 
 

@@ -1,0 +1,76 @@
+"""The compiled step beside the same forward in PyTorch: CPU milliseconds a forward, by width.
+
+One thread, one row of T fed tokens behind 200 kept ones, alternating; medians of processor time,
+which a busy neighbour disturbs less than the clock on the wall.
+
+    python benchmarks/native_step.py
+    python benchmarks/native_step.py --inflate 300m --dtype bfloat16
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from statistics import median
+from unittest.mock import patch
+
+import torch
+
+from specctl import load_target
+from specctl.models.fast_llama import FastLlama
+from specctl.models.native.library import library
+from specctl.runtime.target.target import Target
+
+KEPT = 200
+
+
+def milliseconds(target: Target, width: int, repeats: int) -> tuple[float, float, float]:
+    """Of the step, of PyTorch; and the largest difference of a logit."""
+    lm = target.lm
+    torch.manual_seed(width)
+    ids, start = torch.randint(0, target.spec.vocab_size, (1, width)), torch.tensor([KEPT])
+    kv, slot = lm.new_kv(1, KEPT + width), torch.tensor([0])
+    for store in (*kv.key_ZJLE, *kv.value_ZJLE):
+        store.normal_()
+    position, span = start[:, None] + torch.arange(width), KEPT + width
+    masks = lm.chain_masks(start, width, span)
+    assert isinstance(lm, FastLlama)
+    step, spent, logits = lm.module.native(), ([], []), [torch.empty(0)] * 2
+    for _ in range(repeats):
+        for way, chosen in enumerate((step, None)):
+            with patch.object(FastLlama, "_native", lambda self, feed, chosen=chosen: chosen):
+                kv.begin((0,), slot, start, width, span, KEPT)
+                began = time.process_time()
+                found = lm.forward(ids, position, masks, kv).logits_BTV
+                spent[way].append((time.process_time() - began) * 1e3)
+            assert found is not None
+            logits[way] = found.float()
+    return (*map(median, spent), float((logits[0] - logits[1]).abs().max()))  # type: ignore[return-value]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--inflate", default=None)
+    parser.add_argument("--widths", default="1,2,4,6,8,16,24,32")
+    parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    assert library().functions is not None, library().missing
+    torch.set_num_threads(1)
+    target = load_target("tiny", dtype=args.dtype, inflate=args.inflate)
+    rows = []
+    for width in map(int, args.widths.split(",")):
+        step, eager, error = milliseconds(target, width, args.repeats)
+        rows.append({"width": width, "step_ms": step, "pytorch_ms": eager, "error": error})
+        if not args.json:
+            print(f"{width:3d} rows  step {step:7.2f} ms  PyTorch {eager:7.2f} ms  "
+                  f"{eager / step:4.2f}x  differs by {error:.0e}")  # fmt: skip
+    if args.json:
+        print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()

@@ -1,0 +1,148 @@
+"""The compiled step: built once for this processor, kept in the user's cache.
+
+$XDG_CACHE_HOME/specctl/native/KEY.so, KEY over the source, the compiler and the processor.
+SPECCTL_NATIVE=0 leaves it out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("step.cpp")
+SWITCH = "SPECCTL_NATIVE"
+COMPILERS = ("c++", "g++", "clang++")
+FLAGS = ("-std=c++17", "-O2", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared")
+SECONDS = 120  # a compiler that takes longer is given up
+
+
+class LayerAddresses(ctypes.Structure):
+    """Addresses of one layer's weights; those of what it does not have are null."""
+
+    NAMES = (
+        "attention_norm", "query", "key", "value", "query_bias", "key_bias", "value_bias",
+        "query_norm", "key_norm", "output", "output_bias", "mlp_norm", "gate", "up", "down",
+    )  # fmt: skip
+    _fields_ = [(name, ctypes.c_void_p) for name in NAMES]
+
+
+class ModelAddresses(ctypes.Structure):
+    """Sizes and weights of a model."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("D", "H", "J", "E", "I", "V", "num_layers")),
+        *((name, ctypes.c_float) for name in ("eps", "qk_eps")),
+        *((name, ctypes.c_void_p) for name in ("embedding", "norm", "head")),
+        ("layers", ctypes.POINTER(LayerAddresses)),
+    ]
+
+
+class StepCall(ctypes.Structure):
+    """One forward: what is fed, where keys and values are, where results go."""
+
+    SIZES = ("B", "T", "max_len", "span", "num_taps", "num_asked", "threads")
+    ADDRESSES = (
+        "ids", "position", "slot", "start", "residual", "mask", "rotary", "keys", "values",
+        "attention", "mlp", "taps", "tapped", "asked", "logits", "space",
+    )  # fmt: skip
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in SIZES),
+        *((name, ctypes.c_void_p) for name in ADDRESSES),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """The functions of the compiled step, or why there are none."""
+
+    functions: ctypes.CDLL | None
+    missing: str = ""
+
+
+@lru_cache
+def library() -> Library:
+    """Loaded, and built where it is not yet: a few seconds, once."""
+    if os.environ.get(SWITCH, "1") == "0":
+        return Library(None, f"{SWITCH}=0")
+    compiler = _compiler()
+    if compiler is None:
+        return Library(None, "no C++ compiler (" + ", ".join(COMPILERS) + ")")
+    try:
+        return Library(_loaded(_built(compiler)))
+    except (OSError, subprocess.SubprocessError) as error:
+        return Library(None, f"{compiler}: {str(error)[:200]}")
+
+
+def is_to_be_built() -> bool:
+    """Whether the first forward on a CPU will compile: worth a word to who waits."""
+    compiler = _compiler()
+    if os.environ.get(SWITCH, "1") == "0" or compiler is None:
+        return False
+    return not (folder() / f"{_key(compiler)}.so").is_file()
+
+
+def folder() -> Path:
+    """Where compiled steps are kept."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "specctl" / "native"
+
+
+def _compiler() -> str | None:
+    return next((found for name in COMPILERS if (found := shutil.which(name))), None)
+
+
+def _built(compiler: str) -> Path:
+    """The library's file. It appears whole: two processes that build it do not disturb another."""
+    path = folder() / f"{_key(compiler)}.so"
+    if path.is_file():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        made = Path(scratch) / "step.so"
+        for parallel in (("-fopenmp",), ()):  # Apple's compiler comes without OpenMP
+            words = [compiler, *FLAGS, *_tuned(), *parallel, str(SOURCE), "-o", str(made)]
+            ran = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS)
+            if ran.returncode == 0:
+                made.replace(path)
+                return path
+    raise OSError(ran.stderr.strip().splitlines()[-1] if ran.stderr else "it failed")
+
+
+def _tuned() -> tuple[str, ...]:
+    """For this very processor."""
+    return ("-mcpu=native",) if platform.machine() in ("arm64", "aarch64") else ("-march=native",)
+
+
+def _key(compiler: str) -> str:
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30)
+    parts = (SOURCE.read_text(encoding="utf-8"), version.stdout, *FLAGS, _processor())
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def _processor() -> str:
+    """What tells processors apart: a cache may be shared between machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    about = {line.partition(":")[0].strip(): line for line in reversed(lines)}
+    return "\n".join(about.get(name, "") for name in ("model name", "flags", "Features"))
+
+
+def _loaded(path: Path) -> ctypes.CDLL:
+    found = ctypes.CDLL(str(path))
+    found.space_needed.argtypes = (ctypes.POINTER(ModelAddresses), *(ctypes.c_int32,) * 3)
+    found.space_needed.restype = ctypes.c_int64
+    for name in ("step_float32", "step_bfloat16"):
+        function = getattr(found, name)
+        function.argtypes = (ctypes.POINTER(ModelAddresses), ctypes.POINTER(StepCall))
+        function.restype = None
+    return found

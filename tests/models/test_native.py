@@ -1,0 +1,206 @@
+"""The compiled step: PyTorch's numbers, one fixed order of sums, and a way without a compiler."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specctl.core.kv_cache import SlotKV
+from specctl.core.language_model import Feed, LmOut
+from specctl.core.spec import ModelSpec
+from specctl.core.sub_layers import SubLayers
+from specctl.core.tree import DraftTree, NodeKind
+from specctl.models.fast_llama import FastLlama, LlamaModel, LlamaShape
+from specctl.models.native import library as built
+from specctl.models.native.step import most_rows
+
+WIDTH, VOCAB, LAYERS = 40, 90, 3  # neither a multiple of 16: rests of a vector occur
+needs_compiler = pytest.mark.skipif(
+    built.library().functions is None, reason=f"no compiled step: {built.library().missing}"
+)
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "biased": {"attention_bias": True, "output_bias": True},
+    "normed heads": {"qk_norm": True},
+    "windowed": {"window": 5},
+    "every head its own": {"num_kv_heads": 4},
+    "trimmed head": {"tied": False, "out_size": 30},
+}
+
+
+def make(dtype: torch.dtype = torch.float32, **fields: Any) -> FastLlama:
+    torch.manual_seed(0)
+    sizes = {"num_layers": LAYERS, "hidden_size": WIDTH, "vocab_size": VOCAB, "num_heads": 4}
+    more = {"num_kv_heads": 2, "head_dim": 20, "intermediate_size": 52, "norm_eps": 1e-5}
+    shape = LlamaShape(**{**sizes, **more, "rope_theta": 1e4, "tied": True, **fields})
+    module = LlamaModel(shape).requires_grad_(False)
+    for parameter in module.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.15)
+    heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
+    spec = ModelSpec("llama", LAYERS, WIDTH, VOCAB, *heads, 52, 1e-5, 1e4, 256)
+    return FastLlama(module.to(dtype), spec)
+
+
+def forward(lm: FastLlama, kv: SlotKV, ids: Tensor, starts: list[int], **wanted: Any) -> LmOut:
+    """A causal run of every row behind its kept tokens, in slots of their own in reverse order."""
+    B, T = ids.shape
+    slots, start_B = tuple(range(B))[::-1], torch.tensor(starts)
+    span = max(starts) + T
+    kv.begin(slots, torch.tensor(slots), start_B, T, span)
+    position = start_B[:, None] + torch.arange(T)
+    with torch.no_grad():
+        return lm.run(Feed(ids, position, lm.chain_masks(start_B, T, span), **wanted), kv)
+
+
+@pytest.fixture
+def eagerly(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """eagerly(lm, ...): the same forward in PyTorch."""
+
+    def run(lm: FastLlama, *given: Any, **wanted: Any) -> LmOut:
+        with monkeypatch.context() as patch:
+            patch.setattr(FastLlama, "_native", lambda self, feed: None)
+            return forward(lm, *given, **wanted)
+
+    return run
+
+
+def filled(lm: FastLlama, num_slots: int) -> SlotKV:
+    torch.manual_seed(1)
+    kv = lm.new_kv(num_slots, 48)
+    for store in stores(kv):
+        store.normal_()
+    return kv
+
+
+def stores(kv: SlotKV) -> list[Tensor]:
+    return [*kv.key_ZJLE, *kv.value_ZJLE]
+
+
+def copied(lm: FastLlama, kv: SlotKV) -> SlotKV:
+    twin = lm.new_kv(kv.num_slots, kv.max_len)
+    for mine, theirs in zip(stores(twin), stores(kv), strict=True):
+        mine.copy_(theirs)
+    return twin
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_computes_what_pytorch_computes(kind: str, eagerly: Any) -> None:
+    lm = make(**KINDS[kind])
+    assert lm.module.native() is not None
+    for num_rows, num_fed in ((1, 1), (1, 7), (2, 2), (2, 8), (3, 5)):
+        ids = torch.randint(0, VOCAB, (num_rows, num_fed))
+        kv = filled(lm, num_rows)
+        given = ids, [11, 3, 20][:num_rows]
+        wanted = {"taps": (0, 2, LAYERS)}
+        theirs = eagerly(lm, other := copied(lm, kv), *given, **wanted)
+        mine = forward(lm, kv, *given, **wanted)
+        assert mine.logits_BTV is not None
+        torch.testing.assert_close(mine.logits_BTV, theirs.logits_BTV, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(dict(mine.taps), dict(theirs.taps), atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(stores(kv), stores(other), atol=1e-5, rtol=0)
+
+
+@needs_compiler
+def test_parts_of_it_are_borrowed(eagerly: Any) -> None:
+    lm, ids = make(), torch.randint(0, VOCAB, (2, 3))
+    for wanted in (
+        {"parts": SubLayers((0, 2), (1,))},
+        {"residual_BTD": torch.randn(2, 3, WIDTH), "parts": SubLayers.span(1, 3), "taps": (1,)},
+        {"only": (2, 0)},
+        {"logits": False, "taps": (1, LAYERS)},
+    ):
+        kv = filled(lm, 2)
+        theirs = eagerly(lm, copied(lm, kv), ids, [9, 4], **wanted)
+        mine = forward(lm, kv, ids, [9, 4], **wanted)
+        torch.testing.assert_close(mine.logits_BTV, theirs.logits_BTV, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(dict(mine.taps), dict(theirs.taps), atol=2e-5, rtol=1e-4)
+
+
+@needs_compiler
+def test_a_token_has_the_same_logits_alone_in_a_batch_and_in_a_tree() -> None:
+    """Bit for bit, in both dtypes: greedy text does not hang on how it was drafted."""
+    for dtype in (torch.float32, torch.bfloat16):
+        lm = make(dtype)
+        prompt, text = torch.randint(0, VOCAB, (1, 4)), torch.randint(0, VOCAB, (1, 3))
+        alone = lm.new_kv(1, 48)
+        forward(lm, alone, prompt, [0])
+        one_by_one = [forward(lm, alone, text[:, i : i + 1], [4 + i]).logits_BTV for i in range(3)]
+        together = lm.new_kv(3, 48)
+        forward(lm, together, prompt.expand(3, -1), [0, 0, 0])
+        found = forward(lm, together, text.expand(3, -1), [4, 4, 4]).logits_BTV
+        assert found is not None
+        expected = torch.cat([each for each in one_by_one if each is not None], 1)
+        assert torch.equal(found, expected.expand(3, -1, -1))
+        # the text as one path of a tree whose other nodes stand between its tokens
+        other = (text + 1) % VOCAB
+        nodes = torch.stack([other[0, 1], text[0, 1], other[0, 2], text[0, 2]])[None]
+        parents, real = torch.tensor([[-1, -1, 0, 1]]), torch.ones(1, 4, dtype=torch.bool)
+        tree = DraftTree(nodes, parents, torch.zeros_like(nodes), real, NodeKind.POINT, depth=2)
+        kv, start = lm.new_kv(1, 48), torch.tensor([4])
+        forward(lm, kv, prompt, [0])
+        kv.begin((0,), torch.tensor([0]), start, 5, 9)
+        ids, position = torch.cat([text[:, :1], nodes], 1), 4 + tree.depth_BT()
+        grown = lm.forward(ids, position, lm.tree_masks(tree, start, 9), kv).logits_BTV
+        assert grown is not None
+        assert torch.equal(grown[:, [0, 2, 4]], expected)
+
+
+@needs_compiler
+def test_bfloat16_is_read_where_it_lies_and_wide_rounds_are_pytorchs(eagerly: Any) -> None:
+    lm, ids = make(torch.bfloat16), torch.randint(0, VOCAB, (2, 2))
+    kv = filled(lm, 2)
+    theirs = eagerly(lm, copied(lm, kv), ids, [9, 4]).logits_BTV
+    mine = forward(lm, kv, ids, [9, 4]).logits_BTV
+    assert mine is not None
+    assert mine.dtype == torch.bfloat16
+    torch.testing.assert_close(mine, theirs, atol=0.15, rtol=0.05)
+    plain = make()
+    wide = torch.zeros(1, most_rows(torch.float32) + 1, dtype=torch.long)
+    feed = Feed(wide, wide, plain.chain_masks(torch.tensor([0]), wide.shape[1], wide.shape[1]))
+    with torch.no_grad():
+        assert plain._native(feed) is None
+        assert plain._native(replace(feed, ids_BT=wide[:, :-1])) is not None
+    assert plain._native(replace(feed, ids_BT=wide[:, :1])) is None, "gradients are PyTorch's"
+
+
+@needs_compiler
+def test_weights_that_change_or_move_are_seen(eagerly: Any) -> None:
+    lm, ids = make(), torch.randint(0, VOCAB, (1, 3))
+    forward(lm, filled(lm, 1), ids, [5])
+    down = lm.module.model.layers[1].mlp.down_proj.weight
+    for change in ("in place", "elsewhere", "another"):
+        if change == "in place":
+            down.mul_(2)
+        elif change == "elsewhere":
+            down.data = down.data.clone().neg_()
+        else:
+            lm.module.load_state_dict(make(qk_norm=False).module.state_dict(), assign=True)
+        fresh = copy.deepcopy(lm)
+        expected = eagerly(fresh, filled(fresh, 1), ids, [5]).logits_BTV
+        found = forward(lm, filled(lm, 1), ids, [5]).logits_BTV
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_without_it_the_reason_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    make_new = built.library.__wrapped__
+    with monkeypatch.context() as patch:
+        patch.setenv(built.SWITCH, "0")
+        assert make_new() == built.Library(None, "SPECCTL_NATIVE=0")
+    with monkeypatch.context() as patch:
+        patch.setattr(built, "COMPILERS", ("no-such-compiler",))
+        assert "no C++ compiler" in make_new().missing
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\necho 'cannot compile' >&2; exit 1\n")
+    broken.chmod(0o755)
+    with monkeypatch.context() as patch:
+        patch.setattr(built, "COMPILERS", (str(broken),))
+        assert "cannot compile" in make_new().missing
+    assert [path.suffix for path in built.folder().rglob("*")] == [], "nothing half made is left"
