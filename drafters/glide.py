@@ -10,6 +10,7 @@ newest tokens of a draft have no cached row; training hides as much (`strict`, t
 mask). The paper grows it into a caterpillar (policy cape): more candidates where it is unsure.
 The paper's model has an embedding of its own; ours reads the target's, through a linear layer where
 `width` is smaller than the target's, and has an LM head of its own.
+Letters: B rows, D hidden width, I input width, K draft vocabulary, T fed tokens, X any axes.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ alike), and siblings come from both:
   q = w_1 softmax(W (h + X_1)) + w_2 softmax(W (h + X_2))
 with W the LM head and h the residual stream, for a second product with the LM head; what is fed
 back stays the mixture.
-Letters: B rows, D hidden width, O output width (2 D), T fed tokens, X any axes, Y carry (D).
+Letters: B rows, D hidden width, O output width (2 D and more), Q picked rows, T fed tokens, X any
+axes, Y carry (D).
 """
 
 from __future__ import annotations

@@ -15,8 +15,9 @@ it is the last state itself. The loss is
 with f the last state and h the one in front of those layers. Sizes follow the paper's at 8B: half
 the target's key/value heads and an MLP of 1.5 widths in both layers; the layer attention is as wide
 as the keys and values of one layer (2048 there, of 4096), its MLP 1.5 times that.
-Letters: A anchors, B rows, D hidden width, I input width (taps x D), J key/value heads, L positions
-(one per layer), M new nodes, P path, R flat rows, S sequence, X any axes.
+Letters: A anchors, B rows, D hidden width, E head width, I input width (taps x D), J key/value
+heads, L positions (one per layer), M new nodes, O output width, P path, R flat rows, S sequence, T
+fed tokens, W window, X any axes.
 """
 
 from __future__ import annotations

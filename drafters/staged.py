@@ -10,8 +10,8 @@ The second stage is an n-gram model of the draft model's own best tokens with ba
 paper: learned before it serves, from what the draft model says of the text that it is trained on
 (`table`), and further from what it says while it drafts, the newest first; or it is a look-up in
 the text. Behind nodes of a tree it guesses several children each.
-Letters: B rows, D hidden width, K draft vocabulary, M new nodes, N nodes, S sequence, T fed tokens,
-W window (guesses), X any axes.
+Letters: B rows, C candidates, D hidden width, K draft vocabulary, M new nodes, N nodes, P path, S
+sequence, T fed tokens, V target vocabulary, W window (guesses), X any axes.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Staged(SmallLm):
 
 
 @dataclass(frozen=True, slots=True)
-class Guess:
+class GuessedNode:
     """A token, behind the guess of that number (-1: behind the text)."""
 
     token: int
@@ -158,7 +158,7 @@ class Inner(Protocol):
     def learn(self, slot: int, text: Sequence[int], tokens: Sequence[int]) -> None:
         """The draft model's best tokens after a text, the best first."""
 
-    def guess(self, slot: int, text: Sequence[int], length: int, width: int) -> list[Guess]:
+    def guess(self, slot: int, text: Sequence[int], length: int, width: int) -> list[GuessedNode]:
         """At most `length` guesses behind a text, at most `width` of them children of one node."""
 
 
@@ -187,13 +187,13 @@ class OwnNgrams:
                 entries = [((token,), 1.0) for token in reversed(tokens)]
                 self.stores.at(slot).update(tail(text, length), entries)
 
-    def guess(self, slot: int, text: Sequence[int], length: int, width: int) -> list[Guess]:
-        found, contexts = list[Guess](), [list(tail(text, self.lengths.start))]
+    def guess(self, slot: int, text: Sequence[int], length: int, width: int) -> list[GuessedNode]:
+        found, contexts = list[GuessedNode](), [list(tail(text, self.lengths.start))]
         for at, context in enumerate(contexts):  # which grow meanwhile: level by level
             for token in self._children(slot, context)[:width]:
                 if len(found) == length:
                     return found
-                found.append(Guess(token, at - 1))
+                found.append(GuessedNode(token, at - 1))
                 contexts.append([*context, token][-self.lengths.start :])
         return found
 
@@ -225,10 +225,10 @@ class TextLookup:
     def learn(self, slot: int, text: Sequence[int], tokens: Sequence[int]) -> None:
         del slot, text, tokens
 
-    def guess(self, slot: int, text: Sequence[int], length: int, width: int) -> list[Guess]:
+    def guess(self, slot: int, text: Sequence[int], length: int, width: int) -> list[GuessedNode]:
         del width  # it knows one continuation
         found = self.indices[slot].continuation(text, length)
-        return [Guess(token, at - 1) for at, token in enumerate(found)]
+        return [GuessedNode(token, at - 1) for at, token in enumerate(found)]
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 Parameter names are those of a transformers Llama folder, and the parameters may be shared with a
 transformers model.
-Letters: B rows, E head width, H query heads, T fed tokens.
+Letters: B rows, E head width, H query heads, T fed tokens, X any axes.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ That bound is what makes training as hard as drafting (GliDe's block mask, the T
 Mixture of Attentions). Every depth is trained behind each anchor, where the papers draw one. What
 is attended to there are keys and values of one vector per position, by projections of the drafter's
 own, or, for a family that overrides `seen`, what the target's cache holds.
-Letters: A anchors, B rows, D hidden width, E head width, I input width, M new nodes, P path, S
-sequence, T fed tokens, W window, X any axes, Y carry.
+Letters: A anchors, B rows, D hidden width, E head width, H query heads, I input width, M new nodes,
+P path, S sequence, T fed tokens, W window, X any axes, Y carry.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from specctl.runtime.target.target import Target
 from specctl.train.planning.scaling import (
     Law,
     Point,
-    Speed,
+    BatchSpeed,
     fit,
     fit_batches,
     grid,
@@ -81,14 +81,14 @@ def test_the_next_tenth_costs_what_the_law_says() -> None:
 
 
 def test_the_law_of_the_batch_is_found_and_needs_three_sizes() -> None:
-    speeds = [Speed(size, 100.0 + 40.0 * math.log(size)) for size in (1, 2, 4, 8)]
+    speeds = [BatchSpeed(size, 100.0 + 40.0 * math.log(size)) for size in (1, 2, 4, 8)]
     law = fit_batches(speeds)
     assert (law.intercept, law.per_batch, law.r2) == pytest.approx((100.0, 40.0, 1.0))
     found = report(made(), fit(made()), speeds)["batches"]
     assert [one["fitted"] for one in found["points"]] == pytest.approx(
         [speed.tokens_per_second for speed in speeds]
     )
-    bent = [*speeds[:3], Speed(8, 150.0)]
+    bent = [*speeds[:3], BatchSpeed(8, 150.0)]
     assert 0.0 < fit_batches(bent).r2 < 0.9
     with pytest.raises(RecipeError, match="three sizes"):
         fit_batches(speeds[:2])

@@ -98,7 +98,7 @@ def fit(points: Sequence[Point]) -> Law:
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
+class BatchSpeed:
     """Tokens per second of a batch of so many rows, all of them together."""
 
     batch: int
@@ -117,7 +117,7 @@ class BatchLaw:
         return self.intercept + self.per_batch * math.log(batch)
 
 
-def fit_batches(speeds: Sequence[Speed]) -> BatchLaw:
+def fit_batches(speeds: Sequence[BatchSpeed]) -> BatchLaw:
     """Least squares over at least three sizes of the batch: two lie on every line."""
     if len({speed.batch for speed in speeds}) < 3:
         raise RecipeError(
@@ -135,14 +135,14 @@ def fit_batches(speeds: Sequence[Speed]) -> BatchLaw:
     return BatchLaw(float(found_2[0]), float(found_2[1]), 1.0 - off / spread if spread > 0 else 0.0)
 
 
-def measure_batches(cell: Cell, target: Target) -> list[Speed]:
+def measure_batches(cell: Cell, target: Target) -> list[BatchSpeed]:
     """Greedy decoding with a finished cell's drafter, in every size of batch in turn, three times;
     the median of each. What was measured is kept in the cell's folder."""
     recipe, path = cell.recipe, cell.folder / SPEEDS
     sizes = recipe.scaling.batches
     if path.exists():
         found = json.loads(path.read_text(encoding="utf-8"))
-        kept = [Speed(**one) for one in found["speeds"]]
+        kept = [BatchSpeed(**one) for one in found["speeds"]]
         if [speed.batch for speed in kept] == list(sizes):
             return kept
     drafter = checkpoint_drafter(cell.folder, target).to(target.device, target.dtype)
@@ -154,7 +154,7 @@ def measure_batches(cell: Cell, target: Target) -> list[Speed]:
         for size, speeds in taken.items():
             how: Any = {"drafter": drafter, "policy": policy, "sampling": sampling, "batch": size}
             speeds.append(generate(target, prompts[:size], **how).stats.tokens_per_second)
-    measured = [Speed(size, statistics.median(speeds)) for size, speeds in taken.items()]
+    measured = [BatchSpeed(size, statistics.median(speeds)) for size, speeds in taken.items()]
     write_json(path, {"speeds": [asdict(speed) for speed in measured]})
     return measured
 
@@ -257,7 +257,7 @@ def share_data(done: Sequence[Path], folder: Path) -> None:
     part.rename(folder / "data")
 
 
-def report(points: Sequence[Point], law: Law, speeds: Sequence[Speed] = ()) -> dict[str, Any]:
+def report(points: Sequence[Point], law: Law, speeds: Sequence[BatchSpeed] = ()) -> dict[str, Any]:
     """The law, its error, what the next tenth of tau costs from the best point on, and the law of
     the batch where speeds were measured."""
     best = max(points, key=lambda p: p.tau)
