@@ -14,9 +14,9 @@ from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.target.target import Target
 from specctl.train.planning.scaling import (
+    BatchSpeed,
     Law,
     Point,
-    BatchSpeed,
     fit,
     fit_batches,
     grid,
