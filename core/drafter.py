@@ -217,6 +217,7 @@ class Drafter(ABC):
     serve: Mapping[str, Any] = {}  # how its package or its recipe says it is served
     one_call: bool = False  # one call of its LM heads gives every position of a draft
     holds_data: bool = False  # `tensors` are a memory of any length, which `load_tensors` checks
+    memories: frozenset[str] = frozenset()  # those of `tensors` that are no weights
     learns_states: bool = True  # a store of texts keeps what `needs` asks for of them, too
 
     def __init__(self, options: Any, spec: ModelSpec, vocab: VocabMap | None = None) -> None:

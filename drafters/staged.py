@@ -79,6 +79,7 @@ class Staged(SmallLm):
 
     family: ClassVar[str] = "staged"
     options: StagedOptions
+    memories = frozenset({NGRAMS})
 
     def __init__(self, *args: Any, **given: Any) -> None:
         super().__init__(*args, **given)
