@@ -32,7 +32,6 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("dspark", {"layers": 1}),
     ("glide", {}),
     ("glide", {"width": 16}),
-    ("glide", {"own_keys": True}),
     ("moa", {}),
     ("moa", {"target_layers": 1}),
     ("chimera", {}),

@@ -88,8 +88,11 @@ def test_more_guesses_save_more_forwards(target: Target, small: SmallLm) -> None
     assert forwards[0] > forwards[1] > forwards[2]
 
 
-@pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize("policy", ["dynamic-tree", "static-tree", "rsd"])
+@pytest.mark.parametrize(
+    ("policy", "inner"),
+    [(policy, "ngram") for policy in ("dynamic-tree", "static-tree", "rsd")]
+    + [("dynamic-tree", "prompt-lookup")],
+)
 def test_trees_are_grown_from_the_same_logits_for_fewer_forwards(
     target: Target, small: SmallLm, policy: str, inner: str
 ) -> None:
