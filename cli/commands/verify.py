@@ -27,7 +27,7 @@ OWN_TARGET = TargetChoice(name=OWN, dtype="float32")  # no name: what the packag
 def verify(
     console: Console,
     draft: Annotated[
-        str, typer.Argument(metavar="PATH", help="A package, or prompt-lookup / token-recycling.")
+        str, typer.Argument(metavar="PATH", help="A package, or a drafter without training.")
     ],
     level: Annotated[
         str, typer.Option(help="files, compat, lossless or full; each includes those before it.")
