@@ -172,6 +172,14 @@ def load_draft(
     else:
         loaded, source = drafter, ""
     if not (policy is None or isinstance(policy, str)):
+        if not hasattr(policy, "grow"):
+            raise RecipeError(
+                "this is no tree policy",
+                where="policy",
+                found=repr(policy)[:80],
+                expected="a name, or a Policy",
+                do='policy="chain", length=5',
+            )
         return LoadedDraft(name, loaded, policy, rule or "auto", adaptive, bool(parallel), source)
     policies = loaded.policies or policies_of(family(loaded.family))
     serve = _serve({} if loaded.policies else loaded.serve, policies, given)

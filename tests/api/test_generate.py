@@ -73,6 +73,7 @@ def test_a_package_drafts_as_it_was_trained_to_by_name_and_as_an_object(
     [
         ({"temprature": 1.0}, "temperature"),
         ({"drafter": "prompt-lookup", "nodes": 3, "policy": "sequoia"}, "policy"),
+        ({"drafter": "prompt-lookup", "policy": {"policy": "chain"}}, "no tree policy"),
         ({"length": 3}, "no drafter"),
     ],
 )

@@ -30,7 +30,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
         (folder / "specctl").mkdir()
         (folder / "specctl" / "native").symlink_to(native_folder())
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    monkeypatch.setattr("specctl.api.drafting.COST_ROUNDS", 2)  # a few timed rounds are enough here
     return folder
 
 
