@@ -207,6 +207,8 @@ def _serve(
         kept = ("length", "rule", "adaptive", "parallel")
         serve = {k: v for k, v in serve.items() if k in kept}
     serve |= {k: v for k, v in given.items() if k != "stop_rule"}
+    if given.get("stop_rule") is not None and "confidence" not in given:
+        serve.pop("confidence", None)  # the rule that the package names
     serve |= _stop_settings(given.get("stop_rule"))
     serve.setdefault("policy", policies[0])
     if serve["policy"] not in policies:

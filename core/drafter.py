@@ -219,6 +219,7 @@ class Drafter(ABC):
     holds_data: bool = False  # `tensors` are a memory of any length, which `load_tensors` checks
     runs_target: bool = False  # its loss runs layers of the target
     splits_rows: bool = False  # its loss minds `TrainBatch.part`
+    memories: frozenset[str] = frozenset()  # those of `tensors` that are no weights
     learns_states: bool = True  # a store of texts keeps what `needs` asks for of them, too
 
     def __init__(self, options: Any, spec: ModelSpec, vocab: VocabMap | None = None) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -130,6 +131,15 @@ class SlotKV:
         fixed._slot_B1, fixed._start_B1, fixed._at_BT = aim.slot_B1, aim.start_B1, at_BT
         fixed._span, fixed._whole, fixed._contiguous = aim.span, aim.is_whole, -1
         return fixed
+
+    def follow(self, other: SlotKV) -> None:
+        """Aim as that store is aimed, and be as long."""
+        if (extra := other.max_len - self.max_len) > 0:
+            self.key_ZJLE = [F.pad(key, (0, 0, 0, extra)) for key in self.key_ZJLE]
+            self.value_ZJLE = [F.pad(value, (0, 0, 0, extra)) for value in self.value_ZJLE]
+            self.max_len = other.max_len
+        self._slot_B1, self._start_B1, self._at_BT = other._slot_B1, other._start_B1, other._at_BT
+        self._span, self._whole, self._contiguous = other._span, other._whole, other._contiguous
 
     def update(self, layer: int, key_BJTE: Tensor, value_BJTE: Tensor) -> tuple[Tensor, Tensor]:
         """Write one layer's new keys and values; return what attention reads, [B, J, span, E]."""

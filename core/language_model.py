@@ -71,13 +71,20 @@ class Feed:
 class Borrowed:
     """Frozen pieces of the target that a drafter may share; never saved with it. `lm` is the model
     itself, whose layers a drafter runs through `Feed.parts` against a cache of its own; None where
-    a model does not lend them."""
+    a model does not lend them. `cached` says what its cache holds, where that is another's matter
+    (None: `lm`'s)."""
 
     embedding_VD: Tensor
     head_VD: Tensor
     embed_scale: float = 1.0
     head_bias_V: Tensor | None = None
     lm: LanguageModel | None = None
+    cached: LanguageModel | None = None
+
+    def cache_of(self) -> LanguageModel:
+        """The model whose `key_value` are those of the target's cache; an error where there is
+        none."""
+        return self.layers() if self.cached is None else self.cached
 
     def layers(self) -> LanguageModel:
         """The model whose layers may be run; an error where they may not."""
@@ -136,15 +143,23 @@ class LanguageModel(ABC):
         """Raise IncompatibleError where layers cannot be run apart from each other."""
         return
 
-    def write_kv(self, state: Mapping[int, Tensor], position_BT: Tensor, kv: SlotKV) -> None:
-        """Write keys and values of the fed tokens into the aimed `kv`, of each layer whose incoming
-        residual [B, T, D] is given: what a forward with those residuals would have written."""
-        del state, position_BT, kv
+    def key_value(
+        self, state: Mapping[int, Tensor], position_BT: Tensor
+    ) -> dict[int, tuple[Tensor, Tensor]]:
+        """Keys and values [B, J, T, E] of each layer whose incoming residual [B, T, D] is given:
+        what a forward with those residuals leaves in the cache. Gradients reach the residuals."""
+        del state, position_BT
         raise IncompatibleError(
             f"{type(self).__name__} does not lend its layers",
             expected="a target as it was published",
             do="choose a drafter with weights of its own",
         )
+
+    @torch.no_grad()
+    def write_kv(self, state: Mapping[int, Tensor], position_BT: Tensor, kv: SlotKV) -> None:
+        """Write `key_value` of the fed tokens into the aimed `kv`."""
+        for layer, pair in self.key_value(state, position_BT).items():
+            kv.update(layer, *pair)
 
     def chain_masks(self, kept_len_B: Tensor, num_fed: int, span: int) -> Masks:
         """Masks of a causal run of `num_fed` tokens behind the kept positions."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import DraftState, Family, Space
-from specctl.core.kv_cache import SlotKV
+from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.head_losses import joined
@@ -77,7 +77,6 @@ class Chimera(BlockDrafter):
     family: ClassVar[str] = "chimera"
     module: ChimeraNet
     is_causal = True
-    num_stores = 1
 
     def __init__(
         self, options: ChimeraOptions, spec: ModelSpec, vocab: VocabMap | None = None
@@ -89,6 +88,10 @@ class Chimera(BlockDrafter):
     @property
     def shape(self) -> LayerShape:
         return self.net.shape
+
+    @property
+    def stores(self) -> tuple[KVShape, ...]:
+        return (self.shape.kv,)
 
     @property
     def num_features(self) -> int:

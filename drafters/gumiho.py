@@ -9,6 +9,13 @@ in the published trainer, so that what the heads want moves the serial layers li
 choices: training feeds the serial outputs back as drafting does, where the published code reads
 them from true features; the heads' map starts as "pass on the newest", and no width of the tree is
 set apart for them.
+
+Full tree attention is not copied. As published, the last node of a short path is let see a deeper
+node of another path, whose row then speaks for the short path as well: the target's own
+distribution is to be had at neither, so that what is emitted is no longer the target's. What it is
+for is had without: heads do not look at what heads have drafted, so behind one serial beginning
+every path goes on with the same tokens, and a dynamic tree weighs all of them, each in a row of its
+own.
 Letters: D hidden width, O output width, X any axes, Y carry (2 D).
 """
 

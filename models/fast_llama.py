@@ -153,13 +153,16 @@ class FastLlama(LanguageModel):
         both = torch.addcmul(both * cos, both.roll(shape.head_dim // 2, -1), sin).transpose(1, 2)
         return both[:, :H], both[:, H:], value
 
-    @torch.no_grad()
-    def write_kv(self, state: Mapping[int, Tensor], position_BT: Tensor, kv: SlotKV) -> None:
-        layers = self.module.weights().layers
+    def key_value(
+        self, state: Mapping[int, Tensor], position_BT: Tensor
+    ) -> dict[int, tuple[Tensor, Tensor]]:
+        is_fused = not any(x.requires_grad for x in state.values())
+        layers, found = self.module.weights(is_fused).layers, {}
         for index, x in state.items():
-            rope = self.module.rotary.at(position_BT, kv.aim.span, x.dtype)
+            rope = self.module.rotary.of(position_BT, x.dtype)
             _, key, value = self._query_key_value(x, layers[index], rope)
-            kv.update(index, key, value)
+            found[index] = (key, value)
+        return found
 
     def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
         return x + linear(self._neurons(x, layer), layer.down)

@@ -137,6 +137,33 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     get_max_cache_shape = get_max_length  # its name before transformers 5.20
 
 
+class _HeldLayer(_SlotLayer):
+    """One layer of `_HeldCache`."""
+
+    def __init__(self, found: dict[int, tuple[Tensor, Tensor]], layer: int, length: int) -> None:
+        CacheLayerMixin.__init__(self)
+        self.found, self.layer, self.length, self.span = found, layer, 0, length
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.found[self.layer] = (key_states, value_states)
+        return key_states, value_states
+
+    def get_max_length(self) -> int:
+        return self.span
+
+    get_max_cache_shape = get_max_length
+
+
+class _HeldCache(Cache):  # type: ignore[misc]
+    """What a forward would leave in an empty cache, by layer; lives for one forward."""
+
+    def __init__(self, num_layers: int, num_fed: int) -> None:
+        self.found: dict[int, tuple[Tensor, Tensor]] = {}
+        super().__init__(layers=[_HeldLayer(self.found, i, num_fed) for i in range(num_layers)])
+
+
 class _SlotCache(Cache):  # type: ignore[misc]
     """transformers' cache interface over an aimed `SlotKV`; lives for one forward."""
 
@@ -278,19 +305,22 @@ class HfLM(LanguageModel):
             check_parts(self.module, run, self.spec.hidden_size)
         self._lends = True
 
-    @torch.no_grad()
-    def write_kv(self, state: Mapping[int, Tensor], position_BT: Tensor, kv: SlotKV) -> None:
+    def key_value(
+        self, state: Mapping[int, Tensor], position_BT: Tensor
+    ) -> dict[int, tuple[Tensor, Tensor]]:
         B, T = position_BT.shape
-        everything = torch.ones(B, 1, T, kv.aim.span, dtype=torch.bool, device=self.device)
+        everything = torch.ones(B, 1, T, T, dtype=torch.bool, device=self.device)
         masks = Masks(everything, dict.fromkeys(self.windows, everything))
+        cache = _HeldCache(self.spec.num_layers, T)
         with self._parts().only(SubLayers(tuple(state), ()), state):
             self.module.base_model(
                 input_ids=torch.zeros_like(position_BT),
                 attention_mask=self._mask(masks),
                 position_ids=position_BT,
-                past_key_values=_SlotCache(kv, T, kv.aim.span),
+                past_key_values=cache,
                 use_cache=True,
             )
+        return {layer: cache.found[layer] for layer in state}
 
     def _taps(self, out: Any, feed: Feed) -> dict[int, Tensor]:
         states, want = out.hidden_states, (*feed.ids_BT.shape, self.spec.hidden_size)

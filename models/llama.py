@@ -2,7 +2,7 @@
 
 Parameter names are those of a transformers Llama folder, and the parameters may be shared with a
 transformers model.
-Letters: B rows, E head width, H query heads, T fed tokens.
+Letters: B rows, E head width, H query heads, T fed tokens, X any axes.
 """
 
 from __future__ import annotations
@@ -152,6 +152,11 @@ class Rotary:
         cos, sin = F.embedding(position_BT, table)[:, :, None].chunk(2, dim=-1)
         return cos, sin
 
+    def of(self, position_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The same for a few tokens at any positions, without a table."""
+        cos, sin = self._rows(position_BT.float()).to(dtype)[:, :, None].chunk(2, dim=-1)
+        return cos, sin
+
     def table(self, length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         """[at least `length`, 2 E]: cos and signed sin of every position."""
         found = self.tables.get((device, dtype))
@@ -161,8 +166,11 @@ class Rotary:
         return found
 
     def _table(self, rows: int, device: torch.device) -> Tensor:
-        at = torch.arange(rows, device=device, dtype=torch.float32)
-        angle = at[:, None] * self.inv_freq.to(device)
+        return self._rows(torch.arange(rows, device=device, dtype=torch.float32))
+
+    def _rows(self, at_X: Tensor) -> Tensor:
+        """[X, 2 E] float32."""
+        angle = at_X[..., None] * self.inv_freq.to(at_X.device)
         cos, sin = angle.cos() * self.scale, angle.sin() * self.scale
         return torch.cat([cos, cos, -sin, sin], dim=-1)
 

@@ -332,6 +332,9 @@ class ScalingPart(Section):
         default=((1, 64), (1, 128), (2, 128), (2, 256)), description="layers and width of each"
     )
     steps: tuple[Positive, ...] = Field(default=(60, 120, 240), description="token budgets")
+    batches: tuple[Positive, ...] = Field(
+        default=(1, 2, 4, 8), description="batch sizes whose speed is measured; []: none"
+    )
 
 
 class ExportPart(Section):

@@ -360,7 +360,14 @@ def rehearsal_process() -> None:
 
 def plan_scaling(console: Console, recipe: Recipe, out: Path) -> None:
     """Run the grid of a recipe in `out`, print the law, and write scaling.json and scaling.png."""
-    from specctl.train.planning.scaling import fit, grid, report, run_grid, save_picture
+    from specctl.train.planning.scaling import (
+        fit,
+        grid,
+        measure_batches,
+        report,
+        run_grid,
+        save_picture,
+    )
 
     cells, part = grid(recipe, out), recipe.target
     choice = TargetChoice(
@@ -374,7 +381,9 @@ def plan_scaling(console: Console, recipe: Recipe, out: Path) -> None:
     target = choice.load(console)
     points = run_grid(cells, target, console, ["specctl", *sys.argv[1:]])
     law = fit(points)
-    found = report(points, law)
+    best = max(zip(points, cells, strict=True), key=lambda pair: pair[0].tau)[1]
+    speeds = measure_batches(best, target) if target.can_run else []
+    found = report(points, law, speeds)
     rows = [
         (f"{c.layers} x {c.width}", f"{p['parameters']:,}", f"{p['tokens']:,}",
          f"{p['tau']:.3f}", f"{p['fitted']:.3f}")
@@ -386,6 +395,13 @@ def plan_scaling(console: Console, recipe: Recipe, out: Path) -> None:
         f"tau = {law.intercept:.3f} {law.per_tokens:+.4f} log(tokens) {law.per_parameters:+.4f} "
         f"log(parameters) | R2 {law.r2:.3f} | leave-one-out error {error}"
     )
+    if found["batches"] is not None:
+        by_batch = found["batches"]["law"]
+        measured = ", ".join(f"{s.batch}: {s.tokens_per_second:,.0f}" for s in speeds)
+        console.out(
+            f"tokens/s = {by_batch['intercept']:.1f} {by_batch['per_batch']:+.1f} log(batch) | "
+            f"R2 {by_batch['r2']:.3f} | measured with {best.folder.name} {measured}"
+        )
     for line in prices(found):
         console.out(line)
     (out / "scaling.json").write_text(json.dumps(found, indent=1) + "\n")

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specctl.core.kv_cache import SlotKV
+from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.spec import ModelSpec
 from specctl.drafters.nets.attention import KeySet, Seen, SeenPart, attend_seen
 from specctl.drafters.nets.routed import Router
@@ -51,6 +51,11 @@ class LayerShape:
             spec.norm_eps,
             spec.rope_theta,
         )
+
+    @property
+    def kv(self) -> KVShape:
+        """What a cache keeps of a token."""
+        return KVShape(self.num_kv_heads, self.head_dim, self.num_kv_heads, self.head_dim)
 
     def rope(self, position: Tensor) -> Tensor:
         """[..., 2, E]: the rotation of these positions."""

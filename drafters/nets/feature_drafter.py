@@ -48,6 +48,7 @@ from specctl.drafters.nets.trunk import Chains, TrunkNet
 from specctl.drafters.option_checks import check_count
 from specctl.drafters.states.feature_state import FeatureState, Fed
 from specctl.drafters.states.tree_layout import Place
+from specctl.models.sliced_head import Head
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +149,10 @@ class FeatureDrafter(BorrowingDrafter):
         assert self._head_KD is not None, "bind() the target's LM head first"
         return self._head_KD.to(self.dtype)
 
+    def head(self) -> Head:
+        """What makes logits of what a step has ready, in training."""
+        return LinearHead(self.head_weight())
+
     def noisy(self, batch: TrainBatch) -> Tensor:
         """[B, S, D]: the target's features with the noise of training."""
         state_BSD = batch.taps[self.tap].to(self.dtype)
@@ -202,7 +207,7 @@ class FeatureDrafter(BorrowingDrafter):
         how = options.compared()
         teacher, head, parts = (
             teacher_logits(batch, how, self.vocab),
-            LinearHead(self.head_weight()),
+            self.head(),
             [],
         )
         steps, feature_RD = self.unroll(batch), batch.taps[self.tap].flatten(0, 1)
@@ -270,7 +275,10 @@ class TrunkState(FeatureState):
 
     def _head_logits(self, out_BMO: Tensor) -> Tensor:
         self._states.append(self.net.fed_back(out_BMO))
-        return read_head(self.net.ready(out_BMO), self._head)
+        return self.net.logits(self.net.ready(out_BMO), self._read)
+
+    def _read(self, state_BMD: Tensor) -> Tensor:
+        return read_head(state_BMD, self._head)
 
     # -- nodes ----------------------------------------------------------------------------------
 

@@ -63,6 +63,10 @@ class TrunkNet(nn.Module):
         """[X, D]: what the LM head reads."""
         return out_XO
 
+    def logits(self, ready_XO: Tensor, read: Callable[[Tensor], Tensor]) -> Tensor:
+        """[X, K]: what `read`, the LM head, makes of that."""
+        return read(ready_XO)
+
     def handed(self, before_XD: Tensor, x_XD: Tensor, out_XO: Tensor) -> Tensor:
         """[X, Y]: what the parallel heads read behind a token that went through no layer: what was
         mixed one token before, what is mixed now, and the layers' output between."""

@@ -154,8 +154,12 @@ class LmState(StepState):
         return read_BWX[row_B1, at_BX]
 
     def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
+        return self._read_nodes(token_BM, parent_BM)
+
+    def _read_nodes(self, token_BM: Tensor, parent_BM: Tensor, is_nested: bool = False) -> Tensor:
+        """[B, M, K]: logits behind new nodes. `is_nested`: parents may be among them."""
         assert self._growth is not None, "root() begins a round"
-        place = self._growth.place(parent_BM)
+        place = self._growth.place(parent_BM, is_nested)
         mask = place.mask
         if mask is None:
             shape = (token_BM.shape[0], 1, 1, place.span)

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.drafter import Outcome, RoundView, Space, StepState
-from specctl.core.kv_cache import SlotKV
-from specctl.drafters.nets.blocks import LayerShape
+from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.drafters.states.tree_layout import Place, TreeLayout
 from specctl.models.kernels import Weight, linear, prepared
 
@@ -31,23 +30,21 @@ REACH = 3  # newest tokens of a path that a drafter may look at
 @dataclass(frozen=True, slots=True)
 class Nodes:
     """Nodes to be computed: the `REACH` newest tokens of each path (the node's own last; a shorter
-    text repeats its first), where they stand, which rows of the stores are known, and the
-    features of the newest token that the target has read (zero: none)."""
+    text repeats its first), where they stand, which rows of the stores are known, the features of
+    the newest token that the target has read (zero: none), and the layout of the round."""
 
     path_BMP: Tensor
     place: Place
     known_mask: Tensor
     newest_BI: Tensor
+    layout: TreeLayout
 
 
 class Pathwise(Protocol):
     """What the state needs of its drafter."""
 
     @property
-    def shape(self) -> LayerShape: ...
-
-    @property
-    def num_stores(self) -> int: ...
+    def stores(self) -> tuple[KVShape, ...]: ...
 
     @property
     def num_features(self) -> int: ...
@@ -72,16 +69,8 @@ class PathState(StepState):
     """Memory of one engine; known rows of a slot = kept length."""
 
     def __init__(self, drafter: Pathwise, space: Space) -> None:
-        self.drafter, shape = drafter, drafter.shape
-        self.kv = SlotKV(
-            drafter.num_stores,
-            space.num_slots,
-            shape.num_kv_heads,
-            space.max_len + space.max_nodes + 3,
-            shape.head_dim,
-            drafter.dtype,
-            space.device,
-        )
+        self.drafter, max_len = drafter, space.max_len + space.max_nodes + 3
+        self.kv = SlotKV.of(drafter.stores, space.num_slots, max_len, drafter.dtype, space.device)
         self.num_rows = [0] * space.num_slots
         self._version, self._head = drafter.version(), self._pack_heads()
         self._growth: TreeLayout | None = None
@@ -106,7 +95,7 @@ class PathState(StepState):
             ids_1W = torch.tensor([list(tokens[:-1])], device=slot_1.device)
             features = self.drafter.gathered(taps)[None]
             self.kv.begin((slot,), slot_1, slot_1 * 0, count, count, 0)
-            self._learn(ids_1W, features, slot_1 * 0)
+            self.learn(ids_1W, features, slot_1 * 0)
             self.newest_ZI[slot] = features[0, -1]
 
     @torch.no_grad()
@@ -121,13 +110,13 @@ class PathState(StepState):
         span = max(self.num_rows[slot] for slot in view.slots) + W
         self.kv.begin(view.slots, view.slot_B, view.kept_len_B, W, span)
         features = self.drafter.gathered(outcome.taps)[:, :W]
-        self._learn(ids_BW, features, view.kept_len_B)
+        self.learn(ids_BW, features, view.kept_len_B)
         at_B = torch.tensor([len(row) - 1 for row in read], device=ids_BW.device)
         self.newest_ZI[view.slot_B] = features[torch.arange(len(read)), at_B]
         for slot, row in zip(view.slots, read, strict=True):
             self.num_rows[slot] += len(row)
 
-    def _learn(self, ids_BW: Tensor, features_BWI: Tensor, start_B: Tensor) -> None:
+    def learn(self, ids_BW: Tensor, features_BWI: Tensor, start_B: Tensor) -> None:
         at_W = torch.arange(ids_BW.shape[1], device=ids_BW.device)
         stores = self.drafter.stored(ids_BW, features_BWI, start_B[:, None] + at_W)
         for index, (key, value) in enumerate(stores):
@@ -156,9 +145,12 @@ class PathState(StepState):
         known_BL = at_L < self._growth.kept_B[:, None].clamp(min=1)
         known_mask = known_BL[:, None, None].expand(-1, -1, path_BMP.shape[1], -1)
         newest_BI = self.newest_ZI[self._growth.view.slot_B]
-        nodes = Nodes(path_BMP, place, known_mask, newest_BI)
-        self._ready_BMD = self.drafter.grown(nodes, self.kv)
+        self._ready_BMD = self.grown(Nodes(path_BMP, place, known_mask, newest_BI, self._growth))
         return linear(self._ready_BMD, self._head)
+
+    def grown(self, nodes: Nodes) -> Tensor:
+        """[B, M, D]: what the LM head reads behind nodes, for which the stores are aimed."""
+        return self.drafter.grown(nodes, self.kv)
 
     def hidden(self) -> Tensor:
         return self._ready_BMD[:, -1]

@@ -42,8 +42,8 @@ class TreeLayout:
         self._ancestor_BNN: Tensor | None = None
         self._depth_BN: Tensor | None = None
 
-    def place(self, parent_BM: Tensor) -> Place:
-        """Reserve M nodes and aim the cache at them."""
+    def place(self, parent_BM: Tensor, is_nested: bool = False) -> Place:
+        """Reserve M nodes and aim the cache at them. `is_nested`: parents may be among them."""
         M, start = parent_BM.shape[1], self.num_nodes
         self.num_nodes = start + M
         span = self.longest + self.num_nodes
@@ -62,7 +62,7 @@ class TreeLayout:
             at_L = torch.arange(span, device=parent_BM.device)
             mask = (at_L <= position_B1)[:, None, None]
             return Place(mask, position_B1, span, is_next=True)
-        return self._branch(parent_BM, start, span)
+        return self._branch(parent_BM, start, span, is_nested)
 
     def _is_next(self, parent_BM: Tensor, start: int) -> bool:
         """Host check that the chain goes on; asked only where reading a tensor costs nothing."""
@@ -74,15 +74,25 @@ class TreeLayout:
         self.is_chain = start == 0 or bool((parent_BM == start - 1).all())
         return self.is_chain
 
-    def _branch(self, parent_BM: Tensor, start: int, span: int) -> Place:
+    def _branch(self, parent_BM: Tensor, start: int, span: int, is_nested: bool) -> Place:
         B, M = parent_BM.shape
         device = parent_BM.device
         before_BNN, depth_BN = self._tables(B, start, device)
         from_BM = parent_BM + 1
+        among_BMM = torch.eye(M, dtype=torch.bool, device=device).expand(B, M, M)
+        if is_nested:
+            is_inner_BM = from_BM > start
+            link_BMM = torch.arange(start, start + M, device=device) == parent_BM[:, :, None]
+            among_BMM = _closed(among_BMM | link_BMM)
+            from_BM = from_BM.masked_fill(is_inner_BM, 0)
         own_BMN = before_BNN.gather(1, from_BM[:, :, None].expand(B, M, start))
-        itself_MM = torch.eye(M, dtype=torch.bool, device=device).expand(B, M, M)
-        own_BMN = torch.cat([own_BMN, itself_MM], dim=2)
         depth_BM = depth_BN.gather(1, from_BM) + 1
+        if is_nested:  # the first of a run hangs on a node of before, and with it the whole run
+            own_BMN = own_BMN & ~is_inner_BM[:, :, None]
+            own_BMN = among_BMM.float() @ own_BMN.float() > 0
+            outer_BM1 = (depth_BM - 1).masked_fill(is_inner_BM, 0)[:, :, None]
+            depth_BM = among_BMM.sum(-1) + (among_BMM.float() @ outer_BM1.float())[:, :, 0].long()
+        own_BMN = torch.cat([own_BMN, among_BMM], dim=2)
         self._ancestor_BNN = torch.cat([F.pad(before_BNN, (0, M)), own_BMN], dim=1)
         self._depth_BN = torch.cat([depth_BN, depth_BM], dim=1)
         at_L = torch.arange(span, device=device)
@@ -135,6 +145,13 @@ class TreeLayout:
             node_BL = self.kept_B[:, None] + self._depth_BN.gather(1, index_BL) - 1
             key_BL = torch.where(key_BL < self.kept_B[:, None], key_BL, node_BL)
         return (place.position_BM[:, :, None] - key_BL[:, None] < window)[:, None]
+
+
+def _closed(link_BMM: Tensor) -> Tensor:
+    """Who is reached over any number of links; every node has one to itself."""
+    for _ in range(max(1, link_BMM.shape[1] - 1).bit_length()):
+        link_BMM = link_BMM.float() @ link_BMM.float() > 0
+    return link_BMM
 
 
 def expansions(outcome: Outcome, num_expanded: int) -> Tensor:

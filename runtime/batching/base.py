@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from specctl.core.drafter import Outcome, RoundSeconds
+from specctl.core.tree import DraftTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +21,14 @@ class RowView:
     """A live row at the start of a round. `index` names its request for as long as it lives;
     `room` is how many drafted tokens it could still use (its own limit and the context, less the
     bonus token); `speculates` is False where its drafter failed or none is wanted; its drafter has
-    `missed` so many positions, which it must read before it drafts."""
+    `missed` so many positions, which it must read before it drafts; `greedy`: no token of it is
+    drawn."""
 
     index: int
     room: int
     speculates: bool = True
     missed: int = 0
+    greedy: bool = False
 
     def at_most(self, length: int) -> int:
         """That length, as far as this row can use it."""
@@ -48,6 +51,15 @@ class Batching(Protocol):
 
     def to_json(self) -> Mapping[str, Any]:
         """Its name, settings and what it has learned, for reports."""
+
+
+@runtime_checkable
+class Choosing(Protocol):
+    """A batch policy that also chooses among the tokens that were drafted. It may: tokens that were
+    not drawn (POINT) are a function of the past, and so is any choice among them."""
+
+    def chosen(self, tree: DraftTree) -> DraftTree:
+        """Of the tree of the round that was last asked about, what the target is to read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,10 @@ class History:
         self._asked = [(row.index, length) for row, length in zip(rows, lengths, strict=True)]
         return tuple(lengths)
 
+    def narrow(self, lengths: Sequence[int]) -> None:
+        """Of what the round was asked, this much is verified."""
+        self._asked = [(index, n) for (index, _), n in zip(self._asked, lengths, strict=True)]
+
     def observe(self, outcome: Outcome) -> None:
         """A round that was cut says nothing: its last drafts may have been right."""
         ended = zip(self._asked, outcome.num_accepted, outcome.finished, strict=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specctl.core.drafter import Drafter, Needs, Outcome, RoundSeconds, Space
 from specctl.core.tree import DraftTree
-from specctl.runtime.batching.base import Batching
+from specctl.runtime.batching.base import Batching, Choosing
 from specctl.runtime.engine.commit import commit, outcome_of
 from specctl.runtime.engine.lazy_drafter import LazyDrafter
 from specctl.runtime.engine.request import Completion, Emission, Request, Row
@@ -142,6 +142,8 @@ class Engine:
         if round is None:
             return []
         tree = self.drafting.draft(round)
+        if isinstance(self.batching, Choosing):
+            tree = self.batching.chosen(tree)
         drafted = time.perf_counter()
         tree, out = self.reader.read(round, tree)
         assert out.logits_BTV is not None

@@ -27,10 +27,12 @@ from specctl.runtime.sampling.sampling import SamplingBatch
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """The budget of a round's trees, and the length of every row where a batch policy decides."""
+    """The budget of a round's trees, and the length of every row where a batch policy decides.
+    `estimates`: somebody wants to know how likely each drafted token is."""
 
     budget: Budget
     lengths: tuple[int, ...] | None = None
+    estimates: bool = False
 
     def drafts(self, b: int) -> bool:
         """Whether row b drafts at all."""
@@ -45,7 +47,7 @@ class RoundPlan:
     def of_rows(self, at: Sequence[int]) -> RoundPlan:
         """The plan of some rows only."""
         lengths = self.lengths
-        return RoundPlan(self.budget, None if lengths is None else tuple(lengths[b] for b in at))
+        return replace(self, lengths=None if lengths is None else tuple(lengths[b] for b in at))
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ class PolicyDrafter(RoundDrafter):
         view, plan, sampling = round.view, round.plan, round.sampling
         vocab, guide = self.drafter.vocab, sampling.guide(view)
         given = (view, plan.budget, sampling, round.noise, vocab, self.is_coupled, guide)
-        tree = self.policy.grow(GrowRequest(self.state, *given))
+        tree = self.policy.grow(GrowRequest(self.state, *given, estimates=plan.estimates))
         assert tree.forced_BN is None or not self.drafter.lossless, "only approximate ones force"
         return fitted(plan.cut(tree))
 

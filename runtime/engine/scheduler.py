@@ -21,7 +21,7 @@ from torch import Tensor
 from specctl.core.drafter import Budget
 from specctl.core.errors import SpecctlError
 from specctl.core.language_model import LmOut
-from specctl.runtime.batching.base import Batching, RowView
+from specctl.runtime.batching.base import Batching, Choosing, RowView
 from specctl.runtime.engine.prefill import CHUNK, PrefillProgress, read
 from specctl.runtime.engine.request import Emission, Request, Row
 from specctl.runtime.engine.round import Round, RoundPlan, noise_of, view_of
@@ -78,7 +78,8 @@ class RoundPlanner:
             lengths = tuple(max(0, min(depth, room)) for room in rooms)
         if most == 0 or lengths is None or self.policy.is_chain:
             depth = min(depth, most)
-        return RoundPlan(Budget(nodes=self.policy.nodes, depth=depth), lengths)
+        budget = Budget(nodes=self.policy.nodes, depth=depth)
+        return RoundPlan(budget, lengths, isinstance(self.batching, Choosing))
 
     def _is_cut(self, rows: Sequence[Row]) -> bool:
         """Whether every row is cut to its own room."""
@@ -103,7 +104,13 @@ class RoundPlanner:
     def _views(self, rows: Sequence[Row], rooms: Sequence[int]) -> list[RowView]:
         drafting = self.drafting
         return [
-            RowView(row.index, room, drafting.speculates(row.slot), drafting.backlog(row))
+            RowView(
+                row.index,
+                room,
+                drafting.speculates(row.slot),
+                drafting.backlog(row),
+                row.request.sampling.greedy,
+            )
             for row, room in zip(rows, rooms, strict=True)
         ]
 

@@ -28,7 +28,7 @@ class GrowRequest:
 
     `coupled` asks for drafts drawn with the target's own noise (rule target-only): they are a
     deterministic function of the past, so their kind is POINT. `guide` keeps drafts of rows with a
-    grammar inside it.
+    grammar inside it. `estimates`: the tree is to say how likely each of its paths is.
     """
 
     state: DraftState
@@ -39,6 +39,7 @@ class GrowRequest:
     vocab: VocabMap | None = None
     coupled: bool = False
     guide: Guide | None = None
+    estimates: bool = False
 
     def root(self) -> Tensor:
         """[B, K]: draft logits behind the root; growth step by step begins here."""

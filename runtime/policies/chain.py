@@ -9,7 +9,7 @@ Letters: B rows, K draft vocabulary, M new nodes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from specctl.core.drafter import Outcome, RoundSeconds
 from specctl.core.errors import RecipeError
 from specctl.core.tree import DraftTree, NodeKind, QRows, chain_tree, empty_tree
 from specctl.runtime.policies.base import GrowRequest, PolicyEntry
+from specctl.runtime.policies.draw import log_guess
 from specctl.runtime.stops import DraftStep, StopRule, make_stop
 from specctl.runtime.verify.walk import best_token, log_distribution
 
@@ -83,7 +84,7 @@ class Chain:
             if depth <= 0:  # no pass of the drafter either
                 return empty_tree(len(growth.view.slots), growth.view.slot_B.device)
         logits_BK = growth.root()
-        tokens, distributions, valids = [], [], []
+        tokens, distributions, valids, chances = [], [], [], list[Tensor]()
         alive_B = torch.ones_like(growth.view.slot_B, dtype=torch.bool)
         for step in range(depth):
             if wanted_B is not None:
@@ -91,6 +92,9 @@ class Chain:
             row_B, distribution_BK = self.pick(growth, logits_BK, step)
             if growth.may_draft_nothing:
                 alive_B = alive_B & (logits_BK.amax(-1) > -torch.inf)
+            if growth.estimates and not growth.sampled:
+                logq_B = log_guess(logits_BK).gather(1, row_B[:, None])[:, 0]
+                chances.append(logq_B if not chances else chances[-1] + logq_B)
             tokens.append(growth.target_ids(row_B))
             distributions.append(distribution_BK)
             valids.append(alive_B)
@@ -104,7 +108,8 @@ class Chain:
                 break
             parent_B1 = torch.full_like(row_B[:, None], step - 1)
             logits_BK = growth.expand(tokens[-1][:, None], parent_B1)[:, 0]
-        return self._tree(growth, tokens, distributions, valids)
+        tree = self._tree(growth, tokens, distributions, valids)
+        return tree if not chances else replace(tree, estimate_BN=torch.stack(chances, 1).exp())
 
     def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:
         if self.stopper is not None:

@@ -16,10 +16,12 @@ Letters: B rows, T fed tokens, D width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.core.errors import IncompatibleError, SpecctlError, nearest
@@ -61,7 +63,10 @@ class InflatedLM(FastLlama):
         weight = module.head_weight
         borrowed = base.borrowed()
         self._borrowed = Borrowed(
-            borrowed.embedding_VD.to(weight), borrowed.head_VD.to(weight), borrowed.embed_scale
+            borrowed.embedding_VD.to(weight),
+            borrowed.head_VD.to(weight),
+            borrowed.embed_scale,
+            cached=self,
         )
 
     def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
@@ -73,6 +78,16 @@ class InflatedLM(FastLlama):
 
     def borrowed(self) -> Borrowed:
         return self._borrowed
+
+    def key_value(
+        self, state: Mapping[int, Tensor], position_BT: Tensor
+    ) -> dict[int, tuple[Tensor, Tensor]]:
+        """Of the base's layers: the base's heads, which are the first ones."""
+        added = self.module.shape.hidden_size - self.spec.hidden_size
+        wide = {self.real_layers[k]: F.pad(x, (0, added)) for k, x in state.items()}
+        found, J = super().key_value(wide, position_BT), self.spec.num_kv_heads
+        pairs = ((k, found[self.real_layers[k]]) for k in state)
+        return {k: (key[:, :J], value[:, :J]) for k, (key, value) in pairs}
 
     def new_kv(self, num_slots: int, max_len: int) -> SlotKV:
         shape = self.module.shape

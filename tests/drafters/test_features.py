@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from specctl.core.batch import TrainBatch
 from specctl.core.vocab import VocabMap
@@ -19,6 +18,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("fspad", {"ttt_steps": 2}),
     ("coral", {}),
     ("jakiro", {"passes": 1}),
+    ("jakiro", {"passes": 1, "decoupled": True}),
     ("gumiho", {"mlp_heads": 2}),
     ("falcon", {"stride": 3, "glance": 0.0}),
 ]
@@ -64,7 +64,7 @@ def test_training_and_serving_logits_agree_for_the_same_prefix(
     for known in (2, 3, 5):  # tokens before the first drafted one
         served = drive(target, drafter).chain_logits(TEXT[: known + len(steps) - 1], known)
         for i, step in enumerate(steps):
-            trained_K = F.linear(step.ready_BSD[0, known - 2], drafter.head_weight())
+            trained_K = drafter.head()(step.ready_BSD[0, known - 2])
             torch.testing.assert_close(served[i], trained_K, rtol=1e-4, atol=1e-4)
 
 

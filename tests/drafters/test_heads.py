@@ -31,7 +31,9 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("p-eagle", {"layers": 2}),
     ("dspark", {"layers": 1}),
     ("glide", {}),
+    ("glide", {"width": 16}),
     ("moa", {}),
+    ("moa", {"target_layers": 1}),
     ("chimera", {}),
 ]
 IDS = [f"{name}-{'-'.join(map(str, options.values()))}" for name, options in FAMILIES]

@@ -75,3 +75,37 @@ def test_mixture_and_contrast_are_weighed_as_written(make_target: Any) -> None:
     mixture = w[at, a, None] * outs[at, a] + w[at, b, None] * outs[at, b]
     contrast = v[at, a, None] * outs[at, a] - v[at, b, None] * outs[at, b]
     torch.testing.assert_close(moe(x_ND), torch.cat([mixture, contrast], dim=-1))
+
+
+@torch.no_grad()
+def test_decoupled_siblings_are_each_experts_own_best(make_target: Any) -> None:
+    """Of one mixture the best child is a token that neither expert would have drafted."""
+    found, head_KD = {}, torch.zeros(4, 32)
+    head_KD[0, 0] = head_KD[1, 1] = 1.0
+    head_KD[2, :2] = 0.9  # between both
+    for decoupled in (False, True):
+        net = make_heads(make_target(), "jakiro", decoupled=decoupled).module
+        first_1D, second_1D = (20.0 * torch.eye(32)[i][None] for i in range(2))
+        out = [(first_1D + second_1D) / 2, first_1D * 0, first_1D, second_1D, torch.zeros(1, 2)]
+        out_1O = torch.cat(out if decoupled else out[:2], dim=-1)
+        logits_1K = net.logits(net.ready(out_1O), lambda x: F.linear(x, head_KD))
+        found[decoupled] = set(logits_1K.topk(2).indices[0].tolist())
+        assert torch.equal(net.fed_back(out_1O), out[0])
+    assert 2 in found[False]
+    assert found[True] == {0, 1}
+
+
+@torch.no_grad()
+def test_decoupled_children_are_drawn_from_both_experts(make_target: Any) -> None:
+    """q = w_1 softmax(W (h + X_1)) + w_2 softmax(W (h + X_2)), in training as in serving."""
+    drafter = make_heads(make_target(), "jakiro", decoupled=True)
+    layer = drafter.module.layers[0]
+    for parameter in layer.moe.parameters():
+        parameter.normal_(std=0.3)
+    h_1TD = torch.randn(1, 6, 32)
+    x_1TD = layer.post_attention_layernorm(h_1TD)
+    weight_1T2 = layer.moe.router(x_1TD)[..., :2].softmax(-1)
+    each = [F.linear(h_1TD + expert(x_1TD), drafter.head_weight()) for expert in layer.moe.experts]
+    q = sum(weight_1T2[..., i, None] * one.softmax(-1) for i, one in enumerate(each))
+    ready = drafter.module.ready(layer.finish(h_1TD))
+    torch.testing.assert_close(drafter.head()(ready).exp(), q, rtol=1e-4, atol=1e-6)

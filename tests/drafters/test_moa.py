@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from specctl.core.errors import RecipeError
-from specctl.drafters.moa import MoaOptions
+from specctl.core.errors import IncompatibleError, RecipeError
+from specctl.core.spec import ModelSpec
+from specctl.drafters.moa import Moa, MoaOptions
 from specctl.drafters.nets.attention import Seen
 from specctl.drafters.nets.blocks import attending
+from specctl.runtime.target.inflate import inflate
 from specctl_testing.drafters.cross_cases import check_no_depth_sees_a_feature_behind_its_anchor
-from specctl_testing.drafters.head_cases import make_heads
+from specctl_testing.drafters.head_cases import alphas, attending_target, fit, make_heads
 
 
 def test_no_depth_sees_a_feature_behind_its_anchor(make_target: Any, make_batch: Any) -> None:
@@ -22,12 +25,28 @@ def test_no_depth_sees_a_feature_behind_its_anchor(make_target: Any, make_batch:
     check_no_depth_sees_a_feature_behind_its_anchor(drafter, make_batch(target, drafter))
 
 
+def depths(spec: ModelSpec, *leading: int) -> torch.Tensor:
+    """Random keys and values side by side, of every layer."""
+    return torch.randn(*leading, spec.num_layers, 2 * spec.num_kv_heads * spec.head_dim)
+
+
 @torch.no_grad()
-def test_fresh_layer_attention_is_the_mean_of_the_depths(make_target: Any) -> None:
-    drafter = make_heads(make_target(num_layers=4, vocab=24), "moa")
-    states_XJD = torch.randn(3, 5, 4, 32)
-    wanted = states_XJD.mean(2)
-    torch.testing.assert_close(drafter.summary(states_XJD.flatten(2)), wanted)
+def test_what_is_summed_up_are_the_keys_and_values_that_every_layer_has_cached(
+    make_target: Any,
+) -> None:
+    """Fresh layer attention is the mean of them."""
+    target = make_target(num_layers=3, vocab=24)
+    drafter, lm, ids_BT = make_heads(target, "moa"), target.lm, torch.tensor([[3, 1, 4, 1, 5]])
+    zero_B, position_BT = torch.zeros(1, dtype=torch.long), torch.arange(5)[None]
+    kv = lm.new_kv(1, 8)
+    kv.begin((0,), zero_B, zero_B, 5, 5, 0)
+    masks = lm.chain_masks(zero_B, 5, 5)
+    taps = lm.forward(ids_BT, position_BT, masks, kv, drafter.needs().taps).taps
+    cached = [torch.cat([x.transpose(1, 2).flatten(2) for x in kv.read(n)], -1) for n in range(3)]
+    summary_BTD = drafter.module.join(torch.stack(cached).mean(0))
+    wanted = drafter.net.cross.seen(summary_BTD, drafter.rope(position_BT))
+    for mine, theirs in zip(drafter.seen(drafter.gathered(taps), position_BT), wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
@@ -35,27 +54,76 @@ def test_layer_attention_reads_depths_in_both_directions(make_target: Any) -> No
     """With one depth changed, what is added to every other depth changes, too."""
     drafter = make_heads(make_target(num_layers=4, vocab=24), "moa")
     drafter.module.along.self_attn.o_proj.weight.normal_(std=0.2)
-    states_JD = torch.randn(4, 32)
+    one_LD = depths(drafter.spec)
     for changed in (0, 3):
-        other_JD = states_JD.clone()
-        other_JD[changed] += torch.randn(32)
-        given = [x.flatten()[None] for x in (states_JD, other_JD)]
-        first, second = (drafter.summary(x)[0] for x in given)
-        plain = (other_JD - states_JD).mean(0)
+        other_LD = one_LD.clone()
+        other_LD[changed] += torch.randn(other_LD.shape[-1])
+        first, second = (drafter.summed_up(x[None])[0] for x in (one_LD, other_LD))
+        plain = drafter.module.join((other_LD - one_LD).mean(0))
         assert not torch.allclose(second - first, plain, atol=1e-3)
 
 
 @torch.no_grad()
 def test_without_layer_attention_the_depths_have_no_order(make_target: Any) -> None:
     """What the target thought early and what it thought late are then one and the same."""
-    target, states_JD = make_target(num_layers=4, vocab=24), torch.randn(4, 32)
-    given = [x.flatten()[None] for x in (states_JD, states_JD.flip(0))]
+    target = make_target(num_layers=4, vocab=24)
+    one_LD = depths(target.spec)
     for layer_attention in (True, False):
         drafter = make_heads(target, "moa", layer_attention=layer_attention)
         if layer_attention:
             drafter.module.along.self_attn.o_proj.weight.normal_(std=0.2)
-        first, second = (drafter.summary(x) for x in given)
+        first, second = (drafter.summed_up(x[None]) for x in (one_LD, one_LD.flip(0)))
         assert torch.allclose(first, second, atol=1e-4) != layer_attention
+
+
+def test_layer_attention_is_cheap_beside_the_target() -> None:
+    """Of Llama-3-8B: all its depths cost an eighth of a forward, not as much as one."""
+    spec = ModelSpec("llama", 32, 4096, 128256, 32, 8, 128, 14336, 1e-5, 5e5, 8192)
+    with torch.device("meta"):
+        along = Moa(MoaOptions(), spec).module.along
+    assert along is not None
+    assert along.self_attn.q_proj.in_features == 2048
+    assert 32 * sum(p.numel() for p in along.parameters()) < 8e9 / 8
+
+
+@torch.no_grad()
+def test_target_layers_make_of_the_targets_own_states_what_the_target_makes(
+    make_target: Any, make_batch: Any
+) -> None:
+    """Behind every anchor: the drafted tokens see the text's cached rows and each other."""
+    target = make_target(num_layers=3, vocab=24)
+    drafter = make_heads(target, "moa", num_heads=3, target_layers=2)
+    batch = make_batch(target, drafter, rows=2)
+    anchor_BA = torch.tensor([[0, 4], [1, 11]])
+    for depth in range(3):
+        at_BA = anchor_BA + 1 + depth
+        to_BAD = at_BA[:, :, None].expand(-1, -1, target.spec.hidden_size)
+        path = [(anchor_BA + 1 + d)[:, :, None].expand_as(to_BAD) for d in range(3)]
+        true_BAPD = torch.stack([batch.taps[1].gather(1, to) for to in path], dim=2)
+        made_BAPD = drafter._behind(true_BAPD, batch, anchor_BA)
+        wanted_BAD = batch.taps[3].gather(1, to_BAD)
+        torch.testing.assert_close(made_BAPD[:, :, depth], wanted_BAD, rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_of_the_target_at_the_end_raises_acceptance(
+    make_model: Any, make_batch: Any
+) -> None:
+    target, found = attending_target(make_model), {}
+    for count in (0, 1):
+        drafter = make_heads(target, "moa", num_heads=3, target_layers=count)
+        fit(drafter, make_batch(target, drafter, rows=16), 30)
+        copy.deepcopy(drafter)  # as packaging does: nothing of a batch is left
+        found[count] = alphas(target, drafter, make_batch)
+    assert all(b > a + 0.02 for a, b in zip(found[0], found[1], strict=True)), found
+
+
+def test_target_layers_want_a_target_that_lends_them(make_target: Any) -> None:
+    target = inflate(make_target(num_layers=2, vocab=24), "100m")
+    make_heads(target, "moa")
+    with pytest.raises(IncompatibleError, match="does not lend its layers"):
+        make_heads(target, "moa", target_layers=1)
+    with pytest.raises(RecipeError, match="target layer inference"):
+        make_heads(target, "moa", target_layers=2)
 
 
 def test_sizes_out_of_range_are_refused() -> None:

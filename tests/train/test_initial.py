@@ -14,7 +14,9 @@ import specctl.recipes
 from specctl.core.drafter import Drafter
 from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.core.vocab import VocabMap
+from specctl.drafters import families
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
+from specctl.drafters.staged import Staged
 from specctl.models.fast_llama import fast_llama_from_hf
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
@@ -308,3 +310,15 @@ def test_weights_padded_to_another_vocabulary_size_are_cut_or_stretched_to_fit(
             assert torch.equal(found[:kept], given[:kept])
         assert drafter.tensors()["model.embed_tokens.weight"].shape[0] == size
         assert drafter.tensors()["lm_head.weight"].shape[0] == kept  # a missing id is never drafted
+
+
+def test_a_memory_beside_the_weights_is_not_asked_for(make_target: Any) -> None:
+    """A staged drafter begins from a small-lm, and the other way round; n-grams stay behind."""
+    spec = make_target(num_layers=2, vocab=24).spec
+    for kinds in ((Staged, SmallLm), (SmallLm, Staged)):
+        torch.manual_seed(0)
+        drafter, source = (kind(families()[kind.family].options(), spec) for kind in kinds)
+        nothing: Any = None  # what a slice of the target would look at
+        initialise(drafter, Initial("source", source, ""), nothing)
+        for name, weight in drafter.module.state_dict().items():
+            assert torch.equal(weight, source.module.state_dict()[name])

@@ -13,7 +13,18 @@ from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.target.target import Target
-from specctl.train.planning.scaling import Law, Point, fit, grid, report, run_grid, save_picture
+from specctl.train.planning.scaling import (
+    BatchSpeed,
+    Law,
+    Point,
+    fit,
+    fit_batches,
+    grid,
+    measure_batches,
+    report,
+    run_grid,
+    save_picture,
+)
 from specctl_testing.train.small_runs import Talk
 
 SIZES, BUDGETS = (10_000, 40_000, 90_000, 200_000), (2**16, 2**18, 2**20)
@@ -69,6 +80,20 @@ def test_the_next_tenth_costs_what_the_law_says() -> None:
     assert falling.factor(falling.per_parameters) is None
 
 
+def test_the_law_of_the_batch_is_found_and_needs_three_sizes() -> None:
+    speeds = [BatchSpeed(size, 100.0 + 40.0 * math.log(size)) for size in (1, 2, 4, 8)]
+    law = fit_batches(speeds)
+    assert (law.intercept, law.per_batch, law.r2) == pytest.approx((100.0, 40.0, 1.0))
+    found = report(made(), fit(made()), speeds)["batches"]
+    assert [one["fitted"] for one in found["points"]] == pytest.approx(
+        [speed.tokens_per_second for speed in speeds]
+    )
+    bent = [*speeds[:3], BatchSpeed(8, 150.0)]
+    assert 0.0 < fit_batches(bent).r2 < 0.9
+    with pytest.raises(RecipeError, match="three sizes"):
+        fit_batches(speeds[:2])
+
+
 def test_one_size_or_one_budget_is_no_grid() -> None:
     for points in ([], made()[:3], made()[::3]):
         with pytest.raises(RecipeError, match="two of each"):
@@ -88,7 +113,7 @@ def recipe(tmp_path: Path) -> Recipe:
     sets = [
         f"data.source={text}", "data.format=text", "data.regenerate=false", "data.text_tokens=0",
         "train.rows=4", "train.seq_len=32", "train.tau_prompts=2", "train.tau_tokens=4",
-        "scaling.sizes=[[1, 8], [2, 16]]", "scaling.steps=[2, 4]",
+        "scaling.sizes=[[1, 8], [2, 16]]", "scaling.steps=[2, 4]", "scaling.batches=[1, 2, 3]",
         "drafter.options={head_dim: 8}",
     ]  # fmt: skip
     return load_recipe("scaling", sets)
@@ -112,6 +137,9 @@ def test_a_grid_runs_once_shares_its_data_and_resumes(
     (cells[1].folder / "point.json").unlink()  # as if it had been stopped there
     assert run_grid(cells, chat_target, again) == points
     assert "continuing from step 4" in again.said
+    speeds = measure_batches(cells[1], chat_target)
+    assert [speed.batch for speed in speeds] == [1, 2, 3]
+    assert all(speed.tokens_per_second > 0 for speed in speeds)
 
 
 def test_a_cell_of_another_recipe_is_refused(

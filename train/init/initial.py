@@ -142,7 +142,9 @@ def initialise(drafter: Drafter, initial: Initial, data: TokenData) -> None:
         tensors.setdefault("lm_head.weight", source.module.head_weight.detach())
     tensors = fitting_vocab(source, tensors, drafter.spec.vocab_size)
     check_same_shape(drafter, source, tensors)
-    drafter.load_tensors({name: t.to("cpu", torch.float32) for name, t in tensors.items()})
+    aside = drafter.memories | source.memories
+    weights = {name: t for name, t in tensors.items() if name not in aside}
+    drafter.load_tensors({name: t.to("cpu", torch.float32) for name, t in weights.items()})
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
@@ -288,6 +290,7 @@ def check_shapes(
     """Refuse tensors that do not fit, naming the first one and the options that would fit."""
     wanted = {name: tuple(t.shape) for name, t in drafter.tensors().items()}
     found = {name: tuple(t.shape) for name, t in tensors.items()}
+    aside = aside | drafter.memories | source.memories
     names = sorted((wanted.keys() | found.keys()) - aside)
     wrong = next((name for name in names if wanted.get(name) != found.get(name)), None)
     if wrong is not None:

@@ -1,10 +1,14 @@
-"""The log-linear scaling law of acceptance: tau = a + b log(tokens) + c log(parameters).
+"""The log-linear scaling laws: tau = a + b log(tokens) + c log(parameters), and the speed of a
+batch d + e log(rows).
 
-Scylla (arXiv 2505.07858, theorems 1.1 and 1.2) finds tau linear in the logarithm of the drafter's
-training tokens and of its size. Here a grid of small runs is trained, the law is fitted by least
-squares, and its error is that of each point predicted from all others (PRESS: the residual divided
-by 1 - leverage). Parameters are those of the layers: embedding and LM head only grow with the
-vocabulary. Letters: N points.
+Scylla (arXiv 2505.07858, theorems 1.1 to 1.3) finds tau linear in the logarithm of the drafter's
+training tokens and of its size, and the speed of decoding in that of the batch. Here a grid of
+small runs is trained, the law is fitted by least squares, and its error is that of each point
+predicted from all others (PRESS: the residual divided by 1 - leverage). The third law is fitted to
+tokens per second of batches of several sizes, decoded with the grid's best drafter on this device;
+every law tells its R2. Parameters are those of the layers: embedding and LM head only grow with the
+vocabulary.
+Letters: N points.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,14 +28,19 @@ from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.core.files import write_json
 from specctl.recipes.load import build_recipe
 from specctl.recipes.schema import Recipe
+from specctl.runtime.generate import generate
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
+from specctl.runtime.policies import make_policy
+from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import trainable_family
+from specctl.train.data.heldout import heldout_prompts
+from specctl.train.init.initial import checkpoint_drafter
 from specctl.train.planning.plan import build_shape
 from specctl.train.run import train_draft
 from specctl.train.saving.fingerprint import check_same_run, config_fields
 
-MARK = "point.json"
+MARK, SPEEDS = "point.json", "batches.json"
 GAIN = 0.1  # of tau, whose price is told
 
 
@@ -85,6 +95,68 @@ def fit(points: Sequence[Point]) -> Law:
         error = float(np.sqrt(((residual_N / (1.0 - leverage_N)) ** 2).mean()))
     intercept, per_tokens, per_parameters = (float(x) for x in found_3)
     return Law(intercept, per_tokens, per_parameters, r2, error)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSpeed:
+    """Tokens per second of a batch of so many rows, all of them together."""
+
+    batch: int
+    tokens_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLaw:
+    """speed = intercept + per_batch log(batch)."""
+
+    intercept: float
+    per_batch: float
+    r2: float
+
+    def speed(self, batch: int) -> float:
+        return self.intercept + self.per_batch * math.log(batch)
+
+
+def fit_batches(speeds: Sequence[BatchSpeed]) -> BatchLaw:
+    """Least squares over at least three sizes of the batch: two lie on every line."""
+    if len({speed.batch for speed in speeds}) < 3:
+        raise RecipeError(
+            "a law of the batch size needs three sizes",
+            where="scaling.batches",
+            found=str([speed.batch for speed in speeds]),
+            expected="at least three different sizes, or none",
+            do='--set scaling.batches="[1, 2, 4, 8]"',
+        )
+    design_N2 = np.array([[1.0, math.log(speed.batch)] for speed in speeds])
+    speed_N = np.array([speed.tokens_per_second for speed in speeds])
+    found_2, *_ = np.linalg.lstsq(design_N2, speed_N, rcond=None)
+    off = float(((speed_N - design_N2 @ found_2) ** 2).sum())
+    spread = float(((speed_N - speed_N.mean()) ** 2).sum())
+    return BatchLaw(float(found_2[0]), float(found_2[1]), 1.0 - off / spread if spread > 0 else 0.0)
+
+
+def measure_batches(cell: Cell, target: Target) -> list[BatchSpeed]:
+    """Greedy decoding with a finished cell's drafter, in every size of batch in turn, three times;
+    the median of each. What was measured is kept in the cell's folder."""
+    recipe, path = cell.recipe, cell.folder / SPEEDS
+    sizes = recipe.scaling.batches
+    if path.exists():
+        found = json.loads(path.read_text(encoding="utf-8"))
+        kept = [BatchSpeed(**one) for one in found["speeds"]]
+        if [speed.batch for speed in kept] == list(sizes):
+            return kept
+    drafter = checkpoint_drafter(cell.folder, target).to(target.device, target.dtype)
+    policy = make_policy({"policy": "chain", "length": recipe.serve.length})
+    prompts = [list(one.ids) for one in heldout_prompts(target, max(sizes, default=0))]
+    sampling = Sampling(max_new_tokens=recipe.train.tau_tokens, ignore_eos=True)
+    taken: dict[int, list[float]] = {size: [] for size in sizes}
+    for _ in range(3):
+        for size, speeds in taken.items():
+            how: Any = {"drafter": drafter, "policy": policy, "sampling": sampling, "batch": size}
+            speeds.append(generate(target, prompts[:size], **how).stats.tokens_per_second)
+    measured = [BatchSpeed(size, statistics.median(speeds)) for size, speeds in taken.items()]
+    write_json(path, {"speeds": [asdict(speed) for speed in measured]})
+    return measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,15 +257,24 @@ def share_data(done: Sequence[Path], folder: Path) -> None:
     part.rename(folder / "data")
 
 
-def report(points: Sequence[Point], law: Law) -> dict[str, Any]:
-    """The law, its error, and what the next tenth of tau costs from the best point on."""
+def report(points: Sequence[Point], law: Law, speeds: Sequence[BatchSpeed] = ()) -> dict[str, Any]:
+    """The law, its error, what the next tenth of tau costs from the best point on, and the law of
+    the batch where speeds were measured."""
     best = max(points, key=lambda p: p.tau)
+    batches = None
+    if speeds:
+        by_batch = fit_batches(speeds)
+        batches = {
+            "points": [asdict(s) | {"fitted": by_batch.speed(s.batch)} for s in speeds],
+            "law": asdict(by_batch),
+        }
     more = {"tokens": law.factor(law.per_tokens), "parameters": law.factor(law.per_parameters)}
     return {
         "points": [asdict(point) | {"fitted": law.tau(point.tokens, point.parameters)}
                    for point in points],
         "law": asdict(law),
         "best": asdict(best),
+        "batches": batches,
         "next_tenth": {
             name: None if factor is None else {"factor": factor, "total": factor * amount}
             for (name, factor), amount in zip(

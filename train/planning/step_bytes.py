@@ -264,7 +264,7 @@ def _feature_bytes(batch: TrainBatch) -> int:
     """Of what the target said of a batch."""
     kept = [*batch.taps.values(), batch.teacher_BSV]
     kept.append(None if batch.teacher_rows is None else batch.teacher_rows.state_RD)
-    storages = {id(x.untyped_storage()): x for x in kept if x is not None}
+    storages = {x.untyped_storage()._cdata: x for x in kept if x is not None}
     return sum(x.untyped_storage().nbytes() for x in storages.values())
 
 

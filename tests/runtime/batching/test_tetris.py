@@ -1,6 +1,6 @@
-"""TETRIS: the best shares of a budget, from earlier rounds alone."""
+"""TETRIS: the best shares of a budget; from earlier rounds alone where text is sampled."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import pytest
@@ -121,3 +121,52 @@ def test_tetris_never_verifies_more_than_its_capacity(make_target):
     stats = [one.stats for one in found]  # all rows begin together
     drafted, rounds = sum(one.drafted for one in stats), max(one.rounds for one in stats)
     assert 3 * rounds < drafted <= 7 * rounds
+
+
+def greedy_rows(count):
+    return [RowView(index, 100, greedy=True) for index in range(count)]
+
+
+def test_of_drafts_that_were_not_drawn_the_likeliest_tokens_are_verified():
+    """Whole prefixes, over all rows; chances that tie go to the tokens in front."""
+    tetris = Tetris(capacity=4, longest=3)
+    assert tetris.lengths(greedy_rows(3)) == (3, 3, 3)
+    chance_BN = torch.tensor([[0.9, 0.8, 0.1], [0.5, 0.5, 0.5], [0.2, 0.1, 0.1]])
+    token_BN, valid_BN = torch.arange(9).view(3, 3), torch.ones(3, 3, dtype=torch.bool)
+    tree = replace(chain_tree(token_BN, valid_BN, NodeKind.POINT), estimate_BN=chance_BN)
+    assert tetris.chosen(tree).valid_BN.tolist() == [[True, True], [True, True], [False, False]]
+    unknown = tetris.chosen(replace(tree, estimate_BN=None))  # all rows alike, by earlier rounds
+    assert unknown.valid_BN.sum(1).tolist() == [2, 1, 1]
+
+
+def test_drawn_drafts_are_left_as_they_are():
+    tetris = Tetris(capacity=1, longest=1)
+    q = QRows(torch.stack([Q, torch.zeros(4)]).expand(2, 2, 4))
+    drawn = chain_tree(torch.tensor([[0], [1]]), torch.ones(2, 1).bool(), NodeKind.IID, q)
+    tetris.lengths(greedy_rows(2))
+    assert tetris.chosen(drawn) is drawn
+    tetris.lengths([RowView(0, 9), RowView(1, 9, greedy=True)])
+    point = replace(drawn, kind=NodeKind.POINT, q=None)
+    assert tetris.chosen(point) is point
+
+
+class ByRounds(Tetris):
+    """Blind to the draft, as where text is sampled."""
+
+    def lengths(self, rows):
+        return super().lengths([replace(row, greedy=False) for row in rows])
+
+
+def test_a_choice_by_each_tokens_probability_wastes_fewer_of_the_same_budget(make_target):
+    target = make_target(num_layers=2)
+    requests = [Request((3 + i, 1, 4), Sampling(max_new_tokens=40)) for i in range(4)]
+    answers, shares_accepted = [], []
+    for kind in (ByRounds, Tetris):
+        drafter, policy = disturbed(make_target, target, num_layers=2), make_policy({"length": 5})
+        engine = Engine(target, drafter, policy, num_slots=4, batching=kind(capacity=6, longest=5))
+        found = engine.run(requests)
+        answers.append([one.tokens for one in found])
+        drafted = sum(one.stats.drafted for one in found)
+        shares_accepted.append(sum(one.stats.accepted for one in found) / drafted)
+    assert answers[0] == answers[1]
+    assert shares_accepted[1] > shares_accepted[0] + 0.05, shares_accepted

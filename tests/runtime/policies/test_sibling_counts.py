@@ -71,6 +71,7 @@ def test_spectr_holds_only_where_the_number_is_settled_beforehand() -> None:
 SETTLED: dict[str, dict[str, Any]] = {
     "mcsd": {"policy": "mcsd", "branch": (3, 2, 2)},
     "mcsd-stopped": {"policy": "mcsd", "branch": (3, 2, 2), "confidence": 0.6},
+    "mcsd-decided": {"policy": "mcsd", "branch": (3, 2, 2), "stop": "svip"},
     "paths": {"policy": "paths", "length": 3, "beam": 3},
     "top-plus-one": {"policy": "top-plus-one", "branch": (3, 2, 1)},
 }

@@ -12,6 +12,7 @@ from specctl.core.drafter import Drafter
 from specctl.core.vocab import VocabMap
 from specctl.drafters import family
 from specctl.runtime.target.target import Target
+from specctl_testing.models import LOGIT_STD
 
 MakeBatch = Callable[..., TrainBatch]
 
@@ -23,6 +24,16 @@ def nearly_markov(make_model: Callable[..., Any], vocab: int = 24) -> Target:
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.mul_(0.25)
+    return Target.from_model(model)
+
+
+def attending_target(make_model: Callable[..., Any]) -> Target:
+    """A target whose next token hangs on what its last layer attends to."""
+    model = make_model(num_layers=2, vocab=24, seed=1)
+    with torch.no_grad():
+        for layer, scale in zip(model.model.layers, (3.0, 4.0), strict=True):
+            layer.self_attn.o_proj.weight.mul_(scale)
+        model.lm_head.weight.mul_(LOGIT_STD / model(torch.arange(24)[None]).logits.std())
     return Target.from_model(model)
 
 

@@ -3,8 +3,8 @@ weights, features and all that is computed of them are fake, ids and masks are r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from specctl.core.batch import TrainBatch
+from specctl.core.kv_cache import KVShape
 from specctl.core.language_model import Borrowed
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
@@ -50,6 +51,26 @@ def _numbered(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
         is_mask = index is not None and index.dtype == torch.bool
         found += list(index.nonzero().unbind(1)) if is_mask and index is not None else [index]
     return found
+
+
+class ShapesOfACache:
+    """Keys and values of the target, without values."""
+
+    dtype = HALF
+
+    def __init__(self, spec: ModelSpec) -> None:
+        heads, width = spec.num_kv_heads, spec.head_dim
+        self.kv_layers = (KVShape(heads, width, heads, width),) * spec.num_layers
+
+    def key_value(
+        self, state: Mapping[int, Tensor], position_BT: Tensor
+    ) -> dict[int, tuple[Tensor, Tensor]]:
+        B, T = position_BT.shape
+        shape, found = self.kv_layers[0], dict[int, tuple[Tensor, Tensor]]()
+        for layer, x in state.items():
+            key, value = (x.new_empty(B, shape.key_heads, T, shape.key_width) for _ in "kv")
+            found[layer] = (key, value)
+        return found
 
 
 class Kept:
@@ -94,7 +115,7 @@ def saved_bytes(
         return held
 
     with mode:
-        drafter.bind(Borrowed(table, head))
+        drafter.bind(Borrowed(table, head, cached=cast(Any, ShapesOfACache(spec))))
         with torch.autocast("cpu", HALF), saved_tensors_hooks(keep, Kept.back):
             out = drafter.loss(batch)
     assert out.sum.requires_grad

@@ -1,0 +1,72 @@
+"""TargetCache: what the target's KV cache holds, for a drafter that attends to it.
+
+A layer's cached keys and values are a function of the residual that reaches it, so a drafter that
+reads that residual (tap k for layer k) has them by the target's own norm and projections, rotated
+as the target rotates them: the numbers of the cache itself, in training as in serving, and no
+weights of the drafter's.
+Letters: B rows, D hidden width, E head width, J key/value heads, T fed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specctl.core.errors import IncompatibleError
+from specctl.core.language_model import Borrowed, LanguageModel
+from specctl.core.spec import ModelSpec
+from specctl.drafters.nets.blocks import LayerShape, rotary
+from specctl.models.rope import rope_of
+
+
+class TargetCache:
+    """Keys and values of the target's `layers`, all with the spec's heads. `instead`: what to do
+    about a target that has none to show."""
+
+    def __init__(
+        self, borrowed: Borrowed, spec: ModelSpec, layers: tuple[int, ...], instead: str
+    ) -> None:
+        if borrowed.cached is None and borrowed.lm is None:
+            raise IncompatibleError(
+                "the target's cache cannot be read",
+                found="a target whose layers are not in this process",
+                expected="a target that is loaded here",
+                do=f"load the target here, or {instead}",
+            )
+        self.lm: LanguageModel = borrowed.cache_of()
+        self.shape, self.layers = LayerShape.of(spec), layers
+        for layer in layers:
+            found = self.lm.kv_layers[layer]
+            if found != self.shape.kv:
+                raise IncompatibleError(
+                    "the target's cache does not hold keys and values that a drafter can attend to",
+                    found=f"layer {layer} keeps {found.key_heads} keys of {found.key_width} and "
+                    f"{found.value_heads} values of {found.value_width} numbers a token",
+                    expected=f"{spec.num_kv_heads} of {spec.head_dim} each",
+                    do=instead,
+                )
+        rope = rope_of(spec, spec.head_dim, spec.rope_theta)
+        is_plain = spec.rope_scaling is None
+        self._inv_freq = None if is_plain else tuple(float(one) for one in rope.inv_freq)
+        self._scale = rope.scale
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TargetCache:
+        """A copied drafter looks at the same target."""
+        return self
+
+    def rope(self, position: Tensor) -> Tensor:
+        """[..., 2, E]: the target's own rotation of queries."""
+        spec = self.shape
+        return self._scale * rotary(position, spec.head_dim, spec.rope_theta, self._inv_freq)
+
+    def read(
+        self, state: Mapping[int, Tensor], position_BT: Tensor, dtype: torch.dtype
+    ) -> dict[int, tuple[Tensor, Tensor]]:
+        """[B, J, T, E] keys and values of each layer whose incoming residual [B, T, D] is given."""
+        given = {layer: x.to(self.lm.dtype) for layer, x in state.items()}
+        with torch.autocast(position_BT.device.type, enabled=False):
+            found = self.lm.key_value(given, position_BT)
+        return {layer: (key.to(dtype), value.to(dtype)) for layer, (key, value) in found.items()}
