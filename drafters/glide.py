@@ -36,7 +36,7 @@ from specctl.drafters.nets.cross_drafter import (
     GlimpseLayer,
 )
 from specctl.drafters.nets.heads import draft_size
-from specctl.drafters.nets.options import ADDED
+from specctl.drafters.nets.options import ADDED, added_before
 from specctl.drafters.nets.target_cache import TargetCache
 from specctl.drafters.option_checks import check_count
 
@@ -53,7 +53,7 @@ class GlideOptions(CrossOptions):
 
     width: int | None = field(default=None, metadata=ADDED)
     intermediate: int | None = field(default=None, metadata=ADDED)
-    own_keys: bool = field(default=False, metadata=ADDED)
+    own_keys: bool = field(default=False, metadata=added_before(True))
 
     def __post_init__(self) -> None:
         CrossOptions.__post_init__(self)

@@ -17,6 +17,11 @@ from specctl.drafters.option_checks import check_count
 ADDED = {"added": True}  # metadata of an option that older packages lack: they have its default
 
 
+def added_before(value: Any) -> dict[str, Any]:
+    """Metadata of an option that older packages lack: they are as this value makes them."""
+    return {**ADDED, "before": value}
+
+
 def read_options(kind: type[Any], given: Mapping[str, Any]) -> Any:
     """A family's options from a recipe or a manifest. Nothing is taken for a number that is none:
     neither true nor "1" is a count, and null only where the option may be None."""

@@ -129,7 +129,11 @@ def parse_options(family: Family, options: Mapping[str, Any]) -> Any:
     """The family's options from JSON: every field present, no other, of the right type. One that
     packages once had not (ADDED) is as it was then."""
     wanted = {field.name: field for field in fields(family.options)}
-    added = {name: f.default for name, f in wanted.items() if f.metadata.get("added")}
+    added = {
+        name: f.metadata.get("before", f.default)
+        for name, f in wanted.items()
+        if f.metadata.get("added")
+    }
     try:
         if set(options) | set(added) != set(wanted):
             odd = set(wanted) ^ (set(options) | set(added))

@@ -57,6 +57,11 @@ def test_options_of_an_older_package_are_read(name: str) -> None:
     assert spelled(read, later(name)) == json.dumps(STORED[name], sort_keys=True)
 
 
+def test_a_glide_package_of_before_has_keys_of_its_own() -> None:
+    assert parse_options(families()["glide"], STORED["glide"]).own_keys
+    assert not families()["glide"].options().own_keys
+
+
 @pytest.mark.parametrize("name", families())
 def test_options_read_from_the_source_are_the_fields(name: str) -> None:
     assert family_infos()[name].options == tuple(f.name for f in fields(families()[name].options))
