@@ -15,7 +15,7 @@ from specctl.api.families import family_infos
 from specctl.core.errors import RecipeError
 from specctl.drafters import families
 from specctl.drafters.losses.head_losses import LossOptions
-from specctl.drafters.nets.options import ADDED, HeadOptions
+from specctl.drafters.nets.options import HeadOptions
 from specctl.export.package.load import parse_options
 
 STORED = json.loads(Path(__file__).with_name("stored_options.json").read_text())
@@ -40,7 +40,7 @@ def spelled(options: Any, but: Set[str] = frozenset()) -> str:
 def later(name: str) -> set[str]:
     """Options that came after version 0.1.0."""
     options = families()[name].options
-    return {field.name for field in fields(options) if field.metadata == ADDED}
+    return {field.name for field in fields(options) if field.metadata.get("added")}
 
 
 @pytest.mark.parametrize("name", STORED)
