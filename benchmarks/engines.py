@@ -20,6 +20,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from environments import made
+
 from specctl.export.engines import engines
 from specctl.export.formats import formats
 
@@ -34,24 +36,13 @@ NOT_THERE = {
 }
 
 
-def made(engine: str, folder: Path) -> str:
-    """A Python with the engine, in an environment that is made if it is not whole yet."""
-    python, mark = folder / "bin" / "python", folder / ".whole"
-    if not mark.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        for package in PINNED[engine]:
-            subprocess.run([str(python), "-m", "pip", "install", package], check=True)
-        for package in AFTERWARDS.get(engine, ()):
-            subprocess.run([str(python), "-m", "pip", "uninstall", "-y", package], check=True)
-        mark.touch()
-    return str(python)
-
-
 def pythons(args: argparse.Namespace) -> dict[str, str]:
     given = dict(pair.split("=", 1) for pair in args.python)
     found = {"transformers": sys.executable, **given}
-    for engine in PINNED if args.make else ():
-        found.setdefault(engine, made(engine, args.out / "environments" / engine))
+    for engine, packages in PINNED.items() if args.make else ():
+        found.setdefault(
+            engine, made(args.out / "environments" / engine, packages, AFTERWARDS.get(engine, ()))
+        )
     return found
 
 

@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from statistics import median, quantiles
 from typing import Any
 
 import torch
+from environments import made
 
 from specctl import Sampling, export, generate, load_drafter, load_target
 from specctl.export.layouts.llama_cpp.target import write_target as write_gguf
@@ -66,17 +66,6 @@ class Host:
         self.process.stdin.flush()
         answer = self._line()
         return answer["seconds"], answer["ids"]
-
-
-def made(engine: str, folder: Path) -> str:
-    """A Python with the engine, in an environment that is made if it is not whole yet."""
-    python, mark = folder / "bin" / "python", folder / ".whole"
-    if not mark.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        for package in ENGINES[engine][1]:
-            subprocess.run([str(python), "-m", "pip", "install", "-q", package], check=True)
-        mark.touch()
-    return str(python)
 
 
 def ours(target: Target, drafter: Any, **how: Any) -> Way:
@@ -139,11 +128,11 @@ def ways(args: argparse.Namespace, target: Target) -> dict[str, Way]:
         found["transformers, draft model"] = theirs(model, assistant_model=small)
         llama_draft, openvino_draft = str(next(llama.glob("*.gguf"))), str(hf)
         drafts["draft model"] = {}
-    for engine, (script, _) in ENGINES.items():
+    for engine, (script, packages) in ENGINES.items():
         if engine in args.without:
             continue
         python = dict(pair.split("=", 1) for pair in args.python).get(engine)
-        python = python or made(engine, base / "environments" / script.removesuffix(".py"))
+        python = python or made(base / "environments" / script.removesuffix(".py"), packages)
         file, draft = (
             (str(gguf), llama_draft) if engine == "llama.cpp" else (str(folder), openvino_draft)
         )

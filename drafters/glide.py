@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -91,7 +91,6 @@ class Glide(CrossDrafter):
 
     family: ClassVar[str] = "glide"
     module: GlideNet
-    _cache: TargetCache | None = None
 
     def __init__(
         self, options: GlideOptions, spec: ModelSpec, vocab: VocabMap | None = None
@@ -107,16 +106,6 @@ class Glide(CrossDrafter):
         if not self.options.own_keys:
             self._cache = TargetCache(borrowed, self.spec, (self.last,), OWN_KEYS)
         super().bind(borrowed)
-
-    def trimmed(self, vocab: VocabMap) -> Any:
-        small = super().trimmed(vocab)
-        small._cache = self._cache
-        return small
-
-    @property
-    def cache(self) -> TargetCache:
-        assert self._cache is not None, "bind() the target's cache first"
-        return self._cache
 
     def gathered(self, taps: Mapping[int, Tensor]) -> Tensor:
         return taps[self.last].to(self.dtype)

@@ -103,7 +103,6 @@ class Moa(CrossDrafter):
 
     family: ClassVar[str] = "moa"
     module: MoaNet
-    _cache: TargetCache | None = None
 
     def __init__(self, options: MoaOptions, spec: ModelSpec, vocab: VocabMap | None = None) -> None:
         super().__init__(options, spec, vocab)
@@ -136,16 +135,6 @@ class Moa(CrossDrafter):
         if self.lent:
             borrowed.layers()
         super().bind(borrowed)
-
-    def trimmed(self, vocab: VocabMap) -> Any:
-        small = super().trimmed(vocab)
-        small._cache = self._cache
-        return small
-
-    @property
-    def cache(self) -> TargetCache:
-        assert self._cache is not None, "bind() the target's cache first"
-        return self._cache
 
     @property
     def lm(self) -> LanguageModel:

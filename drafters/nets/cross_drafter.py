@@ -16,12 +16,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import DraftState, Space
 from specctl.core.kv_cache import KVShape, SlotKV
+from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import AlignedRows, aim, behind, random_anchors
 from specctl.drafters.nets.attention import Seen
 from specctl.drafters.nets.blocks import (
@@ -34,6 +36,7 @@ from specctl.drafters.nets.blocks import (
 )
 from specctl.drafters.nets.head_drafter import HeadDrafter
 from specctl.drafters.nets.options import HeadOptions
+from specctl.drafters.nets.target_cache import TargetCache
 from specctl.drafters.option_checks import check_count
 from specctl.drafters.states.path_state import Nodes, PathState
 
@@ -124,6 +127,19 @@ class CrossNet(nn.Module):
 
 class CrossDrafter(HeadDrafter):
     """What a family leaves to the frame. Its options have `num_heads`, `anchors` and `strict`."""
+
+    _cache: TargetCache | None = None
+
+    @property
+    def cache(self) -> TargetCache:
+        """What the target's cache holds, of a family that took it up in `bind`."""
+        assert self._cache is not None, "bind() the target's cache first"
+        return self._cache
+
+    def trimmed(self, vocab: VocabMap) -> Any:
+        small = super().trimmed(vocab)
+        small._cache = self._cache
+        return small
 
     @property
     def num_features(self) -> int:
