@@ -109,9 +109,9 @@ def every_field(recipe: Recipe, out: Path, target: Target) -> list[str | None]:
 
 
 def free_fields(recipe: Recipe, out: Path, target: Target) -> list[str | None]:
-    """Fields that decide nothing: accepted."""
+    """Fields that decide nothing: accepted. A target over several processes needs them."""
     found: list[str | None] = []
-    for field in sorted(FREE):
+    for field in sorted(FREE - {"target.tensor_parallel"}):
         other = changed(recipe, field) if field.count(".") == 1 else None
         if other is not None:
             error = refusal(other, out, target)

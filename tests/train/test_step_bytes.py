@@ -92,7 +92,7 @@ def test_more_rows_than_are_traced_are_reckoned_right(name: str, rows: int) -> N
 
 def test_a_stretch_of_a_row_takes_its_share_beside_the_features_of_all_of_it() -> None:
     sets = ["drafter.options.ttt_steps=2", "drafter.options.chunk=128", "train.sequence_parallel=4"]
-    shape = shape_named("8B", 2)
+    shape = shape_named("8B", 4)
 
     def of(seq_len: int, parts: int) -> StepBytes:
         more = [*sets, f"train.seq_len={seq_len}"]
@@ -103,7 +103,7 @@ def test_a_stretch_of_a_row_takes_its_share_beside_the_features_of_all_of_it() -
     features = 4 * 4096 * 2  # of a token: three taps and the last state, no logits
     grown = whole.phases["its features"] - own.phases["its features"]
     assert grown == pytest.approx(768 * features, rel=0.01)
-    assert part.batch < 0.5 * whole.batch
+    assert own.batch < part.batch < 0.9 * whole.batch
     assert part.batch >= max(own.phases["the loss"], own.phases["the gradient"]) + grown
 
 
