@@ -59,8 +59,8 @@ class Pace:
         train, writes = recipe.train, 0
         if recipe.data.on_policy:
             writes = math.ceil(train.steps / recipe.data.on_policy_every)
-        yield "the drafter writes", f"{writes:,} times", writes * self.write
+        yield "the drafter writes", counted(writes, "time"), writes * self.write
         yield "training", counted(train.steps, "step"), train.steps * self.step
-        measures = num_measures(train)
-        yield "measuring tau", f"{measures:,} time{'s' * (measures != 1)}", measures * self.tau
-        yield "saving", f"{num_saves(train):,} times", num_saves(train) * self.save
+        measures, saves = num_measures(train), num_saves(train)
+        yield "measuring tau", counted(measures, "time"), measures * self.tau
+        yield "saving", counted(saves, "time"), saves * self.save

@@ -201,7 +201,7 @@ def num_saves(train: TrainPart) -> int:
 def measuring(recipe: Recipe, sizes: WorkSizes, times: int = 1) -> Work:
     """Measurements of tau: rounds of drafting and checking."""
     train, length = recipe.train, recipe.serve.length
-    told = f"{times:,} time{'s' * (times != 1)}"
+    told = counted(times, "time")
     if recipe.data.target_source != "inprocess":  # reckoned from a pass over rows kept back
         places = times * train.tau_prompts * train.seq_len
         return Work("measuring tau", told, 2.0 * sizes.passes * sizes.drafter * places)
