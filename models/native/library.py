@@ -102,9 +102,10 @@ def _compiler() -> str | None:
 def _built(compiler: str) -> Path:
     """The library's file. It appears whole: two processes that build it do not disturb another."""
     path = folder() / f"{_key(compiler)}.so"
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_private(path.parent)
     if path.is_file():
         return path
-    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         made = Path(scratch) / "step.so"
         for parallel in (("-fopenmp",), ()):  # Apple's compiler comes without OpenMP
@@ -114,6 +115,13 @@ def _built(compiler: str) -> Path:
                 made.replace(path)
                 return path
     raise OSError(ran.stderr.strip().splitlines()[-1] if ran.stderr else "it failed")
+
+
+def _check_private(place: Path) -> None:
+    """Code is loaded from here: nobody else may write to it."""
+    about = place.stat()
+    if hasattr(os, "getuid") and (about.st_uid != os.getuid() or about.st_mode & 0o022):
+        raise PermissionError(f"others may write to {place}")
 
 
 def _tuned() -> tuple[str, ...]:

@@ -203,4 +203,7 @@ def test_without_it_the_reason_is_known(monkeypatch: pytest.MonkeyPatch, tmp_pat
     with monkeypatch.context() as patch:
         patch.setattr(built, "COMPILERS", (str(broken),))
         assert "cannot compile" in make_new().missing
-    assert [path.suffix for path in built.folder().rglob("*")] == [], "nothing half made is left"
+        left = [path.suffix for path in built.folder().rglob("*")]
+        assert left == [], "nothing half made is left"
+        built.folder().chmod(0o777)
+        assert "others may write" in make_new().missing
