@@ -97,6 +97,7 @@ def test_what_a_killed_writer_left_is_swept(cache: Path) -> None:
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(cache: Path) -> None:
+    (cache / "specctl").mkdir(exist_ok=True)
     (cache / "specctl" / "costs").write_text("a file where the folder should be")
     assert write_costs(ABOUT, TABLE) is None
     assert read_costs(ABOUT) is None
