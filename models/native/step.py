@@ -59,7 +59,7 @@ class NativeStep:
         )
         self.window, self.rotary = shape.window, module.rotary
         self.most_rows = most_rows(self.dtype)
-        self.space = torch.empty(0)
+        self.spaces: list[Tensor] = []  # free ones: each forward under way has its own
 
     @property
     def is_current(self) -> bool:
@@ -73,8 +73,7 @@ class NativeStep:
         mask = feed.masks.full if self.window is None else feed.masks.windows[self.window]
         threads = torch.get_num_threads()
         needed = self.functions.space_needed(ctypes.byref(self.model), B * T, aim.span, threads)
-        if self.space.numel() < needed:
-            self.space = torch.empty(needed)
+        space = self._space(needed)
         taps = sorted(feed.taps)
         tapped = [torch.empty(B, T, D) for _ in taps]
         asked = _asked(feed, T)
@@ -95,16 +94,25 @@ class NativeStep:
             _addresses(tapped),
             (ctypes.c_int32 * len(asked))(*asked),
             logits,
-            self.space,
+            space,
         ]
         call = StepCall(
             B, T, kv.max_len, aim.span, len(taps), len(asked), threads, *map(_address, held)
         )
         self.function(ctypes.byref(self.model), ctypes.byref(call))
+        self.spaces.append(space)
         found = {tap: value.to(self.dtype) for tap, value in zip(taps, tapped, strict=True)}
         if not asked:
             return LmOut(None, found)
         return LmOut(logits.to(self.dtype).view(B, -1, self.model.V), found)
+
+    def _space(self, needed: int) -> Tensor:
+        """Working memory that no other thread uses."""
+        try:
+            found = self.spaces.pop()
+        except IndexError:
+            found = torch.empty(0)
+        return found if found.numel() >= needed else torch.empty(needed)
 
 
 def native_step(module: Any) -> NativeStep | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,20 @@ def test_weights_that_change_or_move_are_seen(eagerly: Any) -> None:
         expected = eagerly(fresh, filled(fresh, 1), ids, [5]).logits_BTV
         found = forward(lm, filled(lm, 1), ids, [5]).logits_BTV
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+
+
+@needs_compiler
+def test_several_threads_may_run_one_model() -> None:
+    lm, ids = make(hidden_size=160, intermediate_size=512), torch.randint(0, VOCAB, (2, 6))
+    expected = forward(lm, filled(lm, 2), ids, [9, 30]).logits_BTV
+    stores = [filled(lm, 2) for _ in range(4)]
+
+    def run(kv: SlotKV) -> bool:
+        every = [forward(lm, kv, ids, [9, 30]).logits_BTV for _ in range(200)]
+        return all(torch.equal(one, expected) for one in every)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(run, stores))
 
 
 def test_without_it_the_reason_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
