@@ -99,6 +99,7 @@ class Blockwise(ParallelHeads):
     """The carry holds all k states."""
 
     family: ClassVar[str] = "blockwise"
+    splits_rows = True
     one_call = True
     module: BlockwiseNet
 
@@ -107,6 +108,8 @@ class Blockwise(ParallelHeads):
     ) -> None:
         super().__init__(options, spec, vocab)
         self.module = BlockwiseNet(options, spec, draft_size(vocab, spec.vocab_size))
+        # A rescorer learns from whole rows; one random head must be the same head everywhere.
+        self.splits_rows = self.module.rescorer is None and not options.one_head
         self.tree = options.tree if options.tree is not None else first_ranks(options.num_heads)
 
     def own_heads(self) -> list[nn.Linear]:

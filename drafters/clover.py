@@ -69,6 +69,7 @@ class Clover(HeadDrafter):
     """The carry is cat(g, e') of the newest token."""
 
     family: ClassVar[str] = "clover"
+    splits_rows = True
     module: CloverNet
 
     def __init__(

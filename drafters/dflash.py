@@ -97,6 +97,7 @@ class DFlash(InjectedBlocks):
     """Slot 0 is the root, whose output nobody reads."""
 
     family: ClassVar[str] = "dflash"
+    splits_rows = True
     first_slot = 1
 
     def __init__(

@@ -97,6 +97,7 @@ class Gumiho(FeatureDrafter):
     """Serial steps that learn to serve the heads as well, so gradients pass between them."""
 
     family: ClassVar[str] = "gumiho"
+    splits_rows = True
     options: GumihoOptions
     detach = False
 

@@ -46,6 +46,7 @@ class Hass(FeatureDrafter):
     """EAGLE's module, HASS's training."""
 
     family: ClassVar[str] = "hass"
+    splits_rows = True
     options: HassOptions
 
     def term(

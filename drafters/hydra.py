@@ -81,6 +81,7 @@ class Hydra(HeadDrafter):
     """The carry is f_t and the newest embeddings, in order, zero where there is none yet."""
 
     family: ClassVar[str] = "hydra"
+    splits_rows = True
     module: HydraNet
 
     def __init__(

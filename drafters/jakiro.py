@@ -149,6 +149,7 @@ class Jakiro(FeatureDrafter):
     """EAGLE's loss on both branches."""
 
     family: ClassVar[str] = "jakiro"
+    splits_rows = True
     options: JakiroOptions
 
     def make_net(self, shape: LayerShape) -> TrunkNet:

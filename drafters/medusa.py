@@ -49,6 +49,7 @@ class Medusa(ParallelHeads):
     """Medusa-1: only the heads train."""
 
     family: ClassVar[str] = "medusa"
+    splits_rows = True
     one_call = True
     module: nn.ModuleList
 

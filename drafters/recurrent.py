@@ -56,6 +56,7 @@ class Recurrent(HeadDrafter):
     """The carry is cat(f_t, s)."""
 
     family: ClassVar[str] = "recurrent"
+    splits_rows = True
     module: RecurrentNet
 
     def __init__(

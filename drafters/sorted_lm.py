@@ -97,6 +97,7 @@ class SortedLm(SmallLm):
     """A small-lm whose shallower depths are drafters of their own."""
 
     family: ClassVar[str] = "sorted"
+    splits_rows = False
     lm: FastLlama
 
     def __init__(

@@ -78,6 +78,7 @@ class Staged(SmallLm):
     """A small-lm with a drafter of its own."""
 
     family: ClassVar[str] = "staged"
+    splits_rows = False
     options: StagedOptions
     memories = frozenset({NGRAMS})
 

@@ -76,6 +76,7 @@ class Superposed(SmallLm):
     """A small-lm that drafts several continuations at once."""
 
     family: ClassVar[str] = "superposed"
+    splits_rows = False
 
     def needs(self) -> Needs:
         topk = min(TOPK, self.spec.vocab_size)
