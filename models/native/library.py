@@ -37,8 +37,9 @@ class LayerAddresses(ctypes.Structure):
 class ModelAddresses(ctypes.Structure):
     """Sizes and weights of a model."""
 
+    SIZES = ("D", "H", "J", "E", "I", "V", "num_layers", "num_embeddings")
     _fields_ = [
-        *((name, ctypes.c_int32) for name in ("D", "H", "J", "E", "I", "V", "num_layers")),
+        *((name, ctypes.c_int32) for name in SIZES),
         *((name, ctypes.c_float) for name in ("eps", "qk_eps")),
         *((name, ctypes.c_void_p) for name in ("embedding", "norm", "head")),
         ("layers", ctypes.POINTER(LayerAddresses)),
@@ -48,7 +49,10 @@ class ModelAddresses(ctypes.Structure):
 class StepCall(ctypes.Structure):
     """One forward: what is fed, where keys and values are, where results go."""
 
-    SIZES = ("B", "T", "max_len", "span", "num_taps", "num_asked", "threads")
+    SIZES = (
+        "B", "T", "max_len", "span", "num_taps", "num_asked", "threads", "num_slots",
+        "num_positions",
+    )  # fmt: skip
     ADDRESSES = (
         "ids", "position", "slot", "start", "residual", "mask", "rotary", "keys", "values",
         "attention", "mlp", "taps", "tapped", "asked", "logits", "space",
@@ -152,5 +156,5 @@ def _loaded(path: Path) -> ctypes.CDLL:
     for name in ("step_float32", "step_bfloat16"):
         function = getattr(found, name)
         function.argtypes = (ctypes.POINTER(ModelAddresses), ctypes.POINTER(StepCall))
-        function.restype = None
+        function.restype = ctypes.c_int
     return found

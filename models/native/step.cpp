@@ -185,14 +185,14 @@ struct Layer {
 };
 
 struct Model {
-    int32_t D, H, J, E, I, V, num_layers;
+    int32_t D, H, J, E, I, V, num_layers, num_embeddings;
     float eps, qk_eps;
     const void *embedding, *norm, *head;
     const Layer *layers;
 };
 
 struct Call {
-    int32_t B, T, max_len, span, num_taps, num_asked, threads;
+    int32_t B, T, max_len, span, num_taps, num_asked, threads, num_slots, num_positions;
     const int64_t *ids, *position, *slot, *start;
     const float *residual;          // in place of the embeddings of `ids`, or null
     const uint8_t *mask;            // [B, T, span]
@@ -276,8 +276,22 @@ inline void attend(const float *query, const W *keys, const W *values, const int
     }
 }
 
+// What would be read from outside of a table, if anything: nothing is computed then.
+enum Outside { NONE, ID, POSITION, SLOT };
+
+Outside outside(const Model &m, const Call &c) {
+    for (int b = 0; b < c.B; b++)
+        if (c.slot[b] < 0 || c.slot[b] >= c.num_slots || c.start[b] < 0) return SLOT;
+    for (int r = 0; r < c.B * c.T; r++) {
+        if (!c.residual && (c.ids[r] < 0 || c.ids[r] >= m.num_embeddings)) return ID;
+        if (c.position[r] < 0 || c.position[r] >= c.num_positions) return POSITION;
+    }
+    return NONE;
+}
+
 template <class W>
-void forward(const Model &m, const Call &c) {
+Outside forward(const Model &m, const Call &c) {
+    if (const Outside found = outside(m, c)) return found;
     const int R = c.B * c.T, D = m.D, E = m.E, H = m.H, J = m.J, I = m.I, G = H / J;
     const int wide = (H + 2 * J) * E;
     float *x = c.space, *heads = x + size_t(R) * D, *mixed = heads + size_t(R) * wide;
@@ -431,9 +445,14 @@ void forward(const Model &m, const Call &c) {
                     [=](int r, int o, float found) { logits[size_t(r) * V + o] = found; });
         }
     }
+    return NONE;
 }
 
 }  // namespace
 
-extern "C" void step_float32(const Model *model, const Call *call) { forward<float>(*model, *call); }
-extern "C" void step_bfloat16(const Model *model, const Call *call) { forward<bf16>(*model, *call); }
+extern "C" int step_float32(const Model *model, const Call *call) {
+    return forward<float>(*model, *call);
+}
+extern "C" int step_bfloat16(const Model *model, const Call *call) {
+    return forward<bf16>(*model, *call);
+}

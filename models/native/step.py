@@ -50,6 +50,7 @@ class NativeStep:
             I=shape.intermediate_size,
             V=module.head_weight.shape[0],
             num_layers=shape.num_layers,
+            num_embeddings=body.embed_tokens.weight.shape[0],
             eps=shape.norm_eps,
             qk_eps=shape.qk_norm_eps or shape.norm_eps,
             embedding=body.embed_tokens.weight.data_ptr(),
@@ -78,6 +79,7 @@ class NativeStep:
         tapped = [torch.empty(B, T, D) for _ in taps]
         asked = _asked(feed, T)
         logits = torch.empty(len(asked), self.model.V)
+        rotary = self.rotary.table(aim.span, mask.device, torch.float32)
         held = [  # alive until the step has run
             feed.ids_BT.contiguous(),
             feed.position_BT.contiguous(),
@@ -85,7 +87,7 @@ class NativeStep:
             aim.start_B1.contiguous(),
             None if feed.residual_BTD is None else feed.residual_BTD.float().contiguous(),
             mask.expand(B, -1, -1, -1).contiguous(),
-            self.rotary.table(aim.span, mask.device, torch.float32),
+            rotary,
             _addresses(kv.key_ZJLE),
             _addresses(kv.value_ZJLE),
             None if parts is None else _chosen(parts.attention, self.model.num_layers),
@@ -96,15 +98,26 @@ class NativeStep:
             logits,
             space,
         ]
-        call = StepCall(
-            B, T, kv.max_len, aim.span, len(taps), len(asked), threads, *map(_address, held)
-        )
-        self.function(ctypes.byref(self.model), ctypes.byref(call))
+        sizes = (B, T, kv.max_len, aim.span, len(taps), len(asked), threads)
+        tables = (kv.key_ZJLE[0].shape[0], rotary.shape[0])
+        call = StepCall(*sizes, *tables, *map(_address, held))
+        outside = self.function(ctypes.byref(self.model), ctypes.byref(call))
         self.spaces.append(space)
+        if outside:
+            raise IndexError(self._message(outside, feed, kv, rotary))
         found = {tap: value.to(self.dtype) for tap, value in zip(taps, tapped, strict=True)}
         if not asked:
             return LmOut(None, found)
         return LmOut(logits.to(self.dtype).view(B, -1, self.model.V), found)
+
+    def _message(self, outside: int, feed: Feed, kv: SlotKV, rotary: Tensor) -> str:
+        name, found, rows = (
+            ("token id", feed.ids_BT, self.model.num_embeddings),
+            ("position", feed.position_BT, rotary.shape[0]),
+            ("slot", kv.aim.slot_B1, kv.key_ZJLE[0].shape[0]),
+        )[outside - 1]
+        low, high = int(found.min()), int(found.max())
+        return f"{name}s from {low} to {high} were fed; this model has 0 to {rows - 1}"
 
     def _space(self, needed: int) -> Tensor:
         """Working memory that no other thread uses."""
