@@ -43,6 +43,8 @@ class ModelAddresses(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("eps", "qk_eps")),
         *((name, ctypes.c_void_p) for name in ("embedding", "norm", "head")),
         ("layers", ctypes.POINTER(LayerAddresses)),
+        ("entry_norm", ctypes.c_void_p),
+        ("is_residual_normed", ctypes.c_int32),
     ]
 
 
@@ -55,7 +57,7 @@ class StepCall(ctypes.Structure):
     )  # fmt: skip
     ADDRESSES = (
         "ids", "position", "slot", "start", "residual", "mask", "rotary", "keys", "values",
-        "attention", "mlp", "taps", "tapped", "asked", "logits", "space",
+        "attention", "mlp", "taps", "tapped", "asked", "logits", "last", "space",
     )  # fmt: skip
     _fields_ = [
         *((name, ctypes.c_int32) for name in SIZES),

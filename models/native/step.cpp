@@ -160,10 +160,15 @@ inline void product(const float *x, const W *w, int R, int K, int from, int to, 
     for (; o < to; o++) strip<1>(x, w, R, K, o, keep);
 }
 
+// Root-mean-square norm; without a weight, a copy.
 template <class W>
 inline void normed(const float *x, const W *weight, int D, float eps, float *out) {
     f16v squares = {};
     const int whole = D / LANES * LANES;
+    if (!weight) {
+        memcpy(out, x, D * sizeof(float));
+        return;
+    }
     for (int d = 0; d < whole; d += LANES) {
         f16v part = load(x + d);
         squares += part * part;
@@ -187,14 +192,18 @@ struct Layer {
 struct Model {
     int32_t D, H, J, E, I, V, num_layers, num_embeddings;
     float eps, qk_eps;
-    const void *embedding, *norm, *head;
+    const void *embedding, *norm, *head;  // without a norm the head reads the residual as it is
     const Layer *layers;
+    // EAGLE-3: with an entry norm the first layer's projections read 2 D numbers, the normed
+    // embedding and the normed state (attention_norm) that is the residual, or becomes it normed.
+    const void *entry_norm;
+    int32_t is_residual_normed;
 };
 
 struct Call {
     int32_t B, T, max_len, span, num_taps, num_asked, threads, num_slots, num_positions;
     const int64_t *ids, *position, *slot, *start;
-    const float *residual;          // in place of the embeddings of `ids`, or null
+    const float *residual;          // in place of the embeddings of `ids`, or beside them, or null
     const uint8_t *mask;            // [B, T, span]
     const float *rotary;            // [positions, 2 E]: cos, signed sin
     void *const *keys, *const *values;  // a layer's [Z, J, max_len, E]
@@ -203,13 +212,16 @@ struct Call {
     float *const *tapped;           // [R, D] of each tap
     const int32_t *asked;           // flat rows whose logits are wanted
     float *logits;                  // [num_asked, V]
+    float *last;                    // [R, D]: the residual behind the last layer, or null
     float *space;
 };
+
+static inline int64_t entry_width(const Model &m) { return int64_t(m.D) * (m.entry_norm ? 2 : 1); }
 
 int64_t space_needed(const Model *m, int32_t R, int32_t span, int32_t threads) {
     const int64_t wide = (m->H + 2 * m->J) * int64_t(m->E);
     return R * (m->D + wide + int64_t(m->H) * m->E + m->I) + R * int64_t(span + 1) +
-           threads * (R * int64_t(m->D) + span + 2 * LANES + 2 * m->E);
+           threads * (R * entry_width(*m) + span + 2 * LANES + 2 * m->E);
 }
 }
 
@@ -283,7 +295,7 @@ Outside outside(const Model &m, const Call &c) {
     for (int b = 0; b < c.B; b++)
         if (c.slot[b] < 0 || c.slot[b] >= c.num_slots || c.start[b] < 0) return SLOT;
     for (int r = 0; r < c.B * c.T; r++) {
-        if (!c.residual && (c.ids[r] < 0 || c.ids[r] >= m.num_embeddings)) return ID;
+        if ((!c.residual || m.entry_norm) && (c.ids[r] < 0 || c.ids[r] >= m.num_embeddings)) return ID;
         if (c.position[r] < 0 || c.position[r] >= c.num_positions) return POSITION;
     }
     return NONE;
@@ -299,7 +311,8 @@ Outside forward(const Model &m, const Call &c) {
     int32_t *counts = reinterpret_cast<int32_t *>(neurons + size_t(R) * I);
     int32_t *visible = counts + R;
     float *own_space = reinterpret_cast<float *>(visible + size_t(R) * c.span);
-    const size_t own_size = size_t(R) * D + c.span + 2 * LANES + 2 * E;
+    const int entry = entry_width(m);
+    const size_t own_size = size_t(R) * entry + c.span + 2 * LANES + 2 * E;
     const float scale = 1.0f / std::sqrt(float(E));
 
 #ifdef _OPENMP
@@ -313,7 +326,7 @@ Outside forward(const Model &m, const Call &c) {
         const int thread = 0, threads = 1;
 #define TOGETHER
 #endif
-        float *flat = own_space + own_size * thread, *scores = flat + size_t(R) * D;
+        float *flat = own_space + own_size * thread, *scores = flat + size_t(R) * entry;
         float *aside = scores + c.span + LANES;
         int from, to;
 
@@ -342,9 +355,20 @@ Outside forward(const Model &m, const Call &c) {
                 tap++;
             }
             if (!c.attention || c.attention[l]) {
-                for (int r = 0; r < R; r++)
+                const bool is_entry = l == 0 && m.entry_norm;
+                const int K = is_entry ? 2 * D : D;
+                for (int r = 0; r < R; r++) {
+                    float *own = flat + size_t(r) * K;
+                    if (is_entry) {
+                        const W *row = static_cast<const W *>(m.embedding) + size_t(c.ids[r]) * D;
+                        float *wide = own + D;  // the state goes there afterwards
+                        for (int d = 0; d < D; d++) wide[d] = widened(row[d]);
+                        normed(wide, static_cast<const W *>(m.entry_norm), D, m.eps, own);
+                        own += D;
+                    }
                     normed(x + size_t(r) * D, static_cast<const W *>(layer.attention_norm), D, m.eps,
-                           flat + size_t(r) * D);
+                           own);
+                }
                 const void *weights[3] = {layer.query, layer.key, layer.value};
                 const void *biases[3] = {layer.query_bias, layer.key_bias, layer.value_bias};
                 const int sizes[3] = {H * E, J * E, J * E};
@@ -355,7 +379,7 @@ Outside forward(const Model &m, const Call &c) {
                     const int b = to - first < sizes[part] ? to - first : sizes[part];
                     const W *bias = static_cast<const W *>(biases[part]);
                     float *out = heads + first;
-                    product(flat, static_cast<const W *>(weights[part]), R, D, a, b,
+                    product(flat, static_cast<const W *>(weights[part]), R, K, a, b,
                             [=](int r, int o, float found) {
                                 out[size_t(r) * wide + o] = bias ? found + widened(bias[o]) : found;
                             });
@@ -394,10 +418,13 @@ Outside forward(const Model &m, const Call &c) {
                 }
                 TOGETHER
                 const W *bias = static_cast<const W *>(layer.output_bias);
+                const float *before = is_entry && m.is_residual_normed ? flat + D : x;
+                const int stride = before == x ? D : K;
                 share(D, 8, thread, threads, &from, &to);
                 product(mixed, static_cast<const W *>(layer.output), R, H * E, from, to,
                         [=](int r, int o, float found) {
-                            x[size_t(r) * D + o] += bias ? found + widened(bias[o]) : found;
+                            x[size_t(r) * D + o] = before[size_t(r) * stride + o] +
+                                                   (bias ? found + widened(bias[o]) : found);
                         });
                 TOGETHER
             }
@@ -428,6 +455,10 @@ Outside forward(const Model &m, const Call &c) {
                         [=](int r, int o, float found) { x[size_t(r) * D + o] += found; });
                 TOGETHER
             }
+        }
+        if (c.last) {
+            share(R, 1, thread, threads, &from, &to);
+            memcpy(c.last + size_t(from) * D, x + size_t(from) * D, size_t(to - from) * D * sizeof(float));
         }
         if (c.num_asked || tap < c.num_taps) {
             const W *norm = static_cast<const W *>(m.norm);
