@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from math import log, sqrt
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -72,7 +72,7 @@ class AdedOptions:
 class Aded(NgramDrafter):
     """No weights; the tri-grams are in stores."""
 
-    family: ClassVar[str] = "aded"
+    family = "aded"
 
     def open(self, space: Space) -> AdedState:
         return AdedState(self, space)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -66,7 +65,7 @@ class AggressiveOptions:
 class Aggressive(Drafter):
     """No weights; everything is in the state."""
 
-    family: ClassVar[str] = "aggressive"
+    family = "aggressive"
 
     def needs(self) -> Needs:
         return Needs(topk=0 if self.options.mode == "input" else 1)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -98,7 +97,7 @@ class BlockwiseNet(nn.Module):
 class Blockwise(ParallelHeads):
     """The carry holds all k states."""
 
-    family: ClassVar[str] = "blockwise"
+    family = "blockwise"
     one_call = True
     module: BlockwiseNet
 

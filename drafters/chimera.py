@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +73,7 @@ class ChimeraNet(nn.Module):
 class Chimera(BlockDrafter):
     """A block whose slots are the drafted tokens themselves."""
 
-    family: ClassVar[str] = "chimera"
+    family = "chimera"
     module: ChimeraNet
     is_causal = True
 

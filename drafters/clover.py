@@ -16,7 +16,6 @@ Letters: B rows, D hidden width, T fed tokens, V target vocabulary, X any axes, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -68,7 +67,7 @@ class CloverNet(nn.Module):
 class Clover(HeadDrafter):
     """The carry is cat(g, e') of the newest token."""
 
-    family: ClassVar[str] = "clover"
+    family = "clover"
     module: CloverNet
 
     def __init__(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -38,7 +37,7 @@ class CopySpecOptions:
 class CopySpec(Drafter):
     """No weights; everything is in the state."""
 
-    family: ClassVar[str] = "copyspec"
+    family = "copyspec"
     options: CopySpecOptions
 
     def needs(self) -> Needs:

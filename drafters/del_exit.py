@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -74,7 +73,7 @@ def best_choice(alpha: Mapping[int, float], num_layers: int, most: int) -> ExitC
 class Del(SelfDrafter):
     """Every exit's layers may run."""
 
-    family: ClassVar[str] = "del"
+    family = "del"
     options: DelOptions
 
     def __init__(self, options: DelOptions, spec: ModelSpec, vocab: VocabMap | None = None) -> None:

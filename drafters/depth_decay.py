@@ -15,7 +15,6 @@ A layer that runs for a token has run for every token of the draft before it, so
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from specctl.core.drafter import Family, Space
 from specctl.core.language_model import LanguageModel
@@ -68,7 +67,7 @@ class DepthDecayOptions:
 class DepthDecay(SelfDrafter):
     """What runs for the first drafted token may run for any."""
 
-    family: ClassVar[str] = "depth-decay"
+    family = "depth-decay"
     options: DepthDecayOptions
 
     @property

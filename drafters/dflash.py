@@ -11,7 +11,6 @@ Letters: B rows, D hidden width, T fed tokens, X any axes.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +95,7 @@ class InjectedBlocks(TappedBlocks):
 class DFlash(InjectedBlocks):
     """Slot 0 is the root, whose output nobody reads."""
 
-    family: ClassVar[str] = "dflash"
+    family = "dflash"
     first_slot = 1
 
     def __init__(

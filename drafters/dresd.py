@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -57,7 +57,7 @@ class DresdOptions:
 class Dresd(Drafter):
     """No weights; a package may hold texts, their keys and the projection that made them."""
 
-    family: ClassVar[str] = "dresd"
+    family = "dresd"
     holds_data = True
     options: DresdOptions
 

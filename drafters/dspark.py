@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -61,7 +60,7 @@ class SparkNet(InjectedNet):
 class DSpark(InjectedBlocks):
     """The carry is every slot's state and W1 of the token before the one to predict."""
 
-    family: ClassVar[str] = "dspark"
+    family = "dspark"
     module: SparkNet
     first_slot = 0
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -96,7 +95,7 @@ class Eagle3Options(DepthOptions):
 class Eagle3(BorrowingDrafter):
     """EAGLE-3 and 3.1."""
 
-    family: ClassVar[str] = "eagle3"
+    family = "eagle3"
     splits_rows = True
     module: FeatureNet
 

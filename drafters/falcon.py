@@ -33,7 +33,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -94,7 +93,7 @@ class FalconOptions(FeatureOptions):
 class Falcon(FeatureDrafter):
     """The passes over a batch; the frame does the rest."""
 
-    family: ClassVar[str] = "falcon"
+    family = "falcon"
     module: StrideNet
     options: FalconOptions
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -66,7 +65,7 @@ class FastCotOptions:
 class FastCot(Drafter):
     """No weights. Approximate if it answers early."""
 
-    family: ClassVar[str] = "fastcot"
+    family = "fastcot"
 
     def __init__(
         self, options: FastCotOptions, spec: ModelSpec, vocab: VocabMap | None = None

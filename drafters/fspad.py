@@ -13,7 +13,6 @@ Letters: D hidden width, I input width, O output width, X any axes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +83,7 @@ class FspadNet(TrunkNet):
 class Fspad(FeatureDrafter):
     """EAGLE's loss: the feature read-out against f, the logit read-out against the distribution."""
 
-    family: ClassVar[str] = "fspad"
+    family = "fspad"
     options: FspadOptions
 
     def make_net(self, shape: LayerShape) -> TrunkNet:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -89,7 +88,7 @@ class GlideNet(CrossNet):
 class Glide(CrossDrafter):
     """Glimpses at what the target's last layer has cached."""
 
-    family: ClassVar[str] = "glide"
+    family = "glide"
     module: GlideNet
 
     def __init__(

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -71,7 +70,7 @@ class GooseOptions:
 class Goose(NgramDrafter):
     """No weights; branches are in stores, matches and acceptances with their row."""
 
-    family: ClassVar[str] = "goose"
+    family = "goose"
 
     @property
     def num_kept(self) -> int:

@@ -22,7 +22,6 @@ Letters: D hidden width, O output width, X any axes, Y carry (2 D).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +95,7 @@ class GumihoNet(TrunkNet):
 class Gumiho(FeatureDrafter):
     """Serial steps that learn to serve the heads as well, so gradients pass between them."""
 
-    family: ClassVar[str] = "gumiho"
+    family = "gumiho"
     options: GumihoOptions
     detach = False
 

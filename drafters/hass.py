@@ -13,7 +13,6 @@ Letters: D hidden width, R flat rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -45,7 +44,7 @@ class HassOptions(FeatureOptions):
 class Hass(FeatureDrafter):
     """EAGLE's module, HASS's training."""
 
-    family: ClassVar[str] = "hass"
+    family = "hass"
     options: HassOptions
 
     def term(

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -77,7 +76,7 @@ class HierarchyOptions:
 class Hierarchy(Drafter):
     """No weights; `offline` holds S and L, where they were built."""
 
-    family: ClassVar[str] = "hierarchy"
+    family = "hierarchy"
     holds_data = True
 
     def __init__(

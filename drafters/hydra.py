@@ -11,7 +11,7 @@ Letters: D hidden width, I input width, X any axes, Y carry (k D + D).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -80,7 +80,7 @@ class HydraNet(nn.Module):
 class Hydra(HeadDrafter):
     """The carry is f_t and the newest embeddings, in order, zero where there is none yet."""
 
-    family: ClassVar[str] = "hydra"
+    family = "hydra"
     module: HydraNet
 
     def __init__(

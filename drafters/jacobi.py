@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -54,7 +53,7 @@ class JacobiOptions:
 class Jacobi(Drafter):
     """No weights; everything is in the state."""
 
-    family: ClassVar[str] = "jacobi"
+    family = "jacobi"
 
     def needs(self) -> Needs:
         return Needs(topk=1)

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -148,7 +147,7 @@ class JakiroNet(TrunkNet):
 class Jakiro(FeatureDrafter):
     """EAGLE's loss on both branches."""
 
-    family: ClassVar[str] = "jakiro"
+    family = "jakiro"
     options: JakiroOptions
 
     def make_net(self, shape: LayerShape) -> TrunkNet:

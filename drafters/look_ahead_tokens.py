@@ -13,7 +13,6 @@ rows, R flat rows, S sequence, T fed tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +69,7 @@ class LookAheadNet(nn.Module):
 class LookAhead(SelfDrafter):
     """All layers of the target run."""
 
-    family: ClassVar[str] = "pass"
+    family = "pass"
     module: LookAheadNet
     options: LookAheadOptions
 

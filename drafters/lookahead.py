@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -79,7 +78,7 @@ class LookaheadOptions:
 class Lookahead(Drafter):
     """No weights; the pool is a store."""
 
-    family: ClassVar[str] = "lookahead"
+    family = "lookahead"
 
     def __init__(
         self, options: LookaheadOptions, spec: ModelSpec, vocab: VocabMap | None = None

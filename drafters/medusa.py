@@ -9,7 +9,7 @@ Letters: X any axes, Y carry.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -48,7 +48,7 @@ class MedusaOptions(HeadOptions):
 class Medusa(ParallelHeads):
     """Medusa-1: only the heads train."""
 
-    family: ClassVar[str] = "medusa"
+    family = "medusa"
     one_call = True
     module: nn.ModuleList
 

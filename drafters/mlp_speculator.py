@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -78,7 +77,7 @@ class MlpNet(nn.Module):
 class MlpSpeculator(HeadDrafter):
     """The carry is the state s."""
 
-    family: ClassVar[str] = "mlp-speculator"
+    family = "mlp-speculator"
     module: MlpNet
 
     def __init__(self, options: MlpOptions, spec: ModelSpec, vocab: VocabMap | None = None) -> None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -101,7 +101,7 @@ class MoaNet(CrossNet):
 class Moa(CrossDrafter):
     """Reads what every layer of the target has cached."""
 
-    family: ClassVar[str] = "moa"
+    family = "moa"
     module: MoaNet
 
     def __init__(self, options: MoaOptions, spec: ModelSpec, vocab: VocabMap | None = None) -> None:

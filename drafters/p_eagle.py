@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +95,7 @@ class PairNet(nn.Module):
 class PEagle(TappedBlocks):
     """Head 0 reads the newest true row, head d the masked row d behind it."""
 
-    family: ClassVar[str] = "p-eagle"
+    family = "p-eagle"
     module: PairNet
     first_slot = -1
     is_causal = True

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -81,7 +80,7 @@ class NgramIndex:
 class PromptLookup(Drafter):
     """No weights; everything is in the state."""
 
-    family: ClassVar[str] = "prompt-lookup"
+    family = "prompt-lookup"
 
     def needs(self) -> Needs:
         return Needs()

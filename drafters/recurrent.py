@@ -11,7 +11,6 @@ Letters: D hidden width, K draft vocabulary, X any axes, Y carry (2 D).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +54,7 @@ class RecurrentNet(nn.Module):
 class Recurrent(HeadDrafter):
     """The carry is cat(f_t, s)."""
 
-    family: ClassVar[str] = "recurrent"
+    family = "recurrent"
     module: RecurrentNet
 
     def __init__(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -45,7 +44,7 @@ class RestOptions:
 class Rest(CorpusDrafter):
     """No weights; a package may hold the texts of the store."""
 
-    family: ClassVar[str] = "rest"
+    family = "rest"
     options: RestOptions
 
     def index(self) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -49,7 +48,7 @@ class SkipLayersOptions:
 class SkipLayers(SelfDrafter):
     """A set that was searched for becomes part of the options, and so of the package."""
 
-    family: ClassVar[str] = "skip-layers"
+    family = "skip-layers"
     learns_states = False
     options: SkipLayersOptions
 

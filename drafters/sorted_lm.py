@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -96,7 +95,7 @@ def resolved(options: SortedOptions, spec: ModelSpec) -> SortedOptions:
 class SortedLm(SmallLm):
     """A small-lm whose shallower depths are drafters of their own."""
 
-    family: ClassVar[str] = "sorted"
+    family = "sorted"
     lm: FastLlama
 
     def __init__(

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -42,7 +41,7 @@ class SpeculativeJacobiOptions:
 class SpeculativeJacobi(Drafter):
     """No weights; everything is in the state."""
 
-    family: ClassVar[str] = "speculative-jacobi"
+    family = "speculative-jacobi"
     options: SpeculativeJacobiOptions
 
     def needs(self) -> Needs:

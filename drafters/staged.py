@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -77,7 +77,7 @@ class StagedOptions(SmallLmOptions):
 class Staged(SmallLm):
     """A small-lm with a drafter of its own."""
 
-    family: ClassVar[str] = "staged"
+    family = "staged"
     options: StagedOptions
     memories = frozenset({NGRAMS})
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -56,7 +55,7 @@ class StandOptions:
 class Stand(NgramDrafter):
     """No weights; the distributions are in stores."""
 
-    family: ClassVar[str] = "stand"
+    family = "stand"
 
     def open(self, space: Space) -> StandState:
         return StandState(self, space)

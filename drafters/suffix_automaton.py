@@ -123,7 +123,7 @@ class SuffixAutomatonOptions:
 class SuffixAutomatonDrafter(CorpusDrafter):
     """No weights; a package may hold the texts of the static automaton."""
 
-    family: ClassVar[str] = "suffix-automaton"
+    family = "suffix-automaton"
     max_tokens: ClassVar[int] = 2_000_000  # an automaton takes about half a kilobyte per token
     options: SuffixAutomatonOptions
 

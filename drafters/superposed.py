@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -75,7 +74,7 @@ class SuperposedOptions(SmallLmOptions):
 class Superposed(SmallLm):
     """A small-lm that drafts several continuations at once."""
 
-    family: ClassVar[str] = "superposed"
+    family = "superposed"
 
     def needs(self) -> Needs:
         topk = min(TOPK, self.spec.vocab_size)

@@ -15,7 +15,6 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -143,7 +142,7 @@ def _similar(a_RI: Tensor, b_CI: Tensor) -> Tensor:
 class Swift(SelfDrafter):
     """All layers may run."""
 
-    family: ClassVar[str] = "swift"
+    family = "swift"
     options: SwiftOptions
 
     def __init__(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class TeamOptions:
 class Team(Drafter):
     """Drafters that share the rows. `members` may be any drafters, trained ones included."""
 
-    family: ClassVar[str] = "team"
+    family = "team"
 
     def __init__(
         self,

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -75,7 +74,7 @@ class TokenRecyclingOptions:
 class TokenRecycling(Drafter):
     """No weights; `matrix_VC` is an optional warm start, the one tensor a package may hold."""
 
-    family: ClassVar[str] = "token-recycling"
+    family = "token-recycling"
     holds_data = True
 
     def __init__(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -49,7 +48,7 @@ class Translation:
 class Translated(Drafter):
     """What the methods share: a small language model with a vocabulary of its own."""
 
-    family: ClassVar[str] = "translated"
+    family = "translated"
 
     def __init__(
         self,

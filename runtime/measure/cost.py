@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -156,7 +156,7 @@ def fitted_sizes(policy: Policy | None, equipped: Policy | None) -> dict[str, An
 class Repeater(Drafter):
     """Drafts the newest token over and over: chains of any length for timing."""
 
-    family: ClassVar[str] = "repeater"
+    family = "repeater"
 
     def needs(self) -> Needs:
         return Needs()

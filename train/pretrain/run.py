@@ -91,7 +91,7 @@ class Evaluation:
 class Pretrained(Drafter):
     """The model as what the loop trains; it drafts nothing."""
 
-    family: ClassVar[str] = "pretrain"
+    family = "pretrain"
     module: nn.Module
 
     def __init__(self, model: Any, recipe: TrainRecipe) -> None:
