@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from specctl.core.drafter import Budget, Drafter, Family, Needs, Space
+from specctl.core.drafter import Budget, Drafter, Family, Space
 from specctl.drafters.option_checks import check_options
 from specctl.drafters.retrieval.occurrences import Occurrences, copied
 from specctl.drafters.retrieval.trie import Trie, TrieState
@@ -40,9 +40,6 @@ class CopySpec(Drafter):
     family = "copyspec"
     options: CopySpecOptions
 
-    def needs(self) -> Needs:
-        return Needs()
-
     def open(self, space: Space) -> CopySpecState:
         return CopySpecState(self.options, space)
 
@@ -55,7 +52,6 @@ class CopySpecState(TrieState):
         self.indices = [Occurrences(options.gamma, 1) for _ in range(space.num_slots)]
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
-        del taps
         self.end(slot)
         self.indices[slot].read(tokens)
 

@@ -21,7 +21,7 @@ from specctl.core.drafter import Family
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions
 from specctl.drafters.nets.trunk import TrunkNet
-from specctl.drafters.option_checks import check_count
+from specctl.drafters.option_checks import Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,8 @@ class FspadOptions(FeatureOptions):
 
     noise: float = 0.1
     feature_sampling: bool = True
-    expand: int = 2
+    expand: Count = 2
     split_readout: bool = True
-
-    def __post_init__(self) -> None:
-        FeatureOptions.__post_init__(self)
-        check_count("expand", self.expand)
 
 
 class Sampler(nn.Module):

@@ -22,7 +22,6 @@ from specctl.core.drafter import Family
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.head_drafter import HeadDrafter
-from specctl.drafters.nets.heads import draft_size
 from specctl.drafters.nets.options import HeadOptions
 
 NORM_EPS = 1e-6
@@ -82,18 +81,18 @@ class MlpSpeculator(HeadDrafter):
 
     def __init__(self, options: MlpOptions, spec: ModelSpec, vocab: VocabMap | None = None) -> None:
         super().__init__(options, spec, vocab)
-        size = draft_size(vocab, spec.vocab_size)
-        self.module = MlpNet(options, spec.hidden_size, spec.vocab_size, size)
         keeps = 0.5 ** (0.5 / options.num_heads)
         inner = options.inner or spec.hidden_size
         self.token_weight = math.sqrt((1 - keeps**2) * inner / 2) / keeps
+
+    def make_net(self, rows: int) -> MlpNet:
+        return MlpNet(self.options, self.spec.hidden_size, self.spec.vocab_size, rows)
 
     def own_heads(self) -> list[nn.Linear]:
         return [head for head in self.module.head if isinstance(head, nn.Linear)]
 
     def start_heads(self, rows_KD: Tensor) -> None:
         """Its states are not the target's: LM heads start at random."""
-        del rows_KD
 
     @property
     def num_stages(self) -> int:

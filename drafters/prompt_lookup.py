@@ -20,8 +20,6 @@ from specctl.core.drafter import (
     Drafter,
     DraftState,
     Family,
-    Needs,
-    Outcome,
     RoundView,
     Space,
 )
@@ -82,9 +80,6 @@ class PromptLookup(Drafter):
 
     family = "prompt-lookup"
 
-    def needs(self) -> Needs:
-        return Needs()
-
     def open(self, space: Space) -> PromptLookupState:
         return PromptLookupState(self.options, space)
 
@@ -98,7 +93,6 @@ class PromptLookupState(DraftState):
         self.indices = [NgramIndex(self.lengths) for _ in range(space.num_slots)]
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
-        del taps
         self.indices[slot] = NgramIndex(self.lengths)
         self.indices[slot].read(tokens)
 
@@ -116,9 +110,6 @@ class PromptLookupState(DraftState):
         filled_B1 = torch.tensor([[len(draft)] for draft in drafts], device=self.device)
         valid_BN = torch.arange(longest, device=self.device) < filled_B1
         return chain_tree(token_BN, valid_BN, NodeKind.POINT)
-
-    def observe(self, outcome: Outcome) -> None:
-        del outcome  # the next propose reads the new tokens from its view
 
     def end(self, slot: int) -> None:
         self.indices[slot] = NgramIndex(self.lengths)

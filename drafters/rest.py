@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from specctl.core.drafter import Budget, Family, Needs, Space
+from specctl.core.drafter import Budget, Family, Space
 from specctl.drafters.retrieval.corpus import CorpusDrafter
 from specctl.drafters.retrieval.retrieve import Reach, Retriever, indexed
 from specctl.drafters.retrieval.trie import Trie, TrieState
@@ -50,9 +50,6 @@ class Rest(CorpusDrafter):
     def index(self) -> None:
         self.store = indexed(self.corpus_R, self.options.reach)
 
-    def needs(self) -> Needs:
-        return Needs()
-
     def open(self, space: Space) -> RestState:
         return RestState(self, space)
 
@@ -65,7 +62,6 @@ class RestState(TrieState):
         self.retriever = Retriever(drafter.options.reach, space.num_slots, drafter.store)
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
-        del taps
         self.retriever.start(slot, tokens)
 
     def end(self, slot: int) -> None:

@@ -34,16 +34,17 @@ from specctl.core.spec import ModelSpec
 from specctl.core.tree import DraftTree, NodeKind
 from specctl.core.vocab import VocabMap
 from specctl.drafters import family
+from specctl.drafters.option_checks import Options
 
 
 @dataclass(frozen=True, slots=True)
-class TeamOptions:
+class TeamOptions(Options):
     """Names of training-free families, in the order in which a cascade asks them."""
 
     members: tuple[str, ...] = ("prompt-lookup",)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "members", tuple(self.members))
+        Options.__post_init__(self)
         if not self.members or len(set(self.members)) < len(self.members):
             raise RecipeError(
                 "a team needs members, each of them once",

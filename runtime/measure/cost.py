@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specctl.core.drafter import Budget, Drafter, DraftState, Needs, Outcome, RoundView, Space
+from specctl.core.drafter import Budget, Drafter, DraftState, Outcome, RoundView, Space
 from specctl.core.tree import DraftTree, NodeKind, chain_tree
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
@@ -158,11 +158,7 @@ class Repeater(Drafter):
 
     family = "repeater"
 
-    def needs(self) -> Needs:
-        return Needs()
-
     def open(self, space: Space) -> DraftState:
-        del space
         return _Repeating()
 
 
