@@ -18,6 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("step.cpp")
+SOURCES = (SOURCE, SOURCE.with_name("lanes.h"))
 SWITCH = "SPECCTL_NATIVE"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O2", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared")
@@ -137,7 +138,8 @@ def _tuned() -> tuple[str, ...]:
 
 def _key(compiler: str) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30)
-    parts = (SOURCE.read_text(encoding="utf-8"), version.stdout, *FLAGS, _processor())
+    texts = (source.read_text(encoding="utf-8") for source in SOURCES)
+    parts = (*texts, version.stdout, *FLAGS, _processor())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
