@@ -170,8 +170,8 @@ class WholeRows(SlotKV):
         del layer
         return self._row(key), self._row(value)
 
-    def _row(self, own_BJTE: Tensor) -> Tensor:
-        return self.part.gathered(own_BJTE, self.length, dim=2)
+    def _row(self, own: Tensor) -> Tensor:
+        return self.part.gathered(own, self.length, dim=2)
 
 
 class SmallLm(Drafter):

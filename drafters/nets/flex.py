@@ -47,21 +47,21 @@ def block_mask(first_BT: Tensor, last_BT: Tensor, num_keys: int) -> Any:
     from torch.nn.attention.flex_attention import BlockMask
 
     num_queries = first_BT.shape[1]
-    low_BM, most_low_BM = _extremes(first_BT)
-    least_high_BM, high_BM = _extremes(last_BT)
-    start_N = torch.arange(0, num_keys, BLOCK, device=first_BT.device)
-    stop_N = (start_N + BLOCK).clamp(max=num_keys)
-    any_BMN = (low_BM[..., None] < stop_N) & (high_BM[..., None] >= start_N)
-    full_BMN = (most_low_BM[..., None] <= start_N) & (least_high_BM[..., None] >= stop_N - 1)
-    full_BMN &= stop_N - start_N == BLOCK
+    low, most_low = _extremes(first_BT)
+    least_high, high = _extremes(last_BT)
+    start = torch.arange(0, num_keys, BLOCK, device=first_BT.device)
+    stop = (start + BLOCK).clamp(max=num_keys)
+    is_seen = (low[..., None] < stop) & (high[..., None] >= start)
+    is_full = (most_low[..., None] <= start) & (least_high[..., None] >= stop - 1)
+    is_full &= stop - start == BLOCK
 
     def seen(b: Tensor, h: Tensor, t: Tensor, at: Tensor) -> Tensor:
         del h
         return (at >= first_BT[b, t]) & (at <= last_BT[b, t])
 
     return BlockMask.from_kv_blocks(
-        *_listed(any_BMN & ~full_BMN),
-        *_listed(full_BMN),
+        *_listed(is_seen & ~is_full),
+        *_listed(is_full),
         BLOCK_SIZE=BLOCK,
         mask_mod=seen,
         seq_lengths=(num_queries, num_keys),
@@ -69,20 +69,20 @@ def block_mask(first_BT: Tensor, last_BT: Tensor, num_keys: int) -> Any:
 
 
 def _extremes(value_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, M]: least and largest of every block of queries; the last one is filled up with its own
-    last query."""
+    """Least and largest of every block of queries, row by row; the last block is filled up with its
+    own last query."""
     B, T = value_BT.shape
     more = -T % BLOCK
     filled = torch.cat([value_BT, value_BT[:, -1:].expand(B, more)], dim=1).view(B, -1, BLOCK)
     return filled.amin(-1), filled.amax(-1)
 
 
-def _listed(is_in_BMN: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of keys a block of queries reads, and which, those first: [B, 1, M] and
-    [B, 1, M, N], int32."""
-    order = is_in_BMN.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+def _listed(is_in: Tensor) -> tuple[Tensor, Tensor]:
+    """Of every block of queries: how many blocks of keys it reads, and which, those first; int32,
+    with an axis for the heads."""
+    order = is_in.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return (
-        is_in_BMN.sum(-1, dtype=torch.int32)[:, None],
+        is_in.sum(-1, dtype=torch.int32)[:, None],
         order.to(torch.int32)[:, None].contiguous(),
     )
 
