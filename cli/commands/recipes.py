@@ -78,8 +78,15 @@ def ls(
         groups[_group(info, trained)].append(info)
     for title, found in groups.items():
         if found:
-            rows = [(i.name, i.family, i.target, _first_sentence(i.summary)) for i in found]
-            console.table(("recipe", "family", "target", "what"), rows, title=f"{title}:")
+            targets = {info.target for info in found}
+            several = len(targets) > 1  # else the title names it
+            columns = ["recipe", "family", *(["target"] if several else []), "what"]
+            rows = [
+                [i.name, i.family, *([i.target] if several else []), _first_sentence(i.summary)]
+                for i in found
+            ]
+            about = "" if several else f", target {targets.pop()}"
+            console.table(columns, rows, title=f"{title}{about}:")
             console.out()
     if not infos:
         console.out("no recipe is like that")

@@ -16,6 +16,7 @@ from specctl.cli.app.console import Console
 from specctl.cli.app.memory import size_text
 from specctl.cli.app.progress import duration
 from specctl.core.errors import FileError, SpecctlError, no_folder, one_of_two
+from specctl.core.printable import counted
 
 if TYPE_CHECKING:
     from specctl.train.runs.folders import RunStatus
@@ -385,7 +386,7 @@ def clean(
     if rows:
         console.table(("would go", "size"), rows)
     else:
-        console.say(f"nothing to delete in {len(found)} runs")
+        console.say(f"nothing to delete in {counted(len(found), 'run')}")
     is_agreed = bool(going) and (yes or _asked(console, len(going), sum(sizes)))
     deleted = [path for run in found for path in _delete(console, run, keep)] if is_agreed else []
     freed = sum(size for (_, path), size in zip(going, sizes, strict=True) if path in deleted)

@@ -411,9 +411,8 @@ def _costs(console: Console, target: Target, draft: LoadedDraft, max_batch: int)
     kept = {size: found for size, one in about.items() if (found := read_costs(one)) is not None}
     if len(kept) == len(about):
         return BatchCosts(kept)
-    console.say(
-        f"measuring what a round costs with 1 to {max_batch} rows (kept for the next start)"
-    )
+    rows = "1 row" if max_batch == 1 else f"1 to {max_batch} rows"
+    console.say(f"measuring what a round costs with {rows} (kept for the next start)")
     costs = measure_batch_costs(
         target, drafter, policy, max_batch, sampling=Sampling(temperature=1.0)
     )
