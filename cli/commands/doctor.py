@@ -52,7 +52,7 @@ def doctor(
 ) -> None:
     """Check python, libraries, device, memory, disk, cache and the hub token.
 
-    The token is looked for, never shown. Exit code 6 if something must be fixed.
+    Only the presence of the token is shown. Exit code 6 if something must be fixed.
 
     Example:
 

@@ -45,7 +45,7 @@ def ls(
     ] = None,
     search: Annotated[
         str | None,
-        typer.Option("--search", "-s", help="Only those with this word in name, text or paper."),
+        typer.Option("--search", "-s", help="Only those with this word in name, summary or paper."),
     ] = None,
 ) -> None:
     """List the recipes that come with specctl: first those to begin with, then those for the
@@ -123,7 +123,7 @@ def show(
     name: Name,
     set_: Sets = None,
     all_: Annotated[
-        bool, typer.Option("--all", help="Also the values that are left at their defaults.")
+        bool, typer.Option("--all", help="Also show values at their defaults.")
     ] = False,
 ) -> None:
     """Explain a recipe: what it does, the paper, and what differs from the defaults, with where

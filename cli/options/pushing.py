@@ -19,10 +19,10 @@ hub_option = panel("Hub")
 
 Push = Annotated[
     str | None,
-    hub_option("--push", metavar="REPO", help="Upload it to this repository of the hub."),
+    hub_option("--push", metavar="REPO", help="Upload to this hub repository."),
 ]
 Public = Annotated[
-    bool, hub_option("--public", help="Let everybody read the repository; else it is private.")
+    bool, hub_option("--public", help="Make the repository public; else it is private.")
 ]
 Yes = Annotated[bool, hub_option("--yes", "-y", help="Upload without asking.")]
 
