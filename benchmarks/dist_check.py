@@ -34,7 +34,19 @@ from install_matrix import NotInstalled, install_cpu_torch, pip
 
 ROOT = Path(__file__).parents[1]
 TORCH = "2.13.0"
-DATA = (".yaml", ".json", ".safetensors", ".cpp", ".h", ".html", ".css", ".js", ".txt", ".md", ".typed")
+DATA = (
+    ".yaml",
+    ".json",
+    ".safetensors",
+    ".cpp",
+    ".h",
+    ".html",
+    ".css",
+    ".js",
+    ".txt",
+    ".md",
+    ".typed",
+)
 DRAFTED = ("generate", "--draft", "prompt-lookup", "--compare", "import os", "--json")
 
 
