@@ -175,7 +175,7 @@ def keyboard_reaches_everything(page: Page, server: Server) -> str | None:
 
 
 def accessible(axe: str, width: int, dark: bool) -> Try:
-    """axe-core (https://github.com/dequelabs/axe-core) finds nothing, with an answer on the page."""
+    """axe-core (github.com/dequelabs/axe-core) finds nothing, with an answer on the page."""
 
     def try_it(page: Page, server: Server) -> str | None:
         del server
@@ -183,7 +183,7 @@ def accessible(axe: str, width: int, dark: bool) -> Try:
         send(page, PROMPT)
         page.run(f"{axe}; 0")
         found = page.run(
-            "axe.run().then(r => r.violations.map(v => v.id + ': ' + v.nodes[0].html.slice(0, 120)))"
+            "axe.run().then(r => r.violations.map(v => v.id + ': ' + v.nodes[0].html.slice(0, 99)))"
         )
         return "; ".join(found) or None
 
