@@ -198,6 +198,7 @@ def fits(width: int, height: int, dark: bool, shots: Path | None) -> Callable[..
         page.look(width=width, height=height, dark=dark)
         page.run("document.getElementById('settings').open = true")
         choose(page, "completion")
+        set_field(page, "temperature", "0")  # drawn answers may be short
         page.run("document.getElementById('settings').open = innerWidth > 600; scrollTo(0, 0)")
         set_field(page, "max-tokens", "900")
         send(page, "class Tree:\n    def insert(self, key):\n", wait=False)
