@@ -23,7 +23,7 @@ HASHED := $(BIN)/python -m pip install --disable-pip-version-check --quiet --req
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 BUILD_LOG := $(VENV)/install.log
 
-.PHONY: help install dev docs locks quickstart test lint types check proof bench gpu gpu-dry clean former proof-training \
+.PHONY: help install dev docs locks quickstart test lint types check proof bench gpu gpu-dry clean former proof-training dist-check \
   proof-kill proof-faults proof-resume proof-order proof-nan proof-damage proof-term proof-changed \
   proof-shards proof-lock proof-answers proof-nodes proof-joint proof-page proof-serving \
   proof-serve-fuzz proof-serve-streams proof-serve-load proof-serve-life
@@ -164,6 +164,12 @@ proof-serve-life: $(VENV)/.dev
 proof-serve-load: $(VENV)/.dev
 	$(PROOF)/proof_serve_load.py
 proof-serving: proof-serve-fuzz proof-serve-streams proof-serve-life proof-serve-load
+
+# Wheel and sdist as they would be published, in environments of their own:
+# make dist-check PYTHONS=python3.11,python3.12,python3.13
+PYTHONS ?= $(BIN)/python
+dist-check: $(VENV)/.dev
+	$(PROOF)/dist_check.py --pythons $(PYTHONS)
 
 # Long: the drafters are trained first where runs/bench lacks them.
 proof: $(VENV)/.dev proof-training proof-joint proof-page proof-serving

@@ -14,6 +14,7 @@ from specctl.api.progress import Progress, as_reporter
 from specctl.api.prompts import Prompt, encode_prompts
 from specctl.api.targets import TargetLike, target_json, target_or_own
 from specctl.core.errors import RecipeError, SpecctlError, nearest
+from specctl.core.printable import counted
 from specctl.core.table import Table, Tabled
 from specctl.export.package.find import Kind, locate
 from specctl.export.package.manifest import MANIFEST, check_files
@@ -140,7 +141,8 @@ def check_stored(drafter: str) -> Check:
         return Check("files", True, 0, note="nothing stored")
     manifest = check_files(folder)
     count = len(manifest.files)
-    return Check("files", True, count, note=f"{count} files, digest {manifest.digest[:12]}")
+    note = f"{counted(count, 'file')}, digest {manifest.digest[:12]}"
+    return Check("files", True, count, note=note)
 
 
 def check_fit(target: Target) -> Check:

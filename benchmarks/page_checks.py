@@ -174,6 +174,22 @@ def keyboard_reaches_everything(page: Page, server: Server) -> str | None:
     return f"Tab never came to {sorted(missing)}: {visited}" if missing else None
 
 
+def accessible(axe: str, width: int, dark: bool) -> Try:
+    """axe-core (github.com/dequelabs/axe-core) finds nothing, with an answer on the page."""
+
+    def try_it(page: Page, server: Server) -> str | None:
+        del server
+        page.look(width=width, height=900, dark=dark)
+        send(page, PROMPT)
+        page.run(f"{axe}; 0")
+        found = page.run(
+            "axe.run().then(r => r.violations.map(v => v.id + ': ' + v.nodes[0].html.slice(0, 99)))"
+        )
+        return "; ".join(found) or None
+
+    return try_it
+
+
 def fits(width: int, height: int, dark: bool, shots: Path | None) -> Callable[..., str | None]:
     """Nothing leaves the window sideways, and nothing is too small to read or to press."""
 
@@ -182,6 +198,7 @@ def fits(width: int, height: int, dark: bool, shots: Path | None) -> Callable[..
         page.look(width=width, height=height, dark=dark)
         page.run("document.getElementById('settings').open = true")
         choose(page, "completion")
+        set_field(page, "temperature", "0")  # drawn answers may be short
         page.run("document.getElementById('settings').open = innerWidth > 600; scrollTo(0, 0)")
         set_field(page, "max-tokens", "900")
         send(page, "class Tree:\n    def insert(self, key):\n", wait=False)

@@ -6,7 +6,8 @@
 What the page shows is what the API answers; it stops when asked to; errors say what to do; it asks
 nobody but its own server and runs nothing but its own files; it can be used by keyboard and by
 screen readers; it fits a telephone and a wide window, in light and in dark. `--shots` keeps a
-picture of every state.
+picture of every state. `--axe FILE` also runs axe-core's rules (`npm install axe-core`, then
+node_modules/axe-core/axe.min.js), at 1280 and 390 px, in light and in dark.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from browser import Browser, Page, find_browser
 from page_checks import (
     Try,
+    accessible,
     every_control_has_a_name,
     fits,
     hostile_text_stays_text,
@@ -63,7 +65,7 @@ def faults(page: Page, server: Server) -> str | None:
     return f"{thrown} {bad} {foreign}" if thrown or bad or foreign or not asked else None
 
 
-def prove(browser: Browser, folder: Path, shots: Path | None) -> list[Check]:
+def prove(browser: Browser, folder: Path, shots: Path | None, axe: str | None) -> list[Check]:
     """Every check, each on a page of its own."""
     tries: list[tuple[str, Try]] = [
         ("shows the text, colours and figures of the API", shows_what_the_api_answers),
@@ -79,6 +81,9 @@ def prove(browser: Browser, folder: Path, shots: Path | None) -> list[Check]:
         for width, height in SIZES:
             name = f"fits {width} px, {'dark' if dark else 'light'}"
             tries.append((name, fits(width, height, dark, shots)))
+        for width in (1280, 390) if axe is not None else ():
+            name = f"axe-core finds nothing, {width} px, {'dark' if dark else 'light'}"
+            tries.append((name, accessible(axe or "", width, dark)))
     checks = []
     with serve_process(folder, *DRAFTED) as server:
         for what, body in tries:
@@ -98,7 +103,9 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--browser", help="a Chromium; the first on PATH if not given")
     options.add_argument("--shots", type=Path, help="keep pictures in this folder")
+    options.add_argument("--axe", type=Path, help="axe.min.js of axe-core, to run its rules too")
     given = options.parse_args()
+    axe = given.axe.read_text(encoding="utf-8") if given.axe is not None else None
     try:
         path = find_browser(given.browser)
     except SpecctlError as error:
@@ -107,7 +114,7 @@ def main() -> None:
     if given.shots is not None:
         given.shots.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, Browser(path) as browser:
-        checks = prove(browser, Path(folder), given.shots)
+        checks = prove(browser, Path(folder), given.shots, axe)
     report(checks, given.json)
 
 

@@ -38,33 +38,33 @@ class Entry:
 
 
 COMMANDS = {
-    "quickstart": Entry("quickstart", START, "From nothing to a measured speed-up, here."),
-    "doctor": Entry("doctor", START, "Is this machine ready, and what to fix."),
-    "plan": Entry("plan", START, "Memory, disk and time of a recipe, before anything is spent."),
+    "quickstart": Entry(
+        "quickstart", START, "From nothing to a measured speed-up on this machine."
+    ),
+    "doctor": Entry("doctor", START, "Check this machine, and say what to fix."),
+    "plan": Entry("plan", START, "Memory, disk and time of a training run, in advance."),
     "recipes": Entry("recipes", START, "List, show, copy and check recipes."),
     "regenerate": Entry("regenerate", TRAIN, "Let the target write the answers to train on."),
     "train-draft": Entry("train_draft", TRAIN, "Train a drafter for a target."),
-    "distill": Entry(
-        "distill", TRAIN, "Train an independent small model on the target's distribution."
-    ),
+    "distill": Entry("distill", TRAIN, "Train an independent small draft model."),
     "prune": Entry("prune", TRAIN, "Cut a drafter out of the target itself, and heal it."),
     "adapt": Entry("adapt", TRAIN, "Refresh a drafter for a tuned target or a new domain."),
-    "train-stop": Entry("train_stop", TRAIN, "Train when to stop drafting, for a drafter."),
+    "train-stop": Entry("train_stop", TRAIN, "Train a stop rule for a drafter."),
     "datastore": Entry("datastore", TRAIN, "Fill the store that a drafter retrieves from."),
-    "vocab-trim": Entry("vocab_trim", TRAIN, "Cut a drafter's vocabulary to what pays."),
-    "pretrain": Entry("pretrain", TRAIN, "Train the embedded target from nothing."),
-    "generate": Entry("generate", USE, "Continue prompts, losslessly faster."),
-    "chat": Entry("chat", USE, "Talk with a target, its answers drafted ahead."),
+    "vocab-trim": Entry("vocab_trim", TRAIN, "Trim a drafter's vocabulary."),
+    "pretrain": Entry("pretrain", TRAIN, "Train the embedded target from scratch."),
+    "generate": Entry("generate", USE, "Continue prompts, faster and with the same answers."),
+    "chat": Entry("chat", USE, "Chat with a target in the terminal."),
     "serve": Entry("serve", USE, "An OpenAI-compatible server for many users at once."),
     "bench": Entry("bench", USE, "Compare drafters: tau, tokens per second, speed-up."),
     "bench-families": Entry(
         "bench_families", USE, "Train drafter families alike and compare them."
     ),
     "verify": Entry("verify", LOOK, "Prove that a package is whole, compatible and lossless."),
-    "show": Entry("show", LOOK, "What a package, a run or a model folder contains."),
+    "show": Entry("show", LOOK, "Describe a package, a run, a model folder or a target."),
     "runs": Entry("runs", LOOK, "List, follow, resume, compare and clean run folders."),
-    "export": Entry("export", USE, "Write a drafter in another format."),
-    "import": Entry("import_", USE, "Make a package of a published drafter."),
+    "export": Entry("export", USE, "Write a drafter for vLLM, SGLang, llama.cpp and others."),
+    "import": Entry("import_", USE, "Make a package from a published drafter."),
 }
 
 

@@ -161,7 +161,8 @@ def unknown(
     """The error for a name that is none of the known ones, at the key or flag `where`; `listed` is
     the command that shows them, where `where` is not a flag with few of them."""
     names = list(known)
-    expected, do = "one of " + ", ".join(names), f"{where} {nearest(name, names, 1)}"
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.55) or ["NAME, one of those"]
+    expected, do = "one of " + ", ".join(names), f"{where} {close[0]}"
     if listed:
         expected = one_of(names, listed)
         do = did_you_mean(name, names, f"`{listed}` shows what there is")

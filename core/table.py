@@ -11,9 +11,9 @@ from html import escape
 
 from specctl.core.printable import one_line, printable
 
-GAP = 2
+GAP, NARROW_GAP = 2, 1  # between columns; the latter where they fit no other way
 LEAST = 12  # a column of prose is not made narrower than this
-TALLEST = 4  # lines of one cell; a row that needs more is written as a record
+TALLEST = 6  # lines of one cell; a row that needs more is written as a record
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -72,27 +72,30 @@ def format_table(
     """
     cells = [[_cell(value) for value in row] for row in rows]
     natural = [max(len(c), *(len(row[i]) for row in cells), 0) for i, c in enumerate(columns)]
-    widths = natural if width is None else _fitted(columns, cells, natural, width)
-    if widths is None:
-        assert width is not None, "only a limit makes a table too wide"
-        return list(_records(columns, cells, width))
+    widths, gap = natural, GAP
+    if width is not None:
+        fitted = [(_fitted(columns, cells, natural, width, gap), gap) for gap in (GAP, NARROW_GAP)]
+        found = next(((w, g) for w, g in fitted if w is not None), None)
+        if found is None:
+            return list(_records(columns, cells, width))
+        widths, gap = found
     numeric = [_looks_numeric(cells, i) for i in range(len(columns))]
-    lines = _row(columns, widths, numeric)
-    lines.append("  ".join("-" * min(w, 40) for w in widths))
+    lines = _row(columns, widths, numeric, gap)
+    lines.append((" " * gap).join("-" * min(w, 40) for w in widths))
     for row in cells:
-        lines += _row(row, widths, numeric)
+        lines += _row(row, widths, numeric, gap)
     return lines
 
 
 def _fitted(
-    columns: Sequence[str], cells: Sequence[Sequence[str]], natural: list[int], width: int
+    columns: Sequence[str], cells: Sequence[Sequence[str]], natural: list[int], width: int, gap: int
 ) -> list[int] | None:
     """Widths within the limit, or None where a table would be no good. The first column names the
     row and is never wrapped; the widest other columns of prose give way."""
     widths = list(natural)
     free = [i for i in range(1, len(columns)) if not _looks_numeric(cells, i)]
     least = {i: min(natural[i], max(LEAST, len(columns[i]))) for i in free}
-    excess = sum(widths) + GAP * (len(widths) - 1) - width
+    excess = sum(widths) + gap * (len(widths) - 1) - width
     while excess > 0:
         widest = max(free, key=lambda i: widths[i] - least[i], default=None)
         if widest is None or widths[widest] == least[widest]:
@@ -103,7 +106,9 @@ def _fitted(
     return None if tallest > TALLEST and len(columns) > 2 else widths
 
 
-def _row(values: Sequence[str], widths: Sequence[int], numeric: Sequence[bool]) -> list[str]:
+def _row(
+    values: Sequence[str], widths: Sequence[int], numeric: Sequence[bool], gap: int
+) -> list[str]:
     """The lines of one row; cells that are wrapped make it several."""
     wrapped = [_wrap(value, width) for value, width in zip(values, widths, strict=True)]
     lines = []
@@ -113,7 +118,7 @@ def _row(values: Sequence[str], widths: Sequence[int], numeric: Sequence[bool]) 
             part.rjust(width) if right else part.ljust(width)
             for part, width, right in zip(parts, widths, numeric, strict=True)
         ]
-        lines.append((" " * GAP).join(padded).rstrip())
+        lines.append((" " * gap).join(padded).rstrip())
     return lines
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -161,6 +161,7 @@ def load_recipe(
         origin[field] = (named or {}).get(field, "command line")
     for text in sets:
         field, value = parse_set(text)
+        value = _as_text(field, value, text.partition("=")[2].strip())
         _place(tree, field, value, f"--set {text}")
         origin.update(dict.fromkeys(_leaves(field, value), "--set"))
     return build_recipe(tree, where, sets).with_origin(origin)
@@ -204,6 +205,27 @@ def parse_set(text: str) -> tuple[str, Any]:
             do="--set train.steps=400",
         )
     return field, parse_yaml(value, f"--set {field}")
+
+
+def _as_text(field: str, value: Any, text: str) -> Any:
+    """The value of a --set, or its text as it was written where the field is a text: no, 2024 and
+    1e5 are others to YAML."""
+    if value is None or isinstance(value, (str, list, dict)):
+        return value
+    path = tuple(field.split("."))
+    owner = section_at(path)
+    info = owner.model_fields.get(path[-1]) if owner is not None else None
+    kinds = _kinds(info.annotation) if info is not None else set()
+    is_number = isinstance(value, (bool, int, float)) and not kinds.isdisjoint({bool, int, float})
+    return text if str in kinds and not is_number else value
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The plain types that an annotation admits; a Literal admits those of its words."""
+    if get_origin(annotation) is Literal:
+        return {type(word) for word in get_args(annotation)}
+    inner = get_args(annotation)
+    return {kind for one in inner for kind in _kinds(one)} if inner else {annotation}
 
 
 def list_recipes() -> list[RecipeInfo]:

@@ -50,12 +50,15 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _no_switch_as_number(cls, given: Any) -> Any:
-        """A yes or no would otherwise count as 1 or 0."""
+        """A yes or no would otherwise count as 1 or 0. YAML reads the word no as False; where it is
+        one of the words that a field may be, the word was meant."""
         for key, value in given.items() if isinstance(given, Mapping) else ():
             field = cls.model_fields.get(str(key))
             if field is None or not isinstance(value, bool):
                 continue
-            if bool not in (field.annotation, *get_args(field.annotation)):
+            if value is False and "no" in get_args(field.annotation):
+                given = {**given, key: "no"}
+            elif bool not in (field.annotation, *get_args(field.annotation)):
                 shown = field.get_default(call_default_factory=True)
                 raise ValueError(f"{key} is no switch; write a value such as {key}: {shown}")
         return given

@@ -121,6 +121,7 @@ def _unknown(name: str, path: Path) -> SpecctlError:
         )
     return SpecctlError(
         "unknown target",
+        where="--target, or target.name of the recipe",
         found=ascii(name)[:80],
         expected="an alias, a folder, or a hub id owner/name",
         do="nearest aliases: " + nearest(name, _table()),

@@ -179,9 +179,39 @@ def test_python_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
-        if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    """Files and headings, within the repository; nothing is fetched."""
+    text = _without_code(page.read_text(encoding="utf-8"))
+    for target in re.findall(r"\]\(<?([^)>\s]+)>?\)", text):
+        if "://" in target or target.startswith(("mailto:", "reference/")):
+            continue  # docs/reference/ is made of the code when the site is built
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        assert file.exists(), f"{page.name} links to {target}: no such file"
+        if anchor:
+            assert anchor in _anchors(file), f"{page.name} links to {target}: no such heading"
+
+
+def _without_code(text: str) -> str:
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"`[^`\n]*`", "", text)
+
+
+def _anchors(page: Path) -> set[str]:
+    """The names that GitHub and the site give to the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    titles = re.findall(r"^#+ +(.+?) *$", text, flags=re.MULTILINE)
+    shown = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).lower() for title in titles]
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title)).strip("-") for title in shown}
+
+
+def test_a_heading_that_is_not_there_is_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A `title`, twice\n```\n# no heading\n```\n[here](#a-title-twice)")
+    assert _anchors(page) == {"a-title-twice"}
+    test_links_lead_somewhere(page)
+    page.write_text("# A title\n[there](page.md#elsewhere)")
+    with pytest.raises(AssertionError, match="no such heading"):
+        test_links_lead_somewhere(page)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

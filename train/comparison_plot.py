@@ -53,8 +53,9 @@ def _bars(axes: Any, names: Sequence[str], series: Mapping[str, Sequence[float |
         drawn = [(i + offset, value) for i, value in enumerate(values) if value is not None]
         places, sizes = [place for place, _ in drawn], [size for _, size in drawn]
         bars = axes.barh(places, sizes, thick, label=label)
-        axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=9)
-    axes.axvline(1.0, color="0.4", linestyle="--", linewidth=1)
+        over = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # the line behind is cut out
+        axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=9, bbox=over, zorder=3)
+    axes.axvline(1.0, color="0.4", linestyle="--", linewidth=1, zorder=2)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.margins(x=0.12, y=0.02)
@@ -62,17 +63,19 @@ def _bars(axes: Any, names: Sequence[str], series: Mapping[str, Sequence[float |
 
 
 def _lines(axes: Any, positions: Mapping[str, Sequence[float]]) -> None:
-    shown = list(positions.items())[:MOST_LINES]
+    shown, hidden = list(positions.items())[:MOST_LINES], len(positions) > MOST_LINES
     for (name, shares), marker in zip(shown, MARKERS, strict=False):
         places = range(1, len(shares) + 1)
         axes.plot(places, [100 * x for x in shares], marker=marker, label=name, linewidth=1.5)
     longest = max((len(shares) for _, shares in shown), default=1)
     axes.set_xticks(range(1, longest + 1, max(1, longest // 8)))
-    axes.set_ylim(0, 102)
+    axes.set_ylim(
+        0, min(102, 12 + max((100 * x for _, shares in shown for x in shares), default=0))
+    )
     axes.grid(axis="y", color="0.9")
     axes.set(
         xlabel="position in the draft (tokens)",
         ylabel="accepted (% where reached)",
-        title="Acceptance by position",
+        title="Acceptance by position" + (f" (first {MOST_LINES})" if hidden else ""),
     )
     axes.legend(fontsize=9)

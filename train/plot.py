@@ -1,4 +1,4 @@
-"""Pictures of a run, where matplotlib is installed."""
+"""The picture of a run, where matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from specctl.train.metrics import read_log
 
 
 def save_learning_curve(log: Path, path: Path) -> Path | None:
-    """Loss, simulated and measured tau over the steps; None without matplotlib or without lines."""
+    """Loss over the steps, and below it tau, simulated on the training rows and measured on
+    held-out prompts; None without matplotlib or without lines."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -20,16 +21,23 @@ def save_learning_curve(log: Path, path: Path) -> Path | None:
     }
     if not series["loss"]:
         return None
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    left = figure.add_subplot(xlabel="step", ylabel="loss")
-    left.plot(*zip(*series["loss"], strict=True), color="tab:blue", label="loss")
-    right = left.twinx()
-    right.set_ylabel("tau (tokens per target forward)")
-    for name, style in (("simulated_tau", "--"), ("tau", "o-")):
-        if series[name]:
-            label = name.replace("_", " ") if name != "tau" else "measured tau"
-            right.plot(*zip(*series[name], strict=True), style, color="tab:orange", label=label)
-    handles = [*left.get_lines(), *right.get_lines()]
-    left.legend(handles, [str(h.get_label()) for h in handles], loc="center right")
-    figure.savefig(path, dpi=120)
+    has_tau = bool(series["simulated_tau"] or series["tau"])
+    figure = Figure(figsize=(7, 6 if has_tau else 3.4), layout="constrained")
+    figure.suptitle(f"Training of {path.parent.name}", fontsize=13)
+    panels = figure.subplots(1 + has_tau, 1, sharex=True, squeeze=False)[:, 0]
+    panels[0].plot(*zip(*series["loss"], strict=True))
+    panels[0].set(ylabel="training loss")
+    if has_tau:
+        for name, style, label in (
+            ("simulated_tau", "--", "simulated on training rows"),
+            ("tau", "o-", "measured on held-out prompts"),
+        ):
+            if series[name]:
+                panels[1].plot(*zip(*series[name], strict=True), style, label=label)
+        panels[1].set(ylabel="tau (tokens per target forward)")
+        panels[1].legend()
+    for axes in panels:
+        axes.grid(axis="y", color="0.9")
+    panels[-1].set(xlabel="step")
+    figure.savefig(path, dpi=150)
     return path

@@ -11,6 +11,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Annotated, Any, Concatenate, ParamSpec, get_type_hints
 
@@ -102,7 +103,8 @@ class Command(TyperCommand):
         for parameter in rare:
             parameter.hidden = True
         try:
-            super().format_help(ctx, formatter)
+            with _short_names(self.params):
+                super().format_help(ctx, formatter)
         finally:
             for parameter in rare:
                 parameter.hidden = False
@@ -161,7 +163,43 @@ def _untyped(params: list[Any]) -> list[Any]:
     for parameter in params:
         if getattr(parameter, "is_flag", False):
             parameter.metavar = ""
+        elif parameter.metavar is None and _range(parameter) is not None:
+            parameter.metavar = _range(parameter)
     return params
+
+
+def _range(parameter: Any) -> str | None:
+    """How help writes a number within bounds: 1..64, or its kind where only one end is set."""
+    bounds = parameter if hasattr(parameter, "min") else getattr(parameter, "type", None)
+    least, most = getattr(bounds, "min", None), getattr(bounds, "max", None)
+    if least is None and most is None:
+        return None
+    if least is not None and most is not None and most <= MOST:
+        return f"{least}..{most}"
+    return "<float>" if isinstance(most if least is None else least, float) else "<int>"
+
+
+@contextmanager
+def _short_names(params: Sequence[Any]) -> Iterator[None]:
+    """While help is written: --[no-]adaptive for a pair of switches, and no range beside a kind
+    that names it. Two columns less, which the text needs on a narrow terminal."""
+    import typer.rich_utils as screen
+
+    pairs = [(p, p.opts, p.secondary_opts) for p in params if _is_pair(p)]
+    shown, screen.RANGE_STRING = screen.RANGE_STRING, ""
+    for parameter, opts, _ in pairs:
+        parameter.opts = [f"--[no-]{opts[0][2:]}", *opts[1:]]
+        parameter.secondary_opts = []
+    try:
+        yield
+    finally:
+        screen.RANGE_STRING = shown
+        for parameter, opts, others in pairs:
+            parameter.opts, parameter.secondary_opts = opts, others
+
+
+def _is_pair(parameter: Any) -> bool:
+    return [*parameter.secondary_opts] == [f"--no-{parameter.opts[0][2:]}"]
 
 
 def command_group(name: str, help: str, bodies: Sequence[Callable[..., None]]) -> typer.Typer:

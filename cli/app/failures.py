@@ -40,6 +40,9 @@ MEANT = {
     "init": "quickstart", "demo": "quickstart", "env": "doctor", "estimate": "plan",
 }  # fmt: skip
 
+# Flags of some commands whose value is a plain word of others.
+WORD_FLAGS = {"--draft", "-d", "--drafter", "--package", "--path", "--run", "--model", "--name"}
+
 _HEARD: list[int] = []  # the signal that unwinds this command
 
 
@@ -144,7 +147,9 @@ def _usage(error: Exception) -> SpecctlError:
         close = meant or "".join(near)
         message = f"unknown command {wanted!r}"
     option = getattr(error, "option_name", None)
+    as_word = ""
     if option is not None and context is not None and message.startswith("No such option"):
+        as_word = _as_word(option, path, context.command.params)
         close = near_flag(option, context.command.params)
         message = f"unknown flag {option}"
     if context is not None and message.startswith("Got unexpected extra argument"):
@@ -156,9 +161,20 @@ def _usage(error: Exception) -> SpecctlError:
         where=f"the command line or {config}" if config else "the command line",
         found=" ".join(["specctl", *sys.argv[1:]])[:200],
         expected=" ".join(usage.split()),
-        do=f"use {close}  ({verb})" if is_flag else verb,
+        do=as_word or (f"use {close}  ({verb})" if is_flag else verb),
         exit=Exit.USAGE,
     )
+
+
+def _as_word(flag: str, path: str, params: Iterable[Any]) -> str:
+    """The command with the flag's value as a word of its own, where that is how it is given."""
+    takes_word = any(p.param_type_name == "argument" and p.nargs == 1 for p in params)
+    if flag not in WORD_FLAGS or not takes_word:
+        return ""
+    words = [part for word in sys.argv[1:] for part in word.split("=", 1)]
+    value = [*words, flag, ""][[*words, flag].index(flag) + 1]
+    given = shlex.quote(value) if value and not value.startswith("-") else "FOLDER"
+    return f"{path} {given}  (without {flag})"
 
 
 def _meant_recipe(message: str, params: Iterable[Any]) -> str:

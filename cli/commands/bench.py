@@ -73,7 +73,7 @@ def bench(
     max_new_tokens: TokensEach = 64,
     temperature: Annotated[
         list[float] | None,
-        typer.Option(min=0.0, help="Repeatable; else greedy and 0.8."),
+        typer.Option(min=0.0, help="Sampling temperature (repeatable); else greedy and 0.8."),
     ] = None,
     repeats: Repeats = 3,
     batch: Batch = 1,
@@ -92,7 +92,7 @@ def bench(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="Write the result as JSON, too."),
+        typer.Option("--out", "-o", help="Also write the result as JSON."),
     ] = None,
     families: Annotated[
         str | None,
@@ -120,10 +120,10 @@ def bench(
 ) -> None:
     """Measure tau, tokens per second and speed-up of drafters, interleaved in one process.
 
-    Ratios are to plain decoding by specctl on the same target. The repetition rate of the outputs
-    is shown, because text that loops flatters drafters that look things up.
+    Speed-ups are over plain decoding by specctl on the same target. The repetition rate of the
+    outputs is shown because text that loops flatters drafters that look things up.
 
-    What a round costs here is measured and kept: generate then chooses its draft lengths by it.
+    The cost of a round is measured and kept, and generate then chooses its draft lengths by it.
 
     Examples:
 

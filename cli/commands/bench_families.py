@@ -136,13 +136,14 @@ def bench_families(
     domain: Domain = None,
     max_new_tokens: TokensEach = 64,
     temperature: Annotated[
-        list[float] | None, typer.Option(min=0.0, help="Repeatable; else greedy.")
+        list[float] | None,
+        typer.Option(min=0.0, help="Sampling temperature (repeatable); else greedy."),
     ] = None,
     repeats: Repeats = 3,
     batch: Batch = 1,
     against: Annotated[
         str | None,
-        typer.Option("--against", help="hf: transformers' assisted generation as well."),
+        typer.Option("--against", help="hf: also transformers' assisted generation."),
     ] = None,
     plot: Plot = None,
     seed: Seed = 0,

@@ -85,16 +85,16 @@ class DistillFlags(TrainingFlags):
         str | None,
         typer.Option(
             "--reference",
-            help="What --select compares with; else it is trained first.",
+            help="Model that --select compares with; else one is trained first.",
             rich_help_panel=METHOD,
         ),
     ] = None
 
 
 def distill(console: Console, run: DistillFlags) -> None:
-    """Train a small language model of its own on the target's distribution.
+    """Train an independent small language model on the target's distribution.
 
-    It needs nothing of the target while it runs, so it can be exported and used as
+    The model runs without the target's features, so it can be exported and used as
     assistant_model in transformers. The recipe's family must be an independent model.
 
     Examples:

@@ -20,6 +20,7 @@ import specctl
 from specctl.cli.app.console import Console
 from specctl.core.errors import Exit
 from specctl.core.installed import distribution_name, foreign_distributions, pip_install
+from specctl.core.printable import counted
 
 GREEN, YELLOW, RED = "ok", "note", "fix"
 NEEDED = ("transformers", "accelerate", "tokenizers", "safetensors", "numpy", "pydantic", "pyyaml")
@@ -51,7 +52,7 @@ def doctor(
 ) -> None:
     """Check python, libraries, device, memory, disk, cache and the hub token.
 
-    The token is looked for, never shown. Exit code 6 if something must be fixed.
+    Only the presence of the token is shown. Exit code 6 if something must be fixed.
 
     Example:
 
@@ -105,7 +106,7 @@ def _namesakes() -> Iterator[Finding]:
 
 def _machine() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Finding("cpu", GREEN, f"{cores} cores, {_vector_units()}")
+    yield Finding("cpu", GREEN, f"{counted(cores or 1, 'core')}, {_vector_units()}")
     yield _step()
     free = _free_memory()
     if free is not None:
@@ -204,7 +205,7 @@ def _device() -> Iterator[Finding]:
     from specctl.runtime.target.device import idle_cuda
 
     built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
-    found = f"no GPU (torch is {built}), {torch.get_num_threads()} CPU threads"
+    found = f"no GPU (torch is {built}), {counted(torch.get_num_threads(), 'CPU thread')}"
     do = idle_cuda()
     if do is None and torch.version.cuda is not None:
         do = "if there is none, a CPU build of torch is smaller: see docs/getting-started.md"

@@ -106,25 +106,27 @@ def export(
         bool, typer.Option("--prove", help="Serve it in its engine and compare with specctl.")
     ] = False,
     engine: Annotated[
-        str | None, typer.Option("--engine", help="Engine that proves it: " + ", ".join(PROVERS))
+        str | None, typer.Option("--engine", help="Engine for --prove: " + ", ".join(PROVERS))
     ] = None,
     engine_python: Annotated[
-        str | None, typer.Option("--engine-python", help="Python that has the engine, else this.")
+        str | None,
+        typer.Option("--engine-python", help="Python that has the engine; else this one."),
     ] = None,
     push: Push = None,
     public: Public = False,
     yes: Yes = False,
     target: TargetChoice = OWN_TARGET,
 ) -> None:
-    """Write a package in a serving engine's format. What was written is read back by that engine's
-    rules and must draft what the drafter drafts; the commands that serve it are printed.
+    """Write a package in a serving engine's format. The result is read back by that engine's rules
+    and must draft what the drafter drafts. The commands that serve it are printed.
 
-    With --prove the engine that is installed (or that of --engine-python) serves it: texts and
-    accepted tokens are compared with specctl's own, and the result stands on the card.
+    --prove serves it with the installed engine (or that of --engine-python) and compares texts and
+    accepted tokens with specctl's own. The result is written on the card.
 
-    docs/export.md tells which format holds which family and which engine reads it. With --push what
-    was written is uploaded to the hub, or, without --out, the package itself with the record of its
-    proof: to a private repository, after every byte was checked and the plan shown.
+    --push uploads it to the hub or, without --out, uploads the package itself with the record of
+    its proof: to a private repository, after every byte was checked and the plan shown.
+
+    docs/export.md lists the formats of each family and the engines that read them.
 
     Examples:
 

@@ -47,16 +47,14 @@ def generate(
         Path | None,
         typer.Option("--file", "-f", help="One prompt per line, or JSONL (prompt or messages)."),
     ] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Use only the first so many prompts.")
-    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only this many prompts.")] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Wrap each prompt in the target's chat template.")
     ] = False,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Decode plainly as well, and show a table.")
+        bool, typer.Option("--compare", help="Also decode plainly, and show a table.")
     ] = False,
-    stats: Annotated[bool, typer.Option("--stats", help="Show what the run counted.")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Show statistics of the run.")] = False,
     show_accepted: Annotated[
         bool | None,
         typer.Option(
@@ -67,9 +65,9 @@ def generate(
     batch: Annotated[int, typer.Option(min=1, max=256, help="Prompts decoded at once.")] = 1,
     compiled: Compile = False,
 ) -> None:
-    """Continue prompts. With a drafter the answers are the same, only sooner.
+    """Continue prompts. With a drafter the answers are the same, but faster.
 
-    Text is written to stdout as it comes. The same seed gives the same answer.
+    Text is written to stdout as it is generated. The same seed gives the same answer.
 
     Examples:
 

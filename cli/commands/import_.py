@@ -26,8 +26,8 @@ def import_(
     """Make a package of a published EAGLE-3 head (speculators, SafeAILab, SpecForge, ModelOpt) or
     of Medusa heads, so that it can be verified, measured, served, adapted, trimmed and exported.
 
-    The package is written only if it drafts what the head's own engine would make of the folder.
-    Pickles are refused and no code of the folder is run; docs/export.md tells what is read.
+    The package is written only if it drafts what the head's own engine would draft. Pickles are
+    refused and no code of the folder is run. docs/export.md lists what can be read.
 
     Examples:
 

@@ -44,35 +44,41 @@ def plan(
     run: RecipeFlags,
     rehearse: Annotated[
         bool,
-        typer.Option("--rehearse", help="Run five steps apart first, and measure instead."),
+        typer.Option("--rehearse", help="Run five steps in a process of its own, and measure."),
     ] = False,
     scaling: Annotated[
         bool,
-        typer.Option("--scaling", help="Train the recipe's grid, and price the next 0.1 of tau."),
+        typer.Option(
+            "--scaling", help="Train the recipe's grid; estimate the cost of 0.1 more tau."
+        ),
     ] = False,
     gpu: Annotated[
         str | None,
-        typer.Option("--gpu", help="Plan for GPUs of this kind, e.g. h100; none need be here."),
+        typer.Option("--gpu", help="Plan for GPUs of this kind, e.g. h100; none needed here."),
     ] = None,
     gpus: Annotated[
-        int, typer.Option("--gpus", min=1, max=1024, help="GPUs in all, one process each.")
+        int, typer.Option("--gpus", min=1, max=1024, help="GPUs in total, one process each.")
     ] = 1,
     nodes: Annotated[
         int | None,
-        typer.Option("--nodes", min=1, max=1024, help="Machines they are in; else 8 to a machine."),
+        typer.Option(
+            "--nodes", min=1, max=1024, help="Number of machines; else 8 GPUs per machine."
+        ),
     ] = None,
     offline: Offline = False,
 ) -> None:
     """Show parameters, memory, disk and time of a training run. Nothing is written.
 
-    Memory is that of a step traced on tensors without content. A plan that does not fit this
-    machine, or the GPUs that --gpu names, ends with exit code 6 and says what to change. Time is
-    calibrated: a few steps of the run, and rounds of writing, are made here, in some seconds; for
-    GPUs that are not here it is reckoned. With --rehearse a small run is made in a process and a
-    folder of its own, so that memory is measured, too; after twenty steps of a run in OUT its time
-    is measured there. With --scaling a grid of small runs is trained in OUT (the same command
-    continues it), the distribution of tau against tokens and size is fitted, and what more of
-    either would bring is told.
+    Memory comes from a step traced on tensors without content. A plan that does not fit this
+    machine, or the GPUs named by --gpu, ends with exit code 6 and says what to change. Time is
+    calibrated here with a few steps and rounds of the run, in some seconds; for GPUs that are not
+    here it is an estimate.
+
+    --rehearse makes a small run in a process and a folder of its own, so that memory is measured
+    too. Once a run in OUT has made twenty steps, its time is measured there.
+
+    --scaling trains a grid of small runs in OUT (the same command continues it), fits tau against
+    tokens and size, and predicts the gain of more of either.
 
     Examples:
 

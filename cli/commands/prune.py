@@ -48,7 +48,7 @@ class CutFlags:
         str,
         typer.Option(
             "--importance",
-            help="What a layer matters: bi (block influence), alpha (acceptance lost without it), "
+            help="Importance of a layer: bi (block influence), alpha (acceptance lost without it), "
             "activation (size of what it adds).",
         ),
     ] = "bi"
@@ -63,7 +63,7 @@ class CutFlags:
     ] = None
     two_step: Annotated[
         bool,
-        typer.Option("--two-step", help="Cut half, heal, cut the rest, heal: for large cuts."),
+        typer.Option("--two-step", help="Cut and heal twice; for large cuts."),
     ] = False
 
 
@@ -77,10 +77,11 @@ def prune(
 ) -> None:
     """Cut a drafter out of the target itself, and heal it by distillation.
 
-    Layers, heads, MLP neurons and channels that matter least on text the target wrote are removed;
-    training then starts from what is left. OUT/cut is the drafter before healing, OUT/package the
+    The layers, heads, MLP neurons and channels that matter least on text of the target are removed,
+    and training starts from the rest. OUT/cut is the drafter before healing, OUT/package the
     result, OUT/prune.json what was cut and why. The same command continues an interrupted run.
-    With --search nothing is cut: shapes are ranked by predicted tokens/s on this device.
+
+    --search cuts nothing: it ranks shapes by predicted tokens/s on this device.
 
     Examples:
 

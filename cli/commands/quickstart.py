@@ -51,17 +51,17 @@ def quickstart(
         str, typer.Option("--recipe", "-r", help="A recipe's name or a YAML file.")
     ] = "quickstart",
     minutes: Annotated[
-        float, typer.Option(min=0.1, help="Rough time budget; scales data and steps.")
+        float, typer.Option(min=0.1, help="Rough time budget; data and steps are scaled to it.")
     ] = FULL_MINUTES,
     inflate: Annotated[
         str | None,
-        typer.Option(help="Compare at this cost, too (100m, 300m, 1b, none); 300m for tiny."),
+        typer.Option(help="Also compare at this cost (100m, 300m, 1b, none); 300m for tiny."),
     ] = None,
     set_: Sets = None,
 ) -> None:
     """Train a drafter for the embedded target, trim it, prove it lossless, and measure it.
 
-    About ten minutes on two CPU cores, no download. Stopped half-way, the same command continues.
+    About ten minutes on two CPU cores, no download. If interrupted, the same command continues.
 
     Examples:
 

@@ -45,7 +45,7 @@ def ls(
     ] = None,
     search: Annotated[
         str | None,
-        typer.Option("--search", "-s", help="Only those with this word in name, text or paper."),
+        typer.Option("--search", "-s", help="Only those with this word in name, summary or paper."),
     ] = None,
 ) -> None:
     """List the recipes that come with specctl: first those to begin with, then those for the
@@ -78,8 +78,15 @@ def ls(
         groups[_group(info, trained)].append(info)
     for title, found in groups.items():
         if found:
-            rows = [(i.name, i.family, i.target, _first_sentence(i.summary)) for i in found]
-            console.table(("recipe", "family", "target", "what"), rows, title=f"{title}:")
+            targets = {info.target for info in found}
+            several = len(targets) > 1  # else the title names it
+            columns = ["recipe", "family", *(["target"] if several else []), "what"]
+            rows = [
+                [i.name, i.family, *([i.target] if several else []), _first_sentence(i.summary)]
+                for i in found
+            ]
+            about = "" if several else f", target {targets.pop()}"
+            console.table(columns, rows, title=f"{title}{about}:")
             console.out()
     if not infos:
         console.out("no recipe is like that")
@@ -116,7 +123,7 @@ def show(
     name: Name,
     set_: Sets = None,
     all_: Annotated[
-        bool, typer.Option("--all", help="Also the values that are left at their defaults.")
+        bool, typer.Option("--all", help="Also show values at their defaults.")
     ] = False,
 ) -> None:
     """Explain a recipe: what it does, the paper, and what differs from the defaults, with where

@@ -26,25 +26,27 @@ class AnswerFlags:
     """How the answers are sampled; what is left out is the recipe's."""
 
     prompts: Annotated[
-        int | None, typer.Option("--prompts", min=1, help="How many prompts are answered.")
+        int | None, typer.Option("--prompts", min=1, help="Number of prompts to answer.")
     ] = None
     new_tokens: Annotated[
-        int | None, typer.Option("--max-new-tokens", min=1, help="Tokens of each answer.")
+        int | None, typer.Option("--max-new-tokens", min=1, help="Most tokens of an answer.")
     ] = None
     temperature: Annotated[
-        float | None, typer.Option("--temperature", min=0.0, help="Of the sampled answers.")
+        float | None, typer.Option("--temperature", min=0.0, help="Temperature of sampled answers.")
     ] = None
-    top_p: Annotated[float | None, typer.Option("--top-p", help="Of the sampled answers.")] = None
-    top_k: Annotated[int | None, typer.Option("--top-k", min=1, help="Of the sampled answers.")] = (
+    top_p: Annotated[float | None, typer.Option("--top-p", help="Nucleus of sampled answers.")] = (
         None
     )
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", min=1, help="Likeliest tokens to sample from.")
+    ] = None
     greedy_share: Annotated[
         float | None,
-        typer.Option("--greedy-share", min=0.0, max=1.0, help="Share answered greedily."),
+        typer.Option("--greedy-share", min=0.0, max=1.0, help="Share of answers that are greedy."),
     ] = None
     thinking: Annotated[
         bool | None,
-        typer.Option("--thinking/--no-thinking", help="The switch of the chat template."),
+        typer.Option("--thinking/--no-thinking", help="Set the template's thinking switch."),
     ] = None
 
     def given(self) -> dict[str, Any]:
@@ -75,9 +77,9 @@ def regenerate(
 ) -> None:
     """Let the target answer the prompts of the data, and write the answers to OUT/answers.jsonl.
 
-    Every assistant turn of a conversation is written anew. With --endpoint a server that has the
-    target writes them, and its weights are not loaded here. A run that was stopped goes on where it
-    was. Train on them with --data OUT/answers.jsonl --set data.regenerate=false.
+    Every assistant turn of a conversation is written anew. With --endpoint a server of the target
+    writes them, and no weights are loaded here. An interrupted run continues where it was. Train on
+    the answers with --data OUT/answers.jsonl --set data.regenerate=false.
 
     Examples:
 

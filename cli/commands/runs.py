@@ -16,6 +16,7 @@ from specctl.cli.app.console import Console
 from specctl.cli.app.memory import size_text
 from specctl.cli.app.progress import duration
 from specctl.core.errors import FileError, SpecctlError, no_folder, one_of_two
+from specctl.core.printable import counted
 
 if TYPE_CHECKING:
     from specctl.train.runs.folders import RunStatus
@@ -26,13 +27,13 @@ RESOLVED = ("train-draft", "distill")  # commands that run.yaml alone can contin
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 Keep = Annotated[
-    int, typer.Option("--keep", min=1, help="Newest checkpoints kept beside the best.")
+    int, typer.Option("--keep", min=1, help="Newest checkpoints to keep, besides the best.")
 ]
 
 
 def ls(
     console: Console,
-    folder: Annotated[Path, typer.Argument(help="Where to look, three levels down.")] = RUNS,
+    folder: Annotated[Path, typer.Argument(help="Folder to search, three levels deep.")] = RUNS,
 ) -> None:
     """List the runs below a folder: state, progress, best tau, age, size.
 
@@ -97,9 +98,11 @@ def show(
 def tail(
     console: Console,
     run: RunFolder,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Lines shown at first.")] = 10,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", min=0, help="Lines to show at first.")
+    ] = 10,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on until the run has finished, or Ctrl-C.")
+        bool, typer.Option("--follow", "-f", help="Keep following until the run ends, or Ctrl-C.")
     ] = False,
 ) -> None:
     """Show the newest figures of a run, and those to come.
@@ -160,7 +163,7 @@ def resume(
     run: RunFolder,
     allow: Annotated[
         list[str] | None,
-        typer.Option("--allow", metavar="FIELD", help="As the training command takes it."),
+        typer.Option("--allow", metavar="FIELD", help="As in the training command."),
     ] = None,
 ) -> None:
     """Continue an interrupted run as it was started, from wherever you are. A finished one is left
@@ -232,7 +235,7 @@ def _kept(words: list[str], options: tuple[str, ...]) -> list[str]:
 
 def compare(
     console: Console,
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Two run folders or more.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Two or more run folders.")],
 ) -> None:
     """Compare runs: where their recipes differ, and their figures side by side.
 
@@ -359,7 +362,8 @@ def after(run: RunStatus) -> list[str]:
 def clean(
     console: Console,
     folders: Annotated[
-        list[Path] | None, typer.Argument(metavar="[FOLDER]...", help="Runs, or where they lie.")
+        list[Path] | None,
+        typer.Argument(metavar="[FOLDER]...", help="Run folders, or folders of runs."),
     ] = None,
     keep: Keep = 2,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
@@ -385,7 +389,7 @@ def clean(
     if rows:
         console.table(("would go", "size"), rows)
     else:
-        console.say(f"nothing to delete in {len(found)} runs")
+        console.say(f"nothing to delete in {counted(len(found), 'run')}")
     is_agreed = bool(going) and (yes or _asked(console, len(going), sum(sizes)))
     deleted = [path for run in found for path in _delete(console, run, keep)] if is_agreed else []
     freed = sum(size for (_, path), size in zip(going, sizes, strict=True) if path in deleted)

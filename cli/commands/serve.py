@@ -45,12 +45,14 @@ SAMPLE = 'class Node:\n    """A value and what follows it."""\n\n    def __init_
 class LimitFlags:
     """What the server takes on."""
 
-    max_batch: Annotated[int, load_option("--max-batch", min=1, max=1024, help="Rows at once.")] = 8
+    max_batch: Annotated[
+        int, load_option("--max-batch", min=1, max=1024, help="Requests decoded at once.")
+    ] = 8
     max_queue: Annotated[
-        int, load_option("--max-queue", min=0, help="Waiting requests; more get 429.")
+        int, load_option("--max-queue", min=0, help="Requests that may wait; more get 429.")
     ] = 64
     queue_timeout: Annotated[
-        float, load_option("--queue-timeout", min=0.1, help="Longest wait in seconds.")
+        float, load_option("--queue-timeout", min=0.1, help="Longest wait, in seconds.")
     ] = 60.0
     max_len: Annotated[
         int | None,
@@ -61,21 +63,21 @@ class LimitFlags:
         ),
     ] = None
     max_new_tokens: Annotated[
-        int | None, load_option("--max-new-tokens", min=1, help="Longest answer.")
+        int | None, load_option("--max-new-tokens", min=1, help="Most tokens of an answer.")
     ] = None
     memory: Annotated[
         float | None,
         load_option(
             "--memory",
             min=0.001,
-            help="GiB for caches; else half of what is free.",
+            help="GiB for caches; else half of the free memory.",
             show_default=False,
         ),
     ] = None
     drain: Annotated[
         float,
         load_option(
-            "--drain", min=0.0, help="Seconds that answers may take to finish after SIGTERM."
+            "--drain", min=0.0, help="Seconds for running answers to finish after SIGTERM."
         ),
     ] = 30.0
     control_tokens: Annotated[
@@ -106,14 +108,15 @@ class AccessFlags:
     """Who may ask, and where."""
 
     host: Annotated[str, access_option("--host", help="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, access_option("--port", min=0, max=65535, help="0 takes a free one.")] = (
-        8000
-    )
+    port: Annotated[
+        int,
+        access_option("--port", min=0, max=65535, help="Port to listen on; 0 takes a free one."),
+    ] = 8000
     api_key_file: Annotated[
         Path | None,
         access_option(
             "--api-key-file",
-            help="One key per line. Keys may also stand in SPECCTL_API_KEYS, by commas.",
+            help="One key per line. Or comma-separated in SPECCTL_API_KEYS.",
         ),
     ] = None
     insecure_no_auth: Annotated[
@@ -159,7 +162,7 @@ def serve(
     target: TargetChoice = OWN_TARGET,
     drafter: Word = None,
     name: Annotated[
-        str | None, typer.Option("--name", help="What clients call the model; else --target.")
+        str | None, typer.Option("--name", help="Name of the model for clients; else --target.")
     ] = None,
     batching: Annotated[
         str,
@@ -184,19 +187,20 @@ def serve(
         bool,
         typer.Option(
             "--reasoning/--no-reasoning",
-            help="Tell the thoughts of a thinking model apart, as reasoning_content.",
+            help="Return a thinking model's thoughts as reasoning_content.",
         ),
     ] = True,
     generation_config: GenerationConfigFlag = None,
     compiled: Compile = False,
 ) -> None:
-    """Serve a target to many users at once. With a drafter the answers are the same, only sooner.
+    """Serve a target to many users at once. With a drafter the answers are the same, but faster.
 
-    The API is OpenAI's (/v1/chat/completions, /v1/completions, /v1/models), / is a page to try it,
-    /v1/responses works without storage, /docs lists every route and field, /metrics is for
-    Prometheus, /health and /ready for whoever watches. SIGTERM or Ctrl-C lets running answers
-    finish first; a second one does not. Logs go to stderr without prompts: short lines at a
-    terminal, JSON elsewhere.
+    The API is OpenAI's (/v1/chat/completions, /v1/completions, /v1/models, and /v1/responses
+    without storage). / is a web page to try it, /docs lists every route and field, /metrics is for
+    Prometheus, /health and /ready for monitoring.
+
+    SIGTERM or Ctrl-C lets running answers finish; a second one ends them. Logs go to stderr,
+    without prompts: short lines at a terminal, JSON elsewhere.
 
     Examples:
 
@@ -411,9 +415,8 @@ def _costs(console: Console, target: Target, draft: LoadedDraft, max_batch: int)
     kept = {size: found for size, one in about.items() if (found := read_costs(one)) is not None}
     if len(kept) == len(about):
         return BatchCosts(kept)
-    console.say(
-        f"measuring what a round costs with 1 to {max_batch} rows (kept for the next start)"
-    )
+    rows = "1 row" if max_batch == 1 else f"1 to {max_batch} rows"
+    console.say(f"measuring what a round costs with {rows} (kept for the next start)")
     costs = measure_batch_costs(
         target, drafter, policy, max_batch, sampling=Sampling(temperature=1.0)
     )

@@ -46,7 +46,7 @@ class SearchFlags:
         str | None,
         typer.Option(
             "--widths",
-            help="Their channels. [default: 1, 3/4 and 1/2 of the target's]",
+            help="Channels of the candidates. [default: 1, 3/4 and 1/2 of the target's]",
             rich_help_panel=SEARCH,
         ),
     ] = None
@@ -66,7 +66,7 @@ class SearchFlags:
             min=1,
             max=10**15,
             metavar="INTEGER",
-            help="Of the layers, at most.",
+            help="Most parameters of the layers.",
             rich_help_panel=SEARCH,
         ),
     ] = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -81,7 +82,8 @@ def _target(console: Console, found: ResolvedTarget) -> tuple[dict[str, Any], li
 
     place = str(found.path or found.repo)
     recipes = [info.name for info in list_recipes() if info.target == found.name]
-    rows: list[tuple[str, object]] = [("kind", "target"), ("name", found.name), ("is", place)]
+    rows: list[tuple[str, object]] = [("kind", "target"), ("name", found.name)]
+    rows.append(("hub id" if found.path is None else "folder", place))
     if found.revision is not None:
         rows.append(("revision", found.revision + ("" if found.is_pinned else " (may move)")))
     if found.note:
@@ -93,7 +95,7 @@ def _target(console: Console, found: ResolvedTarget) -> tuple[dict[str, Any], li
             (name.replace("_", " "), f"{value:,}" if type(value) is int else value)
             for name, value in sizes.items()
         ]
-    rows.append(("recipes", ", ".join(recipes) or "any, with --target"))
+    rows.append(("recipes", _recipes_text(recipes, found.name)))
     console.table(("field", "value"), rows)
     result = {
         "kind": "target",
@@ -104,8 +106,16 @@ def _target(console: Console, found: ResolvedTarget) -> tuple[dict[str, Any], li
         "shape": sizes or None,
         "recipes": recipes,
     }
-    recipe = recipes[0] if recipes else "eagle3"
+    usual = [name for name in recipes if name.endswith("eagle3")]
+    recipe = (usual or recipes or ["eagle3"])[0]
     return result, [f"specctl plan --target {found.name} --recipe {recipe}"]
+
+
+def _recipes_text(names: Sequence[str], target: str) -> str:
+    """The recipes for a target, or how many there are and what lists them."""
+    if len(names) > 12:
+        return f"{len(names)}: specctl recipes ls --target {target}"
+    return ", ".join(names) or "any, with --target"
 
 
 def _package(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:

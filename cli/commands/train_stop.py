@@ -24,20 +24,20 @@ def train_stop(
     package: Word = None,
     draft: DraftFlag = None,
     rule: Annotated[
-        str, typer.Option("--stop-rule", help="A stop rule that is trained, such as disco.")
+        str, typer.Option("--stop-rule", help="Trained stop rule, such as disco.")
     ] = "specdec-pp",
     out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")] = Path(
         "stop.safetensors"
     ),
-    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts decoded to learn from.")] = 64,
-    length: Annotated[int, typer.Option(min=2, max=64, help="Tokens drafted while learning.")] = 8,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Number of prompts to learn from.")] = 64,
+    length: Annotated[int, typer.Option(min=2, max=64, help="Draft length while learning.")] = 8,
     steps: Annotated[int, typer.Option(min=1, help="Updates of the small network.")] = 600,
     target: TargetChoice = OWN_TARGET,
 ) -> None:
-    """Learn when to stop drafting: SpecDec++, DISCO or AdaEAGLE.
+    """Train a stop rule for a drafter: SpecDec++, DISCO or AdaEAGLE.
 
-    The drafter decodes prompts with chains of full length; a small network learns from what it knew
-    at every token whether that token was accepted. The text is never changed by a stop rule.
+    The drafter decodes prompts with chains of full length, and a small network learns to predict
+    which tokens are accepted. A stop rule never changes the text.
 
     Example:
 

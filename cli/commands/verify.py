@@ -33,7 +33,7 @@ def verify(
         str, typer.Option(help="files, compat, lossless or full; each includes those before it.")
     ] = "lossless",
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Write the report as JSON, too.")
+        Path | None, typer.Option("--out", "-o", help="Also write the report as JSON.")
     ] = None,
     allow: Allow = None,
     translate: TranslateFlag = "auto",
@@ -41,17 +41,18 @@ def verify(
 ) -> None:
     """Verify a drafter against its target (without --target, the one it was made for).
 
-    Prints counts and p-values, and keeps them in the package (.verification/, which changes no
-    digest). Exits with 8 if anything contradicts losslessness.
+    Prints counts and p-values, and stores them in the package (.verification/, which changes no
+    digest). Exits with 8 if anything contradicts losslessness. Levels:
 
     files: every byte is what was written.
 
-    compat: target, tokenizer, template, taps and vocabulary fit.
+    compat: target, tokenizer, template, taps and vocabulary match.
 
-    lossless: greedy output is that of plain decoding (token for token in float32, up to ties in
-    rounding in bfloat16), sampled output has the target's distribution, caches roll back, the rules
-    pass enumeration. full: the same with more samples, every rule and every policy that may grow
-    the drafter.
+    lossless: greedy output equals plain decoding (token for token in float32, up to rounding ties
+    in bfloat16), sampled output has the target's distribution, caches roll back, and the rules pass
+    enumeration.
+
+    full: the same with more samples, every rule and every policy that can grow the drafter.
 
     A family that is approximate by design is refused; --allow approximate measures it instead.
 

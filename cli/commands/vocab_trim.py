@@ -26,7 +26,7 @@ def vocab_trim(
     draft: DraftFlag = None,
     size: Annotated[
         str | None,
-        typer.Option(help="Tokens to keep: a number, 8k, or auto (what pays most here, default)."),
+        typer.Option(help="Tokens to keep: a number, 8k, or auto (fastest here, default)."),
     ] = None,
     selector: Annotated[
         str | None,
@@ -61,9 +61,7 @@ def vocab_trim(
             "and domain weights together; needs optuna)."
         ),
     ] = None,
-    trials: Annotated[
-        int | None, typer.Option(min=1, help="Choices that --search tpe looks at (60).")
-    ] = None,
+    trials: Annotated[int | None, typer.Option(min=1, help="Trials of --search tpe (60).")] = None,
     recipe: Annotated[
         str | None,
         typer.Option("--recipe", "-r", help="Recipe whose vocab section is used, e.g. fr-spec."),
@@ -73,15 +71,15 @@ def vocab_trim(
     ] = 12,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 64,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="At which sizes are predicted and measured.")
+        float, typer.Option(min=0.0, help="Temperature of prediction and measurement.")
     ] = 0.0,
     allow: Allow = None,
     target: TargetChoice = OWN_TARGET,
 ) -> None:
     """Trim the vocabulary of any drafter with an LM head. Verification stays lossless.
 
-    Shows coverage, acceptance, tau, MBSU and speed-up by domain before and after, and which
-    prompts lost; OUT gets the trimmed package, trim.json and (with matplotlib) trim.png beside it.
+    Shows coverage, acceptance, tau, MBSU and speed-up by domain, before and after, and the prompts
+    that became slower. OUT gets the trimmed package, trim.json and (with matplotlib) trim.png.
 
     Examples:
 

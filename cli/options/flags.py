@@ -26,7 +26,7 @@ sampling_option, target_option = panel("Sampling"), panel("Target")
 
 Json = Annotated[bool, everywhere_option("--json", help="One JSON object on stdout.")]
 Quiet = Annotated[bool, everywhere_option("--quiet", "-q", help="Only results.")]
-Verbose = Annotated[bool, everywhere_option("--verbose", "-v", help="Say more.")]
+Verbose = Annotated[bool, everywhere_option("--verbose", "-v", help="More messages.")]
 JsonLines = Annotated[
     bool,
     everywhere_option(
@@ -35,7 +35,7 @@ JsonLines = Annotated[
 ]
 NoColor = Annotated[bool, everywhere_option("--no-color", help="Plain text, no bars.")]
 
-Offline = Annotated[bool, target_option("--offline", help="Never ask the hub.")]
+Offline = Annotated[bool, target_option("--offline", help="Do not use the hub.")]
 Compile = Annotated[
     bool,
     target_option(
@@ -57,7 +57,7 @@ Allow = Annotated[
     drafting_option(
         "--allow",
         metavar="FIELD",
-        help="Accept a mismatch of this field of the package (repeatable).",
+        help="Accept a mismatch in this field of the package (repeatable).",
     ),
 ]
 PolicyFlag = Annotated[

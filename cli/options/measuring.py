@@ -11,8 +11,8 @@ PromptFile = Annotated[
     Path | None,
     typer.Option("--prompts", "-f", help="Text or JSONL file; else the held-out prompts."),
 ]
-NumPrompts = Annotated[int, typer.Option(min=1, help="How many prompts.")]
+NumPrompts = Annotated[int, typer.Option(min=1, help="Number of prompts.")]
 Domain = Annotated[str | None, typer.Option(help="Only the held-out prompts of this domain.")]
 TokensEach = Annotated[int, typer.Option(min=1, help="Tokens per prompt.")]
-Repeats = Annotated[int, typer.Option(min=1, help="Runs of each; medians are shown.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Runs of each; the median is shown.")]
 Batch = Annotated[int, typer.Option(min=1, max=256, help="Prompts decoded at once.")]

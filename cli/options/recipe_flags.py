@@ -49,7 +49,7 @@ class RecipeFlags:
     ] = None
     data: Annotated[
         str | None,
-        typer.Option("--data", help="Text, JSONL, parquet or hub data set; else the recipe's."),
+        typer.Option("--data", help="Text, JSONL, Parquet or hub data set; else the recipe's."),
     ] = None
     adapter: Annotated[
         list[str] | None,
@@ -129,16 +129,16 @@ class TrainingFlags(RecipeFlags):
     ] = None
     batch_size: Annotated[
         int | None,
-        run_option("--batch-size", min=1, help="Rows of a batch, over all processes."),
+        run_option("--batch-size", min=1, help="Rows per batch, over all processes."),
     ] = None
     device: Annotated[
-        str, hardware_option("--device", help="auto, cpu, cuda, cuda:1: what trains.")
+        str, hardware_option("--device", help="Training device: auto, cpu, cuda, cuda:1.")
     ] = "auto"
     gpus: Annotated[
         int, hardware_option("--gpus", min=1, max=1024, help="GPUs, one process each.")
     ] = 1
     processes: Annotated[
-        int, hardware_option("--processes", min=1, max=1024, help="Processes on the CPU.")
+        int, hardware_option("--processes", min=1, max=1024, help="Number of CPU processes.")
     ] = 1
     resume: Annotated[
         bool, run_option("--resume/--no-resume", help="Continue the run in OUT if there is one.")

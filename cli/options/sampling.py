@@ -35,35 +35,43 @@ class SamplingFlags:
     """How tokens are chosen, and where a text ends."""
 
     max_new_tokens: Annotated[
-        int, sampling_option("--max-new-tokens", min=1, help="Longest continuation.")
+        int, sampling_option("--max-new-tokens", min=1, help="Most tokens to generate.")
     ] = 128
     temperature: Annotated[
-        float | None, sampling_option("--temperature", min=0.0, help="0 = greedy, as without it.")
+        float | None, sampling_option("--temperature", min=0.0, help="0 = greedy (default).")
     ] = None
     top_k: Annotated[
-        int | None, sampling_option("--top-k", min=1, help="Keep the k likeliest.")
+        int | None, sampling_option("--top-k", min=1, help="Sample from the k likeliest tokens.")
     ] = None
     top_p: Annotated[
-        float | None, sampling_option("--top-p", min=0.0, max=1.0, help="Nucleus of mass p.")
+        float | None,
+        sampling_option("--top-p", min=0.0, max=1.0, help="Sample from the nucleus of mass p."),
     ] = None
     min_p: Annotated[
         float | None,
-        sampling_option("--min-p", min=0.0, max=1.0, help="Least share of the top probability."),
+        sampling_option(
+            "--min-p", min=0.0, max=1.0, help="Least probability, as a share of the top one."
+        ),
     ] = None
     repetition_penalty: Annotated[
         float | None,
-        sampling_option("--repetition-penalty", min=0.01, help="Divide repeated tokens' scores."),
+        sampling_option(
+            "--repetition-penalty", min=0.01, help="Divide the scores of repeated tokens."
+        ),
     ] = None
     frequency_penalty: Annotated[
-        float | None, sampling_option("--frequency-penalty", help="Per occurrence.")
+        float | None,
+        sampling_option("--frequency-penalty", help="Penalty per occurrence of a token."),
     ] = None
     presence_penalty: Annotated[
-        float | None, sampling_option("--presence-penalty", help="Once per token seen.")
+        float | None, sampling_option("--presence-penalty", help="Penalty for every token seen.")
     ] = None
     stop: Annotated[
-        list[str] | None, sampling_option("--stop", help="End before this text (repeatable).")
+        list[str] | None, sampling_option("--stop", help="Stop before this text (repeatable).")
     ] = None
-    ignore_eos: Annotated[bool, sampling_option("--ignore-eos", help="Do not stop at EOS.")] = False
+    ignore_eos: Annotated[
+        bool, sampling_option("--ignore-eos", help="Continue past end of text.")
+    ] = False
     generation_config: GenerationConfigFlag = None
     seed: Seed = 0
 
@@ -158,10 +166,11 @@ class GrammarFlags:
     """What an answer must look like; at most one of them."""
 
     json_schema: Annotated[
-        Path | None, sampling_option("--json-schema", help="Hold answers to this JSON schema.")
+        Path | None, sampling_option("--json-schema", help="Constrain answers to this JSON schema.")
     ] = None
     file: Annotated[
-        Path | None, sampling_option("--grammar", help="Hold answers to this .lark or .regex file.")
+        Path | None,
+        sampling_option("--grammar", help="Constrain answers to this .lark or .regex file."),
     ] = None
 
     def load(self, target: Target) -> Grammar | None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from specctl.core.drafter import Drafter
+from specctl.core.printable import counted
 from specctl.core.table import Table, Tabled
 from specctl.runtime.generate import generate
 from specctl.runtime.measure.cost import equip
@@ -112,8 +113,9 @@ class BenchReport(Tabled):
             for row in self.rows
         ]
         notes = [
-            f"{self.target} {self.dtype} on {self.device}, {self.threads} threads, "
-            f"{self.num_prompts} prompts x {self.new_tokens} tokens, medians of {self.repeats}"
+            f"{self.target} {self.dtype} on {self.device}, {counted(self.threads, 'thread')}, "
+            f"{counted(self.num_prompts, 'prompt')} x {counted(self.new_tokens, 'token')}, "
+            + (f"medians of {self.repeats} runs" if self.repeats > 1 else "one run of each")
         ]
         if self.inflated is not None:
             notes.append(inflated_note(self.target, self.inflated))

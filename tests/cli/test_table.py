@@ -37,6 +37,11 @@ def test_no_line_is_wider_than_the_terminal_and_no_word_is_lost(width: int) -> N
             assert set(cell.split()) <= set(shown)
 
 
+def test_columns_stand_closer_before_they_become_records() -> None:
+    lines = format_table(("name", "one", "two"), [("row", 1, 2)], 12)
+    assert lines == ["name one two", "---- --- ---", "row    1   2"]
+
+
 def test_prose_wraps_in_its_column() -> None:
     lines = format_table(COLUMNS, ROWS, 50)
     assert lines[0].split() == list(COLUMNS)

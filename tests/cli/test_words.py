@@ -32,6 +32,34 @@ def test_two_words_are_drafter_and_prompt_and_one_is_the_prompt(tmp_path: Path) 
         told_apart(["a", "b", "c"], None)
 
 
+@pytest.mark.parametrize(
+    ("words", "do"),
+    [
+        (("verify", "--draft", "runs/a b"), "specctl verify 'runs/a b'  (without --draft)"),
+        (("show", "--path=runs/a"), "specctl show runs/a  (without --path)"),
+        (("verify", "--package"), "specctl verify FOLDER  (without --package)"),
+        (("verify", "--levle", "files"), "use --level  (specctl verify --help)"),
+    ],
+)
+def test_a_flag_in_the_place_of_a_word_is_answered_with_the_word(
+    words: tuple[str, ...], do: str, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["specctl", *words])
+    found = run(*words, "--json").json["error"]
+    assert found["code"] == 2
+    assert found["do"] == do
+
+
+def test_help_names_numbers_and_pairs_in_few_columns(
+    run: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("generate", "--help-all").code == 0
+    text = capsys.readouterr().out
+    assert "--[no-]adaptive" in text
+    assert "1..64" in text
+    assert "range" not in text
+
+
 def test_a_drafter_is_given_once() -> None:
     assert one_drafter("runs/a", None, "") == one_drafter(None, "runs/a", "") == "runs/a"
     with pytest.raises(SpecctlError, match="given twice"):

@@ -34,6 +34,16 @@ def test_an_empty_recipe_is_all_defaults(tmp_path: Path) -> None:
     assert recipe.origin["name"] == "recipe mine"
 
 
+def test_set_keeps_the_text_that_was_written_where_a_field_is_a_text(tmp_path: Path) -> None:
+    recipe = write(tmp_path, "train: {precision: bf16}")
+    sets = ("train.precision=no", "data.source=2024", "target.name=off", "train.steps=1e2")
+    found = load_recipe(recipe, sets)
+    assert (found.train.precision, found.data.source, found.target.name) == ("no", "2024", "off")
+    assert found.train.steps == 100
+    assert load_recipe(write(tmp_path, "train: {precision: no}")).train.precision == "no"
+    assert "is no switch" in problem(tmp_path, "", "train.steps=no").what
+
+
 def test_every_value_knows_its_origin(tmp_path: Path) -> None:
     path = write(
         tmp_path, "train: {steps: 9}\ndrafter: {family: medusa, options: {num_heads: 2}}\n"

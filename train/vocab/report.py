@@ -382,6 +382,8 @@ class TrimReport:
             xscale="log", xlabel="ids kept in the draft vocabulary",
             ylabel="speed-up (times plain decoding)",
         )  # fmt: skip
+        lower.set_xticks(ticks := _ticks(sizes), [f"{size:,}" for size in ticks])
+        lower.minorticks_off()
         for axes in (upper, middle, lower):
             axes.axvline(self.size, color="0.6", lw=1, label=f"chosen: {self.size:,}")
             axes.grid(axis="y", color="0.9")
@@ -389,6 +391,15 @@ class TrimReport:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)
         return path
+
+
+def _ticks(sizes: Sequence[int]) -> list[int]:
+    """Sizes to be named below an axis of logarithms: none less than 1.4 times the one before."""
+    ticks: list[int] = []
+    for size in sorted(sizes, reverse=True):
+        if not ticks or ticks[-1] >= 1.4 * size:
+            ticks.append(size)
+    return ticks[::-1]
 
 
 def kendall(pairs: Sequence[tuple[float, float]]) -> float | None:

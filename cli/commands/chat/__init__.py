@@ -26,13 +26,13 @@ def chat(
     target: TargetChoice = OWN_TARGET,
     sampling: SamplingFlags = LONG_ANSWERS,
     drafter: Word = None,
-    system: Annotated[
-        str | None, typer.Option("--system", help="Told to the model before everything else.")
-    ] = None,
+    system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
     show_accepted: Annotated[
         bool, typer.Option("--show-accepted", help="Colour tokens that were drafted and accepted.")
     ] = False,
-    stats: Annotated[bool, typer.Option("--stats", help="A line of figures per answer.")] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Show a line of statistics per answer.")
+    ] = False,
     compiled: Compile = False,
 ) -> None:
     """Talk with a target. A conversation is read once: each turn adds only its own words.
