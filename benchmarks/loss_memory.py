@@ -4,12 +4,17 @@ naive              all logits of draft and target at once, float32 distributions
 recomputed         slices of rows, each slice's logits computed again in the backward pass
 sliced             slices of rows, differentiated while their logits are alive
 sliced, by rows    the same, and target logits computed from its last states slice by slice
+torch              torch's linear_cross_entropy in chunks, given the target's distributions
+labels             sliced, against labels instead of a target (with `--loss ce`)
+labels, torch      the same by torch's linear_cross_entropy in chunks
 
 What is counted: the highest resident memory of a fresh process while it computes loss and
 gradients, minus what it held before (states and both heads). So the target's logits in bfloat16
 count, which the last way never holds. Gradients must agree with the naive ones.
 
     python benchmarks/loss_memory.py --vocab 128256 --tokens 4096
+    python benchmarks/loss_memory.py --vocab 32000 --ways "sliced, by rows; torch"
+    python benchmarks/loss_memory.py --vocab 32000 --loss ce --ways "labels; labels, torch"
 """
 
 from __future__ import annotations
@@ -65,10 +70,16 @@ def measure(way: str, args: argparse.Namespace) -> dict[str, Any]:
     )
     row_Q = torch.arange(args.tokens)
     held = memory("VmRSS")
-    teacher = source if way == "sliced, by rows" else source[row_Q]
+    teacher = source if way == "sliced, by rows" else None
+    if "labels" not in way and teacher is None:
+        teacher = source[row_Q]
     began = time.thread_time()
     if way == "naive":
         loss = naive_kl(state_ND, weight_VD, teacher)
+    elif way.endswith("torch"):
+        wanted = row_Q % args.vocab if teacher is None else teacher.float().softmax(-1)
+        how: Any = {"reduction": "sum", "options": torch.nn.LinearCrossEntropyOptions()}
+        loss = F.linear_cross_entropy(state_ND, weight_VD, wanted, **how)  # since torch 2.13
     else:
         linear = LinearHead(weight_VD)
         head = (lambda x: linear(x)) if way == "recomputed" else linear

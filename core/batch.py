@@ -78,14 +78,25 @@ class TrainBatch:
         """The positions that are to be computed here."""
         return values_BSX if self.part is None else self.part.of(values_BSX)
 
+    def own_taps(self) -> dict[int, Tensor]:
+        """The features there."""
+        return {tap: self.own(state_BSD) for tap, state_BSD in self.taps.items()}
+
+    @property
+    def start(self) -> int:
+        """The first of them."""
+        return 0 if self.part is None else self.part.bounds(self.ids_BS.shape[1])[0]
+
 
 @dataclass(frozen=True, slots=True)
 class LossOut:
     """A loss as a sum with its count; the loop divides once over all ranks and micro-batches.
 
     `metrics` maps a name to (sum, count), reduced in the same way, never part of the gradient.
+    `part`: the stretch of every row that it was summed over; None: all of it.
     """
 
     sum: Tensor
     count: Tensor
     metrics: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    part: RowPart | None = None

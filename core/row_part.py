@@ -37,6 +37,12 @@ class RowPart:
         start, stop = self.bounds(values_BSX.shape[1])
         return values_BSX[:, start:stop]
 
+    def total(self, sums: Tensor) -> Tensor:
+        """Sums over whole rows: those of every process of the group, added up. No gradient."""
+        found = sums.detach().clone()
+        dist.all_reduce(found, group=self.group)
+        return found
+
     def gathered(self, own: Tensor, length: int, dim: int) -> Tensor:
         """Whole rows of that length: what every process of the group has of its own stretch, one
         behind the other along `dim`. All of them must call this, and so in the backward pass."""

@@ -94,6 +94,7 @@ class Blockwise(ParallelHeads):
     """The carry holds all k states."""
 
     family = "blockwise"
+    splits_rows = True
     one_call = True
     module: BlockwiseNet
 
@@ -101,6 +102,8 @@ class Blockwise(ParallelHeads):
         self, options: BlockwiseOptions, spec: ModelSpec, vocab: VocabMap | None = None
     ) -> None:
         super().__init__(options, spec, vocab)
+        # A rescorer learns from whole rows; one random head must be the same head everywhere.
+        self.splits_rows = self.module.rescorer is None and not options.one_head
         self.tree = options.tree if options.tree is not None else first_ranks(options.num_heads)
 
     def make_net(self, rows: int) -> BlockwiseNet:

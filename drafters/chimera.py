@@ -70,6 +70,7 @@ class Chimera(BlockDrafter):
     """A block whose slots are the drafted tokens themselves."""
 
     family = "chimera"
+    splits_rows = True
     module: ChimeraNet
     is_causal = True
 
@@ -130,7 +131,7 @@ class Chimera(BlockDrafter):
         return self.encode(torch.stack(path, dim=-1))
 
     def unroll(self, batch: TrainBatch, anchor_BA: Tensor | None = None) -> Iterator[Tensor]:
-        feature_BSD = self.gathered(batch.taps)
+        feature_BSD = self.gathered(batch.own_taps())
         for out_BSD in super().unroll(batch, anchor_BA):
             yield torch.cat([feature_BSD, out_BSD.to(feature_BSD)], dim=-1)
 

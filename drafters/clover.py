@@ -63,6 +63,7 @@ class Clover(HeadDrafter):
     """The carry is cat(g, e') of the newest token."""
 
     family = "clover"
+    splits_rows = True
     module: CloverNet
 
     def make_net(self, rows: int) -> CloverNet:

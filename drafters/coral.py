@@ -12,7 +12,7 @@ Letters: B rows, D hidden width, Q picked rows, S sequence.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Family
@@ -20,7 +20,7 @@ from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.hass import Hass, HassOptions
 from specctl.drafters.losses.align import aim
-from specctl.drafters.losses.head_losses import joined
+from specctl.drafters.losses.head_losses import joined, with_stretch
 from specctl.drafters.losses.step_losses import agreement_loss
 from specctl.drafters.nets.feature_drafter import Unrolled
 from specctl.drafters.nets.heads import draft_size
@@ -59,11 +59,17 @@ class Coral(Hass):
         )
 
     def whole_loss(self, out: LossOut, steps: list[Unrolled], batch: TrainBatch) -> LossOut:
-        deepest = aim(batch, 1 + len(steps)).row_Q
+        """The alignment looks at whole rows: processes that share them gather the states, and each
+        compares its share of the slices."""
+        states, part, length = [step.state_BSD for step in steps], batch.part, batch.ids_BS.shape[1]
+        if part is not None:
+            states = [part.gathered(state_BSD, length, dim=1) for state_BSD in states]
+        deepest = aim(replace(batch, part=None), 1 + len(steps)).row_Q
         rows = [deepest + len(steps) - 1 - step for step in range(len(steps))]
-        states = [step.state_BSD.flatten(0, 1) for step in steps]
-        alike = agreement_loss(states, rows, self.options.align_temperature)
-        return joined(out, alike, self.options.align_weight)
+        flat = [state_BSD.flatten(0, 1) for state_BSD in states]
+        share = (0, 1) if part is None else (part.index, part.count)
+        alike = agreement_loss(flat, rows, self.options.align_temperature, share)
+        return with_stretch(joined(out, alike, self.options.align_weight), states)
 
 
 FAMILY = Family(

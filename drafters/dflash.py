@@ -83,6 +83,7 @@ class DFlash(InjectedBlocks):
     """Slot 0 is the root, whose output nobody reads."""
 
     family = "dflash"
+    splits_rows = True
     first_slot = 1
 
     def make_net(self, rows: int) -> InjectedNet:

@@ -26,6 +26,7 @@ from specctl.drafters.dflash import DFlashOptions, InjectedBlocks, InjectedNet
 from specctl.drafters.losses.align import shifted
 from specctl.drafters.losses.divergences import acceptance, distributions
 from specctl.drafters.losses.head_losses import joined
+from specctl.drafters.losses.teacher import wide
 from specctl.drafters.nets.head_drafter import HeadLearned
 from specctl.drafters.option_checks import CountOrZero
 from specctl.drafters.states.head_state import GroundedState
@@ -55,6 +56,7 @@ class DSpark(InjectedBlocks):
     """The carry is every slot's state and W1 of the token before the one to predict."""
 
     family = "dspark"
+    splits_rows = True
     module: SparkNet
     first_slot = 0
 
@@ -85,7 +87,7 @@ class DSpark(InjectedBlocks):
 
     def unroll(self, batch: TrainBatch, anchor_BA: Tensor | None = None) -> Iterator[Tensor]:
         for index, state_BSD in enumerate(super().unroll(batch, anchor_BA)):
-            before_BSr = self.module.before(shifted(batch.ids_BS, 1 + index))
+            before_BSr = self.module.before(batch.own(shifted(batch.ids_BS, 1 + index)))
             yield torch.cat([state_BSD, before_BSr.to(state_BSD)], dim=-1)
 
     def beside(self, out: LossOut, learned: HeadLearned, batch: TrainBatch) -> LossOut:
@@ -99,8 +101,8 @@ class DSpark(InjectedBlocks):
             draft_QK = learned.head(ready_QO)
             temperature = self.options.temperature
             alpha_Q = acceptance(distributions(draft_QK, log_p_QK, temperature, ids_K is None))
-        guess_Q = self.module.confidence(ready_QO)[:, 0].float()
-        loss = F.binary_cross_entropy_with_logits(guess_Q, alpha_Q.float(), reduction="sum")
+        guess_Q = wide(self.module.confidence(ready_QO)[:, 0])
+        loss = F.binary_cross_entropy_with_logits(guess_Q, alpha_Q.to(guess_Q), reduction="sum")
         number = torch.tensor(float(len(alpha_Q)), device=loss.device)
         bias = (guess_Q.detach().sigmoid() - alpha_Q).sum()
         term = LossOut(loss, number, {"confidence_bias": (bias, number)})

@@ -40,6 +40,7 @@ class Eagle(FeatureDrafter):
     """EAGLE-1's module and loss."""
 
     family = "eagle"
+    splits_rows = True
     options: EagleOptions
 
     def make_net(self, shape: LayerShape) -> TrunkNet:

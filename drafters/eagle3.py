@@ -28,7 +28,12 @@ from specctl.core.language_model import Borrowed
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import aim, shifted
-from specctl.drafters.losses.head_losses import head_loss, teacher_logits, weighted_sum
+from specctl.drafters.losses.head_losses import (
+    head_loss,
+    teacher_logits,
+    weighted_sum,
+    with_stretch,
+)
 from specctl.drafters.nets.attention import seen_text
 from specctl.drafters.nets.blocks import FeatureNet, LayerShape, attend, attend_chains, rotate
 from specctl.drafters.nets.heads import BorrowingDrafter, cut_rows, draft_size, head_rows
@@ -172,7 +177,7 @@ class Eagle3(BorrowingDrafter):
             normed_BSD = net.norm(out_BSD)
             return normed_BSD if net.norm_output else out_BSD, normed_BSD, key, value
 
-        state_BSD = net.fc(net.gathered({k: own(tap) for k, tap in batch.taps.items()}))
+        state_BSD = net.fc(net.gathered(batch.own_taps()))
         pairs, normed = list[Tensor](), list[Tensor]()
         for step in range(steps):
             state_BSD, normed_BSD, *pair = run(again, one, step, state_BSD, *pairs)
@@ -191,11 +196,7 @@ class Eagle3(BorrowingDrafter):
             out = head_loss(state_RD, head, rows, self.vocab, how, teacher)
             out = with_router(out, self.router, state_RD, rows, self.vocab, teacher)
             parts.append((self.options.decay**step, out))
-        total = weighted_sum(parts)
-        if batch.part is None:
-            return total
-        # A stretch without a token to predict must take part in the exchange of gradients, too.
-        return replace(total, sum=total.sum + 0.0 * steps[-1].sum())
+        return with_stretch(weighted_sum(parts), steps)
 
 
 @dataclass(frozen=True, slots=True)

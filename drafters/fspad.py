@@ -80,6 +80,7 @@ class Fspad(FeatureDrafter):
     """EAGLE's loss: the feature read-out against f, the logit read-out against the distribution."""
 
     family = "fspad"
+    splits_rows = True
     options: FspadOptions
 
     def make_net(self, shape: LayerShape) -> TrunkNet:

@@ -91,6 +91,7 @@ class Gumiho(FeatureDrafter):
     """Serial steps that learn to serve the heads as well, so gradients pass between them."""
 
     family = "gumiho"
+    splits_rows = True
     options: GumihoOptions
     detach = False
 

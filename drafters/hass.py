@@ -41,6 +41,7 @@ class Hass(FeatureDrafter):
     """EAGLE's module, HASS's training."""
 
     family = "hass"
+    splits_rows = True
     options: HassOptions
 
     def term(

@@ -75,6 +75,7 @@ class Hydra(HeadDrafter):
     """The carry is f_t and the newest embeddings, in order, zero where there is none yet."""
 
     family = "hydra"
+    splits_rows = True
     module: HydraNet
 
     def make_net(self, rows: int) -> HydraNet:

@@ -141,6 +141,7 @@ class Jakiro(FeatureDrafter):
     """EAGLE's loss on both branches."""
 
     family = "jakiro"
+    splits_rows = True
     options: JakiroOptions
 
     def make_net(self, shape: LayerShape) -> TrunkNet:

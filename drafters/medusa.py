@@ -48,6 +48,7 @@ class Medusa(ParallelHeads):
     """Medusa-1: only the heads train."""
 
     family = "medusa"
+    splits_rows = True
     one_call = True
     module: nn.ModuleList
 

@@ -77,6 +77,7 @@ class MlpSpeculator(HeadDrafter):
     """The carry is the state s."""
 
     family = "mlp-speculator"
+    splits_rows = True
     module: MlpNet
 
     def __init__(self, options: MlpOptions, spec: ModelSpec, vocab: VocabMap | None = None) -> None:

@@ -87,6 +87,7 @@ class PEagle(TappedBlocks):
     """Head 0 reads the newest true row, head d the masked row d behind it."""
 
     family = "p-eagle"
+    splits_rows = True
     module: PairNet
     first_slot = -1
     is_causal = True

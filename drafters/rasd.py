@@ -64,6 +64,7 @@ class Rasd(SmallLm):
     """A small-lm with a store beside it; a package may hold the texts of the store."""
 
     family = "rasd"
+    splits_rows = False
     holds_data = True
 
     def __init__(

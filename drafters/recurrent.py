@@ -50,6 +50,7 @@ class Recurrent(HeadDrafter):
     """The carry is cat(f_t, s)."""
 
     family = "recurrent"
+    splits_rows = True
     module: RecurrentNet
 
     def make_net(self, rows: int) -> RecurrentNet:

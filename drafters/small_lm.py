@@ -21,11 +21,12 @@ from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Drafter, Family, Needs, Space
 from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.core.kv_cache import SlotKV
-from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut
+from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut, Masks
+from specctl.core.row_part import RowPart
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import aim
-from specctl.drafters.losses.head_losses import LinearHead, head_loss, teacher_logits
+from specctl.drafters.losses.head_losses import LinearHead, head_loss, teacher_logits, with_stretch
 from specctl.drafters.nets.heads import cut_rows, fitting_rows, head_rows
 from specctl.drafters.nets.options import CompareOptions
 from specctl.drafters.nets.routed import add_router, check_routing, cut_router, with_router
@@ -158,10 +159,26 @@ def _draft_spec(shape: LlamaShape, target: ModelSpec) -> ModelSpec:
     )
 
 
+class WholeRows(SlotKV):
+    """What the layers of a forward over a stretch of rows attend to: keys and values of whole rows,
+    gathered as they come. It keeps nothing."""
+
+    def __init__(self, part: RowPart, length: int) -> None:
+        self.part, self.length = part, length
+
+    def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        del layer
+        return self._row(key), self._row(value)
+
+    def _row(self, own: Tensor) -> Tensor:
+        return self.part.gathered(own, self.length, dim=2)
+
+
 class SmallLm(Drafter):
     """An independent draft model around any LanguageModel."""
 
     family = "small-lm"
+    splits_rows = True
     module: nn.Module
 
     def __init__(
@@ -178,6 +195,7 @@ class SmallLm(Drafter):
             module = LlamaModel(shape, rope.inv_freq, rope.scale)
             lm = FastLlama(module, _draft_spec(shape, spec))
         self.lm, self.module = lm, lm.module
+        self.splits_rows = type(self).splits_rows and isinstance(self.module, LlamaModel)
         rows = spec.vocab_size if vocab is None else vocab.size
         width = lm.spec.hidden_size
         self.router = add_router(self.module, width, rows, options.head_groups, options.head_top)
@@ -235,22 +253,26 @@ class SmallLm(Drafter):
 
     def loss(self, batch: TrainBatch) -> LossOut:
         """Loss of predicting 1 ahead (A0), summed over rows."""
-        how = self.options.compared()
-        masks = self.lm.document_masks(batch.document_BS)
-        ids_BS, rows, module = self.readable(batch.ids_BS), aim(batch, 1), self.module
+        how, own = self.options.compared(), batch.own
+        masks = own_masks(self.lm.document_masks(batch.document_BS), batch)
+        ids_BS, rows, module = self.readable(own(batch.ids_BS)), aim(batch, 1), self.module
+        position_BS = own(batch.position_BS)
         if not isinstance(module, LlamaModel):
-            logits_BTV = self.lm.dense(ids_BS, batch.position_BS, masks).logits_BTV
+            logits_BTV = self.lm.dense(ids_BS, position_BS, masks).logits_BTV
             assert logits_BTV is not None
             state_RK = self.draft_logits(logits_BTV).flatten(0, 1)
             return head_loss(state_RK, nn.Identity(), rows, self.vocab, how)
         last = self.lm.spec.num_layers
-        out = self.lm.dense(ids_BS, batch.position_BS, masks, (last,), logits=False)
+        kv = None if batch.part is None else WholeRows(batch.part, batch.ids_BS.shape[1])
+        out = self.lm.run(Feed(ids_BS, position_BS, masks, (last,), logits=False), kv)
         head, state_RD = LinearHead(module.head_weight), out.taps[last].flatten(0, 1)
         if self.router is None:
-            return head_loss(state_RD, head, rows, self.vocab, how)
+            found = head_loss(state_RD, head, rows, self.vocab, how)
+            return with_stretch(found, [state_RD])
         teacher = teacher_logits(batch, how, self.vocab)
         found = head_loss(state_RD, head, rows, self.vocab, how, teacher)
-        return with_router(found, self.router, state_RD, rows, self.vocab, teacher)
+        found = with_router(found, self.router, state_RD, rows, self.vocab, teacher)
+        return with_stretch(found, [state_RD])
 
     def language_model(self) -> LanguageModel:
         size = self.spec.vocab_size
@@ -265,6 +287,15 @@ class SmallLm(Drafter):
         """Logits over the draft vocabulary; surplus rows of a padded draft model are dropped."""
         size = self.spec.vocab_size if self.vocab is None else self.vocab.size
         return logits if logits.shape[-1] == size else logits[..., :size]
+
+
+def own_masks(masks: Masks, batch: TrainBatch) -> Masks:
+    """Of masks over whole rows those of the queries that are computed here."""
+    if batch.part is None:
+        return masks
+    start, stop = batch.part.bounds(batch.ids_BS.shape[1])
+    windows = {size: mask[:, :, start:stop] for size, mask in masks.windows.items()}
+    return Masks(masks.full[:, :, start:stop], windows)
 
 
 class VocabRestrictedLM(LanguageModel):

@@ -94,6 +94,7 @@ class SortedLm(SmallLm):
     """A small-lm whose shallower depths are drafters of their own."""
 
     family = "sorted"
+    splits_rows = False
     lm: FastLlama
 
     def __init__(

@@ -75,6 +75,7 @@ class Staged(SmallLm):
     """A small-lm with a drafter of its own."""
 
     family = "staged"
+    splits_rows = False
     options: StagedOptions
     memories = frozenset({NGRAMS})
 

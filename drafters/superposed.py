@@ -74,6 +74,7 @@ class Superposed(SmallLm):
     """A small-lm that drafts several continuations at once."""
 
     family = "superposed"
+    splits_rows = False
 
     def needs(self) -> Needs:
         topk = min(TOPK, self.spec.vocab_size)

@@ -26,6 +26,8 @@ OTHER_KINDS = {
 PLAIN_HEADS = (  # whose logits are the normed last state times the head, and nothing more
     "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
 )  # fmt: skip
+LOGIT_DIVISOR = "logits_mup_width_multiplier"
+HEAD_FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 USUAL_HEAD = 64  # width of a head, for drafters of a model that has no heads itself
 ALIBI = ("bloom", "mpt")  # no switch says so in their configurations
 
@@ -98,17 +100,23 @@ def _embed_scale(text: Any) -> float:
     """Factor between the embedding table and hidden_states[0]."""
     if text.model_type.startswith(("gemma", "t5gemma")):
         return float(text.hidden_size**0.5)
+    if hasattr(text, LOGIT_DIVISOR):  # where `embedding_multiplier` is another name of it
+        return 1.0
     return float(getattr(text, "embedding_multiplier", None) or 1.0)
 
 
 def head_scale(config: Any) -> float:
-    """Factor between the product with the LM head and the logits: Granite divides by its scaling,
-    Cohere and HyperCLOVA X multiply."""
+    """Factor between the product with the LM head and the logits: Granite and MiniCPM divide by
+    their scaling, Inkling by its width's, Cohere, HyperCLOVA X, Falcon-H1 and Muse multiply."""
     text = config.get_text_config()
     scaling = getattr(text, "logits_scaling", None)
     if scaling:
         return float(scaling if text.model_type == "hyperclovax" else 1.0 / scaling)
-    return float(getattr(text, "logit_scale", None) or 1.0)
+    divisor = getattr(text, LOGIT_DIVISOR, None)
+    if divisor:
+        return float(1.0 / divisor)
+    found = (getattr(text, name, None) for name in HEAD_FACTORS)
+    return float(next((factor for factor in found if factor), 1.0))
 
 
 def refuse_stateful(model_class: type, config: Any, is_read_only: bool = False) -> None:

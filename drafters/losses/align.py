@@ -9,6 +9,7 @@ Letters: A anchors, B rows, Q picked rows, R flat rows (B S), S sequence, V targ
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.core.batch import HeadRows, Select, TrainBatch
+from specctl.core.row_part import RowPart
 
 REACH = 64  # a loss over a part of the rows looks at most so far ahead
 
@@ -29,6 +31,7 @@ class AlignedRows:
     teacher_row_Q  flat index of the teacher row that holds the target's distribution for it
     teacher_RV     raw target logits, at hand or computed by rows, or None
     select         which of the rows a loss may sum, asked when it knows how far it is off
+    part           the stretch of every row that these rows are of; None: all of it
     """
 
     row_Q: Tensor
@@ -36,6 +39,7 @@ class AlignedRows:
     teacher_row_Q: Tensor
     teacher_RV: Tensor | HeadRows | None
     select: Select | None = None
+    part: RowPart | None = None
 
     def only(self, keep_Q: Tensor) -> AlignedRows:
         """The rows where `keep_Q` is True."""
@@ -77,7 +81,7 @@ def aim(batch: TrainBatch, steps: int) -> AlignedRows:
     length = batch.ids_BS.shape[1]
     start, stop = batch.part.bounds(length)
     row_Q, place_Q = row_Q // length, row_Q % length
-    return replace(found, row_Q=row_Q * (stop - start) + place_Q - start)
+    return replace(found, row_Q=row_Q * (stop - start) + place_Q - start, part=batch.part)
 
 
 def teacher_rows(batch: TrainBatch) -> Tensor:
@@ -102,13 +106,16 @@ def teacher_of(batch: TrainBatch) -> Tensor | HeadRows | None:
 
 
 def random_anchors(batch: TrainBatch, most: int) -> Tensor:
-    """[B, A]: at most so many of a row, in random order; those with something to predict first."""
-    wanted_BS = ahead_mask(batch, 2).float()
+    """[B, A]: at most so many of a row, in random order; those with something to predict first. Of
+    a stretch its share of them, among the positions that are computed here."""
+    wanted_BS = batch.own(ahead_mask(batch, 2)).float()
     chance_BS = wanted_BS + torch.rand(wanted_BS.shape, device=wanted_BS.device)
-    return chance_BS.topk(min(most, wanted_BS.shape[1]), dim=1).indices
+    most = most if batch.part is None else math.ceil(most / batch.part.count)
+    return chance_BS.topk(min(most, wanted_BS.shape[1]), dim=1).indices + batch.start
 
 
 def behind(rows: AlignedRows, batch: TrainBatch, anchor_BA: Tensor) -> AlignedRows:
     """Of the rows those that are anchors."""
-    stands_BS = torch.zeros_like(batch.ids_BS, dtype=torch.bool).scatter_(1, anchor_BA, True)
+    stands_BS = torch.zeros_like(batch.own(batch.ids_BS), dtype=torch.bool)
+    stands_BS.scatter_(1, anchor_BA - batch.start, True)
     return rows.only(stands_BS.flatten()[rows.row_Q])

@@ -9,7 +9,8 @@ Letters: D hidden width, K draft vocabulary, Q picked rows, R flat rows, V targe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +41,7 @@ __all__ = [
     "joined",
     "teacher_logits",
     "weighted_sum",
+    "with_stretch",
 ]  # fmt: skip
 
 LOSSES: dict[str, Loss] = plugins("specctl.drafters.losses", "LOSS")
@@ -165,7 +167,7 @@ def head_loss(
         metrics = {"top1": (total_4[2].detach(), number), "alpha": (total_4[3].detach(), number)}
         if teacher is None:
             del metrics["alpha"]
-        return LossOut(total_4[0], total_4[1].detach(), metrics)
+        return LossOut(total_4[0], total_4[1].detach(), metrics, aim.part)
     with torch.no_grad():
         found = [compare.rows(head(state_RD[s[0]]), *s) for s in _slices(aim, size)]
     kl_Q, learnable_Q, top1_Q, alpha_Q = torch.cat(found, dim=1)
@@ -174,7 +176,7 @@ def head_loss(
     total_4 = sum_slices(state_RD, head, _slices(aim.only(keep_Q), size), compare.sums)
     metrics = {"top1": (top1_Q.sum(), number), "alpha": (alpha_Q.sum(), number)}
     metrics["selected"] = (keep_Q.sum(), (learnable_Q > 0).sum())
-    return LossOut(total_4[0], total_4[1].detach(), metrics)
+    return LossOut(total_4[0], total_4[1].detach(), metrics, aim.part)
 
 
 def _slices(aim: AlignedRows, size: int) -> list[Rows]:
@@ -230,9 +232,22 @@ def feature_loss(state_RD: Tensor, aim: AlignedRows, target_RD: Tensor) -> LossO
 
 
 def joined(out: LossOut, term: LossOut, weight: float = 1.0) -> LossOut:
-    """A loss with the mean of another added to its own mean, though they count other rows."""
-    scale = weight * out.count / term.count.clamp(min=1.0)
-    return LossOut(out.sum + term.sum * scale, out.count, {**out.metrics, **term.metrics})
+    """A loss with the mean of another added to its own mean, though they count other rows. The
+    means are those of whole rows, also where this process has a stretch of them."""
+    count, other = out.count, term.count
+    if out.part is not None:
+        count, other = out.part.total(torch.stack([count, other.to(count)]))
+    scale = weight * count / other.clamp(min=1.0)
+    metrics = {**out.metrics, **term.metrics}
+    return replace(out, sum=out.sum + term.sum * scale, metrics=metrics)
+
+
+def with_stretch(out: LossOut, states: Sequence[Tensor]) -> LossOut:
+    """`out`, to which every one of the states adds zero where processes share rows: a stretch
+    without a token to predict must take part in the exchange of gradients, too."""
+    if out.part is None:
+        return out
+    return replace(out, sum=out.sum + 0.0 * torch.stack([x.sum() for x in states]).sum())
 
 
 def weighted_sum(parts: list[tuple[float, LossOut]]) -> LossOut:
@@ -244,4 +259,4 @@ def weighted_sum(parts: list[tuple[float, LossOut]]) -> LossOut:
     metrics = dict(first.metrics)
     for step, (_, out) in enumerate(parts[1:], start=1):
         metrics.update({f"{name}/{step}": pair for name, pair in out.metrics.items()})
-    return LossOut(total, count, metrics)
+    return LossOut(total, count, metrics, first.part)

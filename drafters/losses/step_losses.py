@@ -51,15 +51,23 @@ def topk_loss(
     return LossOut(loss, count, {"topk": (loss.detach(), count)})
 
 
-def agreement_loss(steps: Sequence[Tensor], rows: Sequence[Tensor], temperature: float) -> LossOut:
+def agreement_loss(
+    steps: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    temperature: float,
+    share: tuple[int, int] = (0, 1),
+) -> LossOut:
     """InfoNCE between the steps' states of the same feature, the other rows of a slice being the
     negatives (CORAL, sec. 3.2). `steps` are flat states [R, D], `rows` the flat rows of each that
-    hold those features, in one order. Metric `agreement`: mean cosine of states of one feature."""
+    hold those features, in one order. Of the slices those numbered `share[0]` modulo `share[1]` are
+    compared here. Metric `agreement`: mean cosine of states of one feature."""
     pairs = [(a, b) for a in range(len(steps)) for b in range(a)]
-    count = torch.tensor(float(rows[0].numel()), device=rows[0].device)
+    all_slices = list(zip(*(torch.split(r, NEGATIVES) for r in rows), strict=True))
+    here = all_slices[share[0] :: share[1]]
+    count = torch.tensor(float(sum(len(s[0]) for s in here)), device=rows[0].device)
     total = wide(steps[0]).new_zeros(())
     alike = total.detach()
-    for slices in zip(*(torch.split(r, NEGATIVES) for r in rows), strict=True):
+    for slices in here:
         unit = [F.normalize(wide(s[r]), dim=-1) for s, r in zip(steps, slices, strict=True)]
         own_Q = torch.arange(len(slices[0]), device=total.device)
         for a, b in pairs:

@@ -6,7 +6,8 @@ sets of keys are attended to one after the other and joined by their log-sum-exp
 asks every set again with the joined output and log-sum-exp, which gives the gradient of one softmax
 over all of them (as in ring attention, arXiv 2310.01889). Saved for it are query, keys, values,
 output and log-sum-exp. Rows of text go through a flash kernel, document by document; other queries
-through slices of queries against the keys that any of them sees.
+on a GPU through FlexAttention (`flex.py`), elsewhere through slices of queries against the keys
+that any of them sees.
 Letters: B rows, E head width, H query heads, J key/value heads, L positions, S sequence, T fed
 tokens.
 """
@@ -24,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from specctl.core.batch import TrainBatch
 from specctl.core.row_part import RowPart
+from specctl.drafters.nets import flex
 
 SLICE_SCORES = 2**24  # of one slice of queries, over all heads
 SLICE_QUERIES = 256  # at most: neighbours see about the same keys
@@ -178,7 +180,7 @@ def _joined(
         if seen is None:
             own.append((_own_score(query, key), value))
         else:
-            run = _text if seen.spans is not None else _sliced
+            run = _text if seen.spans is not None else _any
             parts.append(run(query, key, value, seen))
     if len(kinds) == 1:
         return parts[0]
@@ -216,7 +218,7 @@ def _joined_backward(
         elif seen.spans is not None:
             by_query, by_key, by_value = _text_backward(*state, seen)
         else:
-            by_query, by_key, by_value = _sliced_backward(*state, delta, seen)
+            by_query, by_key, by_value = _any_backward(*state, delta, seen)
         into_query = by_query if into_query is None else into_query.add_(by_query)
         found += [by_key, by_value]
     assert into_query is not None
@@ -274,7 +276,7 @@ def _text(query: Tensor, key: Tensor, value: Tensor, seen: Seen) -> tuple[Tensor
         B, _, T, _ = query.shape
         return _unpacked(out, query), lse.unflatten(1, (B, T)).transpose(0, 1)
     if query.device.type != "cpu":
-        return _sliced(query, key, value, seen)
+        return _any(query, key, value, seen)
     key, value = _spread(key, query), _spread(value, query)
     if len(seen.spans) == len(query):  # a document a row
         found: tuple[Tensor, Tensor] = _cpu(query, key, value, 0.0, True)
@@ -300,7 +302,7 @@ def _text_backward(
         return tuple(_unpacked(x, query) for x in grads)  # type: ignore[return-value]
     if query.device.type != "cpu":
         delta = (grad.to(lse.dtype) * out).sum(-1)
-        return _sliced_backward(grad, query, key, value, out, lse, delta, seen)
+        return _any_backward(grad, query, key, value, out, lse, delta, seen)
     J = key.shape[1]
     grad, key, value = grad.contiguous(), _spread(key, query), _spread(value, query)
     if len(seen.spans) == len(query):
@@ -357,6 +359,28 @@ def _lengths(spans: Sequence[Span], query: Tensor) -> tuple[Tensor, Tensor, int,
 
 
 # -- any queries --------------------------------------------------------------------------------
+
+
+def _any(query: Tensor, key: Tensor, value: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
+    if flex.is_at_hand(query):
+        return flex.forward(query, key, value, seen.first_BT, seen.last_BT)
+    return _sliced(query, key, value, seen)
+
+
+def _any_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    seen: Seen,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if flex.is_at_hand(query):
+        bounds = seen.first_BT, seen.last_BT
+        return flex.backward(grad, query, key, value, out, lse, *bounds)
+    return _sliced_backward(grad, query, key, value, out, lse, delta, seen)
 
 
 @dataclass(frozen=True, slots=True)

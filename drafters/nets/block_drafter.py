@@ -109,7 +109,8 @@ class BlockDrafter(ParallelHeads):
         slots = []
         for index, count in enumerate(counts):
             slots.append(self.slot_of(index, batch, anchor_BA[:, :count]))
-        x_BSD = self.rows(self.gathered(batch.taps), shifted(batch.ids_BS, 1))
+        state_BSD = self.gathered(batch.own_taps())
+        x_BSD = self.rows(state_BSD, batch.own(shifted(batch.ids_BS, 1)))
         known_BSD, out_BMD = self.net.spread(x_BSD, torch.cat(slots, dim=1), batch, block)
         outs = torch.split(out_BMD, counts, dim=1)
         for i in range(self.options.num_heads):
@@ -117,7 +118,7 @@ class BlockDrafter(ParallelHeads):
                 yield self.norm(known_BSD)
                 continue
             out_BAD = self.norm(outs[i + self.first_slot])
-            at_BAD = anchor_BA[:, : out_BAD.shape[1], None].expand_as(out_BAD)
+            at_BAD = (anchor_BA - batch.start)[:, : out_BAD.shape[1], None].expand_as(out_BAD)
             blank_BSD = out_BAD.new_zeros(*known_BSD.shape)
             yield blank_BSD.scatter(1, at_BAD, out_BAD)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from specctl.core.batch import TrainBatch
 from specctl.core.kv_cache import SlotKV
 from specctl.core.spec import ModelSpec
-from specctl.drafters.nets.attention import KeySet, Seen, attend_seen
+from specctl.drafters.nets.attention import KeySet, Seen, SeenPart, attend_seen, seen_text
 from specctl.drafters.nets.blocks import Attending, DecoderLayer, Eagle3Attention, rotary
 from specctl.drafters.nets.prefix import PrefixNet
 from specctl.drafters.nets.recompute import run
@@ -31,7 +31,7 @@ class Block:
     slot by slot each of them is."""
 
     position_BM: Tensor
-    text: Seen
+    text: Seen | SeenPart
     known: Seen
     own: Seen
     order_BM: Tensor
@@ -52,9 +52,9 @@ class Block:
         first_BM = torch.searchsorted(anchor_BM, anchor_BM)
         last_BM = at_BM if is_causal else torch.searchsorted(anchor_BM, anchor_BM, right=True) - 1
         position_BM = batch.position_BS.gather(1, anchor_BM) + 1 + slot_BM
-        text = Seen.text(batch.document_BS)
-        own = Seen(first_BM, last_BM)
-        return cls(position_BM, text, text.rows(anchor_BM), own, order_BM)
+        whole, own = Seen.text(batch.document_BS), Seen(first_BM, last_BM)
+        text = whole if batch.part is None else seen_text(batch)
+        return cls(position_BM, text, whole.rows(anchor_BM), own, order_BM)
 
     def ordered(self, slots_BMD: Tensor) -> Tensor:
         """[B, M, D]: rows that stand slot by slot, one block after the other."""
@@ -94,10 +94,11 @@ class BlockNet(PrefixNet):
     ) -> tuple[Tensor, Tensor]:
         """Features and block rows after all layers, while training: [B, S, D] and [B, M, D]."""
         S, z_BMD = x_BSD.shape[1], block.ordered(z_BMD)
+        position_BS = batch.own(batch.position_BS)
         if self.is_injected:
-            z_BMD = self._injected(x_BSD, z_BMD, batch.position_BS, block)
+            z_BMD = self._injected(x_BSD, z_BMD, position_BS, block)
             return x_BSD, block.by_slot(z_BMD)
-        position_BT = torch.cat([batch.position_BS, block.position_BM], dim=1)
+        position_BT = torch.cat([position_BS, block.position_BM], dim=1)
         rope_BT2E = rotary(position_BT, self.shape.head_dim, self.shape.rope_theta)
         x_BTD = torch.cat([x_BSD, z_BMD], dim=1)
         out_BTD = self.through(x_BTD, rope_BT2E, lambda layer: _among(block, S))
@@ -109,7 +110,8 @@ class BlockNet(PrefixNet):
         rope_BM2E = rotary(block.position_BM, shape.head_dim, shape.rope_theta)
 
         def one(layer: DecoderLayer, x_BSD: Tensor, z_BMD: Tensor) -> Tensor:
-            known = KeySet(*layer.self_attn.key_value(x_BSD, known_BS2E), block.known)
+            key, value = layer.self_attn.key_value(x_BSD, known_BS2E)
+            known = KeySet(block.text.gathered(key), block.text.gathered(value), block.known)
             out_BMD: Tensor = layer(z_BMD, rope_BM2E, _behind(known, block.own))
             return out_BMD
 
@@ -135,8 +137,9 @@ def _among(block: Block, num_known: int) -> Attending:
         (true, drafted), (known_key, own_key), (known_value, own_value) = (
             torch.split(x, [num_known, x.shape[2] - num_known], dim=2) for x in (query, key, value)
         )
-        text = attend_seen(true, [KeySet(known_key, known_value, block.text)])
-        known = KeySet(known_key, known_value, block.known)
+        pair = block.text.gathered(known_key), block.text.gathered(known_value)
+        text = attend_seen(true, block.text.sets(*pair))
+        known = KeySet(*pair, block.known)
         return torch.cat(
             [text, attend_seen(drafted, [known, KeySet(own_key, own_value, block.own)])], dim=1
         )

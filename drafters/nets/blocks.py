@@ -191,14 +191,16 @@ class Eagle3Layer(nn.Module):
         return out
 
 
-def attending(mask: Tensor | Seen | None, kv: SlotKV | None = None, layer: int = 0) -> Attending:
+def attending(
+    mask: Tensor | Seen | SeenPart | None, kv: SlotKV | None = None, layer: int = 0
+) -> Attending:
     """Under that mask, to each other or to all that stands in the aimed cache of that layer."""
 
     def look(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if kv is not None:
             key, value = kv.update(layer, key, value)
-        if isinstance(mask, Seen):
-            return attend_seen(query, [KeySet(key, value, mask)])
+        if isinstance(mask, (Seen, SeenPart)):
+            return attend_seen(query, mask.sets(mask.gathered(key), mask.gathered(value)))
         return attend(query, key, value, mask)
 
     return look

@@ -36,9 +36,10 @@ from specctl.drafters.losses.head_losses import (
     joined,
     teacher_logits,
     weighted_sum,
+    with_stretch,
 )
 from specctl.drafters.losses.teacher import TeacherLogits
-from specctl.drafters.nets.attention import Seen
+from specctl.drafters.nets.attention import seen_text
 from specctl.drafters.nets.blocks import Attending, DecoderLayer, LayerShape, attending
 from specctl.drafters.nets.heads import BorrowingDrafter, cut_rows, head_rows
 from specctl.drafters.nets.options import ADDED, DepthOptions
@@ -148,22 +149,23 @@ class FeatureDrafter(BorrowingDrafter):
 
     def noisy(self, batch: TrainBatch) -> Tensor:
         """[B, S, D]: the target's features with the noise of training."""
-        state_BSD = batch.taps[self.tap].to(self.dtype)
+        state_BSD = batch.own(batch.taps[self.tap]).to(self.dtype)
         if self.options.noise > 0:
             noise_BSD = self.options.noise * (2 * torch.rand_like(state_BSD) - 1)
             if self.options.noise_length is not None:
-                share_BS = (self.options.noise_length / document_lengths(batch)).clamp(max=1.0)
+                length_BS = batch.own(document_lengths(batch))
+                share_BS = (self.options.noise_length / length_BS).clamp(max=1.0)
                 noise_BSD = noise_BSD * share_BS[:, :, None].to(noise_BSD)
             state_BSD = state_BSD + noise_BSD
         return state_BSD
 
     def unroll(self, batch: TrainBatch) -> list[Unrolled]:
         """The steps, then the parallel heads, at every position."""
-        net, state_BSD = self.module, self.noisy(batch)
-        seen = Seen.text(batch.document_BS)
+        net, state_BSD, own = self.module, self.noisy(batch), batch.own
+        seen = seen_text(batch)
         pairs, depth = list[Tensor](), len(net.layers)
         width, inner = net.shape.hidden_size, net.shape.intermediate_size
-        again = is_large(batch.ids_BS.numel(), self.options.ttt_steps * depth, width, inner)
+        again = is_large(own(batch.ids_BS).numel(), self.options.ttt_steps * depth, width, inner)
 
         def one(ahead: int, x_BSD: Tensor, *before: Tensor) -> tuple[Tensor, ...]:
             """The layers' output, and key and value of every layer; `before`: those of the steps
@@ -172,13 +174,13 @@ class FeatureDrafter(BorrowingDrafter):
                 Chains(seen, [*before[2 * i :: 2 * depth]], [*before[2 * i + 1 :: 2 * depth]])
                 for i in range(depth)
             ]
-            rope = net.rope(batch.position_BS + ahead)
+            rope = net.rope(own(batch.position_BS) + ahead)
             out_BSO = net.through(x_BSD, rope, lambda layer: chains[layer].attending)
             return out_BSO, *(part[-1] for chain in chains for part in (chain.keys, chain.values))
 
         steps, ahead = [], 0
         while True:
-            x_BSD = net.mix(self.embed(shifted(batch.ids_BS, 1 + ahead)), state_BSD)
+            x_BSD = net.mix(self.embed(own(shifted(batch.ids_BS, 1 + ahead))), state_BSD)
             if ahead == self.options.ttt_steps:
                 break
             out_BSO, *pair = run(again, one, ahead, x_BSD, *pairs)
@@ -215,7 +217,8 @@ class FeatureDrafter(BorrowingDrafter):
             out = self.term(out, ready_RD, rows, teacher)
             out = with_router(out, self.router, ready_RD, rows, self.vocab, teacher)
             parts.append((self.step_weight(step), out))
-        return self.whole_loss(weighted_sum(parts), steps, batch)
+        total = self.whole_loss(weighted_sum(parts), steps, batch)
+        return with_stretch(total, [unrolled.ready_BSD for unrolled in steps])
 
 
 class TrunkState(FeatureState):

@@ -33,6 +33,7 @@ from specctl.drafters.losses.head_losses import (
     joined,
     teacher_logits,
     weighted_sum,
+    with_stretch,
 )
 from specctl.drafters.nets.heads import BorrowingDrafter, cut_rows, draft_size, head_rows
 from specctl.drafters.nets.prefix import PrefixNet, PrefixState
@@ -133,11 +134,10 @@ class HeadDrafter(BorrowingDrafter):
 
     def context(self, batch: TrainBatch) -> Tensor:
         """[B, S, D]: the states that drafting begins from, at every position."""
-        state_BSD, prefix = self.gathered(batch.taps), self.prefix()
+        state_BSD, prefix = self.gathered(batch.own_taps()), self.prefix()
         if prefix is None:
             return state_BSD
-        x_BSD = self.rows(state_BSD, shifted(batch.ids_BS, 1))
-        return prefix.over(x_BSD, batch.position_BS, batch.document_BS)
+        return prefix.over(self.rows(state_BSD, batch.own(shifted(batch.ids_BS, 1))), batch)
 
     def gathered(self, taps: Mapping[int, Tensor]) -> Tensor:
         """[..., I]: what is read of the target; its last state."""
@@ -191,7 +191,7 @@ class HeadDrafter(BorrowingDrafter):
         """[B, S, O] per head: what its LM head reads, at every position (or the anchors)."""
         carry_BSY = self.begin(self.context(batch))
         for i in range(self.options.num_heads):
-            carry_BSY = self.read(i, carry_BSY, shifted(batch.ids_BS, 1 + i))
+            carry_BSY = self.read(i, carry_BSY, batch.own(shifted(batch.ids_BS, 1 + i)))
             yield self.ready(i, carry_BSY)
 
     def loss(self, batch: TrainBatch) -> LossOut:
@@ -203,8 +203,10 @@ class HeadDrafter(BorrowingDrafter):
             self.head_weights(),
             self.heads_now(),
         )
-        anchor_BA, parts = self.anchors(batch), []
+        anchor_BA, parts, states = self.anchors(batch), [], list[Tensor]()
         for i, ready_BSO in enumerate(self.unroll(batch, anchor_BA)):
+            if batch.part is not None:
+                states.append(ready_BSO)
             if i not in now:
                 continue
             rows = self.aimed(i, batch, anchor_BA)
@@ -213,5 +215,5 @@ class HeadDrafter(BorrowingDrafter):
             out = head_loss(ready_RO, head, rows, self.vocab, how, teacher)
             out = self.beside(out, HeadLearned(i, ready_RO, rows, head, teacher), batch)
             parts.append((options.decay**i, out))
-        total = weighted_sum(parts)
+        total = with_stretch(weighted_sum(parts), states)
         return total if len(parts) == options.num_heads else replace(total, metrics={})

@@ -13,11 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Outcome, RoundView, Space
 from specctl.core.kv_cache import SlotKV
 from specctl.core.masks import chain_mask
 from specctl.core.spec import ModelSpec
-from specctl.drafters.nets.attention import Seen
+from specctl.drafters.nets.attention import Seen, SeenPart, seen_text
 from specctl.drafters.nets.blocks import (
     Attending,
     DecoderLayer,
@@ -40,7 +41,11 @@ class PrefixNet(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(self.shape) for _ in range(num_layers))
 
     def forward(
-        self, x_BTD: Tensor, position_BT: Tensor, mask: Tensor | Seen, kv: SlotKV | None = None
+        self,
+        x_BTD: Tensor,
+        position_BT: Tensor,
+        mask: Tensor | Seen | SeenPart,
+        kv: SlotKV | None = None,
     ) -> Tensor:
         """[B, T, D]: the rows after all layers, against the aimed cache or among themselves."""
         rope_BT2E = rotary(position_BT, self.shape.head_dim, self.shape.rope_theta)
@@ -60,9 +65,9 @@ class PrefixNet(nn.Module):
         width, inner = self.shape.hidden_size, self.shape.intermediate_size
         return is_large(x_BTD[..., 0].numel(), len(self.layers), width, inner)
 
-    def over(self, x_BSD: Tensor, position_BS: Tensor, document_BS: Tensor) -> Tensor:
+    def over(self, x_BSD: Tensor, batch: TrainBatch) -> Tensor:
         """[B, S, D]: the same over packed rows of text, while training."""
-        out_BSD: Tensor = self(x_BSD, position_BS, Seen.text(document_BS))
+        out_BSD: Tensor = self(x_BSD, batch.own(batch.position_BS), seen_text(batch))
         return out_BSD
 
 

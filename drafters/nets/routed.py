@@ -30,7 +30,7 @@ from specctl.core.batch import LossOut
 from specctl.core.errors import IntegrityError, RecipeError
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import AlignedRows
-from specctl.drafters.losses.teacher import TeacherLogits
+from specctl.drafters.losses.teacher import TeacherLogits, wide
 from specctl.models.kernels import Weight, linear, prepared
 
 PREFIX = "router."
@@ -181,7 +181,7 @@ def with_router(
         torch.split(rows, ROWS_AT_ONCE) for rows in (aim.row_Q, aim.label_Q, aim.teacher_row_Q)
     )
     for row_Q, label_Q, teacher_row_Q in zip(*parts, strict=True):
-        score_QG = router(state_RD[row_Q].detach().to(router.weight.dtype)).float()
+        score_QG = wide(router(state_RD[row_Q].detach().to(router.weight.dtype)))
         with torch.no_grad():
             mass_QG = torch.zeros_like(score_QG)
             if teacher is not None:
@@ -195,7 +195,8 @@ def with_router(
             caught = caught + mass_QG.gather(1, best_QC).sum()
         loss = loss - (mass_QG * score_QG.log_softmax(-1)).sum()
     number = torch.tensor(float(aim.row_Q.numel()), device=state_RD.device)
-    return LossOut(loss, out.count, {**out.metrics, "routed": (caught.detach(), number)})
+    metrics = {**out.metrics, "routed": (caught.detach(), number)}
+    return replace(out, sum=loss, metrics=metrics)
 
 
 # -- drafting -----------------------------------------------------------------------------------

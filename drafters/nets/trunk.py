@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from specctl.drafters.nets.attention import Seen
+from specctl.drafters.nets.attention import Seen, SeenPart
 from specctl.drafters.nets.blocks import Attending, DecoderLayer, LayerShape, attend_chains, rotary
 
 
@@ -85,11 +85,13 @@ class Chains:
     """Keys and values of one layer while training unrolls its own drafting: at step j a row sees
     the true rows before it and its own j entries (see `attend_chains`). One writer: `attending`."""
 
-    seen: Seen
+    seen: Seen | SeenPart
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
 
     def attending(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if not self.keys:  # later steps have entries of their own
+            key, value = self.seen.gathered(key), self.seen.gathered(value)
         self.keys.append(key)
         self.values.append(value)
         return attend_chains(query, self.keys, self.values, self.seen)

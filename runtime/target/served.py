@@ -49,7 +49,9 @@ EXPERTS = {
     "down_proj": (("down_proj",), ("w2",)),
 }
 NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
-CAPS = ("final_logit_softcapping", "logits_soft_cap")  # what is done to logits behind the product
+CAPS = (  # what is done to logits behind the product
+    "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap",
+)  # fmt: skip
 
 
 class StoredWeights:
@@ -249,8 +251,8 @@ def load_served(
 ) -> Target:
     """The target of that name without its layers: tokenizer, identity, embedding, norm, head."""
     resolved = resolve(name, revision)
-    folder = resolved.path or hub.download(resolved, offline, check_config)
-    config, where = check_folder(folder), choose_device(device)
+    folder = resolved.path or hub.download(resolved, offline, _check_config)
+    config, where = check_folder(folder, is_read_only=True), choose_device(device)
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     weights = StoredWeights(folder)
     tokenizer = load_tokenizer(folder, config)
@@ -270,6 +272,11 @@ def load_served(
         eos_ids=eos_ids,
         suggested=read_suggested(folder),
     )
+
+
+def _check_config(folder: Path) -> Any:
+    """Of a target that is never run here, only read."""
+    return check_config(folder, is_read_only=True)
 
 
 def _with_generation(module: Any, folder: Path) -> Any:

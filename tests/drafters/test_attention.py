@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention
 
 from specctl.core.batch import TrainBatch
 from specctl.core.masks import document_mask
-from specctl.drafters.nets import attention, recompute
+from specctl.drafters.nets import attention, flex, recompute
 from specctl.drafters.nets.attention import KeySet, Seen, attend_seen
 from specctl_testing.drafters.saved_bytes import saved_bytes
 
@@ -77,6 +79,42 @@ def test_other_queries_see_their_run_of_keys_and_a_second_set() -> None:
     grads = zip(*(torch.autograd.grad(x.sin().sum(), flat) for x in (found, wanted)), strict=True)
     for one, other in grads:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+def test_flex_attention_finds_what_slices_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's own, uncompiled, in float64: blocks that all, some or none of the queries look
+    into, and queries that see nothing; beside a second set whose softmax it shares. On a CPU its
+    gradient is refused by name (its kernels are missing there), not by what it computes."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *given: None)
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    asked: list[tuple[int, ...]] = []
+
+    def kernel(query: Tensor, *given: Any, **how: Any) -> Any:
+        mask = how["block_mask"]
+        asked.append((int(mask.kv_num_blocks.sum()), int(mask.full_kv_num_blocks.sum())))
+        return flex_attention.flex_attention(query, *given, **how)
+
+    first = torch.cat([torch.zeros(2, 128), torch.randint(130, 290, (2, 22))], dim=1).long()
+    last = torch.cat([torch.full((2, 128), 255), first[:, 128:] + torch.arange(-1, 21)], dim=1)
+    seen = Seen(first, last.clamp(max=299).long())
+    flat = [
+        torch.randn(2, n, length, 8, dtype=torch.float64, requires_grad=True)
+        for n, length in ((4, 150), (2, 150), (2, 150), (2, 300), (2, 300))
+    ]
+    each = Seen(torch.arange(150).expand(2, 150), torch.arange(150).expand(2, 150))
+
+    def found() -> list[Tensor]:
+        out = attend_seen(flat[0], [KeySet(flat[1], flat[2], each), KeySet(*flat[3:], seen)])
+        return [out, *torch.autograd.grad(out.sin().sum(), flat)]
+
+    wanted = found()
+    monkeypatch.setattr(flex, "is_at_hand", lambda query: True)
+    monkeypatch.setattr(flex, "kernel", lambda: kernel)
+    for one, other in zip(found(), wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+    assert len(asked) == 4, "two sets, forward and backward"
+    assert (4, 4) in asked, "whole blocks are read without their mask"
 
 
 @pytest.mark.parametrize("documents", [PACKED, ALONE])

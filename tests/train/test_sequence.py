@@ -19,7 +19,7 @@ from specctl.core.drafter import Drafter
 from specctl.core.errors import RecipeError
 from specctl.core.row_part import RowPart
 from specctl.core.vocab import VocabMap
-from specctl.drafters import family
+from specctl.drafters import families, family
 from specctl.drafters.nets import recompute
 from specctl.drafters.nets.attention import KeySet, Seen, SeenPart, attend_seen
 from specctl.recipes.load import load_recipe
@@ -81,12 +81,12 @@ def test_attention_over_stretches_is_that_over_whole_rows(count: int, tmp_path: 
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
 
 
-def drafter_of(target: Target) -> Drafter:
+def drafter_of(target: Target, name: str = "eagle3", **options: Any) -> Drafter:
     """Fresh weights that are no identity."""
     torch.manual_seed(5)
-    found = family("eagle3")
+    found = family(name)
     vocab = VocabMap(torch.tensor(KEPT), target.spec.vocab_size)
-    drafter = found.build(found.options(ttt_steps=3, chunk=7), target.spec, vocab)
+    drafter = found.build(found.options(chunk=7, **options), target.spec, vocab)
     drafter.to(torch.device("cpu"), torch.float64)
     drafter.bind(target.borrowed())
     for parameter in drafter.trainable().values():
@@ -94,50 +94,125 @@ def drafter_of(target: Target) -> Drafter:
     return drafter
 
 
+def packed(vocab: int = 24) -> TrainBatch:
+    """Two packed rows; one has its only tokens to predict in the first stretch."""
+    at = torch.arange(21).expand(2, 21)
+    torch.manual_seed(1)
+    wanted = at < torch.tensor([[21], [4]])
+    return TrainBatch(torch.randint(0, vocab, (2, 21)), wanted, torch.tensor(PACKED), at)
+
+
+def learned(
+    target: Target, drafter: Drafter, plain: TrainBatch, part: RowPart | None
+) -> list[Tensor]:
+    """Loss, count, metrics and every gradient, over whole rows or a stretch of them."""
+    needs = drafter.needs()
+    if part is not None:
+        needs = replace(needs, teacher_rows=needs.teacher)
+    batch = replace(capture(target, plain, needs), part=part)
+    assert isinstance(batch.teacher_rows, HeadRows) or part is None or not needs.teacher
+    out = drafter.loss(batch)
+    moved = list(drafter.trainable().values())
+    sums = [out.sum, out.count, *(x for pair in out.metrics.values() for x in pair)]
+    grads = torch.autograd.grad(out.sum, moved, allow_unused=True)
+    zero = torch.zeros(())
+    return [(zero if x is None else x).detach().double() for x in (*sums, *grads)]
+
+
+def assert_added_up(found: list[list[Tensor]], single: list[Tensor]) -> None:
+    """What the processes found is together what one finds."""
+    total = [torch.stack(parts).sum(0) for parts in zip(*found)]  # noqa: B905
+    assert float(single[0]) > 1
+    for mine, theirs in zip(total, single, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("again", [False, True])
 def test_eagle3_over_stretches_learns_what_it_learns_over_whole_rows(
     make_target: Any, count: int, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One row has its only tokens to predict in the first stretch; passes computed again or not."""
+    """Passes computed again or not."""
     monkeypatch.setattr(recompute, "MOST_SAVED", 0 if again else 10**12)
     target = make_target(num_layers=3, vocab=24, dtype=torch.float64)
-    documents = torch.tensor(PACKED)
-    at = torch.arange(21).expand(2, 21)
-    torch.manual_seed(1)
-    wanted = at < torch.tensor([[21], [4]])
-    plain = TrainBatch(torch.randint(0, 24, (2, 21)), wanted, documents, at)
-    drafter = drafter_of(target)
+    drafter, plain = drafter_of(target, ttt_steps=3), packed()
 
-    def learned(part: RowPart | None) -> list[Tensor]:
-        needs = replace(drafter.needs(), teacher_rows=part is not None)
-        batch = replace(capture(target, plain, needs), part=part)
-        assert isinstance(batch.teacher_rows, HeadRows) == (part is not None)
-        out = drafter.loss(batch)
-        moved = list(drafter.trainable().values())
-        sums = [out.sum, out.count, *(x for pair in out.metrics.values() for x in pair)]
-        return [x.detach().double() for x in (*sums, *torch.autograd.grad(out.sum, moved))]
+    def part_of(ranks: Ranks) -> list[Tensor]:
+        return learned(target, drafter, plain, whole_part(count, ranks))
 
-    found = forked(count, lambda ranks: learned(whole_part(count, ranks)), tmp_path)
-    total = [torch.stack(parts).sum(0) for parts in zip(*found)]  # noqa: B905
-    single = learned(None)
-    assert float(single[0]) > 1
-    for mine, theirs in zip(total, single, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+    assert_added_up(forked(count, part_of, tmp_path), learned(target, drafter, plain, None))
+
+
+ALL = {"anchors": 64}  # a block behind every position, so that which of them are drawn is no matter
+SHARING: dict[str, dict[str, Any]] = {
+    "blockwise": {},
+    "chimera": ALL,
+    "clover": {},
+    "coral": {"ttt_steps": 3, "noise": 0.0, "head_groups": 3, "head_top": 1},
+    "dflash": {**ALL, "layers": 2},
+    "dspark": {**ALL, "layers": 2, "rank": 4},
+    "eagle": {"noise": 0.0},
+    "eagle3": {"ttt_steps": 2, "norm_output": True},
+    "fspad": {"ttt_steps": 2, "noise": 0.0},
+    "gumiho": {"mlp_heads": 2, "noise": 0.0},
+    "hass": {"ttt_steps": 3, "top": 3, "noise": 0.0},
+    "hydra": {"prefix": 1, "feature_weight": 1.0},
+    "jakiro": {"noise": 0.0},
+    "medusa": {"head": "own"},
+    "mlp-speculator": {},
+    "p-eagle": {**ALL, "keep": 1.0},
+    "recurrent": {},
+    "small-lm": {"width": 16, "heads": 2, "layers": 2, "window": 5},
+}
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_families_that_share_rows_learn_what_they_learn_over_whole_ones(
+    make_target: Any, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All in one pair of processes."""
+    monkeypatch.setattr(recompute, "MOST_SAVED", 0 if again else 10**12)
+    monkeypatch.setattr("specctl.drafters.losses.step_losses.NEGATIVES", 6)
+    target, plain = make_target(num_layers=3, vocab=24, dtype=torch.float64), packed()
+    drafters = {name: drafter_of(target, name, **how) for name, how in SHARING.items()}
+
+    def part_of(ranks: Ranks) -> list[list[Tensor]]:
+        part = whole_part(2, ranks)
+        return [learned(target, each, plain, part) for each in drafters.values()]
+
+    found = forked(2, part_of, tmp_path)
+    for at, (name, drafter) in enumerate(drafters.items()):
+        try:
+            assert_added_up([parts[at] for parts in found], learned(target, drafter, plain, None))
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+def test_the_families_that_share_rows_are_those_tried() -> None:
+    claims = {
+        name
+        for name, each in families().items()
+        if each.trainable and getattr(each.build, "splits_rows", False)
+    }
+    assert claims == set(SHARING)
 
 
 def test_what_cannot_share_rows_is_refused(make_target: Any) -> None:
     spec = make_target(num_layers=3, vocab=24).spec
     recipe = load_recipe("eagle3", sets=["train.sequence_parallel=4"])
     built = {name: family(name).build(family(name).options(), spec, None) for name in FAMILIES}
-    with pytest.raises(RecipeError, match="medusa computes whole rows"):
-        row_part(recipe, built["medusa"], Ranks(0, 4))
+    with pytest.raises(RecipeError, match="falcon computes whole rows") as caught:
+        row_part(recipe, built["falcon"], Ranks(0, 4))
+    assert ", eagle3, fspad, " in str(caught.value.expected)
+    scored = family("blockwise").options(rescore="ngram")
+    with pytest.raises(RecipeError, match="blockwise computes whole rows"):
+        row_part(recipe, family("blockwise").build(scored, spec, None), Ranks(0, 4))
     with pytest.raises(RecipeError, match="do not divide"):
         row_part(recipe, built["eagle3"], Ranks(0, 6))
-    assert row_part(load_recipe("eagle3"), built["medusa"], Ranks(0, 4)) is None
+    assert row_part(load_recipe("eagle3"), built["falcon"], Ranks(0, 4)) is None
     assert recipe.train.groups(8) == 2
     with pytest.raises(RecipeError, match="look at whole rows"):
         load_recipe("eagle3", sets=["train.sequence_parallel=2", "train.select=random"])
 
 
-FAMILIES = ("eagle3", "medusa")
+FAMILIES = ("eagle3", "falcon")

@@ -14,60 +14,31 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import save_file
 
+from specctl.core.batch import TrainBatch
+from specctl.core.drafter import Needs
 from specctl.core.errors import FileError, IncompatibleError, IntegrityError
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import DataPart, Recipe
 from specctl.runtime.measure.reporter import SilentReporter
+from specctl.runtime.target.checkpoint import as_transformers
 from specctl.runtime.target.served import load_served
-from specctl.runtime.target.target import Target
+from specctl.runtime.target.target import Target, load_target
 from specctl.train.data.prepare import prepare
 from specctl.train.features.target_source import FromStates, InProcess, target_source
 from specctl.train.run import train_draft
 from specctl_testing.train.fake_endpoint import FAULTS, FakeEndpoint
+from specctl_testing.train.sharded_targets import VOCAB, write_sharded
+from specctl_testing.train.state_engine import before_the_norm, state_engine
 
 LAYERS = (2, 4, 5, 8)  # eagle3's taps of the embedded target, and its last state
 TEXT = "import os\n\n\ndef main(argv):\n    print(os.getcwd(), argv)\n    return {}\n\n\n"
 
 
-def before_the_norm(target: Target, ids: list[int], layers: tuple[int, ...]) -> torch.Tensor:
-    """[N, K, D] as vLLM's connector writes them, by transformers' own model: the last state of the
-    residual stream, which its `hidden_states` hold behind the norm, is read in front of it."""
-    from specctl.runtime.target.checkpoint import as_transformers
-
-    model = as_transformers(target.lm)
-    seen: list[torch.Tensor] = []
-    hook = model.model.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    try:
-        with torch.no_grad():
-            states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
-    finally:
-        hook.remove()
-    last = target.spec.num_layers
-    return torch.stack([(seen[0] if k == last else states[k])[0] for k in layers], dim=1)
-
-
 @contextmanager
-def engine(target: Target, folder: Path, **spoiled: Any) -> Iterator[FakeEndpoint]:
-    """A fake engine that writes what the connector writes."""
-    layers: tuple[int, ...] = spoiled.pop("layers", LAYERS)
-
-    def write(ids: list[int]) -> dict[str, Any]:
-        if not layers:
-            return {}
-        path = folder / f"{abs(hash(tuple(ids)))}.safetensors"
-        states = before_the_norm(target, ids, layers)
-        save_file({"hidden_states": states, "token_ids": torch.tensor(ids)}, path)
-        path.with_name(path.name + ".lock").touch()
-        return {"kv_transfer_params": {"hidden_states_path": str(path)}}
-
-    def greedy(ids: list[int], body: dict[str, Any]) -> list[int]:
-        del body
-        state = before_the_norm(target, ids, (target.spec.num_layers,))
-        return [int(target.lm.lm_head(state[-1:, 0])[0].argmax())]  # type: ignore[attr-defined]
-
-    folder.mkdir(exist_ok=True)
-    fake = FakeEndpoint(target, greedy, more=write, **spoiled)
-    with fake.serving():
+def engine(target: Target, folder: Path, **how: Any) -> Iterator[FakeEndpoint]:
+    """A fake engine of the target that writes the states of LAYERS, or of `layers`."""
+    layers: tuple[int, ...] = how.pop("layers", LAYERS)
+    with state_engine(as_transformers(target.lm), target.tokenizer, folder, layers, **how) as fake:
         yield fake
 
 
@@ -128,8 +99,6 @@ def test_a_run_on_states_of_an_engine_has_the_losses_of_one_in_process(
 def test_a_batch_of_files_is_that_of_the_target(
     tiny_target: Target, text: Path, tmp_path: Path, by_rows: bool
 ) -> None:
-    from specctl.core.drafter import Needs
-
     recipe = recipe_of(text)
     data = prepare(recipe, tiny_target, tmp_path / "run")
     batch, needs = data.batch([0, 1]), Needs((2, 8), teacher=True, teacher_rows=by_rows)
@@ -140,7 +109,7 @@ def test_a_batch_of_files_is_that_of_the_target(
         for document in document_S[document_S >= 0].unique().tolist():
             ids = ids_S[document_S == document].tolist()
             longer = [*ids, 7, 7]  # states look back only: those of a longer text will do
-            found = before_the_norm(tiny_target, longer, (2, 8))
+            found = before_the_norm(as_transformers(tiny_target.lm), longer, (2, 8))
             file = {"hidden_states": found, "token_ids": torch.tensor(longer)}
             save_file(file, states / f"cmpl-{number}.safetensors")
             number += 1
@@ -165,6 +134,30 @@ def test_a_batch_of_files_is_that_of_the_target(
         target_source(part, load_served("tiny"), SilentReporter()).read(batch, needs)
 
 
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_next", "falcon_h1"])
+def test_states_of_sharded_targets_give_the_batch_of_the_target(kind: str, tmp_path: Path) -> None:
+    """MLA with experts; hybrids, of which one multiplies its embedding and its logits."""
+    folder = tmp_path / kind
+    model = write_sharded(kind, folder)
+    whole = load_target(str(folder), dtype="float32", is_read_only=True)
+    served, needs = load_served(str(folder)), Needs((1, 3), teacher=True)
+    assert served.fingerprint == whole.fingerprint
+    ids, at = torch.randint(0, VOCAB, (1, 24)), torch.arange(24)[None]
+    batch = TrainBatch(ids, torch.ones(1, 24).bool(), (at > 8).long(), at)
+    with state_engine(model, served.tokenizer, tmp_path / "states", (1, 3, 4)) as fake:
+        part = DataPart(regenerate=False, target_source="endpoint", states=fake.url)
+        ours = target_source(part, served, SilentReporter()).read(batch, needs)
+    theirs = InProcess(whole).read(batch, needs)
+    assert ours.teacher_BSV is not None
+    assert theirs.teacher_BSV is not None
+    torch.testing.assert_close(ours.teacher_BSV, theirs.teacher_BSV, atol=1e-4, rtol=1e-4)
+    for tap in needs.taps:
+        torch.testing.assert_close(ours.taps[tap], theirs.taps[tap], atol=1e-5, rtol=1e-5)
+    mine, others = served.lm.borrowed(), whole.lm.borrowed()
+    assert mine.embed_scale == others.embed_scale
+    assert torch.equal(mine.head_VD, others.head_VD)
+
+
 @pytest.mark.parametrize(
     ("layers", "error", "match"),
     [
@@ -181,8 +174,6 @@ def test_other_states_than_asked_for_are_refused(
     error: Any,
     match: str,
 ) -> None:
-    from specctl.core.drafter import Needs
-
     batch = prepare(recipe_of(text), tiny_target, tmp_path / "run").batch([0])
     with engine(tiny_target, tmp_path / "states", layers=layers) as fake:
         part = DataPart(regenerate=False, target_source="endpoint", states=fake.url)

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from specctl.core.drafter import Drafter
+from specctl.core.drafter import Drafter, Family
 from specctl.core.errors import RecipeError
 from specctl.core.row_part import RowPart
+from specctl.drafters import families
 from specctl.recipes.schema import Recipe
 from specctl.train.distributed.ranks import Ranks
 
 WHERE = "train.sequence_parallel"
+
+
+def _splits(family: Family) -> bool:
+    return bool(getattr(family.build, "splits_rows", False))
 
 
 def row_part(recipe: Recipe, drafter: Drafter, ranks: Ranks) -> RowPart | None:
@@ -29,7 +34,8 @@ def row_part(recipe: Recipe, drafter: Drafter, ranks: Ranks) -> RowPart | None:
             f"{drafter.family} computes whole rows",
             where=WHERE,
             found=f"sequence_parallel {count}",
-            expected="a family whose steps look at other positions by attention alone: eagle3",
+            expected="a family that looks at other positions by attention alone: "
+            + ", ".join(sorted(name for name, each in families().items() if _splits(each))),
             do=f"--set {WHERE}=1",
         )
     if ranks.size % count:

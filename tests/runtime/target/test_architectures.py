@@ -23,6 +23,7 @@ from specctl.drafters import prompt_lookup
 from specctl.models import hf_probe
 from specctl.models.fast_llama import FastLlama
 from specctl.models.hf_lm import HfLM
+from specctl.models.hf_spec import head_scale, spec_of
 from specctl.runtime.generate import generate
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.checkpoint import as_transformers
@@ -133,6 +134,16 @@ def test_a_borrowed_head_speaks_as_loudly_as_the_target(
         out = lm.dense(ids, torch.arange(9)[None], masks, (2,))
     product = out.taps[2] @ lm.borrowed().head_VD.T
     torch.testing.assert_close(product, out.logits_BTV, atol=1e-4, rtol=1e-4)
+
+
+def test_a_width_that_divides_logits_is_no_scale_of_the_embedding() -> None:
+    """Inkling's configuration calls the divisor `embedding_multiplier`, too."""
+    if "inkling_text" not in transformers.CONFIG_MAPPING:
+        pytest.skip("an older transformers, without it")
+    config = transformers.AutoConfig.for_model("inkling_text")
+    assert config.embedding_multiplier == config.logits_mup_width_multiplier == 24.0
+    assert head_scale(config) == pytest.approx(1 / 24)
+    assert spec_of(config, ()).embed_scale == 1.0
 
 
 @pytest.mark.parametrize("kind", ["Qwen2 with a window in every layer", "tied Llama"])
