@@ -7,9 +7,10 @@ family are a frozen dataclass that extends it, or what extends it already (`nets
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
-from typing import Annotated, Any, get_args, get_type_hints
+from types import NoneType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from specctl.core.errors import RecipeError, nearest
 
@@ -55,20 +56,21 @@ CountOrZero = Annotated[int, Within(0)]
 
 
 class Options:
-    """Checks every option by its annotation, or by the one it overrides; None is not checked. A
-    list, as recipes and Python give them, becomes a tuple."""
+    """Checks every option by its annotation, or by the one it overrides, but for None where the
+    annotation allows it. What recipes and Python give for a tuple becomes one of its kind."""
 
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:  # type: ignore[attr-defined]
-            value = getattr(self, name)
-            if isinstance(value, list):
-                object.__setattr__(self, name, tuple(value))
         known = limits(type(self))  # type: ignore[arg-type]  # to mypy no class is hashable
-        for name, limit in known.items():
-            if (value := getattr(self, name)) is not None:
-                limit.check(name, value)
+        for name, hint in _types(type(self)).items():  # type: ignore[arg-type]
+            value = getattr(self, name)
+            if value is None and NoneType in get_args(hint):
+                continue
+            if (kind := _element(hint)) is not None:
+                object.__setattr__(self, name, tuple(kind(one) for one in value))
+            elif name in known:
+                known[name].check(name, value)
 
 
 @cache
@@ -79,6 +81,20 @@ def limits(kind: type[Any]) -> dict[str, Within | OneOf]:
         for name, hint in get_type_hints(base, include_extras=True).items():
             found.update((name, limit) for limit in _limits_of(hint))
     return found
+
+
+@cache
+def _types(kind: type[Any]) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}
+
+
+def _element(hint: Any) -> type[Any] | None:
+    """X of an option that is tuple[X, ...], or may be None instead."""
+    for part in (hint, *get_args(hint)):
+        if get_origin(part) is tuple:
+            return get_args(part)[0]  # type: ignore[no-any-return]
+    return None
 
 
 def _limits_of(hint: Any) -> Iterator[Within | OneOf]:

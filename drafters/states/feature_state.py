@@ -4,8 +4,8 @@ Per slot there are true rows (token t + 1 with the target's features at t) and, 
 drafted rows behind them (a drafted token with the drafter's own output state). The newest true rows
 wait as *pending* until the next root feeds them in one ragged call; writing them overwrites what
 the last round drafted. rows written + pending = kept length, because the first token has no row.
-Letters: B rows, D hidden width, E head width, K draft vocabulary, L positions, M new nodes,
-N nodes, T fed tokens, V target vocabulary, W window, X any axes, Z slots.
+Letters: B rows, D hidden width, E head width, K draft vocabulary, L positions, M new nodes, N
+nodes, T fed tokens, V target vocabulary, W window, X any axes, Z slots.
 """
 
 from __future__ import annotations

@@ -77,3 +77,16 @@ def test_the_shared_options_say_how_a_head_is_compared() -> None:
 def test_a_family_refuses_wrong_shared_options(name: str, wrong: dict[str, object]) -> None:
     with pytest.raises(RecipeError, match=next(iter(wrong))):
         families()[name].options(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("family", "given"),
+    [("aded", {"maker": None}), ("medusa", {"num_heads": None}), ("eagle3", {"taps": 2})],
+)
+def test_an_option_is_none_or_a_list_only_where_it_may_be(family: str, given: Any) -> None:
+    with pytest.raises((RecipeError, TypeError)):
+        families()[family].options(**given)
+
+
+def test_entries_of_a_list_are_of_the_options_kind() -> None:
+    assert repr(families()["superposed"].options(weights=[1, 2]).weights) == "(1.0, 2.0)"
