@@ -27,13 +27,15 @@ FOLDER, TARGET = "THIS_FOLDER", "TARGET_FOLDER"  # stand for paths in the comman
 @dataclass(frozen=True, slots=True)
 class ExportSource:
     """What is exported: the verified package folder, its manifest, and the loaded drafter beside a
-    target. The manifest names that target, which --allow may have let differ from the package's."""
+    target. The manifest names that target, which --allow may have let differ from the package's.
+    `engine_python` has the engine's own tools, for formats that these write; None is this one."""
 
     folder: Path
     manifest: Manifest
     drafter: Drafter
     target: Target
     allow: tuple[str, ...] = ()
+    engine_python: str | None = None
 
 
 def _no_notes(source: ExportSource) -> tuple[str, ...]:
@@ -73,6 +75,8 @@ ENGINES: dict[str, tuple[str, ...]] = {
     "sglang": ("sglang", "hf"),
     "llama.cpp": ("gguf",),
     "trtllm": ("sglang", "hf"),
+    "openvino": ("openvino",),
+    "mlx": ("hf",),
 }
 ONLY_EAGLE3 = ("trtllm",)  # engines that read of the flat checkpoints EAGLE-3's alone
 PREFERRED = ("speculators", "sglang", "hf", "vllm-medusa", "mlp-speculator")
@@ -134,7 +138,13 @@ def find_format(name: str, family: str) -> Format:
 
 
 def export(
-    package: Path | str, to: str, out: Path | str, target: Target, *, allow: Sequence[str] = ()
+    package: Path | str,
+    to: str,
+    out: Path | str,
+    target: Target,
+    *,
+    allow: Sequence[str] = (),
+    engine_python: str | None = None,
 ) -> Manifest:
     """Write `package` (its folder, or that of its run) in format `to` at `out`; the new manifest.
 
@@ -153,14 +163,15 @@ def export(
     manifest = read_manifest(folder)
     form = find_format(to, manifest.family)
     drafter = read_package(folder, target, allow).to(target.device)  # in its own dtype
-    source = ExportSource(folder, _beside(manifest, target), drafter, target, tuple(allow))
+    beside = _beside(manifest, target)
+    source = ExportSource(folder, beside, drafter, target, tuple(allow), engine_python)
     with new_folder(out, own_files) as temp:
         form.write(source, temp)
         written = [path.name for path in temp.iterdir()]
         assert not {CARD, MANIFEST} & set(written), f"format {to} wrote {written}"
         about = manifest.to_json() | {"format": to, "versions": versions()}
-        beside = source.manifest.target
-        named = TARGET if beside.adapters else beside.repo or TARGET
+        record = beside.target
+        named = TARGET if record.adapters else record.repo or TARGET
         about["served_by"] = [line.replace(TARGET, named) for line in form.serve(source, FOLDER)]
         about["notes"] = [
             *_other_target(manifest, source),
