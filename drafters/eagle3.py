@@ -48,6 +48,7 @@ from specctl.drafters.option_checks import check_choice, check_count
 from specctl.drafters.states.feature_state import FeatureState, Fed
 from specctl.drafters.states.tree_layout import Place
 from specctl.models.kernels import Weight, linear, prepared, rms_norm
+from specctl.models.native.step import RESIDUAL, Stack
 from specctl.models.rope import scaled_frequencies
 
 LM_HEADS = ("init", "frozen", "scratch")
@@ -233,7 +234,7 @@ class Eagle3State(FeatureState):
     """Memory of one engine."""
 
     def __init__(self, drafter: Eagle3, space: Space) -> None:
-        self.net, self.embed = drafter.module, drafter.embed
+        self.net, self.embed, self.borrowed = drafter.module, drafter.embed, drafter.borrowed
         super().__init__(drafter, self.net.shape, 1, space)
 
     def fuse_weights(self) -> None:
@@ -245,24 +246,62 @@ class Eagle3State(FeatureState):
     def fill(self, fed: Fed) -> None:
         self._project(fed.ids_BT, fed.state_BTD, fed.rope_BT2E)
 
+    def stack(self) -> Stack | None:
+        net, shape, borrowed = self.net, self.net.shape, self.borrowed
+        if borrowed is None or borrowed.embed_scale != 1.0:
+            return None
+        return Stack(
+            shape.hidden_size,
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            shape.intermediate_size,
+            shape.norm_eps,
+            shape.norm_eps,
+            [net.layer],
+            borrowed.embedding_VD,
+            net.norm.weight,
+            net.lm_head.weight,
+            self.rotations,
+            entry_norm=net.layer.input_layernorm.weight,
+            is_residual_normed=net.layer.norm_before_residual,
+        )
+
+    def _compiled(self, ids_BT: Tensor, state_BTD: Tensor, at: Fed | Place) -> Tensor | None:
+        """Logits by the compiled step, the states remembered; None where PyTorch does it."""
+        is_plain = not isinstance(self._fused.head, RoutedHead)
+        fed_back = 1 if self.net.norm_output else RESIDUAL
+        taps = (fed_back,) if is_plain else (1, fed_back)
+        out = self.compiled(ids_BT, state_BTD, at, tuple(set(taps)), logits=is_plain)
+        if out is None:
+            return None
+        state, normed = out.taps[fed_back], out.taps.get(1)
+        if isinstance(at, Fed):
+            state = at.newest(state)
+            normed = None if normed is None else at.newest(normed)
+        self._states.append(state)
+        if out.logits_BTV is not None:
+            return out.logits_BTV
+        assert normed is not None
+        return read_head(normed, self._fused.head)
+
     def newest(self, fed: Fed, kept_B: Tensor) -> Tensor:
+        if (found := self._compiled(fed.ids_BT, fed.state_BTD, fed)) is not None:
+            return found
         query, key, value = self._project(fed.ids_BT, fed.state_BTD, fed.rope_BT2E)
         assert self._growth is not None
         mask = None
         if self._growth.uniform is None:
             at_L = torch.arange(key.shape[2], device=self.device)
             mask = (at_L < kept_B[:, None])[:, None, None]
-        state_BTD, counts = fed.state_BTD, fed.counts
-        if min(counts) == max(counts):
-            query, state_B1D = query[:, :, -1:], state_BTD[:, -1:]
-        else:
-            row_B = torch.arange(len(counts), device=self.device)
-            at_B = torch.tensor(counts, device=self.device) - 1
-            query, state_B1D = query[row_B, :, at_B][:, :, None], state_BTD[row_B, at_B][:, None]
+        query = fed.newest(query.transpose(1, 2)).transpose(1, 2)
+        state_B1D = fed.newest(fed.state_BTD)
         return self._finish(state_B1D, attend(query, key, value, mask))
 
     def nodes(self, token_BM: Tensor, parent_BM: Tensor, place: Place) -> Tensor:
         state_BMD = self.of_parents(self._states, parent_BM, place)
+        if (found := self._compiled(token_BM, state_BMD, place)) is not None:
+            return found
         rope_BM2E = self._rope_L2E[place.position_BM]
         query, key, value = self._project(token_BM, state_BMD, rope_BM2E)
         return self._finish(state_BMD, attend(query, key, value, place.mask))

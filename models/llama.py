@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from specctl.models.kernels import Weight, can_pack, pack
-from specctl.models.native.step import NativeStep, native_step
+from specctl.models.native.step import NativeStep, Stack, native_step
 
 PACK_SHARE = 0.25  # of the device's memory that copies of the weights may take
 
@@ -246,8 +246,26 @@ class LlamaModel(nn.Module):
         """The compiled step over these weights; None where there is none for them."""
         packs = self.packs
         if not packs.is_native_tried or (packs.native is not None and not packs.native.is_current):
-            packs.native, packs.is_native_tried = native_step(self), True
+            packs.native, packs.is_native_tried = native_step(self._stack()), True
         return packs.native
+
+    def _stack(self) -> Stack:
+        shape, body, rotary = self.shape, self.model, self.rotary
+        return Stack(
+            shape.hidden_size,
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            shape.intermediate_size,
+            shape.norm_eps,
+            shape.qk_norm_eps or shape.norm_eps,
+            list(body.layers),
+            body.embed_tokens.weight,
+            body.norm.weight,
+            self.head_weight,
+            lambda length: rotary.table(length, torch.device("cpu"), torch.float32),
+            shape.window,
+        )
 
     def _has_room(self) -> bool:
         weight = self.head_weight

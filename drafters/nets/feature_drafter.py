@@ -39,7 +39,7 @@ from specctl.drafters.losses.head_losses import (
 )
 from specctl.drafters.losses.teacher import TeacherLogits
 from specctl.drafters.nets.attention import Seen
-from specctl.drafters.nets.blocks import Attending, LayerShape, attending
+from specctl.drafters.nets.blocks import Attending, DecoderLayer, LayerShape, attending
 from specctl.drafters.nets.heads import BorrowingDrafter, cut_rows, head_rows
 from specctl.drafters.nets.options import ADDED, DepthOptions
 from specctl.drafters.nets.recompute import is_large, run
@@ -48,6 +48,7 @@ from specctl.drafters.nets.trunk import Chains, TrunkNet
 from specctl.drafters.option_checks import check_count
 from specctl.drafters.states.feature_state import FeatureState, Fed
 from specctl.drafters.states.tree_layout import Place
+from specctl.models.native.step import RESIDUAL, Stack
 from specctl.models.sliced_head import Head
 
 
@@ -240,6 +241,26 @@ class TrunkState(FeatureState):
     def fuse_weights(self) -> None:
         self._head = served_head(self.drafter.head_weight(), self.drafter.router)
 
+    def stack(self) -> Stack | None:
+        net, shape = self.net, self.net.shape
+        is_plain = type(net).through is TrunkNet.through
+        if not is_plain or any(type(layer) is not DecoderLayer for layer in net.layers):
+            return None
+        return Stack(
+            shape.hidden_size,
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            shape.intermediate_size,
+            shape.norm_eps,
+            shape.norm_eps,
+            list(net.layers),
+            embedding_VD=None,
+            norm=None,
+            head=self.drafter.head_weight(),
+            rotary=self.rotations,
+        )
+
     def features(self, taps: Mapping[int, Tensor]) -> Tensor:
         return taps[self.drafter.tap].to(self.dtype)
 
@@ -252,6 +273,8 @@ class TrunkState(FeatureState):
     def _true_rows(self, fed: Fed) -> tuple[Tensor, Tensor]:
         """What was mixed, and the layers' output, of every row."""
         x_BTD = self.net.mix(self.drafter.embed(fed.ids_BT), fed.state_BTD)
+        if (out := self.compiled(fed.ids_BT, x_BTD, fed)) is not None:
+            return x_BTD, out.taps[RESIDUAL]
         mask = chain_mask(fed.start_B, fed.ids_BT.shape[1], self.kv.aim.span)
         return x_BTD, self.net.through(x_BTD, fed.rope_BT2E, self._attending(mask))
 
@@ -260,17 +283,11 @@ class TrunkState(FeatureState):
 
     @torch.no_grad()
     def newest(self, fed: Fed, kept_B: Tensor) -> Tensor:
-        counts, (x_BTD, out_BTO) = fed.counts, self._true_rows(fed)
-        if min(counts) == max(counts):
-            x_B1D, out_B1O = x_BTD[:, -1:], out_BTO[:, -1:]
-        else:
-            row_B = torch.arange(len(counts), device=self.device)
-            at_B = torch.tensor(counts, device=self.device) - 1
-            x_B1D, out_B1O = x_BTD[row_B, at_B][:, None], out_BTO[row_B, at_B][:, None]
+        x_B1D, out_B1O = map(fed.newest, self._true_rows(fed))
         if self.net.passes is not None:
             self._mixed, self._outs = [x_B1D], [out_B1O]
             self._carries = [self.net.handed(x_B1D, x_B1D, out_B1O)]  # for its shape only
-            self._depths = [torch.zeros(len(counts), 1, dtype=torch.long, device=self.device)]
+            self._depths = [torch.zeros(len(fed.counts), 1, dtype=torch.long, device=self.device)]
         return self._head_logits(out_B1O)
 
     def _head_logits(self, out_BMO: Tensor) -> Tensor:
@@ -310,6 +327,8 @@ class TrunkState(FeatureState):
         return self._by_depth(out_BMO, carry_BMY, depth_BM, depths)
 
     def _pass(self, x_BMD: Tensor, place: Place) -> Tensor:
+        if (out := self.compiled(place.position_BM, x_BMD, place)) is not None:
+            return out.taps[RESIDUAL]
         rope_BM2E = self._rope_L2E[place.position_BM]
         return self.net.through(x_BMD, rope_BM2E, self._attending(place.mask))
 

@@ -19,9 +19,12 @@ from torch import Tensor
 
 from specctl.core.drafter import Outcome, RoundView, Space, StepState
 from specctl.core.kv_cache import SlotKV
+from specctl.core.language_model import Feed, LmOut, Masks
+from specctl.core.masks import chain_mask
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.heads import BorrowingDrafter
 from specctl.drafters.states.tree_layout import Place, TreeLayout, aim_cache
+from specctl.models.native.step import RESIDUAL, NativeStep, Stack, native_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,14 @@ class Fed:
     rope_BT2E: Tensor
     start_B: Tensor
     counts: tuple[int, ...]
+
+    def newest(self, rows_BTX: Tensor) -> Tensor:
+        """[B, 1, ...]: those of the last real row."""
+        if min(self.counts) == max(self.counts):
+            return rows_BTX[:, -1:]
+        row_B = torch.arange(len(self.counts), device=rows_BTX.device)
+        at_B = torch.tensor(self.counts, device=rows_BTX.device) - 1
+        return rows_BTX[row_B, at_B][:, None]
 
 
 class FeatureState(StepState):
@@ -71,14 +82,18 @@ class FeatureState(StepState):
         self._rope_L2E = self._rotations()
         self._growth: TreeLayout | None = None
         self._states: list[Tensor] = []
-        self.fuse_weights()
-        self._weights_version, self._version = drafter.version, drafter.version()
+        self._weights_version = drafter.version
+        self._prepare()
 
     # -- what a drafter computes ------------------------------------------------------------------
 
     @abstractmethod
     def fuse_weights(self) -> None:
         """Prepare the weights for serving."""
+
+    def stack(self) -> Stack | None:
+        """The layers as the compiled step reads them; None where they are of another kind."""
+        return None
 
     @abstractmethod
     def features(self, taps: Mapping[int, Tensor]) -> Tensor:
@@ -95,6 +110,41 @@ class FeatureState(StepState):
     @abstractmethod
     def nodes(self, token_BM: Tensor, parent_BM: Tensor, place: Place) -> Tensor:
         """[B, M, K]: the logits after drafted tokens, whose place the cache is aimed at."""
+
+    def _prepare(self) -> None:
+        self.fuse_weights()
+        self._version, stack = self._weights_version(), self.stack()
+        self._native: NativeStep | None = None if stack is None else native_step(stack)
+
+    def compiled(
+        self,
+        ids_BT: Tensor,
+        state_BTD: Tensor,
+        at: Fed | Place,
+        taps: tuple[int, ...] = (RESIDUAL,),
+        *,
+        logits: bool = False,
+    ) -> LmOut | None:
+        """These tokens through the layers by the compiled step, the cache being aimed at them; of
+        true rows with the logits after the last real one. None where PyTorch does it."""
+        step, span = self._native, self.kv.aim.span
+        if step is None or ids_BT.numel() > step.most_rows or torch.is_grad_enabled():
+            return None
+        T, only = ids_BT.shape[1], None
+        if isinstance(at, Fed):
+            position_BT = at.start_B[:, None] + torch.arange(T)
+            mask = chain_mask(at.start_B, T, span)
+            only = tuple(count - 1 for count in at.counts)
+        else:
+            position_BT = at.position_BM
+            mask = torch.ones(1, 1, T, span, dtype=torch.bool) if at.mask is None else at.mask
+        masks = Masks(mask)
+        feed = Feed(ids_BT, position_BT, masks, taps, logits, only, residual_BTD=state_BTD)
+        return step.run(feed, self.kv)
+
+    def rotations(self, _: int) -> Tensor:
+        """float32 [L, 2 E]: cos and signed sin of every position of the cache."""
+        return self._rope_L2E.flatten(1).float()
 
     def _rotations(self) -> Tensor:
         at_L = torch.arange(self.kv.max_len, device=self.device)
@@ -113,8 +163,7 @@ class FeatureState(StepState):
     def forget(self, slot: int) -> None:
         """A new text begins in that slot."""
         if self._version != self._weights_version():
-            self.fuse_weights()
-            self._version = self._weights_version()
+            self._prepare()
 
     def prefill(
         self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor], first: int, last: int

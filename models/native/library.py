@@ -18,6 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("step.cpp")
+SOURCES = (SOURCE, SOURCE.with_name("lanes.h"))
 SWITCH = "SPECCTL_NATIVE"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O2", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared")
@@ -37,21 +38,27 @@ class LayerAddresses(ctypes.Structure):
 class ModelAddresses(ctypes.Structure):
     """Sizes and weights of a model."""
 
+    SIZES = ("D", "H", "J", "E", "I", "V", "num_layers", "num_embeddings")
     _fields_ = [
-        *((name, ctypes.c_int32) for name in ("D", "H", "J", "E", "I", "V", "num_layers")),
+        *((name, ctypes.c_int32) for name in SIZES),
         *((name, ctypes.c_float) for name in ("eps", "qk_eps")),
         *((name, ctypes.c_void_p) for name in ("embedding", "norm", "head")),
         ("layers", ctypes.POINTER(LayerAddresses)),
+        ("entry_norm", ctypes.c_void_p),
+        ("is_residual_normed", ctypes.c_int32),
     ]
 
 
 class StepCall(ctypes.Structure):
     """One forward: what is fed, where keys and values are, where results go."""
 
-    SIZES = ("B", "T", "max_len", "span", "num_taps", "num_asked", "threads")
+    SIZES = (
+        "B", "T", "max_len", "span", "num_taps", "num_asked", "threads", "num_slots",
+        "num_positions",
+    )  # fmt: skip
     ADDRESSES = (
         "ids", "position", "slot", "start", "residual", "mask", "rotary", "keys", "values",
-        "attention", "mlp", "taps", "tapped", "asked", "logits", "space",
+        "attention", "mlp", "taps", "tapped", "asked", "logits", "last", "space",
     )  # fmt: skip
     _fields_ = [
         *((name, ctypes.c_int32) for name in SIZES),
@@ -131,7 +138,8 @@ def _tuned() -> tuple[str, ...]:
 
 def _key(compiler: str) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30)
-    parts = (SOURCE.read_text(encoding="utf-8"), version.stdout, *FLAGS, _processor())
+    texts = (source.read_text(encoding="utf-8") for source in SOURCES)
+    parts = (*texts, version.stdout, *FLAGS, _processor())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
@@ -152,5 +160,5 @@ def _loaded(path: Path) -> ctypes.CDLL:
     for name in ("step_float32", "step_bfloat16"):
         function = getattr(found, name)
         function.argtypes = (ctypes.POINTER(ModelAddresses), ctypes.POINTER(StepCall))
-        function.restype = None
+        function.restype = ctypes.c_int
     return found

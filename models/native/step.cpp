@@ -11,161 +11,121 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
 
+#include "lanes.h"
+
 namespace {
 
-typedef float f16v __attribute__((vector_size(64)));
-typedef int32_t i16v __attribute__((vector_size(64)));
-typedef uint32_t u16v __attribute__((vector_size(64)));
-typedef uint16_t s16v __attribute__((vector_size(32)));
-typedef float f8v __attribute__((vector_size(32)));
-typedef float f4v __attribute__((vector_size(16)));
+constexpr int LINE = 64, PAGE = 4096;
 
-constexpr int LANES = 16;
-
-struct bf16 {
-    uint16_t bits;
-};
-
-inline float widened(float x) { return x; }
-inline float widened(bf16 x) {
-    uint32_t bits = uint32_t(x.bits) << 16;
-    float out;
-    memcpy(&out, &bits, 4);
-    return out;
-}
-inline void put(float *at, float x) { *at = x; }
-inline void put(bf16 *at, float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    at->bits = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-inline f16v load(const float *at) {
-    f16v out;
-    memcpy(&out, at, sizeof out);
-    return out;
-}
-inline f16v load(const bf16 *at) {
-    s16v bits;
-    memcpy(&bits, at, sizeof bits);
-    u16v wide = __builtin_convertvector(bits, u16v) << 16;
-    f16v out;
-    memcpy(&out, &wide, sizeof out);
-    return out;
-}
-inline void store(float *at, f16v x) { memcpy(at, &x, sizeof x); }
-
-// The sums of four vectors, in one order for all: their lanes are mixed, then folded together.
-inline f4v totals(f16v a, f16v b, f16v c, f16v d) {
-    f16v ab = __builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
-              __builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-    f16v cd = __builtin_shufflevector(c, d, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
-              __builtin_shufflevector(c, d, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-    f16v all = __builtin_shufflevector(ab, cd, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-               __builtin_shufflevector(ab, cd, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    f8v half = __builtin_shufflevector(all, all, 0, 1, 2, 3, 4, 5, 6, 7) +
-               __builtin_shufflevector(all, all, 8, 9, 10, 11, 12, 13, 14, 15);
-    return __builtin_shufflevector(half, half, 0, 1, 2, 3) +
-           __builtin_shufflevector(half, half, 4, 5, 6, 7);
-}
-inline float total(f16v x) { return totals(x, f16v{}, f16v{}, f16v{})[0]; }
-
-// e^x of 16 numbers of at most 88: 2^n by the exponent, the rest by a polynomial (error 2e-7).
-inline f16v exponential(f16v x) {
-    const f16v zero = {};
-    x = x < zero - 87.0f ? zero - 87.0f : x;
-    x = x > zero + 88.0f ? zero + 88.0f : x;
-    f16v n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
-    f16v r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    f16v p = zero + 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    i16v scale = (__builtin_convertvector(n, i16v) + 127) << 23;
-    f16v power;
-    memcpy(&power, &scale, sizeof power);
-    return p * power;
+inline float *aligned(float *at) {
+    return reinterpret_cast<float *>((reinterpret_cast<uintptr_t>(at) + 63) & ~uintptr_t(63));
 }
 
-// out[r][o] = sum_k x[r][k] w[o][k] of R rows and O outputs.
+// Rows of inputs lie this far apart: at a power of two they would share few places of the cache.
+inline constexpr size_t apart(size_t K) { return (K + LANES - 1) / LANES * LANES + LANES; }
+
+// What the registers hold at once: so many rows by outputs, or fewer rows by more outputs.
+#if defined(__AVX512F__)  // 32 registers, one for 16 numbers
+constexpr int ROWS = 6, OUTPUTS = 4, MORE_OUTPUTS = 8;
+#elif defined(__AVX__)  // 16, two for 16 numbers
+constexpr int ROWS = 3, OUTPUTS = 2, MORE_OUTPUTS = 4;
+#else  // 16 or 32, four for 16 numbers
+constexpr int ROWS = 2, OUTPUTS = 2, MORE_OUTPUTS = 4;
+#endif
+
+// f(a constant equal to n), n from 1 to N.
+template <int N, class F>
+inline void with_constant(int n, F f) {
+    if constexpr (N > 0) {
+        if (n == N)
+            f(std::integral_constant<int, N>());
+        else
+            with_constant<N - 1>(n, f);
+    }
+}
+
+// out[r][o] = sum_k x[r][k] w[o][k] of R rows and O outputs. By the way it asks for `lines` lines of
+// memory from `next` on at every step.
 template <int R, int O, class W>
-inline void tile(const float *x, const W *w, int K, float out[R][O]) {
-    f16v sum[R][O] = {};
+inline void tile(const float *x, const W *w, int K, const char *next, int lines, float out[R][O]) {
+    Lanes sum[R][O] = {};
     const int whole = K / LANES * LANES;
     for (int k = 0; k < whole; k += LANES) {
-        f16v wide[O];
+        Lanes wide[O];
 #pragma GCC unroll 8
         for (int o = 0; o < O; o++) wide[o] = load(w + size_t(o) * K + k);
+        for (int line = 0; line < lines; line++, next += LINE) __builtin_prefetch(next);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-            f16v row = load(x + size_t(r) * K + k);
+            Lanes row = load(x + r * apart(K) + k);
 #pragma GCC unroll 8
             for (int o = 0; o < O; o++) sum[r][o] += row * wide[o];
         }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-        if constexpr (O % 4 == 0)
 #pragma GCC unroll 2
-            for (int o = 0; o < O; o += 4) {
-                f4v found = totals(sum[r][o], sum[r][o + 1], sum[r][o + 2], sum[r][o + 3]);
-                memcpy(&out[r][o], &found, sizeof found);
-            }
-        else
-            for (int o = 0; o < O; o++) out[r][o] = total(sum[r][o]);
+        for (int o = 0; o < O; o += 4) {
+            const Lanes none = {};
+            f4 found = totals(sum[r][o], o + 1 < O ? sum[r][o + 1] : none,
+                               o + 2 < O ? sum[r][o + 2] : none, o + 3 < O ? sum[r][o + 3] : none);
+            memcpy(&out[r][o], &found, (O - o < 4 ? O - o : 4) * sizeof(float));
+        }
         for (int k = whole; k < K; k++)
-            for (int o = 0; o < O; o++) out[r][o] += x[size_t(r) * K + k] * widened(w[size_t(o) * K + k]);
+            for (int o = 0; o < O; o++) out[r][o] += x[r * apart(K) + k] * widened(w[size_t(o) * K + k]);
     }
 }
 
-// All rows against O neighbouring outputs; `keep(row, output, value)` takes each number.
+// All rows against O neighbouring outputs, in passes of as many rows as the registers take. Meanwhile
+// the weights of the next strip come, but where a single row reads whole pages: the processor sees
+// that by itself. `keep(row, output, value)` takes each number.
 template <int O, class W, class Keep>
 inline void strip(const float *x, const W *w, int R, int K, int o, Keep keep) {
-    int r = 0;
-    auto rows = [&](auto count) {
-        constexpr int N = decltype(count)::value;
-        float out[N][O];
-        tile<N, O, W>(x + size_t(r) * K, w + size_t(o) * K, K, out);
-        for (int i = 0; i < N; i++)
-            for (int j = 0; j < O; j++) keep(r + i, o + j, out[i][j]);
-        r += N;
-    };
-    struct One { enum { value = 1 }; };
-    struct Two { enum { value = 2 }; };
-    struct Three { enum { value = 3 }; };
-    struct Four { enum { value = 4 }; };
-    struct Six { enum { value = 6 }; };
-    while (R - r >= 6 && R - r != 8) rows(Six());
-    while (R - r >= 4) rows(Four());
-    switch (R - r) {
-        case 3: rows(Three()); break;
-        case 2: rows(Two()); break;
-        case 1: rows(One()); break;
-    }
+    const int passes = (R + ROWS - 1) / ROWS;
+    const bool is_seen = R == 1 && K * sizeof(W) >= PAGE;
+    const int lines = is_seen ? 0 : (O * LANES * int(sizeof(W)) + LINE * passes - 1) / (LINE * passes);
+    const char *next = reinterpret_cast<const char *>(w + size_t(o + O) * K);
+    for (int pass = passes, r = 0; pass; pass--)
+        with_constant<ROWS>((R - r + pass - 1) / pass, [&](auto count) {
+            constexpr int N = decltype(count)::value;
+            if constexpr (N * O <= ROWS * OUTPUTS || O == 1) {
+                float out[N][O];
+                tile<N, O, W>(x + r * apart(K), w + size_t(o) * K, K, next, lines, out);
+                next += size_t(K / LANES) * lines * LINE;
+                for (int i = 0; i < N; i++)
+                    for (int j = 0; j < O; j++) keep(r + i, o + j, out[i][j]);
+            }
+            r += N;
+        });
 }
 
-// Outputs [from, to) of all rows. One row alone takes eight outputs at a time: as many sums in flight.
+// Outputs [from, to) of all rows.
 template <class W, class Keep>
 inline void product(const float *x, const W *w, int R, int K, int from, int to, Keep keep) {
+    if (!R) return;
     int o = from;
-    if (R <= 2)
-        for (; o + 8 <= to; o += 8) strip<8>(x, w, R, K, o, keep);
-    for (; o + 4 <= to; o += 4) strip<4>(x, w, R, K, o, keep);
+    if (R * MORE_OUTPUTS <= ROWS * OUTPUTS)
+        for (; o + MORE_OUTPUTS <= to; o += MORE_OUTPUTS) strip<MORE_OUTPUTS>(x, w, R, K, o, keep);
+    for (; o + OUTPUTS <= to; o += OUTPUTS) strip<OUTPUTS>(x, w, R, K, o, keep);
     for (; o < to; o++) strip<1>(x, w, R, K, o, keep);
 }
 
+// Root-mean-square norm; without a weight, a copy.
 template <class W>
 inline void normed(const float *x, const W *weight, int D, float eps, float *out) {
-    f16v squares = {};
+    Lanes squares = {};
     const int whole = D / LANES * LANES;
+    if (!weight) {
+        memcpy(out, x, D * sizeof(float));
+        return;
+    }
     for (int d = 0; d < whole; d += LANES) {
-        f16v part = load(x + d);
+        Lanes part = load(x + d);
         squares += part * part;
     }
     float sum = total(squares);
@@ -185,16 +145,20 @@ struct Layer {
 };
 
 struct Model {
-    int32_t D, H, J, E, I, V, num_layers;
+    int32_t D, H, J, E, I, V, num_layers, num_embeddings;
     float eps, qk_eps;
-    const void *embedding, *norm, *head;
+    const void *embedding, *norm, *head;  // without a norm the head reads the residual as it is
     const Layer *layers;
+    // EAGLE-3: with an entry norm the first layer's projections read 2 D numbers, the normed
+    // embedding and the normed state (attention_norm) that is the residual, or becomes it normed.
+    const void *entry_norm;
+    int32_t is_residual_normed;
 };
 
 struct Call {
-    int32_t B, T, max_len, span, num_taps, num_asked, threads;
+    int32_t B, T, max_len, span, num_taps, num_asked, threads, num_slots, num_positions;
     const int64_t *ids, *position, *slot, *start;
-    const float *residual;          // in place of the embeddings of `ids`, or null
+    const float *residual;          // in place of the embeddings of `ids`, or beside them, or null
     const uint8_t *mask;            // [B, T, span]
     const float *rotary;            // [positions, 2 E]: cos, signed sin
     void *const *keys, *const *values;  // a layer's [Z, J, max_len, E]
@@ -203,13 +167,16 @@ struct Call {
     float *const *tapped;           // [R, D] of each tap
     const int32_t *asked;           // flat rows whose logits are wanted
     float *logits;                  // [num_asked, V]
+    float *last;                    // [R, D]: the residual behind the last layer, or null
     float *space;
 };
 
+static inline int64_t entry_width(const Model &m) { return int64_t(m.D) * (m.entry_norm ? 2 : 1); }
+
 int64_t space_needed(const Model *m, int32_t R, int32_t span, int32_t threads) {
     const int64_t wide = (m->H + 2 * m->J) * int64_t(m->E);
-    return R * (m->D + wide + int64_t(m->H) * m->E + m->I) + R * int64_t(span + 1) +
-           threads * (R * int64_t(m->D) + span + 2 * LANES + 2 * m->E);
+    return R * (m->D + wide + apart(m->H * m->E) + apart(m->I)) + R * int64_t(span + 1) + 8 * LANES +
+           threads * (R * apart(entry_width(*m)) + apart(span + 2 * LANES + 2 * m->E));
 }
 }
 
@@ -236,7 +203,7 @@ inline void rotated(float *head, const W *norm, float eps, const float *table, i
 
 template <class W>
 inline float dot(const float *x, const W *w, int E) {
-    f16v sum = {};
+    Lanes sum = {};
     const int whole = E / LANES * LANES;
     for (int e = 0; e < whole; e += LANES) sum += load(x + e) * load(w + e);
     float out = total(sum);
@@ -254,18 +221,16 @@ inline void attend(const float *query, const W *keys, const W *values, const int
         most = scores[i] > most ? scores[i] : most;
     }
     for (int i = count; i < count + LANES; i++) scores[i] = -INFINITY;
-    f16v sums = {};
+    Lanes sums = {};
     for (int i = 0; i < count; i += LANES) {
-        f16v weight = exponential(load(scores + i) - most);
-        for (int lane = 0; lane < LANES; lane++)
-            if (i + lane >= count) weight[lane] = 0;
-        sums += weight;
-        store(scores + i, weight);
+        store(scores + i, exponential(load(scores + i) - most));
+        for (int rest = count; rest < i + LANES; rest++) scores[rest] = 0;
+        sums += load(scores + i);
     }
     const float whole_weight = count ? 1.0f / total(sums) : 0.0f;
     const int whole = E / LANES * LANES;
     for (int e = 0; e < whole; e += LANES) {
-        f16v sum = {};
+        Lanes sum = {};
         for (int i = 0; i < count; i++) sum += scores[i] * load(values + size_t(visible[i]) * E + e);
         store(out + e, sum * whole_weight);
     }
@@ -276,16 +241,32 @@ inline void attend(const float *query, const W *keys, const W *values, const int
     }
 }
 
+// What would be read from outside of a table, if anything: nothing is computed then.
+enum Outside { NONE, ID, POSITION, SLOT };
+
+Outside outside(const Model &m, const Call &c) {
+    for (int b = 0; b < c.B; b++)
+        if (c.slot[b] < 0 || c.slot[b] >= c.num_slots || c.start[b] < 0) return SLOT;
+    for (int r = 0; r < c.B * c.T; r++) {
+        if ((!c.residual || m.entry_norm) && (c.ids[r] < 0 || c.ids[r] >= m.num_embeddings)) return ID;
+        if (c.position[r] < 0 || c.position[r] >= c.num_positions) return POSITION;
+    }
+    return NONE;
+}
+
 template <class W>
-void forward(const Model &m, const Call &c) {
+Outside forward(const Model &m, const Call &c) {
+    if (const Outside found = outside(m, c)) return found;
     const int R = c.B * c.T, D = m.D, E = m.E, H = m.H, J = m.J, I = m.I, G = H / J;
     const int wide = (H + 2 * J) * E;
-    float *x = c.space, *heads = x + size_t(R) * D, *mixed = heads + size_t(R) * wide;
-    float *neurons = mixed + size_t(R) * H * E;
-    int32_t *counts = reinterpret_cast<int32_t *>(neurons + size_t(R) * I);
+    const size_t mixed_apart = apart(H * E), neurons_apart = apart(I);
+    float *mixed = aligned(c.space), *neurons = mixed + R * mixed_apart;
+    float *own_space = neurons + R * neurons_apart;
+    const int entry = entry_width(m);
+    const size_t own_size = R * apart(entry) + apart(c.span + 2 * LANES + 2 * E);
+    float *x = own_space + c.threads * own_size, *heads = x + size_t(R) * D;
+    int32_t *counts = reinterpret_cast<int32_t *>(heads + size_t(R) * wide);
     int32_t *visible = counts + R;
-    float *own_space = reinterpret_cast<float *>(visible + size_t(R) * c.span);
-    const size_t own_size = size_t(R) * D + c.span + 2 * LANES + 2 * E;
     const float scale = 1.0f / std::sqrt(float(E));
 
 #ifdef _OPENMP
@@ -299,7 +280,7 @@ void forward(const Model &m, const Call &c) {
         const int thread = 0, threads = 1;
 #define TOGETHER
 #endif
-        float *flat = own_space + own_size * thread, *scores = flat + size_t(R) * D;
+        float *flat = own_space + own_size * thread, *scores = flat + R * apart(entry);
         float *aside = scores + c.span + LANES;
         int from, to;
 
@@ -328,9 +309,20 @@ void forward(const Model &m, const Call &c) {
                 tap++;
             }
             if (!c.attention || c.attention[l]) {
-                for (int r = 0; r < R; r++)
+                const bool is_entry = l == 0 && m.entry_norm;
+                const int K = is_entry ? 2 * D : D;
+                for (int r = 0; r < R; r++) {
+                    float *own = flat + r * apart(K);
+                    if (is_entry) {
+                        const W *row = static_cast<const W *>(m.embedding) + size_t(c.ids[r]) * D;
+                        float *wide = own + D;  // the state goes there afterwards
+                        for (int d = 0; d < D; d++) wide[d] = widened(row[d]);
+                        normed(wide, static_cast<const W *>(m.entry_norm), D, m.eps, own);
+                        own += D;
+                    }
                     normed(x + size_t(r) * D, static_cast<const W *>(layer.attention_norm), D, m.eps,
-                           flat + size_t(r) * D);
+                           own);
+                }
                 const void *weights[3] = {layer.query, layer.key, layer.value};
                 const void *biases[3] = {layer.query_bias, layer.key_bias, layer.value_bias};
                 const int sizes[3] = {H * E, J * E, J * E};
@@ -341,7 +333,7 @@ void forward(const Model &m, const Call &c) {
                     const int b = to - first < sizes[part] ? to - first : sizes[part];
                     const W *bias = static_cast<const W *>(biases[part]);
                     float *out = heads + first;
-                    product(flat, static_cast<const W *>(weights[part]), R, D, a, b,
+                    product(flat, static_cast<const W *>(weights[part]), R, K, a, b,
                             [=](int r, int o, float found) {
                                 out[size_t(r) * wide + o] = bias ? found + widened(bias[o]) : found;
                             });
@@ -375,45 +367,52 @@ void forward(const Model &m, const Call &c) {
                             rotated(query, static_cast<const W *>(layer.query_norm), m.qk_eps, table, E,
                                     aside);
                             attend(query, keys, values, visible + size_t(r) * c.span, counts[r], E,
-                                   scale, scores, mixed + (size_t(r) * H + h) * E);
+                                   scale, scores, mixed + r * mixed_apart + h * E);
                         }
                 }
                 TOGETHER
                 const W *bias = static_cast<const W *>(layer.output_bias);
+                const float *before = is_entry && m.is_residual_normed ? flat + D : x;
+                const size_t stride = before == x ? D : apart(K);
                 share(D, 8, thread, threads, &from, &to);
                 product(mixed, static_cast<const W *>(layer.output), R, H * E, from, to,
                         [=](int r, int o, float found) {
-                            x[size_t(r) * D + o] += bias ? found + widened(bias[o]) : found;
+                            x[size_t(r) * D + o] = before[r * stride + o] +
+                                                   (bias ? found + widened(bias[o]) : found);
                         });
                 TOGETHER
             }
             if (!c.mlp || c.mlp[l]) {
                 for (int r = 0; r < R; r++)
                     normed(x + size_t(r) * D, static_cast<const W *>(layer.mlp_norm), D, m.eps,
-                           flat + size_t(r) * D);
+                           flat + r * apart(D));
                 share(I, 8, thread, threads, &from, &to);
                 product(flat, static_cast<const W *>(layer.gate), R, D, from, to,
-                        [=](int r, int o, float found) { neurons[size_t(r) * I + o] = found; });
+                        [=](int r, int o, float found) { neurons[r * neurons_apart + o] = found; });
                 // silu(gate) * up, 16 at a time where the gates of a row lie side by side
                 for (int r = 0; r < R; r++) {
-                    float *row = neurons + size_t(r) * I;
+                    float *row = neurons + r * neurons_apart;
                     for (int o = from; o < to; o += LANES) {
                         float part[LANES] = {};
                         const int n = to - o < LANES ? to - o : LANES;
                         memcpy(part, row + o, n * sizeof(float));
-                        f16v gate = load(part);
+                        Lanes gate = load(part);
                         store(part, gate / (exponential(-gate) + 1.0f));
                         memcpy(row + o, part, n * sizeof(float));
                     }
                 }
                 product(flat, static_cast<const W *>(layer.up), R, D, from, to,
-                        [=](int r, int o, float found) { neurons[size_t(r) * I + o] *= found; });
+                        [=](int r, int o, float found) { neurons[r * neurons_apart + o] *= found; });
                 TOGETHER
                 share(D, 8, thread, threads, &from, &to);
                 product(neurons, static_cast<const W *>(layer.down), R, I, from, to,
                         [=](int r, int o, float found) { x[size_t(r) * D + o] += found; });
                 TOGETHER
             }
+        }
+        if (c.last) {
+            share(R, 1, thread, threads, &from, &to);
+            memcpy(c.last + size_t(from) * D, x + size_t(from) * D, size_t(to - from) * D * sizeof(float));
         }
         if (c.num_asked || tap < c.num_taps) {
             const W *norm = static_cast<const W *>(m.norm);
@@ -423,7 +422,7 @@ void forward(const Model &m, const Call &c) {
                     normed(x + size_t(r) * D, norm, D, m.eps, c.tapped[tap] + size_t(r) * D);
             }
             for (int i = 0; i < c.num_asked; i++)
-                normed(x + size_t(c.asked[i]) * D, norm, D, m.eps, flat + size_t(i) * D);
+                normed(x + size_t(c.asked[i]) * D, norm, D, m.eps, flat + i * apart(D));
             float *logits = c.logits;
             const int V = m.V;
             share(V, 8, thread, threads, &from, &to);
@@ -431,9 +430,14 @@ void forward(const Model &m, const Call &c) {
                     [=](int r, int o, float found) { logits[size_t(r) * V + o] = found; });
         }
     }
+    return NONE;
 }
 
 }  // namespace
 
-extern "C" void step_float32(const Model *model, const Call *call) { forward<float>(*model, *call); }
-extern "C" void step_bfloat16(const Model *model, const Call *call) { forward<bf16>(*model, *call); }
+extern "C" int step_float32(const Model *model, const Call *call) {
+    return forward<float>(*model, *call);
+}
+extern "C" int step_bfloat16(const Model *model, const Call *call) {
+    return forward<bf16>(*model, *call);
+}

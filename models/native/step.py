@@ -1,14 +1,15 @@
-"""NativeStep: a model's weights as the compiled step reads them, and its call.
+"""NativeStep: a stack of Llama layers as the compiled step reads it, and its call.
 
-The weights are the parameters themselves; nothing is copied. `module` is a `LlamaModel`.
-Letters: B rows, D hidden width, E head width, J key/value heads, L positions, T fed tokens, Z
-slots.
+The weights are the parameters themselves; nothing is copied.
+Letters: B rows, D hidden width, E head width, J key/value heads, L positions, T fed tokens, V
+target vocabulary, Z slots.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,64 +21,105 @@ from specctl.core.language_model import Feed, LmOut
 from specctl.models.native.library import LayerAddresses, ModelAddresses, StepCall, library
 
 MOST_ROWS = 64
+FLOAT32_ROWS = {"AVX512": 24, "AVX2": 12}
 DTYPES = {torch.float32: "step_float32", torch.bfloat16: "step_bfloat16"}
+RESIDUAL = -1  # a tap of the compiled step alone: the residual behind the last layer, not normed
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Layers on top of each other, with what stands before and behind them.
+
+    `layers` are modules with the parameter names of Llama; one without an input norm reads the
+    residual as it is. `embedding_VD` is None where the residual is always given, `norm` where the
+    head reads the last residual as it is. With `entry_norm` the projections of the first layer
+    read cat(norm(embedding), norm(residual)) [2 D], and what they are added to is the residual, or
+    with `is_residual_normed` the normed one (EAGLE-3). `rotary` gives float32 [at least L, 2 E]:
+    cos and signed sin of L positions.
+    """
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    norm_eps: float
+    qk_norm_eps: float
+    layers: Sequence[Any]
+    embedding_VD: Tensor | None
+    norm: Tensor | None
+    head: Tensor
+    rotary: Callable[[int], Tensor]
+    window: int | None = None
+    entry_norm: Tensor | None = None
+    is_residual_normed: bool = False
+
+    def tensors(self) -> list[Tensor]:
+        """Every weight that the step reads."""
+        beside = (self.embedding_VD, self.norm, self.head, self.entry_norm)
+        layers = [parameter for layer in self.layers for parameter in layer.parameters()]
+        return [*layers, *(tensor for tensor in beside if tensor is not None)]
 
 
 def most_rows(dtype: torch.dtype) -> int:
-    """Flat rows up to which the step is faster than PyTorch: 16 in float32 (16 rows of a layer of
-    1024 x 2816 take as long), and in bfloat16 far more than a round has, but where the processor
-    multiplies bfloat16 itself."""
+    """Flat rows up to which the step is faster than PyTorch (benchmarks/native_step.py): in
+    bfloat16 far more than a round has, but where the processor multiplies bfloat16 itself; in
+    float32 as many as the registers serve."""
     if dtype == torch.bfloat16:
         return 4 if torch.cpu._is_avx512_bf16_supported() else MOST_ROWS
-    return 16
+    return FLOAT32_ROWS.get(torch.backends.cpu.get_cpu_capability(), 4)
 
 
 class NativeStep:
-    """The compiled step over one model's weights, as long as they lie where they lie."""
+    """The compiled step over one stack's weights, as long as they lie where they lie."""
 
-    def __init__(self, module: Any, functions: ctypes.CDLL) -> None:
-        shape, body, parameters = module.shape, module.model, list(module.parameters())
-        self.parameters = parameters
-        self.addresses = [parameter.data_ptr() for parameter in parameters]
-        self.dtype = parameters[0].dtype
+    def __init__(self, stack: Stack, functions: ctypes.CDLL) -> None:
+        self.stack, self.tensors = stack, stack.tensors()
+        self.addresses = [tensor.data_ptr() for tensor in self.tensors]
+        self.dtype = stack.head.dtype
         self.functions, self.function = functions, getattr(functions, DTYPES[self.dtype])
-        self.layers = (LayerAddresses * shape.num_layers)(*(_layer(layer) for layer in body.layers))
+        num_layers = len(stack.layers)
+        self.layers = (LayerAddresses * num_layers)(*(_layer(layer) for layer in stack.layers))
         self.model = ModelAddresses(
-            D=shape.hidden_size,
-            H=shape.num_heads,
-            J=shape.num_kv_heads,
-            E=shape.head_dim,
-            I=shape.intermediate_size,
-            V=module.head_weight.shape[0],
-            num_layers=shape.num_layers,
-            eps=shape.norm_eps,
-            qk_eps=shape.qk_norm_eps or shape.norm_eps,
-            embedding=body.embed_tokens.weight.data_ptr(),
-            norm=body.norm.weight.data_ptr(),
-            head=module.head_weight.data_ptr(),
+            D=stack.hidden_size,
+            H=stack.num_heads,
+            J=stack.num_kv_heads,
+            E=stack.head_dim,
+            I=stack.intermediate_size,
+            V=stack.head.shape[0],
+            num_layers=num_layers,
+            num_embeddings=0 if stack.embedding_VD is None else stack.embedding_VD.shape[0],
+            eps=stack.norm_eps,
+            qk_eps=stack.qk_norm_eps,
+            embedding=_address(stack.embedding_VD),
+            norm=_address(stack.norm),
+            head=_address(stack.head),
             layers=self.layers,
+            entry_norm=_address(stack.entry_norm),
+            is_residual_normed=stack.is_residual_normed,
         )
-        self.window, self.rotary = shape.window, module.rotary
         self.most_rows = most_rows(self.dtype)
         self.spaces: list[Tensor] = []  # free ones: each forward under way has its own
 
     @property
     def is_current(self) -> bool:
         """Whether the weights still lie where they lay."""
-        return self.addresses == [parameter.data_ptr() for parameter in self.parameters]
+        return self.addresses == [tensor.data_ptr() for tensor in self.tensors]
 
     def run(self, feed: Feed, kv: SlotKV) -> LmOut:
         """The forward of `feed` against the aimed `kv`."""
         B, T = feed.ids_BT.shape
         D, aim, parts = self.model.D, kv.aim, feed.parts
-        mask = feed.masks.full if self.window is None else feed.masks.windows[self.window]
+        window = self.stack.window
+        mask = feed.masks.full if window is None else feed.masks.windows[window]
         threads = torch.get_num_threads()
         needed = self.functions.space_needed(ctypes.byref(self.model), B * T, aim.span, threads)
         space = self._space(needed)
-        taps = sorted(feed.taps)
-        tapped = [torch.empty(B, T, D) for _ in taps]
+        found = {tap: torch.empty(B, T, D) for tap in sorted(feed.taps)}
+        last, taps = found.get(RESIDUAL), [tap for tap in found if tap != RESIDUAL]
         asked = _asked(feed, T)
         logits = torch.empty(len(asked), self.model.V)
+        rotary = self.stack.rotary(aim.span)
         held = [  # alive until the step has run
             feed.ids_BT.contiguous(),
             feed.position_BT.contiguous(),
@@ -85,26 +127,38 @@ class NativeStep:
             aim.start_B1.contiguous(),
             None if feed.residual_BTD is None else feed.residual_BTD.float().contiguous(),
             mask.expand(B, -1, -1, -1).contiguous(),
-            self.rotary.table(aim.span, mask.device, torch.float32),
+            rotary,
             _addresses(kv.key_ZJLE),
             _addresses(kv.value_ZJLE),
             None if parts is None else _chosen(parts.attention, self.model.num_layers),
             None if parts is None else _chosen(parts.mlp, self.model.num_layers),
             (ctypes.c_int32 * len(taps))(*taps),
-            _addresses(tapped),
+            _addresses([found[tap] for tap in taps]),
             (ctypes.c_int32 * len(asked))(*asked),
             logits,
+            last,
             space,
         ]
-        call = StepCall(
-            B, T, kv.max_len, aim.span, len(taps), len(asked), threads, *map(_address, held)
-        )
-        self.function(ctypes.byref(self.model), ctypes.byref(call))
+        sizes = (B, T, kv.max_len, aim.span, len(taps), len(asked), threads)
+        tables = (kv.key_ZJLE[0].shape[0], rotary.shape[0])
+        call = StepCall(*sizes, *tables, *map(_address, held))
+        outside = self.function(ctypes.byref(self.model), ctypes.byref(call))
         self.spaces.append(space)
-        found = {tap: value.to(self.dtype) for tap, value in zip(taps, tapped, strict=True)}
+        if outside:
+            raise IndexError(self._message(outside, feed, kv, rotary))
+        states = {tap: value.to(self.dtype) for tap, value in found.items()}
         if not asked:
-            return LmOut(None, found)
-        return LmOut(logits.to(self.dtype).view(B, -1, self.model.V), found)
+            return LmOut(None, states)
+        return LmOut(logits.to(self.dtype).view(B, -1, self.model.V), states)
+
+    def _message(self, outside: int, feed: Feed, kv: SlotKV, rotary: Tensor) -> str:
+        name, found, rows = (
+            ("token id", feed.ids_BT, self.model.num_embeddings),
+            ("position", feed.position_BT, rotary.shape[0]),
+            ("slot", kv.aim.slot_B1, kv.key_ZJLE[0].shape[0]),
+        )[outside - 1]
+        low, high = int(found.min()), int(found.max())
+        return f"{name}s from {low} to {high} were fed; this model has 0 to {rows - 1}"
 
     def _space(self, needed: int) -> Tensor:
         """Working memory that no other thread uses."""
@@ -115,27 +169,26 @@ class NativeStep:
         return found if found.numel() >= needed else torch.empty(needed)
 
 
-def native_step(module: Any) -> NativeStep | None:
-    """The compiled step of a model; None where it cannot be had."""
-    parameters = list(module.parameters())
-    first = parameters[0]
-    if first.device.type != "cpu" or first.dtype not in DTYPES or isinstance(first, FakeTensor):
+def native_step(stack: Stack) -> NativeStep | None:
+    """The compiled step of a stack; None where it cannot be had."""
+    tensors, head = stack.tensors(), stack.head
+    if head.device.type != "cpu" or head.dtype not in DTYPES or isinstance(head, FakeTensor):
         return None
-    if any(p.dtype != first.dtype or not p.is_contiguous() for p in parameters):
+    if any(each.dtype != head.dtype or not each.is_contiguous() for each in tensors):
         return None
     functions = library().functions
-    return None if functions is None else NativeStep(module, functions)
+    return None if functions is None else NativeStep(stack, functions)
 
 
 def _layer(layer: Any) -> LayerAddresses:
     attention, mlp = layer.self_attn, layer.mlp
 
     def address(owner: Any, name: str = "weight") -> int | None:
-        found = None if owner is None else getattr(owner, name)
+        found = getattr(owner, name, None)
         return None if found is None else int(found.data_ptr())
 
     return LayerAddresses(
-        attention_norm=address(layer.input_layernorm),
+        attention_norm=address(getattr(layer, "hidden_norm", layer.input_layernorm)),
         query=address(attention.q_proj),
         key=address(attention.k_proj),
         value=address(attention.v_proj),

@@ -203,6 +203,22 @@ def test_several_threads_may_run_one_model() -> None:
         assert all(pool.map(run, stores))
 
 
+@needs_compiler
+@pytest.mark.parametrize("name", ["token id", "position", "slot"])
+def test_nothing_is_read_from_outside_of_a_table(name: str) -> None:
+    lm, kv = make(), filled(make(), 1)
+    for far in (-1, {"token id": VOCAB, "position": 256, "slot": 1}[name]):
+        ids = torch.tensor([[3, far if name == "token id" else 4]])
+        position = torch.tensor([[9, far if name == "position" else 10]])
+        slots = torch.tensor([far if name == "slot" else 0])
+        kv.begin((0,), slots, torch.tensor([9]), 2, 11)
+        feed = Feed(ids, position, lm.chain_masks(torch.tensor([9]), 2, 11))
+        before = kv.key_ZJLE[0].clone()
+        with torch.no_grad(), pytest.raises(IndexError, match=f"{name}s from"):
+            lm.run(feed, kv)
+        assert torch.equal(kv.key_ZJLE[0], before)
+
+
 def test_without_it_the_reason_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     make_new = built.library.__wrapped__

@@ -1,0 +1,75 @@
+"""FeatureState: the compiled step computes of a round what PyTorch does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specctl.core.vocab import VocabMap
+from specctl.drafters.states.feature_state import FeatureState
+from specctl.models.native.library import library
+from specctl.runtime.generate import generate
+from specctl.runtime.policies import make_policy
+from specctl.runtime.sampling.sampling import Sampling
+from specctl_testing.drafters.head_cases import make_heads
+
+PROMPTS = [[5, 17, 3, 88], [41, 9], [60, 2, 33, 71, 12, 8]]
+
+
+@pytest.mark.skipif(library().functions is None, reason=f"no compiled step: {library().missing}")
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("eagle3", {}),
+        ("eagle3", {"norm_output": True, "qk_norm": True, "heads": 4, "kv_heads": 1}),
+        ("eagle3", {"norm_before_residual": True, "rope_theta": 500.0}),
+        ("eagle3", {"head_groups": 4, "head_top": 2}),
+        ("eagle", {}),
+        ("hass", {}),
+    ],
+)
+def test_the_compiled_step_drafts_what_pytorch_drafts(
+    family: str, options: dict[str, Any], make_target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target()
+    half = VocabMap(torch.arange(0, target.spec.vocab_size, 2), target.spec.vocab_size)
+    drafter = make_heads(target, family, half, **options)
+    for parameter in drafter.module.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.1)
+
+    def logits(policy: dict[str, Any]) -> tuple[list[Tensor], int]:
+        """Of every call of a generation, and how many forwards the compiled step did."""
+        found, calls = list[Tensor](), [0]
+        ways = {name: getattr(FeatureState, name) for name in ("root", "expand", "compiled")}
+
+        def kept(name: str) -> Any:
+            def run(self: FeatureState, *given: Any, **named: Any) -> Any:
+                out = ways[name](self, *given, **named)
+                if name == "compiled":
+                    calls[0] += out is not None
+                else:
+                    found.append(out.clone())
+                return out
+
+            return run
+
+        with monkeypatch.context() as patch:
+            for name in ways:
+                patch.setattr(FeatureState, name, kept(name))
+            sampling = Sampling(temperature=0.0, max_new_tokens=9, ignore_eos=True)
+            generate(
+                target, PROMPTS, drafter=drafter, policy=make_policy(policy), sampling=sampling
+            )
+        return found, calls[0]
+
+    for policy in ({"policy": "chain", "length": 3}, {"policy": "dynamic-tree", "nodes": 5}):
+        mine, compiled = logits(policy)
+        with monkeypatch.context() as patch:
+            patch.setattr(FeatureState, "compiled", lambda *_, **__: None)
+            theirs, none = logits(policy)
+        assert compiled > len(mine) / 2
+        assert none == 0
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-3)
