@@ -48,7 +48,8 @@ class Format:
     """One export format. `families` it can hold (None = all); `write(source, folder)` writes its
     files; `check(source, folder)` reads the sealed folder back and raises if anything differs;
     `serve(source, folder)` gives the shell commands that serve it from `folder`, with TARGET where
-    the target's folder or repository belongs; `notes(source)` is what a user must know of it."""
+    the target's folder or repository belongs; `notes(source)` is what a user must know of it;
+    `ready(engine_python)` raises if what writes it is not installed."""
 
     name: str
     summary: str
@@ -57,6 +58,7 @@ class Format:
     check: Callable[[ExportSource, Path], None]
     serve: Callable[[ExportSource, str], tuple[str, ...]]
     notes: Callable[[ExportSource], tuple[str, ...]] = _no_notes
+    ready: Callable[[str | None], object] = lambda engine_python: None
 
     def holds(self, family: str) -> bool:
         return self.families is None or family in self.families
@@ -162,6 +164,7 @@ def export(
     _refuse_overlap(folder, out)
     manifest = read_manifest(folder)
     form = find_format(to, manifest.family)
+    form.ready(engine_python)
     drafter = read_package(folder, target, allow).to(target.device)  # in its own dtype
     beside = _beside(manifest, target)
     source = ExportSource(folder, beside, drafter, target, tuple(allow), engine_python)

@@ -39,7 +39,7 @@ TARGET_IR = "target-openvino"
 
 def write(source: ExportSource, folder: Path) -> None:
     """What the converter reads lies in a folder that is gone afterwards."""
-    python, is_eagle = _python(source), source.manifest.family == "eagle3"
+    python, is_eagle = source.engine_python or own_python(), source.manifest.family == "eagle3"
     layers = None
     with tempfile.TemporaryDirectory() as temp:
         plain, made = Path(temp) / "plain", Path(temp) / "made"
@@ -93,14 +93,13 @@ def _read(
             found = torch.stack([trial.states[k] for k in sorted(trial.states)])
             np.save(states, found.float().numpy())
             body |= {"known": len(trial.ids), "states": str(states)}
-        told = run_script("read_openvino", _python(source), body, Path(temp))
+        python = source.engine_python or own_python()
+        told = run_script("read_openvino", python, body, Path(temp))
         return torch.from_numpy(np.load(logits)).double(), told
 
 
-def _python(source: ExportSource) -> str:
-    python = source.engine_python or own_python()
-    check_installed(ENGINE, python)
-    return python
+def ready(engine_python: str | None) -> None:
+    check_installed(ENGINE, engine_python or own_python())
 
 
 def notes(source: ExportSource) -> tuple[str, ...]:
@@ -135,4 +134,5 @@ FORMAT = Format(
     check=check,
     serve=serve,
     notes=notes,
+    ready=ready,
 )

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specctl.api.train import other_formats
 from specctl.core.errors import GateError, IncompatibleError, IntegrityError, ResourceError
 from specctl.export.engines import engines
 from specctl.export.engines import openvino as engine
@@ -24,6 +25,7 @@ from specctl.export.package.files import check_name
 from specctl.export.package.manifest import check_files
 from specctl.export.readers.sglang_eagle import SglangEagle3
 from specctl.export.readers.trial import chained
+from specctl.recipes.load import load_recipe
 from specctl.runtime.target.target import Target
 from specctl_testing.export.engine_cases import KEPT, exported, shaken
 
@@ -171,6 +173,9 @@ def test_without_openvino_the_install_is_told(
     with pytest.raises(ResourceError, match="openvino-genai") as found:
         exported(shaken("eagle3", target), target, tmp_path / "out", "openvino")
     assert sys.executable in str(found.value)
+    recipe = load_recipe("eagle3", sets=["export.formats=[openvino]"])
+    with pytest.raises(ResourceError, match="openvino-genai"):
+        other_formats(recipe)  # before anything is trained
 
 
 def test_weights_of_an_ir_are_no_pickles_and_nothing_else_is_let_in() -> None:
