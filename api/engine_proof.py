@@ -20,8 +20,8 @@ from specctl.core.masks import document_mask
 from specctl.core.table import Table, Tabled
 from specctl.export.engines import Answers, EngineJob, ServingEngine
 from specctl.export.engines.process import chosen_engine, own_python
+from specctl.export.package.folder import write_served
 from specctl.export.package.manifest import check_files, package_in
-from specctl.export.package.served_record import write_served
 from specctl.recipes.targets import resolve
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling

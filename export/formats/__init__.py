@@ -39,7 +39,6 @@ class ExportSource:
 
 
 def _no_notes(source: ExportSource) -> tuple[str, ...]:
-    del source
     return ()
 
 
