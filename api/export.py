@@ -63,12 +63,13 @@ def export(
     *,
     target: TargetLike = None,
     allow: Sequence[str] = (),
+    engine_python: str | None = None,
 ) -> ExportResult:
     """Write a package (its folder, or its run's) in the format of a serving engine at `out`. What
     was written is read back by that engine's rules and must draft what the drafter drafts.
-    `to` is a format, or an engine (vllm, sglang, llama.cpp, trtllm), whose format is chosen by the
-    family. `target`: the one that it was made for, unless another is given; docs/export.md lists
-    formats.
+    `to` is a format, or an engine (vllm, sglang, llama.cpp, trtllm, openvino, mlx), whose
+    format is chosen by the family. `target`: the one that it was made for, unless another is given;
+    docs/export.md lists formats. `engine_python` is one that has the engine's converter (openvino).
     """
     folder, out = package_in(Path(drafter)), Path(out)
     manifest = read_manifest(folder)
@@ -76,7 +77,7 @@ def export(
     find_format(to, manifest.family)
     check_folder(out)
     model = target_or_own(target, folder)
-    manifest = write(folder, to, out, model, allow=allow)
+    manifest = write(folder, to, out, model, allow=allow, engine_python=engine_python)
     try:
         place = resolve(model.name).path
     except SpecctlError:  # a model in memory

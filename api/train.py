@@ -236,8 +236,8 @@ def load_initial(name: str, target: Target) -> Drafter:
 
 
 def other_formats(recipe: Recipe) -> list[str]:
-    """The formats of the recipe beside the package; one that cannot hold the family is refused
-    before anything is trained."""
+    """The formats of the recipe beside the package; one that cannot hold the family, or that needs
+    what is not installed here, is refused before anything is trained."""
     wanted: list[str] = [name for name in recipe.export.formats if name != "specctl"]
     family = recipe.drafter.family
     for name in wanted:
@@ -250,6 +250,7 @@ def other_formats(recipe: Recipe) -> list[str]:
                 expected="one of " + ", ".join(fits),
                 do="--set export.formats=[specctl]",
             )
+        formats()[name].ready(None)
     return wanted
 
 

@@ -9,13 +9,15 @@ from pathlib import Path
 
 
 def made(folder: Path, packages: Sequence[str], unwanted: Sequence[str] = ()) -> str:
-    """The Python of an environment with these packages, installed in that order, and without those;
-    made if it is not whole yet."""
+    """The Python of an environment with these packages, installed in that order (those of one entry
+    together), and without those; made if it is not whole yet."""
     python, mark = folder / "bin" / "python", folder / ".whole"
     if not mark.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         for package in packages:
-            subprocess.run([str(python), "-m", "pip", "install", "-q", package], check=True)
+            subprocess.run(
+                [str(python), "-m", "pip", "install", "-q", *package.split()], check=True
+            )
         for package in unwanted:
             subprocess.run([str(python), "-m", "pip", "uninstall", "-y", package], check=True)
         mark.touch()

@@ -110,7 +110,9 @@ def export(
     ] = None,
     engine_python: Annotated[
         str | None,
-        typer.Option("--engine-python", help="Python that has the engine; else this one."),
+        typer.Option(
+            "--engine-python", help="Python that has the engine or its converter, else this."
+        ),
     ] = None,
     push: Push = None,
     public: Public = False,
@@ -167,7 +169,9 @@ def export(
     if form != to:
         console.say(f"{to} reads a drafter of family {family} in format {form}")
     model = target.or_own(str(folder)).load(console, is_read_only=True)
-    result = export_(folder, form, out, target=model, allow=tuple(allow or ()))
+    result = export_(
+        folder, form, out, target=model, allow=tuple(allow or ()), engine_python=engine_python
+    )
     console.out(f"{out}: {', '.join(result.files)}")
     for note in result.notes:
         console.warn(note)
@@ -206,10 +210,11 @@ def _proved(
     from specctl.api.engine_proof import prove_export
 
     console.say(f"serving {out} in its engine, plain and drafted; this takes minutes")
-    proof = prove_export(draft, out, engine=engine, python=python, target=target)
+    proof = prove_export(draft, out, engine=engine, python=python, target=target, progress=console)
     for line in str(proof).splitlines():
         console.out(line)
     if not proof.passed:
+        console.result = {"out": str(out), "proof": proof.to_json()}
         raise GateError(
             f"{proof.engine} does not do with the export what specctl does with the package",
             where=str(out),

@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Answers:
     """Greedy continuations as token ids, and what was counted on the way. `rounds` are reads by the
-    target in which drafted tokens were verified."""
+    target in which drafted tokens were verified, `misread` texts that became other tokens there."""
 
     ids: tuple[tuple[int, ...], ...]
     drafted: int = 0
     accepted: int = 0
     rounds: int = 0
     version: str = ""
+    misread: tuple[str, ...] = ()
 
     @property
     def share(self) -> float:

@@ -16,21 +16,36 @@ from pathlib import Path
 from typing import Any
 
 from specctl.core.errors import ResourceError
-from specctl.export.engines import Answers, ServingEngine
+from specctl.export.engines import Answers, ServingEngine, engines, find_engine
 
 START_SECONDS, STOP_SECONDS = 600, 30
 _HOSTS = Path(__file__).parent / "hosts"
 _KEPT = 3000  # characters of a log that an error shows
 
 
-def check_installed(engine: ServingEngine, python: str) -> None:
-    """That this Python has the engine, or how it gets it."""
+def chosen_engine(name: str | None, to: str, python: str) -> ServingEngine:
+    """The engine of that name, else one that reads the format and is installed in this Python;
+    transformers last, which others bring along."""
+    found = find_engine(name, to)
+    if name is None:
+        fits = [engine for engine in engines().values() if to in engine.reads]
+        fits.sort(key=lambda engine: engine.module == "transformers")
+        found = next((engine for engine in fits if is_installed(engine, python)), found)
+    check_installed(found, python)
+    return found
+
+
+def is_installed(engine: ServingEngine, python: str) -> bool:
     words = [python, "-c", f"import importlib.util as u; assert u.find_spec({engine.module!r})"]
     try:
-        is_there = subprocess.run(words, capture_output=True, check=False).returncode == 0
+        return subprocess.run(words, capture_output=True, check=False).returncode == 0
     except OSError:  # no such Python
-        is_there = False
-    if not is_there:
+        return False
+
+
+def check_installed(engine: ServingEngine, python: str) -> None:
+    """That this Python has the engine, or how it gets it."""
+    if not is_installed(engine, python):
         raise ResourceError(
             f"{engine.name} is not installed there",
             where="--engine-python",
@@ -89,17 +104,23 @@ def failed(process: subprocess.Popen[bytes], log: Path) -> ResourceError:
 
 
 def run_host(engine: str, python: str, job: Mapping[str, Any], scratch: Path) -> Answers:
-    """Answers by `hosts/answer_ENGINE.py` in the engine's Python; both sides are JSON files."""
-    asked, told, log = (scratch / f"{engine}.{name}" for name in ("job", "answers", "log"))
+    """Answers by `hosts/answer_ENGINE.py` in the engine's Python."""
+    body = run_script(f"answer_{engine}", python, job, scratch)
+    misread = tuple(body.pop("misread", ()))
+    return Answers(tuple(map(tuple, body.pop("ids"))), **body, misread=misread)
+
+
+def run_script(name: str, python: str, job: Mapping[str, Any], scratch: Path) -> dict[str, Any]:
+    """What `hosts/NAME.py` says to a job in the engine's Python; both sides are JSON files."""
+    asked, told, log = (scratch / f"{name}.{end}" for end in ("job", "answers", "log"))
     asked.write_text(json.dumps(job), encoding="ascii")
     told.unlink(missing_ok=True)
-    words = [python, str(_HOSTS / f"answer_{engine}.py"), str(asked), str(told)]
+    words = [python, str(_HOSTS / f"{name}.py"), str(asked), str(told)]
     with started(words, log, {"TOKENIZERS_PARALLELISM": "false"}) as process:
         process.wait()
     if process.returncode != 0 or not told.exists():
         raise failed(process, log)
-    body = json.loads(told.read_text(encoding="ascii"))
-    return Answers(tuple(map(tuple, body.pop("ids"))), **body)
+    return dict(json.loads(told.read_text(encoding="ascii")))
 
 
 def post(url: str, body: Mapping[str, Any]) -> Any:

@@ -24,6 +24,7 @@ _COUNTED = {
 
 def answer(job: EngineJob, drafts: bool) -> Answers:
     """Prompts one after the other to `/v1/completions`, counts from `/metrics`."""
+    how = _speculative(job)  # refused before anything is started
     port, log = free_port(), job.scratch / f"vllm-{'drafts' if drafts else 'plain'}.log"
     context = max(map(len, job.prompts)) + job.new_tokens + job.length + 1
     most = job.manifest.model_spec.max_positions
@@ -31,7 +32,7 @@ def answer(job: EngineJob, drafts: bool) -> Answers:
         job.python, "-m", "vllm.entrypoints.openai.api_server", "--model", job.place,
         "--served-model-name", "target", "--dtype", "float32", "--port", str(port),
         "--max-model-len", str(min(context, most)), "--max-num-seqs", "4", "--enforce-eager",
-        "--generation-config", "vllm", *(_speculative(job) if drafts else ()),
+        "--generation-config", "vllm", *(how if drafts else ()),
     ]  # fmt: skip
     url = f"http://127.0.0.1:{port}"
     with started(words, log, _ON_CPU) as process:
@@ -39,7 +40,8 @@ def answer(job: EngineJob, drafts: bool) -> Answers:
         ids = tuple(_completion(url, job, prompt) for prompt in job.prompts)
         counted = _metrics(url) if drafts else {}
         version = str(_get(f"{url}/version").partition('"version":"')[2].partition('"')[0])
-    return Answers(ids, **counted, version=version)
+    drafted, accepted, rounds = (counted.get(name, 0) for name in _COUNTED)
+    return Answers(ids, drafted, accepted, rounds, version)
 
 
 def _speculative(job: EngineJob) -> list[str]:
@@ -50,7 +52,7 @@ def _speculative(job: EngineJob) -> list[str]:
             return words[words.index("--speculative-config") :]
     raise IncompatibleError(
         "the export has no command for vLLM",
-        found="; ".join(job.manifest.served_by),
+        found=f"a drafter of family {job.manifest.family} in format {job.manifest.format}",
         expected="vllm serve ... --speculative-config",
         do="choose another engine, or --to speculators or hf",
     )

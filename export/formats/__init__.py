@@ -27,13 +27,15 @@ FOLDER, TARGET = "THIS_FOLDER", "TARGET_FOLDER"  # stand for paths in the comman
 @dataclass(frozen=True, slots=True)
 class ExportSource:
     """What is exported: the verified package folder, its manifest, and the loaded drafter beside a
-    target. The manifest names that target, which --allow may have let differ from the package's."""
+    target. The manifest names that target, which --allow may have let differ from the package's.
+    `engine_python` has the engine's own tools, for formats that these write; None is this one."""
 
     folder: Path
     manifest: Manifest
     drafter: Drafter
     target: Target
     allow: tuple[str, ...] = ()
+    engine_python: str | None = None
 
 
 def _no_notes(source: ExportSource) -> tuple[str, ...]:
@@ -45,7 +47,8 @@ class Format:
     """One export format. `families` it can hold (None = all); `write(source, folder)` writes its
     files; `check(source, folder)` reads the sealed folder back and raises if anything differs;
     `serve(source, folder)` gives the shell commands that serve it from `folder`, with TARGET where
-    the target's folder or repository belongs; `notes(source)` is what a user must know of it."""
+    the target's folder or repository belongs; `notes(source)` is what a user must know of it;
+    `ready(engine_python)` raises if what writes it is not installed."""
 
     name: str
     summary: str
@@ -54,6 +57,7 @@ class Format:
     check: Callable[[ExportSource, Path], None]
     serve: Callable[[ExportSource, str], tuple[str, ...]]
     notes: Callable[[ExportSource], tuple[str, ...]] = _no_notes
+    ready: Callable[[str | None], object] = lambda engine_python: None
 
     def holds(self, family: str) -> bool:
         return self.families is None or family in self.families
@@ -72,6 +76,8 @@ ENGINES: dict[str, tuple[str, ...]] = {
     "sglang": ("sglang", "hf"),
     "llama.cpp": ("gguf",),
     "trtllm": ("sglang", "hf"),
+    "openvino": ("openvino",),
+    "mlx": ("hf",),
 }
 ONLY_EAGLE3 = ("trtllm",)  # engines that read of the flat checkpoints EAGLE-3's alone
 PREFERRED = ("speculators", "sglang", "hf", "vllm-medusa", "mlp-speculator")
@@ -133,7 +139,13 @@ def find_format(name: str, family: str) -> Format:
 
 
 def export(
-    package: Path | str, to: str, out: Path | str, target: Target, *, allow: Sequence[str] = ()
+    package: Path | str,
+    to: str,
+    out: Path | str,
+    target: Target,
+    *,
+    allow: Sequence[str] = (),
+    engine_python: str | None = None,
 ) -> Manifest:
     """Write `package` (its folder, or that of its run) in format `to` at `out`; the new manifest.
 
@@ -151,15 +163,17 @@ def export(
     _refuse_overlap(folder, out)
     manifest = read_manifest(folder)
     form = find_format(to, manifest.family)
+    form.ready(engine_python)
     drafter = read_package(folder, target, allow).to(target.device)  # in its own dtype
-    source = ExportSource(folder, _beside(manifest, target), drafter, target, tuple(allow))
+    beside = _beside(manifest, target)
+    source = ExportSource(folder, beside, drafter, target, tuple(allow), engine_python)
     with new_folder(out, own_files) as temp:
         form.write(source, temp)
         written = [path.name for path in temp.iterdir()]
         assert not {CARD, MANIFEST} & set(written), f"format {to} wrote {written}"
         about = manifest.to_json() | {"format": to, "versions": versions()}
-        beside = source.manifest.target
-        named = TARGET if beside.adapters else beside.repo or TARGET
+        record = beside.target
+        named = TARGET if record.adapters else record.repo or TARGET
         about["served_by"] = [line.replace(TARGET, named) for line in form.serve(source, FOLDER)]
         about["notes"] = [
             *_other_target(manifest, source),

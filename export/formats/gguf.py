@@ -147,4 +147,5 @@ FORMAT = Format(
     check=check,
     serve=serve,
     notes=notes,
+    ready=lambda engine_python: library(),
 )

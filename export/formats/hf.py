@@ -9,6 +9,7 @@ Letters: B rows, K draft vocabulary, S sequence, T fed tokens, V target vocabula
 from __future__ import annotations
 
 import copy
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor
 from specctl.core.errors import GateError, IncompatibleError
 from specctl.drafters.nets.routed import PREFIX
 from specctl.drafters.small_lm import SmallLm
-from specctl.export.formats import ExportSource, Format
+from specctl.export.formats import TARGET, ExportSource, Format
 from specctl.export.layouts.engines import (
     draft_length,
     dtype_fields,
@@ -205,9 +206,12 @@ def _gate(found: str, expected: str) -> GateError:
 
 def serve(source: ExportSource, folder: str) -> tuple[str, ...]:
     length = draft_length(source)
+    mlx = ["mlx_lm.generate", "--model", TARGET, "--draft-model", folder]
+    mlx += ["--num-draft-tokens", str(length), "--prompt", "def main("]
     return (
         vllm_command("draft_model", length, folder),
         sglang_command("STANDALONE", length, folder),
+        shlex.join(mlx),
     )
 
 

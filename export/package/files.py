@@ -32,6 +32,9 @@ ARCHIVE_SUFFIXES = frozenset(
 )
 CODE_SUFFIXES = frozenset([".py", ".pyc", ".pyd", ".so", ".dll", ".dylib", ".sh", ".exe"])
 
+# Weights beside OpenVINO's XML: bare numbers, which nothing else reads by these names.
+IR_WEIGHTS = frozenset(f"openvino_{name}.bin" for name in ("model", "tokenizer", "detokenizer"))
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 _DEVICE = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.IGNORECASE)
 
@@ -49,7 +52,7 @@ def check_name(name: str) -> None:
         reason = "only letters, digits, dot, dash and underscore may name a file"
     elif _DEVICE.fullmatch(name):
         reason = "it is the name of a device on some systems"
-    elif suffix in PICKLE_SUFFIXES:
+    elif suffix in PICKLE_SUFFIXES and name not in IR_WEIGHTS:
         reason = "files of this kind can run code when they are loaded"
     elif suffix in ARCHIVE_SUFFIXES:
         reason = "archives are not accepted"

@@ -152,15 +152,15 @@ def over_targets(said_NK: Tensor, ids_K: Tensor | None, size: int) -> Tensor:
     return whole_NV
 
 
-def compare(engine: str, theirs_NV: Tensor, ours_NV: Tensor) -> float:
-    """The largest error as a share of the largest logit; above TOLERANCE a GateError."""
+def compare(engine: str, theirs_NV: Tensor, ours_NV: Tensor, tolerance: float = TOLERANCE) -> float:
+    """The largest error as a share of the largest logit; above the tolerance a GateError."""
     spoken = ours_NV > -torch.inf
     if theirs_NV.shape != ours_NV.shape or not torch.equal(theirs_NV > -torch.inf, spoken):
         raise gate(f"{engine} could draft other token ids", "the ids that the drafter can speak")
     scale = max(float(ours_NV[spoken].abs().max()), 1e-30)
     error_N = torch.where(spoken, (theirs_NV - ours_NV).abs(), 0.0).amax(-1) / scale
-    if not bool((error_N <= TOLERANCE).all()):
-        at = int((~(error_N <= TOLERANCE)).nonzero()[0])
+    if not bool((error_N <= tolerance).all()):
+        at = int((~(error_N <= tolerance)).nonzero()[0])
         found = f"drafted token {at + 1}: logits by {engine} differ by {float(error_N[at]):.1e}"
-        raise gate(found, f"the drafter's own logits, within {TOLERANCE:g} of their size")
+        raise gate(found, f"the drafter's own logits, within {tolerance:g} of their size")
     return float(error_N.max())

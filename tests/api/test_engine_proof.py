@@ -6,6 +6,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ from specctl.api import engine_proof
 from specctl.api.engine_proof import EngineProof
 from specctl.cli.commands.export import PROVERS
 from specctl.core.errors import IncompatibleError, ResourceError, SpecctlError
-from specctl.export.engines import Answers, EngineJob, engines, find_engine
+from specctl.export.engines import Answers, EngineJob, ServingEngine, engines, find_engine
 from specctl.export.engines import vllm as vllm_
-from specctl.export.engines.process import check_installed, run_host, started
+from specctl.export.engines.process import check_installed, chosen_engine, run_host, started
 from specctl.export.formats import formats
 from specctl.export.package.folder import write_served
 from specctl.export.package.manifest import CARD, check_files
@@ -24,6 +25,7 @@ from specctl.runtime.target.target import Target
 from specctl_testing.export.engine_cases import exported, shaken
 
 TEXTS = ((5, 6, 7), (8, 9, 10))
+PROMPT = SimpleNamespace(ids=(1, 2))
 OURS = Answers(TEXTS, drafted=100, accepted=40, rounds=20)
 
 
@@ -55,6 +57,7 @@ def test_the_same_texts_and_the_same_acceptance_pass(job: EngineJob) -> None:
         (Answers(TEXTS), replace(OURS, ids=(TEXTS[0], (8, 9))), "prompt 1: vllm, drafted"),
         (Answers(TEXTS), replace(OURS, accepted=0), "accepted no drafted token"),
         (Answers(TEXTS), replace(OURS, accepted=30), "0.300 there, 0.400 here"),
+        (Answers(TEXTS, misread=("it's",)), OURS, 'vllm reads "it\'s" as other tokens'),
     ],
 )
 def test_a_difference_is_a_fault(
@@ -86,6 +89,56 @@ def test_the_card_says_what_the_engine_did_and_the_folder_stays_whole(job: Engin
     assert {n: before.files[n] for n in same} == {n: after.files[n] for n in same}
 
 
+@pytest.mark.parametrize("is_right", [True, False])
+def test_an_export_is_proved_by_the_engine_that_is_named(
+    is_right: bool, job: EngineJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[EngineJob] = []
+
+    def answer(given: EngineJob, drafts: bool) -> Answers:
+        asked.append(given)
+        return replace(OURS, version="9.9") if is_right or not drafts else Answers(TEXTS[::-1])
+
+    stand_in = ServingEngine("stand-in", "json", "ENV/bin/pip install it", ("speculators",), answer)
+    monkeypatch.setitem(engines(), "stand-in", stand_in)
+    monkeypatch.setattr(engine_proof, "heldout_prompts", lambda target, n: [PROMPT] * 2)
+    monkeypatch.setattr(engine_proof, "_place", lambda target: "T")
+    monkeypatch.setattr(engine_proof, "_ours", lambda job, package, drafts: OURS)
+    events: list[Any] = []
+    proof = engine_proof.prove_export(
+        job.folder.with_name("out-package"),
+        job.folder,
+        engine="stand-in",
+        target=job.target,
+        progress=events.append,
+    )
+    assert proof.passed == is_right
+    assert [given.folder for given in asked] == [job.folder] * 2
+    assert not asked[0].scratch.exists()
+    assert ("Served by stand-in: 9.9, 2 of 2" in (job.folder / CARD).read_text()) == is_right
+    check_files(job.folder)
+    assert [event["done"] for event in events if event["event"] == "progress"][-1] == 8
+
+
+def test_specctl_drafts_as_long_a_chain_in_every_round(
+    job: EngineJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def generate(target: Target, prompts: Any, **how: Any) -> Any:
+        asked.update(how)
+        return SimpleNamespace(
+            stats=SimpleNamespace(drafted=6, accepted=2, rounds=2),
+            outputs=[SimpleNamespace(token_ids=[1, 2, 3])],
+        )
+
+    monkeypatch.setattr(engine_proof, "generate", generate)
+    ours = engine_proof._ours(job, job.folder, True)
+    assert asked["adaptive"] is False  # whatever costs were measured on this machine before
+    assert asked["policy"].depth == job.length
+    assert ours == Answers(((1, 2, 3),), 6, 2, 2)
+
+
 def test_vllm_is_started_with_the_words_of_the_card(job: EngineJob) -> None:
     flag, how = vllm_._speculative(job)
     assert flag == "--speculative-config"
@@ -98,6 +151,7 @@ def test_engines_are_found_by_name_or_format() -> None:
     assert {to for engine in engines().values() for to in engine.reads} <= set(formats())
     assert find_engine(None, "gguf").name == "llama.cpp"
     assert find_engine("transformers", "hf").name == "transformers"
+    assert chosen_engine(None, "hf", sys.executable).name == "transformers"  # the one there is
     with pytest.raises(IncompatibleError, match="vllm reads"):
         find_engine("vllm", "gguf")
     with pytest.raises(SpecctlError, match="--engine vllm"):
@@ -120,10 +174,16 @@ def test_an_engine_that_ends_shows_its_log(tmp_path: Path) -> None:
 def test_what_an_engine_started_is_stopped_with_it(tmp_path: Path) -> None:
     beats = tmp_path / "beats"
     child = "trap '' TERM; while :; do echo >> beats; sleep 0.05; done"
-    with started(["sh", "-c", f'sh -c "{child}" & sleep 60'], tmp_path / "log"):
+    words = ["sh", "-c", f'sh -c "{child}" & sleep 60']
+
+    def interrupted() -> None:
         deadline = time.monotonic() + 20
         while not beats.exists() and time.monotonic() < deadline:
             time.sleep(0.02)
+        raise KeyboardInterrupt  # as Ctrl-C does
+
+    with pytest.raises(KeyboardInterrupt), started(words, tmp_path / "log"):
+        interrupted()
     seen = beats.stat().st_size
     time.sleep(0.3)
     assert 0 < seen == beats.stat().st_size

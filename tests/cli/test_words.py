@@ -93,6 +93,8 @@ def test_short_flags_are_fields_of_the_recipe() -> None:
         ("sglang", "small-lm", "hf"),
         ("llama.cpp", "small-lm", "gguf"),
         ("trtllm", "eagle3", "sglang"),
+        ("openvino", "eagle3", "openvino"),
+        ("mlx", "small-lm", "hf"),
         ("hf", "eagle3", "hf"),
     ],
 )

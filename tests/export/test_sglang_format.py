@@ -4,6 +4,7 @@ in it is caught before the folder exists."""
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from dataclasses import replace
@@ -60,6 +61,16 @@ def test_eagle3_passes_the_gate_in_every_shape(
     names = set(load_file(tmp_path / "eagle3" / WEIGHTS))
     assert ({"d2t", "t2d"} <= names) == trimmed
     assert not any(name.startswith(("model.", "router")) for name in names)
+
+
+def test_tensorrt_llm_is_told_the_layers(target: Target, tmp_path: Path) -> None:
+    manifest = exported(shaken("eagle3", target, taps=(3, 1, 2)), target, tmp_path / "e", "sglang")
+    write, serve = manifest.served_by[-2:]
+    assert serve == "trtllm-serve some/target --config trtllm.yaml"
+    words = shlex.split(filled(write, "my drafts/e", None))
+    told = json.loads(re.search(r"write\('(.*)'\)", words[-1])[1])["speculative_config"]
+    assert told["eagle3_layers_to_capture"] == [0, 1, 2]  # outputs of layers
+    assert told["speculative_model"] == "my drafts/e"
 
 
 def renamed(old: str, new: str) -> Change:

@@ -35,25 +35,33 @@ def parameters(job: dict[str, Any]) -> Any:
     return params
 
 
+def post(url: str, body: dict[str, Any]) -> Any:
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers=headers)
+    with urllib.request.urlopen(request) as response:
+        return json.load(response)
+
+
 def main() -> None:
     asked, told = map(Path, sys.argv[1:])
     job = json.loads(asked.read_text())
     server = xllamacpp.Server(parameters(job))
     url = server.listening_address
     answers: dict[str, Any] = {"ids": [], "drafted": 0, "accepted": 0, "rounds": 0}
+    answers["misread"] = []
     for prompt in job["prompts"]:
         body = {"prompt": prompt, "n_predict": job["new_tokens"], "temperature": 0.0}
         body |= {"return_tokens": True, "ignore_eos": True, "cache_prompt": False}
-        headers = {"Content-Type": "application/json"}
-        data = json.dumps(body).encode()
-        request = urllib.request.Request(f"{url}/completion", data, headers=headers)
-        with urllib.request.urlopen(request) as response:
-            answer = json.load(response)
+        answer = post(f"{url}/completion", body)
         answers["ids"].append(answer["tokens"])
         accepted = answer["timings"].get("draft_n_accepted", 0)
         answers["drafted"] += answer["timings"].get("draft_n", 0)
         answers["accepted"] += accepted
         answers["rounds"] += len(answer["tokens"]) - accepted - 1
+    for text, ids in job["texts"]:
+        body = {"content": text, "add_special": False, "parse_special": False}
+        if post(f"{url}/tokenize", body)["tokens"] != ids:
+            answers["misread"].append(text)
     answers["version"] = "xllamacpp " + version("xllamacpp")
     told.write_text(json.dumps(answers))
 

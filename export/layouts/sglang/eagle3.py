@@ -11,11 +11,13 @@ Letters: D hidden width, V target vocabulary.
 
 from __future__ import annotations
 
+import json
+import shlex
 from pathlib import Path
 
 from specctl.core.errors import IncompatibleError
 from specctl.drafters.eagle3 import Eagle3
-from specctl.export.formats import ExportSource
+from specctl.export.formats import TARGET, ExportSource
 from specctl.export.layouts.engines import (
     draft_length,
     hidden_state_ids,
@@ -104,8 +106,22 @@ def check(source: ExportSource, folder: Path) -> None:
 
 
 def serve(source: ExportSource, folder: str, algorithm: str) -> tuple[str, ...]:
-    length = draft_length(source)
-    return sglang_command(algorithm, length, folder), vllm_command("eagle3", length, folder)
+    """TensorRT-LLM reads no list of layers from the folder: without one in its settings it takes
+    1, N // 2 - 1 and N - 4, whatever the drafter was trained with."""
+    length, taps = draft_length(source), sorted(source.manifest.taps.indices)
+    how = {
+        "decoding_type": "Eagle3",
+        "max_draft_len": length,
+        "speculative_model": folder,
+        "eagle3_layers_to_capture": layer_ids(taps, source.manifest.model_spec.num_layers),
+    }
+    settings = json.dumps({"speculative_config": how})  # JSON is YAML
+    return (
+        sglang_command(algorithm, length, folder),
+        vllm_command("eagle3", length, folder),
+        shlex.join(["python", "-c", f"open('trtllm.yaml', 'w').write({settings!r})"]),
+        shlex.join(["trtllm-serve", TARGET, "--config", "trtllm.yaml"]),
+    )
 
 
 FLAT = Flat("EAGLE3", write, check, serve)

@@ -1,0 +1,67 @@
+"""A transformers folder becomes OpenVINO's IR by optimum-intel, in its own Python.
+
+ENV/bin/python convert_openvino.py JOB ANSWERS
+
+The job: {"folder": ..., "out": ..., "weights": "fp32" or "fp16", "layers": ids or null}. With
+`layers` it is an EAGLE-3 draft: the list goes into the IR, where OpenVINO GenAI looks for it.
+Whatever the converter had to invent ends it, and so does what it left aside.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+MODEL = "openvino_model.xml"
+WRONG = ("| MISSING", "| UNEXPECTED", "| MISMATCH", "newly initialized")
+
+
+def converted(folder: str, out: Path, weights: str, is_eagle: bool) -> None:
+    tool = Path(sys.executable).with_name("optimum-cli")
+    if not tool.exists():
+        raise SystemExit(f"no {tool}: pip install optimum-intel diffusers einops")
+    words = [str(tool), "export", "openvino", "-m", folder, "--weight-format", weights]
+    words += ["--task", "text-generation-with-past"]
+    if is_eagle:  # its class comes from optimum-intel itself, the draft has no tokenizer
+        words += ["--trust-remote-code", "--disable-convert-tokenizer"]
+    made = subprocess.run([*words, str(out)], capture_output=True, text=True, check=False)
+    print(made.stdout, made.stderr, flush=True)
+    told = (made.stdout + made.stderr).splitlines()
+    wrong = [line.strip() for line in told if any(word in line for word in WRONG)]
+    if made.returncode != 0 or wrong:
+        raise SystemExit("the converter did not take the folder as it is: " + "; ".join(wrong))
+
+
+def with_layers(out: Path, layers: list[int]) -> None:
+    """The IR again, with the list in it."""
+    import openvino
+
+    beside = out / "again"
+    beside.mkdir()
+    model = openvino.Core().read_model(out / MODEL)
+    model.set_rt_info(layers, ["hidden_layers_list"])
+    openvino.save_model(model, beside / MODEL, compress_to_fp16=False)
+    del model
+    for path in beside.iterdir():
+        path.replace(out / path.name)
+    beside.rmdir()
+
+
+def main() -> None:
+    asked, told = map(Path, sys.argv[1:])
+    job = json.loads(asked.read_text())
+    out = Path(job["out"])
+    shutil.rmtree(out, ignore_errors=True)
+    converted(job["folder"], out, job["weights"], job["layers"] is not None)
+    if job["layers"] is not None:
+        with_layers(out, job["layers"])
+    names = ("openvino", "optimum-intel", "transformers")
+    told.write_text(json.dumps({name: version(name) for name in names}))
+
+
+if __name__ == "__main__":
+    main()

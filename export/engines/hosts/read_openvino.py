@@ -1,0 +1,114 @@
+"""What an IR computes, by OpenVINO on the CPU in float32, for the check of an export.
+
+ENV/bin/python read_openvino.py JOB ANSWERS
+
+The job: {"folder": ..., "ids": [...], "known": n, "states": FILE or null, "logits": FILE}. Without
+`states` [S, V] are the logits of a language model. With `states` [layers + 1, n, D] of a target it
+is an EAGLE-3 draft, treated as OpenVINO GenAI does: the outputs of the layers that the IR names go
+through `fc`, which is taken out of the graph; what `midlayer` adds last is fed back. Then [N, K]
+are the logits behind id n - 1 and behind each later one.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino as ov
+
+EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+
+
+class Model:
+    """A stateful IR, read from its beginning every time."""
+
+    def __init__(self, model: Any) -> None:
+        self.request = ov.Core().compile_model(model, "CPU", EXACT).create_infer_request()
+        self.names = {name for port in model.inputs for name in port.get_names()}
+
+    def __call__(self, ids: list[int], **more: Any) -> dict[str, Any]:
+        length = len(ids)
+        fed = {
+            "input_ids": np.array([ids], dtype=np.int64),
+            "attention_mask": np.ones((1, length), dtype=np.int64),
+            "position_ids": np.arange(length, dtype=np.int64)[None],
+            "beam_idx": np.zeros(1, dtype=np.int32),
+            **more,
+        }
+        self.request.reset_state()
+        out = self.request.infer({name: x for name, x in fed.items() if name in self.names})
+        return {name: x for port, x in out.items() for name in port.get_names()}
+
+
+def kind(node: Any) -> str:
+    return str(node.get_type_name())
+
+
+def without_fc(model: Any) -> Any:
+    """Its weight [D, 3 D]; the states that the graph reads are now as wide as the draft."""
+    for node in model.get_ordered_ops():
+        if kind(node) != "MatMul":
+            continue
+        source = node.input_value(0).get_node()
+        if kind(source) == "Parameter":
+            weight = node.input_value(1).get_node()
+            while kind(weight) == "Convert":
+                weight = weight.input_value(0).get_node()
+            source.set_partial_shape(ov.PartialShape([-1, -1, weight.shape[0]]))
+            for reader in node.output(0).get_target_inputs():
+                reader.replace_source_output(source.output(0))
+            return weight.data.astype(np.float32)
+    raise SystemExit("no fc behind the states")
+
+
+def give_state(model: Any) -> None:
+    """`last_hidden_state`: the addition in `midlayer` behind a gated product."""
+    found = []
+    for node in model.get_ordered_ops():
+        if kind(node) == "Add" and "midlayer" in node.get_friendly_name():
+            product = node.input_value(1).get_node()
+            is_down = kind(product) == "MatMul"
+            if is_down and kind(product.input_value(0).get_node()) == "Multiply":
+                found.append(node)
+    if len(found) != 1:
+        raise SystemExit(f"{len(found)} states to feed back")
+    result = ov.op.Result(found[0].output(0))
+    result.output(0).set_names({"last_hidden_state"})
+    model.add_results([result])
+    model.validate_nodes_and_infer_types()
+
+
+def chained(model: Any, job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Logits [N, K], every state of the draft's own fed back beside the next token."""
+    layers = [int(layer) for layer in str(model.get_rt_info(["hidden_layers_list"]).value).split()]
+    states, ids, known = np.load(job["states"]), job["ids"], job["known"]
+    taken = np.concatenate([states[layer + 1] for layer in sorted(layers)], -1)
+    weight = without_fc(model)
+    give_state(model)
+    reader, fed, said = Model(model), (taken.astype(np.float32) @ weight.T)[None], []
+    for end in range(known, len(ids) + 1):
+        out = reader(ids[1:end], hidden_states=fed)
+        said.append(out["logits"][0, -1])
+        fed = np.concatenate([fed, out["last_hidden_state"][:, -1:]], 1)
+    told = {"layers": layers, "eagle3": str(model.get_rt_info(["eagle3_mode"]).value)}
+    return np.stack(said), {**told, "d2t": out["d2t"].tolist()}
+
+
+def main() -> None:
+    asked, told = map(Path, sys.argv[1:])
+    job = json.loads(asked.read_text())
+    model = ov.Core().read_model(Path(job["folder"]) / "openvino_model.xml")
+    found: dict[str, Any] = {}
+    if job["states"] is None:
+        logits = Model(model)(job["ids"])["logits"][0]
+    else:
+        logits, found = chained(model, job)
+    np.save(job["logits"], logits.astype(np.float32))
+    told.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
