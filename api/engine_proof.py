@@ -19,8 +19,8 @@ from specctl.core.masks import document_mask
 from specctl.core.table import Table, Tabled
 from specctl.export.engines import Answers, EngineJob, ServingEngine, find_engine
 from specctl.export.engines.process import check_installed, own_python
+from specctl.export.package.folder import write_served
 from specctl.export.package.manifest import check_files, package_in
-from specctl.export.package.served_record import write_served
 from specctl.recipes.targets import resolve
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling

@@ -13,7 +13,7 @@ from specctl.api.failures import raises_user_errors
 from specctl.api.preflight import check_out, check_run
 from specctl.api.progress import Progress, as_reporter, warnings_of
 from specctl.api.recipe import RecipeLike, recipe_of, run_folder, set_words
-from specctl.api.targets import TargetLike, in_memory, inflated_note, target_of_recipe
+from specctl.api.targets import TargetLike, in_memory, inflated_note
 from specctl.api.train import TrainResult, load_initial, packaged_acceptance, train_and_package
 from specctl.core.errors import FileError, RecipeError
 from specctl.core.spec import ModelSpec
@@ -25,7 +25,7 @@ from specctl.export.package.origin import redacted
 from specctl.models.llama import LlamaShape
 from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.reporter import Reporter
-from specctl.runtime.target.target import Target
+from specctl.runtime.target.target import Target, load_part
 from specctl.train.data.prepare import prepare
 from specctl.train.prune.cut import Wanted, check_cut, groups_left, prunable
 from specctl.train.prune.run import (
@@ -218,7 +218,7 @@ def prune(
     check_out(folder)
     check_run(made, folder)
     job = PruneJob(made, job_cut, folder, command or _words(recipe, made, job_cut, folder))
-    model = given or target_of_recipe(made.target)
+    model = given or load_part(made.target)
     if model.inflated:
         reporter.warn(inflated_note(model))
     run = _cut_and_heal(reporter, job, model, on_cut or (lambda report: None))

@@ -12,7 +12,6 @@ from specctl.core.errors import SpecctlError
 
 if TYPE_CHECKING:
     from specctl.export.package.manifest import TargetRecord
-    from specctl.recipes.schema import TargetPart
     from specctl.runtime.target.target import Target
 
 TargetLike = Any  # str, Path, Target, or a causal language model of transformers
@@ -111,19 +110,6 @@ def own_target(*drafters: object) -> TargetRecord | None:
     folders = (package_in(path) for path in paths)
     package = next((f for f in folders if (f / MANIFEST).is_file()), None)
     return None if package is None else read_manifest(package).target
-
-
-def target_of_recipe(part: TargetPart) -> Target:
-    """The target that a recipe names."""
-    return load_target(
-        part.name,
-        revision=part.revision,
-        dtype=part.dtype,
-        inflate=part.inflate,
-        adapters=part.adapters,
-        device_map=part.device_map,
-        tensor_parallel=part.tensor_parallel,
-    )
 
 
 def inflated_note(target: Target) -> str:

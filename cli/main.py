@@ -74,11 +74,9 @@ class LazyCommands(Group):
     _is_listing = False
 
     def list_commands(self, ctx: Any) -> list[str]:
-        del ctx
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        del ctx
         if cmd_name not in COMMANDS:
             return None
         entry = COMMANDS[cmd_name]
@@ -150,7 +148,6 @@ def _everywhere(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    del version, config_file
     flags = {"json": json, "jsonl": jsonl, "quiet": quiet, "verbose": verbose}
     configure(console_of(ctx), flags | {"no_color": no_color})
 

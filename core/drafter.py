@@ -148,9 +148,10 @@ class DraftState(ABC):
     def propose(self, view: RoundView, budget: Budget) -> DraftTree:
         """A POINT tree for every row; an empty tree is always allowed."""
 
-    @abstractmethod
     def observe(self, outcome: Outcome) -> None:
-        """Learn from the round: roll caches back to the accepted path, take new features."""
+        """Learn from the round: roll caches back to the accepted path, take new features. Not for
+        states that read all they need of the next view."""
+        del outcome
 
     def end(self, slot: int) -> None:
         """A row left; its slot may be given to another."""
@@ -189,7 +190,6 @@ class StepState(DraftState):
     def known(self, view: RoundView) -> Tensor | None:
         """[B, 2, D]: what is known of each row before the drafter's first pass of a round: the
         root's embedding, and the target's state before it. None: nothing to read without a pass."""
-        del view
         return None
 
     def confidence(self) -> Tensor:
@@ -225,8 +225,9 @@ class Drafter(ABC):
     def __init__(self, options: Any, spec: ModelSpec, vocab: VocabMap | None = None) -> None:
         self.options, self.spec, self.vocab = options, spec, vocab
 
-    @abstractmethod
-    def needs(self) -> Needs: ...
+    def needs(self) -> Needs:
+        """Nothing, unless a family says otherwise."""
+        return Needs()
 
     @abstractmethod
     def open(self, space: Space) -> DraftState:

@@ -6,8 +6,12 @@ the same name. Ours has a name of its own, and is told from others by what its c
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from importlib.metadata import Distribution, distributions, packages_distributions
+from typing import Any
+
+from specctl.core.errors import SpecctlError
 
 NAME = "specctl-toolkit"  # as in pyproject.toml: of a source tree that was never installed
 THEIRS = "specctl"  # nothing of ours is installed by this name, though ours once had it
@@ -42,6 +46,23 @@ def _key(dist: Distribution) -> str:
 def pip_install(extra: str) -> str:
     """The command that installs what the features of that extra need."""
     return f"pip install '{distribution_name()}[{extra}]'"
+
+
+def library(
+    name: str, need: str, extra: str, *, instead: str = "", kind: type[SpecctlError] = SpecctlError
+) -> Any:
+    """The module of that name, which an extra brings; without it an error that says what needs it,
+    how it is installed, and what to do `instead`."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise kind(
+            f"{need} needs the library {package}",
+            found="it is not installed" if error.name == package else str(error),
+            expected=f"the extra {extra}",
+            do=pip_install(extra) + (f", or {instead}" if instead else ""),
+        ) from error
 
 
 def pip_upgrade() -> str:

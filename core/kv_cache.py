@@ -132,12 +132,16 @@ class SlotKV:
         fixed._span, fixed._whole, fixed._contiguous = aim.span, aim.is_whole, -1
         return fixed
 
-    def follow(self, other: SlotKV) -> None:
-        """Aim as that store is aimed, and be as long."""
-        if (extra := other.max_len - self.max_len) > 0:
+    def reserve(self, max_len: int) -> None:
+        """Be at least so long; what is stored stays."""
+        if (extra := max_len - self.max_len) > 0:
             self.key_ZJLE = [F.pad(key, (0, 0, 0, extra)) for key in self.key_ZJLE]
             self.value_ZJLE = [F.pad(value, (0, 0, 0, extra)) for value in self.value_ZJLE]
-            self.max_len = other.max_len
+            self.max_len = max_len
+
+    def follow(self, other: SlotKV) -> None:
+        """Aim as that store is aimed, and be as long."""
+        self.reserve(other.max_len)
         self._slot_B1, self._start_B1, self._at_BT = other._slot_B1, other._start_B1, other._at_BT
         self._span, self._whole, self._contiguous = other._span, other._whole, other._contiguous
 

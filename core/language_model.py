@@ -148,7 +148,6 @@ class LanguageModel(ABC):
     ) -> dict[int, tuple[Tensor, Tensor]]:
         """Keys and values [B, J, T, E] of each layer whose incoming residual [B, T, D] is given:
         what a forward with those residuals leaves in the cache. Gradients reach the residuals."""
-        del state, position_BT
         raise IncompatibleError(
             f"{type(self).__name__} does not lend its layers",
             expected="a target as it was published",

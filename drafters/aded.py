@@ -26,15 +26,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from math import log, sqrt
-from typing import Any, ClassVar
+from typing import Annotated, Any
 
 from torch import Tensor
 
 from specctl.core.drafter import Budget, Family, Outcome, Space
-from specctl.drafters.option_checks import check_choice, check_options
+from specctl.drafters.option_checks import OneOf, Options, check_options
 from specctl.drafters.retrieval.best_first import Guess, best_first
 from specctl.drafters.retrieval.store import Ids
-from specctl.drafters.retrieval.store_registry import Scope
+from specctl.drafters.retrieval.store_registry import Scope, StoredState
 from specctl.drafters.retrieval.trie import Trie, TrieState
 from specctl.drafters.states.ngram_distributions import (
     NgramDrafter,
@@ -50,20 +50,20 @@ RANK_CHANCES = (0.5, 0.13, 0.07, 0.045, 0.03, 0.022, 0.017, 0.013)  # those of t
 
 
 @dataclass(frozen=True, slots=True)
-class AdedOptions:
+class AdedOptions(Options):
     """`topk` continuations of a pair; `keep`: how much an old estimate weighs against a new one
     (1 = never learn again); `maker` of the tree, `simulations` of maker mcts; `scope` says whose
     text may help whom (request, conversation, process), `max_mib` caps each store."""
 
     topk: int = 8
     keep: float = 0.25
-    maker: str = "mcts"
+    maker: Annotated[str, OneOf(MAKERS)] = "mcts"
     simulations: int = 64
     scope: str = Scope.REQUEST
     max_mib: int = 32
 
     def __post_init__(self) -> None:
-        check_choice("maker", self.maker, MAKERS)
+        Options.__post_init__(self)
         is_right = self.topk >= 1 and 0.0 <= self.keep <= 1.0 and self.simulations >= 1
         expected = "topk >= 1, keep between 0 and 1, simulations >= 1"
         check_options(self, is_right, ("topk", "keep", "simulations"), expected)
@@ -72,28 +72,21 @@ class AdedOptions:
 class Aded(NgramDrafter):
     """No weights; the tri-grams are in stores."""
 
-    family: ClassVar[str] = "aded"
+    family = "aded"
 
     def open(self, space: Space) -> AdedState:
         return AdedState(self, space)
 
 
-class AdedState(TrieState):
+class AdedState(StoredState, TrieState):
     """One store per row or shared, by scope."""
 
     def __init__(self, drafter: Aded, space: Space) -> None:
         self.options, self.device = drafter.options, space.device
         self.stores = drafter.registry.rows(space.identity, space.num_slots)
 
-    def join(self, slot: int, conversation: str | None) -> None:
-        self.stores.join(slot, conversation)
-
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
-        del taps
         learn_text(self.stores.start(slot), tokens, LENGTHS, self.options.keep)
-
-    def end(self, slot: int) -> None:
-        self.stores.end(slot)
 
     def draft_row(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:
         store, root = self.stores.at(slot), tail(tokens, LENGTHS.start)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from specctl.core.drafter import (
 )
 from specctl.core.errors import RecipeError
 from specctl.core.tree import DraftTree, NodeKind, chain_tree, empty_tree
-from specctl.drafters.option_checks import check_choice, check_count
+from specctl.drafters.option_checks import Count, CountOrZero, OneOf, Options
 from specctl.drafters.retrieval.trie import Trie, TrieState
 from specctl.drafters.states.iterate import blank_token
 from specctl.drafters.states.probes import with_probes
@@ -43,30 +43,22 @@ MODES = ("input", "generalised")
 
 
 @dataclass(frozen=True, slots=True)
-class AggressiveOptions:
+class AggressiveOptions(Options):
     """`mode` input copies the source, generalised fills in blocks. The source is the prompt without
     its first `skip` and its last `tail` tokens (an instruction around it); a match has `match`
     tokens or more. A `block` has so many tokens; None: what the round's nodes allow."""
 
-    mode: str = "input"
-    match: int = 1
-    skip: int = 0
-    tail: int = 0
-    block: int | None = None
-
-    def __post_init__(self) -> None:
-        check_choice("mode", self.mode, MODES)
-        check_count("match", self.match)
-        check_count("skip", self.skip, least=0)
-        check_count("tail", self.tail, least=0)
-        if self.block is not None:
-            check_count("block", self.block)
+    mode: Annotated[str, OneOf(MODES)] = "input"
+    match: Count = 1
+    skip: CountOrZero = 0
+    tail: CountOrZero = 0
+    block: Count | None = None
 
 
 class Aggressive(Drafter):
     """No weights; everything is in the state."""
 
-    family: ClassVar[str] = "aggressive"
+    family = "aggressive"
 
     def needs(self) -> Needs:
         return Needs(topk=0 if self.options.mode == "input" else 1)
@@ -116,7 +108,6 @@ class InputState(TrieState):
         self.alignments = [Alignment.of((), 0) for _ in range(space.num_slots)]
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
-        del taps
         source = tokens[self.options.skip : len(tokens) - self.options.tail]
         self.alignments[slot] = Alignment.of(source, len(tokens))
 
@@ -151,7 +142,6 @@ class GuessedBlocks(DraftState):
         self.guess_ZW = torch.full((space.num_slots, self.W), blank, device=space.device)
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
-        del tokens, taps
         self.guess_ZW[slot] = self.blank
 
     def propose(self, view: RoundView, budget: Budget) -> DraftTree:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -33,11 +33,10 @@ from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import aim, shifted
 from specctl.drafters.losses.head_losses import LossOptions, head_loss, joined
-from specctl.drafters.nets.heads import draft_size
 from specctl.drafters.nets.options import HeadOptions
 from specctl.drafters.nets.parallel_heads import MAX_RANK, ParallelHeads, first_ranks
 from specctl.drafters.nets.rescore import NONE, Rescoring
-from specctl.drafters.option_checks import check_choice, check_count
+from specctl.drafters.option_checks import Count, OneOf, Within
 from specctl.drafters.states.template import as_paths
 
 RESCORERS = ("none", "ngram", "neural")
@@ -55,18 +54,14 @@ class BlockwiseOptions(HeadOptions):
     hidden: int | None = None
     one_head: bool = False
     tree: tuple[tuple[int, ...], ...] | None = None
-    rescore: str = "none"
-    rescore_top: int = 8
+    rescore: Annotated[str, OneOf(RESCORERS)] = "none"
+    rescore_top: Count = 8
     rescore_weight: float = 0.6
-    order: int = 4
-    rescore_width: int = 64
+    order: Annotated[int, Within(2)] = 4
+    rescore_width: Count = 64
 
     def __post_init__(self) -> None:
         HeadOptions.__post_init__(self)
-        check_choice("rescore", self.rescore, RESCORERS)
-        for name in ("rescore_top", "rescore_width"):
-            check_count(name, getattr(self, name))
-        check_count("order", self.order, least=2)
         if self.tree is not None:
             paths = as_paths(self.tree, self.num_heads, MAX_RANK, "drafter.options.tree")
             object.__setattr__(self, "tree", paths)
@@ -98,7 +93,7 @@ class BlockwiseNet(nn.Module):
 class Blockwise(ParallelHeads):
     """The carry holds all k states."""
 
-    family: ClassVar[str] = "blockwise"
+    family = "blockwise"
     one_call = True
     module: BlockwiseNet
 
@@ -106,11 +101,10 @@ class Blockwise(ParallelHeads):
         self, options: BlockwiseOptions, spec: ModelSpec, vocab: VocabMap | None = None
     ) -> None:
         super().__init__(options, spec, vocab)
-        self.module = BlockwiseNet(options, spec, draft_size(vocab, spec.vocab_size))
         self.tree = options.tree if options.tree is not None else first_ranks(options.num_heads)
 
-    def own_heads(self) -> list[nn.Linear]:
-        return []
+    def make_net(self, rows: int) -> BlockwiseNet:
+        return BlockwiseNet(self.options, self.spec, rows)
 
     def vocab_layers(self) -> list[nn.Linear]:
         return [self.module.rescorer.out] if isinstance(self.module.rescorer, NgramNet) else []
@@ -163,7 +157,6 @@ class NgramCounts(nn.Module):
     @torch.no_grad()
     def loss(self, batch: TrainBatch, vocab: VocabMap | None) -> LossOut | None:
         """Nothing to descend: count every n-gram that lies inside one document."""
-        del vocab
         key_BS = torch.zeros_like(batch.ids_BS)
         inside_BS = batch.document_BS >= 0
         for n in range(self.order):
@@ -174,7 +167,6 @@ class NgramCounts(nn.Module):
         return None
 
     def score(self, context_XW: Tensor, ids_XC: Tensor, rows_XC: Tensor) -> Tensor:
-        del rows_XC
         zero_X1, count_OT = torch.zeros_like(ids_XC[..., :1]), self.count_OT.float()
         single_XC = count_OT[0][self._slot(_mixed(zero_X1, ids_XC))]
         r_XC = (single_XC + 1.0) / (count_OT[0].sum() + self.vocab_size)
@@ -222,7 +214,6 @@ class NgramNet(nn.Module):
         return LossOut(out.sum, out.count)
 
     def score(self, context_XW: Tensor, ids_XC: Tensor, rows_XC: Tensor) -> Tensor:
-        del ids_XC
         logr_XK: Tensor = self.out(self.state(context_XW)).float().log_softmax(-1)
         return logr_XK.gather(-1, rows_XC)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +31,9 @@ from specctl.drafters.nets.block_drafter import BlockDrafter
 from specctl.drafters.nets.block_net import BlockNet
 from specctl.drafters.nets.blocks import DecoderLayer, LayerShape, RmsNorm, attending, rotary
 from specctl.drafters.nets.head_drafter import HeadLearned
-from specctl.drafters.nets.heads import ResBlock, draft_size
+from specctl.drafters.nets.heads import ResBlock
 from specctl.drafters.nets.options import ADDED, HeadOptions
-from specctl.drafters.option_checks import check_count
+from specctl.drafters.option_checks import Count, Within
 from specctl.drafters.states.path_state import REACH, Nodes, PathState
 
 
@@ -45,15 +45,10 @@ class ChimeraOptions(HeadOptions):
     distributions (the sum of both is the paper's; what each weighs in it is our choice)."""
 
     decay: float = 0.8
-    anchors: int = 64
+    anchors: Count = 64
     trigrams: bool = True
     context: bool = True
-    hidden_weight: float = field(default=1.0, metadata=ADDED)
-
-    def __post_init__(self) -> None:
-        HeadOptions.__post_init__(self)
-        check_count("anchors", self.anchors)
-        check_count("hidden_weight", self.hidden_weight, 0, 1_000)
+    hidden_weight: Annotated[float, Within(0, 1_000)] = field(default=1.0, metadata=ADDED)
 
 
 class ChimeraNet(nn.Module):
@@ -74,7 +69,7 @@ class ChimeraNet(nn.Module):
 class Chimera(BlockDrafter):
     """A block whose slots are the drafted tokens themselves."""
 
-    family: ClassVar[str] = "chimera"
+    family = "chimera"
     module: ChimeraNet
     is_causal = True
 
@@ -83,7 +78,9 @@ class Chimera(BlockDrafter):
     ) -> None:
         self.own_taps = (spec.num_layers,)
         super().__init__(options, spec, vocab)
-        self.module = ChimeraNet(spec, draft_size(vocab, spec.vocab_size))
+
+    def make_net(self, rows: int) -> ChimeraNet:
+        return ChimeraNet(self.spec, rows)
 
     @property
     def shape(self) -> LayerShape:
@@ -119,7 +116,6 @@ class Chimera(BlockDrafter):
         return normed_XD if self.options.context else torch.zeros_like(normed_XD)
 
     def rows(self, state_BTD: Tensor, next_ids_BT: Tensor) -> Tensor:
-        del next_ids_BT
         return self.read_of(state_BTD)
 
     # -- training -------------------------------------------------------------------------------
@@ -171,7 +167,6 @@ class Chimera(BlockDrafter):
         self, ids_BW: Tensor, features_BWI: Tensor, position_BW: Tensor
     ) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of the target's states."""
-        del ids_BW
         seen_BWD = self.read_of(features_BWI)
         return [self.layer.self_attn.key_value(seen_BWD, self.rope(position_BW))]
 

@@ -16,7 +16,6 @@ Letters: B rows, D hidden width, T fed tokens, V target vocabulary, X any axes, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -24,12 +23,11 @@ from torch import Tensor, nn
 
 from specctl.core.drafter import Family
 from specctl.core.spec import ModelSpec
-from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.cells import CosineCell
 from specctl.drafters.nets.head_drafter import HeadDrafter
 from specctl.drafters.nets.options import HeadOptions
 from specctl.drafters.nets.prefix import PrefixNet
-from specctl.drafters.option_checks import check_count
+from specctl.drafters.option_checks import CountOrZero
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +36,9 @@ class CloverOptions(HeadOptions):
     tokens (an ablation), as does layers 0 the text."""
 
     decay: float = 0.8
-    layers: int = 2
+    layers: CountOrZero = 2
     regressive: bool = True
     feature_weight: float = 10.0
-
-    def __post_init__(self) -> None:
-        HeadOptions.__post_init__(self)
-        check_count("layers", self.layers, least=0)
 
 
 class CloverNet(nn.Module):
@@ -68,18 +62,11 @@ class CloverNet(nn.Module):
 class Clover(HeadDrafter):
     """The carry is cat(g, e') of the newest token."""
 
-    family: ClassVar[str] = "clover"
+    family = "clover"
     module: CloverNet
 
-    def __init__(
-        self, options: CloverOptions, spec: ModelSpec, vocab: VocabMap | None = None
-    ) -> None:
-        super().__init__(options, spec, vocab)
-        self.module = CloverNet(options, spec)
-        self.feature_weight = options.feature_weight
-
-    def own_heads(self) -> list[nn.Linear]:
-        return []
+    def make_net(self, rows: int) -> CloverNet:
+        return CloverNet(self.options, self.spec)
 
     @property
     def num_stages(self) -> int:

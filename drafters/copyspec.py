@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
-from specctl.core.drafter import Budget, Drafter, Family, Needs, Space
+from specctl.core.drafter import Budget, Drafter, Family, Space
 from specctl.drafters.option_checks import check_options
 from specctl.drafters.retrieval.occurrences import Occurrences, copied
 from specctl.drafters.retrieval.trie import Trie, TrieState
@@ -38,11 +37,8 @@ class CopySpecOptions:
 class CopySpec(Drafter):
     """No weights; everything is in the state."""
 
-    family: ClassVar[str] = "copyspec"
+    family = "copyspec"
     options: CopySpecOptions
-
-    def needs(self) -> Needs:
-        return Needs()
 
     def open(self, space: Space) -> CopySpecState:
         return CopySpecState(self.options, space)
@@ -56,7 +52,6 @@ class CopySpecState(TrieState):
         self.indices = [Occurrences(options.gamma, 1) for _ in range(space.num_slots)]
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
-        del taps
         self.end(slot)
         self.indices[slot].read(tokens)
 

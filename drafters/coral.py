@@ -13,7 +13,6 @@ Letters: B rows, D hidden width, Q picked rows, S sequence.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Family
@@ -47,7 +46,7 @@ class CoralOptions(HassOptions):
 class Coral(Hass):
     """HASS's module and loss, the alignment, and the router."""
 
-    family: ClassVar[str] = "coral"
+    family = "coral"
     options: CoralOptions
 
     def __init__(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -28,24 +28,23 @@ from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
 from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.self_drafter import SelfDrafter, check_layers
-from specctl.drafters.option_checks import check_count, check_options
+from specctl.drafters.option_checks import Count, Options, Within, check_options
 from specctl.drafters.states.borrowed_state import BorrowedState, read_out
 
 
 @dataclass(frozen=True, slots=True)
-class DelOptions:
+class DelOptions(Options):
     """`exits`: layer counts after which a draft may leave, None all below the target's. At most
     `most` tokens are drafted; `memory` fades what was counted with every token; every `every`th
     position is measured."""
 
     exits: tuple[int, ...] | None = None
-    most: int = 8
+    most: Annotated[int, Within(most=64)] = 8
     memory: float = 0.97
-    every: int = 1
+    every: Count = 1
 
     def __post_init__(self) -> None:
-        check_count("most", self.most, most=64)
-        check_count("every", self.every)
+        Options.__post_init__(self)
         check_options(self, 0.0 < self.memory < 1.0, ("memory",), "a share between 0 and 1")
 
 
@@ -74,7 +73,7 @@ def best_choice(alpha: Mapping[int, float], num_layers: int, most: int) -> ExitC
 class Del(SelfDrafter):
     """Every exit's layers may run."""
 
-    family: ClassVar[str] = "del"
+    family = "del"
     options: DelOptions
 
     def __init__(self, options: DelOptions, spec: ModelSpec, vocab: VocabMap | None = None) -> None:
@@ -108,7 +107,6 @@ class DelState(BorrowedState):
         self.choice = [ExitChoice(self.layers[0], 0)] * space.num_slots
 
     def parts_of(self, slot: int, first: int) -> SubLayers:
-        del first
         return SubLayers.span(0, self.choice[slot].layers)
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:

@@ -15,35 +15,33 @@ A layer that runs for a token has run for every token of the draft before it, so
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated
 
 from specctl.core.drafter import Family, Space
 from specctl.core.language_model import LanguageModel
 from specctl.core.sub_layers import SubLayers
 from specctl.drafters.nets.self_drafter import SelfDrafter
-from specctl.drafters.option_checks import check_choice, check_count, check_options
+from specctl.drafters.option_checks import Count, OneOf, Options, check_options
 from specctl.drafters.states.borrowed_state import BorrowedState
 
 SCHEDULES = ("skip-decode", "d3")
 
 
 @dataclass(frozen=True, slots=True)
-class DepthDecayOptions:
+class DepthDecayOptions(Options):
     """Shares of the target's layers: `most` for the first drafted token, never fewer than `least`.
     `over`: tokens after which skip-decode is at its least; `warm_up`: its lowest layers; `alpha`:
     the decay of d3."""
 
-    schedule: str = "skip-decode"
+    schedule: Annotated[str, OneOf(SCHEDULES)] = "skip-decode"
     most: float = 0.75
     least: float = 0.375
-    over: int = 4
-    warm_up: int = 1
+    over: Count = 4
+    warm_up: Count = 1
     alpha: float = 0.9
 
     def __post_init__(self) -> None:
-        check_choice("schedule", self.schedule, SCHEDULES)
-        check_count("over", self.over)
-        check_count("warm_up", self.warm_up)
+        Options.__post_init__(self)
         is_right = 0.0 < self.least <= self.most <= 1.0 and 0.0 < self.alpha <= 1.0
         check_options(
             self, is_right, ("most", "least", "alpha"), "shares above 0, up to 1, least <= most"
@@ -68,7 +66,7 @@ class DepthDecayOptions:
 class DepthDecay(SelfDrafter):
     """What runs for the first drafted token may run for any."""
 
-    family: ClassVar[str] = "depth-decay"
+    family = "depth-decay"
     options: DepthDecayOptions
 
     @property
@@ -87,7 +85,6 @@ class DepthDecayState(BorrowedState):
         self.options = drafter.options
 
     def parts_of(self, slot: int, first: int) -> SubLayers:
-        del slot
         return self.options.parts(first, self.lm.spec.num_layers)
 
 

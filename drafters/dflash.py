@@ -11,20 +11,19 @@ Letters: B rows, D hidden width, T fed tokens, X any axes.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
 from specctl.core.drafter import Family
 from specctl.core.spec import ModelSpec
-from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.block_drafter import TappedBlocks
 from specctl.drafters.nets.block_net import BlockNet
 from specctl.drafters.nets.blocks import RmsNorm
 from specctl.drafters.nets.options import ADDED, HeadOptions
 from specctl.drafters.nets.taps import even_taps
-from specctl.drafters.option_checks import check_count
+from specctl.drafters.option_checks import Count, Within
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +35,10 @@ class DFlashOptions(HeadOptions):
 
     decay: float = 0.78
     num_heads: int = 5
-    layers: int = 5
+    layers: Count = 5
     taps: tuple[int, ...] | None = None
-    anchors: int = 64
-    mask_id: int | None = field(default=None, metadata=ADDED)
-
-    def __post_init__(self) -> None:
-        HeadOptions.__post_init__(self)
-        if self.mask_id is not None:
-            check_count("mask_id", self.mask_id, 0, 1 << 20)
-        for name in ("layers", "anchors"):
-            check_count(name, getattr(self, name))
-        if self.taps is not None:
-            object.__setattr__(self, "taps", tuple(int(tap) for tap in self.taps))
+    anchors: Count = 64
+    mask_id: Annotated[int, Within(0, 1 << 20)] | None = field(default=None, metadata=ADDED)
 
 
 class InjectedNet(nn.Module):
@@ -63,7 +53,7 @@ class InjectedNet(nn.Module):
         if options.mask_id is None:
             self.mask = nn.Parameter(torch.randn(width) * 0.02)
         else:
-            check_count("mask_id", options.mask_id, 0, spec.vocab_size - 1)
+            Within(0, spec.vocab_size - 1).check("mask_id", options.mask_id)
         self.net = BlockNet(spec, options.layers, is_injected=True, qk_norm=True)
         self.norm = RmsNorm(width, spec.norm_eps)
         for parameter in self.net.parameters():  # no slot proposes anything before it has attended
@@ -77,11 +67,7 @@ class InjectedBlocks(TappedBlocks):
     chosen_taps = staticmethod(even_taps)
     module: InjectedNet
 
-    def own_heads(self) -> list[nn.Linear]:
-        return []
-
     def rows(self, state_BTD: Tensor, next_ids_BT: Tensor) -> Tensor:
-        del next_ids_BT
         rows_BTD: Tensor = self.module.fc_norm(self.module.fc(state_BTD))
         return rows_BTD
 
@@ -96,14 +82,11 @@ class InjectedBlocks(TappedBlocks):
 class DFlash(InjectedBlocks):
     """Slot 0 is the root, whose output nobody reads."""
 
-    family: ClassVar[str] = "dflash"
+    family = "dflash"
     first_slot = 1
 
-    def __init__(
-        self, options: DFlashOptions, spec: ModelSpec, vocab: VocabMap | None = None
-    ) -> None:
-        super().__init__(options, spec, vocab)
-        self.module = InjectedNet(spec, len(self.own_taps), options)
+    def make_net(self, rows: int) -> InjectedNet:
+        return InjectedNet(self.spec, len(self.own_taps), self.options)
 
 
 FAMILY = Family(

@@ -13,10 +13,9 @@ Letters: B rows, C candidates, D hidden width, O output width (after PCA), P pat
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +25,10 @@ from torch import Tensor
 
 from specctl.core.drafter import Budget, Drafter, Family, Needs, Outcome, Space
 from specctl.core.errors import IntegrityError, ResourceError
-from specctl.core.installed import pip_install
+from specctl.core.installed import library
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
-from specctl.drafters.option_checks import check_choice, check_count
+from specctl.drafters.option_checks import Count, OneOf, Options
 from specctl.drafters.retrieval.corpus import BREAK, joined
 from specctl.drafters.retrieval.occurrences import copied
 from specctl.drafters.retrieval.trie import Trie, TrieState, counted
@@ -38,26 +37,21 @@ TRUST = 0.7  # guessed chance that a neighbour goes on alike; policies read it, 
 
 
 @dataclass(frozen=True, slots=True)
-class DresdOptions:
+class DresdOptions(Options):
     """`neighbours` places are asked for, `span` tokens behind them drafted; states are reduced to
     `dims` numbers. `index`: hnsw (library usearch) or exact. `own`: search the row's own text."""
 
-    neighbours: int = 32
-    span: int = 10
-    dims: int = 64
-    index: str = "hnsw"
+    neighbours: Count = 32
+    span: Count = 10
+    dims: Count = 64
+    index: Annotated[str, OneOf(KINDS)] = "hnsw"
     own: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("neighbours", "span", "dims"):
-            check_count(name, getattr(self, name))
-        check_choice("index", self.index, KINDS)
 
 
 class Dresd(Drafter):
     """No weights; a package may hold texts, their keys and the projection that made them."""
 
-    family: ClassVar[str] = "dresd"
+    family = "dresd"
     holds_data = True
     options: DresdOptions
 
@@ -132,7 +126,6 @@ class DresdState(TrieState):
         self.rows = [_DenseRow() for _ in range(space.num_slots)]
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
-        del tokens
         self.end(slot)
         if self.tap in taps:
             self.rows[slot].states.append(taps[self.tap].float().cpu())
@@ -239,17 +232,14 @@ class DenseIndex:
 
 def _graph(key_RO: Tensor) -> Any:
     """An HNSW graph over the keys; one thread, so that equal stores make equal graphs."""
-    try:
-        library: Any = importlib.import_module("usearch.index")
-    except ImportError as error:
-        raise ResourceError(
-            "approximate search over states needs the library usearch",
-            found=str(error),
-            expected="the extra dense",
-            do=f"{pip_install('dense')}, or set drafter.options.index=exact (slow for "
-            "large stores)",
-        ) from error
-    graph = library.Index(ndim=key_RO.shape[1], metric="cos", dtype="f32")
+    usearch = library(
+        "usearch.index",
+        "approximate search over states",
+        "dense",
+        instead="set drafter.options.index=exact (slow for large stores)",
+        kind=ResourceError,
+    )
+    graph = usearch.Index(ndim=key_RO.shape[1], metric="cos", dtype="f32")
     graph.add(np.arange(len(key_RO)), key_RO.numpy(), threads=1)
     return graph
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -23,14 +22,12 @@ from torch import Tensor, nn
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import DraftState, Family, Space
 from specctl.core.spec import ModelSpec
-from specctl.core.vocab import VocabMap
 from specctl.drafters.dflash import DFlashOptions, InjectedBlocks, InjectedNet
 from specctl.drafters.losses.align import shifted
 from specctl.drafters.losses.divergences import acceptance, distributions
 from specctl.drafters.losses.head_losses import joined
 from specctl.drafters.nets.head_drafter import HeadLearned
-from specctl.drafters.nets.heads import draft_size
-from specctl.drafters.option_checks import check_count
+from specctl.drafters.option_checks import CountOrZero
 from specctl.drafters.states.head_state import GroundedState
 
 
@@ -39,12 +36,8 @@ class DSparkOptions(DFlashOptions):
     """DFlash's options, the rank of the correction (0 = none) and the weight of the confidence
     head's loss."""
 
-    rank: int = 32
+    rank: CountOrZero = 32
     confidence_weight: float = 0.1
-
-    def __post_init__(self) -> None:
-        DFlashOptions.__post_init__(self)
-        check_count("rank", self.rank, 0)
 
 
 class SparkNet(InjectedNet):
@@ -61,16 +54,12 @@ class SparkNet(InjectedNet):
 class DSpark(InjectedBlocks):
     """The carry is every slot's state and W1 of the token before the one to predict."""
 
-    family: ClassVar[str] = "dspark"
+    family = "dspark"
     module: SparkNet
     first_slot = 0
 
-    def __init__(
-        self, options: DSparkOptions, spec: ModelSpec, vocab: VocabMap | None = None
-    ) -> None:
-        super().__init__(options, spec, vocab)
-        size = draft_size(vocab, spec.vocab_size)
-        self.module = SparkNet(spec, len(self.own_taps), options, size)
+    def make_net(self, rows: int) -> SparkNet:
+        return SparkNet(self.spec, len(self.own_taps), self.options, rows)
 
     def vocab_layers(self) -> list[nn.Linear]:
         return [self.module.bias]
@@ -86,7 +75,6 @@ class DSpark(InjectedBlocks):
         return F.pad(state_XD, (0, self.options.rank))
 
     def read(self, depth: int, carry_XY: Tensor, ids_X: Tensor) -> Tensor:
-        del depth
         states_XY = carry_XY[..., : carry_XY.shape[-1] - self.options.rank]
         return torch.cat([states_XY, self.module.before(ids_X)], dim=-1)
 
@@ -102,7 +90,6 @@ class DSpark(InjectedBlocks):
 
     def beside(self, out: LossOut, learned: HeadLearned, batch: TrainBatch) -> LossOut:
         """With the confidence head's loss, where the target's distribution is at hand."""
-        del batch
         if learned.teacher is None:
             return out
         rows, ids_K = learned.rows, None if self.vocab is None else self.vocab.ids_K

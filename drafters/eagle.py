@@ -11,7 +11,6 @@ Letters: D hidden width, X any axes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -40,7 +39,7 @@ class BlindNet(TrunkNet):
 class Eagle(FeatureDrafter):
     """EAGLE-1's module and loss."""
 
-    family: ClassVar[str] = "eagle"
+    family = "eagle"
     options: EagleOptions
 
     def make_net(self, shape: LayerShape) -> TrunkNet:

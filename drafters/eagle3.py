@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +46,7 @@ from specctl.drafters.nets.routed import (
     with_router,
 )
 from specctl.drafters.nets.taps import taps_of
-from specctl.drafters.option_checks import check_choice, check_count
+from specctl.drafters.option_checks import Count, OneOf, Within
 from specctl.drafters.states.feature_state import FeatureState, Fed
 from specctl.drafters.states.tree_layout import Place
 from specctl.models.kernels import Weight, linear, prepared, rms_norm
@@ -69,8 +69,8 @@ class Eagle3Options(DepthOptions):
 
     decay: float = 0.8
     taps: tuple[int, ...] | None = None
-    ttt_steps: int = 5
-    lm_head: str = "init"
+    ttt_steps: Count = 5
+    lm_head: Annotated[str, OneOf(LM_HEADS)] = "init"
     fc_norm: bool = False
     norm_output: bool = False
     qk_norm: bool = False
@@ -81,24 +81,18 @@ class Eagle3Options(DepthOptions):
     head_groups: int | None = None
     head_top: int = 4
     norm_before_residual: bool = field(default=False, metadata=ADDED)
-    rope_theta: float | None = field(default=None, metadata=ADDED)
+    rope_theta: Annotated[float, Within(most=1e12)] | None = field(default=None, metadata=ADDED)
     scaled_rope: bool = field(default=False, metadata=ADDED)
 
     def __post_init__(self) -> None:
         DepthOptions.__post_init__(self)
         check_routing(self.head_groups, self.head_top)
-        if self.taps is not None:
-            object.__setattr__(self, "taps", tuple(int(tap) for tap in self.taps))
-        check_choice("lm_head", self.lm_head, LM_HEADS)
-        check_count("ttt_steps", self.ttt_steps)
-        if self.rope_theta is not None:
-            check_count("rope_theta", self.rope_theta, most=1e12)
 
 
 class Eagle3(BorrowingDrafter):
     """EAGLE-3 and 3.1."""
 
-    family: ClassVar[str] = "eagle3"
+    family = "eagle3"
     splits_rows = True
     module: FeatureNet
 
@@ -249,22 +243,14 @@ class Eagle3State(FeatureState):
         self._project(fed.ids_BT, fed.state_BTD, fed.rope_BT2E)
 
     def stack(self) -> Stack | None:
-        net, shape, borrowed = self.net, self.net.shape, self.borrowed
+        net, borrowed = self.net, self.borrowed
         if borrowed is None or borrowed.embed_scale != 1.0:
             return None
-        return Stack(
-            shape.hidden_size,
-            shape.num_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-            shape.intermediate_size,
-            shape.norm_eps,
-            shape.norm_eps,
+        return self.stack_of(
             [net.layer],
+            net.lm_head.weight,
             borrowed.embedding_VD,
             net.norm.weight,
-            net.lm_head.weight,
-            self.rotations,
             entry_norm=net.layer.input_layernorm.weight,
             is_residual_normed=net.layer.norm_before_residual,
         )

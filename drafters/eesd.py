@@ -9,7 +9,6 @@ confidence corrects (stop rule thompson, the paper's calibrated Thompson samplin
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from specctl.core.drafter import Family
 from specctl.core.spec import ModelSpec
@@ -28,7 +27,7 @@ class EesdOptions(ExitOptions):
 class Eesd(ExitDrafter):
     """A decoder layer behind the exit."""
 
-    family: ClassVar[str] = "eesd"
+    family = "eesd"
     options: EesdOptions
 
     def make_layer(self, shape: LayerShape) -> DecoderLayer:

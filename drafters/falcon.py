@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +49,7 @@ from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions
 from specctl.drafters.nets.options import ADDED
 from specctl.drafters.nets.recompute import is_large, run
 from specctl.drafters.nets.stride_net import StrideNet, pick
-from specctl.drafters.option_checks import check_count
+from specctl.drafters.option_checks import Count, Within
 from specctl.drafters.states.feature_state import FeatureState, Fed
 from specctl.drafters.states.tree_layout import Place
 from specctl.models.kernels import linear, prepared
@@ -65,17 +65,14 @@ class FalconOptions(FeatureOptions):
 
     temperature: float = 0.95
     noise: float = 0.1
-    stride: int = 2
-    lstm_layers: int = 2
+    stride: Annotated[int, Within(2)] = 2
+    lstm_layers: Count = 2
     glance: float = 0.45
     glance_last: float = 0.1
-    dropout: float = field(default=0.1, metadata=ADDED)
+    dropout: Annotated[float, Within(0, 0.99)] = field(default=0.1, metadata=ADDED)
 
     def __post_init__(self) -> None:
         FeatureOptions.__post_init__(self)
-        check_count("stride", self.stride, 2)
-        check_count("lstm_layers", self.lstm_layers)
-        check_count("dropout", self.dropout, 0, 0.99)
         if self.ttt_steps != 1:
             raise RecipeError(
                 "Falcon is not unrolled in training",
@@ -94,7 +91,7 @@ class FalconOptions(FeatureOptions):
 class Falcon(FeatureDrafter):
     """The passes over a batch; the frame does the rest."""
 
-    family: ClassVar[str] = "falcon"
+    family = "falcon"
     module: StrideNet
     options: FalconOptions
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -32,11 +31,12 @@ from specctl.core.errors import RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.core.tree import DraftTree, NodeKind, chain_tree, empty_tree
 from specctl.core.vocab import VocabMap
+from specctl.drafters.option_checks import Options
 from specctl.drafters.states.iterate import Iterate, blank_token
 
 
 @dataclass(frozen=True, slots=True)
-class FastCotOptions:
+class FastCotOptions(Options):
     """`answer_after` exact tokens of rationale the window is taken as it is, followed by the token
     ids of `trigger`, and the target answers; None: never, which is lossless."""
 
@@ -44,7 +44,7 @@ class FastCotOptions:
     trigger: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "trigger", tuple(int(token) for token in self.trigger))
+        Options.__post_init__(self)
         if self.answer_after is None and self.trigger:
             raise RecipeError(
                 "a trigger is ignored without an early answer",
@@ -66,7 +66,7 @@ class FastCotOptions:
 class FastCot(Drafter):
     """No weights. Approximate if it answers early."""
 
-    family: ClassVar[str] = "fastcot"
+    family = "fastcot"
 
     def __init__(
         self, options: FastCotOptions, spec: ModelSpec, vocab: VocabMap | None = None
@@ -100,7 +100,6 @@ class FastCotState(DraftState):
         self.unverified: list[int | None] = [None] * space.num_slots
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
-        del taps
         self.window.reset(slot)
         self.prompt_len[slot], self.unverified[slot] = len(tokens), None
 

@@ -13,7 +13,6 @@ Letters: D hidden width, I input width, O output width, X any axes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from specctl.core.drafter import Family
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions
 from specctl.drafters.nets.trunk import TrunkNet
-from specctl.drafters.option_checks import check_count
+from specctl.drafters.option_checks import Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +30,8 @@ class FspadOptions(FeatureOptions):
 
     noise: float = 0.1
     feature_sampling: bool = True
-    expand: int = 2
+    expand: Count = 2
     split_readout: bool = True
-
-    def __post_init__(self) -> None:
-        FeatureOptions.__post_init__(self)
-        check_count("expand", self.expand)
 
 
 class Sampler(nn.Module):
@@ -84,7 +79,7 @@ class FspadNet(TrunkNet):
 class Fspad(FeatureDrafter):
     """EAGLE's loss: the feature read-out against f, the logit read-out against the distribution."""
 
-    family: ClassVar[str] = "fspad"
+    family = "fspad"
     options: FspadOptions
 
     def make_net(self, shape: LayerShape) -> TrunkNet:

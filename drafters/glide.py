@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -35,10 +34,9 @@ from specctl.drafters.nets.cross_drafter import (
     CrossOptions,
     GlimpseLayer,
 )
-from specctl.drafters.nets.heads import draft_size
 from specctl.drafters.nets.options import ADDED, added_before
 from specctl.drafters.nets.target_cache import TargetCache
-from specctl.drafters.option_checks import check_count
+from specctl.drafters.option_checks import Count
 
 ROUND = 32  # widths of an MLP come in multiples of this
 OWN_KEYS = "set drafter.options.own_keys to true"
@@ -51,15 +49,9 @@ class GlideOptions(CrossOptions):
     the drafter's own instead (ours: for targets whose layers are not in this process). `strict`:
     False is the ablation without the paper's block mask."""
 
-    width: int | None = field(default=None, metadata=ADDED)
-    intermediate: int | None = field(default=None, metadata=ADDED)
+    width: Count | None = field(default=None, metadata=ADDED)
+    intermediate: Count | None = field(default=None, metadata=ADDED)
     own_keys: bool = field(default=False, metadata=added_before(True))
-
-    def __post_init__(self) -> None:
-        CrossOptions.__post_init__(self)
-        for name in ("width", "intermediate"):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name))
 
     def shape(self, spec: ModelSpec) -> LayerShape:
         """Of the drafter's layer."""
@@ -89,15 +81,17 @@ class GlideNet(CrossNet):
 class Glide(CrossDrafter):
     """Glimpses at what the target's last layer has cached."""
 
-    family: ClassVar[str] = "glide"
+    family = "glide"
     module: GlideNet
 
     def __init__(
         self, options: GlideOptions, spec: ModelSpec, vocab: VocabMap | None = None
     ) -> None:
         super().__init__(options, spec, vocab)
-        self.module = GlideNet(options, spec, draft_size(vocab, spec.vocab_size))
         self.last = spec.num_layers - 1
+
+    def make_net(self, rows: int) -> GlideNet:
+        return GlideNet(self.options, self.spec, rows)
 
     def needs(self) -> Needs:
         return Needs((self.last,), teacher=self.options.loss != "ce", borrow=True)

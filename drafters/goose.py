@@ -22,17 +22,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated
 
 from torch import Tensor
 
 from specctl.core.drafter import Budget, Family, Outcome, Space
 from specctl.core.errors import RecipeError
-from specctl.drafters.option_checks import check_choice
+from specctl.drafters.option_checks import OneOf, Options
 from specctl.drafters.prompt_lookup import NgramIndex
 from specctl.drafters.retrieval.best_first import Guess, best_first
 from specctl.drafters.retrieval.store import NgramStore
-from specctl.drafters.retrieval.store_registry import Scope
+from specctl.drafters.retrieval.store_registry import Scope, StoredState
 from specctl.drafters.retrieval.trie import Trie, TrieState
 from specctl.drafters.states.ngram_distributions import NgramDrafter, learn_round
 
@@ -42,21 +42,21 @@ Place = tuple[int, int]  # spine tokens behind us (-1 = off the spine), the newe
 
 
 @dataclass(frozen=True, slots=True)
-class GooseOptions:
+class GooseOptions(Options):
     """First guesses of the acceptance of spine tokens (`spine[n]`: behind a match of n + 1 tokens)
     and of branches by rank; both are corrected while drafting. `shape` of the tree. `scope` of the
     branches says whose text may help whom (request, conversation, process)."""
 
     spine: tuple[float, ...] = (0.3, 0.5, 0.65, 0.75)
     branches: tuple[float, ...] = (0.4, 0.13, 0.07, 0.045, 0.03, 0.022, 0.017, 0.013)
-    shape: str = "spine"
+    shape: Annotated[str, OneOf(SHAPES)] = "spine"
     scope: str = Scope.REQUEST
     max_mib: int = 32
 
     def __post_init__(self) -> None:
+        Options.__post_init__(self)
         for name in ("spine", "branches"):
-            chances = tuple(float(chance) for chance in getattr(self, name))
-            object.__setattr__(self, name, chances)
+            chances = getattr(self, name)
             if not chances or not all(0.0 < chance < 1.0 for chance in chances):
                 raise RecipeError(
                     "a chance is no probability",
@@ -65,13 +65,12 @@ class GooseOptions:
                     expected="numbers between 0 and 1",
                     do=f"leave {name} out to take the defaults",
                 )
-        check_choice("shape", self.shape, SHAPES)
 
 
 class Goose(NgramDrafter):
     """No weights; branches are in stores, matches and acceptances with their row."""
 
-    family: ClassVar[str] = "goose"
+    family = "goose"
 
     @property
     def num_kept(self) -> int:
@@ -81,7 +80,7 @@ class Goose(NgramDrafter):
         return GooseState(self, space)
 
 
-class GooseState(TrieState):
+class GooseState(StoredState, TrieState):
     """Per slot: an index of the text, the acceptance of each source, a store of branches."""
 
     def __init__(self, drafter: Goose, space: Space) -> None:
@@ -97,18 +96,14 @@ class GooseState(TrieState):
         options = self.options
         return Rates([*options.spine, *options.branches, *options.branches])
 
-    def join(self, slot: int, conversation: str | None) -> None:
-        self.stores.join(slot, conversation)
-
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
-        del taps
         self.stores.start(slot)
         self.indices[slot] = NgramIndex(self.lengths)
         self.indices[slot].read(tokens)
         self.rates[slot] = self._first_rates()
 
     def end(self, slot: int) -> None:
-        self.stores.end(slot)
+        super().end(slot)
         self.indices[slot] = NgramIndex(self.lengths)
 
     def draft_row(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:

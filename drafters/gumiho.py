@@ -22,7 +22,7 @@ Letters: D hidden width, O output width, X any axes, Y carry (2 D).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions
 from specctl.drafters.nets.heads import ResBlock
 from specctl.drafters.nets.options import ADDED
 from specctl.drafters.nets.trunk import TrunkNet
-from specctl.drafters.option_checks import check_count
+from specctl.drafters.option_checks import Count, Within
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +44,12 @@ class GumihoOptions(FeatureOptions):
 
     ttt_steps: int = 2
     decay: float = 0.8
-    layers: int = 2
-    mlp_heads: int = 5
-    num_blocks: int = 5
-    head_weight: float | None = field(default=1.0 / 9.0, metadata=ADDED)
-
-    def __post_init__(self) -> None:
-        FeatureOptions.__post_init__(self)
-        for name in ("layers", "mlp_heads", "num_blocks"):
-            check_count(name, getattr(self, name))
-        if self.head_weight is not None:
-            check_count("head_weight", self.head_weight, 0, 1_000)
+    layers: Count = 2
+    mlp_heads: Count = 5
+    num_blocks: Count = 5
+    head_weight: Annotated[float, Within(0, 1_000)] | None = field(
+        default=1.0 / 9.0, metadata=ADDED
+    )
 
     @property
     def num_heads(self) -> int:
@@ -85,7 +80,6 @@ class GumihoNet(TrunkNet):
         )
 
     def handed(self, before_XD: Tensor, x_XD: Tensor, out_XO: Tensor) -> Tensor:
-        del out_XO
         return torch.cat([before_XD, x_XD], dim=-1)
 
     def parallel(self, index: int, carry_XY: Tensor) -> Tensor:
@@ -96,7 +90,7 @@ class GumihoNet(TrunkNet):
 class Gumiho(FeatureDrafter):
     """Serial steps that learn to serve the heads as well, so gradients pass between them."""
 
-    family: ClassVar[str] = "gumiho"
+    family = "gumiho"
     options: GumihoOptions
     detach = False
 

@@ -13,7 +13,6 @@ Letters: D hidden width, R flat rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -24,7 +23,7 @@ from specctl.drafters.losses.head_losses import LinearHead, joined
 from specctl.drafters.losses.step_losses import topk_loss
 from specctl.drafters.losses.teacher import TeacherLogits
 from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions
-from specctl.drafters.option_checks import check_count
+from specctl.drafters.option_checks import Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +33,14 @@ class HassOptions(FeatureOptions):
     are relative to that of all tokens)."""
 
     ttt_steps: int = 3
-    top: int = 10
+    top: Count = 10
     top_weight: float = 10.0
-
-    def __post_init__(self) -> None:
-        FeatureOptions.__post_init__(self)
-        check_count("top", self.top)
 
 
 class Hass(FeatureDrafter):
     """EAGLE's module, HASS's training."""
 
-    family: ClassVar[str] = "hass"
+    family = "hass"
     options: HassOptions
 
     def term(

@@ -17,17 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from torch import Tensor
 
-from specctl.core.drafter import Budget, Drafter, Family, Needs, Outcome, Space
+from specctl.core.drafter import Budget, Drafter, Family, Outcome, Space
 from specctl.core.errors import FileError, RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.option_checks import check_options
 from specctl.drafters.retrieval.store import Ids, NgramStore, NgramStores, StoreLimits
-from specctl.drafters.retrieval.store_registry import Scope
+from specctl.drafters.retrieval.store_registry import Scope, StoredState
 from specctl.drafters.retrieval.trie import Trie, TrieState
 from specctl.drafters.states.ngram_distributions import learning_scope
 
@@ -77,7 +76,7 @@ class HierarchyOptions:
 class Hierarchy(Drafter):
     """No weights; `offline` holds S and L, where they were built."""
 
-    family: ClassVar[str] = "hierarchy"
+    family = "hierarchy"
     holds_data = True
 
     def __init__(
@@ -88,9 +87,6 @@ class Hierarchy(Drafter):
         self.limits = StoreLimits(options.max_mib << 20, options.guesses)
         self.built = replace(self.limits, max_bytes=options.built_mib << 20)
         self.registry = NgramStores(learning_scope(options.scope), self.limits)
-
-    def needs(self) -> Needs:
-        return Needs()
 
     def open(self, space: Space) -> HierarchyState:
         return HierarchyState(self, space)
@@ -106,7 +102,6 @@ class Hierarchy(Drafter):
         self, texts: Iterable[Sequence[int]], taps: Iterable[Mapping[int, Tensor]] = ()
     ) -> None:
         """Build the database that `learns` names from these texts alone."""
-        del taps
         self.offline.pop(self.options.learns, None)
         self.count_spans(self.options.learns, texts)
 
@@ -130,7 +125,7 @@ class Hierarchy(Drafter):
             self.offline[level] = NgramStore.from_tensors(tensors, self.built, prefix)
 
 
-class HierarchyState(TrieState):
+class HierarchyState(StoredState, TrieState):
     """Per slot: the context database and how much of the text it has read. `right` counts the
     right guesses by the first database that made them."""
 
@@ -144,17 +139,13 @@ class HierarchyState(TrieState):
         self.right = dict.fromkeys(self.options.order, 0)
         self._drafted = [Trie() for _ in range(space.num_slots)]
 
-    def join(self, slot: int, conversation: str | None) -> None:
-        self.stores.join(slot, conversation)
-
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
-        del taps
         self.stores.start(slot)
         self.context[slot] = NgramStore(self.newest)
         self.num_read[slot], self.prompt_end[slot] = 0, len(tokens)
 
     def end(self, slot: int) -> None:
-        self.stores.end(slot)
+        super().end(slot)
         self.context[slot] = NgramStore(self.newest)
 
     def draft_row(self, slot: int, tokens: Sequence[int], budget: Budget) -> Trie:

@@ -11,7 +11,7 @@ Letters: D hidden width, I input width, X any axes, Y carry (k D + D).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +19,11 @@ from torch import Tensor, nn
 
 from specctl.core.drafter import Family
 from specctl.core.spec import ModelSpec
-from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.head_drafter import HeadDrafter
-from specctl.drafters.nets.heads import ResBlock, draft_size
+from specctl.drafters.nets.heads import ResBlock
 from specctl.drafters.nets.options import HeadOptions
 from specctl.drafters.nets.prefix import PrefixNet
-from specctl.drafters.option_checks import check_count
+from specctl.drafters.option_checks import Count, CountOrZero
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +34,10 @@ class HydraOptions(HeadOptions):
     added."""
 
     decay: float = 0.8
-    num_blocks: int = 1
-    prefix: int = 0
+    num_blocks: Count = 1
+    prefix: CountOrZero = 0
     grounded: bool = True
     feature_weight: float = 0.0
-
-    def __post_init__(self) -> None:
-        HeadOptions.__post_init__(self)
-        check_count("num_blocks", self.num_blocks)
-        check_count("prefix", self.prefix, least=0)
 
 
 class GroundedBlock(nn.Module):
@@ -80,15 +74,11 @@ class HydraNet(nn.Module):
 class Hydra(HeadDrafter):
     """The carry is f_t and the newest embeddings, in order, zero where there is none yet."""
 
-    family: ClassVar[str] = "hydra"
+    family = "hydra"
     module: HydraNet
 
-    def __init__(
-        self, options: HydraOptions, spec: ModelSpec, vocab: VocabMap | None = None
-    ) -> None:
-        super().__init__(options, spec, vocab)
-        self.module = HydraNet(options, spec, draft_size(vocab, spec.vocab_size))
-        self.feature_weight = options.feature_weight
+    def make_net(self, rows: int) -> HydraNet:
+        return HydraNet(self.options, self.spec, rows)
 
     def own_heads(self) -> list[nn.Linear]:
         return [cast(nn.Linear, cast(nn.Sequential, head)[-1]) for head in self.module.heads]

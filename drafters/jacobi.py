@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -30,31 +30,26 @@ from specctl.core.drafter import (
     Space,
 )
 from specctl.core.tree import DraftTree, NodeKind, chain_tree, empty_tree
-from specctl.drafters.option_checks import check_choice, check_count
+from specctl.drafters.option_checks import Count, OneOf, Options, Within
 from specctl.drafters.states.iterate import Iterate, blank_token
 
 SCHEDULES = ("jacobi", "gauss-seidel", "hybrid")
 
 
 @dataclass(frozen=True, slots=True)
-class JacobiOptions:
+class JacobiOptions(Options):
     """`schedule` jacobi iterates over as many tokens as a round may draft, gauss-seidel and hybrid
     over `block` tokens at a time; hybrid stops after `assumed_length` tokens of answer."""
 
-    schedule: str = "gauss-seidel"
-    block: int = 5
-    assumed_length: int = 128
-
-    def __post_init__(self) -> None:
-        check_choice("schedule", self.schedule, SCHEDULES)
-        check_count("block", self.block, least=2)
-        check_count("assumed_length", self.assumed_length)
+    schedule: Annotated[str, OneOf(SCHEDULES)] = "gauss-seidel"
+    block: Annotated[int, Within(2)] = 5
+    assumed_length: Count = 128
 
 
 class Jacobi(Drafter):
     """No weights; everything is in the state."""
 
-    family: ClassVar[str] = "jacobi"
+    family = "jacobi"
 
     def needs(self) -> Needs:
         return Needs(topk=1)
@@ -75,7 +70,6 @@ class JacobiState(DraftState):
         self.prompt_len = [0] * space.num_slots
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
-        del taps
         self.iterate.reset(slot)
         self.left_Z[slot], self.prompt_len[slot] = self.block, len(tokens)
 

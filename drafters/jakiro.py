@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +32,7 @@ from specctl.drafters.nets.blocks import DecoderLayer, LayerShape, Mlp
 from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions
 from specctl.drafters.nets.options import ADDED
 from specctl.drafters.nets.trunk import TrunkNet
-from specctl.drafters.option_checks import check_count
+from specctl.drafters.option_checks import Count
 from specctl.models.sliced_head import Head
 
 LEAST = 1e-6  # of a weight, before its logarithm
@@ -46,13 +45,9 @@ class JakiroOptions(FeatureOptions):
 
     decay: float = 0.5
     noise: float = 0.1
-    passes: int = 4
+    passes: Count = 4
     contrast: bool = True
     decoupled: bool = field(default=False, metadata=ADDED)
-
-    def __post_init__(self) -> None:
-        FeatureOptions.__post_init__(self)
-        check_count("passes", self.passes)
 
     @property
     def num_heads(self) -> int:
@@ -110,7 +105,6 @@ class JakiroNet(TrunkNet):
             self.num_parallel, self.passes = 1, options.passes
 
     def make_layer(self, index: int) -> DecoderLayer:
-        del index
         return ExpertLayer(self.shape, self.is_decoupled)
 
     def fed_back(self, out_XO: Tensor) -> Tensor:
@@ -136,19 +130,17 @@ class JakiroNet(TrunkNet):
         return torch.logaddexp(*each)
 
     def handed(self, before_XD: Tensor, x_XD: Tensor, out_XO: Tensor) -> Tensor:
-        del before_XD, x_XD
         width = self.shape.hidden_size
         return out_XO[..., width : 2 * width]
 
     def parallel(self, index: int, carry_XY: Tensor) -> Tensor:
-        del index
         return carry_XY
 
 
 class Jakiro(FeatureDrafter):
     """EAGLE's loss on both branches."""
 
-    family: ClassVar[str] = "jakiro"
+    family = "jakiro"
     options: JakiroOptions
 
     def make_net(self, shape: LayerShape) -> TrunkNet:

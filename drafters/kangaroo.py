@@ -9,7 +9,6 @@ drafter was less sure than 0.6, the paper's second early exit (`serve.confidence
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from specctl.core.drafter import Family
 from specctl.core.spec import ModelSpec
@@ -29,7 +28,7 @@ class KangarooOptions(ExitOptions):
 class Kangaroo(ExitDrafter):
     """An attention behind the exit."""
 
-    family: ClassVar[str] = "kangaroo"
+    family = "kangaroo"
     options: KangarooOptions
 
     def make_layer(self, shape: LayerShape) -> DecoderLayer:

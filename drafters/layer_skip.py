@@ -10,7 +10,6 @@ share.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from specctl.core.drafter import Family, Space
 from specctl.core.spec import ModelSpec
@@ -30,7 +29,7 @@ class LayerSkipOptions:
 class LayerSkip(SelfDrafter):
     """The lower layers."""
 
-    family: ClassVar[str] = "layer-skip"
+    family = "layer-skip"
 
     def __init__(
         self, options: LayerSkipOptions, spec: ModelSpec, vocab: VocabMap | None = None

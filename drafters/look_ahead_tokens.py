@@ -13,15 +13,14 @@ rows, R flat rows, S sequence, T fed tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Family, Needs, RoundView, Space
-from specctl.core.language_model import Borrowed, Feed, LanguageModel, Masks
-from specctl.core.masks import document_mask
+from specctl.core.language_model import Borrowed, Feed, LanguageModel
 from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import NOTHING
 from specctl.core.vocab import VocabMap
@@ -35,9 +34,9 @@ from specctl.drafters.losses.head_losses import (
 from specctl.drafters.nets.heads import cut_rows, head_rows
 from specctl.drafters.nets.options import HeadOptions
 from specctl.drafters.nets.self_drafter import SelfDrafter
-from specctl.drafters.option_checks import check_count
-from specctl.drafters.states.borrowed_state import KnownTokensState
-from specctl.models.kernels import Weight, can_pack, linear, pack
+from specctl.drafters.option_checks import Count, Within
+from specctl.drafters.states.borrowed_state import KnownTokensState, groups_behind
+from specctl.models.kernels import linear, prepared
 
 LOUD = 16.0  # embeddings are kept this much smaller, to learn as fast as other weights do
 
@@ -47,13 +46,8 @@ class LookAheadOptions(HeadOptions):
     """`num_heads` tokens are drafted, by the newest token and `num_heads` - 1 look-ahead tokens;
     trained behind `anchors` positions of each row."""
 
-    num_heads: int = 4
-    anchors: int = 32
-
-    def __post_init__(self) -> None:
-        HeadOptions.__post_init__(self)
-        check_count("num_heads", self.num_heads, least=2)
-        check_count("anchors", self.anchors)
+    num_heads: Annotated[int, Within(2)] = 4
+    anchors: Count = 32
 
 
 class LookAheadNet(nn.Module):
@@ -70,7 +64,7 @@ class LookAheadNet(nn.Module):
 class LookAhead(SelfDrafter):
     """All layers of the target run."""
 
-    family: ClassVar[str] = "pass"
+    family = "pass"
     module: LookAheadNet
     options: LookAheadOptions
 
@@ -148,35 +142,13 @@ class LookAhead(SelfDrafter):
     def _read(self, batch: TrainBatch, anchor_BA: Tensor, lm: LanguageModel) -> Tensor:
         """[B, A, T, D]: what the LM head reads at the anchors and behind them. Each sees the text
         before its anchor, as the target saw it, and its own look-ahead tokens up to itself."""
-        (B, S), A, T = batch.ids_BS.shape, anchor_BA.shape[1], self.options.num_heads
-        device, last = anchor_BA.device, self.spec.num_layers
-        slot_B = torch.arange(B, device=device)
-        slots, start_B, M = tuple(range(B)), torch.zeros_like(slot_B), A * T
-        kv = lm.borrowed_kv(self.attention, B, S + M)
-        kv.begin(slots, slot_B, start_B, S, S, 0)
-        states = {layer: batch.taps[layer].to(lm.dtype) for layer in self.attention}
-        lm.write_kv(states, batch.position_BS, kv)
-        at_BM = anchor_BA.repeat_interleave(T, dim=1)
-        ahead_M = torch.arange(M, device=device) % T
-        position_BM = batch.position_BS.gather(1, at_BM) + ahead_M
-        seen_BMS = document_mask(batch.document_BS)[:, 0].gather(
-            1, at_BM[:, :, None].expand(-1, -1, S)
-        )
-        seen_BMS = seen_BMS & (torch.arange(S, device=device) < at_BM[:, :, None])
-        group_M = torch.arange(M, device=device) // T
-        own_MM = (group_M[:, None] == group_M) & (ahead_M[:, None] >= ahead_M)
-        mask = torch.cat([seen_BMS, own_MM.expand(B, M, M)], dim=2)
-        key_BL = torch.cat([batch.position_BS, position_BM], dim=1)
-        far_BML = position_BM[:, :, None] - key_BL[:, None]
-        windows = {w: (mask & (far_BML < w))[:, None] for w in lm.windows}
+        (B, A), T, last = anchor_BA.shape, self.options.num_heads, self.spec.num_layers
+        groups = groups_behind(lm, self.attention, batch, anchor_BA, T, replaces_anchor=True)
         to_BAD = anchor_BA[:, :, None].expand(-1, -1, self.spec.hidden_size)
-        newest_BAD = states[0].gather(1, to_BAD)
-        position_BM = position_BM.clamp(max=self.spec.max_positions - 1)
-        kv.begin(slots, slot_B, start_B + S, M, S + M, S)
-        masks = Masks(mask[:, None], windows)
-        x_BMD = self.behind(newest_BAD)
-        feed = Feed(torch.zeros_like(at_BM), position_BM, masks, (last,), False, residual_BTD=x_BMD)
-        return lm.run(feed, kv).taps[last].view(B, A, T, -1)
+        x_BMD = self.behind(batch.taps[0].to(lm.dtype).gather(1, to_BAD))
+        none_BM = torch.zeros_like(groups.position_BM)
+        feed = Feed(none_BM, groups.position_BM, groups.masks, (last,), False, residual_BTD=x_BMD)
+        return lm.run(feed, groups.kv).taps[last].view(B, A, T, -1)
 
     def open(self, space: Space) -> LookAheadState:
         return LookAheadState(self, space)
@@ -191,8 +163,7 @@ class LookAheadState(KnownTokensState):
         super().__init__(drafter.lm, drafter.attention, space, extra=drafter.options.num_heads)
         self.drafter, self._depth = drafter, 0
         self._ready_BMD = torch.empty(0)
-        weight = drafter.head_weight()
-        self._head: Weight = pack(weight) if can_pack(weight) else weight.detach()
+        self._head = prepared(drafter.head_weight())
 
     @torch.no_grad()
     def root(self, view: RoundView) -> Tensor:
@@ -215,7 +186,6 @@ class LookAheadState(KnownTokensState):
 
     @torch.no_grad()
     def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
-        del parent_BM
         self._depth += 1
         if self._depth < self.drafter.options.num_heads:
             return linear(self._ready_BMD[:, self._depth], self._head)[:, None]

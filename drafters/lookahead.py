@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ from torch import Tensor
 from specctl.core.drafter import (
     Budget,
     Drafter,
-    DraftState,
     Family,
     Needs,
     Outcome,
@@ -35,7 +33,7 @@ from specctl.core.tree import DraftTree
 from specctl.core.vocab import VocabMap
 from specctl.drafters.option_checks import check_options
 from specctl.drafters.retrieval.store import NgramStores, StoreLimits
-from specctl.drafters.retrieval.store_registry import Scope
+from specctl.drafters.retrieval.store_registry import Scope, StoredState
 from specctl.drafters.retrieval.trie import merged, pack
 from specctl.drafters.states.ngram_distributions import learning_scope
 from specctl.drafters.states.probes import with_probes
@@ -79,7 +77,7 @@ class LookaheadOptions:
 class Lookahead(Drafter):
     """No weights; the pool is a store."""
 
-    family: ClassVar[str] = "lookahead"
+    family = "lookahead"
 
     def __init__(
         self, options: LookaheadOptions, spec: ModelSpec, vocab: VocabMap | None = None
@@ -112,7 +110,7 @@ class Window:
         return found
 
 
-class LookaheadState(DraftState):
+class LookaheadState(StoredState):
     """Per slot: the pool, the window, and how much of the text has joined the pool."""
 
     def __init__(self, drafter: Lookahead, space: Space) -> None:
@@ -129,16 +127,9 @@ class LookaheadState(DraftState):
         at = torch.randint(len(tokens), size, generator=torch.Generator().manual_seed(0))
         return Window([[tokens[i] for i in row] for row in at.tolist()])
 
-    def join(self, slot: int, conversation: str | None) -> None:
-        self.stores.join(slot, conversation)
-
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
-        del taps
         self.stores.start(slot)
         self.windows[slot], self.num_read[slot] = self._filled(tokens), 0
-
-    def end(self, slot: int) -> None:
-        self.stores.end(slot)
 
     def propose(self, view: RoundView, budget: Budget) -> DraftTree:
         parents = self._parents()

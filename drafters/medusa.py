@@ -9,17 +9,17 @@ Letters: X any axes, Y carry.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import Annotated, cast
 
 from torch import Tensor, nn
 
 from specctl.core.drafter import Family
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.heads import ResBlock, draft_size
+from specctl.drafters.nets.heads import ResBlock
 from specctl.drafters.nets.options import HeadOptions
 from specctl.drafters.nets.parallel_heads import MAX_RANK, ParallelHeads, default_tree
-from specctl.drafters.option_checks import check_choice
+from specctl.drafters.option_checks import OneOf
 from specctl.drafters.states.template import as_paths
 
 HEADS = ("own", "shared")
@@ -34,12 +34,11 @@ class MedusaOptions(HeadOptions):
 
     decay: float = 0.8
     num_blocks: int = 1
-    head: str = "own"
+    head: Annotated[str, OneOf(HEADS)] = "own"
     tree: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         HeadOptions.__post_init__(self)
-        check_choice("head", self.head, HEADS)
         if self.tree is not None:
             paths = as_paths(self.tree, self.num_heads, MAX_RANK, "drafter.options.tree")
             object.__setattr__(self, "tree", paths)
@@ -48,7 +47,7 @@ class MedusaOptions(HeadOptions):
 class Medusa(ParallelHeads):
     """Medusa-1: only the heads train."""
 
-    family: ClassVar[str] = "medusa"
+    family = "medusa"
     one_call = True
     module: nn.ModuleList
 
@@ -56,15 +55,16 @@ class Medusa(ParallelHeads):
         self, options: MedusaOptions, spec: ModelSpec, vocab: VocabMap | None = None
     ) -> None:
         super().__init__(options, spec, vocab)
-        width, size = spec.hidden_size, draft_size(vocab, spec.vocab_size)
-        heads = []
+        self.tree = options.tree if options.tree is not None else default_tree(options.num_heads)
+
+    def make_net(self, rows: int) -> nn.ModuleList:
+        options, width, heads = self.options, self.spec.hidden_size, []
         for _ in range(options.num_heads):
             parts: list[nn.Module] = [ResBlock(width) for _ in range(options.num_blocks)]
             if options.head == "own":
-                parts.append(nn.Linear(width, size, bias=False))
+                parts.append(nn.Linear(width, rows, bias=False))
             heads.append(nn.Sequential(*parts))
-        self.module = nn.ModuleList(heads)
-        self.tree = options.tree if options.tree is not None else default_tree(options.num_heads)
+        return nn.ModuleList(heads)
 
     def own_heads(self) -> list[nn.Linear]:
         if self.options.head == "shared":

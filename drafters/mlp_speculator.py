@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +22,6 @@ from specctl.core.drafter import Family
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.head_drafter import HeadDrafter
-from specctl.drafters.nets.heads import draft_size
 from specctl.drafters.nets.options import HeadOptions
 
 NORM_EPS = 1e-6
@@ -78,23 +76,23 @@ class MlpNet(nn.Module):
 class MlpSpeculator(HeadDrafter):
     """The carry is the state s."""
 
-    family: ClassVar[str] = "mlp-speculator"
+    family = "mlp-speculator"
     module: MlpNet
 
     def __init__(self, options: MlpOptions, spec: ModelSpec, vocab: VocabMap | None = None) -> None:
         super().__init__(options, spec, vocab)
-        size = draft_size(vocab, spec.vocab_size)
-        self.module = MlpNet(options, spec.hidden_size, spec.vocab_size, size)
         keeps = 0.5 ** (0.5 / options.num_heads)
         inner = options.inner or spec.hidden_size
         self.token_weight = math.sqrt((1 - keeps**2) * inner / 2) / keeps
+
+    def make_net(self, rows: int) -> MlpNet:
+        return MlpNet(self.options, self.spec.hidden_size, self.spec.vocab_size, rows)
 
     def own_heads(self) -> list[nn.Linear]:
         return [head for head in self.module.head if isinstance(head, nn.Linear)]
 
     def start_heads(self, rows_KD: Tensor) -> None:
         """Its states are not the target's: LM heads start at random."""
-        del rows_KD
 
     @property
     def num_stages(self) -> int:

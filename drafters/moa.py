@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,7 @@ from torch import Tensor, nn
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import DraftState, Family, Needs, Space
 from specctl.core.errors import RecipeError
-from specctl.core.language_model import Borrowed, Feed, LanguageModel, Masks
-from specctl.core.masks import document_mask
+from specctl.core.language_model import Borrowed, Feed, LanguageModel
 from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
 from specctl.core.vocab import VocabMap
@@ -44,7 +43,8 @@ from specctl.drafters.nets.head_drafter import HeadLearned
 from specctl.drafters.nets.options import ADDED
 from specctl.drafters.nets.recompute import is_large, run
 from specctl.drafters.nets.target_cache import TargetCache
-from specctl.drafters.option_checks import check_count
+from specctl.drafters.option_checks import CountOrZero
+from specctl.drafters.states.borrowed_state import groups_behind
 from specctl.drafters.states.path_state import Nodes, PathState
 
 CHUNK = 4096  # tokens whose depths are summed up at once, where that is computed again
@@ -62,11 +62,7 @@ class MoaOptions(CrossOptions):
     layer_attention: bool = True
     feature_weight: float = 10.0
     staircase: bool = field(default=False, metadata=ADDED)
-    target_layers: int = field(default=0, metadata=ADDED)
-
-    def __post_init__(self) -> None:
-        CrossOptions.__post_init__(self)
-        check_count("target_layers", self.target_layers, 0)
+    target_layers: CountOrZero = field(default=0, metadata=ADDED)
 
 
 def fewer_keys(spec: ModelSpec) -> int:
@@ -101,7 +97,7 @@ class MoaNet(CrossNet):
 class Moa(CrossDrafter):
     """Reads what every layer of the target has cached."""
 
-    family: ClassVar[str] = "moa"
+    family = "moa"
     module: MoaNet
 
     def __init__(self, options: MoaOptions, spec: ModelSpec, vocab: VocabMap | None = None) -> None:
@@ -114,11 +110,12 @@ class Moa(CrossDrafter):
                 expected=f"0 to {spec.num_layers - 1}, the target having {spec.num_layers} layers",
                 do="write target_layers: 1, or leave it out",
             )
-        self.feature_weight = options.feature_weight
-        self.module = MoaNet(spec, options.layer_attention)
         self.layers = tuple(range(spec.num_layers))
         self.lent = self.layers[spec.num_layers - options.target_layers :]
         self._drafted: list[Tensor] = []  # [B, S, D] per depth, in front of the target's layers
+
+    def make_net(self, rows: int) -> MoaNet:
+        return MoaNet(self.spec, self.options.layer_attention)
 
     def is_staircase(self, batch: TrainBatch) -> bool:
         """The share of batches that see the whole text rises linearly to 1 at mid-training."""
@@ -211,28 +208,11 @@ class Moa(CrossDrafter):
     def _behind(self, x_BAPD: Tensor, batch: TrainBatch, anchor_BA: Tensor) -> Tensor:
         """[B, A, P, D]: last states of whole drafts. Each sees what the target has cached of the
         text up to its anchor, and its own tokens up to itself."""
-        (B, A, P, _), S, device = x_BAPD.shape, batch.ids_BS.shape[1], anchor_BA.device
-        lm, M, slot_B = self.lm, A * P, torch.arange(B, device=device)
-        kv = lm.borrowed_kv(self.lent, B, S + M)
-        kv.begin(tuple(range(B)), slot_B, slot_B * 0, S, S, 0)
-        states = {layer: batch.taps[layer].to(lm.dtype) for layer in self.lent}
-        lm.write_kv(states, batch.position_BS, kv)
-        at_BM = anchor_BA.repeat_interleave(P, dim=1)
-        ahead_M = torch.arange(M, device=device) % P
-        position_BM = batch.position_BS.gather(1, at_BM) + 1 + ahead_M
-        to_BMS = at_BM[:, :, None].expand(-1, -1, S)
-        text_BMS = document_mask(batch.document_BS)[:, 0].gather(1, to_BMS)
-        group_M = torch.arange(M, device=device) // P
-        own_MM = (group_M[:, None] == group_M) & (ahead_M[:, None] >= ahead_M)
-        mask_BML = torch.cat([text_BMS, own_MM.expand(B, M, M)], dim=2)
-        key_BL = torch.cat([batch.position_BS, position_BM], dim=1)
-        far_BML = position_BM[:, :, None] - key_BL[:, None]
-        windows = {w: (mask_BML & (far_BML < w))[:, None] for w in lm.windows}
-        position_BM = position_BM.clamp(max=self.spec.max_positions - 1)
-        kv.begin(tuple(range(B)), slot_B, torch.full_like(slot_B, S), M, S + M, S)
-        masks = Masks(mask_BML[:, None], windows)
-        feed = Feed(at_BM * 0, position_BM, masks, residual_BTD=x_BAPD.flatten(1, 2))
-        return self.inferred(feed, kv).view(B, A, P, -1)
+        B, A, P, _ = x_BAPD.shape
+        groups = groups_behind(self.lm, self.lent, batch, anchor_BA, P, replaces_anchor=False)
+        none_BM, x_BMD = torch.zeros_like(groups.position_BM), x_BAPD.flatten(1, 2)
+        feed = Feed(none_BM, groups.position_BM, groups.masks, residual_BTD=x_BMD)
+        return self.inferred(feed, groups.kv).view(B, A, P, -1)
 
     def loss(self, batch: TrainBatch) -> LossOut:
         out = super().loss(batch)
@@ -257,9 +237,6 @@ class Moa(CrossDrafter):
 
     def open(self, space: Space) -> DraftState:
         return InferringState(self, space) if self.lent else PathState(self, space)
-
-    def own_heads(self) -> list[nn.Linear]:
-        return []
 
     @property
     def net(self) -> MoaNet:
@@ -287,11 +264,7 @@ class InferringState(PathState):
         place, lm = nodes.place, self.drafter.lm
         x_BMD = self.drafter.looked(nodes, self.kv)
         self.far.follow(self.kv)
-        B, M, _ = x_BMD.shape
-        mask = place.mask
-        if mask is None:
-            mask = torch.ones(B, 1, M, place.span, dtype=torch.bool, device=x_BMD.device)
-        masks = Masks(mask, {w: mask & nodes.layout.near(place, w) for w in lm.windows})
+        masks = nodes.layout.masks(place, lm.windows)
         token_BM, position_BM = nodes.path_BMP[:, :, -1], self._within(place.position_BM)
         return self.drafter.inferred(
             Feed(token_BM, position_BM, masks, residual_BTD=x_BMD), self.far

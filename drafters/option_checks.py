@@ -1,34 +1,91 @@
-"""What the options of families are checked by; each refusal names the option and what to write."""
+"""What the options of families are checked by; each refusal names the option and what to write.
+
+A range or a choice stands in the annotation of its option, and `Options` checks it. Options of a
+family are a frozen dataclass that extends it, or what extends it already (`nets/options.py`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, get_args, get_type_hints
 
 from specctl.core.errors import RecipeError, nearest
 
 
-def check_count(name: str, number: float, least: float = 1, most: float = 10_000) -> None:
+@dataclass(frozen=True, slots=True)
+class Within:
     """A number of an option (of layers, heads or steps, mostly) is within reason."""
-    if not least <= number <= most:
-        raise RecipeError(
-            f"{name} of a drafter is too {'small' if number < least else 'large'}",
-            where=f"drafter.options.{name}",
-            found=str(number),
-            expected=f"{least:,} to {most:,}",
-            do=f"write {name}: {least if number < least else most}",
-        )
+
+    least: float = 1
+    most: float = 10_000
+
+    def check(self, name: str, number: float) -> None:
+        if not self.least <= number <= self.most:
+            is_small = number < self.least
+            raise RecipeError(
+                f"{name} of a drafter is too {'small' if is_small else 'large'}",
+                where=f"drafter.options.{name}",
+                found=str(number),
+                expected=f"{self.least:,} to {self.most:,}",
+                do=f"write {name}: {self.least if is_small else self.most}",
+            )
 
 
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+@dataclass(frozen=True, slots=True)
+class OneOf:
     """An option that must be one of a few words."""
-    if value not in choices:
-        raise RecipeError(
-            f"unknown {name} {value!r}",
-            where=f"drafter.options.{name}",
-            found=str(value),
-            expected="one of " + ", ".join(choices),
-            do=f"write {name}: {nearest(str(value), choices, 1)}",
-        )
+
+    choices: Sequence[str]
+
+    def check(self, name: str, value: str) -> None:
+        if value not in self.choices:
+            raise RecipeError(
+                f"unknown {name} {value!r}",
+                where=f"drafter.options.{name}",
+                found=str(value),
+                expected="one of " + ", ".join(self.choices),
+                do=f"write {name}: {nearest(str(value), self.choices, 1)}",
+            )
+
+
+Count = Annotated[int, Within()]
+CountOrZero = Annotated[int, Within(0)]
+
+
+class Options:
+    """Checks every option by its annotation, or by the one it overrides; None is not checked. A
+    list, as recipes and Python give them, becomes a tuple."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:  # type: ignore[attr-defined]
+            value = getattr(self, name)
+            if isinstance(value, list):
+                object.__setattr__(self, name, tuple(value))
+        known = limits(type(self))  # type: ignore[arg-type]  # to mypy no class is hashable
+        for name, limit in known.items():
+            if (value := getattr(self, name)) is not None:
+                limit.check(name, value)
+
+
+@cache
+def limits(kind: type[Any]) -> dict[str, Within | OneOf]:
+    """What checks each option that is checked."""
+    found: dict[str, Within | OneOf] = {}
+    for base in reversed(kind.__mro__):
+        for name, hint in get_type_hints(base, include_extras=True).items():
+            found.update((name, limit) for limit in _limits_of(hint))
+    return found
+
+
+def _limits_of(hint: Any) -> Iterator[Within | OneOf]:
+    for part in (hint, *get_args(hint)):  # `Count | None` has it in a part
+        for one in getattr(part, "__metadata__", ()):
+            if isinstance(one, Within | OneOf):
+                yield one
 
 
 def check_options(options: object, is_right: bool, names: Sequence[str], expected: str) -> None:

@@ -14,20 +14,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
 from specctl.core.drafter import Family
 from specctl.core.spec import ModelSpec
-from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.block_drafter import TappedBlocks
 from specctl.drafters.nets.block_net import BlockNet
 from specctl.drafters.nets.blocks import Attending, Eagle3Layer, LayerShape, RmsNorm
-from specctl.drafters.nets.heads import draft_size
 from specctl.drafters.nets.options import HeadOptions
-from specctl.drafters.option_checks import check_count
+from specctl.drafters.option_checks import Count, Within
 
 FEWEST = 16  # drafts of a row of text that are never thinned out
 
@@ -39,20 +37,12 @@ class PEagleOptions(HeadOptions):
     `keep_least` reach depth d."""
 
     decay: float = 0.8
-    num_heads: int = 5
-    layers: int = 2
+    num_heads: Annotated[int, Within(2)] = 5
+    layers: Count = 2
     taps: tuple[int, ...] | None = None
-    anchors: int = 128
+    anchors: Count = 128
     keep: float = 0.8
     keep_least: float = 0.2
-
-    def __post_init__(self) -> None:
-        HeadOptions.__post_init__(self)
-        check_count("num_heads", self.num_heads, 2)
-        check_count("layers", self.layers)
-        check_count("anchors", self.anchors)
-        if self.taps is not None:
-            object.__setattr__(self, "taps", tuple(int(tap) for tap in self.taps))
 
 
 class PairLayer(Eagle3Layer):
@@ -96,17 +86,13 @@ class PairNet(nn.Module):
 class PEagle(TappedBlocks):
     """Head 0 reads the newest true row, head d the masked row d behind it."""
 
-    family: ClassVar[str] = "p-eagle"
+    family = "p-eagle"
     module: PairNet
     first_slot = -1
     is_causal = True
 
-    def __init__(
-        self, options: PEagleOptions, spec: ModelSpec, vocab: VocabMap | None = None
-    ) -> None:
-        super().__init__(options, spec, vocab)
-        size = draft_size(vocab, spec.vocab_size)
-        self.module = PairNet(spec, len(self.own_taps), options.layers, size)
+    def make_net(self, rows: int) -> PairNet:
+        return PairNet(self.spec, len(self.own_taps), self.options.layers, rows)
 
     def own_heads(self) -> list[nn.Linear]:
         return [self.module.lm_head]
@@ -116,7 +102,6 @@ class PEagle(TappedBlocks):
         return pair_BT2D
 
     def slot(self, index: int, token_X: Tensor) -> Tensor:
-        del index
         pair_Y: Tensor = self.module(self.module.mask, self.module.mask_hidden)
         return pair_Y.expand(*token_X.shape, -1)
 

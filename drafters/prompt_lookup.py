@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,8 +20,6 @@ from specctl.core.drafter import (
     Drafter,
     DraftState,
     Family,
-    Needs,
-    Outcome,
     RoundView,
     Space,
 )
@@ -81,10 +78,7 @@ class NgramIndex:
 class PromptLookup(Drafter):
     """No weights; everything is in the state."""
 
-    family: ClassVar[str] = "prompt-lookup"
-
-    def needs(self) -> Needs:
-        return Needs()
+    family = "prompt-lookup"
 
     def open(self, space: Space) -> PromptLookupState:
         return PromptLookupState(self.options, space)
@@ -99,7 +93,6 @@ class PromptLookupState(DraftState):
         self.indices = [NgramIndex(self.lengths) for _ in range(space.num_slots)]
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
-        del taps
         self.indices[slot] = NgramIndex(self.lengths)
         self.indices[slot].read(tokens)
 
@@ -117,9 +110,6 @@ class PromptLookupState(DraftState):
         filled_B1 = torch.tensor([[len(draft)] for draft in drafts], device=self.device)
         valid_BN = torch.arange(longest, device=self.device) < filled_B1
         return chain_tree(token_BN, valid_BN, NodeKind.POINT)
-
-    def observe(self, outcome: Outcome) -> None:
-        del outcome  # the next propose reads the new tokens from its view
 
     def end(self, slot: int) -> None:
         self.indices[slot] = NgramIndex(self.lengths)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Self
 
 from torch import Tensor
 
@@ -63,7 +63,7 @@ class RasdOptions(SmallLmOptions):
 class Rasd(SmallLm):
     """A small-lm with a store beside it; a package may hold the texts of the store."""
 
-    family: ClassVar[str] = "rasd"
+    family = "rasd"
     holds_data = True
 
     def __init__(

@@ -11,19 +11,17 @@ Letters: D hidden width, K draft vocabulary, X any axes, Y carry (2 D).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
 from specctl.core.drafter import Family
-from specctl.core.spec import ModelSpec
-from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.cells import ElmanCell, SumCell
 from specctl.drafters.nets.head_drafter import HeadDrafter
-from specctl.drafters.nets.heads import ResBlock, draft_size
+from specctl.drafters.nets.heads import ResBlock
 from specctl.drafters.nets.options import HeadOptions
-from specctl.drafters.option_checks import check_choice
+from specctl.drafters.option_checks import OneOf
 
 CELLS = ("rnn", "sum")
 
@@ -35,11 +33,7 @@ class RecurrentOptions(HeadOptions):
     embeddings are only added up."""
 
     num_blocks: int = 2
-    cell: str = "rnn"
-
-    def __post_init__(self) -> None:
-        HeadOptions.__post_init__(self)
-        check_choice("cell", self.cell, CELLS)
+    cell: Annotated[str, OneOf(CELLS)] = "rnn"
 
 
 class RecurrentNet(nn.Module):
@@ -55,15 +49,11 @@ class RecurrentNet(nn.Module):
 class Recurrent(HeadDrafter):
     """The carry is cat(f_t, s)."""
 
-    family: ClassVar[str] = "recurrent"
+    family = "recurrent"
     module: RecurrentNet
 
-    def __init__(
-        self, options: RecurrentOptions, spec: ModelSpec, vocab: VocabMap | None = None
-    ) -> None:
-        super().__init__(options, spec, vocab)
-        size = draft_size(vocab, spec.vocab_size)
-        self.module = RecurrentNet(options, spec.hidden_size, size)
+    def make_net(self, rows: int) -> RecurrentNet:
+        return RecurrentNet(self.options, self.spec.hidden_size, rows)
 
     def own_heads(self) -> list[nn.Linear]:
         return [self.module.lm_head]

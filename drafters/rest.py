@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
-from specctl.core.drafter import Budget, Family, Needs, Space
+from specctl.core.drafter import Budget, Family, Space
 from specctl.drafters.retrieval.corpus import CorpusDrafter
 from specctl.drafters.retrieval.retrieve import Reach, Retriever, indexed
 from specctl.drafters.retrieval.trie import Trie, TrieState
@@ -45,14 +44,11 @@ class RestOptions:
 class Rest(CorpusDrafter):
     """No weights; a package may hold the texts of the store."""
 
-    family: ClassVar[str] = "rest"
+    family = "rest"
     options: RestOptions
 
     def index(self) -> None:
         self.store = indexed(self.corpus_R, self.options.reach)
-
-    def needs(self) -> Needs:
-        return Needs()
 
     def open(self, space: Space) -> RestState:
         return RestState(self, space)
@@ -66,7 +62,6 @@ class RestState(TrieState):
         self.retriever = Retriever(drafter.options.reach, space.num_slots, drafter.store)
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
-        del taps
         self.retriever.start(slot, tokens)
 
     def end(self, slot: int) -> None:

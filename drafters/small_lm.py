@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -161,7 +161,7 @@ def _draft_spec(shape: LlamaShape, target: ModelSpec) -> ModelSpec:
 class SmallLm(Drafter):
     """An independent draft model around any LanguageModel."""
 
-    family: ClassVar[str] = "small-lm"
+    family = "small-lm"
     module: nn.Module
 
     def __init__(

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -52,8 +51,6 @@ class SortedOptions(SmallLmOptions):
 
     def __post_init__(self) -> None:
         SmallLmOptions.__post_init__(self)
-        if self.exits is not None:
-            object.__setattr__(self, "exits", tuple(int(layer) for layer in self.exits))
         if not 0.0 <= self.threshold <= 1.0:
             raise RecipeError(
                 "the threshold is no probability",
@@ -96,7 +93,7 @@ def resolved(options: SortedOptions, spec: ModelSpec) -> SortedOptions:
 class SortedLm(SmallLm):
     """A small-lm whose shallower depths are drafters of their own."""
 
-    family: ClassVar[str] = "sorted"
+    family = "sorted"
     lm: FastLlama
 
     def __init__(
@@ -172,7 +169,6 @@ class ExitState(StepState):
 
     @torch.no_grad()
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
-        del taps
         count = self.num_known[slot] = len(tokens) - 1
         for filled in self.filled:
             filled[slot] = 0

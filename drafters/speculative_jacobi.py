@@ -16,33 +16,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from specctl.core.drafter import Drafter, Family, Needs, Outcome, RoundView, Space, StepState
-from specctl.drafters.option_checks import check_choice, check_count
+from specctl.drafters.option_checks import Count, OneOf, Options
 
 FILLS = ("repeat", "uniform")
 
 
 @dataclass(frozen=True, slots=True)
-class SpeculativeJacobiOptions:
+class SpeculativeJacobiOptions(Options):
     """`ranks` tokens are kept of a distribution; `fill` says what stands where nothing is known."""
 
-    ranks: int = 64
-    fill: str = "repeat"
-
-    def __post_init__(self) -> None:
-        check_count("ranks", self.ranks)
-        check_choice("fill", self.fill, FILLS)
+    ranks: Count = 64
+    fill: Annotated[str, OneOf(FILLS)] = "repeat"
 
 
 class SpeculativeJacobi(Drafter):
     """No weights; everything is in the state."""
 
-    family: ClassVar[str] = "speculative-jacobi"
+    family = "speculative-jacobi"
     options: SpeculativeJacobiOptions
 
     def needs(self) -> Needs:
@@ -65,7 +61,6 @@ class SpeculativeJacobiState(StepState):
         self._slot_B, self._depth = torch.empty(0, dtype=torch.long), 0
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
-        del tokens, taps
         self.logp_ZWC[slot] = torch.nan
 
     def root(self, view: RoundView) -> Tensor:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, Self
+from typing import Annotated, Any, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,7 @@ from specctl.core.drafter import Family, Outcome, RoundView, Space
 from specctl.core.errors import IntegrityError, RecipeError
 from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.options import ADDED
-from specctl.drafters.option_checks import check_choice, check_count
+from specctl.drafters.option_checks import Count, OneOf
 from specctl.drafters.prompt_lookup import NgramIndex
 from specctl.drafters.retrieval.best_ngrams import BestNgrams
 from specctl.drafters.retrieval.store import NgramStores, StoreLimits
@@ -52,18 +52,15 @@ class StagedOptions(SmallLmOptions):
     `inner_length`, a forward reads behind each node. `scope`: whose n-grams may help whom beside
     those of the training, which are kept in `table` slots (a power of two; 0: none)."""
 
-    inner: str = "ngram"
-    inner_length: int = 4
-    order: int = 2
+    inner: Annotated[str, OneOf(INNER)] = "ngram"
+    inner_length: Count = 4
+    order: Count = 2
     scope: str = Scope.REQUEST
     max_mib: int = 32
     table: int = field(default=2**18, metadata=ADDED)
 
     def __post_init__(self) -> None:
         SmallLmOptions.__post_init__(self)
-        check_choice("inner", self.inner, INNER)
-        check_count("inner_length", self.inner_length)
-        check_count("order", self.order)
         if self.table < 0 or self.table & (self.table - 1):
             raise RecipeError(
                 "the table of n-grams has no such size",
@@ -77,7 +74,7 @@ class StagedOptions(SmallLmOptions):
 class Staged(SmallLm):
     """A small-lm with a drafter of its own."""
 
-    family: ClassVar[str] = "staged"
+    family = "staged"
     options: StagedOptions
     memories = frozenset({NGRAMS})
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from torch import Tensor
 from specctl.core.drafter import Family, Outcome, RoundView, Space, StepState
 from specctl.drafters.option_checks import check_options
 from specctl.drafters.retrieval.store import Ids
-from specctl.drafters.retrieval.store_registry import Scope
+from specctl.drafters.retrieval.store_registry import Scope, StoredState
 from specctl.drafters.states.ngram_distributions import (
     NgramDrafter,
     learn_round,
@@ -56,13 +55,13 @@ class StandOptions:
 class Stand(NgramDrafter):
     """No weights; the distributions are in stores."""
 
-    family: ClassVar[str] = "stand"
+    family = "stand"
 
     def open(self, space: Space) -> StandState:
         return StandState(self, space)
 
 
-class StandState(StepState):
+class StandState(StoredState, StepState):
     """One store per row or shared, by scope, and the contexts of the nodes of this round."""
 
     may_draft_nothing = True
@@ -74,15 +73,8 @@ class StandState(StepState):
         self._slots: tuple[int, ...] = ()
         self._contexts: list[list[Ids]] = []  # per row: the root's, then those of its expansions
 
-    def join(self, slot: int, conversation: str | None) -> None:
-        self.stores.join(slot, conversation)
-
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
-        del taps
         learn_text(self.stores.start(slot), tokens, self.lengths, keep=None)
-
-    def end(self, slot: int) -> None:
-        self.stores.end(slot)
 
     def root(self, view: RoundView) -> Tensor:
         self._slots = view.slots

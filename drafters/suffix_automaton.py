@@ -21,7 +21,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from specctl.core.drafter import Budget, Family, Needs, Space
+from specctl.core.drafter import Budget, Family, Space
 from specctl.drafters.option_checks import check_options
 from specctl.drafters.retrieval.corpus import BREAK, CorpusDrafter
 from specctl.drafters.retrieval.occurrences import copied
@@ -123,16 +123,13 @@ class SuffixAutomatonOptions:
 class SuffixAutomatonDrafter(CorpusDrafter):
     """No weights; a package may hold the texts of the static automaton."""
 
-    family: ClassVar[str] = "suffix-automaton"
+    family = "suffix-automaton"
     max_tokens: ClassVar[int] = 2_000_000  # an automaton takes about half a kilobyte per token
     options: SuffixAutomatonOptions
 
     def index(self) -> None:
         self.static = SuffixAutomaton()
         self.static.extend(self.corpus_R.tolist())
-
-    def needs(self) -> Needs:
-        return Needs()
 
     def open(self, space: Space) -> SuffixAutomatonState:
         return SuffixAutomatonState(self, space)
@@ -154,7 +151,6 @@ class SuffixAutomatonState(TrieState):
         self.rows = [_AutomatonRow() for _ in range(space.num_slots)]
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
-        del taps
         self.rows[slot] = _AutomatonRow()
         self._read(slot, tokens)
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -32,7 +31,7 @@ from specctl.core.errors import IncompatibleError
 from specctl.core.tree import DraftTree, NodeKind, empty_tree
 from specctl.drafters.option_checks import check_options
 from specctl.drafters.retrieval.store import Ids, NgramStores, StoreLimits
-from specctl.drafters.retrieval.store_registry import Scope
+from specctl.drafters.retrieval.store_registry import Scope, StoredState
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.drafters.states.lm_state import LmState
 from specctl.drafters.states.ngram_distributions import (
@@ -63,7 +62,6 @@ class SuperposedOptions(SmallLmOptions):
 
     def __post_init__(self) -> None:
         SmallLmOptions.__post_init__(self)
-        object.__setattr__(self, "weights", tuple(float(weight) for weight in self.weights))
         sizes = min(self.paths, self.candidates, len(self.weights)) >= 1
         is_right = sizes and 0.0 <= self.alpha <= 1.0 and self.penalty >= 0
         is_right = is_right and min(self.weights, default=0) > 0
@@ -75,7 +73,7 @@ class SuperposedOptions(SmallLmOptions):
 class Superposed(SmallLm):
     """A small-lm that drafts several continuations at once."""
 
-    family: ClassVar[str] = "superposed"
+    family = "superposed"
 
     def needs(self) -> Needs:
         topk = min(TOPK, self.spec.vocab_size)
@@ -102,7 +100,7 @@ class BeamLevel:
     score_BM: Tensor
 
 
-class SuperposedState(LmState):
+class SuperposedState(StoredState, LmState):
     """The draft model's true keys and values, and the target's distributions. `num_forwards` counts
     what drafting took."""
 
@@ -117,15 +115,9 @@ class SuperposedState(LmState):
         registry = NgramStores(learning_scope(self.options.scope), limits)
         self.stores = registry.rows(space.identity, space.num_slots)
 
-    def join(self, slot: int, conversation: str | None) -> None:
-        self.stores.join(slot, conversation)
-
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
         super().start(slot, tokens, taps)
         learn_text(self.stores.start(slot), tokens, self.lengths, keep=None)
-
-    def end(self, slot: int) -> None:
-        self.stores.end(slot)
 
     def observe(self, outcome: Outcome) -> None:
         if (

@@ -15,7 +15,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -26,35 +26,34 @@ from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
 from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.self_drafter import SelfDrafter
-from specctl.drafters.option_checks import check_choice, check_count, check_options
-from specctl.drafters.retrieval.store_registry import Scope, StoreRegistry
+from specctl.drafters.option_checks import OneOf, Options, Within, check_options
+from specctl.drafters.retrieval.store_registry import RowStores, Scope, StoredState, StoreRegistry
 from specctl.drafters.states.borrowed_state import BorrowedState, shadow_logits
 
 BAYES_EVERY, CANDIDATES, KAPPA, NOISE = 25, 256, 2.5, 1e-2
 REMEMBERED = 300  # sets that the Gaussian process is fitted to
+Many = Annotated[int, Within(most=1_000_000)]
 SCOPES = (Scope.REQUEST, Scope.CONVERSATION, Scope.PROCESS)
 
 
 @dataclass(frozen=True, slots=True)
-class SwiftOptions:
+class SwiftOptions(Options):
     """`ratio` of the attentions and MLPs between first and last layer are left out. A set is tried
     every `every` tokens on the newest `window`; the search ends at a score of `enough`, after
     `patience` sets without progress or `trials` in all. `scope` says whose search may help whom."""
 
     ratio: float = 0.45
-    window: int = 32
-    every: int = 8
+    window: Many = 32
+    every: Many = 8
     enough: float = 0.95
-    patience: int = 300
-    trials: int = 1000
-    scope: str = Scope.REQUEST
+    patience: Many = 300
+    trials: Many = 1000
+    scope: Annotated[str, OneOf(SCOPES)] = Scope.REQUEST
 
     def __post_init__(self) -> None:
+        Options.__post_init__(self)
         check_options(self, 0.0 < self.ratio < 1.0, ("ratio",), "a share between 0 and 1")
         check_options(self, 0.0 < self.enough <= 1.0, ("enough",), "a share above 0, up to 1")
-        for name in ("window", "every", "patience", "trials"):
-            check_count(name, getattr(self, name), most=1_000_000)
-        check_choice("scope", self.scope, SCOPES)
 
 
 @dataclass(slots=True, eq=False)
@@ -143,7 +142,7 @@ def _similar(a_RI: Tensor, b_CI: Tensor) -> Tensor:
 class Swift(SelfDrafter):
     """All layers may run."""
 
-    family: ClassVar[str] = "swift"
+    family = "swift"
     options: SwiftOptions
 
     def __init__(
@@ -161,9 +160,11 @@ class Swift(SelfDrafter):
         return SwiftState(self, self.lm, space)
 
 
-class SwiftState(BorrowedState):
+class SwiftState(StoredState, BorrowedState):
     """A search for each row, or shared as the scope allows. Whether a set is tried follows from the
     length of the text, so that a row which has slept searches as one that has not."""
+
+    stores: RowStores[LayerSearch]
 
     def __init__(self, drafter: Swift, lm: LanguageModel, space: Space) -> None:
         window = drafter.options.window
@@ -175,19 +176,12 @@ class SwiftState(BorrowedState):
         self.answer_at = [0] * space.num_slots
 
     def parts_of(self, slot: int, first: int) -> SubLayers:
-        del first
         return self.stores.at(slot).best
-
-    def join(self, slot: int, conversation: str | None) -> None:
-        self.stores.join(slot, conversation)
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
         super().start(slot, tokens, taps)
         self.answer_at[slot] = len(tokens)
         self.stores.start(slot)
-
-    def end(self, slot: int) -> None:
-        self.stores.end(slot)
 
     def observe(self, outcome: Outcome) -> None:
         before = [self.num_known[slot] + 1 for slot in outcome.view.slots]

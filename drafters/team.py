@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -34,16 +34,17 @@ from specctl.core.spec import ModelSpec
 from specctl.core.tree import DraftTree, NodeKind
 from specctl.core.vocab import VocabMap
 from specctl.drafters import family
+from specctl.drafters.option_checks import Options
 
 
 @dataclass(frozen=True, slots=True)
-class TeamOptions:
+class TeamOptions(Options):
     """Names of training-free families, in the order in which a cascade asks them."""
 
     members: tuple[str, ...] = ("prompt-lookup",)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "members", tuple(self.members))
+        Options.__post_init__(self)
         if not self.members or len(set(self.members)) < len(self.members):
             raise RecipeError(
                 "a team needs members, each of them once",
@@ -57,7 +58,7 @@ class TeamOptions:
 class Team(Drafter):
     """Drafters that share the rows. `members` may be any drafters, trained ones included."""
 
-    family: ClassVar[str] = "team"
+    family = "team"
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ from torch import Tensor
 from specctl.core.drafter import (
     Budget,
     Drafter,
-    DraftState,
     Family,
     Needs,
     Outcome,
@@ -38,15 +37,15 @@ from specctl.core.errors import FileError, RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.core.tree import DraftTree, empty_tree, fitted
 from specctl.core.vocab import VocabMap
-from specctl.drafters.option_checks import check_choice, check_count
-from specctl.drafters.retrieval.store_registry import Guarded, Scope, StoreRegistry
+from specctl.drafters.option_checks import OneOf, Options, Within
+from specctl.drafters.retrieval.store_registry import Guarded, Scope, StoredState, StoreRegistry
 from specctl.drafters.states.template import Template, compile_template, greedy_paths
 
 TEMPLATE_NODES = 80
 
 
 @dataclass(frozen=True, slots=True)
-class TokenRecyclingOptions:
+class TokenRecyclingOptions(Options):
     """`chances[r]`: how often the token of rank r is the next one; shapes the template tree and
     sets how many ranks are remembered. `max_depth` levels at most. `scope` says whose matrix may
     help whom; of scope disk, or with `freeze`, nothing is learned (needs a warm matrix). `max_mib`
@@ -55,11 +54,11 @@ class TokenRecyclingOptions:
     chances: tuple[float, ...] = (0.5, 0.13, 0.07, 0.045, 0.03, 0.022, 0.017, 0.013)
     max_depth: int = 6
     freeze: bool = False
-    scope: str = Scope.REQUEST
-    max_mib: int = 32
+    scope: Annotated[str, OneOf(tuple(Scope))] = Scope.REQUEST
+    max_mib: Annotated[int, Within(most=1_000_000)] = 32
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "chances", tuple(float(chance) for chance in self.chances))
+        Options.__post_init__(self)
         if not self.chances or min(self.chances) <= 0 or sum(self.chances) > 1:
             raise RecipeError(
                 "rank chances are not probabilities",
@@ -68,14 +67,12 @@ class TokenRecyclingOptions:
                 expected="positive numbers that sum to at most 1",
                 do="leave chances out to take the default",
             )
-        check_choice("scope", self.scope, tuple(Scope))
-        check_count("max_mib", self.max_mib, most=1_000_000)
 
 
 class TokenRecycling(Drafter):
     """No weights; `matrix_VC` is an optional warm start, the one tensor a package may hold."""
 
-    family: ClassVar[str] = "token-recycling"
+    family = "token-recycling"
     holds_data = True
 
     def __init__(
@@ -107,7 +104,6 @@ class TokenRecycling(Drafter):
         self, texts: Iterable[Sequence[int]], taps: Iterable[Mapping[int, Tensor]] = ()
     ) -> None:
         """Start from what followed each token in these texts, the commonest first."""
-        del taps
         matrix_VC = followers(texts, self.spec.vocab_size, self.needs().topk)
         self.load_tensors({"matrix": matrix_VC})
 
@@ -128,7 +124,7 @@ class TokenRecycling(Drafter):
             self.registry.disk = RecycledStore.of(self.matrix_VC)
 
 
-class TokenRecyclingState(DraftState):
+class TokenRecyclingState(StoredState):
     """The matrices of one engine's rows: a page each, or one for all where the scope says so."""
 
     def __init__(self, drafter: TokenRecycling, space: Space) -> None:
@@ -160,9 +156,6 @@ class TokenRecyclingState(DraftState):
         store, warm = self.stores.at(slot), self.registry.disk
         return [store] if warm is None or warm is store else [warm, store]
 
-    def join(self, slot: int, conversation: str | None) -> None:
-        self.stores.join(slot, conversation)
-
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
         del tokens, taps  # the prompt brings no top-k
         self.stores.start(slot)
@@ -174,7 +167,7 @@ class TokenRecyclingState(DraftState):
         if slot in self._live and self.keeps:
             self.stores.at(slot).update(*self.pages.learned(self._page(slot)))
         self._live.discard(slot)
-        self.stores.end(slot)
+        super().end(slot)
 
     def propose(self, view: RoundView, budget: Budget) -> DraftTree:
         template = self._template(budget)

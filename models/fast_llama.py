@@ -117,24 +117,15 @@ class FastLlama(LanguageModel):
         scores: Tensor,
         kv: SlotKV | None,
     ) -> Tensor:
-        out = self._heads(x, layer, index, rope, scores, kv)
-        return x + linear(out, layer.output, layer.output_bias)
-
-    def _heads(
-        self,
-        x: Tensor,
-        layer: LayerWeights,
-        index: int,
-        rope: tuple[Tensor, Tensor],
-        scores: Tensor,
-        kv: SlotKV | None,
-    ) -> Tensor:
-        """[B, T, H * head width]: what the heads put out."""
         query, key, value = self._query_key_value(x, layer, rope)
         if kv is not None:
             key, value = kv.update(index, key, value)
         out = attend(query, key, value, scores)
-        return out.transpose(1, 2).flatten(2)
+        return self._joined(x, out.transpose(1, 2).flatten(2), layer, index)
+
+    def _joined(self, x: Tensor, out: Tensor, layer: LayerWeights, index: int) -> Tensor:
+        """The residual, and what that layer's heads put out [B, T, H * head width]."""
+        return x + linear(out, layer.output, layer.output_bias)
 
     def _query_key_value(
         self, x: Tensor, layer: LayerWeights, rope: tuple[Tensor, Tensor]

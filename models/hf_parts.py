@@ -82,7 +82,6 @@ def refused(model: Any, found: str) -> IncompatibleError:
 
 def _given(state: Tensor) -> Callable[..., Any]:
     def swap(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        del module
         if "hidden_states" in kwargs:
             return args, {**kwargs, "hidden_states": state}
         return (state, *args[1:]), kwargs

@@ -1,8 +1,7 @@
-"""Pictures of a run and of a comparison, where matplotlib is installed."""
+"""Pictures of a run, where matplotlib is installed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from specctl.train.metrics import read_log
@@ -32,32 +31,5 @@ def save_learning_curve(log: Path, path: Path) -> Path | None:
             right.plot(*zip(*series[name], strict=True), style, color="tab:orange", label=label)
     handles = [*left.get_lines(), *right.get_lines()]
     left.legend(handles, [str(h.get_label()) for h in handles], loc="center right")
-    figure.savefig(path, dpi=120)
-    return path
-
-
-def save_bars(
-    names: Sequence[str], series: Mapping[str, Sequence[float]], axis: str, path: Path
-) -> Path | None:
-    """A group of horizontal bars per name, one bar of it per series, with a line at 1; None
-    without matplotlib or without names."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return None
-    if not names or not series:
-        return None
-    thick = 0.8 / len(series)
-    figure = Figure(figsize=(7, 1.2 + 0.25 * len(names) * (1 + len(series))), layout="constrained")
-    axes = figure.add_subplot(xlabel=axis)
-    for number, (label, values) in enumerate(series.items()):
-        places = [i + (number - (len(series) - 1) / 2) * thick for i in range(len(names))]
-        bars = axes.barh(places, values, thick, label=label)
-        axes.bar_label(bars, fmt="%.2f", padding=2)
-    axes.axvline(1.0, color="gray", linestyle="--")
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.margins(x=0.1, y=0.01)
-    axes.legend(loc="lower right")
     figure.savefig(path, dpi=120)
     return path

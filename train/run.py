@@ -32,7 +32,7 @@ from specctl.recipes.schema import Recipe, TrainPart
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.target.device import refuse_idle_cuda
 from specctl.runtime.target.served import ServedLM, load_served
-from specctl.runtime.target.target import Target, load_target
+from specctl.runtime.target.target import Target, load_part
 from specctl.train.assemble import check_answers, trainable_family
 from specctl.train.data.prepare import prepare, rows_digest
 from specctl.train.distributed.in_step import check_spread, in_step
@@ -353,17 +353,7 @@ def _load_target(recipe: Recipe, device: torch.device) -> Target:
     """The target; where its states come from outside, without its layers."""
     part = recipe.target
     if recipe.data.target_source == "inprocess":
-        return load_target(
-            part.name,
-            revision=part.revision,
-            dtype=part.dtype,
-            device=str(device),
-            inflate=part.inflate,
-            adapters=part.adapters,
-            is_read_only=True,
-            device_map=part.device_map,
-            tensor_parallel=part.tensor_parallel,
-        )
+        return load_part(part, device=str(device), is_read_only=True)
     if part.inflate is not None or recipe.train.joint is not None:
         raise RecipeError(
             "this needs the target's layers in this process",

@@ -69,7 +69,6 @@ class Collector(StopRule):
         self.seen.append(self.rule.features(step).cpu())
 
     def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:
-        del seconds
         if self.rule.soft:
             self._note_chances(outcome)
             return

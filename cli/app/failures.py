@@ -54,12 +54,10 @@ def listen() -> None:
     """
 
     def end(number: int, frame: object) -> None:
-        del frame
         os.write(2, b"\n")  # a bar may stand on the line
         os._exit(128 + number)
 
     def unwind(number: int, frame: object) -> None:
-        del frame
         for other in (signal.SIGINT, signal.SIGTERM):
             signal.signal(other, end)
         _HEARD.append(number)

@@ -82,7 +82,6 @@ def _hand_on(process: subprocess.Popen[bytes]) -> None:
     heard: list[int] = []
 
     def hand_on(number: int, frame: object) -> None:
-        del frame
         if number != HANGUP:
             process.send_signal(number)
         elif not heard:

@@ -36,20 +36,12 @@ def datastore(console: Console, flags: RecipeFlags = REST, offline: Offline = Fa
         go_offline()
     from specctl.drafters import family
     from specctl.export.package.folder import load_drafter, save_package
-    from specctl.runtime.target.target import load_target
+    from specctl.runtime.target.target import load_part
     from specctl.train.assemble import family_options
     from specctl.train.datastore import fill
 
     part = recipe.target
-    target = load_target(
-        part.name,
-        revision=part.revision,
-        dtype=part.dtype,
-        inflate=part.inflate,
-        offline=offline,
-        adapters=part.adapters,
-        device_map=part.device_map,
-    )
+    target = load_part(part, offline=offline, tensor_parallel=False)
     if recipe.drafter.init is not None:
         drafter = load_drafter(recipe.drafter.init, target)
     else:
@@ -69,5 +61,6 @@ def datastore(console: Console, flags: RecipeFlags = REST, offline: Offline = Fa
     console.say(f"{out / 'package'}: {size:,} bytes")
     result = {"package": str(out / "package"), "tokens": num_tokens, "bytes": size}
     console.done(
-        result, next=[f"specctl generate --target {part.name} --draft {out / 'package'} --compare"]
+        result,
+        next=[f"specctl generate --target {part.name} --draft {out / 'package'} --compare"],
     )

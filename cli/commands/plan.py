@@ -369,16 +369,8 @@ def plan_scaling(console: Console, recipe: Recipe, out: Path) -> None:
         save_picture,
     )
 
-    cells, part = grid(recipe, out), recipe.target
-    choice = TargetChoice(
-        part.name,
-        part.revision,
-        part.dtype,
-        inflate=part.inflate,
-        adapter=list(part.adapters),
-        device_map=part.device_map,
-    )
-    target = choice.load(console)
+    cells = grid(recipe, out)
+    target = TargetChoice.of_recipe(recipe.target).load(console)
     points = run_grid(cells, target, console, ["specctl", *sys.argv[1:]])
     law = fit(points)
     best = max(zip(points, cells, strict=True), key=lambda pair: pair[0].tau)[1]
@@ -407,7 +399,7 @@ def plan_scaling(console: Console, recipe: Recipe, out: Path) -> None:
     (out / "scaling.json").write_text(json.dumps(found, indent=1) + "\n")
     picture = save_picture(points, law, out / "scaling.png")
     answer = {**found, "out": str(out), "picture": None if picture is None else str(picture)}
-    console.done(answer, next=[f"specctl distill --target {part.name}"])
+    console.done(answer, next=[f"specctl distill --target {recipe.target.name}"])
 
 
 def prices(found: dict[str, Any]) -> list[str]:

@@ -139,13 +139,6 @@ def _target(recipe: Recipe) -> Target:
         from specctl.runtime.target.served import load_served
 
         return load_served(part.name, revision=part.revision, dtype=part.dtype)
-    from specctl.runtime.target.target import load_target
+    from specctl.runtime.target.target import load_part
 
-    return load_target(
-        part.name,
-        revision=part.revision,
-        dtype=part.dtype,
-        inflate=part.inflate,
-        adapters=part.adapters,
-        device_map=part.device_map,
-    )
+    return load_part(part, tensor_parallel=False)

@@ -94,7 +94,7 @@ def search_shapes(
     from specctl.train.prune.cut import prunable
     from specctl.train.prune.shapes import DraftShape, fit_acceptance, measure_latency, rank
 
-    target = recipe_target(console, recipe)
+    target = TargetChoice.of_recipe(recipe.target).load(console)
     base = prunable(target).module.shape
     widths = flags.widths or ",".join(str(base.hidden_size * n // 4) for n in (4, 3, 2))
     grid = [
@@ -113,20 +113,6 @@ def search_shapes(
     latency = measure_latency(*measuring, reporter=console)
     ranked = rank(grid, latency, acceptances, flags.max_parameters)
     _finish(console, recipe, out, latency, acceptances, ranked)
-
-
-def recipe_target(console: Console, recipe: Recipe) -> Target:
-    """The target of a recipe, announced."""
-    part = recipe.target
-    choice = TargetChoice(
-        part.name,
-        part.revision,
-        part.dtype,
-        inflate=part.inflate,
-        adapter=list(part.adapters),
-        device_map=part.device_map,
-    )
-    return choice.load(console)
 
 
 def _numbers(text: str, where: str, most: int) -> list[int]:

@@ -12,6 +12,7 @@ from specctl.cli.options.names import complete_target
 from specctl.core.errors import SpecctlError
 
 if TYPE_CHECKING:
+    from specctl.recipes.schema import TargetPart
     from specctl.runtime.target.target import Target
 
 OWN = "the package's own, or tiny"  # stands for a name that nobody gave
@@ -83,6 +84,18 @@ class TargetChoice:
         adapter = self.adapter or record.adapter_words()
         return replace(
             self, name=record.name, revision=record.revision, inflate=inflate, adapter=adapter
+        )
+
+    @classmethod
+    def of_recipe(cls, part: TargetPart) -> TargetChoice:
+        """The target that a recipe names."""
+        return cls(
+            part.name,
+            part.revision,
+            part.dtype,
+            inflate=part.inflate,
+            adapter=list(part.adapters),
+            device_map=part.device_map,
         )
 
     def load(

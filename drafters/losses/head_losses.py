@@ -27,7 +27,7 @@ from specctl.drafters.losses.divergences import (
     kl,
 )
 from specctl.drafters.losses.teacher import TeacherLogits, wide
-from specctl.drafters.option_checks import check_choice, check_count
+from specctl.drafters.option_checks import OneOf, Within
 from specctl.models.sliced_head import Head, LinearHead, Rows, sum_slices
 
 __all__ = [
@@ -57,10 +57,10 @@ class LossOptions:
     chunk: int | None = None
 
     def __post_init__(self) -> None:
-        check_choice("loss", self.kind, KINDS)
-        check_count("temperature", self.temperature, 0.01, 1_000)
+        OneOf(KINDS).check("loss", self.kind)
+        Within(0.01, 1_000).check("temperature", self.temperature)
         if self.chunk is not None:
-            check_count("chunk", self.chunk, most=10**9)
+            Within(most=10**9).check("chunk", self.chunk)
 
 
 def fitting_chunk(width: int, device: torch.device) -> int:
@@ -93,7 +93,6 @@ class Comparison:
         self, draft_QK: Tensor, row_Q: Tensor, label_Q: Tensor, teacher_row_Q: Tensor
     ) -> Tensor:
         """[4]: loss, its count, top1, alpha."""
-        del row_Q
         if self.teacher is None:
             loss, count = _label_loss(draft_QK, label_Q, self.row_V)
             top1 = self._is_first(draft_QK, label_Q).sum()
@@ -118,7 +117,6 @@ class Comparison:
         self, draft_QK: Tensor, row_Q: Tensor, label_Q: Tensor, teacher_row_Q: Tensor
     ) -> Tensor:
         """[4, Q], row by row: KL(p || q), whether the row can be learned, top1, alpha."""
-        del row_Q, label_Q
         assert self.teacher is not None, "rows are selected by how far they are off the target"
         distribution = self.teacher.distribution(teacher_row_Q, self.ids_K)
         of = distributions(

@@ -249,7 +249,6 @@ def _own_backward(
     lse: Tensor,
     delta: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    del out
     J = key.shape[1]
     grad, query = _grouped(grad.contiguous(), J), _grouped(query.contiguous(), J)
     weight = (_own_score(query.flatten(1, 2), key) - lse).exp_()
@@ -411,7 +410,6 @@ def _sliced_backward(
     delta: Tensor,
     seen: Seen,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    del out
     H, J, scale = query.shape[1], key.shape[1], query.shape[-1] ** -0.5
     by_query = torch.empty_like(query, memory_format=torch.contiguous_format)
     by_key, by_value = (torch.zeros_like(x, dtype=lse.dtype) for x in (key, value))

@@ -37,7 +37,7 @@ from specctl.drafters.nets.blocks import (
 from specctl.drafters.nets.head_drafter import HeadDrafter
 from specctl.drafters.nets.options import HeadOptions
 from specctl.drafters.nets.target_cache import TargetCache
-from specctl.drafters.option_checks import check_count
+from specctl.drafters.option_checks import Count
 from specctl.drafters.states.path_state import Nodes, PathState
 
 
@@ -47,12 +47,8 @@ class CrossOptions(HeadOptions):
     every token all features before it while training, which no draft has (an ablation)."""
 
     num_heads: int = 5
-    anchors: int = 64
+    anchors: Count = 64
     strict: bool = True
-
-    def __post_init__(self) -> None:
-        HeadOptions.__post_init__(self)
-        check_count("anchors", self.anchors)
 
 
 class AttentionLayer(DecoderLayer):
@@ -154,7 +150,6 @@ class CrossDrafter(HeadDrafter):
         return features_XI
 
     def ready(self, depth: int, carry_XY: Tensor) -> Tensor:
-        del depth
         ready_XD: Tensor = self.net.norm(carry_XY)
         return ready_XD
 
@@ -227,7 +222,6 @@ class CrossDrafter(HeadDrafter):
     def is_staircase(self, batch: TrainBatch) -> bool:
         """Whether drafted tokens attend to drafted tokens alone in this batch: to nothing before
         the draft, where drafts of other lengths would have been accepted."""
-        del batch
         return False
 
     def _since(self, anchor_BA: Tensor, at_BA: Tensor, batch: TrainBatch) -> Tensor:
@@ -252,7 +246,6 @@ class CrossDrafter(HeadDrafter):
         self, looks: Iterator[Tensor], batch: TrainBatch, anchor_BA: Tensor
     ) -> Iterator[Tensor]:
         """[B, A, D] per depth: what the LM head reads, of tokens after both layers."""
-        del batch, anchor_BA
         for depth, x_BAD in enumerate(looks):
             yield self.ready(depth, x_BAD)
 

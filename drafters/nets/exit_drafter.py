@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specctl.core.batch import LossOut, TrainBatch
@@ -36,7 +35,7 @@ from specctl.drafters.nets.heads import cut_rows, head_rows
 from specctl.drafters.nets.options import CompareOptions
 from specctl.drafters.nets.self_drafter import SelfDrafter, check_layer
 from specctl.drafters.states.borrowed_state import BorrowedState
-from specctl.models.kernels import Weight, can_pack, linear, pack
+from specctl.models.kernels import Weight, linear, prepared
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,23 +136,14 @@ class ExitAdapterState(BorrowedState):
     def __init__(self, drafter: ExitDrafter, space: Space) -> None:
         super().__init__(drafter.lm, drafter.attention, space)
         self.drafter, shape = drafter, drafter.shape
-        self.own = SlotKV(
-            1,
-            space.num_slots,
-            shape.num_kv_heads,
-            self.kv.max_len,
-            shape.head_dim,
-            drafter.dtype,
-            space.device,
-        )
+        max_len, dtype = self.kv.max_len, drafter.dtype
+        self.own = SlotKV.of([shape.kv], space.num_slots, max_len, dtype, space.device)
         self._version, self._head = drafter.version(), self._packed()
 
     def _packed(self) -> Weight:
-        weight = self.drafter.head_weight()
-        return pack(weight) if can_pack(weight) else weight.detach()
+        return prepared(self.drafter.head_weight())
 
     def parts_of(self, slot: int, first: int) -> SubLayers:
-        del slot, first
         return self.drafter.parts
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
@@ -163,11 +153,7 @@ class ExitAdapterState(BorrowedState):
 
     def _beside(self, num_fed: int) -> SlotKV:
         """The module's cache, aimed as the lower layers' is."""
-        extra = self.kv.max_len - self.own.max_len
-        if extra > 0:
-            self.own.key_ZJLE = [F.pad(key, (0, 0, 0, extra)) for key in self.own.key_ZJLE]
-            self.own.value_ZJLE = [F.pad(value, (0, 0, 0, extra)) for value in self.own.value_ZJLE]
-            self.own.max_len += extra
+        self.own.reserve(self.kv.max_len)
         aim = self.kv.aim
         at_M = torch.arange(num_fed, device=aim.start_B1.device)
         return self.own.aimed(aim, aim.start_B1 + at_M)
@@ -190,7 +176,6 @@ class ExitAdapterState(BorrowedState):
         self._beside(W).update(0, key, value)
 
     def read(self, feed: Feed, rows: Sequence[int]) -> Tensor:
-        del rows
         drafter, exit_at = self.drafter, self.drafter.exit
         out = self.lm.run(replace(feed, taps=(exit_at,), logits=False), self.kv)
         state_BMD = out.taps[exit_at].to(drafter.dtype)

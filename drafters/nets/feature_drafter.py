@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Annotated, Self
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ from specctl.drafters.nets.options import ADDED, DepthOptions
 from specctl.drafters.nets.recompute import is_large, run
 from specctl.drafters.nets.routed import Router, cut_router, read_head, served_head, with_router
 from specctl.drafters.nets.trunk import Chains, TrunkNet
-from specctl.drafters.option_checks import check_count
+from specctl.drafters.option_checks import Count, Within
 from specctl.drafters.states.feature_state import FeatureState, Fed
 from specctl.drafters.states.tree_layout import Place
 from specctl.models.native.step import RESIDUAL, Stack
@@ -60,17 +60,11 @@ class FeatureOptions(DepthOptions):
     shorter ones, too; None: the same in all); `intermediate` is the width of the MLP, None that of
     the target."""
 
-    ttt_steps: int = 1
+    ttt_steps: Count = 1
     feature_weight: float = 10.0
     noise: float = 0.0
     intermediate: int | None = None
-    noise_length: int | None = field(default=512, metadata=ADDED)
-
-    def __post_init__(self) -> None:
-        DepthOptions.__post_init__(self)
-        check_count("ttt_steps", self.ttt_steps)
-        if self.noise_length is not None:
-            check_count("noise_length", self.noise_length, most=10**9)
+    noise_length: Annotated[int, Within(most=10**9)] | None = field(default=512, metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +103,10 @@ class FeatureDrafter(BorrowingDrafter):
         self, out: LossOut, ready_RD: Tensor, rows: AlignedRows, teacher: TeacherLogits | None
     ) -> LossOut:
         """The loss of a step with what the family adds to it."""
-        del ready_RD, rows, teacher
         return out
 
     def whole_loss(self, out: LossOut, steps: list[Unrolled], batch: TrainBatch) -> LossOut:
         """The loss of all steps with what the family adds to it."""
-        del steps, batch
         return out
 
     # -- the frame ------------------------------------------------------------------------------
@@ -242,24 +234,11 @@ class TrunkState(FeatureState):
         self._head = served_head(self.drafter.head_weight(), self.drafter.router)
 
     def stack(self) -> Stack | None:
-        net, shape = self.net, self.net.shape
+        net = self.net
         is_plain = type(net).through is TrunkNet.through
         if not is_plain or any(type(layer) is not DecoderLayer for layer in net.layers):
             return None
-        return Stack(
-            shape.hidden_size,
-            shape.num_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-            shape.intermediate_size,
-            shape.norm_eps,
-            shape.norm_eps,
-            list(net.layers),
-            embedding_VD=None,
-            norm=None,
-            head=self.drafter.head_weight(),
-            rotary=self.rotations,
-        )
+        return self.stack_of(list(net.layers), self.drafter.head_weight())
 
     def features(self, taps: Mapping[int, Tensor]) -> Tensor:
         return taps[self.drafter.tap].to(self.dtype)

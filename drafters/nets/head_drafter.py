@@ -34,7 +34,7 @@ from specctl.drafters.losses.head_losses import (
     teacher_logits,
     weighted_sum,
 )
-from specctl.drafters.nets.heads import BorrowingDrafter, cut_rows, head_rows
+from specctl.drafters.nets.heads import BorrowingDrafter, cut_rows, draft_size, head_rows
 from specctl.drafters.nets.prefix import PrefixNet, PrefixState
 from specctl.drafters.states.head_state import DraftFeatures, GroundedState, LastState
 
@@ -55,17 +55,25 @@ class HeadDrafter(BorrowingDrafter):
     """What a family leaves to the frame: binding, trimming, the loss, the memory while serving. Its
     options are `HeadOptions`."""
 
-    feature_weight: float = 0.0  # of the distance between what heads read and the target's state
-
     def __init__(self, options: Any, spec: ModelSpec, vocab: VocabMap | None = None) -> None:
         super().__init__(options, spec, vocab)
+        self.module = self.make_net(draft_size(vocab, spec.vocab_size))
         self._shared_KD: Tensor | None = None
 
     # -- what a family gives --------------------------------------------------------------------
 
+    @property
+    def feature_weight(self) -> float:
+        """Of the distance between what heads read and the target's state; an option, or 0."""
+        return float(getattr(self.options, "feature_weight", 0.0))
+
     @abstractmethod
+    def make_net(self, rows: int) -> nn.Module:
+        """Its module; LM heads of its own have so many rows."""
+
     def own_heads(self) -> list[nn.Linear]:
         """LM heads of its own, by head (the last serves later ones); none = the target's."""
+        return []
 
     def vocab_layers(self) -> list[nn.Linear]:
         """All layers with one row per id of the draft vocabulary."""
@@ -81,7 +89,6 @@ class HeadDrafter(BorrowingDrafter):
 
     def read(self, depth: int, carry_XY: Tensor, ids_X: Tensor) -> Tensor:
         """[X, Y]: the carry after token t + 1 + depth."""
-        del depth, ids_X
         return carry_XY
 
     @property
@@ -108,7 +115,6 @@ class HeadDrafter(BorrowingDrafter):
 
     def rows(self, state_BTD: Tensor, next_ids_BT: Tensor) -> Tensor:
         """[B, T, D]: what those layers read: the state at t, in the light of token t + 1."""
-        del next_ids_BT
         return state_BTD
 
     def heads_now(self) -> Collection[int]:
@@ -117,12 +123,10 @@ class HeadDrafter(BorrowingDrafter):
 
     def anchors(self, batch: TrainBatch) -> Tensor | None:
         """[B, A]: the positions that drafts begin from while training; None = all."""
-        del batch
         return None
 
     def aimed(self, index: int, batch: TrainBatch, anchor_BA: Tensor | None) -> AlignedRows:
         """What head `index` learns from."""
-        del anchor_BA
         return aim(batch, 2 + index)
 
     # -- the frame ------------------------------------------------------------------------------
@@ -185,7 +189,6 @@ class HeadDrafter(BorrowingDrafter):
 
     def unroll(self, batch: TrainBatch, anchor_BA: Tensor | None = None) -> Iterator[Tensor]:
         """[B, S, O] per head: what its LM head reads, at every position (or the anchors)."""
-        del anchor_BA
         carry_BSY = self.begin(self.context(batch))
         for i in range(self.options.num_heads):
             carry_BSY = self.read(i, carry_BSY, shifted(batch.ids_BS, 1 + i))

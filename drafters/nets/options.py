@@ -7,12 +7,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import TypeAdapter
 
 from specctl.drafters.losses.head_losses import LossOptions
-from specctl.drafters.option_checks import check_count
+from specctl.drafters.option_checks import Count, Options, Within
 
 ADDED = {"added": True}  # metadata of an option that older packages lack: they have its default
 
@@ -29,7 +29,7 @@ def read_options(kind: type[Any], given: Mapping[str, Any]) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class CompareOptions:
+class CompareOptions(Options):
     """`loss` compares a drafter's distributions with the target's at `temperature`, `chunk` rows at
     a time (None fits the vocabulary)."""
 
@@ -38,6 +38,7 @@ class CompareOptions:
     chunk: int | None = None
 
     def __post_init__(self) -> None:
+        Options.__post_init__(self)
         self.compared()
 
     def compared(self) -> LossOptions:
@@ -49,19 +50,11 @@ class CompareOptions:
 class DepthOptions(CompareOptions):
     """The same at every depth of a draft: head, step or slot i weighs decay^i."""
 
-    decay: float = 1.0
-
-    def __post_init__(self) -> None:
-        CompareOptions.__post_init__(self)
-        check_count("decay", self.decay, 0, 10)
+    decay: Annotated[float, Within(0, 10)] = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class HeadOptions(DepthOptions):
     """The same for drafters that are trained `num_heads` tokens deep."""
 
-    num_heads: int = 4
-
-    def __post_init__(self) -> None:
-        DepthOptions.__post_init__(self)
-        check_count("num_heads", self.num_heads)
+    num_heads: Count = 4

@@ -75,15 +75,9 @@ class PrefixState:
         self, net: PrefixNet, rows: Rows, gather: Gather, space: Space, like: Tensor, extra: int = 0
     ) -> None:
         self.net, self.rows, self.gather = net, rows, gather
-        self.kv = SlotKV(
-            len(net.layers),
-            space.num_slots,
-            net.shape.num_kv_heads,
-            space.max_len + max(space.max_nodes, extra) + 2,
-            net.shape.head_dim,
-            like.dtype,
-            like.device,
-        )
+        max_len = space.max_len + max(space.max_nodes, extra) + 2
+        layers = [net.shape.kv] * len(net.layers)
+        self.kv = SlotKV.of(layers, space.num_slots, max_len, like.dtype, like.device)
         self.state_ZD = torch.zeros(
             space.num_slots, net.shape.hidden_size, dtype=like.dtype, device=like.device
         )

@@ -47,7 +47,6 @@ class CorpusDrafter(Drafter):
         self, texts: Iterable[Sequence[int]], taps: Iterable[Mapping[int, Tensor]] = ()
     ) -> None:
         """Retrieve from these texts (token ids) from now on; states of the target are not kept."""
-        del taps
         self.load_tensors({"corpus": torch.from_numpy(joined(texts))})
 
     def tensors(self) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from enum import StrEnum
 from threading import Lock
 from typing import Any, Generic, Protocol, TypeVar
 
+from specctl.core.drafter import DraftState
 from specctl.core.errors import RecipeError
 from specctl.core.spec import Identity
 
@@ -125,3 +126,15 @@ class RowStores(Generic[S]):
 
     def end(self, slot: int) -> None:
         self._store[slot] = None
+
+
+class StoredState(DraftState):
+    """A DraftState whose rows read and write the stores of a registry."""
+
+    stores: RowStores[Any]
+
+    def join(self, slot: int, conversation: str | None) -> None:
+        self.stores.join(slot, conversation)
+
+    def end(self, slot: int) -> None:
+        self.stores.end(slot)

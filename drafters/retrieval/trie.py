@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from specctl.core.drafter import Budget, DraftState, Outcome, RoundView
+from specctl.core.drafter import Budget, DraftState, RoundView
 from specctl.core.tree import DraftTree, NodeKind, empty_tree
 
 
@@ -171,6 +171,3 @@ class TrieState(DraftState):
         return pack(
             [self.draft_row(slot, text, budget) for slot, text in rows], budget, self.device
         )
-
-    def observe(self, outcome: Outcome) -> None:
-        del outcome  # new tokens are read from the next view

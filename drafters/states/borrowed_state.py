@@ -5,22 +5,24 @@ target itself holds: keys and values are made of the residuals that the target's
 never of what the drafter made of those tokens. Drafted tokens are written behind them, and
 forgotten when the round is over. So a draft begins from the target's true context whatever was left
 out while drafting, as where both share one cache.
-Letters: B rows, D hidden width, L positions, M new nodes, T fed tokens, V target vocabulary, W
-window, X any axes.
+Letters: A anchors, B rows, D hidden width, L positions, M new nodes, S sequence, T fed tokens,
+V target vocabulary, W window, X any axes.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Outcome, RoundView, Space, StepState
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LanguageModel, Masks
+from specctl.core.masks import document_mask
 from specctl.core.sub_layers import NOTHING, SubLayers
 from specctl.drafters.states.tree_layout import TreeLayout
 
@@ -45,7 +47,6 @@ class KnownTokensState(StepState):
     def prefill(
         self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor], first: int, last: int
     ) -> None:
-        del tokens
         self._write_text(slot, taps, first, last)
         self._num_prefilled[slot] = last
 
@@ -120,7 +121,6 @@ class BorrowedState(KnownTokensState):
     def read(self, feed: Feed, rows: Sequence[int]) -> Tensor:
         """[B, M, V]: logits behind nodes. The cache is aimed at them; `rows` are the rows of the
         round that are fed."""
-        del rows
         last = self.lm.spec.num_layers
         out = self.lm.run(replace(feed, taps=(last,)), self.kv)
         assert out.logits_BTV is not None
@@ -149,12 +149,8 @@ class BorrowedState(KnownTokensState):
         """[B, M, V]: logits behind nodes, of which the root is the first."""
         growth, first = self.growth, self.growth.num_nodes
         place = growth.place(parent_BM)
-        mask = place.mask
-        if mask is None:
-            shape = (len(token_BM), 1, 1, place.span)
-            mask = torch.ones(shape, dtype=torch.bool, device=token_BM.device)
-        windows = {window: mask & growth.near(place, window) for window in self.lm.windows}
-        feed = Feed(token_BM, self.within(place.position_BM), Masks(mask, windows))
+        masks = growth.masks(place, self.lm.windows)
+        feed = Feed(token_BM, self.within(place.position_BM), masks)
         groups: dict[SubLayers, list[int]] = {}
         for row, slot in enumerate(growth.view.slots):
             groups.setdefault(self.parts_of(slot, first), []).append(row)
@@ -196,8 +192,52 @@ class FixedState(BorrowedState):
         self.parts = parts
 
     def parts_of(self, slot: int, first: int) -> SubLayers:
-        del slot, first
         return self.parts
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Rows of training behind anchors of a text, group by group [B, M]: where they stand, what they
+    see, and the target's cache with the text, aimed at them."""
+
+    position_BM: Tensor
+    masks: Masks
+    kv: SlotKV
+
+
+def groups_behind(
+    lm: LanguageModel,
+    layers: Sequence[int],
+    batch: TrainBatch,
+    anchor_BA: Tensor,
+    size: int,
+    *,
+    replaces_anchor: bool,
+) -> Groups:
+    """`size` rows behind each anchor. Each sees what `layers` of the target cache of the text up to
+    the anchor and its own group up to itself; with `replaces_anchor` the first row stands where the
+    anchor does, which is not seen."""
+    (B, S), M, device = batch.ids_BS.shape, anchor_BA.shape[1] * size, anchor_BA.device
+    slots, slot_B = tuple(range(B)), torch.arange(B, device=device)
+    kv = lm.borrowed_kv(tuple(layers), B, S + M)
+    kv.begin(slots, slot_B, slot_B * 0, S, S, 0)
+    states = {layer: batch.taps[layer].to(lm.dtype) for layer in layers}
+    lm.write_kv(states, batch.position_BS, kv)
+    at_BM = anchor_BA.repeat_interleave(size, dim=1)
+    ahead_M, group_M = torch.arange(M, device=device) % size, torch.arange(M, device=device) // size
+    position_BM = batch.position_BS.gather(1, at_BM) + ahead_M + (not replaces_anchor)
+    to_BMS = at_BM[:, :, None].expand(-1, -1, S)
+    text_BMS = document_mask(batch.document_BS)[:, 0].gather(1, to_BMS)
+    if replaces_anchor:
+        text_BMS = text_BMS & (torch.arange(S, device=device) < at_BM[:, :, None])
+    own_MM = (group_M[:, None] == group_M) & (ahead_M[:, None] >= ahead_M)
+    mask_BML = torch.cat([text_BMS, own_MM.expand(B, M, M)], dim=2)
+    key_BL = torch.cat([batch.position_BS, position_BM], dim=1)
+    far_BML = position_BM[:, :, None] - key_BL[:, None]
+    windows = {w: (mask_BML & (far_BML < w))[:, None] for w in lm.windows}
+    kv.begin(slots, slot_B, torch.full_like(slot_B, S), M, S + M, S)
+    position_BM = position_BM.clamp(max=lm.spec.max_positions - 1)
+    return Groups(position_BM, Masks(mask_BML[:, None], windows), kv)
 
 
 @torch.no_grad()

@@ -13,9 +13,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specctl.core.drafter import Outcome, RoundView, Space, StepState
 from specctl.core.kv_cache import SlotKV
@@ -60,16 +61,9 @@ class FeatureState(StepState):
         first = next(drafter.module.parameters())
         self._embed = drafter.embed
         self.shape, self.device, self.dtype = shape, first.device, first.dtype
-        self.kv = SlotKV(
-            num_layers,
-            space.num_slots,
-            shape.num_kv_heads,
-            space.max_len + space.max_nodes + 2,
-            shape.head_dim,
-            self.dtype,
-            self.device,
-        )
         width = space.max_nodes + 2
+        layers, max_len = [shape.kv] * num_layers, space.max_len + width
+        self.kv = SlotKV.of(layers, space.num_slots, max_len, self.dtype, self.device)
         self.pending_token_ZW = torch.zeros(
             space.num_slots, width, dtype=torch.long, device=self.device
         )
@@ -94,6 +88,32 @@ class FeatureState(StepState):
     def stack(self) -> Stack | None:
         """The layers as the compiled step reads them; None where they are of another kind."""
         return None
+
+    def stack_of(
+        self,
+        layers: Sequence[nn.Module],
+        head: Tensor,
+        embedding_VD: Tensor | None = None,
+        norm: Tensor | None = None,
+        **entry: Any,
+    ) -> Stack:
+        """These layers, of this state's shape and positions; `entry` as `Stack` has it."""
+        shape = self.shape
+        return Stack(
+            shape.hidden_size,
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            shape.intermediate_size,
+            shape.norm_eps,
+            shape.norm_eps,
+            layers,
+            embedding_VD,
+            norm,
+            head,
+            self.rotations,
+            **entry,
+        )
 
     @abstractmethod
     def features(self, taps: Mapping[int, Tensor]) -> Tensor:

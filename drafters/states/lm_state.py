@@ -63,13 +63,11 @@ class LmState(StepState):
     def prefill(
         self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor], first: int, last: int
     ) -> None:
-        del taps
         self._refresh()
         self._fill(slot, tokens, first, last)
         self._num_prefilled[slot] = last
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
-        del taps
         self._refresh()
         self._fill(slot, tokens, self._num_prefilled[slot], len(tokens) - 1)
         self._num_prefilled[slot], self.num_cached[slot] = 0, len(tokens) - 1
@@ -160,12 +158,8 @@ class LmState(StepState):
         """[B, M, K]: logits behind new nodes. `is_nested`: parents may be among them."""
         assert self._growth is not None, "root() begins a round"
         place = self._growth.place(parent_BM, is_nested)
-        mask = place.mask
-        if mask is None:
-            shape = (token_BM.shape[0], 1, 1, place.span)
-            mask = torch.ones(shape, dtype=torch.bool, device=token_BM.device)
-        windows = {w: mask & self._growth.near(place, w) for w in self.lm.windows}
-        return self._head_logits(self._read(token_BM, place.position_BM, Masks(mask, windows)))
+        masks = self._growth.masks(place, self.lm.windows)
+        return self._head_logits(self._read(token_BM, place.position_BM, masks))
 
     def hidden(self) -> Tensor:
         return self._newest_BTD[:, -1]

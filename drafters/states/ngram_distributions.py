@@ -18,7 +18,7 @@ from typing import Any
 from specctl.core.drafter import Drafter, Needs, Outcome
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
-from specctl.drafters.option_checks import check_choice
+from specctl.drafters.option_checks import OneOf
 from specctl.drafters.retrieval.store import Ids, NgramStore, NgramStores, StoreLimits
 from specctl.drafters.retrieval.store_registry import RowStores, Scope
 
@@ -27,7 +27,7 @@ LEARNING = tuple(str(scope) for scope in Scope if scope is not Scope.DISK)
 
 def learning_scope(name: str) -> Scope:
     """The scope of that name; one that cannot learn is refused."""
-    check_choice("scope", name, LEARNING)
+    OneOf(LEARNING).check("scope", name)
     return Scope(name)
 
 

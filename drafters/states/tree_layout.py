@@ -9,7 +9,7 @@ window, Z slots.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specctl.core.drafter import Outcome, RoundView
 from specctl.core.kv_cache import SlotKV
+from specctl.core.language_model import Masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +137,14 @@ class TreeLayout:
         node_BW = self.kept_B[:, None] + depth_BN.gather(1, index_BW) - 1
         return torch.where(entry_BW < self.kept_B[:, None], entry_BW, node_BW)
 
+    def masks(self, place: Place, windows: Iterable[int]) -> Masks:
+        """What the nodes of `place` may attend to, all of it and within each window."""
+        mask = place.mask
+        if mask is None:
+            shape = (len(self.kept_B), 1, 1, place.span)
+            mask = torch.ones(shape, dtype=torch.bool, device=self.kept_B.device)
+        return Masks(mask, {window: mask & self.near(place, window) for window in windows})
+
     def near(self, place: Place, window: int) -> Tensor:
         """[B, 1, M, L]: cache entries less than `window` positions behind each node of `place`."""
         at_L = torch.arange(place.span, device=self.kept_B.device)
@@ -168,8 +177,5 @@ def aim_cache(
 ) -> None:
     """Aim `kv` at the coming forward, growing it when a policy expands more than was announced."""
     if span > kv.max_len:
-        extra = span - kv.max_len + 64
-        kv.key_ZJLE = [F.pad(key, (0, 0, 0, extra)) for key in kv.key_ZJLE]
-        kv.value_ZJLE = [F.pad(value, (0, 0, 0, extra)) for value in kv.value_ZJLE]
-        kv.max_len += extra
+        kv.reserve(span + 64)
     kv.begin(view.slots, view.slot_B, at_B, num_fed, span, uniform)

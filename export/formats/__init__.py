@@ -37,7 +37,6 @@ class ExportSource:
 
 
 def _no_notes(source: ExportSource) -> tuple[str, ...]:
-    del source
     return ()
 
 

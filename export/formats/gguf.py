@@ -20,9 +20,8 @@ from specctl.export.formats import TARGET, ExportSource, Format
 from specctl.export.formats.hf import compare_logits, own_logits, probe_ids, widened
 from specctl.export.layouts.engines import draft_length, gate
 from specctl.export.layouts.llama_cpp import eagle3, library
-from specctl.export.layouts.llama_cpp.eagle3_reader import GgufEagle3
 from specctl.export.layouts.llama_cpp.model import GgufModel, architecture, write_gguf
-from specctl.export.layouts.llama_cpp.reader import GgufReader
+from specctl.export.layouts.llama_cpp.reader import GgufEagle3, GgufReader
 from specctl.export.layouts.llama_cpp.target import FILE as TARGET_FILE
 from specctl.export.layouts.llama_cpp.tokens import PROBES
 from specctl.export.layouts.llama_cpp.vocab import vocabulary_of

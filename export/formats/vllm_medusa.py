@@ -70,7 +70,6 @@ def serve(source: ExportSource, folder: str) -> tuple[str, ...]:
 
 
 def notes(source: ExportSource) -> tuple[str, ...]:
-    del source
     return ("vLLM serves Medusa up to 0.32.",)
 
 

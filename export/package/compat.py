@@ -152,28 +152,18 @@ def _shape(manifest: Manifest, target: Target) -> list[Mismatch]:
 
 
 def _texts(manifest: Manifest, target: Target) -> list[Mismatch]:
-    found = []
-    if manifest.tokenizer != target.tokenizer_fingerprint:
-        found.append(
-            Mismatch(
-                "tokenizer",
-                _short(target.tokenizer_fingerprint),
-                _short(manifest.tokenizer),
-                f"use the tokenizer of {made_for(manifest)}, or train a drafter for this one",
-                "tokenizer",
-            )
-        )
-    if manifest.chat_template != target.template_digest:
-        found.append(
-            Mismatch(
-                "template",
-                _short(target.template_digest),
-                _short(manifest.chat_template),
-                f"use the chat template of {made_for(manifest)}, or distill on this one",
-                "template",
-            )
-        )
-    return found
+    whose = made_for(manifest)
+    tokenizer = f"use the tokenizer of {whose}, or train a drafter for this one"
+    template = f"use the chat template of {whose}, or distill on this one"
+    read = (
+        ("tokenizer", target.tokenizer_fingerprint, manifest.tokenizer, tokenizer),
+        ("template", target.template_digest, manifest.chat_template, template),
+    )
+    return [
+        Mismatch(name, _short(here), _short(there), do, name)
+        for name, here, there, do in read
+        if here != there
+    ]
 
 
 def _spec(manifest: Manifest, target: Target) -> list[Mismatch]:

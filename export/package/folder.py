@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -37,6 +38,7 @@ from specctl.export.package.manifest import (
     MANIFEST,
     WEIGHTS,
     Manifest,
+    check_files,
     file_records,
     read_manifest,
 )
@@ -239,3 +241,17 @@ def load_drafter(
 
     check_allow(allow)
     return load_found(locate(path_or_name), target, allow, translate)
+
+
+def write_served(folder: Path, engine: str, found: str) -> Manifest:
+    """The folder with `Served by ENGINE: FOUND` on its card; what was said of that engine before is
+    replaced. The folder changes in one step, its other files not at all."""
+    manifest, opening = check_files(folder), f"Served by {engine}: "
+    about = manifest.to_json()
+    notes = [note for note in manifest.notes if not note.startswith(opening)]
+    about["notes"] = [*notes, opening + found]
+    with new_folder(folder, own_files) as temp:
+        for name in manifest.files:
+            if name != CARD:
+                shutil.copyfile(folder / name, temp / name)
+        return seal_folder(temp, {k: v for k, v in about.items() if k not in ("digest", "files")})

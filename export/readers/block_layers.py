@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.export.readers.layers import LayerSizes, attention, layer_shapes, mlp, rms_norm
+from specctl.export.readers.layers import LayerSizes, attention, layer_shapes, onward, rms_norm
 from specctl.export.readers.trial import Trial
 
 Params = Mapping[str, Tensor]
@@ -53,9 +53,7 @@ def through_block(
         own = f"layers.{layer}"
         normed_TD = rms_norm(x_TD, params[f"{own}.input_layernorm.weight"], sizes.eps)
         attended = attention(params, f"{own}.self_attn", normed_TD, sizes, context_SD, causal)
-        x_TD = x_TD + attended
-        normed_TD = rms_norm(x_TD, params[f"{own}.post_attention_layernorm.weight"], sizes.eps)
-        x_TD = x_TD + mlp(params, f"{own}.mlp", normed_TD)
+        x_TD = onward(params, own, x_TD, attended, sizes.eps)
     return rms_norm(x_TD, params["norm.weight"], sizes.eps)
 
 

@@ -103,6 +103,13 @@ def mlp(tensors: Tensors, name: str, x_TD: Tensor) -> Tensor:
     return F.linear(inner, tensors[f"{name}.down_proj.weight"])
 
 
+def onward(tensors: Tensors, name: str, x_TD: Tensor, attended_TD: Tensor, eps: float) -> Tensor:
+    """[T, D]: the residual behind a layer, given what its attention adds."""
+    x_TD = x_TD + attended_TD
+    normed_TD = rms_norm(x_TD, tensors[f"{name}.post_attention_layernorm.weight"], eps)
+    return x_TD + mlp(tensors, f"{name}.mlp", normed_TD)
+
+
 def layer_shapes(
     name: str, sizes: LayerSizes, input_width: int, qk_norm: bool
 ) -> dict[str, list[int]]:

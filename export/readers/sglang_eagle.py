@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.export.layouts.engines import gate
-from specctl.export.readers.layers import attention, layer_shapes, mlp, rms_norm
+from specctl.export.readers.layers import attention, layer_shapes, onward, rms_norm
 from specctl.export.readers.loading import (
     Parameters,
     read_config,
@@ -129,18 +129,12 @@ class SglangEagle3:
             if layer == 0:
                 embed_TD = rms_norm(embed_TD, params[f"{own}.input_layernorm.weight"], eps)
                 x_TI = torch.cat([embed_TD, x_TI], dim=-1)
-            state_TD = _rest(params, own, state_TD, x_TI, self.sizes)
+            attended_TD = attention(params, f"{own}.self_attn", x_TI, self.sizes)
+            state_TD = onward(params, own, state_TD, attended_TD, eps)
         normed_TD = rms_norm(state_TD, params["model.norm.weight"], eps)
         is_normed = getattr(self.config, "norm_output", False)
         logits_TK = F.linear(normed_TD, params["lm_head.weight"])
         return logits_TK, normed_TD if is_normed else state_TD
-
-
-def _rest(params: Parameters, own: str, state_TD: Tensor, x_TI: Tensor, sizes: Any) -> Tensor:
-    """A layer behind what its attention reads."""
-    state_TD = state_TD + attention(params, f"{own}.self_attn", x_TI, sizes)
-    normed_TD = rms_norm(state_TD, params[f"{own}.post_attention_layernorm.weight"], sizes.eps)
-    return state_TD + mlp(params, f"{own}.mlp", normed_TD)
 
 
 class SglangEagle:
@@ -186,5 +180,6 @@ class SglangEagle:
             if layer > 0:
                 norm_D = params[f"{own}.input_layernorm.weight"]
                 read_TD = rms_norm(x_TD, norm_D, self.sizes.eps)
-            x_TD = _rest(params, own, x_TD, read_TD, self.sizes)
+            attended_TD = attention(params, f"{own}.self_attn", read_TD, self.sizes)
+            x_TD = onward(params, own, x_TD, attended_TD, self.sizes.eps)
         return F.linear(x_TD, self.head_KD), x_TD

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.export.layouts.engines import gate
-from specctl.export.readers.layers import attention, layer_shapes, mlp, rms_norm
+from specctl.export.readers.layers import attention, layer_shapes, onward, rms_norm
 from specctl.export.readers.loading import Parameters, read_tensors, sizes_of
 from specctl.export.readers.trial import Trial, chained, over_targets
 
@@ -210,10 +210,8 @@ class VllmEagle3:
                 x_TI = torch.cat([rms_norm(embed_TD, first_D, sizes.eps), normed_TD], dim=-1)
             else:
                 x_TI = rms_norm(state_TD, first_D, sizes.eps)
-            state_TD = state_TD + attention(params, f"{own}.self_attn", x_TI, sizes)
-            between_D = params[f"{own}.post_attention_layernorm.weight"]
-            normed_TD = rms_norm(state_TD, between_D, sizes.eps)
-            state_TD = state_TD + mlp(params, f"{own}.mlp", normed_TD)
+            attended_TD = attention(params, f"{own}.self_attn", x_TI, sizes)
+            state_TD = onward(params, own, state_TD, attended_TD, sizes.eps)
         read_TD = rms_norm(state_TD, params["norm.weight"], sizes.eps)
         said_TK = F.linear(read_TD, params["lm_head.weight"])
         return said_TK, read_TD if self.config.norm_output else state_TD

@@ -104,15 +104,22 @@ inline void strip(const float *x, const W *w, int R, int K, int o, Keep keep) {
         });
 }
 
-// Outputs [from, to) of all rows.
+// Outputs [from, to) of all rows; of a prompt so many rows at a time as stay in the second cache.
+constexpr int MOST_ROWS = 8 * ROWS;
+
 template <class W, class Keep>
 inline void product(const float *x, const W *w, int R, int K, int from, int to, Keep keep) {
-    if (!R) return;
-    int o = from;
-    if (R * MORE_OUTPUTS <= ROWS * OUTPUTS)
-        for (; o + MORE_OUTPUTS <= to; o += MORE_OUTPUTS) strip<MORE_OUTPUTS>(x, w, R, K, o, keep);
-    for (; o + OUTPUTS <= to; o += OUTPUTS) strip<OUTPUTS>(x, w, R, K, o, keep);
-    for (; o < to; o++) strip<1>(x, w, R, K, o, keep);
+    for (int first = 0; first < R; first += MOST_ROWS) {
+        const float *rows = x + first * apart(K);
+        const int count = R - first < MOST_ROWS ? R - first : MOST_ROWS;
+        auto own = [=](int r, int o, float found) { keep(first + r, o, found); };
+        int o = from;
+        if (count * MORE_OUTPUTS <= ROWS * OUTPUTS)
+            for (; o + MORE_OUTPUTS <= to; o += MORE_OUTPUTS)
+                strip<MORE_OUTPUTS>(rows, w, count, K, o, own);
+        for (; o + OUTPUTS <= to; o += OUTPUTS) strip<OUTPUTS>(rows, w, count, K, o, own);
+        for (; o < to; o++) strip<1>(rows, w, count, K, o, own);
+    }
 }
 
 // Root-mean-square norm; without a weight, a copy.

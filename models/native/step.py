@@ -20,7 +20,7 @@ from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LmOut
 from specctl.models.native.library import LayerAddresses, ModelAddresses, StepCall, library
 
-MOST_ROWS = 64
+MOST_ROWS = 512
 FLOAT32_ROWS = {"AVX512": 24, "AVX2": 12}
 DTYPES = {torch.float32: "step_float32", torch.bfloat16: "step_bfloat16"}
 RESIDUAL = -1  # a tap of the compiled step alone: the residual behind the last layer, not normed
@@ -63,8 +63,8 @@ class Stack:
 
 def most_rows(dtype: torch.dtype) -> int:
     """Flat rows up to which the step is faster than PyTorch (benchmarks/native_step.py): in
-    bfloat16 far more than a round has, but where the processor multiplies bfloat16 itself; in
-    float32 as many as the registers serve."""
+    bfloat16 those of a prompt as well, but where the processor multiplies bfloat16 itself; in
+    float32 those of a round."""
     if dtype == torch.bfloat16:
         return 4 if torch.cpu._is_avx512_bf16_supported() else MOST_ROWS
     return FLOAT32_ROWS.get(torch.backends.cpu.get_cpu_capability(), 4)

@@ -16,6 +16,10 @@ won bounds what it may lose (`runtime/measure/live_costs.py`).
 While a row drafts nothing its drafter sleeps, and must read what it missed before it drafts again.
 What a position costs to read is learned; a depth must pay for it within the next `HORIZON` rounds,
 so that speculation does not come and go, and a probe asks those rows that have missed least.
+
+`Forecast` holds what was expected of rounds against what they did. Goodput is tokens emitted per
+second of the rounds (drafting, verification, and what the drafter had missed), all rows together;
+prompts that the target reads are no part of it.
 """
 
 from __future__ import annotations
@@ -27,11 +31,42 @@ from typing import Any
 
 from specctl.core.drafter import Outcome, RoundSeconds
 from specctl.runtime.batching.base import BatchingEntry, RowView
-from specctl.runtime.batching.forecast import Forecast
 from specctl.runtime.batching.history import History
 from specctl.runtime.measure.cost_table import BatchCosts
 from specctl.runtime.measure.live_costs import Account, Ratios
 from specctl.runtime.measure.stats import expected_tau
+
+
+@dataclass(slots=True)
+class Forecast:
+    """Sums over rounds. One writer: the policy that owns it."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    seen_tokens: int = 0
+    seen_seconds: float = 0.0
+
+    def expect(self, tokens: float, seconds: float) -> None:
+        """Of the coming round."""
+        self.tokens += tokens
+        self.seconds += seconds
+
+    def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:
+        """The round that was expected last."""
+        self.seen_tokens += sum(len(new) for new in outcome.emitted)
+        self.seen_seconds += seconds.draft + seconds.verify + seconds.wake
+
+    def to_json(self) -> dict[str, float] | None:
+        """Tokens per second; None before a round is over."""
+        if min(self.seconds, self.seen_seconds) <= 0:
+            return None
+        predicted, measured = self.tokens / self.seconds, self.seen_tokens / self.seen_seconds
+        return {
+            "predicted": round(predicted, 2),
+            "measured": round(measured, 2),
+            "measured_over_predicted": round(measured / predicted, 4),
+        }
+
 
 MEMORY = 0.9  # of the running times
 HORIZON = 64

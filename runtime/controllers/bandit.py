@@ -59,7 +59,6 @@ class Ucb(Controller):
         self.speeds = [Speed() for _ in arms]
 
     def order(self, contexts: Sequence[int]) -> Sequence[int]:
-        del contexts
         rare = min(range(len(self.speeds)), key=lambda i: self.speeds[i].plays)
         if self.speeds[rare].plays < min(self.trials, 1.0 / max(1e-9, 1.0 - self.memory)):
             return first(rare, self.off)
@@ -116,7 +115,6 @@ class Exp3(Controller):
         return [(1 - mix) * w / total + mix / count for w in self.weights]
 
     def order(self, contexts: Sequence[int]) -> Sequence[int]:
-        del contexts
         drawn = self.coins.choices(range(len(self.weights)), self.chances())[0]
         return first(drawn, self.off)
 

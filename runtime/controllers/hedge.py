@@ -37,7 +37,6 @@ class Hedge(Controller):
         self.agreed = {arm.member: [1.0, 2.0] for arm in arms if arm.member is not None}
 
     def order(self, contexts: Sequence[int]) -> Sequence[int]:
-        del contexts
         self.rounds += 1
         ranked = sorted(range(len(self.arms)), key=lambda i: -self.gains[i])
         return ranked[: ranked.index(self.off) + 1]

@@ -32,7 +32,6 @@ class Posterior(Controller):
         self.beta = {arm.member: [1.0, 1.0] for arm in arms if arm.member is not None}
 
     def order(self, contexts: Sequence[int]) -> Sequence[int]:
-        del contexts
         drawn = {m: self.coins.betavariate(*counts) for m, counts in self.beta.items()}
 
         def rate(i: int) -> float:

@@ -43,7 +43,6 @@ class StringMatchState(DraftState):
         self.written: dict[int, list[int]] = {}
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
-        del taps
         self.texts.start(slot, tokens)
         self.written[slot] = []
 

@@ -218,7 +218,6 @@ class StringRejectionState(StepState):
         self.rest: list[list[int]] | None = None
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
-        del taps
         self.texts.start(slot, tokens)
 
     def root(self, view: RoundView) -> Tensor:

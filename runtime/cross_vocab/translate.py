@@ -97,7 +97,6 @@ class IntersectionState(StepState):
         self.drafter, self.texts = drafter, Texts(drafter, space)
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
-        del taps
         self.texts.start(slot, tokens)
 
     def root(self, view: RoundView) -> Tensor:

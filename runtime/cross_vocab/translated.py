@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from specctl.core.drafter import Drafter, Needs, RoundView, Space
+from specctl.core.drafter import Drafter, RoundView, Space
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.small_lm import SmallLm
@@ -49,7 +48,7 @@ class Translation:
 class Translated(Drafter):
     """What the methods share: a small language model with a vocabulary of its own."""
 
-    family: ClassVar[str] = "translated"
+    family = "translated"
 
     def __init__(
         self,
@@ -62,9 +61,6 @@ class Translated(Drafter):
         super().__init__(inner.options, spec, vocab)
         self.inner, self.reader, self.translation = inner, reader, about
         self.module, self.note = inner.module, about.line
-
-    def needs(self) -> Needs:
-        return Needs()
 
     def draft_space(self, space: Space) -> Space:
         """What the draft's model needs of texts of that space: they may have twice as many of its

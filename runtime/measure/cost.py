@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from specctl.core.drafter import Budget, Drafter, DraftState, Needs, Outcome, RoundView, Space
+from specctl.core.drafter import Budget, Drafter, DraftState, Outcome, RoundView, Space
 from specctl.core.tree import DraftTree, NodeKind, chain_tree
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
@@ -156,13 +156,9 @@ def fitted_sizes(policy: Policy | None, equipped: Policy | None) -> dict[str, An
 class Repeater(Drafter):
     """Drafts the newest token over and over: chains of any length for timing."""
 
-    family: ClassVar[str] = "repeater"
-
-    def needs(self) -> Needs:
-        return Needs()
+    family = "repeater"
 
     def open(self, space: Space) -> DraftState:
-        del space
         return _Repeating()
 
 

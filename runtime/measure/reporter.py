@@ -40,7 +40,6 @@ class SilentReporter:
 
     @contextmanager
     def task(self, label: str, total: int, unit: str) -> Iterator[Advance]:
-        del label, total, unit
 
         def advance(amount: int, note: str = "") -> None:
             del amount, note

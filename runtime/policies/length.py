@@ -48,7 +48,6 @@ class LengthChooser:
         self._accepted, self._tested, self._wait = 2.0 * self.alpha, 2.0, self.probe_first
 
     def length(self, batch: int) -> int:
-        del batch
         self.rounds += 1
         self.account.rounds += 1
         best = self._best()
@@ -133,7 +132,6 @@ class FixedLength(LengthChooser):
     verify_seconds: list[float] = field(default_factory=list)
 
     def length(self, batch: int) -> int:
-        del batch
         return self.fixed
 
     def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:

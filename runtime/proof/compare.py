@@ -34,7 +34,6 @@ class FixedNoise:
         return self.final[:, :vocab_size]
 
     def target_BTV(self, depth_BT: Tensor, vocab_size: int) -> Tensor:
-        del depth_BT
         return self.target[:, :, :vocab_size]
 
 

@@ -44,11 +44,9 @@ class ReplayChooser:
     open: list[list[int]] = field(default_factory=list)
 
     def flip(self, fed: int, probability: float) -> bool:
-        del fed
         return self._choose([1.0 - probability, probability]) == 1
 
     def pick(self, fed: int, distribution: Distribution) -> int:
-        del fed
         return self._choose(list(distribution))
 
     def _choose(self, weights: list[float]) -> int:

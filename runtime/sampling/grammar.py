@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
 from specctl.core.errors import Exit, SpecctlError, nearest
-from specctl.core.installed import pip_install
+from specctl.core.installed import library
 from specctl.core.spec import ModelSpec
 from specctl.runtime.sampling import grammar_worker
 from specctl.runtime.sampling.grammar_worker import make_matcher, make_tokenizer
@@ -258,15 +258,7 @@ class CompilerProcess:
 
 
 def _library() -> Any:
-    try:
-        import llguidance
-    except ImportError as error:
-        raise GrammarError(
-            "grammars need the library llguidance",
-            found="it is not installed",
-            do=pip_install("grammar"),
-        ) from error
-    return llguidance
+    return library("llguidance", "a grammar", "grammar", kind=GrammarError)
 
 
 def _backend(tokenizer: Any, vocab_size: int) -> str:

@@ -113,12 +113,10 @@ def install(app: FastAPI, fields: Sequence[str] = ()) -> None:
         return ApiError(error.status_code, message, headers=error.headers).response()
 
     def invalid(request: Request, error: Exception) -> JSONResponse:
-        del request
         assert isinstance(error, RequestValidationError)
         return invalid_field(error.errors(), error.body, fields).response()
 
     def refused(request: Request, error: Exception) -> JSONResponse:
-        del request
         assert isinstance(error, SpecctlError)
         return api_error(error).response()
 

@@ -242,7 +242,6 @@ class Listener:
             return
 
         def heard(number: int, frame: object) -> None:
-            del frame
             self.end(number)
 
         numbers = (signal.SIGINT, signal.SIGTERM)

@@ -28,7 +28,7 @@ from specctl.runtime.stops.learned import StateReader, num_features
 class AdaEagle(StateReader):
     """Drafts the predicted length plus `threshold`, rounded."""
 
-    name: ClassVar[str] = "ada-eagle"
+    name = "ada-eagle"
     lengths: ClassVar[bool] = True
     too_short: ClassVar[float] = 2.0
     threshold: float = 0.0

@@ -46,12 +46,10 @@ class StopRule:
     def planned(self, view: RoundView, state: StepState) -> Tensor | None:
         """Int [B]: how many tokens each row is to draft (0: none), decided before the drafter's
         first pass; None = not decided then."""
-        del view, state
         return None
 
     def stops(self, step: DraftStep) -> Tensor | None:
         """Bool [B]: rows that draft nothing more; None = no row is stopped."""
-        del step
         return None
 
     def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:

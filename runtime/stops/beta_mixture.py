@@ -87,7 +87,6 @@ class BetaMixture(StopRule):
         return chance_B < self.threshold
 
     def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:
-        del seconds
         for row in tested_rows(outcome):
             for depth, chances in enumerate(self._chances[: row.num_tested]):
                 if row.row < len(chances):

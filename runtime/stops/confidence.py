@@ -52,7 +52,6 @@ class RocThreshold(StopRule):
         return chance_B < self.threshold
 
     def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:
-        del seconds
         seen = [chance_B.tolist() for chance_B in self.chances]
         self.chances = []
         for tested in tested_rows(outcome):

@@ -8,7 +8,6 @@ Letters: B rows, C candidates, K draft vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +25,7 @@ LONGEST = 16.0  # positions are given as a share of this
 class Disco(LearnedStop):
     """Stops behind a token whose chance of acceptance is below `threshold`."""
 
-    name: ClassVar[str] = "disco"
+    name = "disco"
     threshold: float = 0.5
 
     @classmethod

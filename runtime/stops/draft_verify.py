@@ -38,7 +38,6 @@ class DraftVerify(StopRule):
         return step.chance_B(step.distribution_BK()) < self.threshold
 
     def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:
-        del seconds
         rows = list(tested_rows(outcome))
         if not rows:
             return

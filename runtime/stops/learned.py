@@ -73,7 +73,6 @@ class LearnedStop(StopRule, ABC):
     def before(self, view: RoundView, state: StepState) -> Tensor | None:
         """[B, F] float32: what a rule of `lengths` reads before the drafter's first pass; None: it
         reads the first step."""
-        del view, state
         return None
 
     @classmethod

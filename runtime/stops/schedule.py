@@ -30,7 +30,6 @@ class Heuristic(StopRule):
         return max(1, min(self.asked, most))
 
     def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:
-        del seconds
         rows = list(tested_rows(outcome))
         if not rows:
             return

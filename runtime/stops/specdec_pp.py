@@ -24,7 +24,7 @@ from specctl.runtime.stops.learned import StateReader
 class SpecDecPp(StateReader):
     """Stops behind a token when 1 - prod a > `threshold`, never before `least` tokens."""
 
-    name: ClassVar[str] = "specdec-pp"
+    name = "specdec-pp"
     lag: ClassVar[int] = 1
     soft: ClassVar[bool] = True
     rejected: ClassVar[float] = 6.0

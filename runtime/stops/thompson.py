@@ -46,7 +46,6 @@ class Thompson(StopRule):
         return self.coins.random() > self.coins.betavariate(up, down)
 
     def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:
-        del seconds
         rows = list(tested_rows(outcome))
         if not rows:
             return

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl.core.errors import FileError, IncompatibleError, IntegrityError, SpecctlError
-from specctl.core.installed import pip_install
+from specctl.core.installed import library
 from specctl.runtime.target.checkpoint_folder import (
     is_inside,
     read_object,
@@ -370,12 +370,4 @@ def _check_modules(model: Any, one: Adapter) -> None:
 
 
 def _library() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise SpecctlError(
-            "targets with adapters need the library peft",
-            found="it is not installed",
-            do=pip_install("lora"),
-        ) from error
-    return peft
+    return library("peft", "a target with adapters", "lora")

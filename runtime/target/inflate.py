@@ -154,7 +154,8 @@ def inflate(target: T, size: str, dtype: torch.dtype | None = None, seed: int = 
     dtype = dtype or target.dtype
     base = inflatable(target, size, dtype)
     shape = inflated_shape(base.module.shape, SIZES[size], size)
-    lm = InflatedLM(*_inflate(base, shape, dtype, seed))
+    with torch.inference_mode(False):  # a forward asks weights whether they have changed
+        lm = InflatedLM(*_inflate(base, shape, dtype, seed))
     return cast(T, replace(cast(Any, target), lm=lm, inflated=size))
 
 

@@ -24,6 +24,7 @@ from specctl.models.hf_probe import check_reading
 from specctl.models.hf_spec import spec_of
 from specctl.models.read_only import ReadingLM
 from specctl.models.spread import whole_weight
+from specctl.recipes.schema import TargetPart
 from specctl.recipes.targets import resolve
 from specctl.runtime.sampling.generation_config import Suggested
 from specctl.runtime.target.adapter import (
@@ -268,6 +269,12 @@ def load_target(
 
         target = blow_up(target, inflate, choose_dtype(dtype, where, num_parameters=LARGE))
     return replace(target, lm=CompiledLM(target.lm)) if compile else target
+
+
+def load_part(part: TargetPart, **more: Any) -> Target:
+    """The target that a recipe names; `more` is for `load_target`, before what the recipe says."""
+    asked = {name: getattr(part, name) for name in TargetPart.model_fields if name != "name"}
+    return load_target(part.name, **{**asked, **more})
 
 
 def _check_spread(

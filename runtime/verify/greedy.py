@@ -27,7 +27,6 @@ from specctl.runtime.verify.walk import (
 
 def greedy(tree: DraftTree, scores_BTV: Tensor, noise: Noise | None = None) -> Verdict:
     """The path of drafted tokens that are the argmax after their own prefix."""
-    del noise
     return follow(tree, best_token(scores_BTV))
 
 

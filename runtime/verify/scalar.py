@@ -26,7 +26,6 @@ from specctl.runtime.verify.scalar_parts import (
 
 def greedy(tree: ScalarTree, chooser: Chooser) -> Ended:
     """Follow the argmax."""
-    del chooser
     return _follow(tree, lambda at: int(np.argmax(tree.p[at])))
 
 

@@ -18,8 +18,8 @@ from specctl.export.engines import Answers, EngineJob, engines, find_engine
 from specctl.export.engines import vllm as vllm_
 from specctl.export.engines.process import check_installed, run_host, started
 from specctl.export.formats import formats
+from specctl.export.package.folder import write_served
 from specctl.export.package.manifest import CARD, check_files
-from specctl.export.package.served_record import write_served
 from specctl.runtime.target.target import Target
 from specctl_testing.export.engine_cases import exported, shaken
 

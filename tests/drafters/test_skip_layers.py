@@ -10,8 +10,7 @@ import torch
 from specctl.core.errors import RecipeError
 from specctl.drafters import family
 from specctl.drafters.layer_skip import LayerSkip
-from specctl.drafters.nets.layer_search import search, worth
-from specctl.drafters.skip_layers import SkipLayers, SkipLayersOptions
+from specctl.drafters.skip_layers import SkipLayers, SkipLayersOptions, search, worth
 from specctl.drafters.states.borrowed_state import FixedState, shadow_logits
 from specctl.drafters.swift import LayerSearch, Swift, SwiftOptions, SwiftState
 from specctl.runtime.target.target import Target

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import platform
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -187,6 +188,30 @@ def test_weights_that_change_or_move_are_seen(eagerly: Any) -> None:
         expected = eagerly(fresh, filled(fresh, 1), ids, [5]).logits_BTV
         found = forward(lm, filled(lm, 1), ids, [5]).logits_BTV
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86-64's instruction sets")
+@pytest.mark.parametrize("processor", ["x86-64", "x86-64-v3", "x86-64-v4"])
+def test_registers_of_every_width_compute_the_same(
+    processor: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of 128, 256 and 512 bits; what this processor cannot run is compiled only."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(built, "_tuned", lambda: (f"-march={processor}", "-O0"))
+    other = built.library.__wrapped__()
+    assert other.functions is not None, other.missing
+    wide = {"AVX512": 4, "AVX2": 3}.get(torch.backends.cpu.get_cpu_capability(), 1)
+    if processor[-1] in "34" and int(processor[-1]) > wide:
+        return
+    lm, ids = make(), torch.randint(0, VOCAB, (2, 7))
+    expected = forward(lm, filled(lm, 2), ids, [9, 30], taps=(1, LAYERS))
+    step = lm.module.native()
+    assert step is not None
+    monkeypatch.setattr(step, "function", other.functions.step_float32)
+    found = forward(lm, filled(lm, 2), ids, [9, 30], taps=(1, LAYERS))
+    torch.testing.assert_close(found.logits_BTV, expected.logits_BTV, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(dict(found.taps), dict(expected.taps), atol=1e-5, rtol=1e-5)
 
 
 @needs_compiler

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
-from specctl.core.errors import IncompatibleError, NetworkError, RecipeError, SpecctlError
-from specctl.core.installed import pip_install
+from specctl.core.errors import IncompatibleError, NetworkError, RecipeError
+from specctl.core.installed import library
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
@@ -439,15 +439,7 @@ class EndpointWriter:
 
 
 def _library() -> Any:
-    try:
-        import httpx
-    except ImportError as error:
-        raise SpecctlError(
-            "data.endpoint needs the package httpx",
-            found="not installed",
-            do=pip_install("endpoint"),
-        ) from error
-    return httpx
+    return library("httpx", "data.endpoint", "endpoint")
 
 
 def _choice(reply: Mapping[str, Any]) -> Mapping[str, Any]:

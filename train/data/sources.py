@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from specctl.core.errors import FileError, NetworkError, RecipeError, SpecctlError, nearest
-from specctl.core.installed import pip_install
+from specctl.core.errors import FileError, NetworkError, RecipeError, nearest
+from specctl.core.installed import library
 from specctl.runtime.measure.reporter import Reporter
 from specctl.train.data.records import Sample, parse_line, sample_of
 
@@ -236,11 +236,9 @@ def _json_list(path: Path) -> list[Any] | None:
 
 
 def _parquet(path: Path, defects: Defects) -> Iterator[Sample]:
-    try:
-        import pyarrow.parquet as parquet
-        from pyarrow.lib import ArrowException
-    except ImportError as error:
-        raise _no_extra("pyarrow") from error
+    parquet = library("pyarrow.parquet", "this data source", "data")
+    from pyarrow.lib import ArrowException
+
     row = 0
     try:
         for batch in parquet.ParquetFile(path).iter_batches(batch_size=1024):
@@ -274,10 +272,7 @@ def _records(batch: Any) -> Iterator[Any]:
 
 def _hub(source: str, split: str, defects: Defects) -> Iterator[Sample]:
     """`owner/name[@revision][:config]`, through the `datasets` library."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise _no_extra("datasets") from error
+    datasets = library("datasets", "this data source", "data")
     head, _, config = source.partition(":")
     repo, _, revision = head.partition("@")
     try:
@@ -300,14 +295,6 @@ def _hub(source: str, split: str, defects: Defects) -> Iterator[Sample]:
         ) from error
     for number, record in enumerate(rows):
         yield from _usable(record, f"{repo}: row {number}", repo, defects)
-
-
-def _no_extra(package: str) -> SpecctlError:
-    return SpecctlError(
-        f"this data source needs the package {package}",
-        found="not installed",
-        do=pip_install("data"),
-    )
 
 
 def _usable(record: Any, where: str, domain: str, defects: Defects) -> Iterator[Sample]:

@@ -72,13 +72,11 @@ class Stopwatch(SilentReporter):
 
     @contextmanager
     def task(self, label: str, total: int, unit: str) -> Iterator[Advance]:
-        del total, unit
         self.began[label] = time.perf_counter()
         if label == TRAIN:
             self.steps.clear()  # those of a reference
 
         def advance(amount: int, note: str = "") -> None:
-            del note
             if label == TRAIN and amount:
                 self.steps.append(time.perf_counter())
 

@@ -26,7 +26,7 @@ from specctl.core.drafter import Needs
 from specctl.core.errors import SpecctlError
 from specctl.recipes.schema import Recipe
 from specctl.recipes.targets import resolve
-from specctl.runtime.target.target import Target, load_target
+from specctl.runtime.target.target import Target, load_part
 from specctl.train.data.pack import Document, pack
 from specctl.train.data.prepare import encode_document
 from specctl.train.data.records import Sample
@@ -56,15 +56,8 @@ def stand_in(recipe: Recipe, shape: TargetShape, device: torch.device) -> Target
     spec = shape.spec
     there = resolve(part.name, part.revision)
     if is_here and there.path is not None and shape.parameters <= LIGHT:
-        return load_target(
-            part.name,
-            revision=part.revision,
-            dtype=part.dtype,
-            device=str(device),
-            inflate=part.inflate,
-            adapters=part.adapters,
-            is_read_only=True,
-        )
+        alone = {"device_map": None, "tensor_parallel": False}
+        return load_part(part, device=str(device), is_read_only=True, **alone)
     count = shape.parameters if is_here else 2 * spec.vocab_size * spec.hidden_size
     if shape.config is None or part.inflate is not None or (count > LIGHT and not is_cuda):
         return None

@@ -301,7 +301,6 @@ class _NoWeights(StoredWeights):
         self.folder, self.dtype = Path(), dtype
 
     def whole(self, name: str, shape: Sequence[int], device: torch.device) -> Tensor:
-        del name
         return torch.empty(tuple(shape), dtype=self.dtype, device=device)
 
 

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specctl.core.batch import LossOut, TrainBatch
-from specctl.core.drafter import Drafter, DraftState, Needs, Space
+from specctl.core.drafter import Drafter, DraftState, Space
 from specctl.core.errors import DivergedError, FileError
 from specctl.core.files import write_json
 from specctl.recipes.schema import TrainPart
@@ -91,16 +91,13 @@ class Evaluation:
 class Pretrained(Drafter):
     """The model as what the loop trains; it drafts nothing."""
 
-    family: ClassVar[str] = "pretrain"
+    family = "pretrain"
     module: nn.Module
 
     def __init__(self, model: Any, recipe: TrainRecipe) -> None:
         self.module, self._autocast = model, recipe.autocast
         is_compiled = recipe.compile
         self._loss = torch.compile(loss_sum, dynamic=False) if is_compiled else loss_sum
-
-    def needs(self) -> Needs:
-        return Needs()
 
     def open(self, space: Space) -> DraftState:
         raise AssertionError("a model that is pretrained drafts nothing")

@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.core.batch import TrainBatch
-from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import LanguageModel
 from specctl.drafters.losses.align import ahead_mask
 from specctl.models.fast_llama import FastLlama
@@ -67,16 +66,7 @@ class _Watched(FastLlama):
         self.states: list[Tensor] = []
         self.after = torch.zeros(0)
 
-    def _heads(
-        self,
-        x: Tensor,
-        layer: LayerWeights,
-        index: int,
-        rope: tuple[Tensor, Tensor],
-        scores: Tensor,
-        kv: SlotKV | None,
-    ) -> Tensor:
-        out = super()._heads(x, layer, index, rope, scores, kv)
+    def _joined(self, x: Tensor, out: Tensor, layer: LayerWeights, index: int) -> Tensor:
         x_TD, out_TW = x[self.keep_BS], out[self.keep_BS].float()
         self.states.append(x_TD)
         self._normed(x_TD, f"model.layers.{index}.input_layernorm.weight")
@@ -84,7 +74,7 @@ class _Watched(FastLlama):
         parts = zip(*(t.chunk(self.spec.num_heads, 1) for t in (out_TW, weight_DW)), strict=True)
         sizes = [F.linear(out_TE, own_DE).norm(dim=-1).sum() for out_TE, own_DE in parts]
         _add(self.sums.heads, index, torch.stack(sizes))
-        return out
+        return super()._joined(x, out, layer, index)
 
     def _neurons(self, x: Tensor, layer: LayerWeights) -> Tensor:
         out = super()._neurons(x, layer)

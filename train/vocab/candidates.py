@@ -24,7 +24,7 @@ from torch import Tensor
 
 from specctl.core.drafter import Drafter
 from specctl.core.errors import SpecctlError
-from specctl.core.installed import pip_install
+from specctl.core.installed import library
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.measure.stats import expected_tau
 from specctl.runtime.policies import Policy
@@ -230,16 +230,7 @@ def search_tpe(
 ) -> list[Scored]:
     """What was looked at, the best first; choices that cover too little come last. `first` are
     looked at before the sampler is asked. The same seed gives the same search."""
-    try:
-        import optuna
-    except ImportError as error:
-        raise SpecctlError(
-            "searching several knobs needs optuna",
-            where="--search",
-            found="no module optuna",
-            expected="optuna",
-            do=f"{pip_install('tune')}, or --search exhaustive",
-        ) from error
+    optuna = library("optuna", "a search over several knobs", "tune", instead="--search exhaustive")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     found: list[Scored] = []
 

@@ -141,7 +141,6 @@ class Interrupts:
             self._is_answering = False
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
         self.count += 1
         if self.count > 1 or not self._is_answering:
             raise KeyboardInterrupt
@@ -258,7 +257,6 @@ class ChatRepl:
         self.commands[word](rest.strip())
 
     def _reset(self, rest: str) -> None:
-        del rest
         self.talk.reset()
         self.console.say("(begun anew)")
 
@@ -278,7 +276,6 @@ class ChatRepl:
         self.talk.system = text
 
     def _stats(self, rest: str) -> None:
-        del rest
         if self.talk.past or self.talk.turns:
             self.console.say(str(self.talk.stats()))
         else:
@@ -307,7 +304,6 @@ class ChatRepl:
         self.console.say(f"({len(self.talk.turns)} turns in {path})")
 
     def _help(self, rest: str) -> None:
-        del rest
         self.console.say(HELP)
 
     def _refuse(self, error: SpecctlError) -> None:

@@ -8,19 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from specctl.core.errors import SpecctlError
-from specctl.core.installed import pip_install
+from specctl.core import installed
 
 
 def library() -> Any:
     """The `gguf` package, or an error with the command that installs it."""
-    try:
-        import gguf
-    except ImportError as error:
-        raise SpecctlError(
-            "GGUF files need the library gguf",
-            found="it is not installed",
-            expected="the optional dependency gguf",
-            do=pip_install("gguf"),
-        ) from error
-    return gguf
+    return installed.library("gguf", "a GGUF file", "gguf")

@@ -22,8 +22,8 @@ from specctl.export.layouts.llama_cpp import library
 from specctl.export.layouts.llama_cpp.model import (
     KINDS,
     add_tensor,
-    file_type,
     neighbours,
+    new_file,
     write_sizes,
 )
 from specctl.export.layouts.llama_cpp.vocab import vocabulary_of
@@ -50,25 +50,15 @@ NAMES = {
 
 def write(source: ExportSource, path: Path) -> None:
     """Write one file that llama.cpp loads beside its target."""
-    drafter, gguf = source.drafter, library()
+    drafter, gguf, kind = source.drafter, library(), KINDS[source.manifest.dtype]
     assert isinstance(drafter, Eagle3)
     refuse(drafter)
     refuse_scaled_embedding(source, "llama.cpp")
-    writer, kind = gguf.GGUFWriter(path, ARCH), KINDS[source.manifest.dtype]
-    writer.add_type("model")
-    writer.add_name(f"specctl {source.manifest.family} draft")
-    writer.add_file_type(file_type(gguf, kind))
-    _sizes(writer, source, drafter)
-    vocabulary_of(source.target.tokenizer, source.manifest.model_spec).write(writer)
-    for name, tensor in tensors_of(source, drafter).items():
-        if tensor.dtype == torch.long:
-            writer.add_tensor(name, tensor.numpy())
-        else:
-            add_tensor(writer, name, tensor, kind if tensor.dim() == 2 else "F32", gguf)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    with new_file(path, ARCH, f"specctl {source.manifest.family} draft", kind) as writer:
+        _sizes(writer, source, drafter)
+        vocabulary_of(source.target.tokenizer, source.manifest.model_spec).write(writer)
+        for name, tensor in tensors_of(source, drafter).items():
+            add_tensor(writer, name, tensor, kind, gguf)
 
 
 def refuse(drafter: Eagle3) -> None:

@@ -11,7 +11,8 @@ Letters: E head width, H query heads, I input width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,16 +88,24 @@ def write_gguf(path: Path, model: GgufModel, vocabulary: Vocabulary) -> None:
     gguf, arch = library(), architecture(model.shape, model.spec.max_positions)
     embedding = model.tensors["model.embed_tokens.weight"]
     kind = KINDS[str(embedding.dtype).removeprefix("torch.")]
+    with new_file(path, arch, model.name, kind) as writer:
+        writer.add_vocab_size(model.shape.vocab_size)
+        write_sizes(writer, model.shape, model.spec, model.shape.num_layers)
+        extra = _rope(writer, model, arch, gguf)
+        vocabulary.write(writer)
+        for name, tensor in {**tensors_of(model, arch), **extra}.items():
+            add_tensor(writer, name, tensor, kind, gguf)
+
+
+@contextmanager
+def new_file(path: Path, arch: str, name: str, kind: str) -> Iterator[Any]:
+    """The library's writer of a file with matrices of that kind, whole when the block ends."""
+    gguf = library()
     writer = gguf.GGUFWriter(path, arch)
     writer.add_type("model")
-    writer.add_name(model.name)
-    writer.add_file_type(file_type(gguf, kind))
-    writer.add_vocab_size(model.shape.vocab_size)
-    write_sizes(writer, model.shape, model.spec, model.shape.num_layers)
-    extra = _rope(writer, model, arch, gguf)
-    vocabulary.write(writer)
-    for name, tensor in {**tensors_of(model, arch), **extra}.items():
-        add_tensor(writer, name, tensor, kind if tensor.dim() == 2 else "F32", gguf)
+    writer.add_name(name)
+    writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[kind]])
+    yield writer
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -165,13 +174,12 @@ def _rope(writer: Any, model: GgufModel, arch: str, gguf: Any) -> dict[str, Tens
     )
 
 
-def file_type(gguf: Any, kind: str) -> Any:
-    """The file type of matrices of that kind."""
-    return gguf.LlamaFileType[_FILE_TYPES[kind]]
-
-
 def add_tensor(writer: Any, name: str, tensor: Tensor, kind: str, gguf: Any) -> None:
-    """Add one in the kind of that name ("F32", "BF16")."""
+    """Add one: whole numbers as they are, a matrix in the kind of that name ("F32", "BF16"), a
+    vector in float32."""
+    if tensor.dtype == torch.long:
+        writer.add_tensor(name, tensor.numpy())
+        return
     array = tensor.detach().to("cpu", torch.float32).contiguous().numpy()
-    qtype = gguf.GGMLQuantizationType[kind]
+    qtype = gguf.GGMLQuantizationType[kind if tensor.dim() == 2 else "F32"]
     writer.add_tensor(name, gguf.quantize(array, qtype), raw_dtype=qtype)

@@ -34,7 +34,6 @@ def _chain(source: ExportSource, folder: str, algorithm: str) -> tuple[str, ...]
 
 
 def _no_notes(source: ExportSource) -> tuple[str, ...]:
-    del source
     return ()
 
 

@@ -18,7 +18,6 @@ class ChatAnswer(ApiAnswer):
     whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
 
     def _part(self, piece: Piece, parts: Parts, is_first: bool) -> Json:
-        del piece
         delta: Json = {"role": "assistant", "content": ""} if is_first else {}
         if parts.reasoning:
             delta["reasoning_content"] = parts.reasoning
@@ -39,7 +38,6 @@ class ChatAnswer(ApiAnswer):
         return {"message": message}
 
     def _logprobs(self, choice: Choice, piece: Piece) -> Json:
-        del choice
         return {"content": [self.texts.drawn(one) for one in piece.logprobs or ()], "refusal": None}
 
     def _joined(self, choice: Choice) -> Json:
@@ -54,7 +52,6 @@ class TextAnswer(ApiAnswer):
     whole_object = chunk_object = "text_completion"
 
     def _part(self, piece: Piece, parts: Parts, is_first: bool) -> Json:
-        del parts, is_first
         return {"text": piece.text}
 
     def _body(self, choice: Choice) -> Json:

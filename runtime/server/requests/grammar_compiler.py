@@ -55,5 +55,4 @@ class GrammarCompiler:
         return compile_grammar(spec, self.target)
 
     def _done(self, work: object) -> None:
-        del work
         self._waiting -= 1

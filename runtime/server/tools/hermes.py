@@ -59,7 +59,6 @@ class HermesParser(CallParser):
 
 def rules(tools: Sequence[Tool], spelled: Spelled, most: int, template: str) -> CallRules:
     """The calls behind the first tag, each on a line of its own."""
-    del template
     others = object_rules(tools, '{"name": ', ', "arguments": ', "}")
     line, end = literal("\n"), spelled(END)
     again = f"{line} {spelled(BEGIN)} {line} call {line} {end}"

@@ -125,7 +125,6 @@ def _keywords(text: str) -> str | None:
 
 def rules(tools: Sequence[Tool], spelled: Spelled, most: int, template: str) -> CallRules:
     """Objects, with the tag in front or without it; text that calls nothing begins otherwise."""
-    del template
     others = object_rules(tools, '{"name": ', ', "parameters": ', "}")
     calls = f"{spelled(TAG)}? call {repeated(literal('; ') + ' call', most - 1)}"
     return CallRules("", calls, others, plain=r"\s*([^\s{<](.|\n)*)?")

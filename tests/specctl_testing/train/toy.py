@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +53,7 @@ class ToyNet(nn.Module):
 
 
 class ToyDrafter(Drafter):
-    family: ClassVar[str] = "toy"
+    family = "toy"
     module: ToyNet
 
     def __init__(self, dropout: float = 0.0) -> None:

@@ -36,11 +36,9 @@ class _Recorder(LengthChooser):
         self.tokens: list[Tensor] = []
 
     def length(self, batch: int) -> int:
-        del batch
         return self.depth
 
     def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:
-        del seconds
         tree = outcome.tree
         if not self.accepted:
             self.tokens.append(tree.token_BN[tree.valid_BN])
