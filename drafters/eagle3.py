@@ -4,8 +4,10 @@ Row t reads (embedding of token t + 1, g_t) and predicts token t + 2, where g_t 
 the target at position t). When drafting, rows past the last true one take the layer's own output
 state in place of g; training unrolls exactly that for several steps (training-time test).
 `fc_norm` and `norm_output` are the two switches of EAGLE-3.1: a norm on each tap before `fc`, and
-feeding back the state after the final norm. `norm_before_residual` is speculators' switch: the
-residual stream starts at the normed state instead of the state itself.
+feeding back the state after the final norm. Without them the residual stream keeps the scale of the
+target's features (ten times that of a normed state in the embedded target), beside which the
+layer's own part is small: later tokens of a draft then miss. `norm_before_residual`, speculators'
+switch, mends that as well: the residual stream starts at the normed state.
 
 `Eagle3State` serves it with fused weights.
 Letters: B rows, D hidden width, E head width, I input width, K draft vocabulary, L positions, M new

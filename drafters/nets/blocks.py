@@ -234,7 +234,8 @@ class DecoderLayer(nn.Module):
 
 class FeatureNet(nn.Module):
     """EAGLE-3's module, parameter names of the public format: `fc` fuses the taps, one wide layer,
-    a final norm, an LM head of `rows` rows."""
+    a final norm, an LM head of `rows` rows. The layer starts at random: as the identity behind the
+    highest tap it learns more slowly (benchmarks/eagle3_switches.py)."""
 
     def __init__(
         self,
@@ -258,17 +259,6 @@ class FeatureNet(nn.Module):
         self.lm_head = nn.Linear(width, rows, bias=False)
         self.router: Router | None = None
         self.shape, self.taps, self.norm_output = shape, taps, norm_output
-        self.init_weights()
-
-    @torch.no_grad()
-    def init_weights(self) -> None:
-        """The highest tap passes through: the layer starts as the identity, and `fc` as little more
-        than that tap's own block. So the LM head reads a real state of the target from step 1."""
-        self.layer.self_attn.o_proj.weight.zero_()
-        self.layer.mlp.down_proj.weight.zero_()
-        width = self.shape.hidden_size
-        self.fc.weight.normal_(std=0.1 * self.fc.in_features**-0.5)
-        self.fc.weight[:, -width:] += torch.eye(width)
 
     @property
     def layer(self) -> Eagle3Layer:

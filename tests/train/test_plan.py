@@ -215,7 +215,7 @@ def test_a_schedule_warms_up_then_falls_towards_zero(name: str) -> None:
 
 
 def test_muon_moves_hidden_matrices_and_adamw_all_the_rest() -> None:
-    recipe = load_recipe("eagle3", sets=["vocab.size=null"])
+    recipe = load_recipe("eagle3", sets=["vocab.size=null", "drafter.options.lm_head=init"])
     drafter = build_drafter(recipe, SPEC, None)
     named = drafter.trainable()
     found = build_optimizers(named, recipe.train, frozenset({SPEC.vocab_size}))

@@ -73,7 +73,9 @@ def refuse(drafter: Eagle3) -> None:
             "llama.cpp's EAGLE-3 graph does not compute this drafter",
             found=", ".join(found),
             expected=f"{NUM_TAPS} taps; fc_norm, norm_output and qk_norm off",
-            do="--to speculators (vLLM), or train with the recipe's own switches",
+            do="--to speculators (vLLM) or sglang, or train for it: "
+            "--set drafter.options.fc_norm=false --set drafter.options.norm_output=false "
+            "--set drafter.options.qk_norm=false --set drafter.options.norm_before_residual=true",
         )
 
 
