@@ -76,7 +76,7 @@ def test_a_run_on_states_of_an_engine_has_the_losses_of_one_in_process(
         recipe_of(text), tmp_path / "here", target=tiny_target, reporter=SilentReporter()
     )
     expected = losses(whole.out)
-    monkeypatch.setattr("specctl.train.run.load_target", None)  # no layer is loaded any more
+    monkeypatch.setattr("specctl.train.run.load_part", None)  # no layer is loaded any more
     states = tmp_path / "states"
     with engine(tiny_target, states) as fake:
         outside = {"data__target_source": "endpoint", "data__states": fake.url}
