@@ -147,6 +147,8 @@ class FeatureState(StepState):
     ) -> LmOut | None:
         """These tokens through the layers by the compiled step, the cache being aimed at them; of
         true rows with the logits after the last real one. None where PyTorch does it."""
+        if self._native is not None and not self._native.is_current:
+            self._prepare()  # the weights lie elsewhere
         step, span = self._native, self.kv.aim.span
         if step is None or ids_BT.numel() > step.most_rows or torch.is_grad_enabled():
             return None

@@ -73,3 +73,25 @@ def test_the_compiled_step_drafts_what_pytorch_drafts(
         assert compiled > len(mine) / 2
         assert none == 0
         torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.skipif(library().functions is None, reason=f"no compiled step: {library().missing}")
+def test_weights_that_move_while_it_is_open_are_followed(
+    make_target: Any, drive: Any, round_view: Any
+) -> None:
+    target = make_target()
+    drafter = make_heads(target, "eagle3")
+    text = [5, 17, 3, 88, 41, 9]
+
+    def root(moves: bool) -> Tensor:
+        state = drive(target, drafter).open()
+        if moves:  # no version tells of it
+            down.data = torch.randn(down.shape, generator=torch.Generator().manual_seed(3))
+        drive(target, drafter).start(state, 0, text)
+        return state.root(round_view({0: text}))
+
+    down = drafter.module.layer.mlp.down_proj.weight
+    with torch.no_grad():
+        before, moved, after = root(False), root(True), root(False)
+    assert not torch.allclose(before, moved)
+    torch.testing.assert_close(moved, after)
