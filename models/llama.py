@@ -246,12 +246,15 @@ class LlamaModel(nn.Module):
         """The compiled step over these weights; None where there is none for them."""
         packs = self.packs
         if not packs.is_native_tried or (packs.native is not None and not packs.native.is_current):
-            packs.native, packs.is_native_tried = native_step(self._stack()), True
+            packs.native, packs.is_native_tried = self._native_step(), True
         return packs.native
 
-    def _stack(self) -> Stack:
+    def _native_step(self) -> NativeStep | None:
         shape, body, rotary = self.shape, self.model, self.rotary
-        return Stack(
+        outer = (body.embed_tokens.weight, body.norm.weight, self.head_weight)
+        if not all(isinstance(weight, nn.Parameter) for weight in outer):
+            return None  # computed as it is read
+        stack = Stack(
             shape.hidden_size,
             shape.num_heads,
             shape.num_kv_heads,
@@ -266,6 +269,7 @@ class LlamaModel(nn.Module):
             lambda length: rotary.table(length, torch.device("cpu"), torch.float32),
             shape.window,
         )
+        return native_step(stack)
 
     def _has_room(self) -> bool:
         weight = self.head_weight

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from specctl.core.kv_cache import SlotKV
@@ -23,6 +23,7 @@ from specctl.models.native.library import LayerAddresses, ModelAddresses, StepCa
 MOST_ROWS = 512
 FLOAT32_ROWS = {"AVX512": 24, "AVX2": 12}
 DTYPES = {torch.float32: "step_float32", torch.bfloat16: "step_bfloat16"}
+Weights = tuple[Tensor | None, ...]
 RESIDUAL = -1  # a tap of the compiled step alone: the residual behind the last layer, not normed
 
 
@@ -54,11 +55,14 @@ class Stack:
     entry_norm: Tensor | None = None
     is_residual_normed: bool = False
 
-    def tensors(self) -> list[Tensor]:
-        """Every weight that the step reads."""
-        beside = (self.embedding_VD, self.norm, self.head, self.entry_norm)
-        layers = [parameter for layer in self.layers for parameter in layer.parameters()]
-        return [*layers, *(tensor for tensor in beside if tensor is not None)]
+    def weights(self) -> list[Weights]:
+        """What the step reads of each layer."""
+        return [_weights(layer) for layer in self.layers]
+
+    def beside(self) -> list[Tensor]:
+        """What it reads beside the layers."""
+        tensors = (self.embedding_VD, self.norm, self.head, self.entry_norm)
+        return [tensor for tensor in tensors if tensor is not None]
 
 
 def most_rows(dtype: torch.dtype) -> int:
@@ -74,12 +78,15 @@ class NativeStep:
     """The compiled step over one stack's weights, as long as they lie where they lie."""
 
     def __init__(self, stack: Stack, functions: ctypes.CDLL) -> None:
-        self.stack, self.tensors = stack, stack.tensors()
+        weights = stack.weights()
+        self.stack, self.tensors = stack, [*stack.beside(), *_held(weights)]
         self.addresses = [tensor.data_ptr() for tensor in self.tensors]
         self.dtype = stack.head.dtype
         self.functions, self.function = functions, getattr(functions, DTYPES[self.dtype])
         num_layers = len(stack.layers)
-        self.layers = (LayerAddresses * num_layers)(*(_layer(layer) for layer in stack.layers))
+        self.layers = (LayerAddresses * num_layers)(
+            *(LayerAddresses(*map(_address, layer)) for layer in weights)
+        )
         self.model = ModelAddresses(
             D=stack.hidden_size,
             H=stack.num_heads,
@@ -170,40 +177,44 @@ class NativeStep:
 
 
 def native_step(stack: Stack) -> NativeStep | None:
-    """The compiled step of a stack; None where it cannot be had."""
-    tensors, head = stack.tensors(), stack.head
+    """The compiled step of a stack; None where it cannot be had, and where a weight is computed
+    whenever it is read (a parametrization: low-rank additions that are being trained)."""
+    held, head = _held(stack.weights()), stack.head
     if head.device.type != "cpu" or head.dtype not in DTYPES or isinstance(head, FakeTensor):
         return None
-    if any(each.dtype != head.dtype or not each.is_contiguous() for each in tensors):
+    if any(each.dtype != head.dtype or not each.is_contiguous() for each in stack.beside() + held):
+        return None
+    if not all(isinstance(weight, nn.Parameter) for weight in held):
         return None
     functions = library().functions
     return None if functions is None else NativeStep(stack, functions)
 
 
-def _layer(layer: Any) -> LayerAddresses:
+def _weights(layer: Any) -> Weights:
+    """A layer's weights, in the order of `LayerAddresses`."""
     attention, mlp = layer.self_attn, layer.mlp
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
 
-    def address(owner: Any, name: str = "weight") -> int | None:
-        found = getattr(owner, name, None)
-        return None if found is None else int(found.data_ptr())
+    def weight(owner: Any) -> Tensor | None:
+        return getattr(owner, "weight", None)
 
-    return LayerAddresses(
-        attention_norm=address(getattr(layer, "hidden_norm", layer.input_layernorm)),
-        query=address(attention.q_proj),
-        key=address(attention.k_proj),
-        value=address(attention.v_proj),
-        query_bias=address(attention.q_proj, "bias"),
-        key_bias=address(attention.k_proj, "bias"),
-        value_bias=address(attention.v_proj, "bias"),
-        query_norm=address(getattr(attention, "q_norm", None)),
-        key_norm=address(getattr(attention, "k_norm", None)),
-        output=address(attention.o_proj),
-        output_bias=address(attention.o_proj, "bias"),
-        mlp_norm=address(layer.post_attention_layernorm),
-        gate=address(mlp.gate_proj),
-        up=address(mlp.up_proj),
-        down=address(mlp.down_proj),
+    return (
+        weight(getattr(layer, "hidden_norm", layer.input_layernorm)),
+        *(weight(projection) for projection in projections),
+        *(projection.bias for projection in projections),
+        weight(getattr(attention, "q_norm", None)),
+        weight(getattr(attention, "k_norm", None)),
+        weight(attention.o_proj),
+        attention.o_proj.bias,
+        weight(layer.post_attention_layernorm),
+        weight(mlp.gate_proj),
+        weight(mlp.up_proj),
+        weight(mlp.down_proj),
     )
+
+
+def _held(weights: Sequence[Weights]) -> list[Tensor]:
+    return [weight for layer in weights for weight in layer if weight is not None]
 
 
 def _asked(feed: Feed, T: int) -> list[int]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.parametrize import register_parametrization
 
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LmOut
@@ -188,6 +189,28 @@ def test_weights_that_change_or_move_are_seen(eagerly: Any) -> None:
         expected = eagerly(fresh, filled(fresh, 1), ids, [5]).logits_BTV
         found = forward(lm, filled(lm, 1), ids, [5]).logits_BTV
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+
+
+class Doubled(torch.nn.Module):
+    """A weight that is computed whenever it is read."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj", "model.norm", "lm_head"])
+def test_weights_that_are_computed_as_they_are_read_are_pytorchs(name: str, eagerly: Any) -> None:
+    lm, ids = make(tied=False), torch.randint(0, VOCAB, (1, 3))
+    before = forward(lm, filled(lm, 1), ids, [5]).logits_BTV
+    register_parametrization(lm.module.get_submodule(name), "weight", Doubled())
+    lm.module.packs.clear()  # as a forward with gradients does
+    assert lm.module.native() is None
+    fresh = copy.deepcopy(lm)
+    expected = eagerly(fresh, filled(fresh, 1), ids, [5]).logits_BTV
+    found = forward(lm, filled(lm, 1), ids, [5]).logits_BTV
+    assert torch.equal(found, expected)
+    assert not torch.allclose(found, before)
 
 
 @needs_compiler
