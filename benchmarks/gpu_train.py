@@ -110,9 +110,10 @@ class Step:
 
 def planned_bytes(recipe: Recipe, shape: LlamaShape, target: Target) -> int:
     """What `specctl plan` says of a step: all that stays, and its highest phase."""
-    found = step_bytes(recipe, config_of(shape), target.spec, "bfloat16", is_gpu=True)
+    rows = recipe.train.rows
+    found = step_bytes(recipe, config_of(shape), target.spec, "bfloat16", is_gpu=True, rows=rows)
     resident = found.target + found.weights + found.gradient + found.optimizer
-    return resident + found.batch(recipe.train.rows, recipe.train.seq_len)
+    return resident + found.batch
 
 
 def main() -> None:
