@@ -24,8 +24,8 @@ from specctl_testing.train import parallel_run, sharded_run, toy
 
 SAME: dict[str, Any] = {"dropout": 0.0, "accumulate": 2, "rows": 4, "save_every": 6, "keep": 4}
 TOLERANCE = 2e-5  # float32 sums in another order, through 12 updates
-# Target and drafter spread, from text: seen 1e-7 before an update, 2e-5 after three. A learning rate
-# that is off by 1 % gives 2e-4.
+# Target and drafter spread, from text: seen 1e-7 before an update, 2e-5 after three. A learning
+# rate that is off by 1 % gives 2e-4.
 WHOLE_RUN_TOLERANCE = 1e-4
 
 SHORT = [
