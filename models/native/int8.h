@@ -5,8 +5,8 @@
 // plus 128; then the 16 scales. Sums over a group are whole, hence exact in any order; the groups are
 // added in theirs.
 
-#if defined(__AVX512VNNI__) && !defined(__AVX512F__)
-#error "AVX512VNNI without AVX512F"
+#if defined(__AVX2__) || defined(__AVX512F__)
+#include <immintrin.h>
 #endif
 
 namespace {
@@ -16,6 +16,15 @@ struct Int8 {
 };
 
 constexpr int GROUP = 64, SIDE = 16, RECORD = SIDE * GROUP + SIDE * sizeof(float);
+
+template <int N> using Constant = std::integral_constant<int, N>;
+
+// What the registers hold at once: rows by 16 outputs.
+#ifdef __AVX512VNNI__
+constexpr int MANY_ROWS = 6, FEW_SIDES = 2, FEW_ROWS = 2, MANY_SIDES = 4;
+#else
+constexpr int MANY_ROWS = 3, FEW_SIDES = 1, FEW_ROWS = 1, MANY_SIDES = 2;
+#endif
 
 inline constexpr int groups_of(int K) { return (K + GROUP - 1) / GROUP; }
 
@@ -115,6 +124,48 @@ inline void whole_tile(const Rows<Int8> &x, int r, const uint8_t *w, float out[N
     }
     for (int n = 0; n < N; n++)
         for (int m = 0; m < M; m++) _mm512_storeu_ps(out[n] + m * SIDE, sum[n][m]);
+#elif defined(__AVX2__)
+    // |weight| times the input under the weight's sign: two such products fit into 16 bits.
+    const __m256i half = _mm256_set1_epi8(-128), ones = _mm256_set1_epi16(1);
+    __m256 sum[N][2 * M] = {};
+    for (int g = 0; g < x.G; g++, w += RECORD) {
+        __m256i part[N][2 * M] = {};
+        const int8_t *own[N];
+        for (int n = 0; n < N; n++) own[n] = x.numbers + (size_t(r + n) * x.G + g) * GROUP;
+#pragma GCC unroll 2
+        for (int k = 0; k < GROUP / 4; k++) {
+            __m256i row[N];
+#pragma GCC unroll 4
+            for (int n = 0; n < N; n++) {
+                int32_t four;
+                memcpy(&four, own[n] + 4 * k, 4);
+                row[n] = _mm256_set1_epi32(four);
+            }
+#pragma GCC unroll 8
+            for (int m = 0; m < 2 * M; m++) {
+                const uint8_t *at = w + m / 2 * stride + k * 64 + m % 2 * 32;
+                const __m256i wide = _mm256_xor_si256(
+                    _mm256_loadu_si256(reinterpret_cast<const __m256i *>(at)), half);
+                __builtin_prefetch(at + RECORD);
+                const __m256i size = _mm256_abs_epi8(wide);
+#pragma GCC unroll 4
+                for (int n = 0; n < N; n++) {
+                    const __m256i two = _mm256_maddubs_epi16(size, _mm256_sign_epi8(row[n], wide));
+                    part[n][m] = _mm256_add_epi32(part[n][m], _mm256_madd_epi16(two, ones));
+                }
+            }
+        }
+        for (int m = 0; m < 2 * M; m++) {
+            const uint8_t *at = w + m / 2 * stride + SIDE * GROUP + m % 2 * 32;
+            const __m256 scale = _mm256_loadu_ps(reinterpret_cast<const float *>(at));
+            for (int n = 0; n < N; n++) {
+                const __m256 both = scale * x.scales[size_t(r + n) * x.G + g];
+                sum[n][m] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(part[n][m]), both, sum[n][m]);
+            }
+        }
+    }
+    for (int n = 0; n < N; n++)
+        for (int m = 0; m < 2 * M; m++) _mm256_storeu_ps(out[n] + m * 8, sum[n][m]);
 #else
     for (int n = 0; n < N; n++)
         for (int o = 0; o < M * SIDE; o++) {
@@ -158,14 +209,12 @@ inline void product(const Rows<Int8> &x, const Int8 *weights, int from, int to, 
     };
     const int end = (to + SIDE - 1) / SIDE * SIDE;
     int o = from / SIDE * SIDE;
-    typedef std::integral_constant<int, 1> One;
-    typedef std::integral_constant<int, 2> Two;
-    typedef std::integral_constant<int, 4> Four;
-    typedef std::integral_constant<int, 6> Six;
-    if (x.R <= 2)
-        for (; o + 4 * SIDE <= end; o += 4 * SIDE) strip(Two(), Four(), o);
-    for (; o + 2 * SIDE <= end; o += 2 * SIDE) strip(Six(), Two(), o);
-    for (; o < end; o += SIDE) strip(Six(), One(), o);
+    if (x.R <= FEW_ROWS)
+        for (; o + MANY_SIDES * SIDE <= end; o += MANY_SIDES * SIDE)
+            strip(Constant<FEW_ROWS>(), Constant<MANY_SIDES>(), o);
+    for (; o + FEW_SIDES * SIDE <= end; o += FEW_SIDES * SIDE)
+        strip(Constant<MANY_ROWS>(), Constant<FEW_SIDES>(), o);
+    for (; o < end; o += SIDE) strip(Constant<MANY_ROWS>(), Constant<1>(), o);
 }
 
 }  // namespace

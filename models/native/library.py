@@ -95,7 +95,7 @@ def no_int8() -> str | None:
     found = library()
     if found.functions is None:
         return f"no compiled step: {found.missing}"
-    return None if found.functions.has_int8() else "a CPU without AVX512 VNNI"
+    return None if found.functions.has_int8() else "a CPU without AVX2"
 
 
 def is_to_be_built() -> bool:

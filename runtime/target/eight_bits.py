@@ -31,7 +31,7 @@ def in_int8(target: T) -> T:
         raise IncompatibleError(
             f"target {given.name} cannot be read in 8 bits here",
             found=why,
-            expected="a Llama, Mistral, Qwen2 or Qwen3, and a CPU with AVX512 VNNI and a compiler",
+            expected="a Llama, Mistral, Qwen2 or Qwen3, and a CPU with AVX2 and a compiler",
             do="--dtype auto",
         )
     return cast(T, replace(given, lm=lm.in_int8()))
