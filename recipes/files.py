@@ -7,7 +7,7 @@ name (lineage.py), and no recipe of the list.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -37,6 +37,8 @@ def _mapping_once(loader: RecipeYaml, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[Any] = set()
     for key_node, _ in node.value:
         key = loader.construct_object(key_node)  # type: ignore[no-untyped-call]
+        if not isinstance(key, Hashable):
+            continue  # refused by construct_mapping
         if key in seen:
             raise yaml.constructor.ConstructorError(
                 None, None, f"the key {key!r} is written twice", key_node.start_mark

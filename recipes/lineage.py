@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
@@ -89,12 +90,12 @@ def _source_of_parent(child: Layer) -> Source:
         return shipped(name)
     path = child.source.path or Path()
     path = path.parent / Path(name).expanduser()
-    if path.is_file() or (path / "run.yaml").is_file():
+    if isfile(path) or isfile(path / "run.yaml"):  # False, too, of what can be no file's name
         return read_source(str(path))
     raise RecipeError(
-        f"unknown recipe {name!r}",
+        f"unknown recipe {name[:80]!r}",
         where=f"{child.source.where}:{BASED_ON}",
-        found=f"neither a recipe of that name, nor the file {path}",
+        found=f"neither a recipe of that name, nor the file {path}"[:200],
         expected=PARENT,
         do=did_you_mean(name, known, "specctl recipes ls"),
     )

@@ -98,7 +98,13 @@ def test_a_circle_is_refused_by_its_chain(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("named", "expected"), [("eagel3", "eagle3"), ("nowhere.yaml", "recipes ls"), ("3", "eagle3")]
+    ("named", "expected"),
+    [
+        ("eagel3", "eagle3"),
+        ("nowhere.yaml", "recipes ls"),
+        ("3", "eagle3"),
+        ("x" * 400, "recipes ls"),
+    ],
 )
 def test_an_unknown_parent_is_refused(tmp_path: Path, named: str, expected: str) -> None:
     write(tmp_path, child=f"based_on: {named}")
