@@ -39,7 +39,7 @@ def describe(
         "torch": torch.__version__,
         "device": f"{target.device.type} {chip}",
         "threads": torch.get_num_threads(),
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": target.dtype_name,
         "target": target.fingerprint,
         "inflated": target.inflated,
         "runs_as": type(target.lm).__name__,

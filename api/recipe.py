@@ -75,7 +75,7 @@ def _target_fields(target: TargetLike) -> dict[str, Any]:
     return {
         "target.name": model.name,
         "target.revision": model.revision,
-        "target.dtype": str(model.dtype).removeprefix("torch."),
+        "target.dtype": model.dtype_name,
         "target.inflate": model.inflated,
         "target.adapters": [one.text() for one in model.adapters],
     }

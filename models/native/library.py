@@ -18,10 +18,11 @@ from functools import lru_cache
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("step.cpp")
-SOURCES = (SOURCE, SOURCE.with_name("lanes.h"))
+SOURCES = (SOURCE, SOURCE.with_name("lanes.h"), SOURCE.with_name("int8.h"))
 SWITCH = "SPECCTL_NATIVE"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O2", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared")
+FUNCTIONS = ("step_float32", "step_bfloat16", "step_float32_int8", "step_bfloat16_int8")
 SECONDS = 120  # a compiler that takes longer is given up
 
 
@@ -157,7 +158,7 @@ def _loaded(path: Path) -> ctypes.CDLL:
     found = ctypes.CDLL(str(path))
     found.space_needed.argtypes = (ctypes.POINTER(ModelAddresses), *(ctypes.c_int32,) * 3)
     found.space_needed.restype = ctypes.c_int64
-    for name in ("step_float32", "step_bfloat16"):
+    for name in FUNCTIONS:
         function = getattr(found, name)
         function.argtypes = (ctypes.POINTER(ModelAddresses), ctypes.POINTER(StepCall))
         function.restype = ctypes.c_int
