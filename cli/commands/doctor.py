@@ -117,8 +117,7 @@ def _machine() -> Iterator[Finding]:
 
 def _step() -> Finding:
     """The compiled step, built here if it is not yet."""
-    from specctl.models.native.library import library
-    from specctl.models.native.step import no_int8
+    from specctl.models.native.library import library, no_int8
 
     missing = library().missing
     if not missing:

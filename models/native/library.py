@@ -89,6 +89,15 @@ def library() -> Library:
         return Library(None, f"{compiler}: {str(error)[:200]}")
 
 
+def no_int8() -> str | None:
+    """Why matrices of 8 bits are not faster here (benchmarks/native_step.py --int8); None where
+    they are."""
+    found = library()
+    if found.functions is None:
+        return f"no compiled step: {found.missing}"
+    return None if found.functions.has_int8() else "a CPU without AVX512 VNNI"
+
+
 def is_to_be_built() -> bool:
     """Whether the first forward on a CPU will compile: worth a word to who waits."""
     compiler = _compiler()

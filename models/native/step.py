@@ -21,7 +21,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LmOut
 from specctl.models.native.int8 import packed
-from specctl.models.native.library import LayerAddresses, ModelAddresses, StepCall, library
+from specctl.models.native.library import (
+    LayerAddresses,
+    ModelAddresses,
+    StepCall,
+    library,
+    no_int8,
+)
 
 MOST_ROWS = 512
 FLOAT32_ROWS = {"AVX512": 24, "AVX2": 12}
@@ -229,15 +235,6 @@ def _weights(layer: Any) -> Weights:
         weight(mlp.up_proj),
         weight(mlp.down_proj),
     )
-
-
-def no_int8() -> str | None:
-    """Why matrices of 8 bits are not faster here (benchmarks/native_step.py --int8); None where
-    they are."""
-    found = library()
-    if found.functions is None:
-        return f"no compiled step: {found.missing}"
-    return None if found.functions.has_int8() else "a CPU without AVX512 VNNI"
 
 
 def drafts_in_int8(stack: Stack) -> bool:

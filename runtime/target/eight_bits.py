@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 from specctl.core.errors import IncompatibleError
 from specctl.models.fast_llama import FastLlama
-from specctl.models.native.step import no_int8
+from specctl.models.native.library import no_int8
 
 T = TypeVar("T")
 

@@ -7,7 +7,6 @@ import platform
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -171,15 +170,12 @@ def test_what_drafts_is_read_in_8_bits_where_that_is_faster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     large = make(hidden_size=256, intermediate_size=1024)
-    for has_int8 in (True, False):
-        functions = SimpleNamespace(has_int8=lambda has_int8=has_int8: has_int8)
-        monkeypatch.setattr(step, "library", lambda functions=functions: built.Library(functions))
-        assert large.for_drafting().is_int8 == has_int8
+    for why in (None, "a CPU without AVX512 VNNI"):
+        monkeypatch.setattr(step, "no_int8", lambda why=why: why)
+        assert large.for_drafting().is_int8 == (why is None)
         assert not make().for_drafting().is_int8, "too small to matter"
         assert not large.is_int8
-    monkeypatch.setattr(
-        step, "library", lambda: built.Library(SimpleNamespace(has_int8=lambda: True))
-    )
+    monkeypatch.setattr(step, "no_int8", lambda: None)
     monkeypatch.setenv(step.INT8_SWITCH, "0")
     assert not large.for_drafting().is_int8
 

@@ -9,7 +9,7 @@ import torch
 
 import specctl
 from specctl.core.errors import IncompatibleError, SpecctlError
-from specctl.models.native.step import no_int8
+from specctl.models.native.library import no_int8
 from specctl.runtime.target import eight_bits
 from specctl.runtime.target.target import Target
 from specctl.train.joint.check import check_target
