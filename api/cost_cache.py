@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specctl import __version__
+from specctl.models.native.library import INT8_SWITCH, SWITCH
 
 if TYPE_CHECKING:
     from specctl.core.drafter import Drafter
@@ -43,6 +44,7 @@ def describe(
         "target": target.fingerprint,
         "inflated": target.inflated,
         "runs_as": type(target.lm).__name__,
+        "switches": [os.environ.get(name, "1") for name in (SWITCH, INT8_SWITCH)],
         "family": drafter.family,
         "drafter": source,
         "policy": repr(policy),

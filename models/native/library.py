@@ -1,7 +1,7 @@
 """The compiled step: built once for this processor, kept in the user's cache.
 
 $XDG_CACHE_HOME/specctl/native/KEY.so, KEY over the source, the compiler and the processor.
-SPECCTL_NATIVE=0 leaves it out.
+SPECCTL_NATIVE=0 leaves it out, SPECCTL_INT8=0 drafters in 8 bits.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 SOURCE = Path(__file__).with_name("step.cpp")
 SOURCES = (SOURCE, SOURCE.with_name("lanes.h"), SOURCE.with_name("int8.h"))
 SWITCH = "SPECCTL_NATIVE"
+INT8_SWITCH = "SPECCTL_INT8"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O2", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared")
 FUNCTIONS = ("step_float32", "step_bfloat16", "step_float32_int8", "step_bfloat16_int8")

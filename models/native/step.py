@@ -22,6 +22,7 @@ from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LmOut
 from specctl.models.native.int8 import packed
 from specctl.models.native.library import (
+    INT8_SWITCH,
     LayerAddresses,
     ModelAddresses,
     StepCall,
@@ -34,7 +35,6 @@ FLOAT32_ROWS = {"AVX512": 24, "AVX2": 12}
 DTYPES = {torch.float32: "step_float32", torch.bfloat16: "step_bfloat16"}
 MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
 Weights = tuple[Tensor | None, ...]
-INT8_SWITCH = "SPECCTL_INT8"
 LEAST_INT8 = 500_000  # weights of a drafter, from which they are read in 8 bits
 RESIDUAL = -1  # a tap of the compiled step alone: the residual behind the last layer, not normed
 

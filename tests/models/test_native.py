@@ -176,7 +176,7 @@ def test_what_drafts_is_read_in_8_bits_where_that_is_faster(
         assert not make().for_drafting().is_int8, "too small to matter"
         assert not large.is_int8
     monkeypatch.setattr(step, "no_int8", lambda: None)
-    monkeypatch.setenv(step.INT8_SWITCH, "0")
+    monkeypatch.setenv(built.INT8_SWITCH, "0")
     assert not large.for_drafting().is_int8
 
 
