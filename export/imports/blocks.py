@@ -59,7 +59,7 @@ def drafter_of(
     weights = {_ours(n): t for n, t in tensors.items() if n not in (*TABLES, EMBEDDING, HEAD)}
     check_head(tensors.get(HEAD), vocab, target)
     mask_id = _mask_id(reading, spec.vocab_size)
-    own_mask_D = _own_mask(tensors.get(EMBEDDING), mask_id, target)
+    own_mask_D = own_mask(tensors.get(EMBEDDING), mask_id, target)
     if own_mask_D is not None:
         weights["mask"] = own_mask_D
     options: dict[str, Any] = {
@@ -116,7 +116,7 @@ def _mask_id(reading: BlockReading, size: int) -> int:
     return found
 
 
-def _own_mask(rows_VD: Tensor | None, mask_id: int, target: Target) -> Tensor | None:
+def own_mask(rows_VD: Tensor | None, mask_id: int, target: Target) -> Tensor | None:
     """[D]: the mask's row, where it alone differs from the target's embedding."""
     if rows_VD is None:
         check_embedding(None, target)

@@ -45,7 +45,7 @@ def drafter_of(
     vocab = vocabulary(tensors, rows, target.spec.vocab_size)
     check_embedding(tensors.get(EMBEDDING), target)
     weights = {n: t for n, t in tensors.items() if n not in (*TABLES, EMBEDDING)}
-    options = _options(config, _taps(taps, target.spec.num_layers))
+    options = _options(config, read_taps(taps, target.spec.num_layers))
     drafter = filled(lambda: Eagle3(options, target.spec, vocab), weights)
     drafter.bind(target.borrowed())
     return drafter
@@ -69,7 +69,7 @@ def _options(config: Any, taps: tuple[int, ...]) -> Eagle3Options:
     )
 
 
-def _taps(ids: Sequence[object], num_layers: int) -> tuple[int, ...]:
+def read_taps(ids: Sequence[object], num_layers: int) -> tuple[int, ...]:
     """Lowest first, as engines hand them out whatever the order of the list."""
     taps = [tap for tap in ids if isinstance(tap, int) and 0 <= tap < num_layers]
     if len(set(taps)) != len(ids):

@@ -1,5 +1,6 @@
 """EAGLE-3 in the speculators format, read as vLLM reads it: a missing `norm_before_residual` is
-true, the layer ids count hidden states, `d2t` holds offsets. (`speculators_blocks` reads others.)
+true, the layer ids count hidden states, `d2t` holds offsets. (Other kinds of the format are read by
+`speculators_blocks` and `p_eagle`.)
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from specctl.export.readers.vllm_eagle3 import ENGINE, VllmEagle3, draft_config
 from specctl.runtime.target.target import Target
 
 KIND, BLOCKS = "speculators_model_type", ("dflash", "dspark")
+OTHER_KINDS = (*BLOCKS, "peagle")
 
 
 def knows(config: Mapping[str, Any], names: Set[str]) -> bool:
     is_ours = "speculators_config" in config or "speculators_model_type" in config
-    return is_ours and config.get("speculators_model_type") not in BLOCKS
+    return is_ours and config.get("speculators_model_type") not in OTHER_KINDS
 
 
 def read(published: Published, target: Target) -> Imported:
@@ -29,7 +31,7 @@ def read(published: Published, target: Target) -> Imported:
     kind = body.get("speculators_model_type")
     if kind != "eagle3":
         what, where = "only some kinds of the speculators format are imported", KIND
-        expected = ", ".join(("eagle3", *BLOCKS))
+        expected = ", ".join(("eagle3", *OTHER_KINDS))
         raise refused(what, f"{where}: {kind}", expected, ELSEWHERE, f"config.json:{where}")
     config = draft_config(body)
     taps = getattr(

@@ -135,6 +135,40 @@ REFUSED: list[tuple[str, str, Change, str]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"kept": KEPT, "num_heads": 3}, {"layers": 1, "dtype": torch.bfloat16}], ids=str
+)
+def test_p_eagle_comes_back(
+    options: dict[str, Any], target: Target, publish: Any, tmp_path: Path
+) -> None:
+    drafter, folder = publish(SPEC, family="p-eagle", **options)
+    report = taken(folder, target, tmp_path / "package")
+    assert (report.format, report.notes) == ("speculators-peagle", ())
+    found = load_drafter(tmp_path / "package", target, allow=("eos",))
+    assert same_tensors(found, drafter.to(target.device, target.dtype))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (saying(mask_token_id=48), r"mask_token_id: 48"),
+        (saying(norm_before_residual=True), r"norm_before_residual: True"),
+        (shared(num_attention_heads=2), r"num_attention_heads: 2"),
+        (shared(num_hidden_layers=1), r"net.layers.1.*none such"),
+        (without("mask_hidden"), r"no mask_hidden"),
+        (without("layers.0.hidden_norm.weight"), r"no net.layers.0.hidden_norm"),
+        (other_row, r"rows that differ"),
+    ],
+)
+def test_a_mistake_of_p_eagle_is_refused(
+    change: Change, told: str, target: Target, publish: Any, tmp_path: Path
+) -> None:
+    _, folder = publish(SPEC, change, family="p-eagle")
+    with pytest.raises(SpecctlError, match=told):
+        taken(folder, target, tmp_path / "package")
+    assert not (tmp_path / "package").exists()
+
+
 @pytest.mark.parametrize(("to", "family", "change", "told"), REFUSED)
 def test_a_mistake_is_refused(
     to: str, family: str, change: Change, told: str, target: Target, publish: Any, tmp_path: Path

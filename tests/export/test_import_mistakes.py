@@ -251,7 +251,9 @@ def test_other_kinds_of_the_speculators_format_are_named(
         config["speculators_model_type"] = "mtp"
 
     _, folder = publish("speculators", mtp)
-    with pytest.raises(IncompatibleError, match=r"only some kinds.*mtp.*eagle3, dflash, dspark"):
+    with pytest.raises(
+        IncompatibleError, match=r"only some kinds.*mtp.*eagle3, dflash, dspark, peagle"
+    ):
         taken(folder, target, tmp_path / "package")
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import onnxruntime
 
 
-class Model:
+class CachedGraph:
     """A graph with a cache, which holds the first `length` tokens of one text."""
 
     def __init__(self, folder: str) -> None:
@@ -61,7 +61,7 @@ class Model:
         return out["logits"][0]
 
 
-def chain(draft: Model, text: list[int], length: int) -> list[int]:
+def chain(draft: CachedGraph, text: list[int], length: int) -> list[int]:
     """So many tokens behind the text, of which the cache holds a beginning."""
     drafted: list[int] = []
     while len(drafted) < length:
@@ -71,7 +71,11 @@ def chain(draft: Model, text: list[int], length: int) -> list[int]:
 
 
 def continued(
-    prompt: list[int], target: Model, draft: Model | None, job: dict[str, Any], counts: Any
+    prompt: list[int],
+    target: CachedGraph,
+    draft: CachedGraph | None,
+    job: dict[str, Any],
+    counts: Any,
 ) -> list[int]:
     target.cut(0)
     if draft is not None:
@@ -96,7 +100,7 @@ def continued(
 
 def logits(job: dict[str, Any]) -> Any:
     """[2, S, V]."""
-    model, (ids,) = Model(job["draft"]), job["prompts"]
+    model, (ids,) = CachedGraph(job["draft"]), job["prompts"]
     whole, half = model(ids), len(ids) // 2
     model.cut(half)
     rest = [model([token]) for token in ids[half:]]
@@ -110,8 +114,8 @@ def main() -> None:
     if job.get("logits") is not None:
         np.save(job["logits"], logits(job).astype(np.float32))
     else:
-        target = Model(job["target"])
-        draft = None if job["draft"] is None else Model(job["draft"])
+        target = CachedGraph(job["target"])
+        draft = None if job["draft"] is None else CachedGraph(job["draft"])
         counts = {"drafted": 0, "accepted": 0, "rounds": 0}
         ids = [continued(prompt, target, draft, job, counts) for prompt in job["prompts"]]
         answers |= {"ids": ids, **counts}
