@@ -5,7 +5,7 @@ token, t + 1 at position t, as the target's own head does behind all of them: a 
 block and an LM head of its own over the draft vocabulary, trained beside the drafting heads on the
 target's distribution. While a tree is verified, its best tokens at a parent decide which children
 the upper layers read (runtime/engine/early_pruning.py, serve.early_layer).
-Letters: K draft vocabulary, R flat rows, X any axes.
+Letters: B rows, D hidden width, K draft vocabulary, S sequence, X any axes.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ as wide as the widest row. Here the tokens of all rows stand one behind another,
 that is computed token by token: norms, projections, MLPs, the LM head. Attention alone sees rows.
 Whether it pays is decided from the number of true tokens, which a CPU knows at no cost; on another
 device the host would have to wait for it, so rounds stay padded there.
-Letters: B rows, Q true tokens, T fed tokens.
+Letters: B rows, Q picked rows, T fed tokens.
 """
 
 from __future__ import annotations
