@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specctl import __version__
+from specctl.models.native.library import INT8_SWITCH, SWITCH
 
 if TYPE_CHECKING:
     from specctl.core.drafter import Drafter
@@ -39,10 +40,11 @@ def describe(
         "torch": torch.__version__,
         "device": f"{target.device.type} {chip}",
         "threads": torch.get_num_threads(),
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": target.dtype_name,
         "target": target.fingerprint,
         "inflated": target.inflated,
         "runs_as": type(target.lm).__name__,
+        "switches": [os.environ.get(name, "1") for name in (SWITCH, INT8_SWITCH)],
         "family": drafter.family,
         "drafter": source,
         "policy": repr(policy),

@@ -84,12 +84,12 @@ def target_words(target: Target) -> list[str]:
         words += ["--inflate", target.inflated]
     for one in target.adapters:
         words += ["--adapter", one.text()]
-    return [*words, "--dtype", str(target.dtype).removeprefix("torch.")]
+    return [*words, "--dtype", target.dtype_name]
 
 
 def run_words(recipe: Recipe, target: Target, out: Path) -> list[str]:
     """A command that makes this run again: what its recipe does not say stands behind --set."""
-    dtype = str(target.dtype).removeprefix("torch.")
+    dtype = target.dtype_name
     fields = flatten(recipe.to_json()) | {"target.dtype": dtype}
     words = ["specctl", "train-draft", "--recipe", recipe.name]
     words += ["--target", recipe.target.name, "--data", recipe.data.source, "--out", str(out)]

@@ -10,7 +10,7 @@ from typing import Any
 from specctl.api.families import check_options, family_infos
 from specctl.api.targets import TargetLike, load_target
 from specctl.core.errors import RecipeError, did_you_mean
-from specctl.recipes.load import build_recipe, load_recipe, with_fields
+from specctl.recipes.load import load_recipe, recipe_in_memory, with_fields
 from specctl.recipes.schema import Recipe
 from specctl.recipes.section import Section, flatten
 
@@ -22,7 +22,7 @@ SAID_BY = "Python"  # the origin of what a call sets
 def recipe_of(recipe: RecipeLike, target: TargetLike, settings: Mapping[str, Any]) -> Recipe:
     """The recipe for that target with these settings, checked."""
     if isinstance(recipe, Mapping):
-        recipe = build_recipe(recipe, "recipe")
+        recipe = recipe_in_memory(recipe, "recipe")
     base = recipe if isinstance(recipe, Recipe) else load_recipe(str(recipe))
     fields = _target_fields(target)
     for name, value in settings.items():
@@ -75,7 +75,7 @@ def _target_fields(target: TargetLike) -> dict[str, Any]:
     return {
         "target.name": model.name,
         "target.revision": model.revision,
-        "target.dtype": str(model.dtype).removeprefix("torch."),
+        "target.dtype": model.dtype_name,
         "target.inflate": model.inflated,
         "target.adapters": [one.text() for one in model.adapters],
     }

@@ -125,7 +125,7 @@ def target_json(target: Target) -> dict[str, Any]:
         "name": target.name,
         "revision": target.revision,
         "fingerprint": target.fingerprint,
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": target.dtype_name,
         "device": str(target.device),
         "spread": target.spread,
         "inflated": target.inflated,

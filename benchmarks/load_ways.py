@@ -191,9 +191,10 @@ class Started:
 
 
 async def stream(url: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    """The objects of a stream of server-sent events."""
+    """The objects of a stream of server-sent events. Making a client takes 60 ms where it reads the
+    certificates of the system, which a server on loopback does not have, and 0.3 ms otherwise."""
     async with (
-        httpx.AsyncClient(timeout=3600.0) as client,
+        httpx.AsyncClient(timeout=3600.0, verify=False, trust_env=False) as client,
         client.stream("POST", url, json=body) as response,
     ):
         if response.status_code != 200:

@@ -5,6 +5,7 @@ which a busy neighbour disturbs less than the clock on the wall.
 
     python benchmarks/native_step.py
     python benchmarks/native_step.py --inflate 300m --dtype bfloat16
+    python benchmarks/native_step.py --int8     # beside itself with matrices of 8 bits
     python benchmarks/native_step.py --avx2     # both as on a processor without AVX512
 """
 
@@ -30,8 +31,11 @@ AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 AVX2["MKL_ENABLE_INSTRUCTIONS"] = "AVX2"
 
 
-def milliseconds(target: Target, width: int, repeats: int) -> tuple[float, float, float]:
-    """Of the step, of PyTorch; and the largest difference of a logit."""
+def milliseconds(
+    target: Target, width: int, repeats: int, is_int8: bool
+) -> tuple[float, float, float]:
+    """Of the step, of PyTorch or the step with stored weights; and the largest difference of a
+    logit."""
     lm = target.lm
     torch.manual_seed(width)
     ids, start = torch.randint(0, target.spec.vocab_size, (1, width)), torch.tensor([KEPT])
@@ -41,9 +45,11 @@ def milliseconds(target: Target, width: int, repeats: int) -> tuple[float, float
     position, span = start[:, None] + torch.arange(width), KEPT + width
     masks = lm.chain_masks(start, width, span)
     assert isinstance(lm, FastLlama)
-    step, spent, logits = lm.module.native(), ([], []), [torch.empty(0)] * 2
+    stored = lm.module.native()
+    both = (lm.module.native(is_int8=True), stored) if is_int8 else (stored, None)
+    spent, logits = ([], []), [torch.empty(0)] * 2
     for _ in range(repeats):
-        for way, chosen in enumerate((step, None)):
+        for way, chosen in enumerate(both):
             with patch.object(FastLlama, "_native", lambda self, feed, chosen=chosen: chosen):
                 kv.begin((0,), slot, start, width, span, KEPT)
                 began = time.process_time()
@@ -61,6 +67,7 @@ def main() -> None:
     parser.add_argument("--widths", default="1,2,4,6,8,16,24,32")
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--int8", action="store_true", help="8 bits beside the weights as stored")
     parser.add_argument("--avx2", action="store_true", help="use no wider instructions")
     args = parser.parse_args()
     if args.avx2:
@@ -71,13 +78,16 @@ def main() -> None:
     assert built.library().functions is not None, built.library().missing
     torch.set_num_threads(1)
     target = load_target("tiny", dtype=args.dtype, inflate=args.inflate)
+    names = ("int8", "step") if args.int8 else ("step", "PyTorch")
     rows = []
     for width in map(int, args.widths.split(",")):
-        step, eager, error = milliseconds(target, width, args.repeats)
-        rows.append({"width": width, "step_ms": step, "pytorch_ms": eager, "error": error})
+        *spent, error = milliseconds(target, width, args.repeats, args.int8)
+        of = {f"{name.lower()}_ms": each for name, each in zip(names, spent, strict=True)}
+        rows.append({"width": width, **of, "error": error})
         if not args.json:
-            print(f"{width:3d} rows  step {step:7.2f} ms  PyTorch {eager:7.2f} ms  "
-                  f"{eager / step:4.2f}x  differs by {error:.0e}")  # fmt: skip
+            first, second = (f"{n} {s:7.2f} ms" for n, s in zip(names, spent, strict=True))
+            ratio = spent[1] / spent[0]
+            print(f"{width:3d} rows  {first}  {second}  {ratio:4.2f}x  differs by {error:.0e}")
     if args.json:
         print(json.dumps(rows))
 

@@ -6,6 +6,10 @@ environments of their own below --out, made once. Of a way whose text is not our
 prompts that agree is shown: caches in half precision round otherwise.
 
     python benchmarks/peers_cpu.py --out runs/peers --draft runs/quickstart/package --threads 2
+    python benchmarks/peers_cpu.py --draft runs/quickstart/package --dtype int8 --inflate 300m
+
+`--dtype int8`: targets of 8 bits, ours and llama.cpp's Q8_0, which round otherwise, so that texts
+part. `--inflate`: at the cost of a larger target. Both are for llama.cpp alone.
 """
 
 from __future__ import annotations
@@ -20,11 +24,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from environments import made
 
 from specctl import Sampling, export, generate, load_drafter, load_target
+from specctl.export.layouts.llama_cpp import model as llama_cpp
+from specctl.export.layouts.llama_cpp.model import add_tensor
 from specctl.export.layouts.llama_cpp.target import write_target as write_gguf
 from specctl.runtime.target.save_target import write_target
 from specctl.runtime.target.target import Target
@@ -94,6 +101,39 @@ def theirs(model: Any, **settings: Any) -> Way:
     return run
 
 
+def add_q8(writer: Any, name: str, tensor: torch.Tensor, kind: str, gguf: Any) -> None:
+    """Matrices as Q8_0."""
+    add_tensor(writer, name, tensor, "Q8_0", gguf)
+
+
+def beside_llama_cpp(args: argparse.Namespace, target: Target) -> dict[str, Way]:
+    """A target that only llama.cpp is given in the same form; the draft in float32 there, as ours
+    was loaded."""
+    gguf, script = args.out / f"{args.inflate}-{args.dtype}.gguf", ENGINES["llama.cpp"][0]
+    if not gguf.exists():
+        args.out.mkdir(parents=True, exist_ok=True)
+        how = {"add_tensor": add_q8} if args.dtype == "int8" else {}
+        with patch.multiple(llama_cpp, **how):
+            write_gguf(target, gguf)
+    python = dict(pair.split("=", 1) for pair in args.python).get("llama.cpp")
+    python = python or made(args.out / "environments" / script.removesuffix(".py"), ["xllamacpp"])
+    job = {"model": str(gguf), "threads": args.threads, "length": args.length}
+    found: dict[str, Way] = {
+        "specctl, plain": ours(target, None),
+        "specctl, prompt lookup": ours(target, "prompt-lookup"),
+        "llama.cpp, plain": Host(python, script, **job),
+        "llama.cpp, prompt lookup": Host(python, script, **job, lookup=True),
+    }
+    if args.draft:
+        drafter, folder = load_drafter(args.draft, target), args.out / "draft-gguf"
+        if not folder.exists():
+            export(args.draft, "gguf", folder, target=load_target("tiny", dtype="float32"))
+        found["specctl, draft model"] = ours(target, drafter, policy="chain", length=args.length)
+        draft = str(next(folder.glob("*.gguf")))
+        found["llama.cpp, draft model"] = Host(python, script, **job, draft=draft)
+    return found
+
+
 def ways(args: argparse.Namespace, target: Target) -> dict[str, Way]:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -155,12 +195,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--python", action="append", default=[], help="ENGINE=ENV/bin/python")
     parser.add_argument("--without", action="append", default=[], help="an engine to leave out")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "int8"))
+    parser.add_argument("--inflate", default=None, help="300m")
     args = parser.parse_args()
     args.out = args.out.resolve()
     torch.set_num_threads(args.threads)
-    target = load_target("tiny", dtype="float32")
+    target = load_target("tiny", dtype=args.dtype, inflate=args.inflate)
     prompts = [list(prompt.ids) for prompt in heldout_prompts(target, args.prompts)]
-    found = ways(args, target)
+    is_usual = args.dtype == "float32" and args.inflate is None
+    found = ways(args, target) if is_usual else beside_llama_cpp(args, target)
     rates: dict[str, list[float]] = {name: [] for name in found}
     same: dict[str, int] = dict.fromkeys(found, 0)
     for repeat in range(args.repeats + 1):  # the first round warms up
@@ -187,7 +230,9 @@ def main() -> None:
         rate = row["tokens_per_second"]
         print(f"{row['way']:30s} {rate:7.1f} tok/s  [{low:.0f}, {high:.0f}]  {rate / first:5.2f}x  "
               f"same text {row['same_text']:.0%}")  # fmt: skip
-    (args.out / "peers_cpu.json").write_text(json.dumps(rows, indent=1) + "\n")
+    (args.out / f"peers_cpu-{args.inflate}-{args.dtype}.json").write_text(
+        json.dumps(rows, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

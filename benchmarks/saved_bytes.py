@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from specctl.recipes.load import load_recipe, recipe_names
+from specctl.recipes.files import recipe_names
+from specctl.recipes.load import load_recipe
 from specctl_testing.drafters.saved_bytes import saved_bytes
 
 FAMILIES = (

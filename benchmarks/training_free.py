@@ -25,7 +25,8 @@ from specctl import Sampling, load_target
 from specctl.core.drafter import Drafter
 from specctl.core.errors import SpecctlError
 from specctl.drafters import families
-from specctl.recipes.load import load_recipe, recipe_names
+from specctl.recipes.files import recipe_names
+from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.bench import (
     BenchReport,

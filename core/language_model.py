@@ -139,6 +139,10 @@ class LanguageModel(ABC):
     def borrowed(self) -> Borrowed:
         """The embedding and LM head, detached views of the model's own storage."""
 
+    def for_drafting(self) -> LanguageModel:
+        """The form in which it drafts: about the same logits, sooner."""
+        return self
+
     def check_lending(self) -> None:
         """Raise IncompatibleError where layers cannot be run apart from each other."""
         return

@@ -10,7 +10,8 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from copy import copy
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from specctl.core.spec import ModelSpec
 from specctl.models.hf_spec import spec_of
 from specctl.models.kernels import Weight, additive_mask, attend, linear, rms_norm
 from specctl.models.llama import LayerWeights, LlamaModel, LlamaShape
-from specctl.models.native.step import MOST_ROWS, NativeStep
+from specctl.models.native.step import MOST_ROWS, NativeStep, drafts_in_int8
 from specctl.models.spread import is_spread
 
 __all__ = ["FastLlama", "LlamaModel", "LlamaShape", "fast_llama_from_hf"]
@@ -36,8 +37,10 @@ def _project(x: Tensor, weights: tuple[Weight, ...], biases: tuple[Tensor | None
 
 
 class FastLlama(LanguageModel):
-    """`LlamaModel` behind the LanguageModel interface."""
+    """`LlamaModel` behind the LanguageModel interface. `is_int8`: the compiled step reads its
+    matrices in 8 bits."""
 
+    is_int8 = False
     module: LlamaModel
     config: Any = None  # of transformers, and how it generates, where the weights came from there
     generation_config: Any = None
@@ -48,17 +51,29 @@ class FastLlama(LanguageModel):
         self.windows = () if window is None else (window,)
 
     def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
-        step = None if kv is None else self._native(feed)
-        return self._eager(feed, kv) if step is None or kv is None else step.run(feed, kv)
+        step = None if kv is None and not self.is_int8 else self._native(feed)
+        if step is None:
+            return self._eager(feed, kv)
+        return step.run(feed, self._whole(feed) if kv is None else kv)
+
+    def _whole(self, feed: Feed) -> SlotKV:
+        """A cache for whole sequences, aimed at them."""
+        B, T = feed.ids_BT.shape
+        kv, slots = self.new_kv(B, T), torch.arange(B)
+        kv.begin(tuple(range(B)), slots, torch.zeros_like(slots), T, T, 0)
+        return kv
 
     def _native(self, feed: Feed) -> NativeStep | None:
-        """The compiled step, where it may do this forward: few tokens, on a CPU, no gradient."""
+        """The compiled step, where it may do this forward: on a CPU, no gradient, and of stored
+        weights for few tokens."""
         ids_BT = feed.ids_BT
-        if ids_BT.numel() > MOST_ROWS or ids_BT.device.type != "cpu" or type(ids_BT) is not Tensor:
+        if ids_BT.device.type != "cpu" or type(ids_BT) is not Tensor:
+            return None
+        if ids_BT.numel() > MOST_ROWS and not self.is_int8:
             return None
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return None
-        step = self.module.native()
+        step = self.module.native(self.is_int8)
         return step if step is not None and ids_BT.numel() <= step.most_rows else None
 
     def _eager(self, feed: Feed, kv: SlotKV | None) -> LmOut:
@@ -164,6 +179,16 @@ class FastLlama(LanguageModel):
         flat = rms_norm(x, layer.mlp_norm, shape.norm_eps)
         gate, up = _project(flat, layer.gate_up, (None,) * len(layer.gate_up)).chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def for_drafting(self) -> FastLlama:
+        stack = self.module.stack()
+        return self if stack is None or not drafts_in_int8(stack) else self.in_int8()
+
+    def in_int8(self) -> Self:
+        """The same model, its matrices read in 8 bits."""
+        lm = copy(self)
+        lm.is_int8 = True
+        return lm
 
     def borrowed(self) -> Borrowed:
         embedding_VD = self.module.model.embed_tokens.weight.detach()

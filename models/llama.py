@@ -123,12 +123,11 @@ class _Packs:
     weights: Weights | None = None
     parameters: tuple[nn.Parameter, ...] = ()
     version: int = -1
-    native: NativeStep | None = None
-    is_native_tried: bool = False
+    native: dict[bool, NativeStep | None] = field(default_factory=dict)  # with matrices of 8 bits?
 
     def clear(self) -> None:
         self.weights, self.parameters, self.version = None, (), -1
-        self.native, self.is_native_tried = None, False
+        self.native = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Packs:
         return _Packs()
@@ -242,19 +241,23 @@ class LlamaModel(nn.Module):
             packs.weights = self._collect(is_fused=self._has_room())
         return packs.weights
 
-    def native(self) -> NativeStep | None:
-        """The compiled step over these weights; None where there is none for them."""
-        packs = self.packs
-        if not packs.is_native_tried or (packs.native is not None and not packs.native.is_current):
-            packs.native, packs.is_native_tried = self._native_step(), True
-        return packs.native
+    def native(self, is_int8: bool = False) -> NativeStep | None:
+        """The compiled step over these weights, or over copies of 8 bits; None where there is none
+        for them."""
+        found, packs = self.packs.native.get(is_int8), self.packs
+        if is_int8 not in packs.native or (found is not None and not found.is_current):
+            stack = self.stack()
+            found = None if stack is None else native_step(stack, is_int8)
+            packs.native[is_int8] = found
+        return found
 
-    def _native_step(self) -> NativeStep | None:
+    def stack(self) -> Stack | None:
+        """The layers as the compiled step reads them."""
         shape, body, rotary = self.shape, self.model, self.rotary
         outer = (body.embed_tokens.weight, body.norm.weight, self.head_weight)
         if not all(isinstance(weight, nn.Parameter) for weight in outer):
             return None  # computed as it is read
-        stack = Stack(
+        return Stack(
             shape.hidden_size,
             shape.num_heads,
             shape.num_kv_heads,
@@ -269,7 +272,6 @@ class LlamaModel(nn.Module):
             lambda length: rotary.table(length, torch.device("cpu"), torch.float32),
             shape.window,
         )
-        return native_step(stack)
 
     def _has_room(self) -> bool:
         weight = self.head_weight

@@ -1,4 +1,5 @@
-"""Read recipes: defaults < file < flags < --set, every value with its origin, errors by field.
+"""Read recipes: defaults < parents < file < flags < --set, every value with its origin, errors by
+field.
 
 What pydantic finds wrong becomes an error with field, value and remedy.
 """
@@ -8,20 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-import yaml
 from pydantic import ValidationError
 
-from specctl.core.errors import FileError, RecipeError, did_you_mean, nearest, one_of
+from specctl.core.errors import RecipeError, did_you_mean, nearest, one_of
+from specctl.recipes.files import parse_yaml, recipe_names
+from specctl.recipes.lineage import BASED_ON, lineage, lineage_of, overlay
 from specctl.recipes.schema import Recipe, section_at
 from specctl.recipes.section import Section, flatten
 
-NOT_RECIPES = ("sources", "targets", "tiny-target")
 EMBEDDED = "tiny"  # the target that comes with specctl
-EXPECTED = "a YAML file, or a name of `specctl recipes ls`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,109 +33,6 @@ class RecipeInfo:
     paper: str
 
 
-class RecipeYaml(yaml.SafeLoader):
-    """YAML that reads 1e-3 as a number and refuses a key written twice."""
-
-
-RecipeYaml.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    # PyYAML follows YAML 1.1, where an exponent needs a dot and a sign.
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)
-
-
-def _mapping_once(loader: RecipeYaml, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen: set[Any] = set()
-    for key_node, _ in node.value:
-        key = loader.construct_object(key_node)  # type: ignore[no-untyped-call]
-        if key in seen:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"the key {key!r} is written twice", key_node.start_mark
-            )
-        seen.add(key)
-    return loader.construct_mapping(node, deep=True)
-
-
-RecipeYaml.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_once)
-
-
-def parse_yaml(text: str, where: str) -> Any:
-    """The value of a YAML text; a syntax error names the file and the line."""
-    try:
-        return yaml.load(text, Loader=RecipeYaml)
-    except RecursionError as error:
-        raise RecipeError(
-            "this YAML is nested too deep",
-            where=where,
-            found="lists or mappings in each other without end",
-            expected="sections and their values",
-            do="`specctl recipes show eagle3` prints a valid recipe",
-        ) from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{where}:{mark.line + 1}" if mark else where
-        raise RecipeError(
-            "this is not valid YAML",
-            where=place,
-            found=str(getattr(error, "problem", error) or error),
-            expected="YAML with each key once, indented by spaces",
-            do="correct that line; `specctl recipes show eagle3` prints a valid recipe",
-        ) from error
-
-
-def recipe_names() -> list[str]:
-    """The recipes that come with specctl."""
-    files = resources.files("specctl.recipes").iterdir()
-    names = [f.name.removesuffix(".yaml") for f in files if f.name.endswith(".yaml")]
-    return sorted(set(names) - set(NOT_RECIPES))
-
-
-def read_source(name_or_path: str) -> tuple[str, str]:
-    """The text of a recipe and the name by which errors call it."""
-    path = Path(name_or_path).expanduser()
-    if path.is_dir() and (path / "run.yaml").is_file():
-        path = path / "run.yaml"
-    if path.suffix in (".yaml", ".yml") or path.is_file():
-        return _read_file(path), str(path)
-    known = recipe_names()
-    if name_or_path not in known and path.is_dir():
-        raise FileError(
-            f"the folder {path} holds no recipe",
-            found="no run.yaml",
-            expected=EXPECTED.replace(", or", ",") + ", or the folder of a run",
-            do="give the file itself",
-        )
-    if name_or_path not in known:
-        raise RecipeError(
-            f"unknown recipe {name_or_path!r}",
-            found=ascii(name_or_path),
-            expected=EXPECTED,
-            do=did_you_mean(name_or_path, known, "specctl recipes ls"),
-        )
-    file = resources.files("specctl.recipes") / f"{name_or_path}.yaml"
-    return file.read_text(encoding="utf-8"), f"{name_or_path}.yaml"
-
-
-def _read_file(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise FileError(
-            f"the recipe file {path} does not exist",
-            found="no such file",
-            expected=EXPECTED,
-            do=did_you_mean(path.stem, recipe_names(), f"specctl recipes cp eagle3 {path}"),
-        ) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise FileError(
-            f"the recipe file {path} cannot be read",
-            found=str(error),
-            expected="a readable UTF-8 text file",
-            do="specctl recipes ls",
-        ) from error
-
-
 def load_recipe(
     name_or_path: str,
     sets: Sequence[str] = (),
@@ -148,23 +43,31 @@ def load_recipe(
     """A checked recipe. `flags` are dotted fields set by options of the command line, such as
     {"data.source": "chats.jsonl"}, and `named` says by which, {"data.source": "--data"}; `target`
     is the flag target.name. --set wins over all."""
-    text, where = read_source(name_or_path)
-    tree = _as_tree(parse_yaml(text, where), where)
-    name = str(tree.get("name") or Path(where).stem)
+    layers = lineage(name_or_path)
+    tree, layer_of = overlay(layers)
+    where, name = layers[-1].source.where, layers[-1].name
     tree.setdefault("name", name)
-    origin = dict.fromkeys(flatten(tree), f"recipe {name}")
+    origin = {"name": f"recipe {name}"}
+    origin |= {field: f"recipe {layer.name}" for field, layer in layer_of.items()}
+    files = {field: layer.source.where for field, layer in layer_of.items()}
     given = dict(flags or {})
     if target is not None:
         given["target.name"] = target
     for field, value in given.items():
         _place(tree, field, value, where)
         origin[field] = (named or {}).get(field, "command line")
+        files.pop(field, None)
     for text in sets:
         field, value = parse_set(text)
         value = _as_text(field, value, text.partition("=")[2].strip())
         _place(tree, field, value, f"--set {text}")
         origin.update(dict.fromkeys(_leaves(field, value), "--set"))
-    return build_recipe(tree, where, sets).with_origin(origin)
+    return build_recipe(tree, where, sets, files).with_origin(origin)
+
+
+def recipe_in_memory(tree: Mapping[str, Any], where: str) -> Recipe:
+    """A checked recipe of plain values, which may be based on another."""
+    return build_recipe(overlay(lineage_of(tree, where))[0], where)
 
 
 def with_fields(recipe: Recipe, fields: Mapping[str, Any], said_by: str) -> Recipe:
@@ -176,13 +79,19 @@ def with_fields(recipe: Recipe, fields: Mapping[str, Any], said_by: str) -> Reci
     return build_recipe(tree, said_by).with_origin(origin)
 
 
-def build_recipe(tree: Mapping[str, Any], where: str, sets: Sequence[str] = ()) -> Recipe:
-    """Check a tree of plain values; the first problem is raised by file and field."""
+def build_recipe(
+    tree: Mapping[str, Any],
+    where: str,
+    sets: Sequence[str] = (),
+    files: Mapping[str, str] | None = None,
+) -> Recipe:
+    """Check a tree of plain values; the first problem is raised by file and field. `files` says of
+    dotted fields which file they are from, `where` of all others."""
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
         found = sorted(error.errors(), key=lambda p: p["type"] != "extra_forbidden")
-        problems = [explain(dict(problem), where, sets) for problem in found]
+        problems = [explain(dict(problem), where, sets, files) for problem in found]
         first = problems[0]
         if len(problems) > 1:
             fields = {p.where.rsplit(":", 1)[-1]: p.what for p in problems[1:]}
@@ -238,22 +147,6 @@ def list_recipes() -> list[RecipeInfo]:
     return infos
 
 
-def _as_tree(value: Any, where: str) -> dict[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise RecipeError(
-            "a recipe is a mapping of sections",
-            where=where,
-            found=type(value).__name__,
-            expected="keys such as target, drafter, data, train, serve",
-            do="specctl recipes cp eagle3 my-recipe.yaml  (and edit that)",
-        )
-    # A run.yaml holds the resolved recipe beside the origin of its values and the command.
-    inner = value.get("recipe")
-    return dict(inner) if isinstance(inner, dict) else value
-
-
 def _place(tree: dict[str, Any], field: str, value: Any, where: str) -> None:
     *parents, last = field.split(".")
     for parent in parents:
@@ -279,15 +172,22 @@ def _leaves(field: str, value: Any) -> list[str]:
     return [field]
 
 
-def explain(problem: Mapping[str, Any], where: str, sets: Sequence[str] = ()) -> RecipeError:
+def explain(
+    problem: Mapping[str, Any],
+    where: str,
+    sets: Sequence[str] = (),
+    files: Mapping[str, str] | None = None,
+) -> RecipeError:
     """One problem found by pydantic as an error with field, value and remedy."""
     path = tuple(part for part in problem["loc"] if not _is_branch_label(part))
     field = ".".join(str(part) for part in path)
+    where = (files or {}).get(field, where)
     if any(text.partition("=")[0].strip() == field for text in sets):
         where = "--set"
     owner = section_at(path) if path else Recipe
     if problem["type"] == "extra_forbidden":
         known = list((owner or Recipe).model_fields)
+        known += [BASED_ON] if len(path) == 1 and where != "--set" else []
         close = nearest(str(path[-1]), known)
         return RecipeError(
             f"unknown key {path[-1]!r}",

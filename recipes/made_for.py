@@ -3,22 +3,43 @@ it names: those of the embedded one are a demonstration of minutes. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
-from specctl.recipes.load import parse_yaml, read_source, recipe_names
+from specctl.recipes.files import recipe_names
+from specctl.recipes.lineage import Layer, lineage, overlay
 from specctl.recipes.targets import resolve
 
 DEMONSTRATION = "tiny"
 REAL = 300_000_000  # parameters from which a demonstration says nothing about a target
+PLACEHOLDER = "chats.jsonl"  # data.source where a user is to bring the data
+CHATS = (
+    "Give your chats with --data (a JSONL file of messages); the target writes the answers anew. "
+)
+UNTESTED = (
+    "Not run at this size here: the source of every figure stands beside it, or why it is ours. "
+    "Measure before you trust it."
+)
 PREFERRED = ("eagle3", "small-lm")  # where several recipes were made for a target
 
 
 def target_of(recipe: str) -> str:
     """The target that a recipe itself names."""
-    text, where = read_source(recipe)
-    tree = parse_yaml(text, where)
-    target = tree.get("target") if isinstance(tree, dict) else None
-    name = target.get("name") if isinstance(target, dict) else None
+    return _named(overlay(lineage(recipe))[0])
+
+
+def advice(layers: list[Layer]) -> str:
+    """What is to be known of every recipe that comes with specctl for a real target."""
+    tree, _ = overlay(layers)
+    if layers[-1].source.path is not None or _named(tree) == DEMONSTRATION:
+        return ""
+    data = tree.get("data", {})
+    return (CHATS if data.get("source") == PLACEHOLDER else "") + UNTESTED
+
+
+def _named(tree: Mapping[str, Any]) -> str:
+    target = tree.get("target")
+    name = target.get("name") if isinstance(target, Mapping) else None
     return str(name or DEMONSTRATION)
 
 
@@ -35,10 +56,9 @@ def made_for(target: str, families: Collection[str] = ()) -> list[str]:
     usual choice first."""
     found = []
     for name in recipe_names():
-        tree = parse_yaml(*read_source(name))
+        tree, _ = overlay(lineage(name))
         family = tree.get("drafter", {}).get("family")
-        named = tree.get("target", {}).get("name", DEMONSTRATION)
-        if is_same(target, named) and (not families or family in families):
+        if is_same(target, _named(tree)) and (not families or family in families):
             is_usual = family in PREFERRED and name.endswith(family)
             found.append((not is_usual, family not in PREFERRED, len(name), name))
     return [name for *_, name in sorted(found)]

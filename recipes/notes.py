@@ -13,6 +13,8 @@ from importlib.resources import files
 
 import yaml
 
+from specctl.recipes.lineage import Layer, overlay
+
 OURS = "ours"
 
 
@@ -33,6 +35,18 @@ def notes_of(text: str) -> dict[str, str]:
         comment = re.match(r"\s+# (.+)$", rest)
         if comment is not None:
             found[field] = comment[1].strip()
+    return found
+
+
+def notes_of_recipe(layers: list[Layer]) -> dict[str, str]:
+    """The same of a recipe and its parents: a remark stands as long as the value before it does."""
+    _, origin = overlay(layers)
+    found = {}
+    for layer in layers:
+        for field, note in notes_of(layer.source.text).items():
+            below = (origin[f] for f in origin if f == field or f.startswith(f"{field}."))
+            if any(one is layer for one in below):
+                found[field] = note
     return found
 
 

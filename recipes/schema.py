@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from types import UnionType
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
 from specctl.recipes.low_rank import JointPart, LoraPart
 from specctl.recipes.section import Fraction, NameOf, Positive, Section, SeedNumber, Tokens, flatten
@@ -21,7 +21,7 @@ from specctl.recipes.serve import ServePart
 LARGEST_OPTION = 10**12  # of a drafter's options; what fits each is the family's to say
 
 StageName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$")]
-DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 InflateName = Literal["100m", "300m", "1b", "8b"]
 
 
@@ -343,8 +343,17 @@ class ExportPart(Section):
     formats: tuple[Annotated[str, NameOf("specctl.export.formats", "FORMAT")], ...] = ("specctl",)
 
 
+def _with_parent(schema: dict[str, Any]) -> None:
+    """A recipe file may say more than the recipe that is made of it."""
+    about = "recipe, or path of one, whose fields hold wherever this file says nothing"
+    kinds = [{"type": "string", "minLength": 1}, {"type": "null"}]
+    schema["properties"]["based_on"] = {"anyOf": kinds, "default": None, "description": about}
+
+
 class Recipe(Section):
     """Everything that decides a run. `origin` says where each value came from."""
+
+    model_config = ConfigDict(json_schema_extra=_with_parent)
 
     name: str = "unnamed"
     summary: str = ""

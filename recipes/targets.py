@@ -13,6 +13,7 @@ import yaml
 
 from specctl.core.errors import FileError, SpecctlError, nearest
 
+BRANCH = "main"  # of a repository where no revision is given
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -84,7 +85,7 @@ def resolve(name: str, revision: str | None = None) -> ResolvedTarget:
             do=f"give the folder: {path.parent}",
         )
     if HUB_ID.fullmatch(name) and not path.parent.is_dir():
-        return ResolvedTarget(name, name, revision or "main", None, _is_commit(revision))
+        return ResolvedTarget(name, name, revision or BRANCH, None, _is_commit(revision))
     raise _unknown(name, path)
 
 
@@ -94,14 +95,9 @@ def _resolve_alias(name: str, revision: str | None) -> ResolvedTarget:
     if "path" in entry:
         folder = Path(str(files("specctl.recipes") / entry["path"]))
         return ResolvedTarget(name, None, None, folder, True, entry["note"], shape)
+    revision = revision or entry.get("revision", BRANCH)
     return ResolvedTarget(
-        name,
-        entry["repo"],
-        revision or entry["revision"],
-        None,
-        _is_commit(revision) or (revision is None and entry.get("pinned", True)),
-        entry["note"],
-        shape,
+        name, entry["repo"], revision, None, _is_commit(revision), entry["note"], shape
     )
 
 

@@ -92,6 +92,12 @@ ALL = [
     if block.language in ("console", "sh")
     for command in shown_commands(block)
 ]
+YAML = {  # files that the documents show, by the name in their first line
+    match[1]: block.text
+    for page in PAGES
+    for block in blocks(page)
+    if block.language == "yaml" and (match := re.match(r"# ([\w-]+\.yaml)\n", block.text))
+}
 PROGRAM = sorted({(page, command) for page, command in ALL if "specctl " in command})
 
 
@@ -135,6 +141,9 @@ def test_cheap_commands_run(
     (tmp_path / "prompts.txt").write_text("import os\nimport sys\n")
     if "my-eagle3.yaml" in command and " cp " not in command:
         (tmp_path / "my-eagle3.yaml").write_text((ROOT / "recipes" / "eagle3.yaml").read_text())
+    for name, text in YAML.items():
+        if name in command:
+            (tmp_path / name).write_text(text)
     feed, _, shown = command.rpartition("| ")
     words = shlex.split(shown, comments=True)[1:]
     if words[0] == "generate":
@@ -246,7 +255,8 @@ def test_every_recipe_begins_with_a_command_that_is_understood() -> None:
 
 def test_every_shipped_recipe_is_valid() -> None:
     from specctl.api.families import check_options
-    from specctl.recipes.load import load_recipe, recipe_names
+    from specctl.recipes.files import recipe_names
+    from specctl.recipes.load import load_recipe
 
     for name in recipe_names():
         check_options(load_recipe(name), name)

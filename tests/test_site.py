@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from specctl.cli.main import COMMANDS
-from specctl.recipes.load import recipe_names
+from specctl.recipes.files import recipe_names
 
 ROOT = Path(__file__).parents[1]
 

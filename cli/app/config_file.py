@@ -37,7 +37,7 @@ def apply(ctx: typer.Context, path: Path | None) -> Path | None:
 
 def read(path: Path, commands: Sequence[str]) -> dict[str, Any]:
     """The file as plain values; a section must be named after a command."""
-    from specctl.recipes.load import parse_yaml
+    from specctl.recipes.files import parse_yaml
 
     try:
         text = path.read_text(encoding="utf-8")

@@ -179,7 +179,7 @@ def _as_word(flag: str, path: str, params: Iterable[Any]) -> str:
 
 def _meant_recipe(message: str, params: Iterable[Any]) -> str:
     """`--recipe NAME` where the word too many is the name of a recipe, or nothing."""
-    from specctl.recipes.load import recipe_names
+    from specctl.recipes.files import recipe_names
 
     word = message.rpartition("(")[2].rstrip(")").split(" ")[0]
     takes_one = any("--recipe" in parameter.opts for parameter in params)

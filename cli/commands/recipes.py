@@ -127,7 +127,7 @@ def show(
     ] = False,
 ) -> None:
     """Explain a recipe: what it does, the paper, and what differs from the defaults, with where
-    each value comes from: which layer of settings and, in recipes for real targets, which paper or
+    each value comes from: which recipe or flag and, in recipes for real targets, which paper or
     trainer.
 
     Examples:
@@ -135,18 +135,25 @@ def show(
       specctl recipes show eagle3
       specctl recipes show eagle3 --all --set train.steps=100
     """
-    from specctl.recipes.load import load_recipe, read_source
-    from specctl.recipes.notes import named_sources, notes_of
+    from specctl.recipes.lineage import lineage
+    from specctl.recipes.load import load_recipe
+    from specctl.recipes.made_for import advice
+    from specctl.recipes.notes import named_sources, notes_of_recipe
     from specctl.recipes.section import flatten
+    from specctl.recipes.whole import whole_text
 
     recipe = load_recipe(name, set_ or ())
-    text, source = read_source(name)
+    layers = lineage(name)
+    text, parents = whole_text(layers), [layer.name for layer in layers[-2::-1]]
     values = flatten(recipe.to_json())
-    notes = {f: note for f, note in notes_of(text).items() if recipe.origin.get(f) != "--set"}
+    notes = notes_of_recipe(layers)
+    notes = {f: note for f, note in notes.items() if recipe.origin.get(f) != "--set"}
     sources = named_sources(notes.values())
-    console.prose(f"{recipe.name}: {recipe.summary}")
+    console.prose(f"{recipe.name}: {recipe.summary} {advice(layers)}".strip())
     if recipe.paper:
         console.out(f"Paper: {recipe.paper}")
+    if parents:
+        console.out(f"Based on: {', '.join(parents)}")
     console.out(f"Digest: {recipe.digest}")
     console.out()
     prose = ("name", "summary", "paper")
@@ -168,7 +175,9 @@ def show(
         "digest": recipe.digest,
         "notes": notes,
         "sources": dict(sources),
-        "source": source,
+        "advice": advice(layers),
+        "based_on": parents,
+        "source": layers[-1].source.where,
         "text": text,
     }
     console.done(result, next=[_command_of(text) or f"specctl train-draft --recipe {name}"])
@@ -180,16 +189,18 @@ def cp(
     dest: Annotated[Path, typer.Argument(help="File to write, or a folder.")],
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
-    """Copy a recipe, to be changed and used by its path.
+    """Copy a recipe, to be changed and used by its path. The copy is whole: what the recipe has
+    from those that it is based on is written into it.
 
     Example:
 
       specctl recipes cp eagle3 my-eagle3.yaml
     """
     from specctl.core.errors import FileError
-    from specctl.recipes.load import read_source
+    from specctl.recipes.lineage import lineage
+    from specctl.recipes.whole import whole_text
 
-    text, _ = read_source(name)
+    text = whole_text(lineage(name))
     path = dest / f"{Path(name).stem}.yaml" if dest.is_dir() else dest
     if path.suffix not in (".yaml", ".yml"):
         path = path.with_name(path.name + ".yaml")

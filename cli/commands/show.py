@@ -197,7 +197,7 @@ def _acceptance_text(accepted: Any) -> str:
 
 
 def _run(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
-    from specctl.recipes.load import parse_yaml
+    from specctl.recipes.files import parse_yaml
 
     file = path / "run.yaml"
     run = parse_yaml(file.read_text(encoding="utf-8"), str(file))

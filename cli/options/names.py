@@ -32,7 +32,7 @@ def check_drafting(
 def check_drafter(name: str) -> None:
     """Refuse a plain word that is no drafter's name, alias or folder."""
     from specctl.api.families import family_infos
-    from specctl.recipes.load import recipe_names
+    from specctl.recipes.files import recipe_names
     from specctl.recipes.targets import aliases
 
     if not name or re.search(r"[/\\]", name) or Path(name).expanduser().exists():
@@ -65,7 +65,7 @@ def free_drafters() -> list[str]:
 
 
 def complete_recipe(incomplete: str) -> list[str]:
-    from specctl.recipes.load import recipe_names
+    from specctl.recipes.files import recipe_names
 
     return _starting(incomplete, recipe_names())
 

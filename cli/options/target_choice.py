@@ -34,9 +34,9 @@ class TargetChoice:
     revision: Annotated[
         str | None, target_option("--revision", help="Commit of the hub repository.")
     ] = None
-    dtype: Annotated[str, target_option("--dtype", help="auto, float32, bfloat16 or float16.")] = (
-        "auto"
-    )
+    dtype: Annotated[
+        str, target_option("--dtype", help="auto, float32, bfloat16, float16 or int8.")
+    ] = "auto"
     device: Annotated[str, target_option("--device", help="auto, cpu, cuda, cuda:1.")] = "auto"
     inflate: Annotated[
         str | None,

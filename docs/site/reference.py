@@ -109,8 +109,10 @@ def _plain(text: str) -> str:
 def recipes_page() -> str:
     """Every recipe by target."""
     from specctl.recipes.load import list_recipes
+    from specctl.recipes.made_for import CHATS, UNTESTED
 
     lines = ["# All recipes", "", "Written from the YAML; `specctl recipes show NAME` tells more."]
+    lines += ["", f"Of the recipes for other targets than `tiny`: {CHATS}{UNTESTED}"]
     by_target: dict[str, list[Any]] = {}
     for info in list_recipes():
         by_target.setdefault(info.target, []).append(info)

@@ -25,7 +25,13 @@ from specctl.core.masks import chain_mask
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.heads import BorrowingDrafter
 from specctl.drafters.states.tree_layout import Place, TreeLayout, aim_cache
-from specctl.models.native.step import RESIDUAL, NativeStep, Stack, native_step
+from specctl.models.native.step import (
+    RESIDUAL,
+    NativeStep,
+    Stack,
+    drafts_in_int8,
+    native_step,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +140,9 @@ class FeatureState(StepState):
     def _prepare(self) -> None:
         self.fuse_weights()
         self._version, stack = self._weights_version(), self.stack()
-        self._native: NativeStep | None = None if stack is None else native_step(stack)
+        self._native: NativeStep | None = None
+        if stack is not None:
+            self._native = native_step(stack, drafts_in_int8(stack))
 
     def compiled(
         self,

@@ -50,7 +50,7 @@ class LmState(StepState):
     prefills_in_parts = True
 
     def __init__(self, drafter: SpokenModel, space: Space) -> None:
-        self.drafter, self.lm = drafter, drafter.lm
+        self.drafter, self.lm = drafter, drafter.lm.for_drafting()
         self.kv = self.lm.new_kv(space.num_slots, space.max_len + space.max_nodes + 2)
         self.num_cached = [0] * space.num_slots
         self._num_prefilled = [0] * space.num_slots

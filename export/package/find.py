@@ -31,7 +31,8 @@ from specctl.export.package.manifest import (
     read_manifest,
     refuse_export,
 )
-from specctl.recipes.load import load_recipe, recipe_names
+from specctl.recipes.files import recipe_names
+from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.recipes.targets import resolve
 from specctl.runtime.target.target import Target

@@ -164,7 +164,7 @@ def target_record(target: Target) -> dict[str, Any]:
         "revision": target.revision,
         "fingerprint": target.fingerprint,
         "inflated": target.inflated,
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": target.dtype_name,
         **({} if target.changed is None else {"changed": asdict(target.changed)}),
         **({"adapters": [asdict(one) for one in target.adapters]} if target.adapters else {}),
     }

@@ -1,7 +1,7 @@
 """The compiled step: built once for this processor, kept in the user's cache.
 
 $XDG_CACHE_HOME/specctl/native/KEY.so, KEY over the source, the compiler and the processor.
-SPECCTL_NATIVE=0 leaves it out.
+SPECCTL_NATIVE=0 leaves it out, SPECCTL_INT8=0 drafters in 8 bits.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from functools import lru_cache
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("step.cpp")
-SOURCES = (SOURCE, SOURCE.with_name("lanes.h"))
+SOURCES = (SOURCE, SOURCE.with_name("lanes.h"), SOURCE.with_name("int8.h"))
 SWITCH = "SPECCTL_NATIVE"
+INT8_SWITCH = "SPECCTL_INT8"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O2", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared")
+FUNCTIONS = ("step_float32", "step_bfloat16", "step_float32_int8", "step_bfloat16_int8")
 SECONDS = 120  # a compiler that takes longer is given up
 
 
@@ -86,6 +88,15 @@ def library() -> Library:
         return Library(_loaded(_built(compiler)))
     except (OSError, subprocess.SubprocessError) as error:
         return Library(None, f"{compiler}: {str(error)[:200]}")
+
+
+def no_int8() -> str | None:
+    """Why matrices of 8 bits are not faster here (benchmarks/native_step.py --int8); None where
+    they are."""
+    found = library()
+    if found.functions is None:
+        return f"no compiled step: {found.missing}"
+    return None if found.functions.has_int8() else "a CPU without AVX2"
 
 
 def is_to_be_built() -> bool:
@@ -157,7 +168,7 @@ def _loaded(path: Path) -> ctypes.CDLL:
     found = ctypes.CDLL(str(path))
     found.space_needed.argtypes = (ctypes.POINTER(ModelAddresses), *(ctypes.c_int32,) * 3)
     found.space_needed.restype = ctypes.c_int64
-    for name in ("step_float32", "step_bfloat16"):
+    for name in FUNCTIONS:
         function = getattr(found, name)
         function.argtypes = (ctypes.POINTER(ModelAddresses), ctypes.POINTER(StepCall))
         function.restype = ctypes.c_int

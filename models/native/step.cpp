@@ -4,7 +4,7 @@
 // sums over its inputs, attention runs over the visible positions in their order. So a token has the
 // same logits, bit for bit, alone or in a batch, decoded or verified as a node of a tree.
 // Weights, keys and values are float32 or bfloat16 (widened as they are read, so that no bfloat16
-// instruction is needed); all that is computed is float32.
+// instruction is needed); all that is computed is float32. Matrices may be of 8 bits (int8.h).
 // Letters: B rows, D hidden width, E head width, G query heads of a key head, H query heads, I
 // neurons, J key/value heads, K inputs, L positions, O outputs, R flat rows, T fed tokens.
 
@@ -48,6 +48,12 @@ inline void with_constant(int n, F f) {
             with_constant<N - 1>(n, f);
     }
 }
+
+}  // namespace
+
+#include "int8.h"
+
+namespace {
 
 // out[r][o] = sum_k x[r][k] w[o][k] of R rows and O outputs. By the way it asks for `lines` lines of
 // memory from `next` on at every step.
@@ -108,17 +114,17 @@ inline void strip(const float *x, const W *w, int R, int K, int o, Keep keep) {
 constexpr int MOST_ROWS = 8 * ROWS;
 
 template <class W, class Keep>
-inline void product(const float *x, const W *w, int R, int K, int from, int to, Keep keep) {
-    for (int first = 0; first < R; first += MOST_ROWS) {
-        const float *rows = x + first * apart(K);
-        const int count = R - first < MOST_ROWS ? R - first : MOST_ROWS;
+inline void product(const Rows<W> &rows, const W *w, int from, int to, Keep keep) {
+    const int K = rows.K;
+    for (int first = 0; first < rows.R; first += MOST_ROWS) {
+        const float *x = rows.x + first * apart(K);
+        const int count = rows.R - first < MOST_ROWS ? rows.R - first : MOST_ROWS;
         auto own = [=](int r, int o, float found) { keep(first + r, o, found); };
         int o = from;
         if (count * MORE_OUTPUTS <= ROWS * OUTPUTS)
-            for (; o + MORE_OUTPUTS <= to; o += MORE_OUTPUTS)
-                strip<MORE_OUTPUTS>(rows, w, count, K, o, own);
-        for (; o + OUTPUTS <= to; o += OUTPUTS) strip<OUTPUTS>(rows, w, count, K, o, own);
-        for (; o < to; o++) strip<1>(rows, w, count, K, o, own);
+            for (; o + MORE_OUTPUTS <= to; o += MORE_OUTPUTS) strip<MORE_OUTPUTS>(x, w, count, K, o, own);
+        for (; o + OUTPUTS <= to; o += OUTPUTS) strip<OUTPUTS>(x, w, count, K, o, own);
+        for (; o < to; o++) strip<1>(x, w, count, K, o, own);
     }
 }
 
@@ -180,10 +186,17 @@ struct Call {
 
 static inline int64_t entry_width(const Model &m) { return int64_t(m.D) * (m.entry_norm ? 2 : 1); }
 
+// Numbers that a row rounded to 8 bits takes, at most.
+static inline int64_t rounded_width(const Model &m) {
+    const int64_t inner = m.H * m.E > m.I ? m.H * m.E : m.I;
+    return groups_of(entry_width(m) > inner ? entry_width(m) : inner) * (GROUP / 4 + 2);
+}
+
 int64_t space_needed(const Model *m, int32_t R, int32_t span, int32_t threads) {
     const int64_t wide = (m->H + 2 * m->J) * int64_t(m->E);
     return R * (m->D + wide + apart(m->H * m->E) + apart(m->I)) + R * int64_t(span + 1) + 8 * LANES +
-           threads * (R * apart(entry_width(*m)) + apart(span + 2 * LANES + 2 * m->E));
+           threads * (R * (apart(entry_width(*m)) + rounded_width(*m)) +
+                      apart(span + 2 * LANES + 2 * m->E));
 }
 }
 
@@ -208,42 +221,66 @@ inline void rotated(float *head, const W *norm, float eps, const float *table, i
         head[e] = aside[e] * table[e] + aside[e < half ? e + half : e - half] * table[E + e];
 }
 
-template <class W>
-inline float dot(const float *x, const W *w, int E) {
-    Lanes sum = {};
+// N dot products of one query with the keys at `visible`.
+template <int N, class W>
+inline void dots(const float *query, const W *keys, const int32_t *visible, int E, float *out) {
+    Lanes sum[4] = {};
     const int whole = E / LANES * LANES;
-    for (int e = 0; e < whole; e += LANES) sum += load(x + e) * load(w + e);
-    float out = total(sum);
-    for (int e = whole; e < E; e++) out += x[e] * widened(w[e]);
-    return out;
+    const W *key[N];
+    for (int i = 0; i < N; i++) key[i] = keys + size_t(visible[i]) * E;
+    for (int e = 0; e < whole; e += LANES) {
+        const Lanes part = load(query + e);
+#pragma GCC unroll 4
+        for (int i = 0; i < N; i++) sum[i] += part * load(key[i] + e);
+    }
+    const f4 found = totals(sum[0], sum[1], sum[2], sum[3]);
+    memcpy(out, &found, N * sizeof(float));
+    for (int e = whole; e < E; e++)
+        for (int i = 0; i < N; i++) out[i] += query[e] * widened(key[i][e]);
+}
+
+// N times 16 numbers of the sum of the weighted values.
+template <int N, class W>
+inline void mixture(const float *weights, const W *values, const int32_t *visible, int count, int E,
+                    float scale, float *out) {
+    Lanes sum[N] = {};
+    for (int i = 0; i < count; i++) {
+        const W *value = values + size_t(visible[i]) * E;
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++) sum[n] += weights[i] * load(value + n * LANES);
+    }
+    for (int n = 0; n < N; n++) store(out + n * LANES, sum[n] * scale);
 }
 
 // What one head of one token reads, into out [E].
 template <class W>
 inline void attend(const float *query, const W *keys, const W *values, const int32_t *visible,
                    int count, int E, float scale, float *scores, float *out) {
+    int i = 0;
+    for (; i + 4 <= count; i += 4) dots<4>(query, keys, visible + i, E, scores + i);
+    for (; i < count; i++) dots<1>(query, keys, visible + i, E, scores + i);
     float most = -INFINITY;
-    for (int i = 0; i < count; i++) {
-        scores[i] = dot(query, keys + size_t(visible[i]) * E, E) * scale;
+    for (i = 0; i < count; i++) {
+        scores[i] *= scale;
         most = scores[i] > most ? scores[i] : most;
     }
-    for (int i = count; i < count + LANES; i++) scores[i] = -INFINITY;
+    for (; i < count + LANES; i++) scores[i] = -INFINITY;
     Lanes sums = {};
-    for (int i = 0; i < count; i += LANES) {
+    for (i = 0; i < count; i += LANES) {
         store(scores + i, exponential(load(scores + i) - most));
         for (int rest = count; rest < i + LANES; rest++) scores[rest] = 0;
         sums += load(scores + i);
     }
     const float whole_weight = count ? 1.0f / total(sums) : 0.0f;
     const int whole = E / LANES * LANES;
-    for (int e = 0; e < whole; e += LANES) {
-        Lanes sum = {};
-        for (int i = 0; i < count; i++) sum += scores[i] * load(values + size_t(visible[i]) * E + e);
-        store(out + e, sum * whole_weight);
-    }
-    for (int e = whole; e < E; e++) {
+    int e = 0;
+    for (; e + 4 * LANES <= whole; e += 4 * LANES)
+        mixture<4>(scores, values + e, visible, count, E, whole_weight, out + e);
+    for (; e < whole; e += LANES)
+        mixture<1>(scores, values + e, visible, count, E, whole_weight, out + e);
+    for (; e < E; e++) {
         float sum = 0;
-        for (int i = 0; i < count; i++) sum += scores[i] * widened(values[size_t(visible[i]) * E + e]);
+        for (i = 0; i < count; i++) sum += scores[i] * widened(values[size_t(visible[i]) * E + e]);
         out[e] = sum * whole_weight;
     }
 }
@@ -261,7 +298,8 @@ Outside outside(const Model &m, const Call &c) {
     return NONE;
 }
 
-template <class W>
+// W: embedding, norms, biases, keys and values; M: matrices.
+template <class W, class M>
 Outside forward(const Model &m, const Call &c) {
     if (const Outside found = outside(m, c)) return found;
     const int R = c.B * c.T, D = m.D, E = m.E, H = m.H, J = m.J, I = m.I, G = H / J;
@@ -270,7 +308,8 @@ Outside forward(const Model &m, const Call &c) {
     float *mixed = aligned(c.space), *neurons = mixed + R * mixed_apart;
     float *own_space = neurons + R * neurons_apart;
     const int entry = entry_width(m);
-    const size_t own_size = R * apart(entry) + apart(c.span + 2 * LANES + 2 * E);
+    const size_t rounded_size = R * rounded_width(m);
+    const size_t own_size = R * apart(entry) + rounded_size + apart(c.span + 2 * LANES + 2 * E);
     float *x = own_space + c.threads * own_size, *heads = x + size_t(R) * D;
     int32_t *counts = reinterpret_cast<int32_t *>(heads + size_t(R) * wide);
     int32_t *visible = counts + R;
@@ -287,7 +326,8 @@ Outside forward(const Model &m, const Call &c) {
         const int thread = 0, threads = 1;
 #define TOGETHER
 #endif
-        float *flat = own_space + own_size * thread, *scores = flat + R * apart(entry);
+        float *flat = own_space + own_size * thread, *rounded = flat + R * apart(entry);
+        float *scores = rounded + rounded_size;
         float *aside = scores + c.span + LANES;
         int from, to;
 
@@ -333,14 +373,15 @@ Outside forward(const Model &m, const Call &c) {
                 const void *weights[3] = {layer.query, layer.key, layer.value};
                 const void *biases[3] = {layer.query_bias, layer.key_bias, layer.value_bias};
                 const int sizes[3] = {H * E, J * E, J * E};
+                const Rows<M> rows(flat, R, K, rounded);
                 int first = 0;
-                share(wide, 8, thread, threads, &from, &to);
+                share(wide, SIDE, thread, threads, &from, &to);
                 for (int part = 0; part < 3; part++) {
                     const int a = from > first ? from - first : 0;
                     const int b = to - first < sizes[part] ? to - first : sizes[part];
                     const W *bias = static_cast<const W *>(biases[part]);
                     float *out = heads + first;
-                    product(flat, static_cast<const W *>(weights[part]), R, K, a, b,
+                    product(rows, static_cast<const M *>(weights[part]), a, b,
                             [=](int r, int o, float found) {
                                 out[size_t(r) * wide + o] = bias ? found + widened(bias[o]) : found;
                             });
@@ -381,8 +422,8 @@ Outside forward(const Model &m, const Call &c) {
                 const W *bias = static_cast<const W *>(layer.output_bias);
                 const float *before = is_entry && m.is_residual_normed ? flat + D : x;
                 const size_t stride = before == x ? D : apart(K);
-                share(D, 8, thread, threads, &from, &to);
-                product(mixed, static_cast<const W *>(layer.output), R, H * E, from, to,
+                share(D, SIDE, thread, threads, &from, &to);
+                product(Rows<M>(mixed, R, H * E, rounded), static_cast<const M *>(layer.output), from, to,
                         [=](int r, int o, float found) {
                             x[size_t(r) * D + o] = before[r * stride + o] +
                                                    (bias ? found + widened(bias[o]) : found);
@@ -393,8 +434,9 @@ Outside forward(const Model &m, const Call &c) {
                 for (int r = 0; r < R; r++)
                     normed(x + size_t(r) * D, static_cast<const W *>(layer.mlp_norm), D, m.eps,
                            flat + r * apart(D));
-                share(I, 8, thread, threads, &from, &to);
-                product(flat, static_cast<const W *>(layer.gate), R, D, from, to,
+                const Rows<M> rows(flat, R, D, rounded);
+                share(I, SIDE, thread, threads, &from, &to);
+                product(rows, static_cast<const M *>(layer.gate), from, to,
                         [=](int r, int o, float found) { neurons[r * neurons_apart + o] = found; });
                 // silu(gate) * up, 16 at a time where the gates of a row lie side by side
                 for (int r = 0; r < R; r++) {
@@ -408,11 +450,11 @@ Outside forward(const Model &m, const Call &c) {
                         memcpy(row + o, part, n * sizeof(float));
                     }
                 }
-                product(flat, static_cast<const W *>(layer.up), R, D, from, to,
+                product(rows, static_cast<const M *>(layer.up), from, to,
                         [=](int r, int o, float found) { neurons[r * neurons_apart + o] *= found; });
                 TOGETHER
-                share(D, 8, thread, threads, &from, &to);
-                product(neurons, static_cast<const W *>(layer.down), R, I, from, to,
+                share(D, SIDE, thread, threads, &from, &to);
+                product(Rows<M>(neurons, R, I, rounded), static_cast<const M *>(layer.down), from, to,
                         [=](int r, int o, float found) { x[size_t(r) * D + o] += found; });
                 TOGETHER
             }
@@ -432,8 +474,8 @@ Outside forward(const Model &m, const Call &c) {
                 normed(x + size_t(c.asked[i]) * D, norm, D, m.eps, flat + i * apart(D));
             float *logits = c.logits;
             const int V = m.V;
-            share(V, 8, thread, threads, &from, &to);
-            product(flat, static_cast<const W *>(m.head), c.num_asked, D, from, to,
+            share(V, SIDE, thread, threads, &from, &to);
+            product(Rows<M>(flat, c.num_asked, D, rounded), static_cast<const M *>(m.head), from, to,
                     [=](int r, int o, float found) { logits[size_t(r) * V + o] = found; });
         }
     }
@@ -443,8 +485,22 @@ Outside forward(const Model &m, const Call &c) {
 }  // namespace
 
 extern "C" int step_float32(const Model *model, const Call *call) {
-    return forward<float>(*model, *call);
+    return forward<float, float>(*model, *call);
 }
 extern "C" int step_bfloat16(const Model *model, const Call *call) {
-    return forward<bf16>(*model, *call);
+    return forward<bf16, bf16>(*model, *call);
+}
+extern "C" int step_float32_int8(const Model *model, const Call *call) {
+    return forward<float, Int8>(*model, *call);
+}
+extern "C" int step_bfloat16_int8(const Model *model, const Call *call) {
+    return forward<bf16, Int8>(*model, *call);
+}
+// Whether the processor multiplies numbers of 8 bits faster than wider ones.
+extern "C" int has_int8() {
+#if defined(__AVX512VNNI__) || defined(__AVX2__)
+    return 1;
+#else
+    return 0;
+#endif
 }

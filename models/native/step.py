@@ -8,6 +8,8 @@ target vocabulary, Z slots.
 from __future__ import annotations
 
 import ctypes
+import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +20,22 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LmOut
-from specctl.models.native.library import LayerAddresses, ModelAddresses, StepCall, library
+from specctl.models.native.int8 import packed
+from specctl.models.native.library import (
+    INT8_SWITCH,
+    LayerAddresses,
+    ModelAddresses,
+    StepCall,
+    library,
+    no_int8,
+)
 
 MOST_ROWS = 512
 FLOAT32_ROWS = {"AVX512": 24, "AVX2": 12}
 DTYPES = {torch.float32: "step_float32", torch.bfloat16: "step_bfloat16"}
+MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
 Weights = tuple[Tensor | None, ...]
+LEAST_INT8 = 500_000  # weights of a drafter, from which they are read in 8 bits
 RESIDUAL = -1  # a tap of the compiled step alone: the residual behind the last layer, not normed
 
 
@@ -75,14 +87,20 @@ def most_rows(dtype: torch.dtype) -> int:
 
 
 class NativeStep:
-    """The compiled step over one stack's weights, as long as they lie where they lie."""
+    """The compiled step over one stack's weights, as long as they lie where they lie. `is_int8`:
+    its matrices are copies of 8 bits, made here."""
 
-    def __init__(self, stack: Stack, functions: ctypes.CDLL) -> None:
-        weights = stack.weights()
+    def __init__(self, stack: Stack, functions: ctypes.CDLL, is_int8: bool = False) -> None:
+        weights, head = stack.weights(), stack.head
         self.stack, self.tensors = stack, [*stack.beside(), *_held(weights)]
         self.addresses = [tensor.data_ptr() for tensor in self.tensors]
-        self.dtype = stack.head.dtype
-        self.functions, self.function = functions, getattr(functions, DTYPES[self.dtype])
+        self.dtype, self.is_int8 = stack.head.dtype, is_int8
+        name = DTYPES[self.dtype] + ("_int8" if is_int8 else "")
+        self.functions, self.function = functions, getattr(functions, name)
+        self.version = self._version()
+        if is_int8:
+            weights, head = [_packed(layer) for layer in weights], packed(head)
+        self.copies = [head, *_held(weights)]
         num_layers = len(stack.layers)
         self.layers = (LayerAddresses * num_layers)(
             *(LayerAddresses(*map(_address, layer)) for layer in weights)
@@ -100,18 +118,23 @@ class NativeStep:
             qk_eps=stack.qk_norm_eps,
             embedding=_address(stack.embedding_VD),
             norm=_address(stack.norm),
-            head=_address(stack.head),
+            head=_address(head),
             layers=self.layers,
             entry_norm=_address(stack.entry_norm),
             is_residual_normed=stack.is_residual_normed,
         )
-        self.most_rows = most_rows(self.dtype)
+        self.most_rows = sys.maxsize if is_int8 else most_rows(self.dtype)
         self.spaces: list[Tensor] = []  # free ones: each forward under way has its own
 
     @property
     def is_current(self) -> bool:
-        """Whether the weights still lie where they lay."""
-        return self.addresses == [tensor.data_ptr() for tensor in self.tensors]
+        """Whether the weights still lie where they lay, and copies of them are of these."""
+        if self.addresses != [tensor.data_ptr() for tensor in self.tensors]:
+            return False
+        return not self.is_int8 or self.version == self._version()
+
+    def _version(self) -> int:
+        return sum(tensor._version for tensor in self.tensors)
 
     def run(self, feed: Feed, kv: SlotKV) -> LmOut:
         """The forward of `feed` against the aimed `kv`."""
@@ -176,9 +199,10 @@ class NativeStep:
         return found if found.numel() >= needed else torch.empty(needed)
 
 
-def native_step(stack: Stack) -> NativeStep | None:
-    """The compiled step of a stack; None where it cannot be had, and where a weight is computed
-    whenever it is read (a parametrization: low-rank additions that are being trained)."""
+def native_step(stack: Stack, is_int8: bool = False) -> NativeStep | None:
+    """The compiled step of a stack, its matrices in 8 bits if `is_int8`; None where it cannot be
+    had, and where a weight is computed whenever it is read (a parametrization: low-rank additions
+    that are being trained)."""
     held, head = _held(stack.weights()), stack.head
     if head.device.type != "cpu" or head.dtype not in DTYPES or isinstance(head, FakeTensor):
         return None
@@ -187,7 +211,7 @@ def native_step(stack: Stack) -> NativeStep | None:
     if not all(isinstance(weight, nn.Parameter) for weight in held):
         return None
     functions = library().functions
-    return None if functions is None else NativeStep(stack, functions)
+    return None if functions is None else NativeStep(stack, functions, is_int8)
 
 
 def _weights(layer: Any) -> Weights:
@@ -210,6 +234,22 @@ def _weights(layer: Any) -> Weights:
         weight(mlp.gate_proj),
         weight(mlp.up_proj),
         weight(mlp.down_proj),
+    )
+
+
+def drafts_in_int8(stack: Stack) -> bool:
+    """Whether a drafter's matrices are read in 8 bits: they are faster so on this processor, and
+    large enough for it to matter. SPECCTL_INT8=0: never."""
+    if os.environ.get(INT8_SWITCH, "1") == "0" or no_int8() is not None:
+        return False
+    held = [*_held(stack.weights()), stack.head]
+    return sum(weight.numel() for weight in held) >= LEAST_INT8
+
+
+def _packed(layer: Weights) -> Weights:
+    return tuple(
+        packed(weight) if name in MATRICES and weight is not None else weight
+        for name, weight in zip(LayerAddresses.NAMES, layer, strict=True)
     )
 
 

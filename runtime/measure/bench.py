@@ -235,7 +235,7 @@ def bench(
         tuple(rows),
         target.name,
         target.inflated,
-        str(target.dtype).removeprefix("torch."),
+        target.dtype_name,
         str(target.device),
         torch.get_num_threads(),
         len(prompts),

@@ -66,7 +66,7 @@ def measure_costs(
         {k: _median(p.draft_seconds) for k, p in probes.items()},
         {k: _median(p.verify_seconds) for k, p in probes.items()},
         str(target.device),
-        str(target.dtype).removeprefix("torch."),
+        target.dtype_name,
         batch,
     )
 

@@ -151,7 +151,7 @@ def verify(
     for text in warnings:
         reporter.warn(text)
     mark = "lossless" if drafter.lossless else "approximate"
-    dtype = str(target.dtype).removeprefix("torch.")
+    dtype = target.dtype_name
     return Proof(target.name, drafter.family, level, tuple(checks), warnings, mark, dtype)
 
 

@@ -11,7 +11,8 @@ from specctl.core.errors import LISTED, RecipeError, SpecctlError, did_you_mean,
 from specctl.core.tree import NodeKind
 from specctl.drafters import families, family
 from specctl.export.package.find import locate
-from specctl.recipes.load import load_recipe, recipe_names
+from specctl.recipes.files import recipe_names
+from specctl.recipes.load import load_recipe
 from specctl.runtime.policies import POLICIES, make_policy
 from specctl.runtime.verify import RULES, check_legal
 

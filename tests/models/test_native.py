@@ -19,7 +19,9 @@ from specctl.core.language_model import Feed, LmOut
 from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
 from specctl.core.tree import DraftTree, NodeKind
+from specctl.models import fast_llama, llama
 from specctl.models.fast_llama import FastLlama, LlamaModel, LlamaShape
+from specctl.models.native import int8, step
 from specctl.models.native import library as built
 from specctl.models.native.step import most_rows
 
@@ -110,6 +112,74 @@ def test_it_computes_what_pytorch_computes(kind: str, eagerly: Any) -> None:
         torch.testing.assert_close(stores(kv), stores(other), atol=1e-5, rtol=0)
 
 
+def in_8_bits(lm: FastLlama) -> FastLlama:
+    lm = copy.copy(lm)
+    lm.is_int8 = True
+    return lm
+
+
+@pytest.fixture
+def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's forward with matrices and their inputs rounded to 8 bits, group by group."""
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        inputs = int8.rounded(x.flatten(0, -2)).view(x.shape)
+        return torch.nn.functional.linear(inputs, int8.rounded(weight).to(x), bias)
+
+    monkeypatch.setattr(fast_llama, "linear", product)
+    monkeypatch.setattr(llama, "can_pack", lambda weight: False)
+
+
+def distance(found: Tensor | None, expected: Tensor | None) -> float:
+    assert found is not None
+    assert expected is not None
+    return float((found - expected).abs().mean() / expected.abs().mean())
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_8_bits_it_is_the_model_whose_numbers_are_rounded(
+    kind: str, eagerly: Any, rounding: None
+) -> None:
+    """But for a number here and there that is rounded to the other side."""
+    sizes = {"hidden_size": 100, "intermediate_size": 152}  # two groups and three, the last in part
+    plain = make(**sizes, **KINDS[kind])
+    lm = in_8_bits(plain)
+    for num_rows, num_fed in ((1, 1), (1, 7), (2, 2), (3, 5)):
+        ids, kv = torch.randint(0, VOCAB, (num_rows, num_fed)), filled(lm, num_rows)
+        given = ids, [11, 3, 20][:num_rows]
+        theirs = eagerly(lm, copied(lm, kv), *given)
+        unrounded = forward(plain, copied(lm, kv), *given)
+        mine = forward(lm, kv, *given)
+        off = distance(mine.logits_BTV, unrounded.logits_BTV)
+        assert distance(mine.logits_BTV, theirs.logits_BTV) < 0.2 * off
+
+
+@needs_compiler
+def test_copies_of_8_bits_follow_the_weights(eagerly: Any) -> None:
+    lm, ids = in_8_bits(make()), torch.randint(0, VOCAB, (1, 3))
+    before = forward(lm, filled(lm, 1), ids, [5]).logits_BTV
+    lm.module.model.layers[1].mlp.down_proj.weight.mul_(3)
+    expected = eagerly(lm, filled(lm, 1), ids, [5]).logits_BTV
+    found = forward(lm, filled(lm, 1), ids, [5]).logits_BTV
+    assert 1e-4 < distance(found, expected) < 0.05 < distance(before, expected)
+
+
+@needs_compiler
+def test_what_drafts_is_read_in_8_bits_where_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    large = make(hidden_size=256, intermediate_size=1024)
+    for why in (None, "a CPU without AVX2"):
+        monkeypatch.setattr(step, "no_int8", lambda why=why: why)
+        assert large.for_drafting().is_int8 == (why is None)
+        assert not make().for_drafting().is_int8, "too small to matter"
+        assert not large.is_int8
+    monkeypatch.setattr(step, "no_int8", lambda: None)
+    monkeypatch.setenv(built.INT8_SWITCH, "0")
+    assert not large.for_drafting().is_int8
+
+
 @needs_compiler
 def test_parts_of_it_are_borrowed(eagerly: Any) -> None:
     lm, ids = make(), torch.randint(0, VOCAB, (2, 3))
@@ -128,9 +198,9 @@ def test_parts_of_it_are_borrowed(eagerly: Any) -> None:
 
 @needs_compiler
 def test_a_token_has_the_same_logits_alone_in_a_batch_and_in_a_tree() -> None:
-    """Bit for bit, in both dtypes: greedy text does not hang on how it was drafted."""
-    for dtype in (torch.float32, torch.bfloat16):
-        lm = make(dtype)
+    """Bit for bit, in both dtypes and in 8 bits: greedy text is the same however it is drafted."""
+    wide, narrow = make(), make(torch.bfloat16)
+    for lm in (wide, narrow, in_8_bits(wide), in_8_bits(narrow)):
         prompt, text = torch.randint(0, VOCAB, (1, 4)), torch.randint(0, VOCAB, (1, 3))
         alone = lm.new_kv(1, 48)
         forward(lm, alone, prompt, [0])
@@ -227,14 +297,17 @@ def test_registers_of_every_width_compute_the_same(
     wide = {"AVX512": 4, "AVX2": 3}.get(torch.backends.cpu.get_cpu_capability(), 1)
     if processor[-1] in "34" and int(processor[-1]) > wide:
         return
-    lm, ids = make(), torch.randint(0, VOCAB, (2, 7))
-    expected = forward(lm, filled(lm, 2), ids, [9, 30], taps=(1, LAYERS))
-    step = lm.module.native()
-    assert step is not None
-    monkeypatch.setattr(step, "function", other.functions.step_float32)
-    found = forward(lm, filled(lm, 2), ids, [9, 30], taps=(1, LAYERS))
-    torch.testing.assert_close(found.logits_BTV, expected.logits_BTV, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(dict(found.taps), dict(expected.taps), atol=1e-5, rtol=1e-5)
+    plain, ids = make(), torch.randint(0, VOCAB, (2, 7))
+    for lm, error in ((plain, 1e-6), (in_8_bits(plain), 1e-4)):
+        expected = forward(lm, filled(lm, 2), ids, [9, 30], taps=(1, LAYERS))
+        own = lm.module.native(lm.is_int8)
+        assert own is not None
+        name = "step_float32_int8" if lm.is_int8 else "step_float32"
+        monkeypatch.setattr(own, "function", getattr(other.functions, name))
+        found = forward(lm, filled(lm, 2), ids, [9, 30], taps=(1, LAYERS))
+        assert distance(found.logits_BTV, expected.logits_BTV) < error
+        for tap, states in expected.taps.items():
+            assert distance(found.taps[tap], states) < error
 
 
 @needs_compiler

@@ -173,6 +173,10 @@ def test_a_key_written_twice_is_refused(tmp_path: Path) -> None:
     assert "written twice" in problem(tmp_path, "train:\n  steps: 1\n  steps: 2\n").found
 
 
+def test_a_key_that_is_a_list_is_refused(tmp_path: Path) -> None:
+    assert "unhashable key" in problem(tmp_path, "[1]: 2\n").found
+
+
 def test_a_recipe_that_is_a_list_is_refused(tmp_path: Path) -> None:
     assert problem(tmp_path, "- a\n- b\n").found == "list"
 

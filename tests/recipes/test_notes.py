@@ -8,16 +8,18 @@ from typing import Any
 import pytest
 
 from specctl.cli.main import main
-from specctl.recipes.load import EMBEDDED, load_recipe, parse_yaml, read_source, recipe_names
-from specctl.recipes.notes import OURS, notes_of, source_of, sources
+from specctl.recipes.files import recipe_names
+from specctl.recipes.lineage import Layer, lineage, overlay
+from specctl.recipes.load import EMBEDDED, load_recipe
+from specctl.recipes.notes import OURS, notes_of, notes_of_recipe, source_of, sources
 from specctl.recipes.section import flatten
 
 HOUSEKEEPING = ("train.save_every", "train.tau_every")  # decide nothing of what is learned
 
 
-def texts_for_real_targets() -> dict[str, str]:
-    texts = {name: read_source(name)[0] for name in recipe_names()}
-    return {n: t for n, t in texts.items() if parse_yaml(t, n)["target"]["name"] != EMBEDDED}
+def layers_for_real_targets() -> dict[str, list[Layer]]:
+    layers = {name: lineage(name) for name in recipe_names()}
+    return {n: own for n, own in layers.items() if overlay(own)[0]["target"]["name"] != EMBEDDED}
 
 
 def is_figure(value: Any) -> bool:
@@ -27,10 +29,10 @@ def is_figure(value: Any) -> bool:
 
 def test_every_figure_for_a_real_target_has_its_source_or_is_ours() -> None:
     lacking, used = [], set[str]()
-    for name, text in texts_for_real_targets().items():
-        notes = notes_of(text)
+    for name, layers in layers_for_real_targets().items():
+        notes = notes_of_recipe(layers)
         used |= {source_of(note) for note in notes.values()}
-        figures = {f for f, v in flatten(parse_yaml(text, name)).items() if is_figure(v)}
+        figures = {f for f, v in flatten(overlay(layers)[0]).items() if is_figure(v)}
         lacking += [f"{name} {f}" for f in figures - notes.keys() if f not in HOUSEKEEPING]
     assert not lacking
     assert used - {OURS} == set(sources())
@@ -52,6 +54,9 @@ def test_show_gives_the_sources(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["notes"]["train.learning_rate"].startswith("eagle3: ds_config.json")
     assert "train.clip" not in found["notes"]  # what is set by hand is nobody's
     assert "2503.01840" in found["sources"]["eagle3"]
+    assert found["based_on"] == ["llama3-8b-eagle3", "chats"]
+    assert found["origin"]["train.learning_rate"] == "recipe llama3-8b-eagle3"
+    assert "beside it, or why it is ours" in found["advice"]
 
 
 def test_recipes_are_listed_by_target(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from specctl.core.plugins import plugins
-from specctl.recipes.load import EMBEDDED, list_recipes, load_recipe, recipe_names
+from specctl.recipes.files import recipe_names
+from specctl.recipes.load import EMBEDDED, list_recipes, load_recipe
 from specctl_testing.cli import commands
 
 PAGE = Path(__file__).parents[2] / "docs" / "systems.md"

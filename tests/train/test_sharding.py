@@ -24,15 +24,12 @@ from specctl_testing.train import parallel_run, sharded_run, toy
 
 SAME: dict[str, Any] = {"dropout": 0.0, "accumulate": 2, "rows": 4, "save_every": 6, "keep": 4}
 TOLERANCE = 2e-5  # float32 sums in another order, through 12 updates
-# Target and drafter spread, from text: seen 1e-7 before an update, 2e-5 after three. A learning
-# rate that is off by 1 % gives 2e-4.
-WHOLE_RUN_TOLERANCE = 1e-4
 
 SHORT = [
     "data.format=text", "data.prompts=12", "data.new_tokens=12", "data.prompt_tokens=8",
     "data.text_tokens=0", "train.steps=4", "train.rows=4", "train.seq_len=32", "train.log_every=1",
     "train.tau_every=2", "train.tau_prompts=1", "train.tau_tokens=6", "vocab.size=null",
-    "train.learning_rate=1e-3",
+    "train.learning_rate=1e-3", "train.optimizer=adamw",
 ]  # fmt: skip
 SPREAD = ["train.parallel=fsdp", "train.shard_target=true"]
 
@@ -118,10 +115,10 @@ def test_a_process_without_a_token_to_predict_does_not_stop_the_others(ran: Path
 
 
 def test_a_whole_run_with_drafter_and_target_spread_is_the_run_of_one_process(ran: Path) -> None:
-    """From text to a drafter handed over whole: features of a spread target, tau measured."""
+    """From text to a drafter handed over whole: features of a spread target, tau measured.
+    With AdamW: Muon's bfloat16 step makes 5e-5 of 1e-7, in one process with other rows as well."""
     assert len(losses(ran / "single")) == 4
-    assert losses(ran / "two")[0] == pytest.approx(losses(ran / "single")[0], rel=1e-6)
-    assert losses(ran / "two") == pytest.approx(losses(ran / "single"), rel=WHOLE_RUN_TOLERANCE)
+    assert losses(ran / "two") == pytest.approx(losses(ran / "single"), rel=2e-6)
     one, two = report(ran / "single"), report(ran / "two")
     assert one["shapes"] == two["shapes"]
     assert (one["layers"], two["layers"]) == (0, 3)

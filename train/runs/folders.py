@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl.core.errors import FileError
-from specctl.recipes.load import parse_yaml
+from specctl.recipes.files import parse_yaml
 from specctl.train.log import read_log
 from specctl.train.runs.finished import read_mark
 from specctl.train.saving.integrity import (

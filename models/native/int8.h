@@ -1,0 +1,220 @@
+// Matrices of whole numbers: 8 bits a weight and one float32 a group of 64 inputs. The inputs are
+// rounded likewise, to 8 bits and one scale a group, as they are read.
+//
+// Of 16 outputs and a group, in this order: for every 4 inputs, 16 times the 4 weights of an output,
+// plus 128; then the 16 scales. Sums over a group are whole, hence exact in any order; the groups are
+// added in theirs.
+
+#if defined(__AVX2__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+struct Int8 {
+    uint8_t bits;
+};
+
+constexpr int GROUP = 64, SIDE = 16, RECORD = SIDE * GROUP + SIDE * sizeof(float);
+
+template <int N> using Constant = std::integral_constant<int, N>;
+
+// What the registers hold at once: rows by 16 outputs.
+#ifdef __AVX512VNNI__
+constexpr int MANY_ROWS = 6, FEW_SIDES = 2, FEW_ROWS = 2, MANY_SIDES = 4;
+#else
+constexpr int MANY_ROWS = 3, FEW_SIDES = 1, FEW_ROWS = 1, MANY_SIDES = 2;
+#endif
+
+inline constexpr int groups_of(int K) { return (K + GROUP - 1) / GROUP; }
+
+// The inputs of a product: float32 as they lie.
+template <class W> struct Rows {
+    const float *x;
+    int R, K;
+    Rows(const float *x, int R, int K, float *) : x(x), R(R), K(K) {}
+};
+
+// Rounded: of each row K numbers of 8 bits, of each group its scale and -128 times its sum.
+template <> struct Rows<Int8> {
+    int8_t *numbers;
+    float *scales;
+    int32_t *offsets;
+    int R, K, G;
+
+    Rows(const float *x, int R, int K, float *space) : R(R), K(K), G(groups_of(K)) {
+        scales = space;
+        offsets = reinterpret_cast<int32_t *>(scales + size_t(R) * G);
+        numbers = reinterpret_cast<int8_t *>(offsets + size_t(R) * G);
+        for (int r = 0; r < R; r++)
+            for (int g = 0; g < G; g++) {
+                const int rest = K - g * GROUP;
+                round(x + r * apart(K) + g * GROUP, rest < GROUP ? rest : GROUP, r * G + g);
+            }
+    }
+
+    void round(const float *x, int count, size_t at) {
+        float part[GROUP] = {};
+        memcpy(part, x, count * sizeof(float));
+#ifdef __AVX512F__
+        __m512 most = _mm512_setzero_ps();
+        for (int i = 0; i < GROUP; i += LANES) most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_loadu_ps(part + i)));
+        const float largest = _mm512_reduce_max_ps(most), up = largest > 0 ? 127.0f / largest : 0.0f;
+        __m512i sums = _mm512_setzero_si512();
+        for (int i = 0; i < GROUP; i += LANES) {
+            const __m512i whole = _mm512_cvtps_epi32(_mm512_loadu_ps(part + i) * up);
+            sums = _mm512_add_epi32(sums, whole);
+            _mm_storeu_si128(reinterpret_cast<__m128i *>(numbers + at * GROUP + i), _mm512_cvtepi32_epi8(whole));
+        }
+        const int32_t sum = _mm512_reduce_add_epi32(sums);
+#else
+        float largest = 0;
+        for (int i = 0; i < GROUP; i++) largest = std::fabs(part[i]) > largest ? std::fabs(part[i]) : largest;
+        const float up = largest > 0 ? 127.0f / largest : 0.0f;
+        int32_t sum = 0;
+        for (int i = 0; i < GROUP; i++) {
+            const int32_t whole = int32_t(std::nearbyint(part[i] * up));
+            numbers[at * GROUP + i] = int8_t(whole);
+            sum += whole;
+        }
+#endif
+        scales[at] = largest / 127.0f;
+        offsets[at] = -128 * sum;
+    }
+};
+
+// Of N rows and M times 16 outputs.
+template <int N, int M>
+inline void whole_tile(const Rows<Int8> &x, int r, const uint8_t *w, float out[N][M * SIDE]) {
+    const size_t stride = size_t(x.G) * RECORD;
+#ifdef __AVX512VNNI__
+    __m512 sum[N][M] = {};
+    for (int g = 0; g < x.G; g++, w += RECORD) {
+        __m512i part[N][M];
+        const int8_t *own[N];
+        for (int n = 0; n < N; n++) {
+            const size_t at = size_t(r + n) * x.G + g;
+            own[n] = x.numbers + at * GROUP;
+            for (int m = 0; m < M; m++) part[n][m] = _mm512_set1_epi32(x.offsets[at]);
+        }
+#pragma GCC unroll 4
+        for (int k = 0; k < GROUP / 4; k++) {
+            __m512i wide[M];
+#pragma GCC unroll 8
+            for (int m = 0; m < M; m++) {
+                wide[m] = _mm512_loadu_si512(w + m * stride + k * 64);
+                __builtin_prefetch(w + m * stride + RECORD + k * 64);
+            }
+#pragma GCC unroll 8
+            for (int n = 0; n < N; n++) {
+                int32_t four;
+                memcpy(&four, own[n] + 4 * k, 4);
+                const __m512i row = _mm512_set1_epi32(four);
+#pragma GCC unroll 8
+                for (int m = 0; m < M; m++) part[n][m] = _mm512_dpbusd_epi32(part[n][m], wide[m], row);
+            }
+        }
+        for (int m = 0; m < M; m++) {
+            const __m512 scale = _mm512_loadu_ps(w + m * stride + SIDE * GROUP);
+            for (int n = 0; n < N; n++) {
+                const __m512 both = scale * x.scales[size_t(r + n) * x.G + g];
+                sum[n][m] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(part[n][m]), both, sum[n][m]);
+            }
+        }
+    }
+    for (int n = 0; n < N; n++)
+        for (int m = 0; m < M; m++) _mm512_storeu_ps(out[n] + m * SIDE, sum[n][m]);
+#elif defined(__AVX2__)
+    // |weight| times the input under the weight's sign: two such products fit into 16 bits.
+    const __m256i half = _mm256_set1_epi8(-128), ones = _mm256_set1_epi16(1);
+    __m256 sum[N][2 * M] = {};
+    for (int g = 0; g < x.G; g++, w += RECORD) {
+        __m256i part[N][2 * M] = {};
+        const int8_t *own[N];
+        for (int n = 0; n < N; n++) own[n] = x.numbers + (size_t(r + n) * x.G + g) * GROUP;
+#pragma GCC unroll 2
+        for (int k = 0; k < GROUP / 4; k++) {
+            __m256i row[N];
+#pragma GCC unroll 4
+            for (int n = 0; n < N; n++) {
+                int32_t four;
+                memcpy(&four, own[n] + 4 * k, 4);
+                row[n] = _mm256_set1_epi32(four);
+            }
+#pragma GCC unroll 8
+            for (int m = 0; m < 2 * M; m++) {
+                const uint8_t *at = w + m / 2 * stride + k * 64 + m % 2 * 32;
+                const __m256i wide = _mm256_xor_si256(
+                    _mm256_loadu_si256(reinterpret_cast<const __m256i *>(at)), half);
+                __builtin_prefetch(at + RECORD);
+                const __m256i size = _mm256_abs_epi8(wide);
+#pragma GCC unroll 4
+                for (int n = 0; n < N; n++) {
+                    const __m256i two = _mm256_maddubs_epi16(size, _mm256_sign_epi8(row[n], wide));
+                    part[n][m] = _mm256_add_epi32(part[n][m], _mm256_madd_epi16(two, ones));
+                }
+            }
+        }
+        for (int m = 0; m < 2 * M; m++) {
+            const uint8_t *at = w + m / 2 * stride + SIDE * GROUP + m % 2 * 32;
+            const __m256 scale = _mm256_loadu_ps(reinterpret_cast<const float *>(at));
+            for (int n = 0; n < N; n++) {
+                const __m256 both = scale * x.scales[size_t(r + n) * x.G + g];
+                sum[n][m] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(part[n][m]), both, sum[n][m]);
+            }
+        }
+    }
+    for (int n = 0; n < N; n++)
+        for (int m = 0; m < 2 * M; m++) _mm256_storeu_ps(out[n] + m * 8, sum[n][m]);
+#else
+    for (int n = 0; n < N; n++)
+        for (int o = 0; o < M * SIDE; o++) {
+            float sum = 0;
+            for (int g = 0; g < x.G; g++) {
+                const uint8_t *record = w + o / SIDE * stride + size_t(g) * RECORD;
+                const size_t at = size_t(r + n) * x.G + g;
+                int32_t part = x.offsets[at];
+                for (int i = 0; i < GROUP; i++)
+                    part += record[i / 4 * 64 + o % SIDE * 4 + i % 4] * x.numbers[at * GROUP + i];
+                float scale;
+                memcpy(&scale, record + SIDE * GROUP + o % SIDE * sizeof(float), sizeof scale);
+                sum = std::fma(float(part), scale * x.scales[at], sum);
+            }
+            out[n][o] = sum;
+        }
+#endif
+}
+
+// Outputs [from, to) of all rows.
+template <class Keep>
+inline void product(const Rows<Int8> &x, const Int8 *weights, int from, int to, Keep keep) {
+    const uint8_t *w = reinterpret_cast<const uint8_t *>(weights);
+    const size_t stride = size_t(x.G) * RECORD;
+    auto tiles = [&](auto rows, auto sides, int r, int o) {
+        constexpr int N = decltype(rows)::value, M = decltype(sides)::value;
+        float out[N][M * SIDE];
+        whole_tile<N, M>(x, r, w + o / SIDE * stride, out);
+        for (int n = 0; n < N; n++)
+            for (int i = 0; i < M * SIDE; i++)
+                if (o + i >= from && o + i < to) keep(r + n, o + i, out[n][i]);
+    };
+    auto strip = [&](auto rows, auto sides, int o) {
+        constexpr int N = decltype(rows)::value;
+        const int passes = (x.R + N - 1) / N;
+        for (int pass = passes, r = 0; pass; pass--)
+            with_constant<N>((x.R - r + pass - 1) / pass, [&](auto count) {
+                tiles(count, sides, r, o);
+                r += decltype(count)::value;
+            });
+    };
+    const int end = (to + SIDE - 1) / SIDE * SIDE;
+    int o = from / SIDE * SIDE;
+    if (x.R <= FEW_ROWS)
+        for (; o + MANY_SIDES * SIDE <= end; o += MANY_SIDES * SIDE)
+            strip(Constant<FEW_ROWS>(), Constant<MANY_SIDES>(), o);
+    for (; o + FEW_SIDES * SIDE <= end; o += FEW_SIDES * SIDE)
+        strip(Constant<MANY_ROWS>(), Constant<FEW_SIDES>(), o);
+    for (; o < end; o += SIDE) strip(Constant<MANY_ROWS>(), Constant<1>(), o);
+}
+
+}  // namespace

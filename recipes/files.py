@@ -1,0 +1,166 @@
+"""Recipe files: which there are, where they lie and what their YAML says.
+
+Beside the recipes lie `bases/`: settings that several recipes share. A base is what `based_on` may
+name (lineage.py), and no recipe of the list.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from specctl.core.errors import FileError, RecipeError, did_you_mean
+
+NOT_RECIPES = ("sources", "targets", "tiny-target")
+EXPECTED = "a YAML file, or a name of `specctl recipes ls`"
+
+
+class RecipeYaml(yaml.SafeLoader):
+    """YAML that reads 1e-3 as a number and refuses a key written twice."""
+
+
+RecipeYaml.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    # PyYAML follows YAML 1.1, where an exponent needs a dot and a sign.
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def _mapping_once(loader: RecipeYaml, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: set[Any] = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node)  # type: ignore[no-untyped-call]
+        if not isinstance(key, Hashable):
+            continue  # refused by construct_mapping
+        if key in seen:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the key {key!r} is written twice", key_node.start_mark
+            )
+        seen.add(key)
+    return loader.construct_mapping(node, deep=True)
+
+
+RecipeYaml.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_once)
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """The value of a YAML text; a syntax error names the file and the line."""
+    try:
+        return yaml.load(text, Loader=RecipeYaml)
+    except RecursionError as error:
+        raise RecipeError(
+            "this YAML is nested too deep",
+            where=where,
+            found="lists or mappings in each other without end",
+            expected="sections and their values",
+            do="`specctl recipes show eagle3` prints a valid recipe",
+        ) from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{where}:{mark.line + 1}" if mark else where
+        raise RecipeError(
+            "this is not valid YAML",
+            where=place,
+            found=str(getattr(error, "problem", error) or error),
+            expected="YAML with each key once, indented by spaces",
+            do="correct that line; `specctl recipes show eagle3` prints a valid recipe",
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The text of a recipe, the name by which errors call it, and its file: None where it comes
+    with specctl."""
+
+    text: str
+    where: str
+    path: Path | None = None
+
+
+def recipe_names() -> list[str]:
+    """The recipes that come with specctl."""
+    return sorted(set(_names(resources.files("specctl.recipes").iterdir())) - set(NOT_RECIPES))
+
+
+def base_names() -> list[str]:
+    """The settings that several of them share."""
+    return sorted(_names((resources.files("specctl.recipes") / "bases").iterdir()))
+
+
+def _names(files: Iterable[Any]) -> list[str]:
+    return [f.name.removesuffix(".yaml") for f in files if f.name.endswith(".yaml")]
+
+
+def read_source(name_or_path: str) -> Source:
+    """The text of a recipe: of a file, of a run's folder, or of one that comes with specctl."""
+    path = Path(name_or_path).expanduser()
+    if path.is_dir() and (path / "run.yaml").is_file():
+        path = path / "run.yaml"
+    if path.suffix in (".yaml", ".yml") or path.is_file():
+        return Source(_read_file(path), str(path), path)
+    known = recipe_names()
+    if name_or_path in known or name_or_path in base_names():
+        return shipped(name_or_path)
+    if path.is_dir():
+        raise FileError(
+            f"the folder {path} holds no recipe",
+            found="no run.yaml",
+            expected=EXPECTED.replace(", or", ",") + ", or the folder of a run",
+            do="give the file itself",
+        )
+    raise RecipeError(
+        f"unknown recipe {name_or_path!r}",
+        found=ascii(name_or_path),
+        expected=EXPECTED,
+        do=did_you_mean(name_or_path, known, "specctl recipes ls"),
+    )
+
+
+def shipped(name: str) -> Source:
+    """A recipe or a base that comes with specctl, by its name."""
+    folder = resources.files("specctl.recipes")
+    file = (folder / "bases" if name in base_names() else folder) / f"{name}.yaml"
+    return Source(file.read_text(encoding="utf-8"), file.name)
+
+
+def _read_file(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise FileError(
+            f"the recipe file {path} does not exist",
+            found="no such file",
+            expected=EXPECTED,
+            do=did_you_mean(path.stem, recipe_names(), f"specctl recipes cp eagle3 {path}"),
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileError(
+            f"the recipe file {path} cannot be read",
+            found=str(error),
+            expected="a readable UTF-8 text file",
+            do="specctl recipes ls",
+        ) from error
+
+
+def tree_of(value: Any, where: str) -> dict[str, Any]:
+    """The sections of a recipe, or of the run.yaml that holds it, as plain values."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise RecipeError(
+            "a recipe is a mapping of sections",
+            where=where,
+            found=type(value).__name__,
+            expected="keys such as target, drafter, data, train, serve",
+            do="specctl recipes cp eagle3 my-recipe.yaml  (and edit that)",
+        )
+    # A run.yaml holds the resolved recipe beside the origin of its values and the command.
+    inner = value.get("recipe")
+    return dict(inner) if isinstance(inner, dict) else value

@@ -1,0 +1,37 @@
+"""A target whose matrices are read in 8 bits: `--dtype int8`.
+
+Weights and the inputs of each matrix are rounded in groups of 64 (models/native/int8.h). That is
+another model than the one published, so that it is never chosen but by name, and every result says
+int8. Text is lossless with respect to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, TypeVar, cast
+
+from specctl.core.errors import IncompatibleError
+from specctl.models.fast_llama import FastLlama
+from specctl.models.native.library import no_int8
+
+T = TypeVar("T")
+
+
+def in_int8(target: T) -> T:
+    """The target in 8 bits. Raises IncompatibleError where the compiled step cannot read it so."""
+    given: Any = target
+    lm, why = given.lm, no_int8()
+    if not isinstance(lm, FastLlama):
+        why = f"{given.spec.model_type}, which transformers runs"
+    elif given.device.type != "cpu":
+        why = f"device {given.device}"
+    elif why is None and lm.module.native(is_int8=True) is None:
+        why = f"weights of {given.dtype_name}"
+    if why is not None:
+        raise IncompatibleError(
+            f"target {given.name} cannot be read in 8 bits here",
+            found=why,
+            expected="a Llama, Mistral, Qwen2 or Qwen3, and a CPU with AVX2 and a compiler",
+            do="--dtype auto",
+        )
+    return cast(T, replace(given, lm=lm.in_int8()))
