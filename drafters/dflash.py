@@ -20,7 +20,7 @@ from specctl.core.drafter import Family
 from specctl.core.spec import ModelSpec
 from specctl.drafters.nets.block_drafter import TappedBlocks
 from specctl.drafters.nets.block_net import BlockNet
-from specctl.drafters.nets.blocks import RmsNorm
+from specctl.drafters.nets.blocks import LayerShape, RmsNorm
 from specctl.drafters.nets.options import ADDED, HeadOptions
 from specctl.drafters.nets.taps import even_taps
 from specctl.drafters.option_checks import Count, Within
@@ -31,7 +31,8 @@ class DFlashOptions(HeadOptions):
     """`num_heads` tokens are drafted by `layers` layers. `taps` are hidden_states indices, None
     chooses five of them, evenly. `anchors`: blocks per row of a training batch. `mask_id`: the
     token whose row of the target's embedding every mask is, as engines have it; None learns a
-    vector for it."""
+    vector for it. Sizes of the layers that are left None are those of the target, and so is
+    `rope_theta`, the base of their rotary positions."""
 
     decay: float = 0.78
     num_heads: int = 5
@@ -39,6 +40,23 @@ class DFlashOptions(HeadOptions):
     taps: tuple[int, ...] | None = None
     anchors: Count = 64
     mask_id: Annotated[int, Within(0, 1 << 20)] | None = field(default=None, metadata=ADDED)
+    heads: Count | None = field(default=None, metadata=ADDED)
+    kv_heads: Count | None = field(default=None, metadata=ADDED)
+    head_dim: Annotated[int, Within(2, 1 << 16)] | None = field(default=None, metadata=ADDED)
+    intermediate: Count | None = field(default=None, metadata=ADDED)
+    rope_theta: Annotated[float, Within(most=1e12)] | None = field(default=None, metadata=ADDED)
+
+    def shape(self, spec: ModelSpec) -> LayerShape:
+        """One layer beside that target."""
+        return LayerShape(
+            spec.hidden_size,
+            self.heads or spec.num_heads,
+            self.kv_heads or (self.heads or spec.num_kv_heads),
+            self.head_dim or spec.head_dim,
+            self.intermediate or spec.intermediate_size,
+            spec.norm_eps,
+            self.rope_theta or spec.rope_theta,
+        )
 
 
 class InjectedNet(nn.Module):
@@ -54,7 +72,9 @@ class InjectedNet(nn.Module):
             self.mask = nn.Parameter(torch.randn(width) * 0.02)
         else:
             Within(0, spec.vocab_size - 1).check("mask_id", options.mask_id)
-        self.net = BlockNet(spec, options.layers, is_injected=True, qk_norm=True)
+        self.net = BlockNet(
+            spec, options.layers, is_injected=True, qk_norm=True, shape=options.shape(spec)
+        )
         self.norm = RmsNorm(width, spec.norm_eps)
         for parameter in self.net.parameters():  # no slot proposes anything before it has attended
             if parameter.dim() == 2:

@@ -3,8 +3,8 @@
 The same arithmetic as transformers' modules with a third of their operations: query, key and value
 are one product, gate and up another, rotary tables are made once in float32, keys and values are
 never repeated.
-Letters: B rows, D hidden width, E head width, H query heads, O output width, T fed tokens, V target
-vocabulary.
+Letters: B rows, D hidden width, E head width, H query heads, O output width, Q picked rows, T fed
+tokens, V target vocabulary, X any axes.
 """
 
 from __future__ import annotations
@@ -62,6 +62,40 @@ class FastLlama(LanguageModel):
         kv, slots = self.new_kv(B, T), torch.arange(B)
         kv.begin(tuple(range(B)), slots, torch.zeros_like(slots), T, T, 0)
         return kv
+
+    def is_native(self, feed: Feed) -> bool:
+        """Whether the compiled step reads a round of this size."""
+        return self._native(feed) is not None
+
+    def run_at(self, feed: Feed, kv: SlotKV, at_Q: Tensor) -> LmOut:
+        """The forward at those flat fed indices alone [Q]; elsewhere logits and taps are zero. In
+        attention every row is as wide as before, with keys and values of zero where nothing was
+        computed, which no true token may see."""
+        module, shape = self.module, self.module.shape
+        B, T = feed.ids_BT.shape
+        weights = module.weights()
+        mask = feed.masks.full if shape.window is None else feed.masks.windows[shape.window]
+        x = F.embedding(feed.ids_BT.flatten()[at_Q], module.model.embed_tokens.weight)[None]
+        scores = additive_mask(mask, shape.num_heads // shape.num_kv_heads, x.dtype)
+        rope = module.rotary.at(feed.position_BT.flatten()[at_Q][None], mask.shape[-1], x.dtype)
+
+        def spread(value_QX: Tensor) -> Tensor:
+            out = value_QX.new_zeros(B * T, *value_QX.shape[1:])
+            return out.index_copy_(0, at_Q, value_QX).view(B, T, *value_QX.shape[1:])
+
+        found: dict[int, Tensor] = {}
+        for index, layer in enumerate(weights.layers):
+            if index in feed.taps:
+                found[index] = spread(x[0])
+            both = self._query_key_value(x, layer, rope)
+            query, key, value = (spread(one[0].transpose(0, 1)).transpose(1, 2) for one in both)
+            out_BHTE = attend(query, *kv.update(index, key, value), scores)
+            out_QX = out_BHTE.transpose(1, 2).reshape(B * T, -1)[at_Q]
+            x = self._mlp(self._joined(x, out_QX[None], layer, index), layer)
+        x = rms_norm(x, module.model.norm.weight, shape.norm_eps)
+        if shape.num_layers in feed.taps:
+            found[shape.num_layers] = spread(x[0])
+        return LmOut(spread(linear(x[0], weights.head)), found)
 
     def _native(self, feed: Feed) -> NativeStep | None:
         """The compiled step, where it may do this forward: on a CPU, no gradient, and of stored

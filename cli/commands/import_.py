@@ -21,13 +21,19 @@ def import_(
     console: Console,
     folder: Annotated[str, typer.Argument(help="Folder of the published drafter.")],
     out: Out,
+    num_prompts: Annotated[
+        int, typer.Option(min=0, help="Held-out prompts that tau is measured on; 0 for none.")
+    ] = 8,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 48,
     target: TargetChoice = TINY,
 ) -> None:
-    """Make a package of a published EAGLE-3 head (speculators, SafeAILab, SpecForge, ModelOpt) or
-    of Medusa heads, so that it can be verified, measured, served, adapted, trimmed and exported.
+    """Make a package of a published drafter, so that it can be verified, measured, served, adapted,
+    trimmed and exported: EAGLE-3 (speculators, SafeAILab, SpecForge, ModelOpt), EAGLE-1 and -2,
+    HASS, P-EAGLE, DFlash and DSpark (z-lab, DeepSpec, speculators), Medusa, MLP speculators (IBM).
 
-    The package is written only if it drafts what the head's own engine would draft. Pickles are
-    refused and no code of the folder is run. docs/export.md lists what can be read.
+    The package is written only if it drafts what the head's own engine would draft; then tau is
+    measured on a few prompts of your target and shown beside what the head's README says. Pickles
+    are refused and no code of the folder is run. docs/export.md lists what can be read.
 
     Examples:
 
@@ -45,23 +51,35 @@ def import_(
             if hub
             else "check the path; for the hub: hf download OWNER/NAME --local-dir FOLDER",
         )
-    from specctl.export.imports import import_published
+    from specctl.api.import_head import import_head
 
-    model = target.load(console)
-    report = import_published(path, model, out, command=["specctl", *sys.argv[1:]])
-    manifest = report.manifest
+    found = import_head(
+        path,
+        out,
+        target=target.load(console),
+        prompts=num_prompts,
+        new_tokens=max_new_tokens,
+        progress=console,
+        command=["specctl", *sys.argv[1:]],
+    )
+    report, manifest = found.report, found.report.manifest
     vocabulary = manifest.vocabulary
     console.out(
         f"{out}: {manifest.family}, {manifest.parameters:,} parameters, "
         f"{vocabulary.draft_size:,} of {vocabulary.target_size:,} tokens; "
         f"drafts what {report.engine} makes of the folder"
     )
+    if report.measured is not None:
+        many = f"{num_prompts} prompts x {max_new_tokens} tokens, greedy"
+        console.out(f"tau {report.measured.tau:.3f} on {many} (specctl bench measures more)")
+        for name, tau in report.measured.readings.items():
+            console.out(f"tau {tau:.3f} {name}")
+    for line in report.claims:
+        console.out(f"its README says: {line}")
     for note in report.notes:
         console.warn(note)
-    result = {"out": str(out), "format": report.format, "engine": report.engine}
-    result |= {"family": manifest.family, "sha256": manifest.digest}
     console.done(
-        result,
+        found.to_json(),
         next=[
             f"specctl bench --target {target.name} --draft {out}",
             f"specctl verify {out} --target {target.name} --level lossless",

@@ -11,7 +11,7 @@ from specctl.core.errors import FileError, did_you_mean, unknown
 from specctl.core.plugins import declared
 
 AUTO, NONE = "auto", "none"
-ENGINES = ("vllm", "sglang", "llama.cpp", "trtllm", "openvino", "mlx")
+ENGINES = ("vllm", "sglang", "llama.cpp", "trtllm", "openvino", "mlx", "onnxruntime")
 
 
 def check_drafting(

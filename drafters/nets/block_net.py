@@ -19,7 +19,13 @@ from specctl.core.batch import TrainBatch
 from specctl.core.kv_cache import SlotKV
 from specctl.core.spec import ModelSpec
 from specctl.drafters.nets.attention import KeySet, Seen, SeenPart, attend_seen, seen_text
-from specctl.drafters.nets.blocks import Attending, DecoderLayer, Eagle3Attention, rotary
+from specctl.drafters.nets.blocks import (
+    Attending,
+    DecoderLayer,
+    Eagle3Attention,
+    LayerShape,
+    rotary,
+)
 from specctl.drafters.nets.prefix import PrefixNet
 from specctl.drafters.nets.recompute import run
 
@@ -70,9 +76,15 @@ class BlockNet(PrefixNet):
     """`is_injected` says how the features enter."""
 
     def __init__(
-        self, spec: ModelSpec, num_layers: int, *, is_injected: bool, qk_norm: bool = False
+        self,
+        spec: ModelSpec,
+        num_layers: int,
+        *,
+        is_injected: bool,
+        qk_norm: bool = False,
+        shape: LayerShape | None = None,
     ) -> None:
-        super().__init__(spec, num_layers)
+        super().__init__(spec, num_layers, shape)
         self.is_injected = is_injected
         if qk_norm:
             for layer in self.layers:

@@ -33,11 +33,11 @@ Rows = Callable[[Tensor, Tensor], Tensor]  # (states [B, T, I], next ids [B, T])
 
 
 class PrefixNet(nn.Module):
-    """`num_layers` decoder layers of the target's shape."""
+    """`num_layers` decoder layers of the target's shape, or of another."""
 
-    def __init__(self, spec: ModelSpec, num_layers: int) -> None:
+    def __init__(self, spec: ModelSpec, num_layers: int, shape: LayerShape | None = None) -> None:
         super().__init__()
-        self.shape = LayerShape.of(spec)
+        self.shape = shape or LayerShape.of(spec)
         self.layers = nn.ModuleList(DecoderLayer(self.shape) for _ in range(num_layers))
 
     def forward(

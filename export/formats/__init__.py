@@ -78,6 +78,7 @@ ENGINES: dict[str, tuple[str, ...]] = {
     "trtllm": ("sglang", "hf"),
     "openvino": ("openvino",),
     "mlx": ("hf",),
+    "onnxruntime": ("onnx",),
 }
 ONLY_EAGLE3 = ("trtllm",)  # engines that read of the flat checkpoints EAGLE-3's alone
 PREFERRED = ("speculators", "sglang", "hf", "vllm-medusa", "mlp-speculator")

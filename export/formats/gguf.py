@@ -1,5 +1,6 @@
 """A draft as one GGUF file, which llama.cpp's server takes beside its target (`-md`): a small
-language model of its own, or an EAGLE-3 layer (`specctl.export.layouts.llama_cpp.eagle3`).
+language model of its own, an EAGLE-3 layer (`specctl.export.layouts.llama_cpp.eagle3`), or a block
+of DFlash or DSpark (`specctl.export.layouts.llama_cpp.blocks`).
 
 llama.cpp refuses a draft whose vocabulary is not the target's, text by text, so the file holds the
 target's own tokenizer and one LM-head row per target token; a trimmed draft is widened as for
@@ -18,8 +19,10 @@ from torch import Tensor
 
 from specctl.export.formats import TARGET, ExportSource, Format
 from specctl.export.formats.hf import compare_logits, own_logits, probe_ids, widened
+from specctl.export.layouts.blocks import check_confidence, mask_row
 from specctl.export.layouts.engines import draft_length, gate
-from specctl.export.layouts.llama_cpp import eagle3, library
+from specctl.export.layouts.llama_cpp import blocks, eagle3, library
+from specctl.export.layouts.llama_cpp.block_reader import GgufBlocks
 from specctl.export.layouts.llama_cpp.model import GgufModel, architecture, write_gguf
 from specctl.export.layouts.llama_cpp.reader import GgufEagle3, GgufReader
 from specctl.export.layouts.llama_cpp.target import FILE as TARGET_FILE
@@ -31,13 +34,20 @@ from specctl.export.readers.trial import (
     compare,
     drafted_logits,
     embedding_of,
+    head_of,
     twin,
     without_router,
 )
 from specctl.models.fast_llama import FastLlama
 
 FILE = "draft.gguf"
-SPEC_TYPES = {"eagle3": "draft-eagle3", "small-lm": "draft-simple"}
+SPEC_TYPES = {
+    "dflash": "draft-dflash",
+    "dspark": "draft-dspark",
+    "eagle3": "draft-eagle3",
+    "small-lm": "draft-simple",
+}
+BLOCKS = ("dflash", "dspark")
 ENGINE = "llama.cpp b11549"
 FED_BACK = 3  # states of the drafter's own that the check of EAGLE-3 compares
 DRAFTED = 4  # tokens that the file drafts on its own in `check`
@@ -47,6 +57,9 @@ def write(source: ExportSource, folder: Path) -> None:
     library()
     if source.manifest.family == "eagle3":
         eagle3.write(source, folder / FILE)
+        return
+    if source.manifest.family in BLOCKS:
+        blocks.write(source, folder / FILE)
         return
     wide, spec = widened(source), source.manifest.model_spec
     architecture(wide.shape, spec.max_positions)
@@ -60,6 +73,8 @@ def check(source: ExportSource, folder: Path) -> None:
     check_files(folder)
     if source.manifest.family == "eagle3":
         reader: GgufReader = _check_eagle3(source, folder / FILE)
+    elif source.manifest.family in BLOCKS:
+        reader = _check_blocks(source, folder / FILE)
     else:
         reader = GgufReader(folder / FILE)
         _check_small_lm(source, reader)
@@ -75,6 +90,24 @@ def _check_eagle3(source: ExportSource, path: Path) -> GgufEagle3:
     ours = drafted_logits(twin(source, without_router(source.drafter)), trial)
     compare(ENGINE, reader.drafted_logits(trial), ours)
     return reader
+
+
+def _check_blocks(source: ExportSource, path: Path) -> GgufBlocks:
+    """The file drafts the block that the drafter drafts, and is as sure of it."""
+    trial = Trial.of(source, _length(source) - 1, without=mask_row(source))
+    reader = GgufBlocks(path, embedding_of(source), head_of(source))
+    ours = drafted_logits(twin(source, source.drafter), trial)
+    compare(ENGINE, reader.drafted_logits(trial), ours)
+    if source.manifest.family == "dspark":
+        check_confidence(source, reader.confidences(trial), trial)
+    return reader
+
+
+def _length(source: ExportSource) -> int:
+    """Drafted tokens: of a block as many as while training, since its slots see each other."""
+    if source.manifest.family in BLOCKS:
+        return int(source.drafter.options.num_heads)
+    return draft_length(source)
 
 
 def _check_small_lm(source: ExportSource, reader: GgufReader) -> None:
@@ -128,7 +161,7 @@ def notes(source: ExportSource) -> tuple[str, ...]:
 def serve(source: ExportSource, folder: str) -> tuple[str, ...]:
     """The target becomes a GGUF file first: by our writer, which knows more tokenizers, where it is
     of Llama's shape, else by llama.cpp's converter."""
-    kind, length = SPEC_TYPES[source.manifest.family], str(draft_length(source))
+    kind, length = SPEC_TYPES[source.manifest.family], str(_length(source))
     convert = ["python", "convert_hf_to_gguf.py", TARGET, "--outfile", "target.gguf"]
     model = "target.gguf"
     if isinstance(source.target.lm, FastLlama):
@@ -142,7 +175,7 @@ def serve(source: ExportSource, folder: str) -> tuple[str, ...]:
 FORMAT = Format(
     name="gguf",
     summary="one GGUF file with the target's tokenizer, for llama.cpp",
-    families=("eagle3", "small-lm"),
+    families=tuple(SPEC_TYPES),
     write=write,
     check=check,
     serve=serve,

@@ -7,27 +7,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from specctl.drafters.eagle3 import Eagle3, Eagle3Options
 from specctl.export.imports.heads import (
-    ELSEWHERE,
     OTHER_TARGET,
     REPAIR,
     check_embedding,
-    check_names,
-    check_value,
     count_of,
-    dtype_of,
+    filled,
     refused,
     vocabulary,
 )
+from specctl.export.imports.layers import check_layers, check_positions
 from specctl.export.readers.layers import LLAMA3_FACTORS
 from specctl.runtime.target.target import Target
 
 TABLES, EMBEDDING = ("d2t", "t2d"), "embed_tokens.weight"
-OFF = ("attention_bias", "mlp_bias", "norm_before_fc", "use_sliding_window")
 LLAMA3 = ("rope_type", "original_max_position_embeddings", *LLAMA3_FACTORS)
 FED_BACK = 3  # states of the drafter's own that the proof compares
 
@@ -42,65 +38,17 @@ def drafter_of(
 ) -> Eagle3:
     """The drafter, its weights as they are stored. `config` is what the engine makes of config.json
     (defaults included), `taps` the hidden states by our count."""
-    _check(config, target)
+    check_layers(config, target, 1)
+    scaling = target.spec.rope_scaling or {}
+    check_positions(config, [{key: scaling.get(key) for key in LLAMA3}])
     rows = getattr(config, "draft_vocab_size", None) or count_of(config, "vocab_size")
     vocab = vocabulary(tensors, rows, target.spec.vocab_size)
     check_embedding(tensors.get(EMBEDDING), target)
     weights = {n: t for n, t in tensors.items() if n not in (*TABLES, EMBEDDING)}
-    options = _options(config, _taps(taps, target.spec.num_layers))
-    with torch.device("meta"):  # shapes first, so that no size can ask for memory
-        shell = Eagle3(options, target.spec, vocab)
-    check_names(weights, shell.tensors())
-    drafter = Eagle3(options, target.spec, vocab)
-    drafter.to(torch.device("cpu"), dtype_of(weights))
-    drafter.load_tensors(weights)
+    options = _options(config, read_taps(taps, target.spec.num_layers))
+    drafter = filled(lambda: Eagle3(options, target.spec, vocab), weights)
     drafter.bind(target.borrowed())
-    drafter.module.eval()
     return drafter
-
-
-def _check(config: Any, target: Target) -> None:
-    """What our layer computes, and the target's own sizes."""
-    spec = target.spec
-    width = f"the head was made for another target than {target.name}"
-    for key, expected in (("hidden_size", spec.hidden_size), ("vocab_size", spec.vocab_size)):
-        count_of(config, key)
-        check_value(config, key, expected, width, OTHER_TARGET)
-    taken = getattr(config, "target_hidden_size", None)
-    if taken is not None and taken != spec.hidden_size:
-        found = f"target_hidden_size: {taken}"
-        raise refused(width, found, f"{spec.hidden_size}, or none", OTHER_TARGET)
-    check_value(config, "num_hidden_layers", 1, "the head has not one layer", ELSEWHERE)
-    eps = "the norms of head and target have other epsilons"
-    check_value(config, "rms_norm_eps", spec.norm_eps, eps, ELSEWHERE)
-    act = getattr(config, "hidden_act", "silu")
-    if act != "silu":
-        raise refused("the head has another activation", f"hidden_act: {act}", "silu", ELSEWHERE)
-    for key in OFF:
-        if getattr(config, key, False):
-            found = f"{key}: {getattr(config, key)}"
-            raise refused("our layer has no such part", found, f"{key}: false", ELSEWHERE)
-    layers = getattr(config, "layer_types", None) or ["full_attention"]
-    if layers[0] != "full_attention":
-        what = "the head looks through a window"
-        raise refused(what, f"layer_types: {layers}", "full_attention", ELSEWHERE)
-    _check_positions(config, spec.rope_scaling or {})
-
-
-def _check_positions(config: Any, target: Mapping[str, Any]) -> None:
-    """Plain rotary positions of any base, or the target's own where they are Llama 3's. (`type` is
-    the old spelling of `rope_type`.)"""
-    for rope in (config.rope_parameters, getattr(config, "rope_scaling", None) or {}):
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        is_shared = kind == "llama3" and all(rope.get(key) == target.get(key) for key in LLAMA3)
-        if (kind != "default" and not is_shared) or rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise refused(
-                "the head scales its positions in a way that ours are not",
-                ", ".join(f"{key} {value}" for key, value in rope.items()),
-                "rope_type default over the whole head, or llama3 just as the target's",
-                ELSEWHERE,
-                "config.json:rope_parameters",
-            )
 
 
 def _options(config: Any, taps: tuple[int, ...]) -> Eagle3Options:
@@ -121,7 +69,7 @@ def _options(config: Any, taps: tuple[int, ...]) -> Eagle3Options:
     )
 
 
-def _taps(ids: Sequence[object], num_layers: int) -> tuple[int, ...]:
+def read_taps(ids: Sequence[object], num_layers: int) -> tuple[int, ...]:
     """Lowest first, as engines hand them out whatever the order of the list."""
     taps = [tap for tap in ids if isinstance(tap, int) and 0 <= tap < num_layers]
     if len(set(taps)) != len(ids):

@@ -7,18 +7,22 @@ at the top counts hidden states (vLLM); without any both take the same three. A 
 unless only vLLM would understand it.
 
 ModelOpt's exporter writes YaRN positions (factor 32) into heads trained with plain ones, for texts
-beyond the trained length: such a head is read with the positions of its training.
+beyond the trained length: such a head is read with the positions of its training, and what it would
+reach with the others is measured beside it.
 Letters: D hidden width, V target vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
 
+from specctl.drafters.eagle3 import Eagle3
 from specctl.export.formats import ExportSource
 from specctl.export.imports import Imported, Importer
 from specctl.export.imports.eagle3 import FED_BACK, default_layers, drafter_of
@@ -38,7 +42,7 @@ NEEDED = (
 )  # fmt: skip
 
 
-def knows(config: Mapping[str, Any]) -> bool:
+def knows(config: Mapping[str, Any], names: Set[str]) -> bool:
     named = config.get("architectures")
     if "speculators_config" in config or "speculators_model_type" in config:
         return False
@@ -48,7 +52,7 @@ def knows(config: Mapping[str, Any]) -> bool:
 
 
 def read(published: Published, target: Target) -> Imported:
-    published, notes = _as_trained(published, target)
+    published, yarn = _as_trained(published, target)
     body = published.config
     _check(body)
     config = _derived(body)
@@ -69,11 +73,15 @@ def read(published: Published, target: Target) -> Imported:
             ).drafted_logits(trial)
         compare(engine, theirs, drafted_logits(twin(source, drafter), trial))
 
-    return Imported(drafter, engine, prove, LENGTH, notes)
+    if yarn is None:
+        return Imported(drafter, engine, prove, LENGTH)
+    readings = {"with the positions of config.json (YaRN)": _scaled(drafter, config, yarn)}
+    return Imported(drafter, engine, prove, LENGTH, (_yarn_note(yarn),), readings)
 
 
-def _as_trained(published: Published, target: Target) -> tuple[Published, tuple[str, ...]]:
-    """Without the YaRN that ModelOpt's exporter adds; any other scaling stays, to be checked."""
+def _as_trained(published: Published, target: Target) -> tuple[Published, Mapping[str, Any] | None]:
+    """Without the YaRN that ModelOpt's exporter adds, and what was left out; any other scaling
+    stays, to be checked."""
     body = dict(published.config)
     scaling = body.get("rope_scaling") or body.get("rope_parameters") or {}
     is_added = (
@@ -83,19 +91,51 @@ def _as_trained(published: Published, target: Target) -> tuple[Published, tuple[
         and (target.spec.rope_scaling or {}).get("rope_type") != "yarn"
     )
     if not is_added:
-        return published, ()
+        return published, None
+    for key in ("factor", "original_max_position_embeddings"):
+        if type(scaling.get(key, 1)) not in (int, float) or not 1 <= scaling.get(key, 1) < 1 << 31:
+            what, found = "config.json scales positions by no number", f"{key}: {scaling[key]}"
+            raise refused(what, found, "1 or more", REPAIR, "config.json:rope_scaling")
     theta = scaling.get("rope_theta", body.get("rope_theta"))
     body["rope_scaling"], body["rope_parameters"] = None, {"rope_type": "default"}
     if theta is not None:
         body["rope_theta"] = body["rope_parameters"]["rope_theta"] = theta
+    return replace(published, config=body), scaling
+
+
+def _yarn_note(scaling: Mapping[str, Any]) -> str:
     factor, length = scaling.get("factor"), scaling.get("original_max_position_embeddings")
-    note = (
+    return (
         f"config.json scales positions by YaRN, factor {factor}. ModelOpt's exporter adds that to "
         f"heads trained with plain positions, for texts beyond the {length} tokens of training: "
         "the head is read with plain positions. Engines that serve the original folder scale from "
         "the first token on; export the package for them, and compare by `specctl bench`."
     )
-    return replace(published, config=body), (note,)
+
+
+def _scaled(drafter: Eagle3, config: Any, scaling: Mapping[str, Any]) -> Eagle3:
+    """The drafter with positions scaled by YaRN, to be measured: cos and sin are multiplied there,
+    which queries and keys that are larger by that factor say as well."""
+    from specctl.models.rope import rope_of
+
+    theta = float(config.rope_parameters["rope_theta"])
+    kind: dict[str, Any] = {
+        "factor": 1.0,
+        "original_max_position_embeddings": 2048,
+        **scaling,
+        "rope_type": "yarn",
+    }
+    length = int(kind["factor"] * kind["original_max_position_embeddings"])
+    spec = replace(drafter.spec, rope_scaling=kind, max_positions=length)
+    made = copy.copy(drafter)
+    made.module = copy.deepcopy(drafter.module)
+    rope = rope_of(spec, drafter.module.shape.head_dim, theta)
+    made.module.shape = replace(made.module.shape, inv_freq=tuple(rope.inv_freq.tolist()))
+    attention = made.module.layer.self_attn
+    with torch.no_grad():
+        for projection in (attention.q_proj, attention.k_proj):
+            projection.weight.mul_(rope.scale)
+    return made
 
 
 def _check(body: Mapping[str, Any]) -> None:

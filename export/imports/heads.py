@@ -5,16 +5,19 @@ Letters: D hidden width, K draft vocabulary, V target vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from specctl.core.drafter import Drafter
 from specctl.core.errors import IncompatibleError, IntegrityError
 from specctl.core.vocab import VocabMap
+from specctl.drafters.nets.heads import head_rows
 from specctl.runtime.target.target import Target
 
+AnyDrafter = TypeVar("AnyDrafter", bound=Drafter)
 STORED = {torch.float32, torch.float16, torch.bfloat16}
 
 
@@ -116,6 +119,38 @@ def check_embedding(rows_VD: Tensor | None, target: Target) -> None:
 
 
 EMBEDDING = "the head has an embedding of its own, not the target's"
+
+
+def check_head(rows_KD: Tensor | None, vocab: VocabMap | None, target: Target) -> None:
+    """The head reads the target's own LM head, of all ids or of its vocabulary's."""
+    if rows_KD is None:
+        return
+    theirs_KD = head_rows(target.borrowed(), vocab).detach().cpu().to(rows_KD.dtype)
+    name = "lm_head.weight"
+    if rows_KD.shape != theirs_KD.shape:
+        expected = f"{tuple(theirs_KD.shape)}, as of {target.name}"
+        raise refused(LM_HEAD, f"{tuple(rows_KD.shape)}", expected, OTHER_TARGET, name)
+    others = int((rows_KD != theirs_KD).any(-1).sum())
+    if others:
+        found = f"{others:,} rows that differ"
+        do = "give the target (and the revision) that it was trained for; " + ELSEWHERE
+        raise refused(LM_HEAD, found, f"the rows of {target.name}", do, name)
+
+
+LM_HEAD = "the folder has an LM head of its own, not the target's"
+
+
+def filled(make: Callable[[], AnyDrafter], weights: Mapping[str, Tensor]) -> AnyDrafter:
+    """The drafter that `make` makes, with these weights as they are stored: exactly its own."""
+    with torch.device("meta"):  # shapes first, so that no size can ask for memory
+        shell = make()
+    check_names(weights, shell.tensors())
+    drafter = make()
+    drafter.to(torch.device("cpu"), dtype_of(weights))
+    drafter.load_tensors(weights)
+    assert drafter.module is not None
+    drafter.module.eval()
+    return drafter
 
 
 def check_names(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:

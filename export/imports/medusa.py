@@ -4,22 +4,20 @@ parameter names are the layout's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from types import SimpleNamespace
 from typing import Any
-
-import torch
 
 from specctl.drafters.medusa import Medusa, MedusaOptions
 from specctl.export.formats.medusa import FILE, compare_heads
 from specctl.export.imports import Imported, Importer
-from specctl.export.imports.heads import REPAIR, check_names, count_of, dtype_of, refused
+from specctl.export.imports.heads import REPAIR, count_of, filled, refused
 from specctl.export.imports.published import Published
 from specctl.export.readers.medusa import TgiMedusa
 from specctl.runtime.target.target import Target
 
 
-def knows(config: Mapping[str, Any]) -> bool:
+def knows(config: Mapping[str, Any], names: Set[str]) -> bool:
     return "medusa_num_heads" in config
 
 
@@ -31,13 +29,7 @@ def read(published: Published, target: Target) -> Imported:
     config = SimpleNamespace(**published.config)
     num_heads, num_blocks = (count_of(config, f"medusa_num_{of}") for of in ("heads", "layers"))
     options = MedusaOptions(num_heads=num_heads, num_blocks=num_blocks)
-    with torch.device("meta"):  # shapes first, so that no size can ask for memory
-        shell = Medusa(options, target.spec)
-    check_names(published.tensors, shell.tensors())
-    drafter = Medusa(options, target.spec)
-    drafter.to(torch.device("cpu"), dtype_of(published.tensors))
-    drafter.load_tensors(published.tensors)
-    drafter.module.eval()
+    drafter = filled(lambda: Medusa(options, target.spec), published.tensors)
     return Imported(
         drafter,
         TgiMedusa.name,

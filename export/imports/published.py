@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,10 +24,14 @@ from specctl.export.package.files import (
     read_header,
     read_json,
 )
-from specctl.export.package.manifest import MANIFEST, read_manifest
-from specctl.export.package.tensors import read_tensors
+from specctl.export.package.manifest import CARD, MANIFEST, WEIGHTS, read_manifest
+from specctl.export.package.tensors import read_tensors, write_tensors
 
 CONFIG = "config.json"
+MOST_CLAIMS, MOST_SHOWN = 3, 160
+_CLAIM = re.compile(
+    r"(?=.*\d)(accept\w*[ _-](length|rate|len|per)|mean accepted|\btau\b)", re.IGNORECASE
+)
 CONVERT = (
     "where you trust its author, convert it beside itself and delete the pickle: "
     "t = torch.load('{name}', weights_only=True, map_location='cpu') ; "
@@ -36,22 +41,26 @@ CONVERT = (
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The folder, its configuration, its tensors by name, and the files that hold them."""
+    """The folder, its configuration, its tensors by name, the files that hold them, and the lines
+    of its README that speak of acceptance."""
 
     folder: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     files: tuple[Path, ...]
+    claims: tuple[str, ...] = ()
 
     @contextmanager
-    def staged(self, **fields: Any) -> Iterator[Path]:
-        """A folder with the same weights, and a configuration with other values of these keys and
-        without code, for a reader that asks for an engine's own spelling."""
+    def staged(self, tensors: Mapping[str, Tensor] | None = None, **fields: Any) -> Iterator[Path]:
+        """A folder with the same weights, or with `tensors`, and a configuration with other values
+        of these keys and without code, for a reader that asks for an engine's own spelling."""
         body = {key: value for key, value in self.config.items() if key != "auto_map"}
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             (folder / CONFIG).write_text(json.dumps(body | fields), encoding="utf-8")
-            for path in self.files:
+            if tensors is not None:
+                write_tensors({n: t.contiguous() for n, t in tensors.items()}, folder / WEIGHTS)
+            for path in self.files if tensors is None else ():
                 os.symlink(path, folder / path.name)
             yield folder
 
@@ -84,7 +93,16 @@ def read_published(path: Path) -> Published:
     paths = tuple(
         files[name].resolve() if files[name].is_symlink() else files[name] for name in weights
     )
-    return Published(folder, read_json(files[CONFIG]), _tensors(weights, paths), paths)
+    claims = _claims(files[CARD]) if CARD in files else ()
+    return Published(folder, read_json(files[CONFIG]), _tensors(weights, paths), paths, claims)
+
+
+def _claims(path: Path) -> tuple[str, ...]:
+    """Lines that put a number on acceptance, shortened and without what a terminal would obey."""
+    with path.open("rb") as stream:
+        lines = stream.read(1 << 20).decode("utf-8", errors="replace").splitlines()
+    said = [ascii(" ".join(line.split()))[1:-1] for line in lines if _CLAIM.search(line)]
+    return tuple(line[:MOST_SHOWN] for line in said[:MOST_CLAIMS])
 
 
 def _refuse_ours(folder: Path, files: Mapping[str, Path]) -> None:

@@ -1,10 +1,11 @@
 """EAGLE-3 in the speculators format, read as vLLM reads it: a missing `norm_before_residual` is
-true, the layer ids count hidden states, `d2t` holds offsets.
+true, the layer ids count hidden states, `d2t` holds offsets. (Other kinds of the format are read by
+`speculators_blocks` and `p_eagle`.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from specctl.export.formats import ExportSource
@@ -16,17 +17,22 @@ from specctl.export.readers.trial import Trial, compare, drafted_logits, embeddi
 from specctl.export.readers.vllm_eagle3 import ENGINE, VllmEagle3, draft_config
 from specctl.runtime.target.target import Target
 
+KIND, BLOCKS = "speculators_model_type", ("dflash", "dspark")
+OTHER_KINDS = (*BLOCKS, "peagle")
 
-def knows(config: Mapping[str, Any]) -> bool:
-    return "speculators_config" in config or "speculators_model_type" in config
+
+def knows(config: Mapping[str, Any], names: Set[str]) -> bool:
+    is_ours = "speculators_config" in config or "speculators_model_type" in config
+    return is_ours and config.get("speculators_model_type") not in OTHER_KINDS
 
 
 def read(published: Published, target: Target) -> Imported:
     body = published.config
     kind = body.get("speculators_model_type")
     if kind != "eagle3":
-        what, where = "of the speculators format only eagle3 is imported", "speculators_model_type"
-        raise refused(what, f"{where}: {kind}", "eagle3", ELSEWHERE, f"config.json:{where}")
+        what, where = "only some kinds of the speculators format are imported", KIND
+        expected = ", ".join(("eagle3", *OTHER_KINDS))
+        raise refused(what, f"{where}: {kind}", expected, ELSEWHERE, f"config.json:{where}")
     config = draft_config(body)
     taps = getattr(
         config, "eagle_aux_hidden_state_layer_ids", default_layers(target.spec.num_layers)
@@ -38,10 +44,10 @@ def read(published: Published, target: Target) -> Imported:
         theirs = VllmEagle3(published.folder, embedding_of(source)).drafted_logits(trial)
         compare(ENGINE, theirs, drafted_logits(twin(source, drafter), trial))
 
-    return Imported(drafter, ENGINE, prove, max(1, config.length), _other_verifier(body, target))
+    return Imported(drafter, ENGINE, prove, max(1, config.length), other_verifier(body, target))
 
 
-def _other_verifier(body: Mapping[str, Any], target: Target) -> tuple[str, ...]:
+def other_verifier(body: Mapping[str, Any], target: Target) -> tuple[str, ...]:
     """The target that the folder names, where the one given has another name."""
     named = body["speculators_config"]["verifier"]["name_or_path"]
     if not isinstance(named, str) or named == target.name:

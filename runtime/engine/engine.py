@@ -63,7 +63,7 @@ class Engine:
         self.policy: Policy = fresh(policy) if policy is not None else Direct()
         self._usual_rule = sampling_rule(rule, drafter, self.policy)
         self.needs = drafter.needs() if drafter is not None else Needs()
-        self.reader = TargetReader(target, self.policy, self.needs.taps)
+        self.reader = TargetReader(target, self.policy, self.needs.taps, drafter)
         check_rule(rule, drafter, self.policy)
         if drafter is not None and self.needs.borrow:
             drafter.bind(target.borrowed())

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from specctl.core.drafter import Drafter
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LmOut
 from specctl.core.tree import DraftTree
 from specctl.runtime.engine.early_pruning import pruning_of
 from specctl.runtime.engine.round import Round
+from specctl.runtime.engine.unpadded import Unpadded
 from specctl.runtime.policies.base import Policy
 from specctl.runtime.target.target import Target
 from specctl.runtime.verify import Verdict
@@ -24,9 +26,16 @@ class TargetReader:
     """Reads what a round drafted and keeps what it accepted; with the `taps` that the drafter wants
     of every position. One writer of the cache."""
 
-    def __init__(self, target: Target, policy: Policy, taps: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        target: Target,
+        policy: Policy,
+        taps: tuple[int, ...],
+        drafter: Drafter | None = None,
+    ) -> None:
         self.target, self.taps = target, taps
-        pruning = pruning_of(target.lm, policy)
+        pruning = pruning_of(target.lm, policy, drafter)
+        self._unpadded = Unpadded.of(target.lm)
         self._forward: TreeForward = pruning.forward if pruning is not None else self._whole
         self._kv: SlotKV | None = None
 
@@ -60,6 +69,8 @@ class TargetReader:
         return self._forward(feed, tree, self.kv)
 
     def _whole(self, feed: Feed, tree: DraftTree, kv: SlotKV) -> tuple[DraftTree, LmOut]:
+        if self._unpadded is not None:
+            return tree, self._unpadded.run(feed, tree, kv)
         return tree, self.target.lm.run(feed, kv)
 
     def keep(self, round: Round, tree: DraftTree, verdict: Verdict) -> None:

@@ -113,13 +113,17 @@ class Learner(Protocol):
 @runtime_checkable
 class Pruning(Protocol):
     """A policy whose nodes the target may drop behind its first `early_layer` layers (None: never)
-    unless they are among the `early_top` best there. Its nodes are POINT."""
+    unless they are among the `early_top` best there, by the early head of the drafter, or with
+    `early_shared` by the target's own. Its nodes are POINT."""
 
     @property
     def early_layer(self) -> int | None: ...
 
     @property
     def early_top(self) -> int: ...
+
+    @property
+    def early_shared(self) -> bool: ...
 
 
 def fresh(policy: Policy) -> Policy:

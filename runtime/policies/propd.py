@@ -9,8 +9,9 @@ they show in the seconds. Every `refresh` rounds the choice is made anew, and on
 the largest tree, so that ranks and sizes no longer chosen stay known.
 
 Early pruning (`runtime/engine/early_pruning.py`): with `early_layer` the target's lower layers drop
-children that are not among their `early_top` best. Both decide from earlier rounds and the text
-alone, and candidates are best tokens: POINT.
+children that are not among their `early_top` best, by the drafter's trained early head (family
+propd); without one, or with `early_shared`, by the target's own LM head. Both decide from earlier
+rounds and the text alone, and candidates are best tokens: POINT.
 Letters: B rows, N nodes, P path.
 """
 
@@ -100,6 +101,7 @@ class Progressive(PointTree):
     nodes: int = 24
     early_layer: int | None = None
     early_top: int = 64
+    early_shared: bool = False
     refresh: int = 16
     learned: Experience = field(init=False, repr=False, compare=False)
 

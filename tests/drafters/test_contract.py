@@ -49,7 +49,7 @@ TYPICAL = [
 # Options under which a loss holds nothing but distributions that drafting uses, all of one weight.
 AS_SERVED = {
     "feature_weight": 0.0, "hidden_weight": 0.0, "noise": 0.0, "dropout": 0.0, "glance": 0.0,
-    "passes": 1, "head_weight": None,
+    "passes": 1, "head_weight": None, "early_weight": 0.0,
 }  # fmt: skip
 # Every policy of a family; over a trimmed vocabulary the family's first.
 GREEDILY = [(*grown, False) for grown in GROWN]

@@ -182,8 +182,10 @@ def target(make_target: Any) -> Target:
 def publish(target: Target, tmp_path: Path) -> Callable[..., tuple[Drafter, Path]]:
     """publish(to, change, **options): a random head, and a folder as another toolkit leaves it."""
 
-    def make(to: str, change: Change | None = None, **options: Any) -> tuple[Drafter, Path]:
-        drafter, out = shaken("eagle3", target, **options), tmp_path / "published"
+    def make(
+        to: str, change: Change | None = None, family: str = "eagle3", **options: Any
+    ) -> tuple[Drafter, Path]:
+        drafter, out = shaken(family, target, **options), tmp_path / "published"
         exported(drafter, target, out, to)
         for name in (MANIFEST, CARD):
             (out / name).unlink()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from specctl.api.measurement import Measurement
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Drafter
 from specctl.core.errors import GateError, IncompatibleError
@@ -19,19 +20,13 @@ from specctl.core.masks import document_mask
 from specctl.core.vocab import VocabMap
 from specctl.drafters import families
 from specctl.export.formats import export
+from specctl.export.imports import Imported, Measured, import_published
 from specctl.export.package.check import check_package
 from specctl.export.package.folder import load_drafter
-from specctl.export.package.manifest import MANIFEST, WEIGHTS, read_manifest
+from specctl.export.package.manifest import CARD, MANIFEST, WEIGHTS, read_manifest
 from specctl.runtime.target.target import Target
 from specctl_testing.export.engine_cases import KEPT, Change, exported, shaken
-from specctl_testing.export.import_cases import LAYERS, Config, Tensors, taken
-
-
-def same_tensors(ours: Drafter, theirs: Drafter) -> bool:
-    ours_T, theirs_T = ours.tensors(), theirs.tensors()
-    return ours_T.keys() == theirs_T.keys() and all(
-        torch.equal(ours_T[name], theirs_T[name]) for name in ours_T
-    )
+from specctl_testing.export.import_cases import LAYERS, Config, Tensors, same_tensors, taken
 
 
 @pytest.mark.parametrize(
@@ -175,6 +170,44 @@ def test_flat_folders_of_other_toolkits_are_read_as_their_engines_do(
     assert found.module.shape.rope_theta == options.get("rope_theta", target.spec.rope_theta)
 
 
+def test_the_yarn_of_an_exporter_is_a_second_reading(
+    target: Target, publish: Any, tmp_path: Path
+) -> None:
+    """Its scores are those of transformers' YaRN, whose cos and sin are multiplied as well."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+    seen: list[Imported] = []
+
+    def measure(found: Imported, serve: Any) -> Measured:
+        seen.append(found)
+        record = Measurement(1.25, (0.25,), 8, 48).record(target)
+        return Measured(1.25, record, dict.fromkeys(found.readings, 1.0))
+
+    _, folder = publish("sglang", modelopt_yarn, kept=KEPT, rope_theta=100.0)
+    out = tmp_path / "package"
+    report = import_published(folder, target, out, command=["specctl"], measure=measure)
+    assert report.measured is not None
+    assert list(report.measured.readings) == ["with the positions of config.json (YaRN)"]
+    (other,) = seen[0].readings.values()
+    plain, scaled = (one.module.layer.self_attn for one in (seen[0].drafter, other))
+    head_dim = plain.shape.head_dim
+    config = LlamaConfig(
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        max_position_embeddings=target.spec.max_positions,
+        rope_parameters={"rope_type": "yarn", "factor": 32.0, "rope_theta": 100.0,
+                         "original_max_position_embeddings": 2048},
+    )  # fmt: skip
+    x_1TI, at_1T = torch.randn(1, 20, plain.q_proj.in_features), torch.arange(20)[None]
+    cos, sin = LlamaRotaryEmbedding(config)(x_1TI, at_1T)
+    query, key = (plain._heads(p(x_1TI)) for p in (plain.q_proj, plain.k_proj))
+    query, key = apply_rotary_pos_emb(query, key, cos, sin)
+    rope = other.module.rope(at_1T)
+    ours = scaled.query(x_1TI, rope)[:, :2], scaled.key_value(x_1TI, rope)[0][:, :2]
+    torch.testing.assert_close(ours, (query[:, :2], key[:, :2]))
+
+
 @pytest.mark.parametrize(("to", "meant"), [("speculators", True), ("sglang", False)])
 def test_a_missing_norm_before_residual_is_what_the_engine_of_the_format_takes_it_for(
     to: str, meant: bool, target: Target, publish: Any, tmp_path: Path
@@ -265,9 +298,17 @@ def test_the_command_imports_and_says_what_is_next(
 
     folder, out = tmp_path / "head", tmp_path / "package"
     exported(shaken("eagle3", tiny_target), tiny_target, folder, "speculators")
-    assert main(["import", str(folder), "--target", "tiny", "--out", str(out), "--json"]) == 0
+    (folder / MANIFEST).unlink()
+    (folder / CARD).write_text("# A head\n\nAcceptance length: 3.14\x1b[31m on my prompts\n")
+    few = ["--num-prompts", "2", "--max-new-tokens", "8"]
+    words = ["import", str(folder), "--target", "tiny", "--out", str(out), "--json", *few]
+    assert main(words) == 0
     answer = json.loads(capfd.readouterr().out)
     assert answer["result"]["format"] == "speculators"
+    assert answer["result"]["claims"] == ["Acceptance length: 3.14\\x1b[31m on my prompts"]
+    acceptance = read_manifest(out).acceptance
+    assert acceptance is not None
+    assert (acceptance.tau, acceptance.prompts) == (answer["result"]["tau"], 2)
     assert answer["next"] == [
         f"specctl bench --target tiny --draft {out}",
         f"specctl verify {out} --target tiny --level lossless",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from specctl.export.package.manifest import WEIGHTS
 from specctl.runtime.target.target import Target
 from specctl_testing.export.engine_cases import KEPT, Change, without
 from specctl_testing.export.import_cases import LAYERS, Config, Tensors, taken
+from specctl_testing.export.mutations import is_refused, mutated
 
 
 def absolute(config: Config, tensors: Tensors) -> None:
@@ -207,6 +210,26 @@ def test_what_is_no_published_head_is_refused(target: Target, publish: Any, tmp_
         taken(folder, target, tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("to", "family"), [("sglang", "eagle3"), ("sglang", "dflash"), ("speculators", "dspark")]
+)
+def test_no_value_of_a_configuration_is_an_error_of_ours(
+    to: str, family: str, target: Target, publish: Any, tmp_path: Path
+) -> None:
+    """Taken over, or refused as a user can understand."""
+    how = {} if family == "eagle3" else {"mask_id": 9}
+    _, folder = publish(to, family=family, **how)
+    file, draw, refused = folder / "config.json", random.Random(0), 0
+    body = file.read_text()
+    for _ in range(20):
+        config = json.loads(body)
+        mutated(config, draw)
+        file.write_text(json.dumps(config))
+        refused += is_refused(lambda: taken(folder, target, tmp_path / "package"))
+        shutil.rmtree(tmp_path / "package", ignore_errors=True)
+    assert refused > 5
+
+
 def test_formats_are_told_apart_by_their_configuration() -> None:
     told = {
         "speculators": {"speculators_model_type": "eagle3", "architectures": ["Eagle3DraftModel"]},
@@ -224,11 +247,13 @@ def test_formats_are_told_apart_by_their_configuration() -> None:
 def test_other_kinds_of_the_speculators_format_are_named(
     target: Target, publish: Any, tmp_path: Path
 ) -> None:
-    def dflash(config: Config, tensors: Tensors) -> None:
-        config["speculators_model_type"] = "dflash"
+    def mtp(config: Config, tensors: Tensors) -> None:
+        config["speculators_model_type"] = "mtp"
 
-    _, folder = publish("speculators", dflash)
-    with pytest.raises(IncompatibleError, match=r"only eagle3.*dflash"):
+    _, folder = publish("speculators", mtp)
+    with pytest.raises(
+        IncompatibleError, match=r"only some kinds.*mtp.*eagle3, dflash, dspark, peagle"
+    ):
         taken(folder, target, tmp_path / "package")
 
 

@@ -161,6 +161,7 @@ SHARING: dict[str, dict[str, Any]] = {
     "medusa": {"head": "own"},
     "mlp-speculator": {},
     "p-eagle": {**ALL, "keep": 1.0},
+    "propd": {},
     "recurrent": {},
     "small-lm": {"width": 16, "heads": 2, "layers": 2, "window": 5},
 }

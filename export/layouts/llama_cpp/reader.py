@@ -1,7 +1,7 @@
 """Reference reader of a GGUF file: what llama.cpp (b11549) computes from it, in float64.
 
 Mirrors src/llama-model.cpp and src/models/{llama,qwen3}.cpp: defaults of missing keys, the
-graph by `general.architecture` (llama and eagle3 rotate neighbours, qwen3 halves), an absent
+graph by `general.architecture` (llama and eagle3 rotate neighbours, others halves), an absent
 `output` read from the embedding, `rope_freqs` as divisors, but for qwen3; a tensor that the graph
 does not ask for, or lacks, stops the load. It shares nothing with the writer.
 
@@ -27,7 +27,8 @@ from specctl.export.layouts.llama_cpp.tokens import GgufTokens
 from specctl.export.readers.trial import Trial, chained, over_targets
 
 # Of the attention; None: where there is a bias.
-_IS_BIASED = {"llama": None, "qwen3": False, "eagle3": False}
+_IS_BIASED = {"llama": None, "qwen3": False, "eagle3": False, "dflash": False}
+_HALVES = ("qwen3", "dflash")  # graphs that rotate halves, not neighbours
 _REQUIRED = object()
 
 
@@ -49,7 +50,7 @@ class GgufReader:
             self._tensors[entry.name] = torch.from_numpy(array.copy()).double()
         self.arch = str(self._get("general.architecture"))
         if self.arch not in _IS_BIASED:
-            raise gate(f"architecture {self.arch}", "llama, qwen3 or eagle3")
+            raise gate(f"architecture {self.arch}", ", ".join(_IS_BIASED))
         self._used: set[str] = set()
         self._sizes()
         self.tokens = self._vocabulary()
@@ -88,7 +89,7 @@ class GgufReader:
         inv_freq = base ** (-2 * half / self.head_dim)
         if kind == "linear" and factor:
             inv_freq = inv_freq / factor
-        if self.arch != "qwen3" and "rope_freqs.weight" in self._tensors:
+        if self.arch not in _HALVES and "rope_freqs.weight" in self._tensors:
             inv_freq = inv_freq / self._tensor("rope_freqs.weight", self.head_dim // 2)
         return inv_freq
 
@@ -109,7 +110,7 @@ class GgufReader:
         )
 
     def special_id(self, name: str) -> int | None:
-        """`bos` or `eos`."""
+        """`bos`, `eos` or `mask`."""
         found = self._get(f"tokenizer.ggml.{name}_token_id", None)
         return None if found is None else int(found)
 
@@ -135,7 +136,7 @@ class GgufReader:
         at_S = torch.arange(x_SHE.shape[0], dtype=torch.float64)
         angle = (at_S[:, None] * self.inv_freq)[:, None]
         cos, sin = angle.cos(), angle.sin()
-        if self.arch != "qwen3":
+        if self.arch not in _HALVES:
             a, b = x_SHE[..., 0::2], x_SHE[..., 1::2]
             return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
         a, b = x_SHE.chunk(2, dim=-1)

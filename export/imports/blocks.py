@@ -1,0 +1,166 @@
+"""A DFlash or DSpark checkpoint of any format as our drafter: Qwen3 layers over injected features,
+under the published names. Embedding and LM head are the target's, whether the folder repeats them
+or not; a mask that is no row of the target's embedding becomes a vector of the drafter's own.
+Letters: D hidden width, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from specctl.core.vocab import VocabMap
+from specctl.drafters.dflash import DFlash, DFlashOptions, InjectedBlocks
+from specctl.drafters.dspark import DSpark, DSparkOptions
+from specctl.drafters.nets.blocks import LayerShape
+from specctl.export.imports.heads import (
+    ELSEWHERE,
+    OTHER_TARGET,
+    REPAIR,
+    check_embedding,
+    check_head,
+    count_of,
+    filled,
+    refused,
+    vocabulary,
+)
+from specctl.export.imports.layers import check_layers, check_positions
+from specctl.export.layouts.blocks import PUBLISHED
+from specctl.runtime.target.target import Target
+
+EMBEDDING, HEAD, TABLES = "embed_tokens.weight", "lm_head.weight", ("d2t", "t2d")
+OURS = {theirs: ours for ours, theirs in PUBLISHED.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockReading:
+    """What an engine makes of config.json: `taps` as hidden states, the token of the mask, how many
+    tokens are drafted; `rank` is that of DSpark's correction (None: DFlash)."""
+
+    config: Any
+    taps: Sequence[object]
+    mask_id: object
+    num_drafted: int
+    rank: int | None = None
+
+
+def drafter_of(
+    reading: BlockReading, tensors: Mapping[str, Tensor], target: Target
+) -> InjectedBlocks:
+    """The drafter, its weights as they are stored."""
+    config, spec = reading.config, target.spec
+    check_layers(config, target)
+    check_positions(config)
+    rows = getattr(config, "draft_vocab_size", None) or spec.vocab_size
+    vocab = vocabulary(tensors, rows, spec.vocab_size)
+    weights = {_ours(n): t for n, t in tensors.items() if n not in (*TABLES, EMBEDDING, HEAD)}
+    check_head(tensors.get(HEAD), vocab, target)
+    mask_id = _mask_id(reading, spec.vocab_size)
+    own_mask_D = own_mask(tensors.get(EMBEDDING), mask_id, target)
+    if own_mask_D is not None:
+        weights["mask"] = own_mask_D
+    options: dict[str, Any] = {
+        "num_heads": reading.num_drafted,
+        "layers": count_of(config, "num_hidden_layers"),
+        "taps": _taps(reading.taps, spec.num_layers),
+        "mask_id": mask_id if own_mask_D is None else None,
+        **_shape(config, target),
+    }
+    drafter = filled(lambda: _made(reading, options, target, vocab), weights)
+    drafter.bind(target.borrowed())
+    return drafter
+
+
+def _made(
+    reading: BlockReading, options: Mapping[str, Any], target: Target, vocab: VocabMap | None
+) -> InjectedBlocks:
+    if reading.rank is None:
+        return DFlash(DFlashOptions(**options), target.spec, vocab)
+    return DSpark(DSparkOptions(**options, rank=reading.rank), target.spec, vocab)
+
+
+def _shape(config: Any, target: Target) -> dict[str, Any]:
+    """Sizes of the layers, where they are not the target's own."""
+    sizes: dict[str, Any] = {
+        "heads": count_of(config, "num_attention_heads"),
+        "kv_heads": count_of(config, "num_key_value_heads"),
+        "head_dim": count_of(config, "head_dim"),
+        "intermediate": count_of(config, "intermediate_size"),
+        "rope_theta": float(config.rope_parameters["rope_theta"]),
+    }
+    is_same = DFlashOptions(**sizes).shape(target.spec) == LayerShape.of(target.spec)
+    return {} if is_same else sizes
+
+
+def _ours(name: str) -> str:
+    for theirs, ours in OURS.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name  # for `check_names` to refuse
+
+
+def _mask_id(reading: BlockReading, size: int) -> int:
+    found = reading.mask_id
+    if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < size:
+        raise refused(
+            "config.json does not say which token's embedding stands for what is not known yet",
+            f"mask_token_id: {found}",
+            f"an id of the target, 0 to {size - 1:,}",
+            "ask its author, and write it into dflash_config (z-lab's first checkpoints: the first "
+            "id behind the tokenizer's own)",
+            "config.json:mask_token_id",
+        )
+    return found
+
+
+def own_mask(rows_VD: Tensor | None, mask_id: int, target: Target) -> Tensor | None:
+    """[D]: the mask's row, where it alone differs from the target's embedding."""
+    if rows_VD is None:
+        check_embedding(None, target)
+        return None
+    borrowed = target.borrowed()
+    theirs_VD = (borrowed.embedding_VD * borrowed.embed_scale).detach().cpu().to(rows_VD.dtype)
+    if rows_VD.shape == theirs_VD.shape:
+        differs_V = (rows_VD != theirs_VD).any(-1)
+        if differs_V.any() and differs_V.nonzero()[:, 0].tolist() == [mask_id]:
+            return rows_VD[mask_id].clone()
+    check_embedding(rows_VD, target)
+    return None
+
+
+def _taps(taps: Sequence[object], num_layers: int) -> tuple[int, ...]:
+    """Lowest first, as engines hand them out."""
+    known = [tap for tap in taps if isinstance(tap, int) and not isinstance(tap, bool)]
+    known = [tap for tap in known if 0 <= tap < num_layers]
+    if not known or len(set(known)) != len(taps):
+        raise refused(
+            "a layer that the head reads is none of this target",
+            f"hidden states {list(taps)} of {num_layers} layers",
+            f"distinct ones from 0 to {num_layers - 1}",
+            OTHER_TARGET + "; " + REPAIR,
+            "config.json:target_layer_ids",
+        )
+    return tuple(sorted(known))
+
+
+def refuse_variants(settings: Mapping[str, Any]) -> None:
+    """Switches of the published blocks that ours do not have."""
+    allowed = {
+        "projector_type": (None, "dflash", "dspark"),
+        "markov_head_type": (None, "vanilla"),
+        "causal": (None, False),
+        "use_swa": (None, False),
+        "attention_sink_bias": (None, False),
+        "enable_confidence_head": (None, True),
+        "use_confidence_head": (None, True),
+        "confidence_head_with_markov": (None, True),
+    }
+    for key, values in allowed.items():
+        found = settings.get(key)
+        if not any(found is value or (found == value and value) for value in values):
+            what = "the head has a part, or a way to attend, that our blocks have not"
+            expected = f"{key}: {str(values[-1]).lower()}"
+            raise refused(what, f"{key}: {found}", expected, ELSEWHERE, f"config.json:{key}")

@@ -1,0 +1,133 @@
+"""DFlash and DSpark as a GGUF file draft by llama.cpp's rules what the drafter drafts here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+
+from specctl.core.errors import GateError
+from specctl.export.formats.gguf import FILE
+from specctl.export.layouts.llama_cpp import blocks
+from specctl.runtime.target.target import Target
+from specctl_testing.export.engine_cases import exported, shaken
+from specctl_testing.export.gguf_cases import byte_tokenizer
+
+KEPT = (0, 1, 2, *range(3, 300, 3))
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def target(make_target: Any) -> Target:
+    made: Target = make_target(num_layers=6, hidden=16, vocab=320, rope_theta=5000.0)
+    return replace(
+        made,
+        tokenizer=byte_tokenizer(),
+        tokenizer_fingerprint="b" * 64,
+        template_digest="c" * 64,
+        eos_ids=(1, 2),
+    )
+
+
+@pytest.mark.parametrize("family", ["dflash", "dspark"])
+@pytest.mark.parametrize(
+    ("kept", "options"),
+    [
+        (None, {"mask_id": 7, "taps": (5, 1, 2)}),
+        (KEPT, {}),
+        (KEPT, {"mask_id": 7, "heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 24}),
+    ],
+)
+def test_llama_cpp_computes_the_same_block(
+    family: str, kept: Any, options: dict[str, Any], target: Target, tmp_path: Path
+) -> None:
+    drafter: Any = shaken(family, target, kept, num_heads=3, **options)
+    manifest = exported(drafter, target, tmp_path / "out", "gguf")
+    file = gguf.GGUFReader(tmp_path / "out" / FILE)
+    fields = {name: field.contents() for name, field in file.fields.items()}
+    assert fields["dflash.target_layers"] == sorted(drafter.own_taps)
+    assert fields["dflash.block_size"] == drafter.num_slots
+    names = {tensor.name for tensor in file.tensors}
+    assert ("token_embd.weight" in names) == ("mask_id" not in options)
+    assert {"output.weight", "d2t"} <= names if kept else not {"output.weight", "d2t"} & names
+    assert ("markov_w1.weight" in names) == (family == "dspark")
+    words = manifest.served_by[-1].split()
+    assert words[words.index("--spec-type") + 1] == f"draft-{family}"
+    assert words[words.index("--spec-draft-n-max") + 1] == "3"
+
+
+def offsets(tensors: Tensors) -> None:
+    tensors["d2t"] = tensors["d2t"] - torch.arange(len(tensors["d2t"]))
+
+
+def neighbours(tensors: Tensors) -> None:
+    """Rows in the order of a graph that rotates neighbours."""
+    rows = tensors["blk.0.attn_k.weight"]
+    tensors["blk.0.attn_k.weight"] = rows.view(2, 2, -1, 16).transpose(1, 2).reshape(rows.shape)
+
+
+def without_norm(tensors: Tensors) -> None:
+    del tensors["blk.1.attn_q_norm.weight"]
+
+
+def without_head(tensors: Tensors) -> None:
+    del tensors["output.weight"]
+
+
+def unasked(tensors: Tensors) -> None:
+    tensors["blk.0.attn_norm_2.weight"] = torch.ones(16)
+
+
+def other_correction(tensors: Tensors) -> None:
+    tensors["markov_w1.weight"] = tensors["markov_w1.weight"].roll(1, 0)
+
+
+def less_sure(tensors: Tensors) -> None:
+    tensors["conf_proj.bias"] = tensors["conf_proj.bias"] + 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (offsets, "could draft other token ids"),
+        (neighbours, "differ by"),
+        (without_norm, "blk.1.attn_q_norm.weight is missing"),
+        (without_head, "no LM head for a reduced vocabulary"),
+        (unasked, "does not read"),
+        (other_correction, "differ by"),
+        (less_sure, "confidences differ"),
+    ],
+)
+def test_a_mistake_of_the_writer_is_caught(
+    change: Any, said: str, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = blocks.tensors_of
+
+    def wrong(source: Any) -> Tensors:
+        tensors = right(source)
+        change(tensors)
+        return tensors
+
+    monkeypatch.setattr(blocks, "tensors_of", wrong)
+    with pytest.raises(GateError, match=said):
+        exported(shaken("dspark", target, KEPT, num_heads=3), target, tmp_path / "out", "gguf")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("wrong", ["layers", "mask"])
+def test_shifted_layers_and_another_mask_are_caught(
+    wrong: str, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if wrong == "mask":
+        monkeypatch.setattr(blocks, "mask_row", lambda source: 9)
+    else:
+        right = blocks.hidden_state_ids
+        shifted = lambda taps, layers: [tap - 1 for tap in right(taps, layers)]  # noqa: E731
+        monkeypatch.setattr(blocks, "hidden_state_ids", shifted)
+    drafter = shaken("dflash", target, None, num_heads=3, mask_id=7)
+    with pytest.raises(GateError, match="differ by"):
+        exported(drafter, target, tmp_path / "out", "gguf")

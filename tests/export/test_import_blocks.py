@@ -1,0 +1,210 @@
+"""Import of DFlash and DSpark checkpoints, flat and in the speculators format."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specctl.core.errors import GateError, SpecctlError
+from specctl.export.package.folder import load_drafter
+from specctl.runtime.target.target import Target
+from specctl_testing.export.engine_cases import KEPT, Change, saying, swapped, without
+from specctl_testing.export.import_cases import Config, Tensors, same_tensors, taken
+
+FAMILIES = ("dflash", "dspark")
+NESTED = ("mask_token_id", "target_layer_ids")
+
+
+def spec_forge(config: Config, tensors: Tensors) -> None:
+    """Every setting inside `dflash_config`, and DSpark told by its projector."""
+    if config["architectures"] == ["Qwen3DSparkModel"]:
+        config["architectures"] = ["DSparkDraftModel"]
+        config["dflash_config"]["projector_type"] = "dspark"
+    for key in config["dflash_config"]:
+        config.pop(key, None)
+
+
+def deep_spec(config: Config, tensors: Tensors) -> None:
+    """Every setting at the top."""
+    config |= config.pop("dflash_config")
+    del config["causal"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("change", [None, spec_forge, deep_spec])
+def test_flat_blocks_come_back(
+    family: str, change: Change | None, target: Target, publish: Any, tmp_path: Path
+) -> None:
+    drafter, folder = publish("sglang", change, family=family, mask_id=9, num_heads=3)
+    report = taken(folder, target, tmp_path / "package")
+    assert (report.format, report.manifest.family) == ("flat-blocks", family)
+    assert report.manifest.serve["length"] == 3
+    found: Any = load_drafter(tmp_path / "package", target)
+    assert same_tensors(found, drafter.to(target.device, target.dtype))
+    assert (found.options.mask_id, found.own_taps) == (9, (1, 2, 3))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_heads": 3},
+        {"num_heads": 3, "kept": KEPT, "mask_id": 9},
+        {"heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 24, "rope_theta": 77.0},
+    ],
+    ids=str,
+)
+def test_blocks_of_the_speculators_format_come_back(
+    family: str, options: dict[str, Any], target: Target, publish: Any, tmp_path: Path
+) -> None:
+    drafter, folder = publish("speculators", family=family, **options)
+    report = taken(folder, target, tmp_path / "package")
+    assert (report.format, report.notes) == ("speculators-blocks", ())
+    found: Any = load_drafter(tmp_path / "package", target, allow=("eos",))
+    assert same_tensors(found, drafter.to(target.device, target.dtype))
+    assert found.options.mask_id == options.get("mask_id")
+    assert found.net.shape == drafter.net.shape
+
+
+def test_copies_of_what_is_the_targets_are_left_out(
+    target: Target, publish: Any, tmp_path: Path
+) -> None:
+    borrowed = target.borrowed()
+
+    def copied(config: Config, tensors: Tensors) -> None:
+        tensors["embed_tokens.weight"] = borrowed.embedding_VD.detach().clone()
+        tensors["lm_head.weight"] = borrowed.head_VD.detach().clone()
+
+    def other_head(config: Config, tensors: Tensors) -> None:
+        copied(config, tensors)
+        tensors["lm_head.weight"][5] += 1
+
+    drafter, folder = publish("sglang", copied, family="dspark", mask_id=9)
+    taken(folder, target, tmp_path / "package")
+    assert same_tensors(load_drafter(tmp_path / "package", target), drafter)
+    shutil.rmtree(folder)
+    shutil.rmtree(tmp_path / "published-package")
+    _, folder = publish("sglang", other_head, family="dspark", mask_id=9)
+    with pytest.raises(SpecctlError, match=r"LM head of its own.*1 rows that differ"):
+        taken(folder, target, tmp_path / "other")
+
+
+def inner(**fields: Any) -> Change:
+    return lambda config, tensors: config["dflash_config"].update(fields)
+
+
+def no_mask(config: Config, tensors: Tensors) -> None:
+    for part in (config, config["dflash_config"]):
+        part.pop("mask_token_id", None)
+
+
+def other_row(config: Config, tensors: Tensors) -> None:
+    tensors["embed_tokens.weight"][7] += 1
+
+
+def shared(**fields: Any) -> Change:
+    return lambda config, tensors: config["transformer_layer_config"].update(fields)
+
+
+SPEC, FLAT = "speculators", "sglang"
+REFUSED: list[tuple[str, str, Change, str]] = [
+    (FLAT, "dflash", no_mask, r"mask_token_id: None.*dflash_config"),
+    (FLAT, "dflash", inner(mask_token_id=48), r"mask_token_id: 48.*0 to 47"),
+    (FLAT, "dflash", inner(target_layer_ids=[0, 1]), r"fc.weight \(16, 48\).*\(16, 32\)"),
+    (FLAT, "dflash", inner(target_layer_ids=[0, 1, 7]), r"\[1, 2, 8\] of 8 layers"),
+    (FLAT, "dflash", inner(target_layer_ids=None), r"target_layer_ids: None"),
+    (FLAT, "dflash", inner(causal=True), r"causal: True"),
+    (FLAT, "dflash", inner(projector_type="domino"), r"projector_type: domino"),
+    (FLAT, "dflash", saying(block_size=1), r"block_size: 1"),
+    (FLAT, "dflash", saying(layer_types=["full_attention", "sliding_attention"]), r"window"),
+    (FLAT, "dflash", saying(model_type="llama"), r"model_type: llama"),
+    (FLAT, "dflash", without("layers.1.self_attn.q_norm.weight"), r"no net.layers.1.self_attn.q_n"),
+    (FLAT, "dflash", without("hidden_norm.weight"), r"no fc_norm.weight"),
+    (FLAT, "dspark", inner(markov_head_type="rnn"), r"markov_head_type: rnn"),
+    (FLAT, "dspark", inner(sample_from_anchor=False), r"sample_from_anchor: False"),
+    (FLAT, "dspark", without("confidence_head.proj.bias"), r"no confidence.bias"),
+    (SPEC, "dflash", other_row, r"rows that differ"),
+    (SPEC, "dflash", shared(num_hidden_layers=1), r"net.layers.1.*none such"),
+    (SPEC, "dflash", shared(rms_norm_eps=0.1), r"rms_norm_eps: 0.1"),
+    (SPEC, "dspark", saying(sample_from_anchor=False), r"sample_from_anchor: false"),
+    (SPEC, "dspark", saying(markov_rank=7), r"before.weight \(48, 32\).*\(48, 7\)"),
+]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"kept": KEPT, "num_heads": 3}, {"layers": 1, "dtype": torch.bfloat16}], ids=str
+)
+def test_p_eagle_comes_back(
+    options: dict[str, Any], target: Target, publish: Any, tmp_path: Path
+) -> None:
+    drafter, folder = publish(SPEC, family="p-eagle", **options)
+    report = taken(folder, target, tmp_path / "package")
+    assert (report.format, report.notes) == ("speculators-peagle", ())
+    found = load_drafter(tmp_path / "package", target, allow=("eos",))
+    assert same_tensors(found, drafter.to(target.device, target.dtype))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (saying(mask_token_id=48), r"mask_token_id: 48"),
+        (saying(norm_before_residual=True), r"norm_before_residual: True"),
+        (shared(num_attention_heads=2), r"num_attention_heads: 2"),
+        (shared(num_hidden_layers=1), r"net.layers.1.*none such"),
+        (without("mask_hidden"), r"no mask_hidden"),
+        (without("layers.0.hidden_norm.weight"), r"no net.layers.0.hidden_norm"),
+        (other_row, r"rows that differ"),
+    ],
+)
+def test_a_mistake_of_p_eagle_is_refused(
+    change: Change, told: str, target: Target, publish: Any, tmp_path: Path
+) -> None:
+    _, folder = publish(SPEC, change, family="p-eagle")
+    with pytest.raises(SpecctlError, match=told):
+        taken(folder, target, tmp_path / "package")
+    assert not (tmp_path / "package").exists()
+
+
+@pytest.mark.parametrize(("to", "family", "change", "told"), REFUSED)
+def test_a_mistake_is_refused(
+    to: str, family: str, change: Change, told: str, target: Target, publish: Any, tmp_path: Path
+) -> None:
+    how = {} if to == SPEC else {"mask_id": 9}
+    _, folder = publish(to, change, family=family, num_heads=3, **how)
+    with pytest.raises(SpecctlError, match=told):
+        taken(folder, target, tmp_path / "package")
+    assert not (tmp_path / "package").exists()
+
+
+@pytest.mark.parametrize("to", [FLAT, SPEC])
+def test_a_reader_that_disagrees_stops_the_import(
+    to: str, target: Target, publish: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Taps of other layers, another mask and a block of another length are told by the proof."""
+    from dataclasses import replace
+
+    from specctl.export.imports import blocks
+
+    _, folder = publish(to, family="dflash", mask_id=9, num_heads=3)
+    right = blocks.DFlashOptions
+    for wrong in ({"taps": (1, 2, 4)}, {"mask_id": 11}, {"rope_theta": 77.0}, {"num_heads": 4}):
+        monkeypatch.setattr(
+            blocks, "DFlashOptions", lambda wrong=wrong, **words: replace(right(**words), **wrong)
+        )
+        with pytest.raises(GateError):
+            taken(folder, target, tmp_path / "package")
+        assert not (tmp_path / "package").exists()
+
+
+def test_swapped_tensors_are_another_drafter(target: Target, publish: Any, tmp_path: Path) -> None:
+    """Nothing tells two equal shapes apart: the folder is read as its engine reads it."""
+    change = swapped("layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight")
+    drafter, folder = publish(FLAT, change, family="dflash", mask_id=9)
+    taken(folder, target, tmp_path / "package")
+    found = load_drafter(tmp_path / "package", target)
+    assert not same_tensors(found, drafter)
+    assert torch.isfinite(found.tensors()["fc.weight"]).all()
