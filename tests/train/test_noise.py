@@ -9,15 +9,14 @@ import pytest
 import torch
 
 from specctl.core.batch import TrainBatch
-from specctl.core.drafter import Needs
 from specctl.core.errors import RecipeError
 from specctl.recipes.load import load_recipe
 from specctl.recipes.low_rank import JointPart, NoisePart
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import trainable_family
-from specctl.train.joint.check import check_joint
 from specctl.train.joint.joint import JointModel
 from specctl.train.joint.noise import noised
+from specctl.train.planning.plan import plan
 from specctl.train.planning.work import WorkSizes, work_of
 from specctl_testing.train import small_runs as small
 from specctl_testing.train.joint_cases import VOCAB, logits, make, rows, steps
@@ -99,7 +98,7 @@ def test_kl_is_to_what_the_original_says_of_the_text_without_noise(target: Targe
 )
 def test_what_says_nothing_of_a_target_alone_is_refused(sets: list[str], found: str) -> None:
     with pytest.raises(RecipeError, match="no drafter to train") as raised:
-        check_joint(load_recipe("make-some-noise", sets=sets), Needs())
+        plan(load_recipe("make-some-noise", sets=sets))
     assert found in str(raised.value)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specctl.core.drafter import Needs
+from specctl.core.drafter import Drafter
 from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.drafters import family as family_named
 from specctl.models.fast_llama import FastLlama
@@ -54,8 +54,9 @@ def clashes(recipe: Recipe) -> Iterator[Clash]:
         yield Clash("target.inflate", target.inflate, why, "null")
 
 
-def check_joint(recipe: Recipe, needs: Needs) -> None:
-    """Refuse settings that exclude train.joint, and drafters that read no states of the target."""
+def check_joint(recipe: Recipe, drafter: Drafter) -> None:
+    """Refuse settings that exclude train.joint, and drafters that read no states of the target or
+    run its layers as they were."""
     if recipe.train.joint is None:
         return
     for clash in clashes(recipe):
@@ -69,7 +70,16 @@ def check_joint(recipe: Recipe, needs: Needs) -> None:
     if recipe.train.joint.is_target_alone:
         _check_alone(recipe, recipe.train.joint)
         return
-    if not needs.taps:
+    if drafter.runs_target:
+        raise RecipeError(
+            f"a {recipe.drafter.family} drafter runs layers of the target while it learns, and "
+            "would run those of before",
+            where="train.joint",
+            found=f"drafter.family: {recipe.drafter.family}",
+            expected="a family with layers of its own, such as medusa, hydra or eagle3",
+            do="--set train.joint=null, or --set drafter.family=medusa",
+        )
+    if not drafter.needs().taps:
         raise RecipeError(
             f"a {recipe.drafter.family} drafter reads no states of the target, so that nothing "
             "tells the target what to learn",
