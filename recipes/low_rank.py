@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from specctl.recipes.section import Fraction, Section
 
@@ -22,6 +22,24 @@ class LoraPart(Section):
     keep: bool = Field(
         default=False, description="also write the additions as an adapter of peft, OUT/adapter"
     )
+
+
+class NoisePart(Section):
+    """The target learns to predict behind wrong tokens (Make Some Noise): of every so many tokens a
+    span is replaced by random tokens of what stands before it, in the input alone."""
+
+    span: Annotated[int, Field(ge=1, le=10_000)] = Field(
+        default=5, description="tokens that are replaced together"
+    )
+    every: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
+        default=64, description="one span in so many tokens"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> NoisePart:
+        if self.span > self.every:
+            raise ValueError(f"span {self.span} is longer than every {self.every}")
+        return self
 
 
 class JointPart(Section):
@@ -53,3 +71,13 @@ class JointPart(Section):
         description="the target's own loss: stay near what it said before (kl), predict the text "
         "(ce), or nothing, which lets it drift",
     )
+    noise: NoisePart | None = Field(
+        default=None,
+        description="for a family without weights: the target alone learns, to predict behind "
+        "wrong tokens; its own loss (keep) is over noised text",
+    )
+
+    @property
+    def is_target_alone(self) -> bool:
+        """Whether the target learns for a family without weights."""
+        return self.noise is not None

@@ -34,9 +34,10 @@ BatchOf = Callable[[list[int]], TrainBatch]
 
 
 def trainable_family(recipe: Recipe) -> Family:
-    """The recipe's family; an error if it has no weights or cannot draft as the recipe says."""
-    family = family_named(recipe.drafter.family)
-    if not family.trainable:
+    """The recipe's family; an error if it has no weights, unless the target alone learns, or cannot
+    draft as the recipe says."""
+    family, joint = family_named(recipe.drafter.family), recipe.train.joint
+    if not family.trainable and (joint is None or not joint.is_target_alone):
         raise RecipeError(
             f"{family.name} has nothing to train",
             found=f"drafter.family: {family.name}",
@@ -100,7 +101,8 @@ def build_drafter(recipe: Recipe, spec: ModelSpec, vocab: VocabMap | None) -> Dr
 def what_trains(drafter: Drafter) -> list[str]:
     """Lines that say which tensors move, which are frozen, and what is shared."""
     trainable = drafter.trainable()
-    assert drafter.module is not None
+    if drafter.module is None:
+        return [f"{drafter.family} has no weights: the target alone learns"]
     frozen = {n: p for n, p in drafter.module.named_parameters() if n not in trainable}
     count = sum(p.numel() for p in trainable.values())
     lines = [f"trains {count:,} parameters: {_names(trainable)}"]

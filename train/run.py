@@ -321,10 +321,10 @@ def _check(recipe: Recipe, target: Target, initial: Initial | None) -> None:
     """Refuse a recipe that does not fit the target or the first weights."""
     check_fit(recipe.drafter, target.spec, initial)
     check_answers(recipe, target)
-    needs = build_shape(trainable_family(recipe), recipe, target.spec).needs()
+    drafter = build_shape(trainable_family(recipe), recipe, target.spec)
     if recipe.train.joint is not None:
         check_target(target)
-        check_joint(recipe, needs)
+        check_joint(recipe, drafter)
 
 
 def _refuse_second(checkpoints: Checkpoints) -> None:

@@ -56,3 +56,26 @@ def test_the_changed_target_and_its_drafter_generate_together_and_the_original_i
     assert next(made) == next(made), "lossless with respect to the changed target"
     assert run(*generate, "--target", original).code == 5
     assert "CHANGED from" in run("show", out / "package").out
+
+
+def test_a_target_that_learned_alone_drafts_for_itself_and_not_for_the_original(
+    run: Any, original: Path, tmp_path: Path
+) -> None:
+    out, own = tmp_path / "out", ("vocab.size", "drafter.options")
+    words = ["--recipe", "make-some-noise", "--target", original, "--out", out]
+    words += ["--data", original.parent / "data.jsonl"]
+    words += [w for text in SMALL if not text.startswith(own) for w in ("--set", text)]
+    assert "THE TARGET CHANGES" in run("train-draft", *words, "--dry-run").out
+    trained = run("train-draft", *words, "--json")
+    assert trained.code == 0, trained.err
+    assert "THE TARGET WAS CHANGED" in trained.err
+    generate = ("generate", "def f1(x):", "--max-new-tokens", 6, "--draft", out / "package")
+    together = run(*generate, "--target", out / "target", "--json")
+    assert together.code == 0, together.err
+    plain = run(*generate[:4], "--target", out / "target", "--json")
+    made = (ran.json["result"]["outputs"][0]["token_ids"] for ran in (together, plain))
+    assert next(made) == next(made), "lossless with respect to the changed target"
+    assert run(*generate, "--target", original).code == 5
+    again = run("train-draft", *words, "--json")
+    assert again.code == 0, again.err
+    assert "finished before" in again.err

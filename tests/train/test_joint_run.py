@@ -232,11 +232,11 @@ def test_what_does_not_go_with_it_is_refused_by_name(where: str, value: str) -> 
     assert f"--set {where}=" in str(refused.value)
 
 
-def test_a_drafter_that_reads_no_states_is_refused(target: Target) -> None:
-    recipe = load_recipe("distill", sets=["train.joint={rank: 2}"])
-    with pytest.raises(RecipeError, match="reads no states"):
-        plan(recipe)
-    check_joint(load_recipe("medusa-2"), make(target).needs())
+def test_a_drafter_that_cannot_learn_beside_its_target_is_refused(target: Target) -> None:
+    for name, why in (("distill", "reads no states"), ("pass", "runs layers of the target")):
+        with pytest.raises(RecipeError, match=why):
+            plan(load_recipe(name, sets=["train.joint={rank: 2}"]))
+    check_joint(load_recipe("medusa-2"), make(target))
 
 
 def test_only_the_last_stage_may_change_the_target() -> None:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from specctl.core.drafter import Needs
+from specctl.core.drafter import Drafter
 from specctl.core.errors import IncompatibleError, RecipeError
+from specctl.drafters import family as family_named
 from specctl.models.fast_llama import FastLlama
 from specctl.models.hf_lm import HfLM
+from specctl.recipes.low_rank import JointPart
 from specctl.recipes.schema import Recipe
 from specctl.runtime.target.device import INT8
 from specctl.runtime.target.target import Target
@@ -52,8 +54,9 @@ def clashes(recipe: Recipe) -> Iterator[Clash]:
         yield Clash("target.inflate", target.inflate, why, "null")
 
 
-def check_joint(recipe: Recipe, needs: Needs) -> None:
-    """Refuse settings that exclude train.joint, and drafters that read no states of the target."""
+def check_joint(recipe: Recipe, drafter: Drafter) -> None:
+    """Refuse settings that exclude train.joint, and drafters that read no states of the target or
+    run its layers as they were."""
     if recipe.train.joint is None:
         return
     for clash in clashes(recipe):
@@ -64,7 +67,19 @@ def check_joint(recipe: Recipe, needs: Needs) -> None:
             expected=clash.instead,
             do=f"--set {clash.where}={clash.instead}, or --set train.joint=null",
         )
-    if not needs.taps:
+    if recipe.train.joint.is_target_alone:
+        _check_alone(recipe, recipe.train.joint)
+        return
+    if drafter.runs_target:
+        raise RecipeError(
+            f"a {recipe.drafter.family} drafter runs layers of the target while it learns, and "
+            "would run those of before",
+            where="train.joint",
+            found=f"drafter.family: {recipe.drafter.family}",
+            expected="a family with layers of its own, such as medusa, hydra or eagle3",
+            do="--set train.joint=null, or --set drafter.family=medusa",
+        )
+    if not drafter.needs().taps:
         raise RecipeError(
             f"a {recipe.drafter.family} drafter reads no states of the target, so that nothing "
             "tells the target what to learn",
@@ -72,6 +87,29 @@ def check_joint(recipe: Recipe, needs: Needs) -> None:
             found=f"drafter.family: {recipe.drafter.family}",
             expected="a family that reads the target's states, such as medusa, hydra or eagle3",
             do="--set train.joint=null, or --set drafter.family=medusa",
+        )
+
+
+def _check_alone(recipe: Recipe, part: JointPart) -> None:
+    """Where the target alone learns, settings of a drafter that learns beside it say nothing."""
+    family = recipe.drafter.family
+    found = None
+    if family_named(family).trainable:
+        found = f"drafter.family: {family}, which has weights", "--set drafter.family=tr-jacobi"
+    elif part.keep == "none":
+        found = "train.joint.keep: none, so that nothing is learned", "--set train.joint.keep=kl"
+    elif part.warmup or part.ramp:
+        said = f"train.joint.warmup: {part.warmup:g}, ramp: {part.ramp:g}"
+        found = said, "--set train.joint.warmup=0 --set train.joint.ramp=0"
+    elif recipe.train.compile:
+        found = "train.compile: true", "--set train.compile=false"
+    if found is not None:
+        raise RecipeError(
+            "the target alone learns (train.joint.noise), and there is no drafter to train",
+            where="train.joint",
+            found=found[0],
+            expected="a family without weights, a loss of the target, nothing for a drafter",
+            do=f"{found[1]}, or --set train.joint.noise=null",
         )
 
 

@@ -29,9 +29,10 @@ from specctl.drafters.losses.head_losses import LinearHead, LossOptions, head_lo
 from specctl.drafters.losses.head_losses import joined as with_term
 from specctl.drafters.losses.teacher import TeacherLogits
 from specctl.models.sliced_head import Head
-from specctl.recipes.low_rank import JointPart
+from specctl.recipes.low_rank import JointPart, NoisePart
 from specctl.runtime.target.target import Target
 from specctl.train.features.capture import capture, head_logits, read, to_device
+from specctl.train.joint.noise import noised
 from specctl.train.lora import add, additions
 from specctl.train.optim import is_hidden_matrix
 
@@ -46,8 +47,9 @@ class JointModel(Drafter):
     def __init__(self, drafter: Drafter, target: Target, part: JointPart) -> None:
         super().__init__(drafter.options, drafter.spec, drafter.vocab)
         self.family, self.lossless = drafter.family, drafter.lossless  # type: ignore[misc]
-        assert drafter.module is not None, "a trained family has a module"
-        self.module = nn.ModuleDict({"drafter": drafter.module})
+        own = drafter.module
+        assert own is not None or part.noise is not None, "a trained family has a module"
+        self.module = nn.ModuleDict({} if own is None else {"drafter": own})
         self.target = changing(target, part)
         self._drafter, self._original, self.part = drafter, target, part
         self._additions = dict(additions(self.target.lm.module))
@@ -97,7 +99,10 @@ class JointModel(Drafter):
         return found
 
     def loss(self, batch: TrainBatch) -> LossOut:
-        """The drafter's loss on what the changed target says, and the target's own term."""
+        """The drafter's loss on what the changed target says, and the target's own term; the latter
+        alone, on noised text, where the drafter has no weights."""
+        if self.part.noise is not None:
+            return self._noised_term(to_device(batch, self.target.device), self.part.noise)
         if batch.progress < self.part.warmup:
             return self._drafter.loss(capture(self._original, batch, self.needs()))
         batch = to_device(batch, self.target.device)
@@ -108,6 +113,17 @@ class JointModel(Drafter):
             shown = self._shown(seen)
         out = self._drafter.loss(shown)
         return out if own is None else with_term(out, own)
+
+    def _noised_term(self, batch: TrainBatch, noise: NoisePart) -> LossOut:
+        """What the target says of noised text, compared with the text or with what the original
+        says of it without noise."""
+        needs = replace(TEACHER, taps=(self.spec.num_layers,))
+        with torch.autocast(self.target.device.type, enabled=False):
+            seen = read(self.target, replace(batch, ids_BS=noised(batch, noise)), needs)
+            teacher = (
+                None if self.part.keep == "ce" else original_distribution(self._original, batch)
+            )
+            return target_loss(self.target, replace(seen, ids_BS=batch.ids_BS), teacher)
 
     def _own_term(self, seen: TrainBatch) -> LossOut | None:
         """What the target learns for itself; None if it keeps nothing."""

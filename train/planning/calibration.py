@@ -285,8 +285,8 @@ class _Pieces:
         train, target = self.recipe.train, self.target
         if self.is_elsewhere or not target.can_run:  # a pass over rows that were kept back
             return step / 3 * train.tau_prompts / (train.rows * train.accumulate), 0.0
-        assert drafter.module is not None
-        drafter.module.eval()
+        if drafter.module is not None:
+            drafter.module.eval()
         recipe, count = self.recipe, train.tau_prompts
         if target.tokenizer is not None:
             held = measuring_prompts(recipe, target, data)

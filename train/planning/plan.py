@@ -151,7 +151,7 @@ def plan(
         raise uncuttable(recipe.target.name, shape.spec.model_type, recipe.target.inflate)
     counts = _counts(recipe, shape)
     drafter = counts.drafter
-    check_joint(recipe, drafter.needs())
+    check_joint(recipe, drafter)
     weighing = Weighing(recipe, shape, cluster, rehearsal)
 
     def paced() -> Pace | None:

@@ -147,6 +147,8 @@ def _asked(asked: _Known) -> StepBytes:
         weights = live.now - before
         if drafter.needs().borrow:
             drafter.bind(target.borrowed())
+        if not drafter.trainable():  # the target alone learns: `joint_memory` counts its step
+            return StepBytes(*found, weights, gradient=0, optimizer=0, phases={}, untraced="")
         gradient = Gradient(drafter.trainable())
         after = live.now
         sizes = frozenset({asked.spec.vocab_size} | ({kept} if kept else set()))

@@ -141,8 +141,7 @@ class WorkSizes:
 
 
 def num_parameters(drafter: Drafter) -> int:
-    assert drafter.module is not None
-    return sum(p.numel() for p in drafter.module.parameters())
+    return 0 if drafter.module is None else sum(p.numel() for p in drafter.module.parameters())
 
 
 def passes(drafter: Drafter) -> int:
@@ -180,7 +179,8 @@ def _training(recipe: Recipe, sizes: WorkSizes) -> Iterable[Work]:
         yield Work("the drafter writes", f"{fresh:,} tokens", writing=2.0 * sizes.drafter * fresh)
     each = sizes.passes * (4.0 * sizes.drafter + 2.0 * sizes.trainable)
     is_here = data.target_source == "inprocess"
-    if sizes.reads_target and data.features == "online" and is_here:
+    is_alone = train.joint is not None and train.joint.is_target_alone
+    if (sizes.reads_target or is_alone) and data.features == "online" and is_here:
         each += (2.0 + joint_passes(train.joint)) * sizes.target
     if train.select in COMPARING:
         each += sizes.passes * 2.0 * sizes.drafter  # the reference reads the batch, too
