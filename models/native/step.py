@@ -134,7 +134,8 @@ class NativeStep:
         return not self.is_int8 or self.version == self._version()
 
     def _version(self) -> int:
-        return sum(tensor._version for tensor in self.tensors)
+        """Of what may change in place; tensors of inference mode do not count their changes."""
+        return sum(tensor._version for tensor in self.tensors if not tensor.is_inference())
 
     def run(self, feed: Feed, kv: SlotKV) -> LmOut:
         """The forward of `feed` against the aimed `kv`."""

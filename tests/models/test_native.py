@@ -163,6 +163,11 @@ def test_copies_of_8_bits_follow_the_weights(eagerly: Any) -> None:
     expected = eagerly(lm, filled(lm, 1), ids, [5]).logits_BTV
     found = forward(lm, filled(lm, 1), ids, [5]).logits_BTV
     assert 1e-4 < distance(found, expected) < 0.05 < distance(before, expected)
+    with torch.inference_mode():  # as where tau is measured while a drafter learns
+        cut = replace(lm.module.stack(), head=lm.module.head_weight[:30].clone())
+    own = step.native_step(cut, is_int8=True)
+    assert own is not None
+    assert own.is_current
 
 
 @needs_compiler
