@@ -112,8 +112,8 @@ def beside_llama_cpp(args: argparse.Namespace, target: Target) -> dict[str, Way]
     gguf, script = args.out / f"{args.inflate}-{args.dtype}.gguf", ENGINES["llama.cpp"][0]
     if not gguf.exists():
         args.out.mkdir(parents=True, exist_ok=True)
-        how = {"add_tensor": add_q8} if args.dtype == "int8" else {}
-        with patch.multiple(llama_cpp, **how):
+        how = add_q8 if args.dtype == "int8" else add_tensor
+        with patch.object(llama_cpp, "add_tensor", how):
             write_gguf(target, gguf)
     python = dict(pair.split("=", 1) for pair in args.python).get("llama.cpp")
     python = python or made(args.out / "environments" / script.removesuffix(".py"), ["xllamacpp"])
