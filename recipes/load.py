@@ -24,13 +24,14 @@ EMBEDDED = "tiny"  # the target that comes with specctl
 
 @dataclass(frozen=True, slots=True)
 class RecipeInfo:
-    """One line of `specctl recipes ls`."""
+    """One line of `specctl recipes ls`. `is_joint`: the target learns, whatever its drafter is."""
 
     name: str
     family: str
     target: str
     summary: str
     paper: str
+    is_joint: bool = False
 
 
 def load_recipe(
@@ -143,7 +144,7 @@ def list_recipes() -> list[RecipeInfo]:
     for name in recipe_names():
         recipe = load_recipe(name)
         part = (recipe.drafter.family, recipe.target.name, recipe.summary, recipe.paper)
-        infos.append(RecipeInfo(name, *part))
+        infos.append(RecipeInfo(name, *part, recipe.train.joint is not None))
     return infos
 
 

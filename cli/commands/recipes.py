@@ -115,7 +115,7 @@ def _group(info: RecipeInfo, trained: set[str]) -> str:
         return "recommended"
     if info.target != EMBEDDED:
         return "for real targets"
-    return "trained" if info.family in trained else "no training"
+    return "trained" if info.is_joint or info.family in trained else "no training"
 
 
 def show(
