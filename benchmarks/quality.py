@@ -4,8 +4,9 @@ equal processor seconds, and over the amount of data.
 Every family is trained for the embedded target on the same rows, with the settings of `specctl
 bench-families`, and measured on held-out prompts, greedy and at T = 1, as a chain of five and as
 its recipe serves it. tau is counted, not timed, so that a busy machine does no harm; processor
-seconds are those of the training process, on one thread. One file a case in OUT: run again, it
-goes on.
+seconds are those of the training process, on one thread, imports and packaging included. Families
+whose recipe has stages are trained in one. One file a case in OUT: run again, it goes on; other
+settings need another OUT.
 
     python benchmarks/quality.py --out runs/quality --workers 2 --plan     # what it will take
     python benchmarks/quality.py --out runs/quality --workers 2
@@ -13,13 +14,15 @@ goes on.
     python benchmarks/quality.py --out runs/quality --arms data --families eagle3,small-lm
 
 Families whose paired difference over prompts is below two standard errors from the best of a group
-are in its group: they are level.
+are in its group: these weights are level. Seeds are averaged prompt by prompt; how far they are
+apart is in the files.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -48,6 +51,7 @@ from specctl.train.planning.scaling import share_data
 DATA = (125, 250, 500, 1000, 2000)  # prompts of the learning curve
 LEADING = ("small-lm", "staged", "moa", "glide", "eagle3", "eagle")
 HEATS = {"greedy": 0.0, "sampled": 1.0}
+SETTINGS = ("steps", "seconds", "data", "prompts", "tokens")
 HELD_UNMEASURED = "train.tau_every=1000000"
 
 
@@ -76,13 +80,14 @@ def run(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         case.family, TrainingBudget(case.family, TINY, case.steps, sets, args.out)
     )
     folder, first = args.out / "runs" / case.name, args.out / "runs" / f"data-{case.prompts}"
-    if first.exists() and folder != first:
-        share_data([first], folder)
-    spent = folder / "processor_seconds.json"  # outlives a kill between training and measuring
+    spent = folder / "processor_seconds.json"
+    if not spent.exists():  # killed while it trained: the seconds of a part would be counted
+        shutil.rmtree(folder, ignore_errors=True)
+    share_data([first], folder)
     began = time.process_time()
     result = train_and_package(SilentReporter(), recipe, folder, command=sys.argv)
     if not spent.exists():
-        spent.write_text(json.dumps(time.process_time() - began))
+        write(spent, time.process_time() - began)
     assert result.package is not None
     target = load_target("tiny", dtype="float32")
     drafter = load_drafter(str(result.package), target)
@@ -108,20 +113,40 @@ def run(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def cases(args: argparse.Namespace, known: dict[str, dict[str, Any]]) -> Iterator[Case]:
-    """What is to be run, the most telling first."""
-    names = chosen(args.families)
-    seeds = range(args.seeds)
-    if "tokens" in args.arms:
+def cases(args: argparse.Namespace, arm: str) -> Iterator[Case]:
+    """What an arm takes; equal seconds are known when equal tokens were run."""
+    names, seeds, known = chosen(args.families), range(args.seeds), finished(args.out)
+    if arm == "tokens":
         yield from (Case(n, "tokens", s, args.steps, args.data) for s in seeds for n in names)
-    if "seconds" in args.arms:
+    if arm == "seconds":
         spent = {n: known[c]["seconds"] for n in names if (c := f"{n}-tokens-0") in known}
         for name, own in spent.items():
             steps = max(1, round(args.steps * (args.seconds or median(spent.values())) / own))
             yield from (Case(name, "seconds", s, steps, args.data) for s in seeds)
-    if "data" in args.arms:
+    if arm == "data":
         leading = [name for name in names if name in LEADING]
         yield from (Case(n, "data", 0, args.steps, size) for size in DATA for n in leading)
+
+
+def finished(out: Path) -> dict[str, dict[str, Any]]:
+    return {f.stem: json.loads(f.read_text()) for f in sorted((out / "cases").glob("*.json"))}
+
+
+def write(path: Path, found: Any) -> None:
+    """The whole file, or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".tmp")
+    part.write_text(json.dumps(found))
+    part.replace(path)
+
+
+def check_settings(args: argparse.Namespace) -> None:
+    """Figures of other settings are never shown beside these."""
+    file, own = args.out / "settings.json", {n: getattr(args, n) for n in SETTINGS}
+    if not file.exists():
+        write(file, own)
+    elif (found := json.loads(file.read_text())) != own:
+        raise SystemExit(f"{args.out} holds cases of {found}; give these, or another --out")
 
 
 def grouped(rows: Sequence[dict[str, Any]], key: str) -> list[tuple[int, dict[str, Any]]]:
@@ -196,21 +221,45 @@ def main() -> None:
     if args.case is not None:
         case = Case(**json.loads(args.case))
         found = run(case, args)
-        (args.out / f"{case.name}.json").write_text(json.dumps(found))
+        write(args.out / "cases" / f"{case.name}.json", found)
         return
-    args.out.mkdir(parents=True, exist_ok=True)
-    known = {f.stem: json.loads(f.read_text()) for f in args.out.glob("*.json")}
-    wanted = list(cases(args, known))
-    missing = [case for case in wanted if case.name not in known]
-    each = [row["seconds"] for row in known.values()] or [float("nan")]
-    print(f"{len(missing)} of {len(wanted)} cases to run, {args.workers} at once; about "
-          f"{mean(each) / 60:.1f} minutes of training each, and as much to measure",
-          file=sys.stderr)  # fmt: skip
     if args.plan:
+        for arm in args.arms.split(","):
+            plan(list(cases(args, arm)), args)
         return
+    check_settings(args)
+    failed = [
+        name for arm in args.arms.split(",") for name in run_all(list(cases(args, arm)), args)
+    ]
+    rows = list(finished(args.out).values())
+    if args.json:
+        print(json.dumps(rows))
+    else:
+        for arm in args.arms.split(","):
+            print(f"\n{arm}:\n\n{table(rows, arm)}")
+    if failed:
+        raise SystemExit(f"not in these tables, since they failed: {', '.join(failed)}")
+
+
+def plan(wanted: list[Case], args: argparse.Namespace) -> list[Case]:
+    """The cases that are missing, and what they will take."""
+    known = finished(args.out)
+    missing = [case for case in wanted if case.name not in known]
+    taken = [row["seconds"] / row["steps"] for row in known.values()]
+    said = "how long is known after the first"
+    if taken:
+        hours = sum(case.steps for case in missing) * mean(taken) / args.workers / 3600
+        said = f"about {hours:.1f} hours of training"
+    print(f"{len(missing)} of {len(wanted)} cases to run, {said}", file=sys.stderr)
+    return missing
+
+
+def run_all(wanted: list[Case], args: argparse.Namespace) -> list[str]:
+    """Runs the missing cases, each in a process; names of those that failed."""
+    missing = plan(wanted, args)
     for size in sorted({case.prompts for case in missing}):
         prepare(args, size)
-    began, done = time.time(), []
+    began, done, failed = time.time(), list[str](), list[str]()
 
     def one(case: Case) -> None:
         log = args.out / "logs" / f"{case.name}.log"
@@ -219,21 +268,18 @@ def main() -> None:
         words += ["--out", str(args.out), "--prompts", str(args.prompts)]
         words += ["--tokens", str(args.tokens)]
         with log.open("w") as file:
-            rc = subprocess.run(words, stdout=file, stderr=file).returncode
+            is_done = subprocess.run(words, stdout=file, stderr=file).returncode == 0
         done.append(case.name)
+        if not is_done:
+            failed.append(case.name)
         left = (time.time() - began) / len(done) * (len(missing) - len(done)) / 60
-        said = "done" if rc == 0 else f"failed ({log})"
+        said = "done" if is_done else f"failed ({log})"
         print(f"{len(done)} of {len(missing)}: {case.name} {said}, about {left:.0f} minutes left",
               file=sys.stderr, flush=True)  # fmt: skip
 
     with ThreadPoolExecutor(args.workers) as pool:
         list(pool.map(one, missing))
-    rows = [json.loads(f.read_text()) for f in sorted(args.out.glob("*.json"))]
-    if args.json:
-        print(json.dumps(rows))
-    else:
-        for arm in args.arms.split(","):
-            print(f"\n{arm}:\n\n{table(rows, arm)}")
+    return failed
 
 
 def prepare(args: argparse.Namespace, size: int) -> None:
