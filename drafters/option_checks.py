@@ -114,3 +114,15 @@ def check_options(options: object, is_right: bool, names: Sequence[str], expecte
             expected=expected,
             do="leave them out to take the defaults",
         )
+
+
+def check_rank_chances(chances: Sequence[float]) -> None:
+    """Option `chances`: how often the next token is the one of each rank."""
+    if not chances or min(chances) <= 0 or sum(chances) > 1:
+        raise RecipeError(
+            "rank chances are not probabilities",
+            where="drafter.options.chances",
+            found=str(chances),
+            expected="positive numbers that sum to at most 1",
+            do="leave chances out to take the default",
+        )

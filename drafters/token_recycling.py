@@ -37,7 +37,7 @@ from specctl.core.errors import FileError, RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.core.tree import DraftTree, empty_tree, fitted
 from specctl.core.vocab import VocabMap
-from specctl.drafters.option_checks import OneOf, Options, Within
+from specctl.drafters.option_checks import OneOf, Options, Within, check_rank_chances
 from specctl.drafters.retrieval.store_registry import Guarded, Scope, StoredState, StoreRegistry
 from specctl.drafters.states.template import Template, compile_template, greedy_paths
 
@@ -59,14 +59,7 @@ class TokenRecyclingOptions(Options):
 
     def __post_init__(self) -> None:
         Options.__post_init__(self)
-        if not self.chances or min(self.chances) <= 0 or sum(self.chances) > 1:
-            raise RecipeError(
-                "rank chances are not probabilities",
-                where="drafter.options.chances",
-                found=str(self.chances),
-                expected="positive numbers that sum to at most 1",
-                do="leave chances out to take the default",
-            )
+        check_rank_chances(self.chances)
 
 
 class TokenRecycling(Drafter):

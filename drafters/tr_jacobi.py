@@ -24,8 +24,7 @@ from typing import Annotated
 from torch import Tensor
 
 from specctl.core.drafter import Budget, Drafter, Family, Needs, Outcome, Space
-from specctl.core.errors import RecipeError
-from specctl.drafters.option_checks import Count, Options, Within
+from specctl.drafters.option_checks import Count, Options, Within, check_rank_chances
 from specctl.drafters.prompt_lookup import NgramIndex
 from specctl.drafters.retrieval.best_first import Guess, best_first
 from specctl.drafters.retrieval.trie import Trie, TrieState
@@ -45,14 +44,7 @@ class TrJacobiOptions(Options):
 
     def __post_init__(self) -> None:
         Options.__post_init__(self)
-        if not self.chances or min(self.chances) <= 0 or sum(self.chances) > 1:
-            raise RecipeError(
-                "rank chances are not probabilities",
-                where="drafter.options.chances",
-                found=str(self.chances),
-                expected="positive numbers that sum to at most 1",
-                do="leave chances out to take the default",
-            )
+        check_rank_chances(self.chances)
 
 
 class TrJacobi(Drafter):

@@ -7,21 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from specctl.export.engines import Answers, EngineJob, ServingEngine
-from specctl.export.engines.process import run_host, run_script
+from specctl.export.engines.process import run_converted, run_script
 
 
 def answer(job: EngineJob, drafts: bool) -> Answers:
-    target = job.scratch / "target-openvino"
-    if not target.exists():
-        convert(job.place, target, job.python, job.scratch)
-    body = {
-        "target": str(target),
-        "draft": str(job.folder) if drafts else None,
-        "prompts": [list(prompt) for prompt in job.prompts],
-        "new_tokens": job.new_tokens,
-        "length": job.length,
-    }
-    return run_host("openvino", job.python, body, job.scratch)
+    return run_converted("openvino", job, drafts, convert)
 
 
 def convert(

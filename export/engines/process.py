@@ -10,13 +10,13 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from specctl.core.errors import ResourceError
-from specctl.export.engines import Answers, ServingEngine, engines, find_engine
+from specctl.export.engines import Answers, EngineJob, ServingEngine, engines, find_engine
 
 START_SECONDS, STOP_SECONDS = 600, 30
 _HOSTS = Path(__file__).parent / "hosts"
@@ -108,6 +108,24 @@ def run_host(engine: str, python: str, job: Mapping[str, Any], scratch: Path) ->
     body = run_script(f"answer_{engine}", python, job, scratch)
     misread = tuple(body.pop("misread", ()))
     return Answers(tuple(map(tuple, body.pop("ids"))), **body, misread=misread)
+
+
+def run_converted(
+    engine: str, job: EngineJob, drafts: bool, convert: Callable[..., object]
+) -> Answers:
+    """Answers of an engine that reads folders of a converter's, the target's made once a proof by
+    `convert(folder, out, python, scratch)`."""
+    target = job.scratch / f"target-{engine}"
+    if not target.exists():
+        convert(job.place, target, job.python, job.scratch)
+    body = {
+        "target": str(target),
+        "draft": str(job.folder) if drafts else None,
+        "prompts": [list(prompt) for prompt in job.prompts],
+        "new_tokens": job.new_tokens,
+        "length": job.length,
+    }
+    return run_host(engine, job.python, body, job.scratch)
 
 
 def run_script(name: str, python: str, job: Mapping[str, Any], scratch: Path) -> dict[str, Any]:

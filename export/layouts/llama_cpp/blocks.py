@@ -19,7 +19,13 @@ from specctl.export.formats import ExportSource
 from specctl.export.layouts.blocks import block_tensors, blocks_of, embedding_tensors, mask_row
 from specctl.export.layouts.engines import hidden_state_ids
 from specctl.export.layouts.llama_cpp import library
-from specctl.export.layouts.llama_cpp.model import KINDS, add_tensor, new_file, write_sizes
+from specctl.export.layouts.llama_cpp.model import (
+    INNER,
+    KINDS,
+    add_tensor,
+    new_file,
+    write_sizes,
+)
 from specctl.export.layouts.llama_cpp.vocab import vocabulary_of
 
 ARCH = "dflash"
@@ -32,19 +38,6 @@ OUTER = {
     "markov_head.markov_w1": "markov_w1",
     "markov_head.markov_w2": "markov_w2",
     "confidence_head.proj": "conf_proj",
-}
-INNER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
 }
 
 

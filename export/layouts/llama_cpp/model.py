@@ -34,7 +34,7 @@ _OUTER = {
     "model.norm": "output_norm",
     "lm_head": "output",
 }
-_INNER = {
+INNER = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -122,7 +122,7 @@ def tensors_of(model: GgufModel, arch: str) -> dict[str, Tensor]:
             found[f"{_OUTER[stem]}.{leaf}"] = tensor
             continue
         layer, part = stem.removeprefix("model.layers.").split(".", 1)
-        new = _INNER[part]
+        new = INNER[part]
         if arch == "llama" and new in heads:
             tensor = neighbours(tensor, heads[new])
         found[f"blk.{layer}.{new}.{leaf}"] = tensor
