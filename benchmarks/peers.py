@@ -307,6 +307,16 @@ def summary(found: dict[str, list[dict[str, Any]]], ours: str) -> list[dict[str,
     return rows
 
 
+def shown(row: dict[str, Any]) -> str:
+    """tau of an arm, and how far ours is ahead of it."""
+    text = ""
+    for name in SAMPLINGS:
+        text += f"   {name} {row[name]['tau']:.3f}"
+        if "ours_ahead" in row[name]:
+            text += " (ours {:+.3f} [{:+.3f}, {:+.3f}])".format(*row[name]["ours_ahead"])
+    return text
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/peers-train"))
@@ -350,11 +360,7 @@ def main() -> None:
         return
     for row in rows:
         text = f"{row['arm']:28s} {row['seconds_per_step']:5.2f} s a step"
-        for name in SAMPLINGS:
-            text += f"   {name} {row[name]['tau']:.3f}"
-            if "ours_ahead" in row[name]:
-                text += " (ours {:+.3f} [{:+.3f}, {:+.3f}])".format(*row[name]["ours_ahead"])
-        print(text)
+        print(text + shown(row))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,18 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from environments import made
-from peers import HOSTS, SAMPLINGS, SPECULATORS, TORCH, measured, rows_of, summary, tau, train_ours
+from peers import (
+    HOSTS,
+    SAMPLINGS,
+    SPECULATORS,
+    TORCH,
+    measured,
+    rows_of,
+    shown,
+    summary,
+    tau,
+    train_ours,
+)
 from safetensors.torch import load_file, save_file
 
 from specctl import load_drafter, load_target
@@ -268,11 +279,7 @@ def main() -> None:
     for row in rows:
         rate, seconds = rates[row["arm"]], row["seconds_per_step"]
         text = f"{row['arm']:24s} rate {rate:g} {seconds:5.2f} s a step"
-        for name in SAMPLINGS:
-            text += f"   {name} {row[name]['tau']:.3f}"
-            if "ours_ahead" in row[name]:
-                text += " (ours {:+.3f} [{:+.3f}, {:+.3f}])".format(*row[name]["ours_ahead"])
-        print(text)
+        print(text + shown(row))
 
 
 if __name__ == "__main__":
