@@ -31,7 +31,6 @@ import torch.nn.functional as F
 from environments import made
 from peers import (
     HOSTS,
-    SAMPLINGS,
     SPECULATORS,
     TORCH,
     measured,
