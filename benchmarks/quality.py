@@ -48,7 +48,7 @@ from specctl.runtime.sampling.sampling import Sampling
 from specctl.train.data.heldout import heldout_prompts
 from specctl.train.planning.scaling import share_data
 
-DATA = (125, 250, 500, 1000, 2000)  # prompts of the learning curve
+DATA = (250, 500, 1000, 2000, 4000)  # prompts of the learning curve
 LEADING = ("small-lm", "staged", "moa", "glide", "eagle3", "eagle")
 HEATS = {"greedy": 0.0, "sampled": 1.0}
 SETTINGS = ("steps", "seconds", "data", "prompts", "tokens")
@@ -125,7 +125,13 @@ def cases(args: argparse.Namespace, arm: str) -> Iterator[Case]:
             yield from (Case(name, "seconds", s, steps, args.data) for s in seeds)
     if arm == "data":
         leading = [name for name in names if name in LEADING]
-        yield from (Case(n, "data", 0, args.steps, size) for size in DATA for n in leading)
+        for size in DATA:  # as many passes over each: the size of the first arm is not run again
+            kind, steps = _kind(size, args), round(args.steps * size / args.data)
+            yield from (Case(n, kind, 0, steps, size) for n in leading)
+
+
+def _kind(size: int, args: argparse.Namespace) -> str:
+    return "tokens" if size == args.data else "data"
 
 
 def finished(out: Path) -> dict[str, dict[str, Any]]:
@@ -201,6 +207,28 @@ def table(rows: Sequence[dict[str, Any]], arm: str) -> str:
     return "\n".join(lines)
 
 
+def curves(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
+    """Markdown of the learning curves: tau over prompts, each seen equally often."""
+    found = {
+        (row["family"], row["prompts"]): row
+        for row in rows
+        if row["seed"] == 0 and row["arm"] == _kind(row["prompts"], args)
+    }
+    lines = ["| family | " + " | ".join(f"{size:,} prompts" for size in DATA) + " |",
+             "|" + "---|" * (len(DATA) + 1)]  # fmt: skip
+    for name in LEADING:
+        taus = [
+            _text(row[f"{_shape(row)} greedy"]["tau"]) if (row := found.get((name, size))) else "-"
+            for size in DATA
+        ]
+        lines.append(f"| `{name}` | {' | '.join(taus)} |")
+    return "\n".join(lines)
+
+
+def _shape(row: dict[str, Any]) -> str:
+    return "chain" if "chain greedy" in row else "served"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/quality"))
@@ -236,7 +264,7 @@ def main() -> None:
         print(json.dumps(rows))
     else:
         for arm in args.arms.split(","):
-            print(f"\n{arm}:\n\n{table(rows, arm)}")
+            print(f"\n{arm}:\n\n{curves(rows, args) if arm == 'data' else table(rows, arm)}")
     if failed:
         raise SystemExit(f"not in these tables, since they failed: {', '.join(failed)}")
 
