@@ -19,6 +19,7 @@ class Trained:
     shape: str = "chain"  # or served
     whole: tuple[str, ...] = ()
     without_shape: str | None = None  # None: the same
+    heat: str = "greedy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,24 +73,30 @@ TRAINED = (
             _option("taps", "[8]")),
     Trained("EAGLE-3", "ahead of EAGLE (Vicuna-13B tau 6.6 against 4.8 of EAGLE-2)", "eagle3",
             "eagle"),
+    Trained("EAGLE-3", "the same, sampled", "eagle3", "eagle", heat="T = 1"),
     Trained("HASS", "trained on its own outputs: ahead of EAGLE (LLaMA2-7B tau 5.15 against 4.61)",
             "hass", "eagle"),
+    Trained("HASS", "the same, sampled", "hass", "eagle", heat="T = 1"),
     Trained("HASS", "the same, one step against three", "hass", _option("ttt_steps", "1")),
     Trained("HASS", "top-K loss", "hass", _option("top_weight", "0")),
     Trained("CORAL", "states that agree from step to step: ahead of HASS (by .03 to .09 in speed)",
             "coral", "hass"),
     Trained("CORAL", "the same, its loss alone", "coral", _option("align_weight", "0")),
     Trained("FSPAD", "ahead of EAGLE (tau +.28 to +.48)", "fspad", "eagle"),
+    Trained("FSPAD", "the same, sampled", "fspad", "eagle", heat="T = 1"),
     Trained("FSPAD", "feature sampling", "fspad", _option("feature_sampling", "false")),
     Trained("FSPAD", "a readout of its own for the next state", "fspad",
             _option("split_readout", "false")),
     Trained("Jakiro", "ahead of EAGLE, most of all when sampling", "jakiro", "eagle", "served"),
+    Trained("Jakiro", "the same, sampled", "jakiro", "eagle", heat="T = 1"),
     Trained("Jakiro", "the contrast branch", "jakiro", _option("contrast", "false"), "served"),
     Trained("Gumiho", "two serial tokens, then parallel heads: ahead of EAGLE (tau 4.89, 4.68)",
             "gumiho", "eagle"),
+    Trained("Gumiho", "the same, sampled", "gumiho", "eagle", heat="T = 1"),
     Trained("Falcon", "glancing", "falcon",
             (*_option("glance", "0"), *_option("glance_last", "0"))),
     Trained("Hydra", "ahead of Medusa (Vicuna-7B tau 3.36 against 2.39)", "hydra", "medusa"),
+    Trained("Hydra", "the same, sampled", "hydra", "medusa", heat="T = 1"),
     Trained("Hydra", "the same, drafted tokens hidden", "hydra", _option("grounded", "false")),
     Trained("Clover", "ahead of Medusa (throughput +37 to +57 %)", "clover", "medusa"),
     Trained("Clover", "the same, drafted tokens hidden", "clover", _option("regressive", "false")),
@@ -103,9 +110,12 @@ TRAINED = (
     Trained("GliDe", "no glimpse in training of what will not be there (block mask)", "glide",
             _option("strict", "false")),
     Trained("Mixture of Attentions", "ahead of EAGLE-2 (accepted length +25 %)", "moa", "eagle"),
+    Trained("Mixture of Attentions", "the same, sampled", "moa", "eagle", heat="T = 1"),
     Trained("Mixture of Attentions", "attention over layers (about 6 % of speed)", "moa",
             _option("layer_attention", "false")),
     Trained("DSpark", "a block corrected for the token before", "dspark", "dflash"),
+    Trained("DSpark", "the same, sampled", "dspark", "dflash", heat="T = 1"),
+    Trained("DFlash", "ahead of EAGLE-3 (Qwen3-8B tau 6.54 against 3.71)", "dflash", "eagle3"),
     Trained("Hidden Transfer", "ahead of Medusa's heads", "hidden-transfer", "medusa"),
     Trained("Superposed decoding", "several drafts for the forwards of one", "superposed", (),
             "served", without_shape="chain"),

@@ -60,6 +60,7 @@ from specctl.train.data.heldout import heldout_prompts
 from specctl.train.stop_rules import collect, fit, learned_rule
 
 HEATS = {"greedy": 0.0, "T = 1": 1.0}
+WORDS = {"greedy": "greedy", "T = 1": "sampled"}  # of quality.py
 LEARNING_PROMPTS = 48  # of trained stop rules: none of them is asked
 
 
@@ -199,12 +200,12 @@ def lines_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             if all(file.exists() for file in files):
                 found = (json.loads(file.read_text()) for file in files)
                 whole, without = (
-                    each[f"{shape} greedy"]["tau"]
+                    each[f"{shape} {WORDS[line.heat]}"]["tau"]
                     for each, shape in zip(found, shapes, strict=True)
                 )
                 pairs.append((whole, without))
         if pairs:
-            yield _said(line, f"tau, {line.shape}, greedy") | compare(pairs)
+            yield _said(line, f"tau, {line.shape}, {line.heat}") | compare(pairs)
     for served in SERVED:
         pairs = []
         for seed in range(args.seeds):
