@@ -99,11 +99,11 @@ class Command(TyperCommand):
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """[OPTIONS], then every argument in the words of its metavar: typer would put brackets
         around those that a metavar brings."""
-        pieces = []
+        pieces: list[str] = ["[OPTIONS]"]
         for parameter in self.get_params(ctx):
             named = parameter.param_type_name == "argument" and parameter.metavar is not None
             pieces += [parameter.metavar] if named else parameter.get_usage_pieces(ctx)
-        return ["[OPTIONS]", *pieces]
+        return pieces
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         rare: list[Any] = [p for p in self.params if not self.is_whole and _is_rare(p)]
