@@ -19,7 +19,9 @@ TINY = TargetChoice()
 
 def import_(
     console: Console,
-    folder: Annotated[str, typer.Argument(help="Folder of the published drafter.")],
+    folder: Annotated[
+        str, typer.Argument(metavar="FOLDER", help="Folder of the published drafter.")
+    ],
     out: Out,
     num_prompts: Annotated[
         int, typer.Option(min=0, help="Held-out prompts that tau is measured on; 0 for none.")
