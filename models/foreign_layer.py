@@ -29,12 +29,13 @@ FIRST = "model.layers.0."  # what transformers puts before the names of the laye
 MOST = 1 << 30  # that a number of such a configuration may be
 ONE_LAYER: dict[str, Any] = {  # what says by layer number how a layer is made
     "num_hidden_layers": 1, "layer_types": ["full_attention"], "first_k_dense_replace": 0,
-    "mlp_only_layers": [], "decoder_sparse_step": 1, "full_attention_interval": 1,
+    "mlp_layer_types": ["sparse"], "mlp_only_layers": [], "decoder_sparse_step": 1,
+    "full_attention_interval": 1,
 }  # fmt: skip
 LEFT_OUT = (  # what is no part of a layer, or must not come from a file
     "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype", "per_layer_config",
     "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id",
-    "mlp_layer_types", "attn_implementation", "experts_implementation", "model_type",
+    "attn_implementation", "experts_implementation", "model_type",
 )  # fmt: skip
 
 

@@ -30,10 +30,11 @@ class MtpReader:
     ) -> None:
         beside, layer = layout.split(tensors)
         one = read_config(one_layer(config), KINDS)
-        block = from_published(one, layer)
         one._attn_implementation = "eager"
         self.model = AutoModel.from_config(one).double().eval()
         self.model.set_attn_implementation("eager")
+        is_joined = layer.keys() == self.model.layers[0].state_dict().keys()
+        block = layer if is_joined else from_published(one, layer)
         self.model.layers[0].load_state_dict(block)
         self.model.norm.weight.data = beside["norm.weight"].double()
         self.norms = {}

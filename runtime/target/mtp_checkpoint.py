@@ -111,8 +111,10 @@ def drafter_of(
         shell = Mtp(options, target.spec)
     block = {n.removeprefix(OURS): t for n, t in shell.tensors().items() if n.startswith(OURS)}
     one = read_config(text, KINDS)
-    _check_names({**beside, **layer}, {**_beside(shell), **as_published(one, block)})
-    block = from_published(one, layer)
+    is_joined = layer.keys() == block.keys()  # the experts stand in one tensor each, as here
+    wanted = block if is_joined else as_published(one, block)
+    _check_names({**beside, **layer}, {**_beside(shell), **wanted})
+    block = layer if is_joined else from_published(one, layer)
     drafter = Mtp(options, target.spec)
     kinds = {tensor.dtype for tensor in tensors.values()}
     drafter.to(torch.device("cpu"), kinds.pop() if len(kinds) == 1 else torch.float32)
@@ -149,7 +151,9 @@ def named_as_stored(
     tensors = {name: tensor.detach().cpu() for name, tensor in drafter.tensors().items()}
     block = {n.removeprefix(OURS): t for n, t in tensors.items() if n.startswith(OURS)}
     assert drafter.options.layer is not None
-    layer = as_published(read_config(drafter.options.layer, KINDS), block)
+    layer = block
+    if not dtypes or not dtypes.keys() >= {layout.layer + name for name in block}:
+        layer = as_published(read_config(drafter.options.layer, KINDS), block)
     beside = {name: t for name, t in tensors.items() if not name.startswith(OURS)}
     if layout.copies and (not dtypes or layout.copies[EMBEDDING] in dtypes):
         borrowed = target.borrowed()

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from specctl.core.drafter import RoundView
 from specctl.core.errors import IncompatibleError
 from specctl.drafters.mtp import Mtp, MtpNet, MtpOptions
+from specctl.models.foreign_layer import ForeignLayer, as_published, one_layer, read_config
+from specctl.models.mtp_layout import KINDS
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
@@ -163,6 +166,20 @@ def test_the_ablation_hides_the_states(make_target: Any, features: Any, drive: A
 
     assert moved(read_states=False) == 0.0
     assert moved() > 1e-2
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next"])
+def test_the_layer_behind_the_last_has_experts(kind: str) -> None:
+    """Also where the first layers have none (GLM-4.7-Flash says it layer by layer)."""
+    fields = MODELS.get(kind, MODELS["deepseek_v3"])
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+    config = AutoConfig.for_model(kind, **{**sizes, **fields})
+    one = read_config(one_layer(config), KINDS)
+    with torch.device("meta"):
+        layer = ForeignLayer(one)
+    names = as_published(one, layer.block.state_dict())
+    assert "mlp.experts.3.up_proj.weight" in names
+    assert "self_attn.o_proj.weight" in names
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from specctl.drafters.mtp import Mtp, MtpNet, MtpOptions
 from specctl.export.formats import export
 from specctl.export.imports import import_published
 from specctl.export.package.folder import load_drafter, save_package
-from specctl.models.mtp_layout import layout_of
+from specctl.models.mtp_layout import OURS, layout_of
 from specctl.runtime.target.mtp_checkpoint import first_module, own_module, stored_module
 from specctl.runtime.target.target import Target
 from specctl_testing.export.import_cases import same_tensors, taken
@@ -60,6 +60,28 @@ def test_a_module_comes_out_and_goes_back_bit_for_bit(
     assert tensors.keys() <= here.keys()
     again = opened(back, target.lm.module)
     assert same_tensors(own_module(again), own_module(target))
+
+
+def test_experts_that_are_stored_together_stay_together(tmp_path: Path) -> None:
+    """As Qwen3.5 stores its mixtures."""
+    folder, package, back = (tmp_path / name for name in ("checkpoint", "package", "back"))
+    target, _ = checkpoint("glm4_moe", folder)
+    block = own_module(target).tensors()
+    own = {n.removeprefix(OURS): t for n, t in block.items() if n.startswith(OURS)}
+
+    def joined(found: Any) -> None:
+        for name in [name for name in found if ".mlp.experts." in name]:
+            del found[name]
+        found |= {OWN + name: t.clone() for name, t in own.items() if ".experts." in name}
+
+    changed(folder, joined)
+    taken(folder, target, package)
+    assert same_tensors(load_drafter(package, target), load_drafter("mtp", target))
+    export(package, "mtp", back, target)
+    there, here = every_tensor(back), every_tensor(folder)
+    assert f"{OWN}mlp.experts.gate_up_proj" in there
+    assert there.keys() == here.keys()
+    assert all(torch.equal(there[name], here[name]) for name in here)
 
 
 def test_a_tuned_module_goes_back_changed_and_nothing_else(tmp_path: Path) -> None:
