@@ -25,8 +25,10 @@ from specctl.core.language_model import (
     Feed,
     LanguageModel,
     LmOut,
+    Masks,
 )
 from specctl.core.spec import ModelSpec
+from specctl.core.sub_layers import SubLayers
 from specctl.models.hf_spec import spec_of
 from specctl.models.kernels import Weight, additive_mask, attend, linear, rms_norm
 from specctl.models.llama import LayerWeights, LlamaModel, LlamaShape
@@ -62,11 +64,11 @@ class FastLlama(LanguageModel):
         step = None if kv is None and not self.is_int8 else self._native(feed.ids_BT)
         if step is None:
             return self._eager(feed, kv)
-        return step.run(feed, self._whole(feed) if kv is None else kv)
+        return step.run(feed, self._whole(feed.ids_BT) if kv is None else kv)
 
-    def _whole(self, feed: Feed) -> SlotKV:
+    def _whole(self, ids_BT: Tensor) -> SlotKV:
         """A cache for whole sequences, aimed at them."""
-        B, T = feed.ids_BT.shape
+        B, T = ids_BT.shape
         kv, slots = self.new_kv(B, T), torch.arange(B)
         kv.begin(tuple(range(B)), slots, torch.zeros_like(slots), T, T, 0)
         return kv
@@ -174,7 +176,7 @@ class FastLlama(LanguageModel):
         """Logits of a residual: final norm and LM head."""
         module, shape = self.module, self.module.shape
         x = rms_norm(x, module.model.norm.weight, shape.norm_eps)
-        return linear(x, module.weights().head)
+        return linear(x, module.head)
 
     def _attention(
         self,
@@ -216,12 +218,30 @@ class FastLlama(LanguageModel):
         self, state: Mapping[int, Tensor], position_BT: Tensor
     ) -> dict[int, tuple[Tensor, Tensor]]:
         is_fused = not any(x.requires_grad for x in state.values())
+        if self.is_int8 and is_fused:
+            kv = self._whole(position_BT)
+            self.write_kv(state, position_BT, kv)
+            return {index: kv.read(index) for index in state}
         layers, found = self.module.weights(is_fused).layers, {}
         for index, x in state.items():
             rope = self.module.rotary.of(position_BT, x.dtype)
             _, key, value = self._query_key_value(x, layers[index], rope)
             found[index] = (key, value)
         return found
+
+    @torch.no_grad()
+    def write_kv(self, state: Mapping[int, Tensor], position_BT: Tensor, kv: SlotKV) -> None:
+        """As every forward; in 8 bits by the compiled step, which attends for nothing."""
+        if not self.is_int8:
+            super().write_kv(state, position_BT, kv)
+            return
+        T, ids_BT = position_BT.shape[1], torch.zeros_like(position_BT)
+        sees = torch.ones(1, 1, T, kv.aim.span, dtype=torch.bool)
+        masks = Masks(sees, dict.fromkeys(self.windows, sees))
+        for layer, x in state.items():
+            parts = SubLayers((layer,), ())
+            feed = Feed(ids_BT, position_BT, masks, logits=False, parts=parts, residual_BTD=x)
+            self.run(feed, kv)
 
     def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
         return x + linear(self._neurons(x, layer), layer.down)

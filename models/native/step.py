@@ -88,11 +88,19 @@ def most_rows(dtype: torch.dtype) -> int:
 
 class NativeStep:
     """The compiled step over one stack's weights, as long as they lie where they lie. `is_int8`:
-    its matrices are copies of 8 bits, made here."""
+    its matrices are copies of 8 bits, made here. `release` is called with each layer whose
+    matrices have been copied and are not looked at again."""
 
-    def __init__(self, stack: Stack, functions: ctypes.CDLL, is_int8: bool = False) -> None:
+    def __init__(
+        self,
+        stack: Stack,
+        functions: ctypes.CDLL,
+        is_int8: bool = False,
+        release: Callable[[Any], None] | None = None,
+    ) -> None:
         weights, head = stack.weights(), stack.head
-        self.stack, self.tensors = stack, [*stack.beside(), *_held(weights)]
+        watched = weights if release is None else [_beside_matrices(layer) for layer in weights]
+        self.stack, self.tensors = stack, [*stack.beside(), *_held(watched)]
         self.addresses = [tensor.data_ptr() for tensor in self.tensors]
         self.dtype, self.is_int8 = stack.head.dtype, is_int8
         kind = DTYPES[self.dtype] + ("_int8" if is_int8 else "")
@@ -101,7 +109,11 @@ class NativeStep:
         self.chain_function = getattr(functions, f"chain_{kind}")
         self.version = self._version()
         if is_int8:
-            weights, head = [_packed(layer) for layer in weights], packed(head)
+            head = packed(head)
+            for at, layer in enumerate(stack.layers):
+                weights[at] = _packed(weights[at])
+                if release is not None:
+                    release(layer)
         self.copies = [head, *_held(weights)]
         num_layers = len(stack.layers)
         self.layers = (LayerAddresses * num_layers)(
@@ -205,7 +217,9 @@ class NativeStep:
         return found if found.numel() >= needed else torch.empty(needed)
 
 
-def native_step(stack: Stack, is_int8: bool = False) -> NativeStep | None:
+def native_step(
+    stack: Stack, is_int8: bool = False, release: Callable[[Any], None] | None = None
+) -> NativeStep | None:
     """The compiled step of a stack, its matrices in 8 bits if `is_int8`; None where it cannot be
     had, and where a weight is computed whenever it is read (a parametrization: low-rank additions
     that are being trained)."""
@@ -216,8 +230,9 @@ def native_step(stack: Stack, is_int8: bool = False) -> NativeStep | None:
         return None
     if not all(isinstance(weight, nn.Parameter) for weight in held):
         return None
+    del held  # while layers are released
     functions = library().functions
-    return None if functions is None else NativeStep(stack, functions, is_int8)
+    return None if functions is None else NativeStep(stack, functions, is_int8, release)
 
 
 def _weights(layer: Any) -> Weights:
@@ -256,6 +271,13 @@ def _packed(layer: Weights) -> Weights:
     return tuple(
         packed(weight) if name in MATRICES and weight is not None else weight
         for name, weight in zip(LayerAddresses.NAMES, layer, strict=True)
+    )
+
+
+def _beside_matrices(layer: Weights) -> Weights:
+    names = LayerAddresses.NAMES
+    return tuple(
+        None if name in MATRICES else weight for name, weight in zip(names, layer, strict=True)
     )
 
 
