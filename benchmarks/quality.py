@@ -48,7 +48,7 @@ from specctl.runtime.sampling.sampling import Sampling
 from specctl.train.data.heldout import heldout_prompts
 from specctl.train.planning.scaling import share_data
 
-DATA = (250, 500, 1000, 2000, 4000)  # prompts of the learning curve
+DATA = (250, 500, 1000, 2000)  # prompts of the learning curve
 LEADING = ("small-lm", "staged", "moa", "glide", "eagle3", "eagle")
 HEATS = {"greedy": 0.0, "sampled": 1.0}
 SETTINGS = ("steps", "seconds", "data", "prompts", "tokens")
