@@ -214,7 +214,7 @@ def curves(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
     found = {
         (row["family"], row["prompts"]): row
         for row in rows
-        if row["seed"] == 0 and row["arm"] == _kind(row["prompts"], args)
+        if row["seed"] == 0 and not row.get("sets") and row["arm"] == _kind(row["prompts"], args)
     }
     lines = ["| family | " + " | ".join(f"{size:,} prompts" for size in DATA) + " |",
              "|" + "---|" * (len(DATA) + 1)]  # fmt: skip
