@@ -230,7 +230,15 @@ def from_published(config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tens
     logging.set_verbosity_error()  # it has no embedding and no head, which nobody asks for
     logging.disable_progress_bar()
     try:
-        model = kind.from_pretrained(None, config=config, state_dict=named, dtype=widest)
+        model = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict=named,
+            dtype=widest,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+        )
     finally:
         logging.set_verbosity(verbosity)
         if bars:
