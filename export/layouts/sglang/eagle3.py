@@ -27,16 +27,18 @@ from specctl.export.layouts.engines import (
 )
 from specctl.export.layouts.sglang.layout import Flat, FlatFolder, llama_config
 from specctl.export.layouts.speculators.eagle3 import written_tensors
-from specctl.export.readers import vllm_eagle3
+from specctl.export.readers import trtllm_eagle3, vllm_eagle3
 from specctl.export.readers.sglang_eagle import ENGINE, SglangEagle3
 from specctl.export.readers.trial import (
     Trial,
     compare,
     drafted_logits,
     embedding_of,
+    head_of,
     twin,
     without_router,
 )
+from specctl.export.readers.trtllm_eagle3 import TrtllmEagle3
 from specctl.export.readers.vllm_eagle3 import VllmEagle3, flat_config
 
 FED_BACK, LAYER = 3, "midlayer"
@@ -96,24 +98,32 @@ def _refuse(drafter: Eagle3) -> None:
 
 
 def check(source: ExportSource, folder: Path) -> None:
-    """SGLang and vLLM draft what the drafter drafts: behind random features, and on its own
-    states."""
+    """SGLang, vLLM and TensorRT-LLM draft what the drafter drafts: behind random features, and on
+    its own states."""
     trial, embedding_VD = Trial.of(source, FED_BACK), embedding_of(source)
     ours = drafted_logits(twin(source, without_router(source.drafter)), trial)
     compare(ENGINE, SglangEagle3(folder, embedding_VD).drafted_logits(trial), ours)
     vllm = VllmEagle3(folder, embedding_VD, flat_config)
     compare(vllm_eagle3.ENGINE, vllm.drafted_logits(trial), ours)
+    trt = TrtllmEagle3(folder, embedding_VD, head_of(source), _layers(source))
+    compare(trtllm_eagle3.ENGINE, trt.drafted_logits(trial), ours)
+
+
+def _layers(source: ExportSource) -> list[int]:
+    """What TensorRT-LLM's settings name: layers whose outputs are read."""
+    taps = sorted(source.manifest.taps.indices)
+    return layer_ids(taps, source.manifest.model_spec.num_layers)
 
 
 def serve(source: ExportSource, folder: str, algorithm: str) -> tuple[str, ...]:
     """TensorRT-LLM reads no list of layers from the folder: without one in its settings it takes
     1, N // 2 - 1 and N - 4, whatever the drafter was trained with."""
-    length, taps = draft_length(source), sorted(source.manifest.taps.indices)
+    length = draft_length(source)
     how = {
         "decoding_type": "Eagle3",
         "max_draft_len": length,
         "speculative_model": folder,
-        "eagle3_layers_to_capture": layer_ids(taps, source.manifest.model_spec.num_layers),
+        "eagle3_layers_to_capture": _layers(source),
     }
     settings = json.dumps({"speculative_config": how})  # JSON is YAML
     return (
