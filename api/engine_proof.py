@@ -18,6 +18,7 @@ from specctl.core.errors import SpecctlError
 from specctl.core.language_model import Masks
 from specctl.core.masks import document_mask
 from specctl.core.table import Table, Tabled
+from specctl.drafters import family
 from specctl.export.engines import Answers, EngineJob, ServingEngine
 from specctl.export.engines.process import chosen_engine, own_python
 from specctl.export.package.folder import write_served
@@ -150,7 +151,8 @@ def _ours(job: EngineJob, package: Path, drafts: bool) -> Answers:
 
 
 def _policy(job: EngineJob) -> Any:
-    kind = "direct" if job.manifest.serve.get("policy") == "direct" else "chain"
+    """Engines verify chains, also of heads for which we would draft a tree."""
+    kind = "chain" if "chain" in family(job.manifest.family).policies else "direct"
     return make_policy({"policy": kind, "length": job.length})
 
 
