@@ -160,6 +160,7 @@ SHARING: dict[str, dict[str, Any]] = {
     "jakiro": {"noise": 0.0},
     "medusa": {"head": "own"},
     "mlp-speculator": {},
+    "mtp": {"ttt_steps": 2},
     "p-eagle": {**ALL, "keep": 1.0},
     "propd": {},
     "recurrent": {},
