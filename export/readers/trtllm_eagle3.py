@@ -7,7 +7,8 @@ The list of layers whose outputs are captured comes from the settings, never fro
 than two of them leave no `fc`. `fc_norm` and `norm_output` stand at the top of config.json (the
 latter as `return_hidden_post_norm` inside `eagle_config`, too); the un-normed state is the
 residual. `d2t` is there only where the two vocabularies differ in size.
-Letters: D hidden width, N nodes, T fed tokens, V target vocabulary.
+Letters: D hidden width, I input width, K draft vocabulary, N nodes, T fed tokens, V target
+vocabulary.
 """
 
 from __future__ import annotations
