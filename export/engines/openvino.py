@@ -22,10 +22,13 @@ def convert(
     *,
     weights: str = "fp32",
     layers: list[int] | None = None,
+    is_drafter: bool = False,
 ) -> Mapping[str, Any]:
-    """IR of a transformers folder at `out`, and the versions that wrote it. `layers` make it an
-    EAGLE-3 draft. What the converter leaves out or invents is an error."""
-    job = {"folder": str(folder), "out": str(out), "weights": weights, "layers": layers}
+    """IR of a transformers folder at `out`, and the versions that wrote it. `is_drafter`: of a
+    class of the converter's own (EAGLE-3, DFlash); `layers` are written into the IR. What the
+    converter leaves out or invents is an error."""
+    job: dict[str, Any] = {"folder": str(folder), "out": str(out), "weights": weights}
+    job |= {"layers": layers, "is_drafter": is_drafter}
     return run_script("convert_openvino", python, job, scratch)
 
 

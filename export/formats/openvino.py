@@ -1,9 +1,9 @@
 """A draft as OpenVINO's IR, which OpenVINO GenAI takes beside its target: a small language model of
-its own, or an EAGLE-3 layer (`specctl.export.layouts.openvino.eagle3`).
+its own, an EAGLE-3 layer or DFlash (`specctl.export.layouts.openvino`).
 
 The IR is written by optimum-intel in a Python of its own, since its releases ask for older
 versions of transformers than specctl does. It is read back by OpenVINO itself, in float32.
-Letters: K draft vocabulary, N nodes, S sequence.
+Letters: D hidden width, K draft vocabulary, N nodes, S sequence, T fed tokens.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from specctl.export.engines.openvino import ENGINE, convert
 from specctl.export.engines.process import check_installed, own_python, run_script
 from specctl.export.formats import TARGET, ExportSource, Format, hf
 from specctl.export.layouts.engines import draft_length, gate
-from specctl.export.layouts.openvino import eagle3
+from specctl.export.layouts.openvino import dflash, eagle3
 from specctl.export.package.manifest import check_files
 from specctl.export.readers.trial import (
     Trial,
     compare,
     drafted_logits,
+    head_of,
     over_targets,
     twin,
     without_router,
@@ -39,31 +40,39 @@ TARGET_IR = "target-openvino"
 
 def write(source: ExportSource, folder: Path) -> None:
     """What the converter reads lies in a folder that is gone afterwards."""
-    python, is_eagle = source.engine_python or own_python(), source.manifest.family == "eagle3"
-    layers = None
+    python, family = source.engine_python or own_python(), source.manifest.family
+    layers, is_drafter = None, family != "small-lm"
     with tempfile.TemporaryDirectory() as temp:
         plain, made = Path(temp) / "plain", Path(temp) / "made"
         plain.mkdir()
-        if is_eagle:
+        if family == "eagle3":
             eagle3.refuse(source)
             layers = eagle3.hidden_layers(source)
             eagle3.write(source, plain)
+        elif family == "dflash":
+            dflash.write(source, plain)
         else:
             hf.write(source, plain)
         weights = "fp16" if source.manifest.dtype == "float16" else "fp32"
-        convert(plain, made, python, Path(temp), weights=weights, layers=layers)
+        convert(
+            plain, made, python, Path(temp), weights=weights, layers=layers, is_drafter=is_drafter
+        )
         for path in made.iterdir():
-            if is_eagle and path.name.startswith("tokenizer"):
+            if is_drafter and path.name.startswith("tokenizer"):
                 continue  # the converter's idea of one; the target's is what counts
             (folder / path.name).write_bytes(path.read_bytes())
 
 
 def check(source: ExportSource, folder: Path) -> None:
     """OpenVINO computes what the drafter computes: EAGLE-3 behind random features and on its own
-    states, as OpenVINO GenAI feeds it; a language model over random ids."""
+    states, DFlash over two rounds, as OpenVINO GenAI feeds them; a language model over random
+    ids."""
     check_files(folder)
     if source.manifest.family == "eagle3":
         _check_eagle3(source, folder)
+        return
+    if source.manifest.family == "dflash":
+        _check_dflash(source, folder)
         return
     ids_1S = hf.probe_ids(source)
     logits, _ = _read(source, folder, ids_1S[0].tolist())
@@ -81,18 +90,37 @@ def _check_eagle3(source: ExportSource, folder: Path) -> None:
     compare("OpenVINO", theirs, ours, TOLERANCE)
 
 
+def _check_dflash(source: ExportSource, folder: Path) -> None:
+    trial, mask_id = dflash.trial_of(source), dflash.mask_id(source)
+    fed_TD = dflash.fed_TD(source, trial)
+    said_ND, told = _read(source, folder, list(trial.ids), trial, fed_TD)
+    if told["dflash"] != "True" or told["mask_token_id"] != str(mask_id):
+        found = f"dflash_mode is {told['dflash']}, mask_token_id {told['mask_token_id']}"
+        raise gate(found, f"True, {mask_id}")
+    theirs = said_ND @ head_of(source).T
+    compare(dflash.ENGINE, theirs, drafted_logits(twin(source, source.drafter), trial), TOLERANCE)
+
+
 def _read(
-    source: ExportSource, folder: Path, ids: list[int], trial: Trial | None = None
+    source: ExportSource,
+    folder: Path,
+    ids: list[int],
+    trial: Trial | None = None,
+    fed_TD: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
     """Logits in float64, and what the reader found in the IR."""
     with tempfile.TemporaryDirectory() as temp:
         states, logits = Path(temp) / "states.npy", Path(temp) / "logits.npy"
         body: dict[str, Any] = {"folder": str(folder.absolute()), "ids": ids}
-        body |= {"known": 0, "states": None, "logits": str(logits)}
+        body |= {"known": 0, "states": None, "block": None, "logits": str(logits)}
         if trial is not None:
             found = torch.stack([trial.states[k] for k in sorted(trial.states)])
             np.save(states, found.float().numpy())
             body |= {"known": len(trial.ids), "states": str(states)}
+        if fed_TD is not None:
+            block = Path(temp) / "block.npy"
+            np.save(block, fed_TD.float().numpy())
+            body["block"] = str(block)
         python = source.engine_python or own_python()
         told = run_script("read_openvino", python, body, Path(temp))
         return torch.from_numpy(np.load(logits)).double(), told
@@ -103,7 +131,13 @@ def ready(engine_python: str | None) -> None:
 
 
 def notes(source: ExportSource) -> tuple[str, ...]:
-    """What is known of EAGLE-3 there and nowhere written."""
+    """What is known of drafters there and nowhere written."""
+    if source.manifest.family == "dflash":
+        number = dflash.num_places(source)
+        return (
+            "OpenVINO GenAI drafts blocks of DFlash greedily, one request at a time, without "
+            f"prefix caching; num_assistant_tokens stays at the {number} that were trained.",
+        )
     if source.manifest.family != "eagle3":
         return ()
     layers = ", ".join(map(str, eagle3.hidden_layers(source)))
@@ -117,11 +151,14 @@ def serve(source: ExportSource, folder: str) -> tuple[str, ...]:
     """The target becomes IR first."""
     convert_ = ["optimum-cli", "export", "openvino", "-m", TARGET, TARGET_IR]
     convert_ += ["--task", "text-generation-with-past", "--weight-format", "fp32"]
+    is_dflash = source.manifest.family == "dflash"  # refuses prefix caching, LLMPipeline's default
+    how = ", scheduler_config=g.SchedulerConfig()" if is_dflash else ""
+    length = dflash.num_places(source) if is_dflash else draft_length(source)
     code = (
         f'import openvino_genai as g; draft = g.draft_model("{folder}", "CPU"); '
-        f'pipe = g.LLMPipeline("{TARGET_IR}", "CPU", draft_model=draft); '
+        f'pipe = g.LLMPipeline("{TARGET_IR}", "CPU", draft_model=draft{how}); '
         'print(pipe.generate("def main(", max_new_tokens=64, '
-        f"num_assistant_tokens={draft_length(source)}))"
+        f"num_assistant_tokens={length}))"
     )
     return shlex.join(convert_), shlex.join(["python", "-c", code])
 
@@ -129,7 +166,7 @@ def serve(source: ExportSource, folder: str) -> tuple[str, ...]:
 FORMAT = Format(
     name="openvino",
     summary="OpenVINO's IR, for OpenVINO GenAI",
-    families=("eagle3", "small-lm"),
+    families=("dflash", "eagle3", "small-lm"),
     write=write,
     check=check,
     serve=serve,

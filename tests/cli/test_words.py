@@ -94,6 +94,7 @@ def test_short_flags_are_fields_of_the_recipe() -> None:
         ("llama.cpp", "small-lm", "gguf"),
         ("trtllm", "eagle3", "sglang"),
         ("openvino", "eagle3", "openvino"),
+        ("openvino", "dflash", "openvino"),
         ("mlx", "small-lm", "hf"),
         ("hf", "eagle3", "hf"),
     ],

@@ -39,9 +39,11 @@ def main() -> None:
         if has_draft:
             counted = made.extended_perf_metrics
             accepted = counted.get_num_accepted_tokens()
-            answers["drafted"] += counted.get_num_draft_tokens()
+            rounds = len(answers["ids"][-1]) - accepted - 1
+            drafted = counted.get_num_draft_tokens()  # 0 of DFlash, which drafts whole blocks
+            answers["drafted"] += drafted or rounds * job["length"]
             answers["accepted"] += accepted
-            answers["rounds"] += len(answers["ids"][-1]) - accepted - 1
+            answers["rounds"] += rounds
     answers["version"] = "openvino-genai " + genai.__version__.split("-")[0]
     told.write_text(json.dumps(answers))
 

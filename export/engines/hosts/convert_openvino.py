@@ -2,8 +2,9 @@
 
 ENV/bin/python convert_openvino.py JOB ANSWERS
 
-The job: {"folder": ..., "out": ..., "weights": "fp32" or "fp16", "layers": ids or null}. With
-`layers` it is an EAGLE-3 draft: the list goes into the IR, where OpenVINO GenAI looks for it.
+The job: {"folder": ..., "out": ..., "weights": "fp32" or "fp16", "is_drafter": ..., "layers": ids
+or null}. `is_drafter`: EAGLE-3 or DFlash, whose classes are the converter's own. The `layers` of
+EAGLE-3 go into the IR, where OpenVINO GenAI looks for them; DFlash's are written by the converter.
 Whatever the converter had to invent ends it, and so does what it left aside.
 """
 
@@ -20,13 +21,13 @@ MODEL = "openvino_model.xml"
 WRONG = ("| MISSING", "| UNEXPECTED", "| MISMATCH", "newly initialized")
 
 
-def converted(folder: str, out: Path, weights: str, is_eagle: bool) -> None:
+def converted(folder: str, out: Path, weights: str, is_drafter: bool) -> None:
     tool = Path(sys.executable).with_name("optimum-cli")
     if not tool.exists():
         raise SystemExit(f"no {tool}: pip install optimum-intel diffusers einops")
     words = [str(tool), "export", "openvino", "-m", folder, "--weight-format", weights]
     words += ["--task", "text-generation-with-past"]
-    if is_eagle:  # its class comes from optimum-intel itself, the draft has no tokenizer
+    if is_drafter:  # its class comes from optimum-intel itself, the draft has no tokenizer
         words += ["--trust-remote-code", "--disable-convert-tokenizer"]
     made = subprocess.run([*words, str(out)], capture_output=True, text=True, check=False)
     print(made.stdout, made.stderr, flush=True)
@@ -56,7 +57,7 @@ def main() -> None:
     job = json.loads(asked.read_text())
     out = Path(job["out"])
     shutil.rmtree(out, ignore_errors=True)
-    converted(job["folder"], out, job["weights"], job["layers"] is not None)
+    converted(job["folder"], out, job["weights"], job["is_drafter"])
     if job["layers"] is not None:
         with_layers(out, job["layers"])
     names = ("openvino", "optimum-intel", "transformers")

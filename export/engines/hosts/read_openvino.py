@@ -2,11 +2,16 @@
 
 ENV/bin/python read_openvino.py JOB ANSWERS
 
-The job: {"folder": ..., "ids": [...], "known": n, "states": FILE or null, "logits": FILE}. Without
+The job: {"folder": ..., "ids": [...], "known": n, "states": FILE or null, "block": FILE or null,
+"logits": FILE}. Without
 `states` [S, V] are the logits of a language model. With `states` [layers + 1, n, D] of a target it
 is an EAGLE-3 draft, treated as OpenVINO GenAI does: the outputs of the layers that the IR names go
 through `fc`, which is taken out of the graph; what `midlayer` adds last is fed back. Then [N, K]
 are the logits behind id n - 1 and behind each later one.
+
+With `block` [T, D], embedding rows, it is a DFlash draft: half of the states are read with one
+block, the rest with the next, as two rounds of OpenVINO GenAI are. Then [T - 1, D], the normed
+states of the second block's masks, stand for logits.
 """
 
 from __future__ import annotations
@@ -20,10 +25,11 @@ import numpy as np
 import openvino as ov
 
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+DFLASH = ("mask_token_id", "target_layer_ids")
 
 
 class Model:
-    """A stateful IR, read from its beginning every time."""
+    """A stateful IR; a call reads from its beginning."""
 
     def __init__(self, model: Any) -> None:
         self.request = ov.Core().compile_model(model, "CPU", EXACT).create_infer_request()
@@ -35,10 +41,14 @@ class Model:
             "input_ids": np.array([ids], dtype=np.int64),
             "attention_mask": np.ones((1, length), dtype=np.int64),
             "position_ids": np.arange(length, dtype=np.int64)[None],
-            "beam_idx": np.zeros(1, dtype=np.int32),
             **more,
         }
         self.request.reset_state()
+        return self.infer(**fed)
+
+    def infer(self, **fed: Any) -> dict[str, Any]:
+        """What follows the states that are there."""
+        fed["beam_idx"] = np.zeros(1, dtype=np.int32)
         out = self.request.infer({name: x for name, x in fed.items() if name in self.names})
         return {name: x for port, x in out.items() for name in port.get_names()}
 
@@ -97,6 +107,27 @@ def chained(model: Any, job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return np.stack(said), {**told, "d2t": out["d2t"].tolist()}
 
 
+def blockwise(model: Any, job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Normed states [T - 1, D] after two rounds, which share a KV cache of committed states."""
+    told = {name: str(model.get_rt_info(["dflash", name]).value) for name in DFLASH}
+    layers = [int(layer) for layer in told["target_layer_ids"].split(",")]
+    states, block = np.load(job["states"]), np.load(job["block"])[None]
+    taken = np.concatenate([states[layer + 1] for layer in layers], -1)[None]
+    reader, committed = Model(model), 0
+    reader.request.reset_state()
+    for end in (taken.shape[1] // 2, taken.shape[1]):
+        length = end + block.shape[1]
+        out = reader.infer(
+            inputs_embeds=block,
+            hidden_states=taken[:, committed:end],
+            position_ids=np.arange(committed, length, dtype=np.int64)[None],
+            attention_mask=np.ones((1, length), dtype=np.int64),
+        )
+        committed = end
+    mode = str(model.get_rt_info(["dflash_mode"]).value)
+    return out["last_hidden_state"][0], {**told, "layers": layers, "dflash": mode}
+
+
 def main() -> None:
     asked, told = map(Path, sys.argv[1:])
     job = json.loads(asked.read_text())
@@ -104,6 +135,8 @@ def main() -> None:
     found: dict[str, Any] = {}
     if job["states"] is None:
         logits = Model(model)(job["ids"])["logits"][0]
+    elif job["block"] is not None:
+        logits, found = blockwise(model, job)
     else:
         logits, found = chained(model, job)
     np.save(job["logits"], logits.astype(np.float32))

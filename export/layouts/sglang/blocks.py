@@ -29,10 +29,10 @@ from specctl.export.readers.sglang_blocks import DFLASH, DSPARK, ENGINE, SglangB
 from specctl.export.readers.trial import Trial, compare, drafted_logits, embedding_of, head_of, twin
 
 
-def write(source: ExportSource) -> FlatFolder:
+def write(source: ExportSource, engine: str = "SGLang") -> FlatFolder:
     drafter = blocks_of(source)
-    _refuse(source)
-    refuse_scaled_head(source, "SGLang")
+    _refuse(source, engine)
+    refuse_scaled_head(source, engine)
     spec, net, options = drafter.spec, drafter.net, drafter.options
     own: dict[str, Any] = {
         "mask_token_id": options.mask_id,
@@ -69,11 +69,11 @@ def _architecture(source: ExportSource) -> str:
     return DSPARK if isinstance(source.drafter, DSpark) else DFLASH
 
 
-def _refuse(source: ExportSource) -> None:
+def _refuse(source: ExportSource, engine: str) -> None:
     drafter = blocks_of(source)
     if drafter.options.mask_id is None:
         raise IncompatibleError(
-            "SGLang takes the mask of a block from the target's embedding",
+            f"{engine} takes the mask of a block from the target's embedding",
             found="a mask vector of the drafter's own (mask_id: null)",
             expected="a drafter trained with a token's row as its mask",
             do="--to speculators (vLLM), or train with --set drafter.options.mask_id=ID, the id of "
@@ -81,7 +81,7 @@ def _refuse(source: ExportSource) -> None:
         )
     if drafter.vocab is not None and drafter.vocab.size < drafter.vocab.target_size:
         raise IncompatibleError(
-            "SGLang drafts a block over all of the target's ids",
+            f"{engine} drafts a block over all of the target's ids",
             found=f"a vocabulary of {drafter.vocab.size:,} ids",
             expected=f"all {drafter.vocab.target_size:,}",
             do="--to speculators (vLLM), or train with --set vocab.size=null",
