@@ -21,7 +21,7 @@ from torch import Tensor
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Outcome, RoundView, Space, StepState
 from specctl.core.kv_cache import SlotKV
-from specctl.core.language_model import Feed, LanguageModel, Masks
+from specctl.core.language_model import Feed, LanguageModel, LmOut, Masks
 from specctl.core.masks import document_mask
 from specctl.core.sub_layers import NOTHING, SubLayers
 from specctl.drafters.states.tree_layout import TreeLayout
@@ -270,13 +270,18 @@ def shadow_logits(
 
 
 @torch.no_grad()
-def read_out(lm: LanguageModel, state_BTD: Tensor) -> Tensor:
-    """[B, T, V]: what the final norm and the LM head make of residuals."""
+def said_by(lm: LanguageModel, state_BTD: Tensor) -> LmOut:
+    """What the LM head makes of residuals, and the normed states it reads (the last tap)."""
     none_BT = torch.zeros(state_BTD.shape[:2], dtype=torch.long, device=state_BTD.device)
     all_BT1 = torch.ones((*state_BTD.shape[:2], 1), dtype=torch.bool, device=none_BT.device)
     mask = all_BT1[:, None].expand(-1, -1, -1, state_BTD.shape[1])
     masks = Masks(mask, dict.fromkeys(lm.windows, mask))
-    feed = Feed(none_BT, none_BT, masks, parts=NOTHING, residual_BTD=state_BTD)
-    out = lm.run(feed, None)
+    last = (lm.spec.num_layers,)
+    return lm.run(Feed(none_BT, none_BT, masks, last, parts=NOTHING, residual_BTD=state_BTD), None)
+
+
+def read_out(lm: LanguageModel, state_BTD: Tensor) -> Tensor:
+    """[B, T, V]: what the final norm and the LM head make of residuals."""
+    out = said_by(lm, state_BTD)
     assert out.logits_BTV is not None
     return out.logits_BTV
