@@ -26,6 +26,7 @@ from specctl import load_target
 from specctl.core.drafter import Drafter, DraftState, Outcome, Space
 from specctl.drafters import family
 from specctl.drafters.calm import CalmState
+from specctl.drafters.quantspec import QuantSpecState
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
@@ -60,7 +61,35 @@ def calm() -> Iterator[Arm]:
         yield Arm(f"all leave at {layers}", "calm", {"exits": (layers,)})
 
 
-STUDIES: dict[str, Callable[[], Iterator[Arm]]] = {"calm": calm}
+def quantspec() -> Iterator[Arm]:
+    """Lengths of the text, and what is rounded."""
+    for context in (512, 64, 256, 960):
+        yield Arm(f"weights and cache, {context} tokens before", "quantspec", {}, context)
+    for name, options in {
+        "weights alone": {"kv_bits": 16},
+        "cache alone": {"weight_bits": 16},
+        "cache alone, one group in full": {"weight_bits": 16, "recent": 1},
+        "cache alone, nothing in full": {"weight_bits": 16, "recent": 0},
+        "both, nothing in full": {"recent": 0},
+        "both, cache of 8 bits": {"kv_bits": 8},
+    }.items():
+        yield Arm(f"{name}, 512 before", "quantspec", options, 512)
+
+
+def easyspec() -> Iterator[Arm]:
+    """Sizes of a group, with and without exact keys of the answer."""
+    for group in (4, 1, 2, 3, 7):
+        yield Arm(f"groups of {group}", "easyspec", {"group": group})
+    for group in (2, 4):
+        options = {"group": group, "calibrate": False}
+        yield Arm(f"groups of {group}, not calibrated", "easyspec", options)
+
+
+STUDIES: dict[str, Callable[[], Iterator[Arm]]] = {
+    "calm": calm,
+    "quantspec": quantspec,
+    "easyspec": easyspec,
+}
 
 
 @dataclass(slots=True)
@@ -149,6 +178,8 @@ def measure(target: Target, arm: Arm, args: argparse.Namespace) -> dict[str, Any
 def said(state: DraftState) -> str:
     if isinstance(state, CalmState):
         return f"{state.mean_exit:.2f} layers a token"
+    if isinstance(state, QuantSpecState):
+        return f"{state.kv_bytes() / state.kv.num_slots / 1024:,.0f} KiB of cache a row"
     return ""
 
 

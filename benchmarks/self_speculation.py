@@ -47,6 +47,8 @@ METHODS = (
     "del",
     "skip-decode",
     "depth-decay",
+    "quantspec",
+    "easyspec",
     "speculative-jacobi",
     "prompt-lookup",
 )

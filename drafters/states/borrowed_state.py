@@ -39,10 +39,12 @@ class KnownTokensState(StepState):
         self, lm: LanguageModel, attention: tuple[int, ...], space: Space, extra: int = 0
     ) -> None:
         self.lm, self.attention = lm, attention
-        max_len = space.max_len + space.max_nodes + 3 + extra
-        self.kv = lm.borrowed_kv(attention, space.num_slots, max_len)
+        self.kv = self._new_kv(space, space.max_len + space.max_nodes + 3 + extra)
         self.num_known = [0] * space.num_slots
         self._num_prefilled = [0] * space.num_slots
+
+    def _new_kv(self, space: Space, max_len: int) -> SlotKV:
+        return self.lm.borrowed_kv(self.attention, space.num_slots, max_len)
 
     def prefill(
         self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor], first: int, last: int
@@ -122,10 +124,15 @@ class BorrowedState(KnownTokensState):
         """[B, M, V]: logits behind nodes. The cache is aimed at them; `rows` are the rows of the
         round that are fed."""
         last = self.lm.spec.num_layers
-        out = self.lm.run(replace(feed, taps=(last,)), self.kv)
+        out = self.runner.run(replace(feed, taps=(last,)), self.kv)
         assert out.logits_BTV is not None
         self._ready_BMD = out.taps[last]
         return out.logits_BTV
+
+    @property
+    def runner(self) -> LanguageModel:
+        """What reads nodes; known tokens are the target's own matter."""
+        return self.lm
 
     # -- a round ----------------------------------------------------------------------------------
 
